@@ -1,0 +1,31 @@
+"""pararnn: nonlinear RNNs, trained in parallel over the sequence, exactly."""
+
+from pararnn.cells import (
+    CELLS,
+    NONLINEARITIES,
+    Cell,
+    DenseGRUCell,
+    ElmanCell,
+    GRUCell,
+    LEMCell,
+    LRCCell,
+    LSTMCell,
+    Param,
+    SLSTMCell,
+)
+from pararnn.errors import (
+    CellCostWarning,
+    CellError,
+    ConvergenceError,
+    ConvergenceWarning,
+    EngineError,
+    PararnnError,
+    StructureError,
+)
+from pararnn.layer import ParaGRU, ParaLSTM, ParaRNN, SolveInfo, clip_after_step
+from pararnn.program import Program, program_of
+from pararnn.solve import solve
+from pararnn.structure import BlockDiagonal, Dense, Diagonal, Structure, register_structure
+from pararnn.verify import Report, verify
+
+__version__ = "0.1.0"

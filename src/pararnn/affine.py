@@ -1,0 +1,43 @@
+"""The affine scan: x_l = J_l x_{l-1} + r_l for all l at once, in O(log T) steps.
+
+Paper, Algorithm 1b (with the index misprint mended), in its work-efficient form: neighbours are
+merged in pairs, the half-length recurrence is solved, and the other half follows. That is
+2 log2(T) steps and about 2 T compositions instead of T log2(T).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pararnn.structure import Structure
+
+
+def affine_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
+    """Solve x_0 = r_0, x_l = J_l x_{l-1} + r_l in parallel over l.
+
+    `jacobian` holds J_1 .. J_{T-1}, (B, T-1, ...); `rhs` is (B, T, N, D), which is also the shape
+    of the result.
+    """
+    length = rhs.shape[1]
+    if length <= 1:
+        return rhs
+    pairs = length // 2
+    to_odd, to_even = jacobian[:, 0::2], jacobian[:, 1::2]
+    merged_rhs = rhs[:, 1::2] + structure.apply(to_odd, rhs[:, 0 : 2 * pairs : 2])
+    merged_jacobian = structure.compose(to_odd[:, 1:], to_even[:, : pairs - 1])
+    odd = affine_scan(structure, merged_jacobian, merged_rhs)
+    out = torch.empty_like(rhs)
+    out[:, 1::2] = odd
+    out[:, 0] = rhs[:, 0]
+    out[:, 2::2] = rhs[:, 2::2] + structure.apply(to_even, odd[:, : (length - 1) // 2])
+    return out
+
+
+def affine_loop(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
+    """The same recurrence one step after the other: exact where composed Jacobians overflow."""
+    out = [rhs[:, :1]] if rhs.shape[1] else []
+    for step in range(1, rhs.shape[1]):
+        carried = structure.apply(jacobian[:, step - 1 : step], out[-1])
+        out.append(rhs[:, step : step + 1] + carried)
+    return torch.cat(out, 1) if out else rhs

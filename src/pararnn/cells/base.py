@@ -1,0 +1,240 @@
+"""The Cell contract: one time step in PyTorch, with its states, gates, fields and parameters named."""
+
+from __future__ import annotations
+
+import json
+import keyword
+import math
+from collections import namedtuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from pararnn.errors import CellError
+
+PARAM_SHAPES = ("D", "H", "", "D,D")
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of a cell.
+
+    `shape` is "D" (per channel), "H" (per head), "" (a scalar) or "D,D" (a matrix, for dense
+    cells). It is drawn from a Gaussian of standard deviation `std` around `mean`; `std=None` is
+    1/sqrt(D), the paper's Appendix C. `recurrent` parameters are the ones that
+    `clip_after_step` clamps. `trainable=False` makes a buffer.
+    """
+
+    shape: str = "D"
+    std: float | None = None
+    mean: float = 0.0
+    recurrent: bool = True
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        if self.shape not in PARAM_SHAPES:
+            raise CellError(f"Param shape must be one of {PARAM_SHAPES}, got {self.shape!r}")
+
+    def size(self, channels: int, heads: int) -> tuple[int, ...]:
+        """The tensor's size for D channels in H heads."""
+        table = {"D": (channels,), "H": (heads,), "": (), "D,D": (channels, channels)}
+        return table[self.shape]
+
+
+class Cell(nn.Module):
+    """A recurrence: subclass it, name its parts and write `step` for one time step.
+
+    Class attributes:
+        states: names of the states; the first is the layer's output.
+        gates: names of the pre-activations, projected from the input by the layer.
+        fields: names of per-step inputs that are not projected (time gaps, masks).
+        params: `Param` by name.
+        config: default of each constant by name (JSON values), read as `self.<name>` in the step.
+        structure: None to infer the Jacobian's structure, or "diagonal", "block_diagonal",
+            "dense", "sequential" or a registered name, which is checked against the step.
+
+    The constructor takes the number of channels D, the number of heads H (of per-head parameters;
+    D must be a multiple), device, dtype and config values. Raises CellError for malformed classes
+    and values; the step itself is checked when a layer or `solve` first takes the cell.
+
+    A step may read config (and call methods and functions), nothing else of `self`: parameters
+    arrive as `param`. It must broadcast over leading dimensions. A method
+    `jacobian(self, state, gate, param)` may override the derived Jacobian: it returns the
+    structure's entries (a tensor for one state, N rows of N tensors for N states, a registered
+    structure's representation) and is checked against the derived one.
+    """
+
+    states: ClassVar[Sequence[str]] = ()
+    gates: ClassVar[Sequence[str]] = ()
+    fields: ClassVar[Sequence[str]] = ()
+    params: ClassVar[Mapping[str, Param]] = {}
+    config: ClassVar[Mapping[str, Any]] = {}
+    structure: ClassVar[str | None] = None
+
+    hidden_size: int
+    num_heads: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for kind in ("states", "gates", "fields"):
+            names = getattr(cls, kind)
+            if isinstance(names, str) or not isinstance(names, Sequence):
+                raise CellError(f"{cls.__name__}.{kind} must be a tuple of names, got {names!r}")
+        _check_names(cls, "states", cls.states)
+        _check_names(cls, "gates and fields", [*cls.gates, *cls.fields])
+        _check_names(cls, "params and config", [*cls.params, *cls.config])
+        for name, param in cls.params.items():
+            if not isinstance(param, Param):
+                raise CellError(f"{cls.__name__}.params[{name!r}] must be a Param, got {param!r}")
+        taken = [name for name in [*cls.params, *cls.config] if hasattr(Cell, name)]
+        if taken:
+            raise CellError(f"{cls.__name__}: {taken[0]!r} is a name of torch.nn.Module or Cell")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **config: Any,
+    ) -> None:
+        super().__init__()
+        cls = type(self)
+        if not cls.states or not cls.gates:
+            raise CellError(f"{cls.__name__} must name at least one state and one gate")
+        if hidden_size < 1 or num_heads < 1 or hidden_size % num_heads:
+            raise CellError(
+                f"hidden_size must be a positive multiple of num_heads, got {hidden_size} and {num_heads}"
+            )
+        self.hidden_size, self.num_heads = hidden_size, num_heads
+        self.__dict__.update(resolve_config(cls, config))
+        for name, param in cls.params.items():
+            value = torch.empty(param.size(hidden_size, num_heads), device=device, dtype=dtype)
+            if param.trainable:
+                self.register_parameter(name, nn.Parameter(value))
+            else:
+                self.register_buffer(name, value)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew from its Param's Gaussian (paper, Appendix C)."""
+        with torch.no_grad():
+            for name, param in type(self).params.items():
+                std = 1 / math.sqrt(self.hidden_size) if param.std is None else param.std
+                getattr(self, name).normal_(param.mean, std)
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor | tuple[Tensor, ...]:
+        """One time step: previous state(s), gates and fields, parameters -> new state(s)."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(self, state, gate, param)")
+
+    def config_values(self) -> dict[str, Any]:
+        """The config that this cell was made with."""
+        return {name: getattr(self, name) for name in type(self).config}
+
+    def recurrent_parameters(self) -> Iterable[Tensor]:
+        """The trainable recurrent parameters: those that clipping concerns."""
+        for name, param in type(self).params.items():
+            if param.recurrent and param.trainable:
+                yield getattr(self, name)
+
+    def lifted_params(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The parameters as a program takes them: in `dtype`, scalars and per-head ones as (D,)."""
+        channels, heads = self.hidden_size, self.num_heads
+        lifted = []
+        for name, param in type(self).params.items():
+            value = getattr(self, name).to(dtype)
+            if param.shape == "H":
+                value = value.unsqueeze(-1).expand(heads, channels // heads).reshape(channels)
+            elif param.shape == "":
+                value = value.expand(channels)
+            lifted.append(value)
+        return tuple(lifted)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).config:
+            raise AttributeError(
+                f"config is immutable: make a new {type(self).__name__} with {name}={value!r}"
+            )
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_parameters" in self.__dict__:
+            return super().__getattr__(name)
+        cls = type(self)
+        hint = (
+            f"read it as param.{name}"
+            if name in cls.params
+            else f"declare it in {cls.__name__}.config, or pass it in as a field or a Param"
+        )
+        raise AttributeError(f"{cls.__name__}.step reads self.{name}, which it may not: {hint}")
+
+    def extra_repr(self) -> str:
+        items = {"num_heads": self.num_heads, **self.config_values()}
+        return ", ".join([str(self.hidden_size), *(f"{k}={v!r}" for k, v in items.items())])
+
+
+class Step:
+    """A cell class's step as a pure function of flat tensors: (states, inputs, params) -> states.
+
+    It runs the user's method on an object that holds nothing but config, so that the result can
+    depend on the class, the config and the arguments only.
+    """
+
+    def __init__(self, cls: type[Cell], config: Mapping[str, Any]) -> None:
+        self.cls = cls
+        self.view = object.__new__(cls)
+        self.view.__dict__.update(config)
+        self.state_type = namedtuple("State", list(cls.states))  # type: ignore[misc]
+        self.gate_type = namedtuple("Gate", [*cls.gates, *cls.fields])  # type: ignore[misc]
+        self.param_type = namedtuple("Params", list(cls.params))  # type: ignore[misc]
+
+    def call(self, method: str, states: Any, inputs: Any, params: Any) -> Any:
+        """Call the cell's `method` (step or jacobian) on flat tensors."""
+        return getattr(self.view, method)(
+            self.state_type(*states), self.gate_type(*inputs), self.param_type(*params)
+        )
+
+    def __call__(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
+        """New states; CellError when the step does not return one tensor a state."""
+        new = self.call("step", states, inputs, params)
+        new = (new,) if isinstance(new, Tensor) else tuple(new)
+        names = self.cls.states
+        if len(new) != len(names) or not all(isinstance(item, Tensor) for item in new):
+            raise CellError(
+                f"{self.cls.__name__}.step must return {len(names)} tensor(s), one for each of "
+                f"{tuple(names)}, got {[type(item).__name__ for item in new]}"
+            )
+        return new
+
+
+def resolve_config(cls: type[Cell], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The class's config with `config` put over it; CellError for unknown names or values."""
+    unknown = sorted(set(config) - set(cls.config))
+    if unknown:
+        raise CellError(
+            f"{cls.__name__} has no config {unknown[0]!r}; it has {sorted(cls.config) or 'none'}"
+        )
+    values = {**cls.config, **config}
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except TypeError:
+            raise CellError(
+                f"{cls.__name__}: config {name} must be a JSON value (number, string, bool, None, "
+                f"list), got {type(value).__name__}"
+            ) from None
+    return values
+
+
+def _check_names(cls: type, what: str, names: Sequence[str]) -> None:
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+            raise CellError(f"{cls.__name__}: {what} must be identifiers, got {name!r}")
+        if name.startswith("_") or hasattr(tuple, name):
+            raise CellError(f"{cls.__name__}: {what} may not be called {name!r}; rename it")
+    if len(set(names)) != len(names):
+        raise CellError(f"{cls.__name__}: {what} must be distinct, got {list(names)}")

@@ -1,0 +1,28 @@
+"""A GRU with full recurrent matrices: the dense case, for comparison and small sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.base import Cell, Param
+
+
+class DenseGRUCell(Cell):
+    """Gated recurrent unit with full matrices A (Cho et al. 2014; paper eq. GRU before its eq. GRU_LSTM_simp).
+
+    Channels mix, so the Jacobian is dense: Newton costs D^3 a step and only the torch backend runs it.
+    """
+
+    states = ("h",)
+    gates = ("z", "r", "c")
+    params = {name: Param("D,D") for name in ("A_z", "A_r", "A_c")}
+    structure = "dense"
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        z = torch.sigmoid(gate.z + state.h @ param.A_z.mT)
+        r = torch.sigmoid(gate.r + state.h @ param.A_r.mT)
+        c = torch.tanh(gate.c + (state.h * r) @ param.A_c.mT)
+        return (1 - z) * state.h + z * c

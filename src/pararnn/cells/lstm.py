@@ -1,0 +1,34 @@
+"""The paper's LSTM: coupled input and forget gates, peepholes, diagonal recurrence; eq. LSTM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pararnn.cells.base import Cell, Param
+from pararnn.cells.nonlinearity import nonlinearity
+
+
+class LSTMCell(Cell):
+    """Long short-term memory (CIFG, peepholes): states h, c; gates f, z, o; paper eq. LSTM."""
+
+    states = ("h", "c")
+    gates = ("f", "z", "o")
+    params = {name: Param("D") for name in ("a_f", "a_z", "a_o", "c_f", "c_o")}
+    config = {
+        "gate_nonlinearity": "sigmoid",
+        "input_nonlinearity": "tanh",
+        "state_nonlinearity": "tanh",
+    }
+    structure = "block_diagonal"
+
+    def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
+        sigma_g = nonlinearity(self.gate_nonlinearity)
+        sigma_z = nonlinearity(self.input_nonlinearity)
+        sigma_h = nonlinearity(self.state_nonlinearity)
+        f = sigma_g(gate.f + param.a_f * state.h + param.c_f * state.c)
+        z = sigma_z(gate.z + param.a_z * state.h)
+        c = f * state.c + (1 - f) * z
+        o = sigma_g(gate.o + param.a_o * state.h + param.c_o * c)
+        return o * sigma_h(c), c

@@ -1,0 +1,309 @@
+"""Check one solve against the numerics contract: the oracle of `verify` and of the tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.base import Cell
+from pararnn.engines.base import Arguments
+from pararnn.engines.boundaries import final_states, output_states, to_system
+from pararnn.numerics import (
+    DEFECT_ULPS,
+    FORWARD_TOLERANCE,
+    SEQUENTIAL_ERRORS,
+    relative_error,
+)
+from pararnn.program import program_of
+from pararnn.solve import prepare, solve_with_info
+
+Named = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim: a measured error and its limit."""
+
+    name: str
+    error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is a number within the limit."""
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True)
+class SolveChecks:
+    """All checks of one solve, with the solver's counts."""
+
+    checks: tuple[Check, ...]
+    sweeps: int
+    mended: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A solve's inputs, with the leaves that gradients are taken of."""
+
+    cell: Cell
+    gates: Tensor
+    bias: Tensor | None
+    initial: tuple[Tensor, ...]
+    fields: dict[str, Tensor]
+    options: dict[str, Any]
+
+    def to(self, dtype: torch.dtype) -> _Problem:
+        """The same numbers in another dtype, as fresh leaves."""
+
+        def leaf(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
+
+        return replace(
+            self,
+            cell=copy.deepcopy(self.cell).to(dtype),
+            gates=leaf(self.gates),
+            bias=None if self.bias is None else leaf(self.bias),
+            initial=tuple(leaf(h) for h in self.initial),
+            fields={name: leaf(value) for name, value in self.fields.items()},
+        )
+
+    def leaves(self) -> Named:
+        """Everything that has a gradient, by name."""
+        named = {"gates": self.gates, **self.fields}
+        if self.bias is not None:
+            named["bias"] = self.bias
+        names = self.cell.states
+        named |= {f"initial {n}": h for n, h in zip(names, self.initial, strict=True)}
+        named |= dict(self.cell.named_parameters())
+        return {name: leaf for name, leaf in named.items() if leaf.requires_grad}
+
+
+def check_solve(
+    cell: Cell,
+    gates: Tensor,
+    initial_state: Tensor | Sequence[Tensor] | None = None,
+    *,
+    bias: Tensor | None = None,
+    fields: Mapping[str, Tensor | float] | None = None,
+    solver: str = "auto",
+    backend: str = "auto",
+    seed: int = 0,
+    **options: Any,
+) -> SolveChecks:
+    """Solve forward and backward and hold the result against the contract.
+
+    Arguments are those of `pararnn.solve`, with a layer's bias (G, D). The oracle is a loop over
+    the Python step in float64 on the same inputs. Checked: the defect of every returned step, the
+    forward error of states, final states and all gradients (for random cotangents drawn from
+    `seed`), and that nothing is non-finite where the sequential run in the same dtype is finite,
+    or the other way round.
+    """
+    on_failure = options.pop("on_failure", "warn")
+    args = prepare(cell, gates, initial_state, bias=bias, fields=fields, **options)
+    problem = _Problem(
+        cell=copy.deepcopy(cell),
+        gates=_leaf(gates),
+        bias=None if bias is None else _leaf(bias),
+        initial=tuple(_leaf(h) for h in args.initial),
+        fields={n: _leaf(f) for n, f in zip(cell.fields, args.fields, strict=True)},
+        options=options,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        example = args.fields[0] if args.fields else args.gates.flatten(3)[:, :, 0]
+    series = [_draw(example, generator).to(gates.dtype) for _ in cell.states]
+    ends = [_draw(h, generator).to(args.dtype) for h in args.initial]
+    pair = {"solver": solver, "backend": backend, "on_failure": on_failure}
+    plain = {"solver": "sequential", "backend": "torch"}
+
+    values, grads, states, info = _run(problem, series, ends, pair)
+    loop_values, loop_grads, loop_states, _ = _run(problem, series, ends, plain)
+    exact = problem.to(torch.float64)
+    true_values, true_grads, scales = _reference(exact, series, ends, None)
+    loop_errors = {n: relative_error(v, true_values[n]) for n, v in loop_values.items()}
+    tolerance = FORWARD_TOLERANCE[gates.dtype]
+    at_loop = at_solve = true_grads
+    if any(not loop_errors[name] <= tolerance for name in cell.states):
+        # The recurrence expands rounding errors: gradients are judged at the returned states.
+        _, at_solve, scales = _reference(exact, series, ends, states)
+        _, at_loop, _ = _reference(exact, series, ends, loop_states)
+    checks = [_check_defect(exact, gates.dtype, states, loop_states)]
+    for name, value in values.items():
+        limit = tolerance + SEQUENTIAL_ERRORS * loop_errors[name]
+        checks.append(Check(name, relative_error(value, true_values[name]), limit))
+    for name, value in grads.items():
+        scale = scales.get(name)
+        loop_error = relative_error(loop_grads[name], at_loop[name], scale)
+        error = relative_error(value, at_solve[name], scale)
+        checks.append(Check(f"grad {name}", error, tolerance + SEQUENTIAL_ERRORS * loop_error))
+    stray = _stray_non_finite({**values, **grads}, {**loop_values, **loop_grads})
+    checks.append(Check("stray non-finite entries", stray, 0.0))
+    return SolveChecks(tuple(checks), *info.tolist())
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _draw(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
+
+
+def _run(
+    problem: _Problem, series: list[Tensor], ends: list[Tensor], pair: dict[str, str]
+) -> tuple[Named, Named, tuple[Tensor, ...], Tensor]:
+    """Values and gradients by name, the state sequences, and the solver's counts."""
+    states, final, info = solve_with_info(
+        problem.cell,
+        problem.gates,
+        problem.initial,
+        bias=problem.bias,
+        fields=problem.fields,
+        **problem.options,
+        **pair,
+    )
+    grads = _gradients((*states, *final), (*series, *ends), problem.leaves())
+    return _named(problem.cell, states, final), grads, tuple(s.detach() for s in states), info
+
+
+def _named(cell: Cell, states: Sequence[Tensor], final: Sequence[Tensor]) -> Named:
+    named = dict(zip(cell.states, states, strict=True))
+    return named | {f"final {n}": f for n, f in zip(cell.states, final, strict=True)}
+
+
+def _gradients(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: Named) -> Named:
+    needed = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    grads = torch.autograd.grad(
+        [o for o, _ in needed],
+        list(leaves.values()),
+        [c.to(o.dtype) for o, c in needed],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(leaves, grads, strict=True))
+
+
+def _reference(
+    problem: _Problem, series: list[Tensor], ends: list[Tensor], at: tuple[Tensor, ...] | None
+) -> tuple[Named, Named, Named]:
+    """Values, gradients and gradient scales by the Python loop in float64.
+
+    `at`: states at which the steps are taken instead of the loop's own (gradients flow as if they
+    were). The scale of a parameter's gradient is its largest sum of |contributions|.
+    """
+    leaves = problem.leaves()
+    args = prepare(
+        problem.cell,
+        problem.gates,
+        problem.initial,
+        bias=problem.bias,
+        fields=problem.fields,
+        **problem.options,
+    )
+    program = program_of(problem.cell)
+    system, bounds = to_system(program, args)
+    given = None if at is None else _forward_order(args, at)
+    nudge = torch.zeros(
+        len(args.gates), system.length, *system.initial.shape[1:], dtype=torch.float64
+    ).to(args.gates.device)
+    nudge.requires_grad_()
+    states, out, previous = system.initial, [], []
+    for t in range(system.length):
+        if system.fresh is not None and system.start is not None:
+            states = torch.where(system.fresh[:, t, None, None], system.start[:, t], states)
+        previous.append(states.detach())
+        inputs = [x[:, t] for x in system.inputs]
+        new = torch.stack(program.step(states.unbind(1), inputs, system.params), 1) + nudge[:, t]
+        if given is not None:
+            new = new + (given[:, t] - new).detach()
+        if system.padding is not None:
+            new = new.masked_fill(system.padding[:, t, None, None], 0)
+        states = new
+        out.append(new)
+    stacked = torch.stack(out, 1) if out else torch.zeros_like(nudge)
+    outputs = output_states(args, stacked)
+    final = final_states(args, bounds, stacked)
+    cotangents = (*series, *ends)
+    grads = _gradients((*outputs, *final), cotangents, {**leaves, "nudge": nudge})
+    adjoint = grads.pop("nudge")
+    scales: Named = {}
+    if system.length and len(args.gates):
+        scales = _scales(problem, system, torch.stack(previous, 1), adjoint)
+    if problem.bias is not None:
+        scales["bias"] = grads["gates"].abs().sum((0, 1)).max()
+    return _named(problem.cell, outputs, final), grads, scales
+
+
+def _scales(problem: _Problem, system: Any, previous: Tensor, adjoint: Tensor) -> Named:
+    """The largest sum of |contributions| of each parameter's gradient."""
+    cell, step = problem.cell, system.program.step
+    params = tuple(p.detach() for p in system.params)
+
+    def contribution(state: Tensor, inputs: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
+        def of_params(*values: Tensor) -> Tensor:
+            return torch.stack(step(state.unbind(0), inputs.unbind(0), values))
+
+        return torch.func.vjp(of_params, *params)[1](cotangent)
+
+    rows = [previous, torch.stack(system.inputs, 2).detach(), adjoint]
+    parts = torch.func.vmap(contribution)(*(r.flatten(0, 1) for r in rows)) if params else ()
+    scales = {}
+    for (name, kind), part in zip(type(cell).params.items(), parts, strict=True):
+        total = part.abs().sum(0)
+        if kind.shape == "H":
+            total = total.unflatten(0, (cell.num_heads, -1)).sum(1)
+        scales[name] = total.sum() if kind.shape == "" else total.max()
+    return scales
+
+
+def _forward_order(args: Arguments, states: Sequence[Tensor]) -> Tensor:
+    stacked = torch.stack(tuple(states), 2).double()
+    return stacked.flip(1) if args.reverse else stacked
+
+
+def _check_defect(
+    problem: _Problem, dtype: torch.dtype, states: Sequence[Tensor], loop_states: Sequence[Tensor]
+) -> Check:
+    """The largest defect over what rounding allows, evaluated in float64 at the returned states."""
+    with torch.no_grad():
+        args = prepare(
+            problem.cell,
+            problem.gates,
+            problem.initial,
+            bias=problem.bias,
+            fields=problem.fields,
+            **problem.options,
+        )
+        program = program_of(problem.cell)
+        system, _ = to_system(program, args)
+        both = []
+        for given in (states, loop_states):
+            at = _forward_order(args, given)
+            inputs = tuple(system.inputs)
+            new = program.step(system.previous(at).unbind(2), inputs, system.params)
+            defect = (torch.stack(new, 2) - at).abs()
+            if system.padding is not None:
+                defect = defect.masked_fill(system.padding[..., None, None], 0)
+            relative = defect / (torch.finfo(dtype).eps * (1 + at.abs()))
+            finite = relative[relative.isfinite()]
+            both.append(float(finite.max()) if len(finite) else 0.0)
+    return Check("defect in epsilons", both[0], max(float(DEFECT_ULPS), 2 * both[1]))
+
+
+def _stray_non_finite(values: Named, loop_values: Named) -> float:
+    return float(
+        sum(int((v.isfinite() != loop_values[name].isfinite()).sum()) for name, v in values.items())
+    )
+

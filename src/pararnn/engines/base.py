@@ -1,0 +1,80 @@
+"""What every engine takes and gives: the op's arguments, and one record an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pararnn.numerics import compute_dtype
+from pararnn.program import Program
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The op's tensors, checked: see `pararnn.solve` for their meaning.
+
+    gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params as
+    `Cell.lifted_params` gives them; initial (S, D) a state, S sequences; seq int32 (B, T) or None
+    (row b is sequence b); reset bool (B, T) or None.
+    """
+
+    gates: Tensor
+    bias: Tensor | None
+    fields: tuple[Tensor, ...]
+    params: tuple[Tensor, ...]
+    initial: tuple[Tensor, ...]
+    seq: Tensor | None
+    reset: Tensor | None
+    reverse: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return compute_dtype(self.gates.dtype)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """States (B, T, D) in the gates' dtype and final states (S, D) in the compute dtype, a state
+    each, and info: int64 (2,), sweeps and mended columns."""
+
+    states: tuple[Tensor, ...]
+    final: tuple[Tensor, ...]
+    info: Tensor
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of the arguments of the same names, in their dtypes and shapes."""
+
+    gates: Tensor
+    bias: Tensor | None
+    fields: tuple[Tensor, ...]
+    params: tuple[Tensor, ...]
+    initial: tuple[Tensor, ...]
+
+
+Forward = Callable[[Program, Arguments, str], Solution]
+Backward = Callable[
+    [Program, Arguments, tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[Tensor | None, ...]],
+    Gradients,
+]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A way to run one (solver, backend) pair.
+
+    `forward(program, arguments, on_failure)`; `backward(program, arguments, states, grad_states,
+    grad_final)`, or None for an engine that autograd differentiates by itself; `why_not(program)`
+    is the reason why this engine cannot take a cell, or None.
+    """
+
+    solver: str
+    backend: str
+    forward: Forward
+    backward: Backward | None
+    why_not: Callable[[Program], str | None]

@@ -1,0 +1,148 @@
+"""Between the op's arguments and a solver's System: direction, sequences, resets, padding, dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pararnn.engines.base import Arguments, Gradients
+from pararnn.program import Program
+from pararnn.solvers.system import System
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Where sequences begin and end, in processing order; None: row b is sequence b.
+
+    begins (B, T): steps that start from `initial[seq]`; last (B, T): last steps of a sequence.
+    """
+
+    seq: Tensor | None = None
+    begins: Tensor | None = None
+    last: Tensor | None = None
+
+
+def to_system(program: Program, args: Arguments) -> tuple[System, Boundaries]:
+    """The arguments as a System in forward time; differentiable."""
+    dtype = args.dtype
+    gates = args.gates.flatten(3) if args.gates.ndim == 5 else args.gates
+    gates = _in_order(gates, args.reverse).to(dtype)
+    if args.bias is not None:
+        gates = gates + args.bias.to(dtype)
+    fields = tuple(_in_order(f, args.reverse).to(dtype) for f in args.fields)
+    initial = torch.stack([h.to(dtype) for h in args.initial], 1)
+    inputs = (*gates.unbind(2), *fields)
+    reset = None if args.reset is None else _in_order(args.reset, args.reverse)
+    if args.seq is None:
+        if reset is None:
+            return System(program, inputs, args.params, initial), Boundaries()
+        start = initial.new_zeros(()).expand(*reset.shape, *initial.shape[1:])
+        return System(program, inputs, args.params, initial, reset, start), Boundaries()
+    seq = _in_order(args.seq, args.reverse)
+    batch, _ = seq.shape
+    edge = seq.new_full((batch, 1), -2)
+    padding = seq < 0
+    begins = (seq != torch.cat([edge, seq[:, :-1]], 1)) & ~padding
+    last = (seq != torch.cat([seq[:, 1:], edge], 1)) & ~padding
+    if reset is not None:
+        begins = begins & ~reset
+    fresh = begins if reset is None else begins | reset
+    rows = initial[seq.clamp(min=0).long()] if len(initial) else initial.new_zeros(1)
+    start = torch.where(begins[..., None, None], rows, 0.0)
+    nothing = initial.new_zeros(batch, *initial.shape[1:])
+    system = System(program, inputs, args.params, nothing, fresh, start, padding)
+    return system, Boundaries(seq, begins, last)
+
+
+def final_states(args: Arguments, bounds: Boundaries, states: Tensor) -> tuple[Tensor, ...]:
+    """The last state of each sequence, (S, D) a state; an empty sequence's is its initial state."""
+    initial = torch.stack([h.to(states.dtype) for h in args.initial], 1)
+    if bounds.seq is None or bounds.last is None:
+        return tuple((states[:, -1] if states.shape[1] else initial).unbind(1))
+    ids = bounds.seq[bounds.last].long()
+    return tuple(initial.index_put((ids,), states[bounds.last]).unbind(1))
+
+
+def output_states(args: Arguments, states: Tensor) -> tuple[Tensor, ...]:
+    """States (B, T, N, D) as the op returns them: in the arguments' time order and I/O dtype."""
+    return tuple(_in_order(s, args.reverse).to(args.gates.dtype) for s in states.unbind(2))
+
+
+def state_cotangent(
+    args: Arguments,
+    bounds: Boundaries,
+    like: Tensor,
+    grad_states: tuple[Tensor | None, ...],
+    grad_final: tuple[Tensor | None, ...],
+) -> Tensor:
+    """The gradients that arrive, as one cotangent (B, T, N, D) in forward time."""
+    cotangent = torch.zeros_like(like)
+    for n, grad in enumerate(grad_states):
+        if grad is not None:
+            cotangent[:, :, n] += _in_order(grad, args.reverse)
+    for n, grad in enumerate(grad_final):
+        if grad is None or not like.shape[1]:
+            continue
+        if bounds.seq is None or bounds.last is None:
+            cotangent[:, -1, n] += grad
+        else:
+            at_end = grad[bounds.seq.clamp(min=0).long()].to(like.dtype)
+            cotangent[:, :, n] += at_end.masked_fill(~bounds.last.unsqueeze(-1), 0)
+    return cotangent
+
+
+def to_gradients(
+    args: Arguments,
+    bounds: Boundaries,
+    grad_previous: Tensor,
+    grad_inputs: tuple[Tensor, ...],
+    grad_params: tuple[Tensor, ...],
+    grad_final: tuple[Tensor | None, ...],
+) -> Gradients:
+    """A System's gradients as gradients of the arguments."""
+    num_gates = args.gates.shape[2]
+    gates = torch.stack(grad_inputs[:num_gates], 2)
+    bias = None if args.bias is None else gates.sum((0, 1)).to(args.bias.dtype)
+    fields = tuple(
+        _in_order(g, args.reverse).to(f.dtype)
+        for g, f in zip(grad_inputs[num_gates:], args.fields, strict=True)
+    )
+    return Gradients(
+        gates=_in_order(gates, args.reverse).reshape(args.gates.shape).to(args.gates.dtype),
+        bias=bias,
+        fields=fields,
+        params=grad_params,
+        initial=_grad_initial(args, bounds, grad_previous, grad_final),
+    )
+
+
+def _grad_initial(
+    args: Arguments, bounds: Boundaries, grad_previous: Tensor, grad_final: tuple[Tensor | None, ...]
+) -> tuple[Tensor, ...]:
+    out = []
+    steps = grad_previous.shape[1]
+    for n, (initial, final) in enumerate(zip(args.initial, grad_final, strict=True)):
+        grad = torch.zeros_like(initial, dtype=grad_previous.dtype)
+        if bounds.seq is None or bounds.begins is None or bounds.last is None:
+            if steps:
+                grad = grad_previous[:, 0, n]
+                if args.reset is not None:
+                    first = args.reset[:, -1 if args.reverse else 0]
+                    grad = grad.masked_fill(first.unsqueeze(-1), 0)
+            elif final is not None:
+                grad = final
+        else:
+            ids = bounds.seq[bounds.begins].long()
+            grad = grad.index_put((ids,), grad_previous[:, :, n][bounds.begins], accumulate=True)
+            if final is not None:
+                used = torch.zeros_like(initial[:, :1], dtype=torch.bool)
+                used[bounds.seq[bounds.last].long()] = True
+                grad = grad + final.masked_fill(used, 0)
+        out.append(grad.to(initial.dtype))
+    return tuple(out)
+
+
+def _in_order(x: Tensor, reverse: bool) -> Tensor:
+    return x.flip(1) if reverse else x

@@ -1,0 +1,77 @@
+"""(newton, torch): Newton's method with the affine scan in PyTorch, and its one-scan backward."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from pararnn.engines.base import Arguments, Engine, Gradients, Solution
+from pararnn.engines.boundaries import (
+    final_states,
+    output_states,
+    state_cotangent,
+    to_gradients,
+    to_system,
+)
+from pararnn.errors import ConvergenceError, ConvergenceWarning
+from pararnn.program import Program
+from pararnn.solvers.newton import NewtonResult, adjoint, newton
+
+_WARNED: set[tuple[str, int]] = set()
+
+
+def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
+    system, bounds = to_system(program, args)
+    result = newton(system)
+    if result.mended:
+        _report(program, system.length, result, on_failure)
+    info = torch.tensor([result.sweeps, result.mended], device=args.gates.device)
+    states = output_states(args, result.states)
+    return Solution(states, final_states(args, bounds, result.states), info)
+
+
+def _backward(
+    program: Program,
+    args: Arguments,
+    states: tuple[Tensor, ...],
+    grad_states: tuple[Tensor | None, ...],
+    grad_final: tuple[Tensor | None, ...],
+) -> Gradients:
+    system, bounds = to_system(program, args)
+    solved = torch.stack(states, 2).to(system.dtype)
+    previous = system.previous(solved.flip(1) if args.reverse else solved)
+    cotangent = state_cotangent(args, bounds, previous, grad_states, grad_final)
+    total = adjoint(system, previous, cotangent)
+    grad_previous, grad_inputs, grad_params = system.pull_back(previous, total)
+    return to_gradients(args, bounds, grad_previous, grad_inputs, grad_params, grad_final)
+
+
+def _report(program: Program, length: int, result: NewtonResult, on_failure: str) -> None:
+    message = (
+        f"Newton did not converge on {result.mended} column(s) of {program.cell_name} at T = {length}: "
+        f"after {result.sweeps} sweeps the largest defect |h - f(h_prev, x)| is {result.defect:.2e}. "
+        "Smaller recurrent weights (recurrent_clip with pararnn.clip_after_step), a shorter T or "
+        "float64 help; solver='sequential' needs no convergence"
+    )
+    if on_failure == "raise":
+        raise ConvergenceError(message)
+    # Once a cell and length: a training run would repeat it at every step.
+    if (program.key, length) not in _WARNED:
+        _WARNED.add((program.key, length))
+        warnings.warn(
+            f"{message}. These columns were finished by the sequential solver and are exact; "
+            "last_solve keeps counting them",
+            ConvergenceWarning,
+            stacklevel=2,
+        )
+
+
+def _why_not(program: Program) -> str | None:
+    if program.structure is None:
+        return f"{program.cell_name} is sequential-only: {program.why_sequential}"
+    return None
+
+
+ENGINE = Engine("newton", "torch", _forward, _backward, _why_not)

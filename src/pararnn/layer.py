@@ -1,0 +1,341 @@
+"""Layers: projections, cells and states as torch.nn.Modules with torch.nn.GRU's habits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from pararnn.cells import Cell, GRUCell, LSTMCell
+from pararnn.engines.table import BACKENDS, SOLVERS
+from pararnn.numerics import compute_dtype
+from pararnn.program import program_of
+from pararnn.solve import solve_with_info
+
+States = Tensor | tuple[Tensor, ...]
+Fields = Mapping[str, Tensor | float]
+
+
+class SolveInfo(NamedTuple):
+    """What the last forward pass's solvers did, int64 (num_layers,) on the layer's device.
+
+    sweeps: Newton updates. mended: columns finished by the sequential solver.
+    """
+
+    sweeps: Tensor
+    mended: Tensor
+
+
+class HeadwiseLinear(nn.Module):
+    """The input projection B: one dense map a head, (B, T, input) to gates (B, T, G, H, D/H).
+
+    With one head the result is (B, T, G, D). The weight is (H, G*D/H, input/H); there is no bias.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        num_gates: int,
+        hidden_size: int,
+        num_heads: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_gates, self.num_heads = num_gates, num_heads
+        size = (num_heads, num_gates * hidden_size // num_heads, input_size // num_heads)
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Kaiming uniform with gain 1 (paper, Appendix C): unit-variance input, unit-variance gates."""
+        bound = math.sqrt(3 / self.weight.shape[2])
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, gates = self.num_heads, self.num_gates
+        if heads == 1:
+            return F.linear(x, self.weight[0]).unflatten(-1, (gates, -1))
+        batch, steps, _ = x.shape
+        # One batched matmul into (H, B*T, G*D/H): what follows only moves strides.
+        rows = x.reshape(batch * steps, heads, -1).transpose(0, 1)
+        out = rows @ self.weight.mT
+        return out.reshape(heads, batch, steps, gates, -1).permute(1, 2, 3, 0, 4)
+
+    def extra_repr(self) -> str:
+        heads, outputs, inputs = self.weight.shape
+        return f"{heads * inputs}, {heads * outputs}, heads={heads}"
+
+
+class DirectionalLayer(nn.Module):
+    """One layer in one direction: projection, gate biases (G, D) and cell."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, proj: HeadwiseLinear, cell: Cell, bias: bool, **factory: Any) -> None:
+        super().__init__()
+        self.proj = proj
+        size = (len(cell.gates), cell.hidden_size)
+        self.bias = nn.Parameter(torch.zeros(size, **factory)) if bias else None
+        self.cell = cell
+        program_of(cell)  # now, because tracing cannot happen inside a compiled region
+
+    def forward(
+        self, x: Tensor, initial: tuple[Tensor, ...] | None, **options: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+        states, final, info = solve_with_info(
+            self.cell, self.proj(x), initial, bias=self.bias, output_only=True, **options
+        )
+        return states[0], final, info
+
+    def step(
+        self, x: Tensor, states: tuple[Tensor, ...] | None, fields: Fields
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        gates = self.proj(x.unsqueeze(1)).flatten(3)[:, 0]
+        dtype = compute_dtype(gates.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            inputs = gates.to(dtype) if self.bias is None else gates.to(dtype) + self.bias.to(dtype)
+            size = (len(x), self.cell.hidden_size)
+            if states is None:
+                states = tuple(inputs.new_zeros(size) for _ in self.cell.states)
+            values = [_field_step(fields[name], inputs, size) for name in self.cell.fields]
+            new = program_of(self.cell).step(
+                [s.to(dtype) for s in states],
+                [*inputs.unbind(1), *values],
+                self.cell.lifted_params(dtype),
+            )
+        return new[0].to(gates.dtype), new
+
+
+class ParaRNN(nn.Module):
+    """Any cell as a recurrent layer (or several), trained in parallel over the sequence.
+
+    Args:
+        cell_class: the `Cell` subclass.
+        input_size, hidden_size: channels in and out; multiples of num_heads.
+        num_layers: layers, each fed with the output of the one below.
+        bias: whether gates have biases.
+        batch_first: tensors are (batch, time, channels), else (time, batch, channels).
+        dropout: probability of zeroing an output of every layer but the last, in training.
+        num_heads: heads of the input projection (block-diagonal; paper, Appendix C).
+        device, dtype: of the parameters.
+        solver, backend, on_failure: as in `pararnn.solve`.
+        recurrent_clip: bound that `clip_after_step` clamps recurrent parameters to; None for none.
+        config: the cell's config.
+
+    Raises CellError for a malformed cell, ValueError for impossible sizes and options.
+    """
+
+    def __init__(
+        self,
+        cell_class: type[Cell],
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = True,
+        dropout: float = 0.0,
+        num_heads: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        solver: str = "auto",
+        backend: str = "auto",
+        on_failure: str = "warn",
+        recurrent_clip: float | None = 0.5,
+        **config: Any,
+    ) -> None:
+        super().__init__()
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_heads": num_heads}
+        for name, value in {**sizes, "num_layers": num_layers}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if input_size % num_heads or hidden_size % num_heads:
+            raise ValueError(
+                f"input_size and hidden_size must be multiples of num_heads = {num_heads}, got "
+                f"{input_size} and {hidden_size}"
+            )
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be a probability, got {dropout}")
+        for what, name, known in (("solver", solver, SOLVERS), ("backend", backend, BACKENDS)):
+            if name not in (*known, "auto"):
+                raise ValueError(f"{what} must be one of {', '.join(known)}, auto; got {name!r}")
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.num_heads, self.batch_first, self.dropout = num_heads, batch_first, dropout
+        self.solver, self.backend, self.on_failure = solver, backend, on_failure
+        self.recurrent_clip = recurrent_clip
+        self.last_solve: SolveInfo | None = None
+        factory = {"device": device, "dtype": dtype}
+        self.layers = nn.ModuleList()
+        for index in range(num_layers):
+            inputs = hidden_size if index else input_size
+            proj = HeadwiseLinear(inputs, len(cell_class.gates), hidden_size, num_heads, **factory)
+            cell = cell_class(hidden_size, num_heads=num_heads, **factory, **config)
+            self.layers.append(DirectionalLayer(proj, cell, bias, **factory))
+
+    @property
+    def cell(self) -> Cell:
+        """The first layer's cell."""
+        return self.layers[0].cell
+
+    def forward(
+        self,
+        x: Tensor,
+        h_0: States | None = None,
+        *,
+        fields: Fields | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[Tensor, States]:
+        """Run over whole sequences.
+
+        Args:
+            x: (B, T, input_size), or (T, B, input_size) without batch_first.
+            h_0: initial states (num_layers, B, hidden_size), a tuple of N for N states; zero if None.
+            fields: the cell's fields by name, (B, T) or (B, T, hidden_size) each, or numbers; time
+                first like x without batch_first.
+            reset: bool (B, T), time first like x; such a step starts from the zero state.
+
+        Returns:
+            (output, h_n): the last layer's first state, like x with hidden_size channels and in the
+            dtype of the projection's result; the final states, like h_0, in float32 (or float64).
+        """
+        self._check_input(x, 3)
+        fields = dict(fields or {})
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+            fields = {k: v.transpose(0, 1) if isinstance(v, Tensor) else v for k, v in fields.items()}
+            reset = None if reset is None else reset.transpose(0, 1)
+        initial = self._per_layer(h_0, x.shape[0])
+        finals, infos = [], []
+        for index, layer in enumerate(self.layers):
+            if index and self.dropout:
+                x = F.dropout(x, self.dropout, self.training)
+            x, final, info = layer(
+                x,
+                initial[index],
+                fields=fields,
+                reset=reset,
+                solver=self.solver,
+                backend=self.backend,
+                on_failure=self.on_failure,
+            )
+            finals.append(final)
+            infos.append(info)
+        self.last_solve = SolveInfo(*torch.stack(infos, 1))
+        return x if self.batch_first else x.transpose(0, 1), self._stacked(finals)
+
+    def step(
+        self, x_t: Tensor, state: States | None = None, *, fields: Fields | None = None
+    ) -> tuple[Tensor, States]:
+        """One time step, for decoding: x_t (B, input_size), states and results as in `forward`."""
+        self._check_input(x_t, 2)
+        fields = dict(fields or {})
+        if set(fields) != set(self.cell.fields):
+            raise ValueError(f"step takes the fields {list(self.cell.fields)}, got {sorted(fields)}")
+        initial = self._per_layer(state, x_t.shape[0])
+        finals = []
+        for index, layer in enumerate(self.layers):
+            if index and self.dropout:
+                x_t = F.dropout(x_t, self.dropout, self.training)
+            x_t, final = layer.step(x_t, initial[index], fields)
+            finals.append(final)
+        return x_t, self._stacked(finals)
+
+    def reset_parameters(self) -> None:
+        """Initialise anew as in the paper's Appendix C: see `HeadwiseLinear` and `Param`; zero biases."""
+        for layer in self.layers:
+            layer.proj.reset_parameters()
+            layer.cell.reset_parameters()
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def clip_recurrent(self) -> None:
+        """Clamp the recurrent parameters elementwise to [-recurrent_clip, recurrent_clip]."""
+        if self.recurrent_clip is None:
+            return
+        with torch.no_grad():
+            for layer in self.layers:
+                for parameter in layer.cell.recurrent_parameters():
+                    parameter.clamp_(-self.recurrent_clip, self.recurrent_clip)
+
+    def extra_repr(self) -> str:
+        shown = ("num_layers", "batch_first", "dropout", "num_heads", "solver", "backend")
+        options = [f"{name}={getattr(self, name)!r}" for name in shown]
+        return ", ".join([str(self.input_size), str(self.hidden_size), *options])
+
+    def _check_input(self, x: Tensor, ndim: int) -> None:
+        name = type(self).__name__
+        if x.ndim != ndim:
+            raise ValueError(f"{name}: expected input to be {ndim}D, got {x.ndim}D instead")
+        if x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"{name}: input's last dimension must be input_size = {self.input_size}, got "
+                f"{x.shape[-1]}"
+            )
+
+    def _per_layer(
+        self, states: States | None, batch: int
+    ) -> list[tuple[Tensor, ...] | None] | list[None]:
+        if states is None:
+            return [None] * self.num_layers
+        names = self.cell.states
+        given = (states,) if isinstance(states, Tensor) else tuple(states)
+        size = (self.num_layers, batch, self.hidden_size)
+        shapes = [tuple(state.shape) for state in given]
+        if shapes != [size] * len(names):
+            raise ValueError(
+                f"{type(self).__name__}: initial states {tuple(names)} must each be {size}, got {shapes}"
+            )
+        return list(zip(*given, strict=True))
+
+    def _stacked(self, finals: list[tuple[Tensor, ...]]) -> States:
+        stacked = tuple(torch.stack(series) for series in zip(*finals, strict=True))
+        return stacked[0] if len(stacked) == 1 else stacked
+
+
+class ParaGRU(ParaRNN):
+    """The paper's GRU layer (eq. GRU, diagonal recurrence); arguments as in `ParaRNN`.
+
+    Config: gate_nonlinearity, state_nonlinearity (names in `pararnn.cells.NONLINEARITIES`).
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(GRUCell, input_size, hidden_size, *args, **kwargs)
+
+
+class ParaLSTM(ParaRNN):
+    """The paper's LSTM layer (eq. LSTM: CIFG, peepholes, diagonal recurrence); as in `ParaRNN`.
+
+    The output is h, the states are (h, c). Config: gate_nonlinearity, input_nonlinearity,
+    state_nonlinearity.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(LSTMCell, input_size, hidden_size, *args, **kwargs)
+
+
+def clip_after_step(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
+    """After each `optimizer.step()`, clamp the recurrent parameters of every layer in `module`.
+
+    Each layer's `recurrent_clip` is the bound (paper, Appendix C: 0.5); None leaves it alone.
+    Returns the hook's handle, whose `remove()` ends the clipping.
+    """
+
+    def clip(*_: Any) -> None:
+        for part in module.modules():
+            if isinstance(part, ParaRNN):
+                part.clip_recurrent()
+
+    return optimizer.register_step_post_hook(clip)
+
+
+def _field_step(value: Tensor | float, like: Tensor, size: tuple[int, int]) -> Tensor:
+    if not isinstance(value, Tensor):
+        return like.new_tensor(float(value)).expand(size)
+    return (value.unsqueeze(-1) if value.ndim == 1 else value).to(like.dtype).expand(size)

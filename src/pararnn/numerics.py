@@ -1,0 +1,64 @@
+"""The numerics contract: which dtype computes, and how far a result may be off.
+
+Two claims hold for every solve. Backward error: each returned step obeys the recurrence to rounding.
+Forward error: outputs and gradients lie within the dtype's tolerance of a float64 sequential run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DEFECT_ULPS = 8
+"""Largest defect allowed in a returned step, in machine epsilons of its dtype times (1 + |h|)."""
+
+FORWARD_TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.bfloat16: 1.5e-2,
+    torch.float16: 2e-3,
+}
+"""Largest max-norm relative error of outputs and gradients, beyond 4 sequential errors."""
+
+SEQUENTIAL_ERRORS = 4
+"""How many times the same-dtype sequential run's own error is allowed on top of the tolerance."""
+
+
+def compute_dtype(io_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which states are carried for gates of `io_dtype`: float64 for it, else float32."""
+    return torch.float64 if io_dtype == torch.float64 else torch.float32
+
+
+def check_io_dtype(dtype: torch.dtype, what: str) -> None:
+    """Raise TypeError unless `dtype` is a floating dtype that the contract covers."""
+    if dtype not in FORWARD_TOLERANCE:
+        allowed = ", ".join(str(d) for d in FORWARD_TOLERANCE)
+        raise TypeError(f"{what} must have one of the dtypes {allowed}, got {dtype}")
+
+
+def defect_limit(states: Tensor, dtype: torch.dtype, ulps: float = DEFECT_ULPS) -> Tensor:
+    """Elementwise bound on |h_l - f(h_{l-1}, x_l)| for states returned in `dtype`."""
+    return ulps * torch.finfo(dtype).eps * (1 + states.abs())
+
+
+def relative_error(value: Tensor, reference: Tensor, scale: Tensor | None = None) -> float:
+    """max |value - reference| over max |reference| (or over `scale`), in float64, 0 when empty.
+
+    Places where the reference is not finite must match it exactly, else the error is inf.
+    """
+    value, reference = value.detach().double().cpu(), reference.detach().double().cpu()
+    if value.shape != reference.shape:
+        raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")
+    if reference.numel() == 0:
+        return 0.0
+    finite = reference.isfinite()
+    same = (value == reference) | (value.isnan() & reference.isnan())
+    if not bool((finite | same).all()) or not bool(value[finite].isfinite().all()):
+        return float("inf")
+    if not bool(finite.any()):
+        return 0.0
+    error = (value - reference)[finite].abs().max()
+    denominator = reference[finite].abs().max() if scale is None else scale.double().cpu()
+    if float(error) == 0.0:
+        return 0.0
+    return float(error / denominator)

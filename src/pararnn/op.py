@@ -1,0 +1,257 @@
+"""The operator: two raw library ops under one autograd formula, for every engine with a backward.
+
+Compilers see two opaque calls. Ops take no callables, so a cell travels as its Program's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pararnn.engines.base import Arguments, Engine, Gradients, Solution
+from pararnn.engines.table import find
+from pararnn.errors import EngineError
+from pararnn.numerics import compute_dtype
+from pararnn.program import Program, program_by_key
+
+_PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
+
+_LIBRARY = torch.library.Library("pararnn", "DEF")
+_INPUTS = (
+    "str key, str solver, str backend, Tensor gates, Tensor? bias, Tensor[] fields, "
+    "Tensor[] params, Tensor[] initial, Tensor? seq, Tensor? reset, bool reverse"
+)
+_LIBRARY.define(f"forward({_INPUTS}, str on_failure) -> (Tensor[], Tensor[], Tensor)")
+_LIBRARY.define(
+    f"backward({_INPUTS}, Tensor[] states, Tensor?[] grad_states, Tensor?[] grad_final) -> Tensor[]"
+)
+
+
+def apply_engine(
+    program: Program, engine: Engine, args: Arguments, on_failure: str, output_only: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """Run an engine with a backward as one differentiable op: states, final states, info.
+
+    `output_only` marks the sequences of all states but the first as carrying no gradient. Raises
+    NotImplementedError for vmap, forward-mode and second derivatives, with the cure.
+    """
+    counts = (len(args.fields), len(args.params), program.num_states)
+    static = (program.key, engine.solver, engine.backend, args.reverse, on_failure)
+    single = (args.gates, args.bias, args.seq, args.reset)
+    tensors = (*single, *args.fields, *args.params, *args.initial)
+    try:
+        out = _Solve.apply(static, counts, output_only, *tensors)
+    except NotImplementedError as error:
+        if "jvp" not in str(error):
+            raise
+        raise NotImplementedError(f"forward-mode derivatives of {engine.solver}: {_PLAIN}") from error
+    n = program.num_states
+    return out[:n], out[n : 2 * n], out[-1]
+
+
+class _Solve(torch.autograd.Function):
+    """The one autograd formula over the raw ops. It has no jvp on purpose: PyTorch then raises."""
+
+    @staticmethod
+    def forward(static: Any, counts: Any, output_only: bool, *tensors: Any) -> Any:
+        key, solver, backend, reverse, on_failure = static
+        gates, bias, seq, reset, fields, params, initial = _split(counts, tensors)
+        states, final, info = torch.ops.pararnn.forward(
+            key, solver, backend, gates, bias, fields, params, initial, seq, reset, reverse, on_failure
+        )
+        return (*states, *final, info)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.static, ctx.counts, output_only, *tensors = inputs
+        num_states = ctx.counts[2]
+        states = output[:num_states]
+        unread = states[1:] if output_only else ()
+        ctx.mark_non_differentiable(*unread, output[-1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *states)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        num_states = ctx.counts[2]
+        saved = ctx.saved_tensors
+        tensors, states = saved[:-num_states], saved[-num_states:]
+        # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
+        run = _run_backward if torch.compiler.is_compiling() else _SolveBackward.apply
+        out = run(ctx.static, ctx.counts, *tensors, *states, *grads[: 2 * num_states])
+        gates, rest = out[0], list(out[1:])
+        bias = rest.pop(0) if tensors[1] is not None else None
+        return (None, None, None, gates, bias, None, None, *rest)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise NotImplementedError(f"vmap over a parallel solve: {_PLAIN}")
+
+
+class _SolveBackward(torch.autograd.Function):
+    """The backward op, with a formula that raises: it would otherwise pass as a constant."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return tuple(_run_backward(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(f"second derivatives of a parallel solve: {_PLAIN}")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise NotImplementedError(f"vmap over a parallel solve's gradient: {_PLAIN}")
+
+
+def _run_backward(static: Any, counts: Any, *tensors: Any) -> Any:
+    key, solver, backend, reverse, _ = static
+    num_states = counts[2]
+    inputs, rest = tensors[: -3 * num_states], tensors[-3 * num_states :]
+    gates, bias, seq, reset, fields, params, initial = _split(counts, inputs)
+    states, grads = rest[:num_states], rest[num_states:]
+    return torch.ops.pararnn.backward(
+        key,
+        solver,
+        backend,
+        gates,
+        bias,
+        fields,
+        params,
+        initial,
+        seq,
+        reset,
+        reverse,
+        list(states),
+        list(grads[:num_states]),
+        list(grads[num_states:]),
+    )
+
+
+def _split(counts: tuple[int, int, int], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    fields, params, states = counts
+    rest = list(tensors[4:])
+    return (
+        *tensors[:4],
+        rest[:fields],
+        rest[fields : fields + params],
+        rest[fields + params : fields + params + states],
+    )
+
+
+def _engine(solver: str, backend: str, device: torch.device) -> Engine:
+    engine = find(solver, backend, device)
+    if engine is None or engine.backward is None:
+        raise EngineError(f"no operator for ({solver}, {backend}) on {device.type}")
+    return engine
+
+
+def _forward_op(
+    key: str,
+    solver: str,
+    backend: str,
+    gates: Tensor,
+    bias: Tensor | None,
+    fields: list[Tensor],
+    params: list[Tensor],
+    initial: list[Tensor],
+    seq: Tensor | None,
+    reset: Tensor | None,
+    reverse: bool,
+    on_failure: str,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    args = Arguments(gates, bias, tuple(fields), tuple(params), tuple(initial), seq, reset, reverse)
+    engine = _engine(solver, backend, gates.device)
+    solution: Solution = engine.forward(program_by_key(key), args, on_failure)
+    own = _own_memory((*solution.states, *solution.final), (gates, *initial))
+    return own[: len(initial)], own[len(initial) :], solution.info
+
+
+def _backward_op(
+    key: str,
+    solver: str,
+    backend: str,
+    gates: Tensor,
+    bias: Tensor | None,
+    fields: list[Tensor],
+    params: list[Tensor],
+    initial: list[Tensor],
+    seq: Tensor | None,
+    reset: Tensor | None,
+    reverse: bool,
+    states: list[Tensor],
+    grad_states: list[Tensor | None],
+    grad_final: list[Tensor | None],
+) -> list[Tensor]:
+    args = Arguments(gates, bias, tuple(fields), tuple(params), tuple(initial), seq, reset, reverse)
+    engine = _engine(solver, backend, gates.device)
+    assert engine.backward is not None
+    grads: Gradients = engine.backward(
+        program_by_key(key), args, tuple(states), tuple(grad_states), tuple(grad_final)
+    )
+    bias_grad = () if grads.bias is None else (grads.bias,)
+    out = (grads.gates, *bias_grad, *grads.fields, *grads.params, *grads.initial)
+    given = [g for g in (*grad_states, *grad_final) if g is not None]
+    return _own_memory(out, (gates, *params, *initial, *given))
+
+
+def _own_memory(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
+    """The outputs contiguous, none sharing memory with another or with an input: ops may not."""
+    taken = {t.untyped_storage().data_ptr() for t in inputs}
+    own = []
+    for tensor in outputs:
+        tensor = tensor.contiguous()
+        if tensor.untyped_storage().data_ptr() in taken:
+            tensor = tensor.clone()
+        taken.add(tensor.untyped_storage().data_ptr())
+        own.append(tensor)
+    return own
+
+
+def _forward_fake(
+    key: str,
+    solver: str,
+    backend: str,
+    gates: Tensor,
+    bias: Tensor | None,
+    fields: list[Tensor],
+    params: list[Tensor],
+    initial: list[Tensor],
+    *rest: Any,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    batch, steps = gates.shape[:2]
+    channels = initial[0].shape[-1]
+    dtype = compute_dtype(gates.dtype)
+    states = [gates.new_empty(batch, steps, channels) for _ in initial]
+    final = [torch.empty_like(h, dtype=dtype) for h in initial]
+    return states, final, gates.new_empty(2, dtype=torch.int64)
+
+
+def _backward_fake(
+    key: str,
+    solver: str,
+    backend: str,
+    gates: Tensor,
+    bias: Tensor | None,
+    fields: list[Tensor],
+    params: list[Tensor],
+    initial: list[Tensor],
+    *rest: Any,
+) -> list[Tensor]:
+    given = [gates, *([] if bias is None else [bias]), *fields, *params, *initial]
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
+
+
+_LIBRARY.impl("forward", _forward_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("backward", _backward_op, "CompositeExplicitAutograd")
+torch.library.register_fake("pararnn::forward", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("pararnn::backward", _backward_fake, lib=_LIBRARY)
+
+

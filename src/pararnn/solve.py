@@ -1,0 +1,244 @@
+"""`solve`: checks the arguments, picks an engine and runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.base import Cell
+from pararnn.engines.base import Arguments
+from pararnn.engines.table import engine_for
+from pararnn.numerics import check_io_dtype, compute_dtype
+from pararnn.op import apply_engine
+from pararnn.program import program_of
+
+ON_FAILURE = ("warn", "raise")
+
+
+def solve(
+    cell: Cell,
+    gates: Tensor,
+    initial_state: Tensor | Sequence[Tensor] | None = None,
+    *,
+    fields: Mapping[str, Tensor | float] | None = None,
+    reset: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    solver: str = "auto",
+    backend: str = "auto",
+    on_failure: str = "warn",
+) -> tuple[Any, Any]:
+    """Run a cell over whole sequences: all states and the final ones.
+
+    Args:
+        cell: the recurrence, D channels and N states.
+        gates: pre-activations B x + b, (B, T, G, D) or with heads (B, T, G, H, D/H), of dtype
+            float32, float64, bfloat16 or float16.
+        initial_state: (B, D) a state (a tuple of N for several), any float dtype; None is zero.
+            With `cu_seqlens`, (S, D).
+        fields: the cell's fields by name, each (B, T), (B, T, D) or a number.
+        reset: bool (B, T); such a step starts from the zero state.
+        cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1) and the end
+            of the last; steps beyond it are padding: state and gradient 0.
+        reverse: run from the last step to the first.
+        solver, backend: a pair of the engine table, or "auto".
+        on_failure: "warn" finishes an unconverged parallel solve sequentially, with a warning;
+            "raise" raises ConvergenceError.
+
+    Returns:
+        (states, final): states (B, T, D) in the gates' dtype, final (B, D) or (S, D) in float32
+        (float64 for float64); for several states, tuples of them.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes, ranks, sizes or devices, named.
+        EngineError: the pair cannot run this cell here. CellError, StructureError: the step.
+    """
+    states, final, _ = solve_with_info(
+        cell,
+        gates,
+        initial_state,
+        fields=fields,
+        reset=reset,
+        cu_seqlens=cu_seqlens,
+        reverse=reverse,
+        solver=solver,
+        backend=backend,
+        on_failure=on_failure,
+    )
+    if len(cell.states) == 1:
+        return states[0], final[0]
+    return states, final
+
+
+def solve_with_info(
+    cell: Cell,
+    gates: Tensor,
+    initial_state: Tensor | Sequence[Tensor] | None = None,
+    *,
+    bias: Tensor | None = None,
+    fields: Mapping[str, Tensor | float] | None = None,
+    reset: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    solver: str = "auto",
+    backend: str = "auto",
+    on_failure: str = "warn",
+    output_only: bool = False,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """`solve` as layers call it: with the bias (G, D), always tuples, and the solver's counts.
+
+    `output_only` says that only the first state's sequence is read: the others carry no gradient.
+    The last result is int64 (2,): sweeps and mended columns.
+    """
+    if on_failure not in ON_FAILURE:
+        raise ValueError(f"on_failure must be one of {ON_FAILURE}, got {on_failure!r}")
+    program = program_of(cell)
+    args = prepare(
+        cell,
+        gates,
+        initial_state,
+        bias=bias,
+        fields=fields,
+        reset=reset,
+        cu_seqlens=cu_seqlens,
+        reverse=reverse,
+    )
+    size = (gates.shape[0], gates.shape[1], cell.hidden_size)
+    engine = engine_for(program, size, gates.device, solver, backend)
+    # The solver's precision is the contract's, whatever the caller's autocast region says.
+    with torch.autocast(gates.device.type, enabled=False):
+        if engine.backward is None:
+            solution = engine.forward(program, args, on_failure)
+            return solution.states, solution.final, solution.info
+        return apply_engine(program, engine, args, on_failure, output_only)
+
+
+def prepare(
+    cell: Cell,
+    gates: Tensor,
+    initial_state: Tensor | Sequence[Tensor] | None = None,
+    *,
+    bias: Tensor | None = None,
+    fields: Mapping[str, Tensor | float] | None = None,
+    reset: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+) -> Arguments:
+    """`solve`'s arguments, checked and completed; errors as there."""
+    _check_gates(cell, gates)
+    seq, sequences = _sequences(gates, cu_seqlens)
+    params = cell.lifted_params(compute_dtype(gates.dtype))
+    if params and params[0].device != gates.device:
+        raise ValueError(
+            f"the cell is on {params[0].device} and gates on {gates.device}; move one of them"
+        )
+    return Arguments(
+        gates=gates,
+        bias=bias,
+        fields=_fields(cell, gates, fields or {}),
+        params=params,
+        initial=_initial(cell, gates, sequences, initial_state),
+        seq=seq,
+        reset=_reset(gates, reset),
+        reverse=reverse,
+    )
+
+
+def _check_gates(cell: Cell, gates: Tensor) -> None:
+    if not isinstance(gates, Tensor):
+        raise TypeError(f"gates must be a tensor, got {type(gates).__name__}")
+    check_io_dtype(gates.dtype, "gates")
+    count, channels = len(cell.gates), cell.hidden_size
+    wanted = f"(B, T, {count}, {channels}) or (B, T, {count}, H, {channels}/H)"
+    size = tuple(gates.shape)
+    if len(size) not in (4, 5) or size[2] != count or gates[0:0, 0:0].flatten(3).shape[3] != channels:
+        raise ValueError(f"gates of {type(cell).__name__} must be {wanted}, got {size}")
+
+
+def _fields(cell: Cell, gates: Tensor, fields: Mapping[str, Tensor | float]) -> tuple[Tensor, ...]:
+    if set(fields) != set(cell.fields):
+        raise ValueError(
+            f"{type(cell).__name__} takes the fields {list(cell.fields)}, got {sorted(fields)}"
+        )
+    size = (*gates.shape[:2], cell.hidden_size)
+    return tuple(_field(name, fields[name], gates, size) for name in cell.fields)
+
+
+def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...]) -> Tensor:
+    if not isinstance(value, Tensor):
+        return gates.new_tensor(float(value)).expand(size)
+    if value.device != gates.device:
+        raise ValueError(f"field {name!r} is on {value.device}, gates on {gates.device}")
+    if not value.is_floating_point():
+        value = value.to(gates.dtype)
+    full = value.unsqueeze(-1) if value.ndim == 2 else value
+    if tuple(full.shape) not in (size, (*size[:2], 1)):
+        raise ValueError(
+            f"field {name!r} must be {size[:2]} or {size} (or a number), got {tuple(value.shape)}"
+        )
+    return full.expand(size)
+
+
+def _initial(
+    cell: Cell, gates: Tensor, sequences: int, given: Tensor | Sequence[Tensor] | None
+) -> tuple[Tensor, ...]:
+    names, size = cell.states, (sequences, cell.hidden_size)
+    if given is None:
+        dtype = compute_dtype(gates.dtype)
+        return tuple(gates.new_zeros(size, dtype=dtype) for _ in names)
+    states = (given,) if isinstance(given, Tensor) else tuple(given)
+    if len(states) != len(names):
+        raise ValueError(
+            f"initial_state of {type(cell).__name__} must hold {len(names)} tensor(s), one for each "
+            f"of {tuple(names)}, got {len(states)}"
+        )
+    for name, state in zip(names, states, strict=True):
+        if not isinstance(state, Tensor) or not state.is_floating_point():
+            got = state.dtype if isinstance(state, Tensor) else type(state).__name__
+            raise TypeError(f"initial state {name!r} must be a floating-point tensor, got {got}")
+        if tuple(state.shape) != size:
+            raise ValueError(f"initial state {name!r} must be {size}, got {tuple(state.shape)}")
+        if state.device != gates.device:
+            raise ValueError(f"initial state {name!r} is on {state.device}, gates on {gates.device}")
+    return states
+
+
+def _reset(gates: Tensor, reset: Tensor | None) -> Tensor | None:
+    if reset is None:
+        return None
+    size = tuple(gates.shape[:2])
+    if reset.dtype != torch.bool or tuple(reset.shape) != size:
+        raise ValueError(f"reset must be bool {size}, got {reset.dtype} {tuple(reset.shape)}")
+    if reset.device != gates.device:
+        raise ValueError(f"reset is on {reset.device}, gates on {gates.device}")
+    return reset
+
+
+def _sequences(gates: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
+    """The sequence number of each step (None: row b is sequence b) and how many there are."""
+    batch, steps = gates.shape[:2]
+    if cu_seqlens is None:
+        return None, batch
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
+        raise ValueError(
+            f"cu_seqlens must be int32 or int64 (S + 1,), got {cu_seqlens.dtype} "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    if batch != 1 or len(cu_seqlens) < 1:
+        raise ValueError(f"cu_seqlens packs all sequences into one row: got B = {batch}")
+    if cu_seqlens.device != gates.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, gates on {gates.device}")
+    sequences = len(cu_seqlens) - 1
+    if not torch.compiler.is_compiling():
+        ordered = bool((cu_seqlens.diff() >= 0).all())
+        if not ordered or int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) > steps:
+            raise ValueError(
+                f"cu_seqlens must start at 0, not fall, and end at {steps} or before, got "
+                f"{cu_seqlens.tolist()}"
+            )
+    position = torch.arange(steps, device=gates.device, dtype=cu_seqlens.dtype)
+    number = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+    return number.masked_fill(number == sequences, -1).to(torch.int32).unsqueeze(0), sequences

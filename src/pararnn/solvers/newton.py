@@ -1,0 +1,131 @@
+"""Newton's method over the whole sequence (paper, Algorithm 1a), stopped by the numerics contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pararnn.affine import affine_loop, affine_scan
+from pararnn.numerics import FORWARD_TOLERANCE, defect_limit
+from pararnn.solvers.sequential import unroll
+from pararnn.solvers.system import System, column_mask, put_columns
+
+MAX_SWEEPS = 32
+"""Newton updates after which a column that has not converged is finished sequentially."""
+
+DEFECT_ULPS = 4
+"""Half the contract's bound, since the solver evaluates the defect in the compute dtype itself."""
+
+ERROR_SHARE = 0.25
+"""The part of the forward tolerance that the estimated distance to the solution may take up."""
+
+
+@dataclass(frozen=True)
+class NewtonResult:
+    """States (B, T, N, D), Newton updates made, columns redone sequentially and how far off they were.
+
+    `mended` counts the columns that Newton did not solve although their sequential run is finite;
+    `defect` is the largest finite defect among them when Newton gave up.
+    """
+
+    states: Tensor
+    sweeps: int
+    mended: int
+    defect: float
+
+
+def newton(system: System) -> NewtonResult:
+    """Solve h_l = f(prev_l, x_l) for all l at once.
+
+    A column (a channel of a batch row; a whole row where channels are coupled) is done when its
+    defect is at rounding level everywhere and the estimated distance to the solution is a quarter
+    of the dtype's forward tolerance. The distance before an update is the update itself; after it,
+    the update times the observed rate of convergence. Columns that do not get there, or turn
+    non-finite, are redone by the sequential solver.
+    """
+    structure = system.program.structure
+    assert structure is not None
+    coupled = structure.couples_channels
+    tolerance = ERROR_SHARE * FORWARD_TOLERANCE[system.dtype]
+    batch, num_states, channels = system.initial.shape
+    zeros = system.initial.new_zeros(batch, system.length, num_states, channels)
+    if zeros.numel() == 0:
+        return NewtonResult(zeros, 0, 0, 0.0)
+    states = system.advance(system.previous(zeros))  # the paper's guess, f(0, x_l)
+    done = broken = column_mask(torch.zeros_like(states, dtype=torch.bool), coupled)
+    distance = last_size = torch.full_like(done, float("inf"), dtype=system.dtype)
+    sweeps = torch.zeros_like(done, dtype=torch.int64)
+    for sweep in range(MAX_SWEEPS + 1):
+        new, jacobian = system.linearise(system.previous(states))
+        residual = new - states
+        broken = broken | column_mask(~residual.isfinite(), coupled)
+        above = residual.abs() > defect_limit(states, system.dtype, DEFECT_ULPS)
+        settled = ~column_mask(above, coupled) & ~broken
+        done = done | (settled & (distance <= tolerance))
+        if sweep == MAX_SWEEPS or bool((done | broken).all()):
+            break
+        update = affine_scan(structure, jacobian[:, 1:], residual)
+        size = _columns_max(update.abs() / _largest(states), coupled)
+        # A settled column whose update is negligible was solved before: this sweep confirms it.
+        confirmed = settled & (size <= tolerance)
+        sweeps += ~(done | broken | confirmed)
+        rate = (size / last_size).nan_to_num(0.5).clamp(max=0.5)
+        distance, last_size = size * rate / (1 - rate), size
+        states = torch.where(_broadcast(done, states), states, states + update)
+        done = done | confirmed
+    unsolved = ~done
+    count = int(sweeps.max())
+    if not bool(unsolved.any()):
+        return NewtonResult(states, count, 0, 0.0)
+    part = unroll(system.columns(unsolved))
+    finite = int(part.isfinite().flatten(1).all(1).sum())
+    worst = residual.abs().nan_to_num(0.0, 0.0)[_broadcast(unsolved, states)].max()
+    return NewtonResult(put_columns(states, unsolved, part), count, finite, float(worst))
+
+
+def adjoint(system: System, previous: Tensor, cotangent: Tensor) -> Tensor:
+    """Total gradient of each state, lambda_l = g_l + J_{l+1}^T lambda_{l+1} (paper, eq. rnn_bwd_seq).
+
+    `previous` and `cotangent` are (B, T, N, D), as is the result. Columns in which composed
+    Jacobians overflow are redone one step after the other.
+    """
+    structure = system.program.structure
+    assert structure is not None
+    _, jacobian = system.linearise(previous)
+    backward = structure.transpose(jacobian)[:, 1:].flip(1)
+    cotangent = cotangent.flip(1)
+    total = affine_scan(structure, backward, cotangent)
+    mask = column_mask(~total.isfinite(), structure.couples_channels)
+    if bool(mask.any()):
+        total = put_columns(total, mask, _redo(system, backward, cotangent, mask))
+    return total.flip(1)
+
+
+def _redo(system: System, jacobian: Tensor, rhs: Tensor, mask: Tensor) -> Tensor:
+    structure = system.program.structure
+    assert structure is not None
+    if structure.couples_channels:
+        return affine_loop(structure, jacobian[mask], rhs[mask])
+    batch, channel = mask.nonzero(as_tuple=True)
+    return affine_loop(
+        structure,
+        jacobian[batch, ..., channel].unsqueeze(-1),
+        rhs[batch, ..., channel].unsqueeze(-1),
+    )
+
+
+def _broadcast(columns: Tensor, like: Tensor) -> Tensor:
+    """A mask of columns, (B, D) or (B,), at the size of `like` (B, T, N, D)."""
+    return columns.reshape(len(columns), 1, 1, -1).expand_as(like)
+
+
+def _largest(states: Tensor) -> Tensor:
+    """The largest finite |h| of each state, (N, 1): the scale of the contract's forward error."""
+    largest = states.abs().nan_to_num(0.0, 0.0).amax((0, 1, 3))
+    return largest.clamp(min=torch.finfo(states.dtype).tiny).unsqueeze(-1)
+
+
+def _columns_max(values: Tensor, coupled: bool) -> Tensor:
+    return values.flatten(1).amax(1) if coupled else values.amax((1, 2))

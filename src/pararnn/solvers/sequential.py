@@ -1,0 +1,32 @@
+"""The sequential solver: the recurrence itself, one step after the other. Exact, any cell."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pararnn.solvers.system import System
+
+
+def unroll(system: System) -> Tensor:
+    """All states (B, T, N, D) by plain, differentiable PyTorch (paper, eq. rnn_seq)."""
+    step = system.program.step
+    states = tuple(system.initial.unbind(1))
+    inputs = [x.unbind(1) for x in system.inputs]
+    start = None if system.start is None else [s.unbind(1) for s in system.start.unbind(2)]
+    fresh = None if system.fresh is None else system.fresh.unsqueeze(-1).unbind(1)
+    padding = None if system.padding is None else system.padding.unsqueeze(-1).unbind(1)
+    out: list[tuple[Tensor, ...]] = []
+    for t in range(system.length):
+        if fresh is not None and start is not None:
+            states = tuple(
+                torch.where(fresh[t], begin[t], s) for begin, s in zip(start, states, strict=True)
+            )
+        states = step(states, [x[t] for x in inputs], system.params)
+        if padding is not None:
+            states = tuple(s.masked_fill(padding[t], 0) for s in states)
+        out.append(states)
+    if not out:
+        batch, num_states, channels = system.initial.shape
+        return system.initial.new_zeros(batch, 0, num_states, channels)
+    return torch.stack([torch.stack(series, 1) for series in zip(*out, strict=True)], 2)

@@ -1,0 +1,289 @@
+"""From a Python function on tensors to a checked, simplified ATen graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pararnn.errors import CellError
+
+aten = torch.ops.aten
+
+# Ops that hand their input on: they leave no trace in a graph of scalars.
+IDENTITIES = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+}
+# Ops that make a constant: the position of the value among the arguments.
+CONSTANTS = {
+    aten.full.default: 1,
+    aten.full_like.default: 1,
+    aten.new_full.default: 2,
+    aten.scalar_tensor.default: 0,
+}
+ZERO_ONE = {
+    aten.zeros.default: 0.0,
+    aten.zeros_like.default: 0.0,
+    aten.new_zeros.default: 0.0,
+    aten.ones.default: 1.0,
+    aten.ones_like.default: 1.0,
+    aten.new_ones.default: 1.0,
+}
+# Ops that wrap a Python number given for a tensor themselves.
+TAKES_NUMBERS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+# Kept whole: their decomposition is longer than the op and rounds differently.
+UNDECOMPOSED = (aten.lerp.Tensor, aten.lerp.Scalar)
+
+
+class BranchError(Exception):
+    """The step reads a tensor's value in Python (a branch, .item()): it cannot be traced."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced function of flat tensors: `graph(*inputs)` returns a tuple of tensors and numbers.
+
+    `mixing_op` names the first op that is not pointwise (None: the graph is elementwise) and `text`
+    is the canonical form, equal for equal graphs.
+    """
+
+    module: fx.GraphModule
+    mixing_op: str | None
+    text: str
+
+    def __call__(self, *inputs: Tensor) -> tuple[Any, ...]:
+        return self.module(*inputs)
+
+
+def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what: str) -> Graph:
+    """Trace at these inputs' sizes into functional core ATen, constants folded, repeats shared.
+
+    `function` returns a tensor or a tuple of them. Raises BranchError for data-dependent Python,
+    CellError for randomness, complex numbers, captured tensors and lost precision.
+    """
+    from torch.func import functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Two passes: decompositions emit in-place ops of their own, which the second pass removes.
+    raw = _guarded(what, lambda: make_fx(functionalize(_tupled(function)))(*inputs))
+    _check_ops(raw, inputs[0].dtype, what)
+    module = make_fx(functionalize(raw), decomposition_table=_decompositions())(*inputs)
+    _check_ops(module, inputs[0].dtype, what)
+    _fold(module)
+    _share(module.graph)
+    module.graph.eliminate_dead_code()
+    _box_numbers(module.graph)
+    module.recompile()
+    return Graph(module, _first_mixing_op(module.graph), canonical_text(module.graph))
+
+
+def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str) -> Graph:
+    """Trace with symbolic sizes: the graph then takes any number of rows and channels."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    trace = make_fx(_tupled(function), tracing_mode="symbolic")
+    module = _guarded(what, lambda: trace(*inputs))
+    _check_ops(module, inputs[0].dtype, what)
+    for node in module.graph.nodes:
+        if "device" in node.kwargs and node.kwargs["device"] is not None:
+            raise CellError(
+                f"{what} creates a tensor on a fixed device ({node.target}); "
+                "use new_zeros, zeros_like or the like on a state"
+            )
+    return Graph(module, "not elementwise", canonical_text(module.graph))
+
+
+def canonical_text(graph: fx.Graph) -> str:
+    """One line a node, with names by position."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+    for node in graph.nodes:
+        names[node] = f"%{len(names)}"
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
+        lines.append(f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}")
+    return "\n".join(lines)
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    from torch._decomp import core_aten_decompositions
+
+    return {op: rule for op, rule in core_aten_decompositions().items() if op not in UNDECOMPOSED}
+
+
+def _tupled(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    def tupled(*inputs: Tensor) -> tuple[Any, ...]:
+        out = function(*inputs)
+        return (out,) if isinstance(out, Tensor) else tuple(out)
+
+    return tupled
+
+
+def _guarded(what: str, trace: Callable[[], fx.GraphModule]) -> fx.GraphModule:
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        return trace()
+    except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+        raise BranchError(str(error)) from error
+    except RuntimeError as error:
+        if "_local_scalar_dense" in str(error) or "data-dependent" in str(error):
+            raise BranchError(str(error)) from error
+        raise CellError(f"{what} cannot be traced: {error}") from error
+
+
+def _check_ops(module: fx.GraphModule, dtype: torch.dtype, what: str) -> None:
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(module, node.target)
+            if isinstance(value, Tensor) and value.ndim:
+                raise CellError(
+                    f"{what} captures a tensor of shape {tuple(value.shape)} from outside; "
+                    "make it a Param (trainable=False for a constant) or a field"
+                )
+        if node.op != "call_function":
+            continue
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise CellError(
+                f"{what} draws random numbers ({node.target}): a solver evaluates a step more than "
+                "once; draw them outside and pass them as a field"
+            )
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            continue
+        if value.is_complex():
+            raise CellError(
+                f"{what} computes complex numbers ({node.target}); "
+                "hold the real and imaginary parts as two states"
+            )
+        if value.is_floating_point() and value.ndim and value.dtype != dtype:
+            raise CellError(
+                f"{what} turns {dtype} into {value.dtype} ({node.target}); "
+                "keep the dtype of the states throughout"
+            )
+
+
+def _fold(module: fx.GraphModule) -> None:
+    """Replace constants by numbers and drop identities, so that only arithmetic is left."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        replacement = _folded(module, node)
+        if replacement is None:
+            continue
+        for user in list(node.users):
+            user.args = fx.node.map_arg(user.args, lambda n, a=node, b=replacement: b if n is a else n)
+            user.kwargs = fx.node.map_arg(
+                user.kwargs, lambda n, a=node, b=replacement: b if n is a else n
+            )
+        graph.erase_node(node)
+
+
+def _folded(module: fx.GraphModule, node: fx.Node) -> Any:
+    if node.op == "get_attr":
+        value = getattr(module, str(node.target))
+        return value.item() if isinstance(value, Tensor) else None
+    if node.op != "call_function":
+        return None
+    target, args = node.target, node.args
+    if target in CONSTANTS:
+        return args[CONSTANTS[target]]
+    if target in ZERO_ONE:
+        return ZERO_ONE[target]
+    if target in IDENTITIES:
+        return args[0]
+    if target is aten._to_copy.default and isinstance(args[0], fx.Node):
+        before, after = args[0].meta.get("val"), node.meta["val"]
+        return args[0] if before is not None and before.dtype == after.dtype else None
+    if target is aten.expand.default and isinstance(args[0], fx.Node):
+        before, after = args[0].meta["val"], node.meta["val"]
+        return args[0] if before.shape == after.shape else None
+    if args and not any(isinstance(a, fx.Node) for a in args) and _is_pointwise(target):
+        return _constant(target, args, node.kwargs)
+    if target is aten.mul.Tensor:
+        for one, other in (args, args[::-1]):
+            if _is_number(one) and one == 1 and isinstance(other, fx.Node):
+                if other.meta["val"].dtype == node.meta["val"].dtype:
+                    return other
+    return None
+
+
+def _box_numbers(graph: fx.Graph) -> None:
+    """Give a 0-d tensor to ops that take no number there; it neither promotes nor has a device."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target in TAKES_NUMBERS:
+            continue
+        with graph.inserting_before(node):
+            node.args = tuple(
+                graph.call_function(aten.scalar_tensor.default, (value,), _number_dtype(value))
+                if kind == "Tensor" and _is_number(value)
+                else value
+                for value, kind in zip(node.args, _argument_types(node.target), strict=False)
+            )
+
+
+def _number_dtype(value: Any) -> dict[str, torch.dtype]:
+    return {"dtype": torch.int64 if isinstance(value, int) else torch.float64}
+
+
+def _argument_types(target: Any) -> list[str]:
+    return [str(argument.type) for argument in target._schema.arguments]
+
+
+def _constant(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A pointwise op on numbers only, as a number."""
+    kinds = _argument_types(target)
+    tensors = [
+        torch.tensor(value, dtype=torch.float64) if kind == "Tensor" and _is_number(value) else value
+        for value, kind in zip(args, kinds, strict=False)
+    ]
+    return target(*tensors, **kwargs).item()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_pointwise(target: Any) -> bool:
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or target is aten._to_copy.default
+
+
+def _share(graph: fx.Graph) -> None:
+    """Compute equal subexpressions once."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.erase_node(node)
+        else:
+            seen[key] = node
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((k, _hashable(v)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_hashable(v) for v in value)
+    # 1, 1.0 and True are equal but do not promote alike; -0.0 equals 0.0.
+    return value if isinstance(value, fx.Node) else (type(value).__name__, repr(value))
+
+
+def _first_mixing_op(graph: fx.Graph) -> str | None:
+    for node in graph.nodes:
+        if node.op == "call_function" and not (
+            _is_pointwise(node.target) or node.target is aten.scalar_tensor.default
+        ):
+            return str(node.target)
+    return None

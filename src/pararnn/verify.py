@@ -1,0 +1,80 @@
+"""`verify`: one call that says whether a module's solves obey the numerics contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pararnn.contract import SolveChecks, check_solve
+from pararnn.layer import DirectionalLayer
+
+
+@dataclass(frozen=True)
+class Report:
+    """`verify`'s result: true if everything passed; prints as a table."""
+
+    layers: tuple[tuple[str, str, SolveChecks], ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check of every layer passed."""
+        return all(checks.passed for _, _, checks in self.layers)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        lines = [f"pararnn.verify: {'PASS' if self.passed else 'FAIL'}"]
+        for name, what, checks in self.layers:
+            lines.append(f"{name}: {what}, {checks.sweeps} sweeps, {checks.mended} columns mended")
+            for check in checks.checks:
+                verdict = "ok" if check.passed else "FAIL"
+                lines.append(
+                    f"  {check.name:<26} {check.error:10.2e}  limit {check.limit:9.2e}  {verdict}"
+                )
+        return "\n".join(lines)
+
+
+def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Report:
+    """Run `module(*args, **kwargs)` and check every pararnn solve in it against the contract.
+
+    For each layer, forward and backward with the layer's own solver and backend, on the inputs
+    that it sees in this call: the defect, the forward errors of states, final states and each
+    gradient against a float64 loop, and the solver's counts. Takes a few float64 loops over T.
+    Raises ValueError when the call runs no pararnn layer. Parameters' .grad are left alone.
+    """
+    calls: list[tuple[str, DirectionalLayer, tuple[Any, ...], dict[str, Any]]] = []
+    hooks = []
+    for name, part in module.named_modules():
+        if isinstance(part, DirectionalLayer):
+
+            def record(part: Any, inputs: Any, options: Any, name: str = name) -> None:
+                calls.append((name, part, inputs, options))
+
+            hooks.append(part.register_forward_pre_hook(record, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            module(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not calls:
+        raise ValueError(f"{type(module).__name__} ran no pararnn layer: nothing to verify")
+    return Report(tuple(_check(*call, seed=seed) for call in calls))
+
+
+def _check(
+    name: str, layer: DirectionalLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
+) -> tuple[str, str, SolveChecks]:
+    x, initial = inputs
+    with torch.no_grad():
+        gates: Tensor = layer.proj(x)
+    checks = check_solve(layer.cell, gates, initial, bias=layer.bias, seed=seed, **options)
+    what = (
+        f"{type(layer.cell).__name__} (B, T, D) = {(*gates.shape[:2], layer.cell.hidden_size)}, "
+        f"{gates.dtype}, solver {options['solver']}, backend {options['backend']}"
+    )
+    return name or "module", what, checks
