@@ -1,5 +1,9 @@
 """Errors and warnings: each message says what was got, what is allowed and what to do."""
 
+import os
+import sys
+import warnings
+
 
 class PararnnError(Exception):
     """Base of the errors that are about the library's own concepts."""
@@ -18,7 +22,7 @@ class EngineError(PararnnError, ValueError):
 
 
 class ConvergenceError(PararnnError, RuntimeError):
-    """A parallel solve did not reach the numerics contract and `on_failure="raise"` was asked for."""
+    """A parallel solve did not reach the numerics contract under `on_failure="raise"`."""
 
 
 class ConvergenceWarning(UserWarning):
@@ -27,3 +31,14 @@ class ConvergenceWarning(UserWarning):
 
 class CellCostWarning(UserWarning):
     """The step's structure rules out the fast paths; declare `structure` to accept the cost."""
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the innermost line of code outside this package and torch."""
+    inside = tuple(
+        os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in ("pararnn", "torch")
+    )
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level - 1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pararnn.cells import Cell, GRUCell, LSTMCell
-from pararnn.engines.table import BACKENDS, SOLVERS
+from pararnn.engines.table import check_names
 from pararnn.numerics import compute_dtype
 from pararnn.program import program_of
 from pararnn.solve import solve_with_info
@@ -54,7 +54,7 @@ class HeadwiseLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Kaiming uniform with gain 1 (paper, Appendix C): unit-variance input, unit-variance gates."""
+        """Kaiming uniform with gain 1 (paper, Appendix C): unit-variance inputs give such gates."""
         bound = math.sqrt(3 / self.weight.shape[2])
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -129,7 +129,8 @@ class ParaRNN(nn.Module):
         recurrent_clip: bound that `clip_after_step` clamps recurrent parameters to; None for none.
         config: the cell's config.
 
-    Raises CellError for a malformed cell, ValueError for impossible sizes and options.
+    Raises CellError for a malformed cell, ValueError for impossible sizes, EngineError for an
+    unknown solver or backend.
     """
 
     def __init__(
@@ -163,15 +164,13 @@ class ParaRNN(nn.Module):
             )
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, got {dropout}")
-        for what, name, known in (("solver", solver, SOLVERS), ("backend", backend, BACKENDS)):
-            if name not in (*known, "auto"):
-                raise ValueError(f"{what} must be one of {', '.join(known)}, auto; got {name!r}")
+        check_names(solver, backend)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.num_heads, self.batch_first, self.dropout = num_heads, batch_first, dropout
         self.solver, self.backend, self.on_failure = solver, backend, on_failure
         self.recurrent_clip = recurrent_clip
         self.last_solve: SolveInfo | None = None
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.layers = nn.ModuleList()
         for index in range(num_layers):
             inputs = hidden_size if index else input_size
@@ -182,7 +181,7 @@ class ParaRNN(nn.Module):
     @property
     def cell(self) -> Cell:
         """The first layer's cell."""
-        return self.layers[0].cell
+        return self._parts()[0].cell
 
     def forward(
         self,
@@ -196,7 +195,8 @@ class ParaRNN(nn.Module):
 
         Args:
             x: (B, T, input_size), or (T, B, input_size) without batch_first.
-            h_0: initial states (num_layers, B, hidden_size), a tuple of N for N states; zero if None.
+            h_0: initial states (num_layers, B, hidden_size), a tuple of N for N states; None is
+                zero.
             fields: the cell's fields by name, (B, T) or (B, T, hidden_size) each, or numbers; time
                 first like x without batch_first.
             reset: bool (B, T), time first like x; such a step starts from the zero state.
@@ -209,11 +209,13 @@ class ParaRNN(nn.Module):
         fields = dict(fields or {})
         if not self.batch_first:
             x = x.transpose(0, 1)
-            fields = {k: v.transpose(0, 1) if isinstance(v, Tensor) else v for k, v in fields.items()}
+            fields = {
+                k: v.transpose(0, 1) if isinstance(v, Tensor) else v for k, v in fields.items()
+            }
             reset = None if reset is None else reset.transpose(0, 1)
         initial = self._per_layer(h_0, x.shape[0])
         finals, infos = [], []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._parts()):
             if index and self.dropout:
                 x = F.dropout(x, self.dropout, self.training)
             x, final, info = layer(
@@ -237,10 +239,12 @@ class ParaRNN(nn.Module):
         self._check_input(x_t, 2)
         fields = dict(fields or {})
         if set(fields) != set(self.cell.fields):
-            raise ValueError(f"step takes the fields {list(self.cell.fields)}, got {sorted(fields)}")
+            raise ValueError(
+                f"step takes the fields {list(self.cell.fields)}, got {sorted(fields)}"
+            )
         initial = self._per_layer(state, x_t.shape[0])
         finals = []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._parts()):
             if index and self.dropout:
                 x_t = F.dropout(x_t, self.dropout, self.training)
             x_t, final = layer.step(x_t, initial[index], fields)
@@ -248,8 +252,8 @@ class ParaRNN(nn.Module):
         return x_t, self._stacked(finals)
 
     def reset_parameters(self) -> None:
-        """Initialise anew as in the paper's Appendix C: see `HeadwiseLinear` and `Param`; zero biases."""
-        for layer in self.layers:
+        """Initialise anew (paper, Appendix C): see `HeadwiseLinear` and `Param`; zero biases."""
+        for layer in self._parts():
             layer.proj.reset_parameters()
             layer.cell.reset_parameters()
             if layer.bias is not None:
@@ -260,7 +264,7 @@ class ParaRNN(nn.Module):
         if self.recurrent_clip is None:
             return
         with torch.no_grad():
-            for layer in self.layers:
+            for layer in self._parts():
                 for parameter in layer.cell.recurrent_parameters():
                     parameter.clamp_(-self.recurrent_clip, self.recurrent_clip)
 
@@ -268,6 +272,9 @@ class ParaRNN(nn.Module):
         shown = ("num_layers", "batch_first", "dropout", "num_heads", "solver", "backend")
         options = [f"{name}={getattr(self, name)!r}" for name in shown]
         return ", ".join([str(self.input_size), str(self.hidden_size), *options])
+
+    def _parts(self) -> list[DirectionalLayer]:
+        return cast(list[DirectionalLayer], list(self.layers))
 
     def _check_input(self, x: Tensor, ndim: int) -> None:
         name = type(self).__name__
@@ -279,9 +286,7 @@ class ParaRNN(nn.Module):
                 f"{x.shape[-1]}"
             )
 
-    def _per_layer(
-        self, states: States | None, batch: int
-    ) -> list[tuple[Tensor, ...] | None] | list[None]:
+    def _per_layer(self, states: States | None, batch: int) -> Sequence[tuple[Tensor, ...] | None]:
         if states is None:
             return [None] * self.num_layers
         names = self.cell.states
@@ -290,7 +295,8 @@ class ParaRNN(nn.Module):
         shapes = [tuple(state.shape) for state in given]
         if shapes != [size] * len(names):
             raise ValueError(
-                f"{type(self).__name__}: initial states {tuple(names)} must each be {size}, got {shapes}"
+                f"{type(self).__name__}: initial states {tuple(names)} must each be {size}, "
+                f"got {shapes}"
             )
         return list(zip(*given, strict=True))
 

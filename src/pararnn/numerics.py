@@ -1,7 +1,8 @@
 """The numerics contract: which dtype computes, and how far a result may be off.
 
-Two claims hold for every solve. Backward error: each returned step obeys the recurrence to rounding.
-Forward error: outputs and gradients lie within the dtype's tolerance of a float64 sequential run.
+Two claims hold for every solve. Backward error: each returned step obeys the recurrence to
+rounding. Forward error: outputs and gradients lie within the dtype's tolerance of a float64
+sequential run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SEQUENTIAL_ERRORS = 4
 
 
 def compute_dtype(io_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which states are carried for gates of `io_dtype`: float64 for it, else float32."""
+    """The dtype that carries the states for gates of `io_dtype`: float64 for it, else float32."""
     return torch.float64 if io_dtype == torch.float64 else torch.float32
 
 

@@ -47,7 +47,9 @@ def apply_engine(
     except NotImplementedError as error:
         if "jvp" not in str(error):
             raise
-        raise NotImplementedError(f"forward-mode derivatives of {engine.solver}: {_PLAIN}") from error
+        raise NotImplementedError(
+            f"forward-mode derivatives of {engine.solver}: {_PLAIN}"
+        ) from error
     n = program.num_states
     return out[:n], out[n : 2 * n], out[-1]
 
@@ -60,7 +62,18 @@ class _Solve(torch.autograd.Function):
         key, solver, backend, reverse, on_failure = static
         gates, bias, seq, reset, fields, params, initial = _split(counts, tensors)
         states, final, info = torch.ops.pararnn.forward(
-            key, solver, backend, gates, bias, fields, params, initial, seq, reset, reverse, on_failure
+            key,
+            solver,
+            backend,
+            gates,
+            bias,
+            fields,
+            params,
+            initial,
+            seq,
+            reset,
+            reverse,
+            on_failure,
         )
         return (*states, *final, info)
 
@@ -253,5 +266,3 @@ _LIBRARY.impl("forward", _forward_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("backward", _backward_op, "CompositeExplicitAutograd")
 torch.library.register_fake("pararnn::forward", _forward_fake, lib=_LIBRARY)
 torch.library.register_fake("pararnn::backward", _backward_fake, lib=_LIBRARY)
-
-

@@ -154,7 +154,11 @@ def _check_gates(cell: Cell, gates: Tensor) -> None:
     count, channels = len(cell.gates), cell.hidden_size
     wanted = f"(B, T, {count}, {channels}) or (B, T, {count}, H, {channels}/H)"
     size = tuple(gates.shape)
-    if len(size) not in (4, 5) or size[2] != count or gates[0:0, 0:0].flatten(3).shape[3] != channels:
+    if (
+        len(size) not in (4, 5)
+        or size[2] != count
+        or gates[0:0, 0:0].flatten(3).shape[3] != channels
+    ):
         raise ValueError(f"gates of {type(cell).__name__} must be {wanted}, got {size}")
 
 
@@ -192,8 +196,8 @@ def _initial(
     states = (given,) if isinstance(given, Tensor) else tuple(given)
     if len(states) != len(names):
         raise ValueError(
-            f"initial_state of {type(cell).__name__} must hold {len(names)} tensor(s), one for each "
-            f"of {tuple(names)}, got {len(states)}"
+            f"initial_state of {type(cell).__name__} must hold {len(names)} tensor(s), one for "
+            f"each of {tuple(names)}, got {len(states)}"
         )
     for name, state in zip(names, states, strict=True):
         if not isinstance(state, Tensor) or not state.is_floating_point():
@@ -202,7 +206,9 @@ def _initial(
         if tuple(state.shape) != size:
             raise ValueError(f"initial state {name!r} must be {size}, got {tuple(state.shape)}")
         if state.device != gates.device:
-            raise ValueError(f"initial state {name!r} is on {state.device}, gates on {gates.device}")
+            raise ValueError(
+                f"initial state {name!r} is on {state.device}, gates on {gates.device}"
+            )
     return states
 
 

@@ -82,7 +82,11 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     module.graph.eliminate_dead_code()
     _box_numbers(module.graph)
     module.recompile()
-    return Graph(module, _first_mixing_op(module.graph), canonical_text(module.graph))
+    mixing = _mixing_ops(module.graph)
+    # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
+    named = [op for op in _mixing_ops(raw.graph) if not getattr(op, "is_view", True)]
+    name = str([*named, *mixing][0]) if mixing else None
+    return Graph(module, name, canonical_text(module.graph))
 
 
 def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str) -> Graph:
@@ -108,7 +112,9 @@ def canonical_text(graph: fx.Graph) -> str:
     for node in graph.nodes:
         names[node] = f"%{len(names)}"
         args = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
-        lines.append(f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}")
+        lines.append(
+            f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}"
+        )
     return "\n".join(lines)
 
 
@@ -135,6 +141,8 @@ def _guarded(what: str, trace: Callable[[], fx.GraphModule]) -> fx.GraphModule:
         return trace()
     except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         raise BranchError(str(error)) from error
+    except (AttributeError, IndexError) as error:
+        raise CellError(f"{what} fails: {error}") from error
     except RuntimeError as error:
         if "_local_scalar_dense" in str(error) or "data-dependent" in str(error):
             raise BranchError(str(error)) from error
@@ -180,12 +188,20 @@ def _fold(module: fx.GraphModule) -> None:
         replacement = _folded(module, node)
         if replacement is None:
             continue
-        for user in list(node.users):
-            user.args = fx.node.map_arg(user.args, lambda n, a=node, b=replacement: b if n is a else n)
-            user.kwargs = fx.node.map_arg(
-                user.kwargs, lambda n, a=node, b=replacement: b if n is a else n
-            )
+        if isinstance(replacement, fx.Node):
+            node.replace_all_uses_with(replacement)
+        else:
+            _replace_by_number(node, replacement)
         graph.erase_node(node)
+
+
+def _replace_by_number(node: fx.Node, number: Any) -> None:
+    def put(argument: fx.Node) -> Any:
+        return number if argument is node else argument
+
+    for user in list(node.users):
+        user.args = fx.node.map_arg(user.args, put)
+        user.kwargs = fx.node.map_arg(user.kwargs, put)
 
 
 def _folded(module: fx.GraphModule, node: fx.Node) -> Any:
@@ -211,9 +227,9 @@ def _folded(module: fx.GraphModule, node: fx.Node) -> Any:
         return _constant(target, args, node.kwargs)
     if target is aten.mul.Tensor:
         for one, other in (args, args[::-1]):
-            if _is_number(one) and one == 1 and isinstance(other, fx.Node):
-                if other.meta["val"].dtype == node.meta["val"].dtype:
-                    return other
+            same = isinstance(other, fx.Node) and other.meta["val"].dtype == node.meta["val"].dtype
+            if same and _is_number(one) and one == 1:
+                return other
     return None
 
 
@@ -221,6 +237,8 @@ def _box_numbers(graph: fx.Graph) -> None:
     """Give a 0-d tensor to ops that take no number there; it neither promotes nor has a device."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target in TAKES_NUMBERS:
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):  # operator.getitem
             continue
         with graph.inserting_before(node):
             node.args = tuple(
@@ -231,7 +249,7 @@ def _box_numbers(graph: fx.Graph) -> None:
             )
 
 
-def _number_dtype(value: Any) -> dict[str, torch.dtype]:
+def _number_dtype(value: Any) -> dict[str, Any]:
     return {"dtype": torch.int64 if isinstance(value, int) else torch.float64}
 
 
@@ -243,7 +261,9 @@ def _constant(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A pointwise op on numbers only, as a number."""
     kinds = _argument_types(target)
     tensors = [
-        torch.tensor(value, dtype=torch.float64) if kind == "Tensor" and _is_number(value) else value
+        torch.tensor(value, dtype=torch.float64)
+        if kind == "Tensor" and _is_number(value)
+        else value
         for value, kind in zip(args, kinds, strict=False)
     ]
     return target(*tensors, **kwargs).item()
@@ -280,10 +300,13 @@ def _hashable(value: Any) -> Any:
     return value if isinstance(value, fx.Node) else (type(value).__name__, repr(value))
 
 
-def _first_mixing_op(graph: fx.Graph) -> str | None:
-    for node in graph.nodes:
-        if node.op == "call_function" and not (
-            _is_pointwise(node.target) or node.target is aten.scalar_tensor.default
-        ):
-            return str(node.target)
-    return None
+def _mixing_ops(graph: fx.Graph) -> list[Any]:
+    """The ops that are neither pointwise nor constants nor identities, in order."""
+    harmless = {*IDENTITIES, *CONSTANTS, *ZERO_ONE}
+    return [
+        node.target
+        for node in graph.nodes
+        if node.op == "call_function"
+        and not _is_pointwise(node.target)
+        and node.target not in harmless
+    ]

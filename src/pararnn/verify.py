@@ -75,6 +75,6 @@ def _check(
     checks = check_solve(layer.cell, gates, initial, bias=layer.bias, seed=seed, **options)
     what = (
         f"{type(layer.cell).__name__} (B, T, D) = {(*gates.shape[:2], layer.cell.hidden_size)}, "
-        f"{gates.dtype}, solver {options['solver']}, backend {options['backend']}"
+        f"{gates.dtype}, {checks.pair[0]} on {checks.pair[1]}"
     )
     return name or "module", what, checks

@@ -1,4 +1,4 @@
-"""The Cell contract: one time step in PyTorch, with its states, gates, fields and parameters named."""
+"""The Cell contract: one time step in PyTorch, its states, gates, fields and parameters named."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ class Cell(nn.Module):
         for name, param in cls.params.items():
             if not isinstance(param, Param):
                 raise CellError(f"{cls.__name__}.params[{name!r}] must be a Param, got {param!r}")
-        taken = [name for name in [*cls.params, *cls.config] if hasattr(Cell, name)]
+        names = [*cls.params, *cls.config]
+        taken = [name for name in names if hasattr(Cell, name) or name in nn.Module.__annotations__]
         if taken:
             raise CellError(f"{cls.__name__}: {taken[0]!r} is a name of torch.nn.Module or Cell")
 
@@ -108,7 +109,8 @@ class Cell(nn.Module):
             raise CellError(f"{cls.__name__} must name at least one state and one gate")
         if hidden_size < 1 or num_heads < 1 or hidden_size % num_heads:
             raise CellError(
-                f"hidden_size must be a positive multiple of num_heads, got {hidden_size} and {num_heads}"
+                f"hidden_size must be a positive multiple of num_heads, got {hidden_size} and "
+                f"{num_heads}"
             )
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.__dict__.update(resolve_config(cls, config))
@@ -129,7 +131,9 @@ class Cell(nn.Module):
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor | tuple[Tensor, ...]:
         """One time step: previous state(s), gates and fields, parameters -> new state(s)."""
-        raise NotImplementedError(f"{type(self).__name__} must define step(self, state, gate, param)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define step(self, state, gate, param)"
+        )
 
     def config_values(self) -> dict[str, Any]:
         """The config that this cell was made with."""
@@ -192,6 +196,11 @@ class Step:
         self.gate_type = namedtuple("Gate", [*cls.gates, *cls.fields])  # type: ignore[misc]
         self.param_type = namedtuple("Params", list(cls.params))  # type: ignore[misc]
 
+    @property
+    def has_jacobian(self) -> bool:
+        """Whether the class overrides the derived Jacobian by hand."""
+        return hasattr(self.cls, "jacobian")
+
     def call(self, method: str, states: Any, inputs: Any, params: Any) -> Any:
         """Call the cell's `method` (step or jacobian) on flat tensors."""
         return getattr(self.view, method)(
@@ -201,14 +210,15 @@ class Step:
     def __call__(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
         """New states; CellError when the step does not return one tensor a state."""
         new = self.call("step", states, inputs, params)
-        new = (new,) if isinstance(new, Tensor) else tuple(new)
+        new = (new,) if isinstance(new, Tensor) else new
         names = self.cls.states
-        if len(new) != len(names) or not all(isinstance(item, Tensor) for item in new):
+        kinds = [type(item).__name__ for item in new] if isinstance(new, (tuple, list)) else new
+        if kinds is new or len(new) != len(names) or any(not torch.is_tensor(s) for s in new):
             raise CellError(
                 f"{self.cls.__name__}.step must return {len(names)} tensor(s), one for each of "
-                f"{tuple(names)}, got {[type(item).__name__ for item in new]}"
+                f"{tuple(names)}, got {kinds}"
             )
-        return new
+        return tuple(new)
 
 
 def resolve_config(cls: type[Cell], config: Mapping[str, Any]) -> dict[str, Any]:

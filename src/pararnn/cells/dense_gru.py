@@ -11,9 +11,9 @@ from pararnn.cells.base import Cell, Param
 
 
 class DenseGRUCell(Cell):
-    """Gated recurrent unit with full matrices A (Cho et al. 2014; paper eq. GRU before its eq. GRU_LSTM_simp).
+    """Gated recurrent unit with full matrices A (Cho et al. 2014; paper, eq. GRU).
 
-    Channels mix, so the Jacobian is dense: Newton costs D^3 a step and only the torch backend runs it.
+    Channels mix, so the Jacobian is dense: Newton costs D^3 a step, on the torch backend only.
     """
 
     states = ("h",)

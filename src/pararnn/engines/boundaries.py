@@ -1,4 +1,4 @@
-"""Between the op's arguments and a solver's System: direction, sequences, resets, padding, dtypes."""
+"""From the op's arguments to a solver's System: direction, sequences, resets, padding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Boundaries]:
         if reset is None:
             return System(program, inputs, args.params, initial), Boundaries()
         start = initial.new_zeros(()).expand(*reset.shape, *initial.shape[1:])
-        return System(program, inputs, args.params, initial, reset, start), Boundaries()
+        fresh = reset.unsqueeze(-1)
+        return System(program, inputs, args.params, initial, fresh, start), Boundaries()
     seq = _in_order(args.seq, args.reverse)
     batch, _ = seq.shape
     edge = seq.new_full((batch, 1), -2)
@@ -52,7 +53,8 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Boundaries]:
     rows = initial[seq.clamp(min=0).long()] if len(initial) else initial.new_zeros(1)
     start = torch.where(begins[..., None, None], rows, 0.0)
     nothing = initial.new_zeros(batch, *initial.shape[1:])
-    system = System(program, inputs, args.params, nothing, fresh, start, padding)
+    masks = (fresh.unsqueeze(-1), start, padding.unsqueeze(-1))
+    system = System(program, inputs, args.params, nothing, *masks)
     return system, Boundaries(seq, begins, last)
 
 
@@ -119,7 +121,10 @@ def to_gradients(
 
 
 def _grad_initial(
-    args: Arguments, bounds: Boundaries, grad_previous: Tensor, grad_final: tuple[Tensor | None, ...]
+    args: Arguments,
+    bounds: Boundaries,
+    grad_previous: Tensor,
+    grad_final: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, ...]:
     out = []
     steps = grad_previous.shape[1]

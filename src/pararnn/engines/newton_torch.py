@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from pararnn.engines.boundaries import (
     to_gradients,
     to_system,
 )
-from pararnn.errors import ConvergenceError, ConvergenceWarning
+from pararnn.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.program import Program
 from pararnn.solvers.newton import NewtonResult, adjoint, newton
 
@@ -50,8 +48,9 @@ def _backward(
 
 def _report(program: Program, length: int, result: NewtonResult, on_failure: str) -> None:
     message = (
-        f"Newton did not converge on {result.mended} column(s) of {program.cell_name} at T = {length}: "
-        f"after {result.sweeps} sweeps the largest defect |h - f(h_prev, x)| is {result.defect:.2e}. "
+        f"Newton did not converge on {result.mended} column(s) of {program.cell_name} at "
+        f"T = {length}: after {result.sweeps} sweeps the largest defect |h - f(h_prev, x)| is "
+        f"{result.defect:.2e}. "
         "Smaller recurrent weights (recurrent_clip with pararnn.clip_after_step), a shorter T or "
         "float64 help; solver='sequential' needs no convergence"
     )
@@ -60,11 +59,10 @@ def _report(program: Program, length: int, result: NewtonResult, on_failure: str
     # Once a cell and length: a training run would repeat it at every step.
     if (program.key, length) not in _WARNED:
         _WARNED.add((program.key, length))
-        warnings.warn(
+        warn_user(
             f"{message}. These columns were finished by the sequential solver and are exact; "
             "last_solve keeps counting them",
             ConvergenceWarning,
-            stacklevel=2,
         )
 
 

@@ -1,6 +1,8 @@
-"""(sequential, torch): the loop over time in plain PyTorch, the home of every transform and any step."""
+"""(sequential, torch): the loop over time in plain PyTorch; any step, every transform."""
 
 from __future__ import annotations
+
+import torch
 
 from pararnn.engines.base import Arguments, Engine, Solution
 from pararnn.engines.boundaries import final_states, output_states, to_system
@@ -11,7 +13,7 @@ from pararnn.solvers.sequential import unroll
 def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
     system, bounds = to_system(program, args)
     states = unroll(system)
-    info = args.gates.new_zeros(2, dtype=int)
+    info = args.gates.new_zeros(2, dtype=torch.int64)
     return Solution(output_states(args, states), final_states(args, bounds, states), info)
 
 

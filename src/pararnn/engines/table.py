@@ -26,6 +26,17 @@ def find(solver: str, backend: str, device: torch.device) -> Engine | None:
     return TABLE.get((solver, backend, device.type)) or TABLE.get((solver, backend, ANY_DEVICE))
 
 
+def check_names(solver: str, backend: str) -> None:
+    """Raise EngineError unless both are names of the table or "auto"."""
+    for what, value, known in (("solver", solver, SOLVERS), ("backend", backend, BACKENDS)):
+        if value not in (*known, "auto"):
+            pairs = dict.fromkeys(f"({s}, {b})" for s, b, _ in TABLE)
+            raise EngineError(
+                f"unknown {what} {value!r}; known: {', '.join(known)}, auto. "
+                f"Pairs: {', '.join(pairs)}"
+            )
+
+
 def engine_for(
     program: Program, size: tuple[int, int, int], device: torch.device, solver: str, backend: str
 ) -> Engine:
@@ -33,9 +44,7 @@ def engine_for(
 
     Depends on sizes, cell and device only. Raises EngineError naming the pairs that can run.
     """
-    for what, value, known in (("solver", solver, SOLVERS), ("backend", backend, BACKENDS)):
-        if value not in (*known, "auto"):
-            raise EngineError(f"unknown {what} {value!r}; known: {', '.join(known)}, auto")
+    check_names(solver, backend)
     chosen = (_auto_solver(program, size, device) if solver == "auto" else solver, "torch")
     engine = find(chosen[0], chosen[1] if backend == "auto" else backend, device)
     reason = "no such engine" if engine is None else engine.why_not(program)
@@ -67,4 +76,8 @@ def _auto_solver(program: Program, size: tuple[int, int, int], device: torch.dev
         return "sequential"
     if program.couples_channels and width > NEWTON_MAX_COUPLED:
         return "sequential"
-    return "newton" if batch * width <= NEWTON_MAX_WIDTH.get(device.type, batch * width) else "sequential"
+    return (
+        "newton"
+        if batch * width <= NEWTON_MAX_WIDTH.get(device.type, batch * width)
+        else "sequential"
+    )

@@ -1,8 +1,9 @@
-"""Newton's method over the whole sequence (paper, Algorithm 1a), stopped by the numerics contract."""
+"""Newton's method over the whole sequence (paper, Algorithm 1a), stopped by the contract."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from pararnn.affine import affine_loop, affine_scan
 from pararnn.numerics import FORWARD_TOLERANCE, defect_limit
 from pararnn.solvers.sequential import unroll
-from pararnn.solvers.system import System, column_mask, put_columns
+from pararnn.solvers.system import System, column_mask, put_columns, take_columns
 
 MAX_SWEEPS = 32
 """Newton updates after which a column that has not converged is finished sequentially."""
@@ -22,12 +23,16 @@ ERROR_SHARE = 0.25
 """The part of the forward tolerance that the estimated distance to the solution may take up."""
 
 
+SHRINK_AFTER = 3
+"""Sweeps after which, once half of the columns are done, only the others go on."""
+
+
 @dataclass(frozen=True)
 class NewtonResult:
-    """States (B, T, N, D), Newton updates made, columns redone sequentially and how far off they were.
+    """States (B, T, N, D), Newton updates made, columns redone and how far off they were.
 
     `mended` counts the columns that Newton did not solve although their sequential run is finite;
-    `defect` is the largest finite defect among them when Newton gave up.
+    `defect` is the largest defect among the redone columns when Newton gave up.
     """
 
     states: Tensor
@@ -45,48 +50,76 @@ def newton(system: System) -> NewtonResult:
     the update times the observed rate of convergence. Columns that do not get there, or turn
     non-finite, are redone by the sequential solver.
     """
-    structure = system.program.structure
-    assert structure is not None
-    coupled = structure.couples_channels
-    tolerance = ERROR_SHARE * FORWARD_TOLERANCE[system.dtype]
     batch, num_states, channels = system.initial.shape
     zeros = system.initial.new_zeros(batch, system.length, num_states, channels)
     if zeros.numel() == 0:
         return NewtonResult(zeros, 0, 0, 0.0)
-    states = system.advance(system.previous(zeros))  # the paper's guess, f(0, x_l)
+    guess = system.advance(system.previous(zeros))  # the paper's guess, f(0, x_l)
+    end = _iterate(system, guess, _largest(guess), MAX_SWEEPS)
+    sweeps, unsolved = int(end.sweeps), ~end.done
+    if not bool(unsolved.any()):
+        return NewtonResult(end.states, sweeps, 0, 0.0)
+    part = unroll(system.columns(unsolved))
+    finite = ~column_mask(~part.isfinite(), system.program.couples_channels)
+    worst = end.defect[unsolved].nan_to_num(float("inf")).max()
+    states = put_columns(end.states, unsolved, part)
+    return NewtonResult(states, sweeps, int(finite.sum()), float(worst))
+
+
+class _Iterate(NamedTuple):
+    """Where an iteration ends: states, updates made, and by column whether done and the defect."""
+
+    states: Tensor
+    sweeps: Tensor
+    done: Tensor
+    defect: Tensor
+
+
+def _iterate(system: System, states: Tensor, scale: Tensor, budget: int) -> _Iterate:
+    """Newton updates until every column is done or broken, or the budget is spent."""
+    structure = system.program.structure
+    assert structure is not None
+    coupled = structure.couples_channels
+    tolerance = ERROR_SHARE * FORWARD_TOLERANCE[system.dtype]
     done = broken = column_mask(torch.zeros_like(states, dtype=torch.bool), coupled)
     distance = last_size = torch.full_like(done, float("inf"), dtype=system.dtype)
-    sweeps = torch.zeros_like(done, dtype=torch.int64)
-    for sweep in range(MAX_SWEEPS + 1):
+    sweeps = torch.zeros((), dtype=torch.int64, device=states.device)
+    for spent in range(budget + 1):
         new, jacobian = system.linearise(system.previous(states))
         residual = new - states
-        broken = broken | column_mask(~residual.isfinite(), coupled)
+        defect = _columns_max(residual.abs(), coupled)
+        broken = broken | ~defect.isfinite()
         above = residual.abs() > defect_limit(states, system.dtype, DEFECT_ULPS)
         settled = ~column_mask(above, coupled) & ~broken
         done = done | (settled & (distance <= tolerance))
-        if sweep == MAX_SWEEPS or bool((done | broken).all()):
+        open_columns = ~(done | broken)
+        count = int(open_columns.sum())
+        if spent == budget or count == 0:
             break
+        scale = torch.maximum(scale, _largest(states))
+        if spent >= SHRINK_AFTER and 2 * count <= open_columns.numel():
+            part = take_columns(states, open_columns)
+            end = _iterate(system.columns(open_columns), part, scale, budget - spent)
+            return _Iterate(
+                put_columns(states, open_columns, end.states),
+                sweeps + end.sweeps,
+                put_columns(done, open_columns, end.done),
+                put_columns(defect, open_columns, end.defect),
+            )
         update = affine_scan(structure, jacobian[:, 1:], residual)
-        size = _columns_max(update.abs() / _largest(states), coupled)
+        size = _columns_max(update.abs() / scale, coupled)
         # A settled column whose update is negligible was solved before: this sweep confirms it.
         confirmed = settled & (size <= tolerance)
-        sweeps += ~(done | broken | confirmed)
+        sweeps = sweeps + (open_columns & ~confirmed).any()
         rate = (size / last_size).nan_to_num(0.5).clamp(max=0.5)
         distance, last_size = size * rate / (1 - rate), size
         states = torch.where(_broadcast(done, states), states, states + update)
         done = done | confirmed
-    unsolved = ~done
-    count = int(sweeps.max())
-    if not bool(unsolved.any()):
-        return NewtonResult(states, count, 0, 0.0)
-    part = unroll(system.columns(unsolved))
-    finite = int(part.isfinite().flatten(1).all(1).sum())
-    worst = residual.abs().nan_to_num(0.0, 0.0)[_broadcast(unsolved, states)].max()
-    return NewtonResult(put_columns(states, unsolved, part), count, finite, float(worst))
+    return _Iterate(states, sweeps, done, defect)
 
 
 def adjoint(system: System, previous: Tensor, cotangent: Tensor) -> Tensor:
-    """Total gradient of each state, lambda_l = g_l + J_{l+1}^T lambda_{l+1} (paper, eq. rnn_bwd_seq).
+    """Total gradients of the states, l_t = g_t + J_{t+1}^T l_{t+1} (paper, eq. rnn_bwd_seq).
 
     `previous` and `cotangent` are (B, T, N, D), as is the result. Columns in which composed
     Jacobians overflow are redone one step after the other.
@@ -99,21 +132,9 @@ def adjoint(system: System, previous: Tensor, cotangent: Tensor) -> Tensor:
     total = affine_scan(structure, backward, cotangent)
     mask = column_mask(~total.isfinite(), structure.couples_channels)
     if bool(mask.any()):
-        total = put_columns(total, mask, _redo(system, backward, cotangent, mask))
+        columns = (take_columns(backward, mask), take_columns(cotangent, mask))
+        total = put_columns(total, mask, affine_loop(structure, *columns))
     return total.flip(1)
-
-
-def _redo(system: System, jacobian: Tensor, rhs: Tensor, mask: Tensor) -> Tensor:
-    structure = system.program.structure
-    assert structure is not None
-    if structure.couples_channels:
-        return affine_loop(structure, jacobian[mask], rhs[mask])
-    batch, channel = mask.nonzero(as_tuple=True)
-    return affine_loop(
-        structure,
-        jacobian[batch, ..., channel].unsqueeze(-1),
-        rhs[batch, ..., channel].unsqueeze(-1),
-    )
 
 
 def _broadcast(columns: Tensor, like: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ def unroll(system: System) -> Tensor:
     states = tuple(system.initial.unbind(1))
     inputs = [x.unbind(1) for x in system.inputs]
     start = None if system.start is None else [s.unbind(1) for s in system.start.unbind(2)]
-    fresh = None if system.fresh is None else system.fresh.unsqueeze(-1).unbind(1)
-    padding = None if system.padding is None else system.padding.unsqueeze(-1).unbind(1)
+    fresh = None if system.fresh is None else system.fresh.unbind(1)
+    padding = None if system.padding is None else system.padding.unbind(1)
     out: list[tuple[Tensor, ...]] = []
     for t in range(system.length):
         if fresh is not None and start is not None:

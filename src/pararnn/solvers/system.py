@@ -1,13 +1,15 @@
-"""One problem in forward time: the recurrence, its inputs and its boundaries, in the compute dtype."""
+"""One problem in forward time: recurrence, inputs and boundaries, in the compute dtype."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pararnn.program import Program, assemble_jacobian, expand_entry
+from pararnn.derive import expand_entry, linearise
+from pararnn.program import Program
 
 
 @dataclass(frozen=True)
@@ -15,8 +17,8 @@ class System:
     """h_l = f(prev_l, x_l) for l = 0 .. T-1, with prev_l = h_{l-1} except at boundaries.
 
     inputs: gates (biases added) and fields, each (B, T, D). params: (D,) or as the cell shapes
-    them. initial: the states before step 0, (B, N, D). fresh (B, T): steps that start from `start`
-    (B, T, N, D) instead of h_{l-1}. padding (B, T): steps whose state is zero.
+    them. initial: the states before step 0, (B, N, D). fresh (B, T, 1 or D): steps that start from
+    `start` (B, T, N, D) instead of h_{l-1}. padding (B, T, 1 or D): steps whose state is zero.
     """
 
     program: Program
@@ -39,10 +41,10 @@ class System:
 
     def previous(self, states: Tensor) -> Tensor:
         """prev_l for all l, (B, T, N, D), given the states (B, T, N, D)."""
-        shifted = torch.cat([self.initial.unsqueeze(1), states[:, :-1]], 1)
+        shifted = torch.cat([self.initial.unsqueeze(1), states], 1)[:, : self.length]
         if self.fresh is None or self.start is None:
             return shifted
-        return torch.where(self.fresh[..., None, None], self.start, shifted)
+        return torch.where(self.fresh.unsqueeze(2), self.start, shifted)
 
     def advance(self, previous: Tensor) -> Tensor:
         """f(prev_l, x_l) for all l, (B, T, N, D)."""
@@ -53,25 +55,28 @@ class System:
         """f(prev_l, x_l) and d h_l / d h_{l-1}, zero at boundaries, for all l."""
         structure = self.program.structure
         assert structure is not None
-        out = self._run("jacobian", previous)
-        size = (*previous.shape[:2], previous.shape[3])
-        jacobian = assemble_jacobian(self.program.step, structure, out, size)
+        graphs = self.program.graphs[self.dtype]
+        new, jacobian = linearise(self.program.step, structure, graphs, self._tensors(previous))
+        if structure.couples_channels:
+            jacobian = jacobian.unflatten(0, previous.shape[:2])
         cut = self._cut()
         if cut is not None:
-            where = cut.reshape(*cut.shape, *[1] * (jacobian.ndim - 2))
+            where = cut.reshape(*cut.shape[:2], *[1] * (jacobian.ndim - 3), cut.shape[2])
             jacobian = jacobian.masked_fill(where, 0)
-        return self._stack(out[: self.program.num_states], previous), jacobian
+        return self._stack(new, previous), jacobian
 
     def pull_back(
         self, previous: Tensor, cotangent: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Gradients of prev (B, T, N, D), of the inputs (B, T, D) and of the params, summed."""
         if self.padding is not None:
-            cotangent = cotangent.masked_fill(self.padding[..., None, None], 0)
+            cotangent = cotangent.masked_fill(self.padding.unsqueeze(2), 0)
         grads = self._run("vjp", previous, cotangent)
         states, size = self.program.num_states, self.inputs[0].shape
         rows = states + len(self.inputs)
-        per_step = [expand_entry(g, cotangent, self._rows(size)).reshape(size) for g in grads[:rows]]
+        per_step = [
+            expand_entry(g, cotangent, self._rows(size)).reshape(size) for g in grads[:rows]
+        ]
         summed = tuple(
             expand_entry(g, cotangent, self._rows(size)).reshape(size).sum((0, 1))
             if not self.program.couples_channels
@@ -81,29 +86,28 @@ class System:
         return torch.stack(per_step[:states], 2), tuple(per_step[states:]), summed
 
     def columns(self, mask: Tensor) -> System:
-        """The part of the system in which `mask` holds: see `split_columns`.
-
-        Elementwise: mask (B, D), the result has one batch row a column and one channel.
-        Coupled channels: mask (B,), the result has the rows that it names.
-        """
+        """The part of the system in the columns that `mask` names: see `take_columns`."""
         if self.program.couples_channels:
-            return replace(
-                self,
-                inputs=tuple(x[mask] for x in self.inputs),
-                initial=self.initial[mask],
-                fresh=None if self.fresh is None else self.fresh[mask],
-                start=None if self.start is None else self.start[mask],
-                padding=None if self.padding is None else self.padding[mask],
-            )
-        batch, channel = mask.nonzero(as_tuple=True)
+            params = self.params
+        else:
+            channel = mask.nonzero(as_tuple=True)[1]
+            params = tuple(p[channel] for p in self.params)
+        size = (*self.inputs[0].shape[:2], self.initial.shape[-1])
+
+        def take(masks: Tensor | None) -> Tensor | None:
+            if masks is None:
+                return None
+            full = masks if self.program.couples_channels else masks.expand(size)
+            return take_columns(full, mask)
+
         return replace(
             self,
-            inputs=tuple(x[batch, :, channel].unsqueeze(-1) for x in self.inputs),
-            params=tuple(p[channel].unsqueeze(-1) for p in self.params),
-            initial=self.initial[batch, :, channel].unsqueeze(-1),
-            fresh=None if self.fresh is None else self.fresh[batch],
-            start=None if self.start is None else self.start[batch, :, :, channel].unsqueeze(-1),
-            padding=None if self.padding is None else self.padding[batch],
+            inputs=tuple(take_columns(x, mask) for x in self.inputs),
+            params=params,
+            initial=take_columns(self.initial, mask),
+            fresh=take(self.fresh),
+            start=None if self.start is None else take_columns(self.start, mask),
+            padding=take(self.padding),
         )
 
     def _cut(self) -> Tensor | None:
@@ -117,33 +121,52 @@ class System:
             return (size[0] * size[1], size[2])
         return tuple(size)
 
+    def _tensors(self, previous: Tensor) -> list[Tensor]:
+        """The flat arguments of the program's graphs."""
+        rows = self._rows(self.inputs[0].shape)
+        states = [s.reshape(rows) for s in previous.unbind(2)]
+        return [*states, *(x.reshape(rows) for x in self.inputs), *self.params]
+
     def _run(self, which: str, previous: Tensor, *cotangent: Tensor) -> tuple[object, ...]:
         graph = getattr(self.program.graphs[self.dtype], which)
         rows = self._rows(self.inputs[0].shape)
-        states = [s.reshape(rows) for s in previous.unbind(2)]
         pulled = [c.reshape(rows) for t in cotangent for c in t.unbind(2)]
-        return graph(*states, *(x.reshape(rows) for x in self.inputs), *self.params, *pulled)
+        return graph(*self._tensors(previous), *pulled)
 
-    def _stack(self, new: tuple[object, ...], like: Tensor) -> Tensor:
+    def _stack(self, new: Sequence[object], like: Tensor) -> Tensor:
         size = self.inputs[0].shape
         rows = self._rows(size)
         states = torch.stack([expand_entry(s, like, rows).reshape(size) for s in new], 2)
         if self.padding is None:
             return states
-        return states.masked_fill(self.padding[..., None, None], 0)
+        return states.masked_fill(self.padding.unsqueeze(2), 0)
 
 
 def column_mask(per_entry: Tensor, couples_channels: bool) -> Tensor:
-    """Reduce a mask (B, T, N, D) to columns, by `any`: (B, D), or (B,) where channels are coupled."""
+    """A mask (B, T, N, D) by columns, any of each: (B, D), or (B,) if channels are coupled.
+
+    A column is what solves on its own: a channel of a batch row, or a whole row.
+    """
     return per_entry.flatten(1).any(1) if couples_channels else per_entry.any(2).any(1)
 
 
+def take_columns(whole: Tensor, mask: Tensor) -> Tensor:
+    """The columns of `whole` (B, ..., D) in which `mask` holds.
+
+    For a mask (B, D) they are the n channels of a single row, (1, ..., n); for (B,), the n rows.
+    """
+    if mask.ndim == 1:
+        return whole[mask]
+    batch, channel = mask.nonzero(as_tuple=True)
+    return whole[batch, ..., channel].movedim(0, -1).unsqueeze(0).contiguous()
+
+
 def put_columns(whole: Tensor, mask: Tensor, part: Tensor) -> Tensor:
-    """`whole` (B, T, N, D) with the columns of `mask` replaced by a `System.columns` result."""
+    """`whole` (B, ..., D) with the columns of `mask` replaced by `part` (see `take_columns`)."""
     out = whole.clone()
     if mask.ndim == 1:
         out[mask] = part
     else:
         batch, channel = mask.nonzero(as_tuple=True)
-        out[batch, :, :, channel] = part.squeeze(-1)
+        out[batch, ..., channel] = part.squeeze(0).movedim(-1, 0)
     return out

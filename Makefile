@@ -1,0 +1,97 @@
+# Every target runs in .venv, which the first one makes. Your own pip configuration applies to it:
+# pip.conf, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+BENCH ?= benchmarks/auto_torch.py benchmarks/newton_iterations.py
+
+.PHONY: help demo test lint docs format gpu-test bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo      train a byte-level language model for some minutes (options: ARGS=\"--help\")"
+	@echo "make test      run the tests"
+	@echo "make lint      check style and types, build the docs with warnings as errors"
+	@echo "make docs      build the docs into docs/_build/html"
+	@echo "make format    rewrite the code in the house style"
+	@echo "make gpu-test  run the tests that need an NVIDIA GPU"
+	@echo "make bench     run the short benchmarks: $(BENCH)"
+	@echo "make clean     remove what the other targets made, .venv excepted"
+	@echo
+	@echo "ARGS=\"...\" is passed on to the command, PYTHON=python3.12 chooses the interpreter,"
+	@echo "TORCH=\"torch==2.13.0\" chooses PyTorch (see README.md, Installation)."
+
+demo: $(VENV)/.demo
+	$(BIN)/pararnn demo $(ARGS)
+
+# One thread a process: the processes already fill the cores.
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/sphinx-build -q -W --keep-going -n -b html docs docs/_build/html
+
+docs: $(VENV)/.dev
+	$(BIN)/sphinx-build -W --keep-going -n -b html docs docs/_build/html
+	@echo "==> Open docs/_build/html/index.html"
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+gpu-test: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+bench: $(VENV)/.dev
+	@set -e; for script in $(BENCH); do echo "==> $$script"; $(BIN)/python $$script $(ARGS); done
+
+clean:
+	rm -rf build dist docs/_build .pytest_cache .hypothesis .mypy_cache .ruff_cache src/*.egg-info
+	find benchmarks src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "==> $(VENV) is left in place; remove it with: rm -r $(VENV)"
+
+# The environment. The stamps .torch, .demo and .dev say which of its parts are installed.
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "pararnn needs Python 3.10 or later as $(PYTHON); name another: make PYTHON=python3.12"; \
+		exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments."; \
+		echo "On Debian and Ubuntu install them with: sudo apt-get install python3-venv"; \
+		exit 1; }
+	@echo "==> Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@$(BIN)/python -m pip install --quiet "pip>=23"
+
+# Plain torch has CUDA on Linux: right with a GPU. Without one the pinned version is installed, and
+# pip's configuration decides about its build. Naming another TORCH later installs that one.
+ifneq ($(strip $(TORCH)),)
+ifneq ($(TORCH),$(shell cat $(VENV)/.torch 2>/dev/null))
+.PHONY: $(VENV)/.torch
+endif
+endif
+
+$(VENV)/.torch: $(VENV)/pyvenv.cfg
+	@torch='$(TORCH)'; \
+	if [ -z "$$torch" ]; then \
+		if nvidia-smi >/dev/null 2>&1; then torch='torch'; else torch='torch==2.13.0'; fi; \
+	fi; \
+	echo "==> Installing $$torch (once; this can take some minutes)"; \
+	$(BIN)/python -m pip install "$$torch"; \
+	status=$$?; [ $$status -eq 0 ] && echo "$$torch" > $@; exit $$status
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "==> Installing pararnn and what the demo needs"
+	@$(BIN)/python -m pip install --quiet -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "==> Installing pararnn and the tools for tests, checks and docs"
+	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $(VENV)/.demo $@

@@ -1,0 +1,122 @@
+"""Where Newton beats the loop on the torch backend: the measurements behind `solver="auto"`.
+
+Forward and forward + backward (of a sum) with gates given, at initialisation, by both solvers.
+Writes results/auto_torch_<device>.csv and prints how far `auto` is from the better of the two.
+
+    python benchmarks/auto_torch.py [--device cuda] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from common import RESULTS, provenance, write_csv
+from torch import Tensor
+
+import pararnn
+from pararnn.engines.table import engine_for
+from pararnn.solve import solve_with_info
+
+CELLS = ("gru", "lstm", "slstm")
+SIZES = {
+    "cpu": [(1, 64), (1, 256), (4, 64), (8, 64), (4, 256), (8, 256)],
+    "cuda": [(1, 64), (1, 1024), (8, 256), (8, 1024), (32, 1024)],
+}
+LENGTHS = (16, 32, 64, 128, 512, 2048)
+DENSE_SIZES = [(1, 4), (1, 16), (1, 64), (8, 4), (8, 16)]
+DENSE_LENGTHS = (64, 512, 2048)
+
+
+def median_ms(call: Callable[[], object], device: torch.device, budget: float) -> float:
+    """Median wall time of a call in ms, after two warm-up calls, within about `budget` seconds."""
+
+    def timed() -> float:
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    timed(), timed()
+    times = [timed()]
+    while sum(times) < budget and len(times) < 100:
+        times.append(timed())
+    return statistics.median(times) * 1e3
+
+
+def measure(
+    cell: pararnn.Cell, gates: Tensor, solver: str, budget: float
+) -> tuple[float, float, int]:
+    """Forward ms, forward + backward ms, sweeps."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            solve_with_info(cell, gates, solver=solver, backend="torch")
+
+    def both() -> None:
+        states, _, _ = solve_with_info(cell, gates, solver=solver, backend="torch")
+        states[0].sum().backward()
+        gates.grad = None
+
+    sweeps = int(solve_with_info(cell, gates, solver=solver, backend="torch")[2][0])
+    return median_ms(forward, gates.device, budget), median_ms(both, gates.device, budget), sweeps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the time, fewer sizes")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    budget = 0.05 if args.quick else 0.5
+    grid = [(c, b, t, d) for c in CELLS for b, d in SIZES[device.type] for t in LENGTHS]
+    grid += [("dense-gru", b, t, d) for b, d in DENSE_SIZES for t in DENSE_LENGTHS]
+    if args.quick:
+        grid = grid[::7]
+    rows = []
+    for name, batch, length, channels in grid:
+        torch.manual_seed(0)
+        cell = pararnn.CELLS[name](channels, device=device)
+        size = (batch, length, len(cell.gates), channels)
+        gates = torch.randn(size, device=device, requires_grad=True)
+        loop = measure(cell, gates, "sequential", budget)
+        newton = measure(cell, gates, "newton", budget)
+        program = pararnn.program_of(cell)
+        auto = engine_for(program, (batch, length, channels), device, "auto", "torch").solver
+        row = {
+            **provenance(device),
+            "threads": torch.get_num_threads(),
+            "cell": name,
+            "B": batch,
+            "T": length,
+            "D": channels,
+            "sequential_forward_ms": round(loop[0], 3),
+            "newton_forward_ms": round(newton[0], 3),
+            "sequential_both_ms": round(loop[1], 3),
+            "newton_both_ms": round(newton[1], 3),
+            "newton_sweeps": newton[2],
+            "auto": auto,
+            "auto_over_best_both": round(
+                (newton if auto == "newton" else loop)[1] / min(loop[1], newton[1]), 3
+            ),
+        }
+        rows.append(row)
+        print(
+            f"{name:9} B {batch:3} T {length:5} D {channels:5}: forward {loop[0]:9.2f} "
+            f"{newton[0]:9.2f}, both {loop[1]:9.2f} {newton[1]:9.2f} ms (loop, newton), "
+            f"auto {auto}, {row['auto_over_best_both']:.2f} x the best",
+            flush=True,
+        )
+    ratios = [float(row["auto_over_best_both"]) for row in rows]
+    print(f"auto over best: median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}")
+    write_csv(args.out / f"auto_torch_{device.type}.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

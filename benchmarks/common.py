@@ -1,0 +1,58 @@
+"""What every benchmark records next to its numbers."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pararnn.train.measure import device_name
+
+RESULTS = Path(__file__).parent / "results"
+"""The folder of result files."""
+
+
+def provenance(device: torch.device | str = "cpu") -> dict[str, str]:
+    """Commit (with '-dirty' where tracked files differ from it), device name and versions."""
+    return {
+        "commit": commit(),
+        "device": device_name(torch.device(device)),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str:
+    """The repository's short commit hash, '-dirty' appended where tracked files differ from it.
+
+    A copy without its git folder says what it is a copy of by PARARNN_COMMIT.
+    """
+    if "PARARNN_COMMIT" in os.environ:
+        return os.environ["PARARNN_COMMIT"]
+    folder = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        done = subprocess.run(
+            ["git", *args], cwd=folder, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    dirty = git("status", "--porcelain", "--untracked-files=no")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if dirty else "")
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows under the first one's keys; ValueError when there are none or keys differ."""
+    if not rows:
+        raise ValueError(f"no rows to write to {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

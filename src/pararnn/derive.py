@@ -1,0 +1,260 @@
+"""From a cell's step to its graphs: new states, Jacobian and VJP, for one compute dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.base import Step
+from pararnn.errors import CellError, StructureError
+from pararnn.structure import Structure
+from pararnn.trace import Graph, trace_pointwise, trace_rows
+
+TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
+TRACE_ROWS = 6
+PROBES = 3
+JACOBIAN_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """The graphs of one compute dtype, functions of flat tensors (states, inputs, params).
+
+    step: -> new states. vjp: with a cotangent for each state -> gradients of all arguments.
+    jacobian: -> new states and the structure's entries; where channels are coupled and the
+    Jacobian is not written by hand it is instead, with cotangents, -> gradients of the states, from
+    which the Jacobian's rows are pulled back.
+    """
+
+    step: Graph
+    jacobian: Graph
+    vjp: Graph
+
+
+def flat(step: Step, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(states, inputs, params)` as a function of one flat list of tensors."""
+    cls = step.cls
+    states = len(cls.states)
+    inputs = states + len(cls.gates) + len(cls.fields)
+    return lambda *t: call(t[:states], t[states:inputs], t[inputs : inputs + len(cls.params)])
+
+
+def example(
+    step: Step, lead: tuple[int, ...], channels: int, dtype: torch.dtype, seed: int = 0
+) -> list[Tensor]:
+    """Random states, inputs and params of a cell, as flat tensors with leading sizes `lead`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator, dtype=torch.float64).add(0.25).to(dtype)
+
+    cls = step.cls
+    rows = len(cls.states) + len(cls.gates) + len(cls.fields)
+    # As cells lift them: a scalar's channels are equal, and so are a head's (here two heads).
+    drawn = {
+        "D": lambda: draw(channels),
+        "H": lambda: draw(2).repeat_interleave(channels // 2),
+        "": lambda: draw(1).expand(channels),
+        "D,D": lambda: draw(channels, channels),
+    }
+    params = [drawn[param.shape]() for param in cls.params.values()]
+    return [*(draw(*lead, channels) for _ in range(rows)), *params]
+
+
+def mixing_op(step: Step) -> str | None:
+    """The op that mixes channels, None for an elementwise step; also checks what it returns.
+
+    Raises BranchError where the step reads a tensor's value, CellError where it breaks the
+    contract.
+    """
+    what = f"{step.cls.__name__}.step"
+    texts = set()
+    for channels in TRACE_CHANNELS:
+        tensors = example(step, (), channels, torch.float32)
+        graph = trace_pointwise(flat(step, step), tensors, what)
+        if graph.mixing_op is not None:
+            _check_rows(step)
+            return graph.mixing_op
+        for new in flat(step, step)(*tensors):
+            if new.shape != (channels,) or new.dtype != torch.float32:
+                raise CellError(
+                    f"{what} must return states of the shape and dtype of its input states, got "
+                    f"{tuple(new.shape)} {new.dtype} for {(channels,)} torch.float32"
+                )
+        texts.add(graph.text)
+    if len(texts) > 1:
+        raise CellError(
+            f"{what} depends on the number of channels (it reads a shape); "
+            "make that number a config value or a scalar Param"
+        )
+    return None
+
+
+def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
+    """Trace all graphs of a step; StructureError where the structure does not hold."""
+    coupled = structure.couples_channels
+    lead = (TRACE_ROWS,) if coupled else ()
+    trace = trace_rows if coupled else trace_pointwise
+    states = len(step.cls.states)
+    call = flat(step, step)
+    tensors = example(step, lead, TRACE_CHANNELS[0], dtype)
+    cotangents = example(step, lead, TRACE_CHANNELS[0], dtype, seed=1)[:states]
+
+    def vjp(*t: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vjp(call, *t[:-states])[1](tuple(t[-states:]))
+
+    def states_vjp(*t: Tensor) -> tuple[Tensor, ...]:
+        def of_states(*s: Tensor) -> Any:
+            return call(*s, *t[states:-states])
+
+        return torch.func.vjp(of_states, *t[:states])[1](tuple(t[-states:]))
+
+    def rows(*t: Tensor) -> list[Tensor]:
+        """New states, then the Jacobian row by row, each the pull-back of one state."""
+        out = list(call(*t))
+        for i in range(states):
+            new, pull = torch.func.vjp(_select(call, i, t[states:]), *t[:states])[:2]
+            out += pull(torch.ones_like(new))
+        return out
+
+    def by_hand(*t: Tensor) -> list[Tensor]:
+        entries = flat(step, lambda s, x, p: step.call("jacobian", s, x, p))(*t)
+        if isinstance(entries, Tensor):
+            entries = ((entries,),)
+        return [*call(*t), *(entry for row in entries for entry in row)]
+
+    name = step.cls.__name__
+    what = f"{name}'s Jacobian"
+    if step.has_jacobian:
+        jacobian = trace(by_hand, tensors, what)
+    elif coupled:
+        jacobian = trace(states_vjp, [*tensors, *cotangents], what)
+    else:
+        jacobian = trace(rows, tensors, what)
+    graphs = Graphs(
+        trace(call, tensors, f"{name}.step"),
+        jacobian,
+        trace(vjp, [*tensors, *cotangents], f"{name}'s gradient"),
+    )
+    for graph, what in ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient")):
+        if not coupled and graph.mixing_op is not None:
+            raise StructureError(
+                f"{name}'s {what} is not elementwise ({graph.mixing_op}) although its step is; "
+                "declare structure = 'dense'"
+            )
+    return graphs
+
+
+def linearise(
+    step: Step, structure: Structure, graphs: Graphs, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """New states and the Jacobian's representation at flat tensors (states, inputs, params).
+
+    Elementwise: tensors (..., D). Coupled channels: rows (R, D).
+    """
+    states, size = len(step.cls.states), tensors[0].shape
+    like = tensors[0]
+    if structure.couples_channels and not step.has_jacobian:
+        new = [expand_entry(s, like, size) for s in graphs.step(*tensors)]
+        return new, structure.from_dense(_pulled_back(step, graphs, tensors))
+    out = graphs.jacobian(*tensors)
+    new, entries = [expand_entry(s, like, size) for s in out[:states]], out[states:]
+    if structure.couples_channels:
+        return new, entries[0]
+    stacked = torch.stack([expand_entry(entry, like, size) for entry in entries], -2)
+    return new, stacked if states == 1 else stacked.unflatten(-2, (states, states))
+
+
+def expand_entry(entry: Any, like: Tensor, size: Sequence[int]) -> Tensor:
+    """A graph's output (a tensor that may need broadcasting, or a number) at full size."""
+    if not isinstance(entry, Tensor):
+        return like.new_full((), float(entry)).expand(*size)
+    return entry.expand(*size)
+
+
+def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
+    """Compare the Jacobian that solvers will use with autograd's at random points, in float64.
+
+    Catches a hand-written Jacobian that is wrong and a registered structure that the step does not
+    have. Raises StructureError naming the entry.
+    """
+    cls, channels = step.cls, TRACE_CHANNELS[0]
+    states = len(cls.states)
+    split = states + len(cls.gates) + len(cls.fields)
+    for seed in range(PROBES):
+        t = [x * 3 - 2 for x in example(step, (1,), channels, torch.float64, seed)]
+
+        def stacked(whole: Tensor, t: list[Tensor] = t) -> Tensor:
+            rest = (*(x[0] for x in t[states:split]), *t[split:])
+            return torch.cat(flat(step, step)(*whole.reshape(states, -1).unbind(), *rest))
+
+        with torch.enable_grad():
+            derived = torch.func.jacrev(stacked)(torch.cat([x[0] for x in t[:states]]))
+        given = structure.to_dense(linearise(step, structure, graphs, t)[1])[0]
+        error = (given - derived).abs()
+        if given.shape != derived.shape or not float(error.max()) <= JACOBIAN_TOLERANCE:
+            i, j = divmod(int(error.argmax()), derived.shape[1])
+            entry = f"d {cls.states[i // channels]}[{i % channels}] / d "
+            entry += f"{cls.states[j // channels]}[{j % channels}]"
+            if not step.has_jacobian:
+                raise StructureError(
+                    f"{cls.__name__} declares structure = {structure.name!r}, but the traced "
+                    f"step's Jacobian does not have it: {entry} is {derived[i, j]:.9g}, the "
+                    f"structure holds {given[i, j]:.9g}; declare 'dense' or mend the step"
+                )
+            raise StructureError(
+                f"{cls.__name__}.jacobian is wrong: {entry} is {given[i, j]:.9g} by hand and "
+                f"{derived[i, j]:.9g} by autograd at a random point"
+            )
+
+
+def _pulled_back(step: Step, graphs: Graphs, tensors: Sequence[Tensor]) -> Tensor:
+    """Dense Jacobians (R, N*D, N*D), every row of them by one batched pull-back."""
+    cls, (rows, channels) = step.cls, tensors[0].shape
+    states = len(cls.states)
+    split = states + len(cls.gates) + len(cls.fields)
+    outputs = states * channels
+
+    def repeated(x: Tensor) -> Tensor:
+        return x.expand(outputs, rows, channels).reshape(outputs * rows, channels)
+
+    unit = torch.eye(outputs, dtype=tensors[0].dtype, device=tensors[0].device)
+    cotangents = [
+        repeated(part.unsqueeze(1)) for part in unit.reshape(outputs, states, channels).unbind(1)
+    ]
+    arguments = [*(repeated(x) for x in tensors[:split]), *tensors[split:]]
+    size = (outputs * rows, channels)
+    grads = [expand_entry(g, tensors[0], size) for g in graphs.jacobian(*arguments, *cotangents)]
+    matrix = torch.cat(grads, -1).reshape(outputs, rows, outputs)
+    return matrix.transpose(0, 1)
+
+
+def _select(call: Callable[..., Any], index: int, rest: Sequence[Tensor]) -> Callable[..., Any]:
+    """One new state as a function of the states alone."""
+    return lambda *states: call(*states, *rest)[index]
+
+
+def _check_rows(step: Step) -> None:
+    """A step that mixes channels must still treat leading dimensions as independent rows."""
+    cls, channels = step.cls, TRACE_CHANNELS[0]
+    tensors = example(step, (2, 3), channels, torch.float64)
+    rows = len(cls.states) + len(cls.gates) + len(cls.fields)
+    call = flat(step, step)
+    try:
+        whole = call(*tensors)
+        single = call(*(t[1, 2] for t in tensors[:rows]), *tensors[rows:])
+    except (RuntimeError, IndexError) as error:
+        raise CellError(
+            f"{cls.__name__}.step must broadcast over leading dimensions (..., D); "
+            f"with shape (2, 3, {channels}) it fails: {error}"
+        ) from error
+    for many, one in zip(whole, single, strict=True):
+        if many.shape != (2, 3, channels) or not torch.allclose(many[1, 2], one):
+            raise CellError(
+                f"{cls.__name__}.step must treat leading dimensions as independent rows: "
+                f"given (2, 3, {channels}) it returns {tuple(many.shape)} or mixes rows"
+            )

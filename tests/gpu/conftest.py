@@ -1,0 +1,18 @@
+"""GPU tests: skipped where there is no GPU; `make gpu-test` runs them all."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the shared table
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -1,0 +1,97 @@
+"""The property table and the hard cases on a GPU."""
+
+import pytest
+import torch
+
+import pararnn
+from pararnn.contract import check_solve
+from table import CELLS, DTYPES, PAIRS, VARIANTS, dtype_name, make_case
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 17, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize(("name", "cell_class"), CELLS, ids=[name for name, _ in CELLS])
+def test_solves_obey_the_contract(name, cell_class, pair, dtype, length):
+    solver, backend = pair
+    for variant in VARIANTS:
+        case = make_case(cell_class, dtype, length, variant, device="cuda")
+        result = check_solve(
+            case.cell, case.gates, case.initial, solver=solver, backend=backend, **case.options
+        )
+        failed = [check for check in result.checks if not check.passed]
+        assert not failed, f"{variant}: {failed}"
+        assert result.mended == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize(("name", "cell_class"), CELLS, ids=[name for name, _ in CELLS])
+def test_long_sequences(name, cell_class, dtype):
+    channels = 8 if name == "dense-gru" else 64
+    case = make_case(cell_class, dtype, 1000, "resets", channels=channels, device="cuda")
+    result = check_solve(case.cell, case.gates, case.initial, solver="newton", **case.options)
+    assert result.passed, [check for check in result.checks if not check.passed]
+
+
+@pytest.mark.filterwarnings("ignore::pararnn.ConvergenceWarning")
+@pytest.mark.parametrize("scale", [1, 4])
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_large_recurrent_weights(name, scale):
+    case = make_case(pararnn.CELLS[name], torch.float32, 1000, channels=16, device="cuda")
+    with torch.no_grad():
+        for parameter in case.cell.recurrent_parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale)
+    result = check_solve(case.cell, case.gates * 3, solver="newton")
+    assert result.passed, [check for check in result.checks if not check.passed]
+
+
+def test_non_finite_inputs():
+    case = make_case(pararnn.LSTMCell, torch.float32, 100, channels=5, device="cuda")
+    case.gates[0, 40, 0, 2] = float("nan")
+    (newton, _), _ = pararnn.solve(case.cell, case.gates, solver="newton")
+    (loop, _), _ = pararnn.solve(case.cell, case.gates, solver="sequential")
+    assert torch.equal(newton.isnan(), loop.isnan())
+    assert newton.isnan().any()
+
+
+def test_devices_must_agree():
+    with pytest.raises(ValueError, match="the cell is on cpu and gates on cuda:0"):
+        pararnn.solve(pararnn.GRUCell(4), torch.zeros(1, 3, 3, 4, device="cuda"))
+
+
+def test_layers_train_under_autocast():
+    torch.manual_seed(0)
+    layer = pararnn.ParaLSTM(32, 64, num_layers=2, num_heads=4, device="cuda")
+    optimizer = torch.optim.AdamW(layer.parameters(), 1e-2)
+    pararnn.clip_after_step(optimizer, layer)
+    x = torch.randn(4, 256, 32, device="cuda")
+    losses = []
+    for _ in range(5):
+        with torch.autocast("cuda", torch.bfloat16):
+            output, _ = layer(x)
+            assert output.dtype == torch.bfloat16
+            loss = (output.float() - 0.3).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert layer.last_solve.mended.tolist() == [0, 0]
+    assert pararnn.verify(layer, x[:1, :100])
+
+
+def test_compile_fullgraph():
+    layer = pararnn.ParaGRU(16, 32, solver="newton", device="cuda")
+    x = torch.randn(2, 128, 16, device="cuda")
+    compiled = torch.compile(layer, fullgraph=True)
+    assert torch.allclose(compiled(x)[0], layer(x)[0], atol=1e-5)
+
+
+def test_demo_runs(tmp_path):
+    from pararnn.cli import main
+
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 800)
+    arguments = ["demo", "--device", "cuda", "--seconds", "5", "--text", str(text)]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) in (0, None)
+    assert (tmp_path / "out").exists()

@@ -1,0 +1,71 @@
+"""The table that drives the property tests: cell x (solver, backend) x dtype x length x variant."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import pararnn
+from pararnn import Cell
+
+PAIRS = [("sequential", "torch"), ("newton", "torch")]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [0, 1, 2, 3, 17, 100, 1000]
+VARIANTS = ["plain", "initial", "resets", "packed", "reverse"]
+BATCH, CHANNELS = 2, 4
+
+
+class Case(NamedTuple):
+    """Inputs of one solve."""
+
+    cell: Cell
+    gates: Tensor
+    initial: tuple[Tensor, ...] | None
+    options: dict[str, Any]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def make_case(
+    cell_class: type[Cell],
+    dtype: torch.dtype,
+    length: int,
+    variant: str = "plain",
+    *,
+    batch: int = BATCH,
+    channels: int = CHANNELS,
+    seed: int = 0,
+    device: str = "cpu",
+    **config: Any,
+) -> Case:
+    """Random inputs for a cell; `variant` adds initial states, resets, packing or direction."""
+    torch.manual_seed(seed)
+    if variant == "packed":
+        batch = 1
+    cell = cell_class(channels, device=device, dtype=dtype, **config)
+    gates = torch.randn(batch, length, len(cell.gates), channels).to(device, dtype)
+    options: dict[str, Any] = {}
+    if cell.fields:
+        options["fields"] = {
+            name: torch.rand(batch, length).to(device, dtype) for name in cell.fields
+        }
+    sequences = batch
+    if variant == "packed":
+        cuts = sorted(torch.randint(0, length + 1, (3,)).tolist())
+        options["cu_seqlens"] = torch.tensor([0, *cuts], device=device)
+        sequences = 3
+    initial = None
+    if variant != "plain":
+        initial = tuple(torch.randn(sequences, channels).to(device, dtype) for _ in cell.states)
+    if variant in ("resets", "packed", "reverse"):
+        options["reset"] = torch.rand(batch, length).to(device) < 0.1
+    if variant == "reverse":
+        options["reverse"] = True
+    return Case(cell, gates, initial, options)
+
+
+CELLS = list(pararnn.CELLS.items())

@@ -1,0 +1,203 @@
+"""Cells are the published equations; their derived Jacobians are the paper's closed forms."""
+
+import math
+
+import pytest
+import torch
+from table import make_case
+
+import pararnn
+from pararnn.cells import NONLINEARITIES
+from pararnn.derive import linearise
+
+
+def _jacobian(cell, state, gates):
+    program = pararnn.program_of(cell)
+    params = cell.lifted_params(torch.float64)
+    tensors = [*state, *gates, *params]
+    graphs = program.graphs[torch.float64]
+    new, jacobian = linearise(program.step, program.structure, graphs, tensors)
+    return new, jacobian, dict(zip(program.params, params, strict=True))
+
+
+def _draw(count, size=(7, 5)):
+    return [torch.randn(size, dtype=torch.float64) for _ in range(count)]
+
+
+def test_gru_jacobian_is_the_papers():
+    torch.manual_seed(0)
+    cell = pararnn.GRUCell(5, dtype=torch.float64)
+    (h,), (z_in, r_in, c_in) = _draw(1), _draw(3)
+    (new,), jacobian, a = _jacobian(cell, [h], [z_in, r_in, c_in])
+    z = torch.sigmoid(a["a_z"] * h + z_in)
+    r = torch.sigmoid(a["a_r"] * h + r_in)
+    c = torch.tanh(a["a_c"] * (h * r) + c_in)
+    assert torch.allclose(new, (1 - z) * h + z * c, rtol=1e-14, atol=1e-14)
+    dz, dr, dc = z * (1 - z), r * (1 - r), 1 - c**2
+    expected = 1 - z + (c - h) * dz * a["a_z"] + z * dc * a["a_c"] * (r + h * dr * a["a_r"])
+    assert torch.allclose(jacobian[:, 0], expected, rtol=1e-13, atol=1e-14)
+
+
+def test_lstm_jacobian_is_the_papers():
+    torch.manual_seed(0)
+    cell = pararnn.LSTMCell(5, dtype=torch.float64)
+    (h, c_old), (f_in, z_in, o_in) = _draw(2), _draw(3)
+    (h_new, c_new), jacobian, a = _jacobian(cell, [h, c_old], [f_in, z_in, o_in])
+    f = torch.sigmoid(a["a_f"] * h + a["c_f"] * c_old + f_in)
+    z = torch.tanh(a["a_z"] * h + z_in)
+    c = f * c_old + (1 - f) * z
+    o = torch.sigmoid(a["a_o"] * h + a["c_o"] * c + o_in)
+    assert torch.allclose(c_new, c, rtol=1e-14, atol=1e-14)
+    assert torch.allclose(h_new, o * torch.tanh(c), rtol=1e-14, atol=1e-14)
+    df, dz, do, tanh_c = f * (1 - f), 1 - z**2, o * (1 - o), torch.tanh(c)
+    cc = f + (c_old - z) * df * a["c_f"]
+    ch = (c_old - z) * df * a["a_f"] + (1 - f) * dz * a["a_z"]
+    slope = tanh_c * do * a["c_o"] + o * (1 - tanh_c**2)
+    hc = slope * cc
+    hh = tanh_c * do * (a["a_o"] + a["c_o"] * ch) + o * (1 - tanh_c**2) * ch
+    for (i, j), entry in {(1, 1): cc, (1, 0): ch, (0, 1): hc, (0, 0): hh}.items():
+        assert torch.allclose(jacobian[:, i, j], entry, rtol=1e-12, atol=1e-14), (i, j)
+
+
+def test_slstm_is_the_original_recurrence():
+    """The normalised variables give the xLSTM paper's h, started from C = 0, N = 1."""
+    torch.manual_seed(0)
+    case = make_case(pararnn.SLSTMCell, torch.float64, 30)
+    (h, _, n), _ = pararnn.solve(case.cell, case.gates, solver="sequential")
+    a = dict(case.cell.named_parameters())
+    big_c, big_n = torch.zeros(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
+    state = torch.zeros(2, 4, dtype=torch.float64)
+    for t in range(30):
+        i, f, z, o = (
+            case.gates[:, t, k] + a[f"a_{name}"] * state
+            for k, name in enumerate(("i", "f", "z", "o"))
+        )
+        big_c = torch.sigmoid(f) * big_c + torch.exp(i) * torch.tanh(z)
+        big_n = torch.sigmoid(f) * big_n + torch.exp(i)
+        state = torch.sigmoid(o) * big_c / big_n
+        assert torch.allclose(h[:, t], state, rtol=1e-12, atol=1e-13)
+        assert torch.allclose(n[:, t], big_n.log(), rtol=1e-12, atol=1e-12)
+
+
+def test_slstm_does_not_overflow():
+    case = make_case(pararnn.SLSTMCell, torch.float32, 50)
+    (h, _, _), _ = pararnn.solve(case.cell, case.gates * 300, solver="sequential")
+    assert h.isfinite().all()
+
+
+def test_dense_gru_is_the_gru_with_diagonal_matrices():
+    torch.manual_seed(0)
+    dense, diagonal = (c(4, dtype=torch.float64) for c in (pararnn.DenseGRUCell, pararnn.GRUCell))
+    with torch.no_grad():
+        for gate in "zrc":
+            getattr(dense, f"A_{gate}").copy_(torch.diag(getattr(diagonal, f"a_{gate}")))
+    gates = torch.randn(2, 20, 3, 4, dtype=torch.float64)
+    first, _ = pararnn.solve(dense, gates, solver="sequential")
+    second, _ = pararnn.solve(diagonal, gates, solver="sequential")
+    assert torch.allclose(first, second, atol=1e-14)
+
+
+def test_lrc_reads_its_time_gaps():
+    case = make_case(pararnn.LRCCell, torch.float64, 12)
+    still, _ = pararnn.solve(case.cell, case.gates, case.initial, fields={"dt": 0.0})
+    assert not still.any()
+    moving, _ = pararnn.solve(case.cell, case.gates, fields={"dt": 0.5})
+    assert moving.abs().min() > 0
+    full = pararnn.solve(case.cell, case.gates, fields={"dt": torch.full((2, 12), 0.5)})[0]
+    assert torch.equal(full, moving)
+
+
+@pytest.mark.parametrize("name", sorted(NONLINEARITIES))
+def test_nonlinearities_are_configurable_everywhere(name):
+    from pararnn.contract import check_solve
+
+    case = make_case(pararnn.GRUCell, torch.float64, 40, state_nonlinearity=name)
+    result = check_solve(case.cell, case.gates * 0.3, solver="newton")
+    assert result.passed, [check for check in result.checks if not check.passed]
+    h, _ = pararnn.solve(case.cell, case.gates[:, :1])
+    z, _, c = case.gates[:, 0].unbind(1)
+    assert torch.allclose(h[:, 0], torch.sigmoid(z) * NONLINEARITIES[name](c), atol=1e-12)
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    cell = pararnn.GRUCell(10_000)
+    for parameter in cell.parameters():
+        assert parameter.std().item() == pytest.approx(1 / math.sqrt(10_000), rel=0.05)
+        assert abs(parameter.mean().item()) < 5e-4
+
+    class Shapes(pararnn.Cell):
+        states = ("h",)
+        gates = ("x",)
+        params = {
+            "d": pararnn.Param("D", std=0.0, mean=1.0),
+            "per_head": pararnn.Param("H", std=0.0, mean=2.0),
+            "scalar": pararnn.Param("", std=0.0, mean=3.0),
+            "fixed": pararnn.Param("D", std=0.0, mean=4.0, trainable=False),
+        }
+
+        def step(self, state, gate, param):
+            return gate.x + param.d + param.per_head + param.scalar + param.fixed + 0 * state.h
+
+    cell = Shapes(6, num_heads=3)
+    assert {n: tuple(p.shape) for n, p in cell.named_parameters()} == {
+        "d": (6,),
+        "per_head": (3,),
+        "scalar": (),
+    }
+    assert [n for n, _ in cell.named_buffers()] == ["fixed"]
+    gates = torch.zeros(1, 2, 1, 6, requires_grad=True)
+    for solver in ("sequential", "newton"):
+        states, _ = pararnn.solve(cell, gates, solver=solver)
+        assert torch.equal(states, torch.full((1, 2, 6), 10.0))
+        grads = torch.autograd.grad(states.sum(), [cell.per_head, cell.scalar, gates])
+        assert torch.equal(grads[0], torch.full((3,), 4.0))
+        assert grads[1].item() == 12
+
+
+def test_config_is_immutable_and_checked():
+    cell = pararnn.LEMCell(3, dt=0.5)
+    assert cell.dt == 0.5
+    with pytest.raises(AttributeError, match="config is immutable"):
+        cell.dt = 1.0
+    with pytest.raises(pararnn.CellError, match="no config 'gain'"):
+        pararnn.LEMCell(3, gain=2)
+    with pytest.raises(pararnn.CellError, match="must be a JSON value"):
+        pararnn.LEMCell(3, dt=torch.tensor(1.0))
+    with pytest.raises(pararnn.CellError, match="unknown nonlinearity 'swash'"):
+        pararnn.program_of(pararnn.GRUCell(3, gate_nonlinearity="swash"))
+    with pytest.raises(pararnn.CellError, match="multiple of num_heads"):
+        pararnn.GRUCell(5, num_heads=2)
+
+
+def _cell(**attributes):
+    return type("Bad", (pararnn.Cell,), {"states": ("h",), "gates": ("x",), **attributes})
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"states": "h"}, "must be a tuple of names"),
+        ({"gates": ("x", "x")}, "must be distinct"),
+        ({"gates": ("x",), "fields": ("x",)}, "must be distinct"),
+        ({"gates": ("not a name",)}, "must be identifiers"),
+        ({"gates": ("lambda",)}, "must be identifiers"),
+        ({"gates": ("_x",)}, "may not be called"),
+        ({"gates": ("count",)}, "may not be called"),
+        ({"params": {"a": 1.0}}, "must be a Param"),
+        ({"params": {"training": pararnn.Param()}}, "is a name of torch.nn.Module"),
+        ({"config": {"forward": 1}}, "is a name of torch.nn.Module"),
+    ],
+)
+def test_malformed_classes_raise(attributes, message):
+    with pytest.raises(pararnn.CellError, match=message):
+        _cell(**attributes)
+
+
+def test_missing_parts_raise():
+    with pytest.raises(pararnn.CellError, match="at least one state"):
+        _cell(states=())(3)
+    with pytest.raises(pararnn.CellError, match="Param shape must be one of"):
+        pararnn.Param("T")
+    with pytest.raises(pararnn.CellError, match="must define step"):
+        pararnn.program_of(_cell()(3))

@@ -1,0 +1,133 @@
+"""Transforms of a parallel solve work or raise with the cure; none is silently wrong."""
+
+import pytest
+import torch
+from table import make_case
+
+import pararnn
+
+
+@pytest.fixture
+def case():
+    return make_case(pararnn.LSTMCell, torch.float64, 20, "initial")
+
+
+def _loss(case, gates, solver):
+    (h, c), (h_n, _) = pararnn.solve(case.cell, gates, case.initial, solver=solver)
+    return (h * c).sum() + h_n.square().sum()
+
+
+def test_second_derivatives(case):
+    gates = case.gates.requires_grad_()
+    (grad,) = torch.autograd.grad(_loss(case, gates, "newton"), gates, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"second derivatives.*solver='sequential'"):
+        torch.autograd.grad(grad.sum(), gates)
+    assert torch.autograd.gradgradcheck(lambda g: _loss(case, g, "sequential"), gates[:, :3])
+
+
+def test_forward_mode(case):
+    tangent = torch.randn_like(case.gates)
+    with pytest.raises(NotImplementedError, match=r"forward-mode.*solver='sequential'"):
+        torch.func.jvp(lambda g: _loss(case, g, "newton"), (case.gates,), (tangent,))
+    _, pushed = torch.func.jvp(lambda g: _loss(case, g, "sequential"), (case.gates,), (tangent,))
+    gates = case.gates.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(_loss(case, gates, "newton"), gates)
+    assert torch.allclose(pushed, (grad * tangent).sum(), rtol=1e-10)
+
+
+def test_vmap(case):
+    many = torch.randn(3, *case.gates.shape, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"vmap.*solver='sequential'"):
+        torch.func.vmap(lambda g: _loss(case, g, "newton"))(many)
+    mapped = torch.func.vmap(lambda g: _loss(case, g, "sequential"))(many)
+    single = torch.stack([_loss(case, g, "newton") for g in many])
+    assert torch.allclose(mapped, single, rtol=1e-11)
+
+
+def test_func_grad(case):
+    gates = case.gates.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(_loss(case, gates, "newton"), gates)
+    functional = torch.func.grad(lambda g: _loss(case, g, "newton"))(case.gates)
+    assert torch.equal(functional, grad)
+    with pytest.raises(NotImplementedError, match="solver='sequential'"):
+        torch.func.hessian(lambda g: _loss(case, g, "newton"))(case.gates)
+
+
+@pytest.mark.parametrize("name", ["lstm", "dense-gru"])
+def test_compile_fullgraph(name):
+    case = make_case(pararnn.CELLS[name], torch.float64, 30, "resets")
+    pararnn.program_of(case.cell)
+
+    def loss(gates, reset):
+        states, final = pararnn.solve(case.cell, gates, case.initial, reset=reset, solver="newton")
+        states = states if isinstance(states, torch.Tensor) else states[0]
+        final = final if isinstance(final, torch.Tensor) else final[1]
+        return (states * 3).sin().sum() + final.sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (loss, compiled):
+        gates = case.gates.clone().requires_grad_()
+        value = function(gates, case.options["reset"])
+        results.append((value, *torch.autograd.grad(value, [gates, *case.cell.parameters()])))
+    for eager, graph in zip(*results, strict=True):
+        assert torch.allclose(eager, graph, atol=1e-12)
+
+
+def test_compile_a_whole_layer():
+    layer = pararnn.ParaGRU(4, 6, num_layers=2, solver="newton", dtype=torch.float64)
+    x = torch.randn(2, 20, 4, dtype=torch.float64)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    output, h_n = compiled(x)
+    expected, last = layer(x)
+    assert torch.allclose(output, expected, atol=1e-12)
+    assert torch.allclose(h_n, last, atol=1e-12)
+
+
+def test_first_use_inside_a_compiled_region_says_what_to_do():
+    class Unseen(pararnn.ElmanCell):
+        pass
+
+    cell = Unseen(4)
+
+    def run(gates):
+        return pararnn.solve(cell, gates, solver="newton")[0]
+
+    with pytest.raises(Exception, match="program_of"):
+        torch.compile(run, fullgraph=True, backend="eager")(torch.randn(1, 9, 1, 4))
+
+
+def test_ops_pass_pytorchs_own_checks(case):
+    program = pararnn.program_of(case.cell)
+    params = [p.detach() for p in case.cell.lifted_params(torch.float64)]
+    inputs = (program.key, "newton", "torch", case.gates, None, [], params, list(case.initial))
+    rest = (None, None, False)
+    torch.library.opcheck(
+        torch.ops.pararnn.forward.default,
+        (*inputs, *rest, "warn"),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    states, final, _ = torch.ops.pararnn.forward(*inputs, *rest, "warn")
+    grads = [torch.randn_like(s) for s in states]
+    torch.library.opcheck(
+        torch.ops.pararnn.backward.default,
+        (*inputs, *rest, states, [grads[0], None], [None, torch.randn_like(final[1])]),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_autocast_leaves_the_solve_alone():
+    case = make_case(pararnn.DenseGRUCell, torch.float32, 20)
+    for solver in ("newton", "sequential"):
+        plain, _ = pararnn.solve(case.cell, case.gates, solver=solver)
+        with torch.autocast("cpu", torch.bfloat16):
+            inside, _ = pararnn.solve(case.cell, case.gates, solver=solver)
+        assert torch.equal(plain, inside)
+
+
+def test_inference_modes(case):
+    expected, _ = pararnn.solve(case.cell, case.gates, solver="newton")
+    with torch.no_grad():
+        assert torch.equal(pararnn.solve(case.cell, case.gates, solver="newton")[0][0], expected[0])
+    with torch.inference_mode():
+        assert torch.equal(pararnn.solve(case.cell, case.gates, solver="newton")[0][0], expected[0])

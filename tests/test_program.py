@@ -1,0 +1,302 @@
+"""Tracing finds the structure, refuses what it cannot stand for, and says what things cost."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pararnn
+from pararnn.contract import check_solve
+from pararnn.program import make_program, program_by_key
+from pararnn.structure import BlockDiagonal, Dense, Diagonal
+
+
+def make_cell(step, states=("h",), structure=None, **attributes):
+    """A cell class around a step given as a function."""
+    body = {"states": states, "gates": ("x",), "structure": structure, "step": step, **attributes}
+    return type("Made", (pararnn.Cell,), body)
+
+
+def test_structures_of_the_librarys_cells():
+    expected = {
+        "gru": Diagonal(1),
+        "lstm": BlockDiagonal(2),
+        "elman": Diagonal(1),
+        "lem": BlockDiagonal(2),
+        "slstm": BlockDiagonal(3),
+        "lrc": Diagonal(1),
+        "dense-gru": Dense(1),
+    }
+    for name, cell in pararnn.CELLS.items():
+        assert pararnn.program_of(cell(4)).structure == expected[name]
+
+
+def test_structure_is_inferred():
+    one = make_cell(lambda self, state, gate, param: torch.tanh(state.h + gate.x))
+    two = make_cell(
+        lambda self, state, gate, param: (state.c + gate.x, torch.sin(state.h)), ("h", "c")
+    )
+    assert pararnn.program_of(one(3)).structure == Diagonal(1)
+    assert pararnn.program_of(two(3)).structure == BlockDiagonal(2)
+
+
+MIXING = {
+    "roll": lambda h: torch.roll(h, 1, -1),
+    "flip": lambda h: torch.flip(h, (-1,)),
+    "softmax": lambda h: torch.softmax(h, -1),
+    "cumsum": lambda h: torch.cumsum(h, -1),
+    "mean": lambda h: h - h.mean(-1, keepdim=True),
+    "sort": lambda h: torch.sort(h, -1).values,
+    "layer_norm": lambda h: F.layer_norm(h, h.shape[-1:]),
+}
+
+
+@pytest.mark.parametrize("op", sorted(MIXING))
+def test_ops_that_keep_shapes_and_mix_channels_are_dense(op):
+    def step(self, state, gate, param):
+        return torch.tanh(0.5 * MIXING[op](state.h) + gate.x)
+
+    with pytest.warns(pararnn.CellCostWarning, match=f"{op}.*D\\^3"):
+        program = pararnn.program_of(make_cell(step)(3))
+    assert program.structure == Dense(1)
+    with pytest.raises(
+        pararnn.StructureError, match=f"declares structure = 'diagonal', but .*{op}"
+    ):
+        pararnn.program_of(make_cell(step, structure="diagonal")(3))
+    declared = make_cell(step, structure="dense")(6)
+    result = check_solve(declared, torch.randn(2, 30, 1, 6, dtype=torch.float64), solver="newton")
+    assert result.passed, [check for check in result.checks if not check.passed]
+
+
+def test_a_dense_cell_of_two_states():
+    class Pair(pararnn.Cell):
+        states = ("h", "c")
+        gates = ("x", "y")
+        params = {"W": pararnn.Param("D,D"), "a": pararnn.Param("D"), "g": pararnn.Param("")}
+        structure = "dense"
+
+        def step(self, state, gate, param):
+            c = torch.tanh(gate.x + state.h @ param.W.mT + param.a * state.c)
+            return torch.sigmoid(gate.y + param.g * state.h) * c, c
+
+    for size in (1, 2, 5):
+        gates = torch.randn(2, 33, 2, size, dtype=torch.float64)
+        result = check_solve(Pair(size), gates, solver="newton")
+        assert result.passed, [check for check in result.checks if not check.passed]
+
+
+def _branching(self, state, gate, param):
+    return -gate.x if state.h.sum() > 0 else gate.x + 0.5 * state.h
+
+
+def _reading(self, state, gate, param):
+    return gate.x * float(state.h.sum())
+
+
+@pytest.mark.parametrize("step", [_branching, _reading])
+def test_branches_on_values_are_sequential_only(step):
+    cell = make_cell(step)(3)
+    with pytest.warns(pararnn.CellCostWarning, match="sequential solver on the torch backend only"):
+        program = pararnn.program_of(cell)
+    assert program.structure is None
+    gates = torch.randn(1, 80, 1, 3, requires_grad=True)
+    states, _ = pararnn.solve(cell, gates)
+    states.sum().backward()
+    assert gates.grad.isfinite().all()
+    with pytest.raises(pararnn.EngineError, match=r"sequential-only.*Pairs that can: \(sequential"):
+        pararnn.solve(cell, gates, solver="newton")
+    with pytest.raises(pararnn.StructureError, match="reads a tensor's value"):
+        pararnn.program_of(make_cell(step, structure="diagonal")(3))
+    pararnn.program_of(make_cell(step, structure="sequential")(3))  # declared: no warning
+
+
+OUTSIDE = torch.ones(8)
+
+REFUSED = {
+    "draws random numbers": lambda h, x: h + x * torch.rand_like(h),
+    "random numbers .aten.bernoulli": lambda h, x: F.dropout(h, 0.5) + x,
+    "complex numbers": lambda h, x: torch.fft.fft(h + x).real,
+    "captures a tensor": lambda h, x: h + x * OUTSIDE,
+    "turns torch.float64 into torch.float32": lambda h, x: (h.float() + x.float()).to(h.dtype),
+    "depends on the number of channels": lambda h, x: h / h.shape[-1] + x,
+    "must return states of the shape": lambda h, x: torch.tanh(torch.tensor(0.5)),
+    "must broadcast over leading dimensions": lambda h, x: (h.outer(x)).sum(-1),
+    "independent rows": lambda h, x: h.cumsum(0) + x,
+    "Made.step fails": lambda h, x: h + x.missing,
+}
+
+
+@pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
+@pytest.mark.parametrize("message", sorted(REFUSED))
+def test_steps_that_break_the_contract_raise(message):
+    function = REFUSED[message]
+    cell = make_cell(lambda self, state, gate, param: function(state.h, gate.x))
+    with pytest.raises(pararnn.CellError, match=message):
+        pararnn.program_of(cell(8))
+
+
+def test_a_step_may_read_nothing_but_config():
+    def reads_param(self, state, gate, param):
+        return state.h * self.a + gate.x
+
+    def reads_other(self, state, gate, param):
+        return state.h * self.scale + gate.x
+
+    with pytest.raises(pararnn.CellError, match=r"read it as param\.a"):
+        pararnn.program_of(make_cell(reads_param, params={"a": pararnn.Param()})(3))
+    with pytest.raises(pararnn.CellError, match=r"declare it in Made\.config"):
+        pararnn.program_of(make_cell(reads_other)(3))
+
+
+@pytest.mark.parametrize("result", [(), "two", None])
+def test_wrong_number_of_states(result):
+    def step(self, state, gate, param):
+        return (state.h, gate.x) if result == "two" else result
+
+    with pytest.raises(pararnn.CellError, match="must return 1 tensor"):
+        pararnn.program_of(make_cell(step)(3))
+
+
+def test_more_general_declarations_are_accepted():
+    cell = make_cell(
+        lambda self, state, gate, param: torch.tanh(state.h + gate.x), structure="dense"
+    )
+    assert pararnn.program_of(cell(3)).structure == Dense(1)
+    two = make_cell(
+        lambda self, state, gate, param: (state.c, state.h), ("h", "c"), structure="diagonal"
+    )
+    with pytest.raises(pararnn.StructureError, match="takes one state"):
+        pararnn.program_of(two(3))
+
+
+def test_in_place_code_and_constants():
+    def step(self, state, gate, param):
+        out = gate.x.clone()
+        out.mul_(0.5).add_(state.h)
+        out += torch.ones_like(out) * torch.tensor(2.0) + torch.zeros(())
+        kinked = torch.where(state.h > 0, state.h, 0.5 * state.h)
+        return 0.2 * (torch.sin(out) * kinked + F.logsigmoid(-out))
+
+    cell = make_cell(step)(3)
+    assert pararnn.program_of(cell).structure == Diagonal(1)
+    result = check_solve(cell, torch.randn(2, 20, 1, 3, dtype=torch.float64), solver="newton")
+    assert result.passed, [check for check in result.checks if not check.passed]
+
+
+def test_subexpressions_are_shared_and_constants_folded():
+    text = pararnn.program_of(pararnn.GRUCell(3)).graphs[torch.float32].jacobian.text
+    lines = [line.split(" = ", 1)[1] for line in text.splitlines()]
+    assert len(lines) == len(set(lines)) + sum(line.startswith("placeholder") for line in lines) - 1
+    assert text.count("aten.sigmoid.default") == 2
+    assert text.count("aten.tanh.default") == 1
+    assert "full" not in text
+    assert "ones" not in text
+
+
+class HandWritten(pararnn.GRUCell):
+    """The paper's eq. GRU_jac by hand."""
+
+    def jacobian(self, state, gate, param):
+        h = state.h
+        z = torch.sigmoid(gate.z + param.a_z * h)
+        r = torch.sigmoid(gate.r + param.a_r * h)
+        c = torch.tanh(gate.c + param.a_c * (h * r))
+        inner = r + h * r * (1 - r) * param.a_r
+        return 1 - z + (c - h) * z * (1 - z) * param.a_z + z * (1 - c * c) * param.a_c * inner
+
+
+def test_hand_written_jacobian_is_used_and_checked():
+    result = check_solve(HandWritten(4), torch.randn(2, 50, 3, 4), solver="newton")
+    assert result.passed
+    own = pararnn.program_of(HandWritten(4)).graphs[torch.float32].jacobian.text
+    assert own != pararnn.program_of(pararnn.GRUCell(4)).graphs[torch.float32].jacobian.text
+
+    class Misprint(HandWritten):
+        def jacobian(self, state, gate, param):
+            z = torch.sigmoid(gate.z + param.a_z * state.h)
+            return super().jacobian(state, gate, param) + 1e-3 * z
+
+    with pytest.raises(
+        pararnn.StructureError, match=r"Misprint.jacobian is wrong: d h\[\d\] / d h"
+    ):
+        pararnn.program_of(Misprint(4))
+
+
+def test_hand_written_blocks():
+    class Two(pararnn.Cell):
+        states = ("h", "c")
+        gates = ("x",)
+
+        def step(self, state, gate, param):
+            return torch.sin(state.c) + gate.x, 0.5 * state.h * state.c
+
+        def jacobian(self, state, gate, param):
+            return (0.0 * state.h, torch.cos(state.c)), (0.5 * state.c, 0.5 * state.h)
+
+    result = check_solve(Two(3), torch.randn(2, 40, 1, 3, dtype=torch.float64) / 4, solver="newton")
+    assert result.passed, [check for check in result.checks if not check.passed]
+
+
+def test_programs_are_shared_by_class_and_config():
+    first, second = pararnn.GRUCell(3), pararnn.GRUCell(50, dtype=torch.float64)
+    assert pararnn.program_of(first) is pararnn.program_of(second)
+    other = pararnn.GRUCell(3, state_nonlinearity="relu")
+    assert pararnn.program_of(other) is not pararnn.program_of(first)
+    assert pararnn.program_of(other).key != pararnn.program_of(first).key
+    assert program_by_key(pararnn.program_of(first).key) is pararnn.program_of(first)
+
+
+def test_subclass_with_another_step():
+    class Leaky(pararnn.ElmanCell):
+        def step(self, state, gate, param):
+            return 0.5 * state.h + 0.5 * super().step(state, gate, param)
+
+    gates = torch.randn(1, 9, 1, 3)
+    torch.manual_seed(0)
+    plain = pararnn.ElmanCell(3)
+    torch.manual_seed(0)
+    leaky = Leaky(3)
+    one, _ = pararnn.solve(plain, gates, solver="newton")
+    two, _ = pararnn.solve(leaky, gates, solver="newton")
+    assert torch.allclose(two[:, 0], one[:, 0] / 2)
+
+
+def test_cells_survive_copies_and_new_processes(tmp_path):
+    cell = pararnn.LSTMCell(3, state_nonlinearity="hardtanh")
+    gates = torch.randn(1, 70, 3, 3)
+    (h, _), _ = pararnn.solve(cell, gates, solver="newton")
+    for other in (copy.deepcopy(cell), pickle.loads(pickle.dumps(cell))):
+        assert torch.equal(pararnn.solve(other, gates, solver="newton")[0][0], h)
+    key = pararnn.program_of(cell).key
+    torch.save((cell, gates, h, key), tmp_path / "cell.pt")
+    code = f"""
+import torch, pararnn
+from pararnn.program import program_by_key
+cell, gates, h, key = torch.load({str(tmp_path / "cell.pt")!r}, weights_only=False)
+assert program_by_key(key).key == key
+assert torch.allclose(pararnn.solve(cell, gates, solver="newton")[0][0], h, atol=1e-6)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_key_that_cannot_be_found_says_why():
+    config = "|{}|0123456789abcdef"
+    with pytest.raises(pararnn.CellError, match="cannot import the cell nowhere:Cell"):
+        program_by_key(f"nowhere:Cell{config}")
+    with pytest.raises(pararnn.CellError, match="has changed since"):
+        program_by_key(f"pararnn.cells.elman:ElmanCell{config}")
+
+
+def test_tracing_ignores_the_callers_modes():
+    class Fresh(pararnn.DenseGRUCell):
+        pass
+
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        program = make_program(Fresh, {})
+    assert "bfloat16" not in program.graphs[torch.float32].step.text
+    result = check_solve(Fresh(3), torch.randn(1, 20, 3, 3), solver="newton")
+    assert result.passed

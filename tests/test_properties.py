@@ -1,0 +1,65 @@
+"""Every row of the table obeys both claims of the numerics contract, outputs and all gradients."""
+
+import pytest
+import torch
+from table import CELLS, DTYPES, LENGTHS, PAIRS, VARIANTS, dtype_name, make_case
+
+from pararnn.contract import check_solve
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize(("name", "cell_class"), CELLS, ids=[name for name, _ in CELLS])
+def test_solves_obey_the_contract(name, cell_class, pair, dtype, length):
+    solver, backend = pair
+    for variant in VARIANTS:
+        case = make_case(cell_class, dtype, length, variant)
+        result = check_solve(
+            case.cell, case.gates, case.initial, solver=solver, backend=backend, **case.options
+        )
+        failed = [check for check in result.checks if not check.passed]
+        assert not failed, f"{variant}: {failed}"
+        assert result.mended == 0, variant
+        assert not result.expanding, variant
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize(("name", "cell_class"), CELLS, ids=[name for name, _ in CELLS])
+def test_gradcheck(name, cell_class, pair):
+    import pararnn
+
+    solver, backend = pair
+    case = make_case(cell_class, torch.float64, 5, "resets", batch=2, channels=2)
+    fields = case.options.pop("fields", {})
+    names, params = list(fields), dict(case.cell.named_parameters())
+    leaves = [case.gates, *case.initial, *fields.values(), *params.values()]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    states = len(case.cell.states)
+
+    def run(gates, *rest):
+        initial, given = rest[:states], dict(zip(names, rest[states:], strict=False))
+        weights = dict(zip(params, rest[states + len(names) :], strict=True))
+
+        class Call(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.cell = case.cell
+
+            def forward(self):
+                return pararnn.solve(
+                    self.cell,
+                    gates,
+                    initial,
+                    fields=given,
+                    solver=solver,
+                    backend=backend,
+                    **case.options,
+                )
+
+        out, final = torch.func.functional_call(
+            Call(), {f"cell.{key}": value for key, value in weights.items()}, ()
+        )
+        return (*out, *final) if states > 1 else (out, final)
+
+    assert torch.autograd.gradcheck(run, leaves)

@@ -1,0 +1,184 @@
+"""`solve`: boundaries mean what they say, and wrong arguments are named."""
+
+import pytest
+import torch
+from table import PAIRS, make_case
+
+import pararnn
+
+
+def _tuple(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("name", list(pararnn.CELLS))
+def test_packed_sequences_equal_separate_ones(name, pair):
+    case = make_case(pararnn.CELLS[name], torch.float64, 40, batch=1)
+    lengths = [13, 0, 1, 20]  # and 6 steps of padding
+    cuts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    initial = tuple(torch.randn(4, 4, dtype=torch.float64) for _ in case.cell.states)
+    how = {"solver": pair[0], "backend": pair[1]}
+    for reverse in (False, True):
+        packed, final = pararnn.solve(
+            case.cell, case.gates, initial, cu_seqlens=cuts, reverse=reverse, **case.options, **how
+        )
+        packed, final = _tuple(packed), _tuple(final)
+        assert not packed[0][:, sum(lengths) :].any()
+        for s, length in enumerate(lengths):
+            part = slice(int(cuts[s]), int(cuts[s]) + length)
+            fields = {k: v[:, part] for k, v in case.options.get("fields", {}).items()}
+            alone, end = pararnn.solve(
+                case.cell,
+                case.gates[:, part],
+                [h[s : s + 1] for h in initial],
+                fields=fields,
+                reverse=reverse,
+                **how,
+            )
+            for whole, single in zip(packed, _tuple(alone), strict=True):
+                assert torch.allclose(whole[:, part], single, atol=1e-13)
+            for whole, single in zip(final, _tuple(end), strict=True):
+                assert torch.allclose(whole[s], single[0], atol=1e-13)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_resets_start_from_zero(pair):
+    case = make_case(pararnn.LSTMCell, torch.float64, 30, "initial")
+    reset = torch.zeros(2, 30, dtype=torch.bool)
+    reset[0, 11] = reset[1, 0] = True
+    how = {"solver": pair[0], "backend": pair[1]}
+    (h, _), _ = pararnn.solve(case.cell, case.gates, case.initial, reset=reset, **how)
+    (tail, _), _ = pararnn.solve(case.cell, case.gates[:, 11:], **how)
+    (head, _), _ = pararnn.solve(case.cell, case.gates[:, :11], case.initial, **how)
+    (fresh, _), _ = pararnn.solve(case.cell, case.gates, **how)
+    assert torch.allclose(h[0, 11:], tail[0], atol=1e-13)
+    assert torch.allclose(h[0, :11], head[0], atol=1e-13)
+    assert torch.allclose(h[1], fresh[1], atol=1e-13)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_reverse_is_a_flip(pair):
+    case = make_case(pararnn.GRUCell, torch.float64, 30, "initial")
+    how = {"solver": pair[0], "backend": pair[1]}
+    backward, end = pararnn.solve(case.cell, case.gates, case.initial, reverse=True, **how)
+    flipped, last = pararnn.solve(case.cell, case.gates.flip(1), case.initial, **how)
+    assert torch.equal(backward, flipped.flip(1))
+    assert torch.equal(end, last)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_chunks_equal_one_run(pair):
+    case = make_case(pararnn.SLSTMCell, torch.float64, 60)
+    how = {"solver": pair[0], "backend": pair[1]}
+    whole, end = pararnn.solve(case.cell, case.gates, **how)
+    first, middle = pararnn.solve(case.cell, case.gates[:, :25], **how)
+    second, last = pararnn.solve(case.cell, case.gates[:, 25:], middle, **how)
+    for a, b, c in zip(whole, first, second, strict=True):
+        assert torch.allclose(a, torch.cat([b, c], 1), atol=1e-13)
+    assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(end, last, strict=True))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_dtypes_of_results(pair):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        case = make_case(pararnn.LSTMCell, dtype, 20)
+        initial = [torch.zeros(2, 4, dtype=torch.float16), torch.zeros(2, 4, dtype=torch.float64)]
+        states, final = pararnn.solve(
+            case.cell, case.gates, initial, solver=pair[0], backend=pair[1]
+        )
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert {s.dtype for s in states} == {dtype}
+        assert {f.dtype for f in final} == {wide}
+
+
+def test_heads_layout_equals_flat_layout():
+    cell = pararnn.GRUCell(6, num_heads=3, dtype=torch.float64)
+    gates = torch.randn(2, 90, 3, 3, 2, dtype=torch.float64, requires_grad=True)
+    for solver, backend in PAIRS:
+        split, _ = pararnn.solve(cell, gates, solver=solver, backend=backend)
+        flat, _ = pararnn.solve(cell, gates.flatten(3), solver=solver, backend=backend)
+        assert torch.equal(split, flat)
+        (grad,) = torch.autograd.grad(split.sum(), gates)
+        assert grad.shape == gates.shape
+
+
+GATES = torch.zeros(2, 5, 3, 4)
+WRONG = {
+    "gates must be a tensor": (TypeError, {"gates": [1.0]}),
+    "gates must have one of the dtypes": (TypeError, {"gates": GATES.long()}),
+    r"gates of GRUCell must be \(B, T, 3, 4\)": (ValueError, {"gates": GATES[0]}),
+    r"got \(2, 5, 2, 4\)": (ValueError, {"gates": GATES[:, :, :2]}),
+    r"got \(2, 5, 3, 3\)": (ValueError, {"gates": GATES[..., :3]}),
+    r"initial state 'h' must be \(2, 4\), got \(2, 5\)": (
+        ValueError,
+        {"initial_state": torch.zeros(2, 5)},
+    ),
+    "must hold 1 tensor": (ValueError, {"initial_state": (torch.zeros(2, 4),) * 2}),
+    "floating-point tensor, got torch.int64": (
+        TypeError,
+        {"initial_state": torch.zeros(2, 4).long()},
+    ),
+    "initial state 'h' is on meta": (
+        ValueError,
+        {"initial_state": torch.zeros(2, 4, device="meta")},
+    ),
+    r"takes the fields \[\], got \['dt'\]": (ValueError, {"fields": {"dt": 1.0}}),
+    r"reset must be bool \(2, 5\), got torch.float32": (ValueError, {"reset": torch.zeros(2, 5)}),
+    r"got torch.bool \(5, 2\)": (ValueError, {"reset": torch.zeros(5, 2).bool()}),
+    "cu_seqlens must be int32 or int64": (ValueError, {"cu_seqlens": torch.zeros(3)}),
+    "packs all sequences into one row: got B = 2": (
+        ValueError,
+        {"cu_seqlens": torch.tensor([0, 5])},
+    ),
+    "unknown solver 'newtn'": (pararnn.EngineError, {"solver": "newtn"}),
+    "unknown backend 'fused'": (pararnn.EngineError, {"backend": "fused"}),
+    "on_failure must be one of": (ValueError, {"on_failure": "ignore"}),
+}
+
+
+@pytest.mark.parametrize("message", sorted(WRONG))
+def test_wrong_arguments_are_named(message):
+    error, arguments = WRONG[message]
+    with pytest.raises(error, match=message):
+        pararnn.solve(pararnn.GRUCell(4), arguments.pop("gates", GATES), **arguments)
+
+
+@pytest.mark.parametrize("cuts", [[1, 5], [0, 4, 3], [0, 6]])
+def test_wrong_cu_seqlens(cuts):
+    with pytest.raises(ValueError, match="must start at 0, not fall, and end at 5"):
+        pararnn.solve(pararnn.GRUCell(4), GATES[:1], cu_seqlens=torch.tensor(cuts))
+
+
+def test_wrong_fields():
+    cell, gates = pararnn.LRCCell(4), torch.zeros(2, 5, 3, 4)
+    with pytest.raises(ValueError, match=r"takes the fields \['dt'\], got \[\]"):
+        pararnn.solve(cell, gates)
+    with pytest.raises(ValueError, match=r"field 'dt' must be \(2, 5\) or \(2, 5, 4\)"):
+        pararnn.solve(cell, gates, fields={"dt": torch.ones(2, 4)})
+    with pytest.raises(ValueError, match="field 'dt' is on meta"):
+        pararnn.solve(cell, gates, fields={"dt": torch.ones(2, 5, device="meta")})
+    mask = pararnn.solve(cell, gates + 1, fields={"dt": torch.ones(2, 5, dtype=torch.bool)})
+    ones = pararnn.solve(cell, gates + 1, fields={"dt": torch.ones(2, 5, 4)})
+    assert torch.equal(mask[0], ones[0])
+
+
+def test_devices_must_agree():
+    with pytest.raises(ValueError, match="the cell is on cpu and gates on meta"):
+        pararnn.solve(pararnn.GRUCell(4), GATES.to("meta"))
+
+
+def test_auto_depends_on_sizes_and_cell_only():
+    from pararnn.engines.table import engine_for
+
+    program = pararnn.program_of(pararnn.GRUCell(4))
+    dense = pararnn.program_of(pararnn.DenseGRUCell(4))
+    cpu = torch.device("cpu")
+
+    def chosen(program, *size):
+        return engine_for(program, size, cpu, "auto", "auto").solver
+
+    assert chosen(program, 1, 2048, 64) == "newton"
+    assert chosen(program, 8, 512, 256) == "sequential"
+    assert chosen(program, 1, 8, 64) == "sequential"
+    assert chosen(dense, 1, 2048, 256) == "sequential"

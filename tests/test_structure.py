@@ -1,0 +1,125 @@
+"""Structures agree with the dense matrices that they stand for; users can register their own."""
+
+import pytest
+import torch
+
+import pararnn
+from pararnn.contract import check_solve
+from pararnn.structure import STRUCTURES, make_structure
+
+
+@pytest.mark.parametrize(
+    ("name", "states", "size"),
+    [
+        ("diagonal", 1, (1, 4)),
+        ("block_diagonal", 2, (2, 2, 4)),
+        ("block_diagonal", 3, (3, 3, 4)),
+        ("dense", 2, (8, 8)),
+    ],
+)
+def test_operations_agree_with_matrices(name, states, size):
+    structure = make_structure(name, states)
+    a, b = torch.randn(2, 3, *size), torch.randn(2, 3, *size)
+    v = torch.randn(2, 3, states, 4)
+    dense_a, dense_b = structure.to_dense(a), structure.to_dense(b)
+    applied = (dense_a @ v.flatten(2).unsqueeze(-1)).reshape(v.shape)
+    assert torch.allclose(structure.apply(a, v), applied, atol=1e-5)
+    assert torch.allclose(structure.to_dense(structure.compose(a, b)), dense_a @ dense_b, atol=1e-5)
+    assert torch.equal(structure.to_dense(structure.transpose(a)), dense_a.mT)
+    assert torch.equal(structure.from_dense(dense_a), a)
+    assert not structure.to_dense(torch.zeros_like(a)).any()
+
+
+def test_unknown_and_taken_names():
+    with pytest.raises(pararnn.StructureError, match="unknown structure 'band'"):
+        make_structure("band", 1)
+    with pytest.raises(pararnn.StructureError, match="takes one state"):
+        make_structure("diagonal", 2)
+    for name in ("dense", "sequential"):
+        with pytest.raises(pararnn.StructureError, match="is taken"):
+            pararnn.register_structure(lambda n: None, name)
+
+
+class Circulant(pararnn.Structure):
+    """One state; J is the circulant matrix of its first column, held as (B, T, D)."""
+
+    name = "circulant"
+
+    def apply(self, jacobian, vector):
+        return self._product(jacobian, vector.squeeze(-2)).unsqueeze(-2)
+
+    def compose(self, later, earlier):
+        return self._product(later, earlier)
+
+    def transpose(self, jacobian):
+        return torch.cat([jacobian[..., :1], jacobian[..., 1:].flip(-1)], -1)
+
+    def to_dense(self, jacobian):
+        size = jacobian.shape[-1]
+        index = (torch.arange(size)[:, None] - torch.arange(size)[None, :]) % size
+        return jacobian[..., index]
+
+    def from_dense(self, matrix):
+        return matrix[..., 0]
+
+    @staticmethod
+    def _product(a, b):
+        return torch.fft.irfft(torch.fft.rfft(a) * torch.fft.rfft(b), n=a.shape[-1])
+
+
+@pytest.fixture
+def _circulant():
+    pararnn.register_structure(Circulant, "circulant")
+    yield
+    del STRUCTURES["circulant"]
+
+
+class Wave(pararnn.Cell):
+    """A linear travelling wave: each channel hands a part of its state to the next."""
+
+    states = ("h",)
+    gates = ("x",)
+    params = {"speed": pararnn.Param("", std=0.0, mean=0.4)}
+    structure = "circulant"
+
+    def step(self, state, gate, param):
+        moved = torch.cat([state.h[..., -1:], state.h[..., :-1]], -1)
+        speed = param.speed[..., :1]
+        return (1 - speed) * 0.9 * state.h + speed * moved + gate.x
+
+
+@pytest.mark.usefixtures("_circulant")
+def test_a_registered_structure_solves_by_newton():
+    result = check_solve(Wave(6), torch.randn(2, 40, 1, 6, dtype=torch.float64), solver="newton")
+    assert result.passed, [check for check in result.checks if not check.passed]
+    assert result.sweeps == 1
+
+
+@pytest.mark.usefixtures("_circulant")
+def test_a_registered_structure_is_checked():
+    class Bent(Wave):
+        def step(self, state, gate, param):
+            return torch.tanh(super().step(state, gate, param))
+
+    with pytest.raises(pararnn.StructureError, match="does not have it"):
+        pararnn.program_of(Bent(6))
+
+
+@pytest.mark.usefixtures("_circulant")
+def test_a_registered_structure_with_a_jacobian_by_hand():
+    class ByHand(Wave):
+        def jacobian(self, state, gate, param):
+            speed = param.speed[..., :1]
+            rest = state.h[..., 2:] * 0
+            column = [(1 - speed) * 0.9 + 0 * state.h[..., :1], speed + 0 * state.h[..., :1]]
+            return torch.cat([*column, rest], -1)
+
+    result = check_solve(ByHand(6), torch.randn(2, 40, 1, 6, dtype=torch.float64), solver="newton")
+    assert result.passed, [check for check in result.checks if not check.passed]
+
+    class Wrong(ByHand):
+        def jacobian(self, state, gate, param):
+            return super().jacobian(state, gate, param) * 1.01
+
+    with pytest.raises(pararnn.StructureError, match="jacobian is wrong"):
+        pararnn.program_of(Wrong(6))
