@@ -79,7 +79,7 @@ def main() -> None:
     grid += [("dense-gru", b, t, d) for b, d in DENSE_SIZES for t in DENSE_LENGTHS]
     if args.quick:
         grid = grid[::7]
-    rows = []
+    rows, ratios = [], []
     for name, batch, length, channels in grid:
         torch.manual_seed(0)
         cell = pararnn.CELLS[name](channels, device=device)
@@ -89,6 +89,8 @@ def main() -> None:
         newton = measure(cell, gates, "newton", budget)
         program = pararnn.program_of(cell)
         auto = engine_for(program, (batch, length, channels), device, "auto", "torch").solver
+        ratio = (newton if auto == "newton" else loop)[1] / min(loop[1], newton[1])
+        ratios.append(ratio)
         row = {
             **provenance(device),
             "threads": torch.get_num_threads(),
@@ -102,18 +104,15 @@ def main() -> None:
             "newton_both_ms": round(newton[1], 3),
             "newton_sweeps": newton[2],
             "auto": auto,
-            "auto_over_best_both": round(
-                (newton if auto == "newton" else loop)[1] / min(loop[1], newton[1]), 3
-            ),
+            "auto_over_best_both": round(ratio, 3),
         }
         rows.append(row)
         print(
             f"{name:9} B {batch:3} T {length:5} D {channels:5}: forward {loop[0]:9.2f} "
             f"{newton[0]:9.2f}, both {loop[1]:9.2f} {newton[1]:9.2f} ms (loop, newton), "
-            f"auto {auto}, {row['auto_over_best_both']:.2f} x the best",
+            f"auto {auto}, {ratio:.2f} x the best",
             flush=True,
         )
-    ratios = [float(row["auto_over_best_both"]) for row in rows]
     print(f"auto over best: median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}")
     write_csv(args.out / f"auto_torch_{device.type}.csv", rows)
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from table import CELLS, DTYPES, PAIRS, VARIANTS, dtype_name, make_case
 
 import pararnn
 from pararnn.contract import check_solve
-from table import CELLS, DTYPES, PAIRS, VARIANTS, dtype_name, make_case
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 17, 100])
