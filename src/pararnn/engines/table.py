@@ -62,22 +62,20 @@ def _able(program: Program, device: torch.device) -> list[str]:
     return [f"({s}, {b})" for (s, b), e in engines if e is not None and e.why_not(program) is None]
 
 
-# Newton wins while (state entries a step) stay under this; measured by benchmarks/auto_torch.py.
-NEWTON_MAX_WIDTH = {"cpu": 512}
+# Measured by benchmarks/auto_torch.py: Newton wins from MIN_LENGTH steps on, while the state
+# entries of a step (B N D) stay under MAX_WIDTH and, where channels are coupled, N D does too.
 NEWTON_MIN_LENGTH = 64
-NEWTON_MAX_COUPLED = 16
+NEWTON_MAX_WIDTH = {"cpu": 512}
+NEWTON_MAX_COUPLED = {"cpu": 16, "cuda": 64}
 
 
 def _auto_solver(program: Program, size: tuple[int, int, int], device: torch.device) -> str:
-    """The measured rule on the torch backend."""
+    """The measured rule on the torch backend; devices without a figure are taken for GPUs."""
     batch, steps, channels = size
     width = program.num_states * channels
     if program.structure is None or steps < NEWTON_MIN_LENGTH:
         return "sequential"
-    if program.couples_channels and width > NEWTON_MAX_COUPLED:
+    if program.couples_channels and width > NEWTON_MAX_COUPLED.get(device.type, 64):
         return "sequential"
-    return (
-        "newton"
-        if batch * width <= NEWTON_MAX_WIDTH.get(device.type, batch * width)
-        else "sequential"
-    )
+    limit = NEWTON_MAX_WIDTH.get(device.type)
+    return "newton" if limit is None or batch * width <= limit else "sequential"

@@ -1,0 +1,99 @@
+"""Imports are light, optional packages stay out, and point one way along the data flow."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pararnn
+
+ROOT = Path(pararnn.__file__).parent
+
+# The data flow: a module may import from its own row and from the rows above, never below.
+FLOW = [
+    ["errors", "numerics"],
+    ["structure"],
+    ["affine"],
+    ["cells"],
+    ["trace"],
+    ["derive"],
+    ["program"],
+    ["solvers"],
+    ["engines"],
+    ["op"],
+    ["solve"],
+    ["layer", "contract"],
+    ["verify"],
+    ["lm", "tasks"],
+    ["train"],
+    ["cli"],
+]
+
+
+def _imports(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_imports_point_one_way():
+    row_of = {name: row for row, names in enumerate(FLOW) for name in names}
+    seen = set()
+    for path in ROOT.rglob("*.py"):
+        own = path.relative_to(ROOT).with_suffix("").parts[0]
+        if own == "__init__":
+            continue
+        assert own in row_of, f"{path}: say in FLOW where {own} belongs"
+        seen.add(own)
+        for module in _imports(path):
+            parts = module.split(".")
+            if parts[0] != "pararnn" or len(parts) == 1:
+                continue
+            if parts[1] != own:
+                assert row_of[parts[1]] < row_of[own], f"{path} imports {module}, further down"
+    assert seen == set(row_of)
+
+
+def _run(code):
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_optional_packages_stay_out():
+    code = """
+import sys
+import torch
+before = set(sys.modules)
+import pararnn
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(new - set(sys.stdlib_module_names) - {"pararnn"}))
+heavy = ["matplotlib", "tqdm", "sympy", "torch._inductor", "pararnn.train", "pararnn.lm"]
+print([name for name in heavy if name in sys.modules and name not in before])
+"""
+    third_party, heavy = _run(code).splitlines()
+    assert heavy == "[]"
+    assert set(ast.literal_eval(third_party)) <= {"torch", "numpy"}
+
+
+def test_import_is_quick():
+    code = """
+import time, torch
+begin = time.perf_counter()
+import pararnn
+print(time.perf_counter() - begin)
+"""
+    assert min(float(_run(code)) for _ in range(3)) < 0.3
+
+
+def test_package_is_typed_and_versioned():
+    assert (ROOT / "py.typed").exists()
+    assert pararnn.__version__.count(".") == 2
+    assert all(hasattr(pararnn, name) for name in pararnn.__all__)
+    assert all(getattr(pararnn, name).__doc__ for name in pararnn.__all__ if name.islower())
+
+
+def test_files_stay_readable():
+    for path in ROOT.rglob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path

@@ -1,0 +1,253 @@
+"""Layers have torch.nn.GRU's habits, the paper's initialisation, and decode step by step."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import pararnn
+from pararnn.cells import CELLS
+
+
+def _fields(layer, *size):
+    return {name: torch.rand(*size) for name in layer.cell.fields}
+
+
+@pytest.mark.parametrize("name", list(CELLS))
+def test_shapes_and_state_passing(name):
+    layer = pararnn.ParaRNN(CELLS[name], 6, 8, num_layers=3, num_heads=2)
+    x = torch.randn(4, 11, 6)
+    fields = _fields(layer, 4, 11)
+    output, h_n = layer(x, fields=fields)
+    assert output.shape == (4, 11, 8)
+    states = h_n if isinstance(h_n, tuple) else (h_n,)
+    assert len(states) == len(layer.cell.states)
+    assert {tuple(s.shape) for s in states} == {(3, 4, 8)}
+    assert torch.allclose(states[0][-1], output[:, -1])
+    half = {k: v[:, :5] for k, v in fields.items()}
+    rest = {k: v[:, 5:] for k, v in fields.items()}
+    first, middle = layer(x[:, :5], fields=half)
+    second, end = layer(x[:, 5:], middle, fields=rest)
+    assert torch.allclose(torch.cat([first, second], 1), output, atol=1e-6)
+    ends = end if isinstance(end, tuple) else (end,)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ends, states, strict=True))
+
+
+@pytest.mark.parametrize("name", list(CELLS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_step_by_step_equals_forward(name, dtype):
+    layer = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2, num_heads=2, dtype=dtype)
+    x = torch.randn(3, 9, 4, dtype=dtype)
+    fields = _fields(layer, 3, 9)
+    output, h_n = layer(x, fields=fields)
+    state, steps = None, []
+    for t in range(9):
+        y, state = layer.step(x[:, t], state, fields={k: v[:, t] for k, v in fields.items()})
+        steps.append(y)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert torch.allclose(torch.stack(steps, 1).double(), output.double(), atol=tolerance)
+    pairs = zip(*(s if isinstance(s, tuple) else (s,) for s in (state, h_n)), strict=True)
+    assert all(torch.allclose(a, b, atol=tolerance) for a, b in pairs)
+
+
+def test_arguments_of_nn_gru():
+    torch.manual_seed(0)
+    layer = pararnn.ParaGRU(5, 7, 2, False, False, 0.0)  # as torch.nn.GRU(5, 7, 2, False, False)
+    x = torch.randn(9, 3, 5)  # (T, B, C) without batch_first
+    output, h_n = layer(x)
+    assert output.shape == (9, 3, 7)
+    assert h_n.shape == (2, 3, 7)
+    assert not any("bias" in name for name, _ in layer.named_parameters())
+    first = pararnn.ParaGRU(5, 7, 2, bias=False)
+    first.load_state_dict(layer.state_dict())
+    again, _ = first(x.transpose(0, 1))
+    assert torch.equal(again.transpose(0, 1), output)
+    reset = torch.zeros(9, 3, dtype=torch.bool)
+    reset[4] = True
+    tail, _ = layer(x[4:])
+    assert torch.allclose(layer(x, reset=reset)[0][4:], tail, atol=1e-6)
+
+
+def test_state_dict_names_and_shapes():
+    layer = pararnn.ParaLSTM(6, 8, num_layers=2, num_heads=2)
+    sizes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+    assert sizes["layers.0.proj.weight"] == (2, 3 * 8 // 2, 6 // 2)
+    assert sizes["layers.1.proj.weight"] == (2, 3 * 8 // 2, 8 // 2)
+    assert sizes["layers.0.bias"] == (3, 8)
+    assert sizes["layers.0.cell.a_f"] == (8,)
+    assert len(sizes) == 2 * (2 + 5)
+
+
+def test_heads_are_block_diagonal():
+    layer = pararnn.ParaGRU(6, 8, num_heads=2)
+    x = torch.randn(2, 10, 6)
+    changed = x.clone()
+    changed[..., 3:] += 1  # the second head's input
+    a, b = layer(x)[0], layer(changed)[0]
+    assert torch.equal(a[..., :4], b[..., :4])
+    assert not torch.allclose(a[..., 4:], b[..., 4:])
+
+
+def test_the_layer_is_projection_bias_and_cell():
+    layer = pararnn.ParaGRU(6, 8, dtype=torch.float64)
+    with torch.no_grad():
+        layer.layers[0].bias.normal_()
+    x = torch.randn(2, 10, 6, dtype=torch.float64)
+    weight = layer.layers[0].proj.weight[0]
+    gates = (x @ weight.T).unflatten(-1, (3, 8)) + layer.layers[0].bias
+    expected, _ = pararnn.solve(layer.cell, gates, solver="sequential")
+    assert torch.allclose(layer(x)[0], expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("solver", ["sequential", "newton"])
+def test_gradients_reach_everything(solver):
+    torch.manual_seed(0)
+    layer = pararnn.ParaLSTM(4, 6, num_layers=2, num_heads=2, solver=solver, dtype=torch.float64)
+    other = pararnn.ParaLSTM(4, 6, num_layers=2, num_heads=2, dtype=torch.float64)
+    other.load_state_dict(layer.state_dict())
+    other.solver = "sequential"
+    x = torch.randn(2, 70, 4, dtype=torch.float64)
+    h_0 = tuple(torch.randn(2, 2, 6, dtype=torch.float64) for _ in range(2))
+    grads = []
+    for module in (layer, other):
+        inputs = [x.clone().requires_grad_(), *(h.clone().requires_grad_() for h in h_0)]
+        output, (h_n, c_n) = module(inputs[0], tuple(inputs[1:]))
+        loss = output.sin().sum() + h_n.sum() + c_n.square().sum()
+        grads.append(torch.autograd.grad(loss, [*inputs, *module.parameters()]))
+    for a, b in zip(*grads, strict=True):
+        assert a.abs().sum() > 0
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_appendix_c_initialisation():
+    torch.manual_seed(0)
+    layer = pararnn.ParaGRU(400, 600, num_heads=2)
+    weight = layer.layers[0].proj.weight
+    assert weight.abs().max().item() <= math.sqrt(3 / 200)
+    assert weight.std().item() == pytest.approx(1 / math.sqrt(200), rel=0.02)
+    assert not layer.layers[0].bias.any()
+    assert layer.cell.a_z.std().item() == pytest.approx(1 / math.sqrt(600), rel=0.1)
+    before = weight.clone()
+    layer.reset_parameters()
+    assert not torch.equal(weight, before)
+
+
+def test_clipping_after_each_step():
+    torch.manual_seed(0)
+    layer = nn.ModuleDict({"rnn": pararnn.ParaLSTM(3, 4), "head": nn.Linear(4, 1)})
+    optimizer = torch.optim.SGD(layer.parameters(), lr=100.0)
+    handle = pararnn.clip_after_step(optimizer, layer)
+
+    def step():
+        optimizer.zero_grad()
+        layer["head"](layer["rnn"](torch.randn(2, 20, 3))[0]).sum().backward()
+        optimizer.step()
+        cell = layer["rnn"].cell
+        return max(p.abs().max().item() for p in cell.recurrent_parameters())
+
+    assert step() == 0.5
+    assert layer["head"].weight.abs().max() > 0.5
+    layer["rnn"].recurrent_clip = 0.25
+    assert step() == 0.25
+    layer["rnn"].recurrent_clip = None
+    assert step() > 0.5
+    layer["rnn"].recurrent_clip = 0.5
+    handle.remove()
+    assert step() > 0.5
+
+
+def test_only_recurrent_parameters_are_clipped():
+    layer = pararnn.ParaRNN(pararnn.LRCCell, 3, 4)
+    with torch.no_grad():
+        for parameter in layer.cell.parameters():
+            parameter.fill_(2.0)
+    layer.clip_recurrent()
+    assert (layer.cell.leak == 2).all()
+    assert (layer.cell.b == 2).all()
+    assert (layer.cell.a == 0.5).all()
+
+
+def test_dropout_between_layers_in_training_only():
+    torch.manual_seed(0)
+    layer = pararnn.ParaGRU(3, 64, num_layers=2, dropout=0.5)
+    x = torch.randn(1, 8, 3)
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[0])
+    single = pararnn.ParaGRU(3, 64, dropout=0.5)
+    assert torch.equal(single(x)[0], single(x)[0])
+
+
+def test_last_solve_counts():
+    layer = pararnn.ParaGRU(3, 5, num_layers=2, solver="newton")
+    assert layer.last_solve is None
+    layer(torch.randn(2, 100, 3))
+    assert layer.last_solve.sweeps.shape == (2,)
+    assert (layer.last_solve.sweeps >= 2).all()
+    assert not layer.last_solve.mended.any()
+
+
+def test_dtypes():
+    x = torch.randn(2, 70, 4)
+    layer = pararnn.ParaGRU(4, 6, solver="newton")
+    with torch.autocast("cpu", torch.bfloat16):
+        output, h_n = layer(x)
+    assert output.dtype == torch.bfloat16
+    assert h_n.dtype == torch.float32
+    output.float().sum().backward()
+    assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
+    half = layer.to(torch.bfloat16)
+    output, h_n = half(x.bfloat16())
+    assert (output.dtype, h_n.dtype) == (torch.bfloat16, torch.float32)
+    output, h_n = layer.double()(x.double())
+    assert (output.dtype, h_n.dtype) == (torch.float64, torch.float64)
+
+
+def test_config_reaches_the_cell():
+    layer = pararnn.ParaRNN(pararnn.LEMCell, 3, 4, num_layers=2, dt=0.25)
+    assert [part.cell.dt for part in layer.layers] == [0.25, 0.25]
+    layer = pararnn.ParaGRU(3, 4, state_nonlinearity="relu")
+    assert layer.cell.state_nonlinearity == "relu"
+
+
+WRONG = [
+    ({"input_size": 0}, "input_size must be positive"),
+    ({"num_layers": 0}, "num_layers must be positive"),
+    ({"num_heads": 3}, "multiples of num_heads = 3, got 4 and 6"),
+    ({"dropout": 1.5}, "dropout must be a probability"),
+    ({"solver": "picard"}, "unknown solver 'picard'"),
+    ({"backend": "fused"}, "unknown backend 'fused'.*Pairs"),
+    ({"gain": 1}, "has no config 'gain'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_impossible_options(options, message):
+    with pytest.raises((ValueError, pararnn.CellError), match=message):
+        pararnn.ParaGRU(**{"input_size": 4, "hidden_size": 6, **options})
+
+
+def test_wrong_inputs():
+    layer = pararnn.ParaGRU(4, 6, num_layers=2)
+    with pytest.raises(ValueError, match="ParaGRU: expected input to be 3D, got 2D instead"):
+        layer(torch.randn(3, 4))
+    with pytest.raises(ValueError, match="last dimension must be input_size = 4, got 5"):
+        layer(torch.randn(1, 3, 5))
+    with pytest.raises(ValueError, match=r"must each be \(2, 3, 6\), got \[\(1, 3, 6\)\]"):
+        layer(torch.randn(3, 7, 4), torch.zeros(1, 3, 6))
+    with pytest.raises(ValueError, match="expected input to be 2D"):
+        layer.step(torch.randn(1, 3, 4))
+    liquid = pararnn.ParaRNN(pararnn.LRCCell, 4, 6)
+    with pytest.raises(ValueError, match=r"takes the fields \['dt'\]"):
+        liquid(torch.randn(1, 3, 4))
+    with pytest.raises(ValueError, match=r"step takes the fields \['dt'\]"):
+        liquid.step(torch.randn(1, 4))
+
+
+def test_repr_tells_the_options():
+    text = repr(pararnn.ParaLSTM(4, 8, num_layers=2, num_heads=2, solver="newton"))
+    assert "ParaLSTM(\n  4, 8, num_layers=2" in text
+    assert "solver='newton'" in text
+    assert "heads=2" in text
+    assert "state_nonlinearity='tanh'" in text

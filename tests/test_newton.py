@@ -1,0 +1,80 @@
+"""The Newton solver's own rules: when it stops, what it redoes, what it leaves alone."""
+
+import pytest
+import torch
+from table import make_case
+
+import pararnn
+from pararnn.engines.boundaries import to_system
+from pararnn.program import program_of
+from pararnn.solve import prepare
+from pararnn.solvers.newton import MAX_SWEEPS, newton
+from pararnn.solvers.sequential import unroll
+from pararnn.solvers.system import put_columns, take_columns
+
+
+def _system(case):
+    with torch.no_grad():
+        args = prepare(case.cell, case.gates, case.initial, **case.options)
+        return to_system(program_of(case.cell), args)[0]
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_few_sweeps_at_initialisation(name, dtype):
+    for length in (256, 2048):
+        case = make_case(pararnn.CELLS[name], dtype, length, channels=64)
+        result = newton(_system(case))
+        assert 2 <= result.sweeps <= 5
+        assert result.mended == 0
+
+
+def test_hard_columns_do_not_disturb_the_others():
+    case = make_case(pararnn.GRUCell, torch.float64, 500, channels=12)
+    easy = newton(_system(case)).states
+    with torch.no_grad():
+        for parameter in case.cell.recurrent_parameters():
+            parameter[3] = 9.0
+    mixed = newton(_system(case))
+    keep = [d for d in range(12) if d != 3]
+    assert torch.allclose(mixed.states[..., keep], easy[..., keep], atol=1e-13)
+    loop = unroll(_system(case))
+    assert torch.allclose(mixed.states[..., keep], loop[..., keep], atol=1e-13)
+
+
+def test_the_budget_bounds_the_work(monkeypatch):
+    case = make_case(pararnn.GRUCell, torch.float32, 600, channels=8)
+    with torch.no_grad():
+        for parameter in case.cell.recurrent_parameters():
+            parameter.normal_(0, 8)
+    system = _system(case)
+    result = newton(system)
+    assert result.sweeps <= MAX_SWEEPS
+    assert 0 < result.mended <= 16
+    assert result.defect > 0
+    monkeypatch.setattr("pararnn.solvers.newton.MAX_SWEEPS", 0)
+    nothing = newton(system)
+    assert nothing.sweeps == 0
+    assert torch.equal(nothing.states, unroll(system))  # all of it redone: the loop, to the bit
+
+
+def test_results_do_not_depend_on_the_batch_beyond_rounding():
+    case = make_case(pararnn.LSTMCell, torch.float32, 300, channels=16, batch=6)
+    whole, _ = pararnn.solve(case.cell, case.gates, solver="newton")
+    single, _ = pararnn.solve(case.cell, case.gates[2:3], solver="newton")
+    assert torch.allclose(whole[0][2:3], single[0], atol=1e-6)
+    again, _ = pararnn.solve(case.cell, case.gates, solver="newton")
+    assert torch.equal(whole[0], again[0])
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 2, 5), (3, 2, 5), (3, 6, 2, 2, 5)])
+def test_columns_round_trip(shape):
+    whole = torch.randn(shape)
+    mask = torch.rand(3, 5) < 0.4
+    part = take_columns(whole, mask)
+    assert part.shape == (1, *shape[1:-1], int(mask.sum()))
+    assert torch.equal(put_columns(whole, mask, part), whole)
+    zeroed = put_columns(whole, mask, torch.zeros_like(part))
+    assert torch.equal(zeroed == 0, mask.reshape(3, *[1] * (len(shape) - 2), 5).expand(shape))
+    rows = torch.tensor([True, False, True])
+    assert torch.equal(put_columns(whole, rows, take_columns(whole, rows)), whole)

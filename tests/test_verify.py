@@ -1,0 +1,76 @@
+"""`verify` passes what is right, fails what is wrong, and reads well."""
+
+import pytest
+import torch
+from table import make_case
+from torch import nn
+
+import pararnn
+from pararnn.contract import check_solve
+from pararnn.solvers import newton as newton_module
+
+
+def test_a_right_module_passes():
+    model = nn.Sequential(nn.Linear(3, 4), pararnn.ParaLSTM(4, 6, num_layers=2, solver="newton"))
+    report = pararnn.verify(model, torch.randn(2, 80, 3))
+    assert report
+    assert report.passed
+    text = str(report)
+    assert text.startswith("pararnn.verify: PASS")
+    for part in (
+        "1.layers.0",
+        "1.layers.1",
+        "LSTMCell",
+        "defect",
+        "grad a_f",
+        "grad bias",
+        "sweeps",
+    ):
+        assert part in text
+    assert "newton on torch" in text
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_auto_reports_what_ran():
+    report = pararnn.verify(pararnn.ParaGRU(3, 4), torch.randn(1, 10, 3))
+    assert "sequential on torch" in str(report)
+    report = pararnn.verify(pararnn.ParaGRU(3, 4), torch.randn(1, 100, 3))
+    assert "newton on torch" in str(report)
+
+
+def test_states_and_fields_are_passed_on():
+    layer = pararnn.ParaRNN(pararnn.LRCCell, 3, 4, num_layers=2)
+    fields = {"dt": torch.rand(2, 70)}
+    reset = torch.rand(2, 70) < 0.1
+    report = pararnn.verify(
+        layer, torch.randn(2, 70, 3), torch.randn(2, 2, 4), fields=fields, reset=reset
+    )
+    assert report
+    assert "grad dt" in str(report)
+
+
+def test_nothing_to_verify():
+    with pytest.raises(ValueError, match="ran no pararnn layer"):
+        pararnn.verify(nn.Linear(3, 3), torch.randn(2, 3))
+
+
+def test_a_solver_that_stops_early_is_caught(monkeypatch):
+    case = make_case(pararnn.GRUCell, torch.float32, 200)
+    assert check_solve(case.cell, case.gates, solver="newton").passed
+    monkeypatch.setattr(newton_module, "DEFECT_ULPS", 1e5)
+    monkeypatch.setattr(newton_module, "FORWARD_TOLERANCE", {torch.float32: 1e3})
+    result = check_solve(case.cell, case.gates, solver="newton")
+    failed = [check.name for check in result.checks if not check.passed]
+    assert "defect in epsilons" in failed
+    assert "h" in failed
+
+
+def test_a_wrong_gradient_is_caught(monkeypatch):
+    from pararnn.engines import newton_torch
+
+    case = make_case(pararnn.GRUCell, torch.float32, 100)
+    right = newton_torch.adjoint
+    monkeypatch.setattr(newton_torch, "adjoint", lambda *a: right(*a) * (1 + 1e-3))
+    result = check_solve(case.cell, case.gates, solver="newton")
+    failed = [check.name for check in result.checks if not check.passed]
+    assert failed == ["grad gates", "grad initial h", "grad a_z", "grad a_r", "grad a_c"]
