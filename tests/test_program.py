@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import pararnn
 from pararnn.contract import check_solve
+from pararnn.derive import example, linearise
 from pararnn.program import make_program, program_by_key
 from pararnn.structure import BlockDiagonal, Dense, Diagonal
 
@@ -300,3 +301,16 @@ def test_tracing_ignores_the_callers_modes():
     assert "bfloat16" not in program.graphs[torch.float32].step.text
     result = check_solve(Fresh(3), torch.randn(1, 20, 3, 3), solver="newton")
     assert result.passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", list(pararnn.CELLS))
+def test_graphs_keep_their_dtype(name, dtype):
+    cell = pararnn.CELLS[name](4)
+    program = pararnn.program_of(cell)
+    tensors = example(program.step, (3,), 4, dtype)
+    states = tensors[: program.num_states]
+    graphs = program.graphs[dtype]
+    new, jacobian = linearise(program.step, program.structure, graphs, tensors)
+    results = [*new, jacobian, *graphs.step(*tensors), *graphs.vjp(*tensors, *states)]
+    assert {r.dtype for r in results if isinstance(r, torch.Tensor)} == {dtype}

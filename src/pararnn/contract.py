@@ -28,6 +28,10 @@ Named = dict[str, Tensor]
 JITTER = 2.0
 """Relative noise, in epsilons, that stands for the rounding of a float64 run."""
 
+CHAOTIC = 100
+"""Float64 has no wider reference: where the noise moves a tensor by more than this many tolerances,
+its forward error says nothing, and only the defect and the gradients at its states are judged."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -150,26 +154,31 @@ def check_solve(
     plain = {"solver": "sequential", "backend": "torch"}
 
     values, grads, states, info = _run(problem, series, ends, pair)
+    plain_values, plain_grads, loop_states, _ = _run(problem, series, ends, plain)
     exact = problem.to(torch.float64)
     true_values, true_grads, scales = _reference(exact, series, ends)
     if gates.dtype == torch.float64:
         loop_values, loop_grads, _ = _reference(exact, series, ends, jitter=JITTER)
         loop_states = tuple(loop_values[name] for name in cell.states)
     else:
-        loop_values, loop_grads, loop_states, _ = _run(problem, series, ends, plain)
+        loop_values, loop_grads = plain_values, plain_grads
     tolerance = FORWARD_TOLERANCE[gates.dtype]
 
     def compare(name: str, value: Tensor, loop: Tensor, reference: Tensor) -> Check:
         scale = scales.get(name)
         # A parameter kept in a lower precision than the gates has its gradient in that precision.
         allowed = max(tolerance, FORWARD_TOLERANCE[value.dtype])
-        allowed += SEQUENTIAL_ERRORS * relative_error(loop, reference, scale)
+        own = relative_error(loop, reference, scale)
+        allowed += SEQUENTIAL_ERRORS * own
+        if gates.dtype == torch.float64 and own > CHAOTIC * tolerance:
+            allowed = float("inf")
         return Check(name, relative_error(value, reference, scale), allowed)
 
     checks = [_check_defect(exact, gates.dtype, states, loop_states)]
     checks += [compare(n, v, loop_values[n], true_values[n]) for n, v in values.items()]
     judged = [compare(n, v, loop_grads[n], true_grads[n]) for n, v in grads.items()]
-    expanding = not all(check.passed for check in judged)
+    stray = _stray_non_finite(grads, plain_grads)
+    expanding = stray > 0 or not all(check.passed for check in judged)
     if expanding:
         _, here, scales = _reference(exact, series, ends, at=states)
         loop = _reference(exact, series, ends, at=states, jitter=JITTER)[1]
@@ -177,9 +186,9 @@ def check_solve(
             own = problem.to(args.dtype)
             loop = _reference(own, series, ends, at=states)[1]
         judged = [compare(n, v, loop[n], here[n]) for n, v in grads.items()]
+        stray = _stray_non_finite(grads, loop, here)
     checks += [replace(check, name=f"grad {check.name}") for check in judged]
-    loop_values, loop_grads, _, _ = _run(problem, series, ends, plain)
-    stray = _stray_non_finite({**values, **grads}, {**loop_values, **loop_grads})
+    stray += _stray_non_finite(values, plain_values)
     checks.append(Check("stray non-finite entries", stray, 0.0))
     sweeps, mended = info.tolist()
     size = (*gates.shape[:2], cell.hidden_size)
@@ -342,7 +351,16 @@ def _check_defect(
     return Check("defect in epsilons", both[0], max(float(DEFECT_ULPS), 2 * both[1]))
 
 
-def _stray_non_finite(values: Named, loop_values: Named) -> float:
-    return float(
-        sum(int((v.isfinite() != loop_values[name].isfinite()).sum()) for name, v in values.items())
-    )
+def _stray_non_finite(values: Named, loop_values: Named, exact: Named | None = None) -> float:
+    """How many entries are finite in one and not in the other.
+
+    Entries whose exact value is near the largest number of the dtype may overflow or not.
+    """
+    count = 0
+    for name, value in values.items():
+        differs = value.isfinite() != loop_values[name].isfinite()
+        if exact is not None:
+            near = exact[name].abs() > 1e-3 * torch.finfo(value.dtype).max
+            differs &= ~(near & exact[name].isfinite())
+        count += int(differs.sum())
+    return float(count)

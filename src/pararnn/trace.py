@@ -80,7 +80,7 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     _fold(module)
     _share(module.graph)
     module.graph.eliminate_dead_code()
-    _box_numbers(module.graph)
+    _box_numbers(module.graph, inputs[0].dtype)
     module.recompile()
     mixing = _mixing_ops(module.graph)
     # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
@@ -233,8 +233,8 @@ def _folded(module: fx.GraphModule, node: fx.Node) -> Any:
     return None
 
 
-def _box_numbers(graph: fx.Graph) -> None:
-    """Give a 0-d tensor to ops that take no number there; it neither promotes nor has a device."""
+def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
+    """Give a 0-d tensor to ops that take no number there; it works on any device."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target in TAKES_NUMBERS:
             continue
@@ -242,15 +242,16 @@ def _box_numbers(graph: fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             node.args = tuple(
-                graph.call_function(aten.scalar_tensor.default, (value,), _number_dtype(value))
+                graph.call_function(aten.scalar_tensor.default, (value,), _boxed(value, dtype))
                 if kind == "Tensor" and _is_number(value)
                 else value
                 for value, kind in zip(node.args, _argument_types(node.target), strict=False)
             )
 
 
-def _number_dtype(value: Any) -> dict[str, Any]:
-    return {"dtype": torch.int64 if isinstance(value, int) else torch.float64}
+def _boxed(value: Any, dtype: torch.dtype) -> dict[str, Any]:
+    # In the graph's own dtype: where() over two 0-d tensors would promote to a wider one.
+    return {"dtype": torch.int64 if isinstance(value, int) else dtype}
 
 
 def _argument_types(target: Any) -> list[str]:
