@@ -1,0 +1,170 @@
+"""How many iterations Newton's method needs, at initialisation and after training.
+
+The paper's Appendix A says 2 to 4. For the inputs that the layers of a byte-level language model
+see on held-out text: the solver's own count until the numerics contract holds, and the residual
+max |h_l - f(h_{l-1}, x_l)| after each update, in float32, the largest in a batch of 8.
+
+    python benchmarks/newton_iterations.py [runs/demo/checkpoint.pt ...]
+
+Without checkpoints it trains a GRU and an LSTM for --seconds each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from common import RESULTS, provenance, write_csv
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from pararnn.affine import affine_scan
+from pararnn.engines.boundaries import to_system
+from pararnn.layer import DirectionalLayer, ParaRNN
+from pararnn.lm import ByteLM, load_checkpoint, set_solver
+from pararnn.program import program_of
+from pararnn.solve import prepare
+from pararnn.solvers.system import System
+from pararnn.tasks import spread_windows, stdlib_corpus
+from pararnn.train import DemoConfig, train
+from pararnn.train.demo import make_model, make_recipe
+
+LENGTHS = (256, 512, 1024, 2048)
+BATCH = 8
+UPDATES = 8
+CELLS = ("gru", "lstm")
+
+
+def trained_model(cell: str, seconds: float) -> ByteLM:
+    """The demo's model of a cell after a training run of `seconds`."""
+    config = DemoConfig(cell=cell, seconds=seconds)
+    torch.manual_seed(config.seed)
+    model = make_model(config)
+    train(model, stdlib_corpus(), make_recipe(config), show_progress=True)
+    return model
+
+
+def fresh_model(trained: ByteLM, seed: int = 0) -> ByteLM:
+    """The same model at initialisation."""
+    torch.manual_seed(seed)
+    return ByteLM(trained.cell_class, **trained.options).eval()
+
+
+@torch.no_grad()
+def layer_inputs(model: ByteLM, tokens: Tensor) -> list[Tensor]:
+    """What each recurrent layer sees, (B, T, width), when the model reads tokens (B, T)."""
+    seen: list[Tensor] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        for layer in model.layers()
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@torch.no_grad()
+def layer_system(layer: ParaRNN, x: Tensor) -> System:
+    """The nonlinear system that a one-layer ParaRNN solves for inputs x (B, T, width)."""
+    part = cast(DirectionalLayer, layer.layers[0])
+    args = prepare(part.cell, part.proj(x), bias=part.bias)
+    return to_system(program_of(part.cell), args)[0]
+
+
+@torch.no_grad()
+def residual_history(system: System, updates: int) -> list[float]:
+    """max |h_l - f(h_{l-1}, x_l)| of the guess f(0, x_l) and after each plain Newton update."""
+    structure = system.program.structure
+    assert structure is not None
+    batch, num_states, channels = system.initial.shape
+    zeros = system.initial.new_zeros(batch, system.length, num_states, channels)
+    states = system.advance(system.previous(zeros))
+    history = []
+    for _ in range(updates + 1):
+        new, jacobian = system.linearise(system.previous(states))
+        residual = new - states
+        history.append(float(residual.abs().max()))
+        states = states + affine_scan(structure, jacobian[:, 1:], residual)
+    return history
+
+
+def measure(model: ByteLM, stage: str, valid: Tensor) -> Iterator[dict[str, Any]]:
+    """One row a length, layer and update; the counts are repeated on each."""
+    set_solver(model, "newton", "torch")
+    for steps in LENGTHS:
+        tokens = spread_windows(valid, BATCH, steps)[:, :-1]
+        inputs = layer_inputs(model, tokens)
+        for index, (layer, x) in enumerate(zip(model.layers(), inputs, strict=True)):
+            assert layer.last_solve is not None
+            counts = {
+                "cell": type(layer.cell).__name__,
+                "stage": stage,
+                "layer": index,
+                "T": steps,
+                "batch": len(tokens),
+                "width": layer.hidden_size,
+                "iterations": int(layer.last_solve.sweeps.max()),
+                "mended": int(layer.last_solve.mended.sum()),
+            }
+            for update, residual in enumerate(residual_history(layer_system(layer, x), UPDATES)):
+                yield {**counts, "update": update, "residual": f"{residual:.3e}"}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """The paper's figure: residual over updates of the last layer, a curve a length."""
+    cells = list(dict.fromkeys(row["cell"] for row in rows))
+    stages = list(dict.fromkeys(row["stage"] for row in rows))
+    last = max(row["layer"] for row in rows)
+    figure = Figure(figsize=(4.5 * len(stages), 3.2 * len(cells)), layout="constrained")
+    grid = figure.subplots(len(cells), len(stages), sharex=True, sharey=True, squeeze=False)
+    for axes, cell in zip(grid, cells, strict=True):
+        for ax, stage in zip(axes, stages, strict=True):
+            for steps in LENGTHS:
+                key = (cell, stage, last, steps)
+                curve = [
+                    row
+                    for row in rows
+                    if tuple(row[k] for k in ("cell", "stage", "layer", "T")) == key
+                ]
+                residuals = [float(row["residual"]) for row in curve]
+                label = f"T = {steps}: {curve[0]['iterations']} iterations"
+                ax.semilogy([row["update"] for row in curve], residuals, marker=".", label=label)
+            ax.set(title=f"{cell}, {stage}", xlabel="Newton updates")
+            ax.grid(alpha=0.3)
+            ax.legend(fontsize="small")
+        axes[0].set_ylabel("max |h - f(h_prev, x)|")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Newton's iterations on real text.")
+    parser.add_argument("checkpoints", nargs="*", type=Path, help="checkpoint.pt of demo runs")
+    parser.add_argument("--seconds", type=float, default=60, help="training where none is given")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for csv and png")
+    options = parser.parse_args()
+    models = [load_checkpoint(path) for path in options.checkpoints]
+    models = models or [trained_model(cell, options.seconds) for cell in CELLS]
+    valid = stdlib_corpus().valid
+    about = provenance()
+    rows = [
+        {**about, **row}
+        for trained in models
+        for stage, model in (("at initialisation", fresh_model(trained)), ("trained", trained))
+        for row in measure(model, stage, valid)
+    ]
+    for row in rows:
+        if row["update"] == 0:
+            what = " ".join(
+                f"{k} {row[k]}" for k in ("stage", "layer", "T", "iterations", "mended")
+            )
+            print(f"{row['cell']}: {what}")
+    write_csv(options.out / "newton_iterations.csv", rows)
+    plot(rows, options.out / "newton_iterations.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Training: a loop with a time budget, and the demo."""
+
+from pararnn.train.demo import DemoConfig, run_demo
+from pararnn.train.extras import MissingExtra
+from pararnn.train.loop import History, Recipe, Record, evaluate, train
+
+__all__ = [
+    "DemoConfig",
+    "History",
+    "MissingExtra",
+    "Recipe",
+    "Record",
+    "evaluate",
+    "run_demo",
+    "train",
+]

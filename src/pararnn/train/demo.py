@@ -1,0 +1,263 @@
+"""The demo: train a byte-level language model, then measure and check its solver."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pararnn
+from pararnn.cells import CELLS, Cell
+from pararnn.lm import ByteLM, save_checkpoint
+from pararnn.program import program_of
+from pararnn.tasks import (
+    Corpus,
+    bigram_bits,
+    file_corpus,
+    random_windows,
+    spread_windows,
+    stdlib_corpus,
+    unigram_bits,
+)
+from pararnn.train.extras import require
+from pararnn.train.loop import History, Recipe, evaluate, train
+from pararnn.train.measure import (
+    SOLVERS,
+    Agreement,
+    Timing,
+    compare_solvers,
+    device_name,
+    solver_set_to,
+    time_solver,
+)
+from pararnn.train.plot import averaged, plot_history
+
+# Validating more often than this would take up much of a short budget.
+SECONDS_A_VALIDATION = 5
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Everything that a demo run depends on.
+
+    device: where to run. text: a file to learn; None is Python's standard library. cell: a name in
+    `pararnn.CELLS`. seconds, steps: the training budget; steps None is no bound. out: the folder
+    for results. seed: of initial weights, windows and the sample.
+
+    width, num_layers, num_heads, solver, backend: of the model; width None is 128, or 32 for cells
+    that mix channels, whose Newton iteration costs width^3. batch, length: of training windows (B,
+    T); learning_rate: its peak. valid_windows, valid_length: of the final evaluation. timed_batch,
+    timed_length: the second shape to time, besides the training one; timed_repeats: how often.
+    verify_batch: windows to verify. sample_bytes: length of the sample.
+    """
+
+    device: str = "cpu"
+    text: str | None = None
+    cell: str = "gru"
+    seconds: float = 100.0
+    steps: int | None = None
+    out: str = "runs/demo"
+    seed: int = 0
+    width: int | None = None
+    num_layers: int = 2
+    num_heads: int = 1
+    solver: str = "auto"
+    backend: str = "auto"
+    batch: int = 16
+    length: int = 64
+    learning_rate: float = 8e-3
+    valid_windows: int = 128
+    valid_length: int = 512
+    timed_batch: int = 1
+    timed_length: int = 2048
+    timed_repeats: int = 5
+    verify_batch: int = 2
+    sample_bytes: int = 300
+
+
+def run_demo(config: DemoConfig) -> dict[str, Any]:
+    """Run the demo: prints what it finds and writes the same to `config.out`.
+
+    Writes loss.png, checkpoint.pt (see `pararnn.lm.load_checkpoint`) and metrics.json, whose
+    content is the result. Raises MissingExtra without tqdm or matplotlib, TextError when the text
+    is missing or too short, ValueError for an unknown cell and impossible sizes.
+    """
+    for module in ("tqdm", "matplotlib"):
+        require(module)  # now, not after a training run
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    corpus = load_corpus(config)
+    print(f"text: {corpus.name}, {len(corpus.train):,} bytes, {len(corpus.valid):,} held out")
+    baselines = {
+        "unigram": unigram_bits(corpus.train, corpus.valid),
+        "bigram": bigram_bits(corpus.train, corpus.valid),
+    }
+    print("baselines: " + ", ".join(f"{k} {v:.3f}" for k, v in baselines.items()), "bits per byte")
+
+    torch.manual_seed(config.seed)
+    model = make_model(config)
+    size = sum(p.numel() for p in model.parameters())
+    environment = describe_environment(torch.device(config.device))
+    print(f"model: {config.cell}, {size:,} parameters, on {environment['device']}")
+    history = train(model, corpus, make_recipe(config), show_progress=True)
+    bits = {
+        part: evaluate(model, spread_windows(data, config.valid_windows, config.valid_length))
+        for part, data in (("train", corpus.train), ("validation", corpus.valid))
+    }
+    print_training(history, bits, baselines)
+
+    device = torch.device(config.device)
+    windows = [
+        random_windows(corpus.valid, batch, length, seeded(config)).to(device)
+        for batch, length in timed_shapes(config)
+    ]
+    timings = [time_solver(model, w, s, config.timed_repeats) for w in windows for s in SOLVERS]
+    agreement = [compare_solvers(model, w) for w in windows]
+    print_solvers(timings, agreement, config.timed_repeats)
+    with solver_set_to(model, "newton"):
+        report = pararnn.verify(model, windows[0][: config.verify_batch, :-1])
+    print(f"pararnn.verify of newton: {'PASS' if report.passed else 'FAIL'}")
+    if not report.passed:
+        print(report)
+
+    sample = make_sample(model, corpus, config)
+    print(f"sample:\n{indented(sample)}")
+    plot_history(history, baselines, f"{config.cell} on {corpus.name}", out / "loss.png")
+    save_checkpoint(model, out / "checkpoint.pt")
+    metrics = {
+        "config": asdict(config),
+        "environment": environment,
+        "parameters": size,
+        "corpus": {
+            "name": corpus.name,
+            "train_bytes": len(corpus.train),
+            "validation_bytes": len(corpus.valid),
+        },
+        "bits_per_byte": {**baselines, **bits},
+        "steps": history.train[-1].step,
+        "training_seconds": history.train[-1].seconds,
+        "train_curve": [list(record) for record in averaged(history.train)],
+        "validation_curve": [list(record) for record in history.valid],
+        "timings": [asdict(timing) for timing in timings],
+        "agreement": [asdict(each) for each in agreement],
+        "verified": report.passed,
+        "sample": sample,
+    }
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote loss.png, checkpoint.pt and metrics.json to {out}")
+    return metrics
+
+
+def make_model(config: DemoConfig) -> ByteLM:
+    """The config's model on its device, drawn from torch's global generator."""
+    if config.cell not in CELLS:
+        raise ValueError(f"unknown cell {config.cell!r}; known: {', '.join(CELLS)}")
+    cell_class = CELLS[config.cell]
+    return ByteLM(
+        cell_class,
+        default_width(cell_class) if config.width is None else config.width,
+        config.num_layers,
+        config.num_heads,
+        solver=config.solver,
+        backend=config.backend,
+        device=config.device,
+    )
+
+
+def make_recipe(config: DemoConfig) -> Recipe:
+    """The config's way to train."""
+    return Recipe(
+        seconds=config.seconds,
+        steps=config.steps,
+        batch=config.batch,
+        length=config.length,
+        learning_rate=config.learning_rate,
+        validations=min(10, max(1, int(config.seconds // SECONDS_A_VALIDATION))),
+        valid_length=config.valid_length,
+        seed=config.seed,
+    )
+
+
+def load_corpus(config: DemoConfig) -> Corpus:
+    """The config's text; TextError as in `pararnn.tasks`."""
+    return stdlib_corpus() if config.text is None else file_corpus(Path(config.text))
+
+
+def default_width(cell_class: type[Cell]) -> int:
+    """128 channels, or 32 where Newton's cost grows with their cube."""
+    return 32 if program_of(cell_class(8)).couples_channels else 128
+
+
+def timed_shapes(config: DemoConfig) -> list[tuple[int, int]]:
+    """(B, T) of the batches on which solvers are timed: the training one and a long one."""
+    return [(config.batch, config.length), (config.timed_batch, config.timed_length)]
+
+
+def seeded(config: DemoConfig, device: str = "cpu") -> torch.Generator:
+    """A generator that depends on the config's seed only."""
+    return torch.Generator(device).manual_seed(config.seed)
+
+
+def describe_environment(device: torch.device) -> dict[str, str]:
+    """What a measurement depends on besides the config: device name and versions."""
+    return {
+        "device": device_name(device),
+        "threads": str(torch.get_num_threads()),
+        "pararnn": pararnn.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def make_sample(model: ByteLM, corpus: Corpus, config: DemoConfig, prompt: int = 64) -> str:
+    """The first bytes of the held-out text and the model's continuation, as printable text."""
+    start = corpus.valid[:prompt].unsqueeze(0)
+    generator = seeded(config, config.device)
+    more = model.generate(start.to(config.device), config.sample_bytes, 0.8, generator).cpu()
+    return printable(torch.cat([start, more], 1)[0])
+
+
+def printable(data: Tensor) -> str:
+    """Bytes as text; what a terminal should not be sent is escaped."""
+    text = bytes(data.tolist()).decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
+def indented(text: str) -> str:
+    """Text as a quotation."""
+    return "\n".join(f"  | {line}" for line in text.splitlines())
+
+
+def print_training(history: History, bits: dict[str, float], baselines: dict[str, float]) -> None:
+    """What training reached."""
+    last = history.train[-1]
+    gain = baselines["bigram"] - bits["validation"]
+    print(
+        f"trained {last.step:,} steps in {last.seconds:.0f} s: train {bits['train']:.3f}, "
+        f"validation {bits['validation']:.3f} bits per byte "
+        f"({abs(gain):.3f} {'below' if gain >= 0 else 'above'} the bigram)"
+    )
+
+
+def print_solvers(timings: list[Timing], agreement: list[Agreement], repeats: int) -> None:
+    """Newton against the loop: times and differences, shape by shape."""
+    print(f"time of a pass in ms, forward / forward + backward, median of {repeats}:")
+    for newton, loop, agree in zip(timings[0::2], timings[1::2], agreement, strict=True):
+        print(f"  B {newton.batch}, T {newton.length}, where auto takes {newton.auto}:")
+        print(f"    newton      {milliseconds(newton)}   {newton.sweeps} sweeps")
+        print(f"    sequential  {milliseconds(loop)}")
+        print(
+            f"    newton is {loop.forward / newton.forward:.2f}x / "
+            f"{loop.forward_backward / newton.forward_backward:.2f}x as fast; largest differences: "
+            f"logits {agree.logits:.1e}, gradients {agree.gradients:.1e} of each one's largest"
+        )
+
+
+def milliseconds(timing: Timing) -> str:
+    """A timing's two medians."""
+    return f"{1e3 * timing.forward:7.1f} / {1e3 * timing.forward_backward:7.1f}"

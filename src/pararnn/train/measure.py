@@ -1,0 +1,135 @@
+"""What the parallel solver costs and how well it agrees with the loop, on a model's own inputs."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pararnn.engines.table import engine_for
+from pararnn.lm import ByteLM, bits_per_byte, set_solver
+from pararnn.program import program_of
+
+SOLVERS = ("newton", "sequential")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median seconds of a model's pass over windows (B, T + 1) with one solver.
+
+    forward: without gradients. forward_backward: loss and the gradients of all parameters.
+    sweeps: the most Newton updates that a layer made; 0 for the sequential solver. auto: what
+    solver "auto" takes at this shape.
+    """
+
+    solver: str
+    batch: int
+    length: int
+    forward: float
+    forward_backward: float
+    sweeps: int
+    auto: str
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Largest differences between Newton and the loop on one batch.
+
+    logits: max |difference|. gradients: max over parameters of max |difference| / max |gradient|.
+    """
+
+    logits: float
+    gradients: float
+
+
+@contextmanager
+def solver_set_to(model: ByteLM, solver: str) -> Iterator[None]:
+    """Run a block with every layer on `solver`, then put the model's own back."""
+    set_solver(model, solver)
+    try:
+        yield
+    finally:
+        set_solver(model, model.options["solver"], model.options["backend"])
+
+
+def time_solver(model: ByteLM, windows: Tensor, solver: str, repeats: int) -> Timing:
+    """Time a solver on windows (B, T + 1) on the model's device: the median of `repeats`."""
+
+    @torch.no_grad()
+    def forward() -> None:
+        model(windows[:, :-1])
+
+    with solver_set_to(model, solver):
+        seconds = median_seconds(forward, windows.device, repeats)
+        both = median_seconds(lambda: _gradients(model, windows), windows.device, repeats)
+    infos = [layer.last_solve for layer in model.layers()]
+    sweeps = max(int(info.sweeps.max()) for info in infos if info is not None)
+    batch, length = len(windows), windows.shape[1] - 1
+    auto = auto_solver(model, batch, length)
+    return Timing(solver, batch, length, seconds, both, sweeps, auto)
+
+
+def auto_solver(model: ByteLM, batch: int, length: int) -> str:
+    """The solver that "auto" takes for the model's layers at (B, T) on its device."""
+    layer = model.layers()[0]
+    size, device = (batch, length, layer.hidden_size), model.head.weight.device
+    return engine_for(program_of(layer.cell), size, device, "auto", "auto").solver
+
+
+def compare_solvers(model: ByteLM, windows: Tensor) -> Agreement:
+    """How far Newton is from the loop on windows (B, T + 1) on the model's device."""
+    results = []
+    for solver in SOLVERS:
+        with solver_set_to(model, solver):
+            results.append(_gradients(model, windows))
+    (logits, grads), (loop_logits, loop_grads) = results
+    differences = [
+        float((grad - loop).abs().max() / loop.abs().max().clamp(min=torch.finfo(loop.dtype).tiny))
+        for grad, loop in zip(grads, loop_grads, strict=True)
+    ]
+    return Agreement(float((logits - loop_logits).abs().max()), max(differences))
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median wall-clock seconds of `run()` over `repeats` calls after a warm-up call."""
+
+    def timed() -> float:
+        _wait_for(device)
+        start = time.perf_counter()
+        run()
+        _wait_for(device)
+        return time.perf_counter() - start
+
+    timed()
+    return statistics.median(timed() for _ in range(repeats))
+
+
+def device_name(device: torch.device) -> str:
+    """The processor's name, as measurements should quote it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gradients(model: ByteLM, windows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Logits, and the gradients of all parameters."""
+    logits, _ = model(windows[:, :-1])
+    loss = bits_per_byte(logits, windows[:, 1:])
+    return logits.detach(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

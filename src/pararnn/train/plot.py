@@ -1,0 +1,36 @@
+"""The loss curve as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pararnn.train.extras import require
+from pararnn.train.loop import History, Record
+
+
+def plot_history(history: History, baselines: Mapping[str, float], title: str, path: Path) -> None:
+    """Write bits per byte over steps, with a dashed line for each baseline, as a PNG.
+
+    Raises MissingExtra without matplotlib.
+    """
+    figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for label, curve, style in (
+        ("train", averaged(history.train), {"color": "tab:blue", "linewidth": 1}),
+        ("validation", history.valid, {"color": "tab:orange", "marker": "o"}),
+    ):
+        axes.plot([r.step for r in curve], [r.bits for r in curve], label=label, **style)
+    for (label, bits), color in zip(baselines.items(), ("grey", "black"), strict=False):
+        axes.axhline(bits, linestyle="--", color=color, label=f"{label} ({bits:.2f})")
+    axes.set(xlabel="optimizer steps", ylabel="bits per byte", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def averaged(curve: Sequence[Record], points: int = 200) -> list[Record]:
+    """At most `points` records: the last of each equal part of the curve, with its mean bits."""
+    size = -(-len(curve) // points)
+    parts = [curve[start : start + size] for start in range(0, len(curve), max(size, 1))]
+    return [part[-1]._replace(bits=sum(r.bits for r in part) / len(part)) for part in parts]

@@ -1,0 +1,217 @@
+import json
+
+import pytest
+import torch
+
+import pararnn
+from pararnn.lm import ByteLM, load_checkpoint
+from pararnn.tasks import Corpus, bigram_bits, spread_windows, unigram_bits
+from pararnn.train import DemoConfig, Recipe, Record, evaluate, run_demo, train
+from pararnn.train.demo import make_model, printable
+from pararnn.train.extras import MissingExtra, require
+from pararnn.train.loop import make_optimizer, schedule
+from pararnn.train.measure import compare_solvers, median_seconds, solver_set_to, time_solver
+from pararnn.train.plot import averaged
+
+TINY = {
+    "width": 8,
+    "batch": 2,
+    "length": 16,
+    "valid_windows": 4,
+    "valid_length": 64,
+    "timed_length": 64,
+    "timed_repeats": 1,
+    "sample_bytes": 20,
+    "seconds": 100.0,
+    "steps": 2,
+}
+QUICK = Recipe(seconds=100, steps=4, batch=2, length=8, valid_length=16, validations=2)
+
+
+def words(count: int, seed: int) -> torch.Tensor:
+    """Text whose next byte is certain within a word and free between words."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = [b"alpha ", b"beta ", b"gamma ", b"delta "]
+    picks = torch.randint(4, (count,), generator=generator).tolist()
+    return torch.tensor(list(b"".join(vocabulary[pick] for pick in picks)), dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return Corpus("words", words(4000, 0), words(400, 1))
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(words(2500, 2).tolist()))
+    return path
+
+
+def small_lm(width: int = 16) -> ByteLM:
+    torch.manual_seed(0)
+    return ByteLM(pararnn.GRUCell, width, 1)
+
+
+def test_training_learns_more_than_counting(corpus):
+    model = small_lm()
+    recipe = Recipe(seconds=60, steps=150, batch=8, length=24, learning_rate=2e-2, valid_length=100)
+    history = train(model, corpus, recipe)
+    unigram = unigram_bits(corpus.train, corpus.valid)
+    bigram = bigram_bits(corpus.train, corpus.valid)
+    assert history.train[0].bits == pytest.approx(8, abs=0.1)
+    assert history.valid[-1].bits < bigram < unigram
+    assert history.valid[-1].bits == pytest.approx(
+        evaluate(model, spread_windows(corpus.valid, recipe.valid_windows, 100))
+    )
+    assert not model.training
+
+
+def test_the_step_budget_and_the_validations(corpus):
+    history = train(small_lm(), corpus, QUICK)
+    assert [record.step for record in history.train] == [1, 2, 3, 4]
+    assert [record.step for record in history.valid] == [2, 4]
+    seconds = [record.seconds for record in history.train]
+    assert seconds == sorted(seconds)
+
+
+def test_the_time_budget(corpus):
+    recipe = Recipe(seconds=0.3, batch=2, length=8, valid_length=16)
+    history = train(small_lm(), corpus, recipe)
+    *before, last = history.train
+    assert last.seconds >= 0.3
+    assert all(record.seconds < 0.3 for record in before)
+    assert history.valid[-1].step == last.step
+
+
+def test_runs_repeat_with_their_seed(corpus):
+    curves = [[r.bits for r in train(small_lm(), corpus, QUICK).train] for _ in range(2)]
+    other = train(small_lm(), corpus, Recipe(**{**vars(QUICK), "seed": 1}))
+    assert curves[0] == curves[1]
+    assert curves[0] != [record.bits for record in other.train]
+
+
+def test_recurrent_weights_are_clipped_while_training(corpus):
+    model = small_lm()
+    with torch.no_grad():
+        model.layers()[0].cell.a_z.fill_(3)
+    train(model, corpus, QUICK)
+    assert model.layers()[0].cell.a_z.abs().max() <= 0.5
+
+
+def test_schedule_rises_and_falls():
+    assert schedule(0, 0.1, 0.02) == pytest.approx(0.02)
+    assert schedule(0.05, 0.1, 0.02) == pytest.approx(0.51)
+    assert schedule(0.1, 0.1, 0.02) == pytest.approx(1)
+    assert schedule(0.55, 0.1, 0.02) == pytest.approx(0.51)
+    assert schedule(1, 0.1, 0.02) == schedule(1.5, 0.1, 0.02) == pytest.approx(0.02)
+    assert schedule(0, 0, 0.02) == pytest.approx(1)
+
+
+def test_only_matrices_decay():
+    model = small_lm()
+    decayed, kept = make_optimizer(model, Recipe(seconds=1, weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in decayed["params"]} == {
+        "embedding.weight",
+        "blocks.0.rnn.layers.0.proj.weight",
+        "blocks.0.mlp.0.weight",
+        "blocks.0.mlp.2.weight",
+        "head.weight",
+    }
+    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+def test_evaluation_is_the_mean_over_all_windows(corpus):
+    model = small_lm()
+    torch.nn.init.normal_(model.head.weight)
+    windows = spread_windows(corpus.valid, 7, 20)
+    each = [evaluate(model, window.unsqueeze(0)) for window in windows]
+    assert evaluate(model, windows, batch=3) == pytest.approx(sum(each) / 7, rel=1e-5)
+
+
+def test_averaged_keeps_the_mean_and_the_end():
+    curve = [Record(step, 10.0 * step, float(step)) for step in range(1, 11)]
+    assert averaged(curve, 5)[0] == Record(2, 20.0, 1.5)
+    assert averaged(curve, 3)[-1] == Record(10, 100.0, 9.5)
+    assert averaged(curve, 100) == curve
+    assert averaged([], 5) == []
+
+
+def test_solvers_agree_and_are_put_back():
+    model = small_lm()
+    torch.nn.init.normal_(model.head.weight)
+    windows = torch.randint(256, (2, 41), generator=torch.Generator().manual_seed(0))
+    agreement = compare_solvers(model, windows)
+    assert agreement.logits < 1e-4
+    assert agreement.gradients < 1e-4
+    timing = time_solver(model, windows, "newton", 2)
+    assert (timing.batch, timing.length) == (2, 40)
+    assert timing.sweeps >= 1
+    assert timing.forward > 0
+    assert time_solver(model, windows, "sequential", 1).sweeps == 0
+    with solver_set_to(model, "newton"):
+        assert model.layers()[0].solver == "newton"
+    assert model.layers()[0].solver == "auto"
+    with pytest.raises(IndexError), solver_set_to(model, "newton"):
+        model(windows + 1000)
+    assert model.layers()[0].solver == "auto"
+
+
+def test_timings_are_medians_after_a_warm_up(monkeypatch):
+    clock = iter([0, 9, 10, 11, 20, 25, 30, 33])  # calls that take 9, 1, 5 and 3 seconds
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    assert median_seconds(lambda: None, torch.device("cpu"), 3) == 3
+
+
+def test_printable_escapes_what_a_terminal_obeys():
+    data = torch.tensor([*"é\x1b[0m\tx\n".encode(), 0xFF], dtype=torch.uint8)
+    assert printable(data) == "é\\x1b[0m\tx\n\\xff"
+
+
+def test_a_missing_extra_says_how_to_install_it(monkeypatch, corpus):
+    monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
+    with pytest.raises(MissingExtra, match=r"tqdm is needed here: pip install 'pararnn\[demo\]'"):
+        require("tqdm")
+    with pytest.raises(MissingExtra, match="tqdm"):
+        train(small_lm(), corpus, QUICK, show_progress=True)
+    with pytest.raises(MissingExtra, match="tqdm"):
+        run_demo(DemoConfig(**TINY))
+
+
+def test_an_unknown_cell_is_named():
+    with pytest.raises(ValueError, match="unknown cell 'gpu'; known: gru, lstm"):
+        make_model(DemoConfig(cell="gpu"))
+
+
+def test_default_widths_follow_the_structure():
+    assert make_model(DemoConfig(cell="elman")).options["width"] == 128
+    assert make_model(DemoConfig(cell="dense-gru")).options["width"] == 32
+
+
+@pytest.mark.parametrize("cell", pararnn.CELLS)
+def test_the_demo_runs_with_every_cell(cell, text_file, tmp_path, capsys):
+    for module in ("tqdm", "matplotlib"):
+        pytest.importorskip(module)
+    out = tmp_path / "deep" / "out"
+    metrics = run_demo(DemoConfig(cell=cell, text=str(text_file), out=str(out), **TINY))
+    assert metrics["verified"]
+    assert metrics["steps"] == 2
+    assert metrics["corpus"]["name"] == "text.txt"
+    assert all(each["logits"] < 1e-4 for each in metrics["agreement"])
+    assert all(each["gradients"] < 1e-3 for each in metrics["agreement"])
+    shapes = [(t["solver"], t["batch"], t["length"]) for t in metrics["timings"]]
+    assert shapes == [
+        (solver, *shape) for shape in ((2, 16), (1, 64)) for solver in ("newton", "sequential")
+    ]
+    assert json.loads((out / "metrics.json").read_text()) == metrics
+    assert metrics["environment"]["torch"] == torch.__version__
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    valid = torch.tensor(list(text_file.read_bytes()), dtype=torch.uint8)[-1300:]
+    model = load_checkpoint(out / "checkpoint.pt")
+    assert model.options["width"] == 8
+    assert 6 < evaluate(model, spread_windows(valid, 4, 64)) < 8
+    printed = capsys.readouterr().out
+    assert "pararnn.verify of newton: PASS" in printed
+    assert f"unigram {metrics['bits_per_byte']['unigram']:.3f}" in printed
