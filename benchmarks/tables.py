@@ -1,0 +1,145 @@
+"""Put the benchmarks' results into README and docs, between `figures:` markers.
+
+python benchmarks/tables.py          # rewrite the tables
+python benchmarks/tables.py --check  # fail where a table is not what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from common import RESULTS
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/solvers-and-backends.md", "docs/how-it-works.md")
+MARKED = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
+
+Row = dict[str, str]
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a result file."""
+    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(rows: Sequence[Row], name: str) -> str:
+    """A line that says where figures come from."""
+    first = rows[0]
+    threads = f", {first['threads']} threads" if "threads" in first else ""
+    return (
+        f"({first['device']}{threads}, PyTorch {first['torch']}, commit {first['commit']}; "
+        f"`benchmarks/results/{name}`)"
+    )
+
+
+def demo() -> str:
+    """Bits per byte of the demo's runs."""
+    rows = read("demo.csv")
+    head = ["cell", "steps", "unigram", "bigram", "train", "validation", "Newton within contract"]
+    body = [
+        [
+            row["cell"],
+            row["steps"],
+            row["bits_unigram"],
+            row["bits_bigram"],
+            row["bits_train"],
+            f"**{row['bits_validation']}**",
+            "yes" if row["verified"] == "True" else "no",
+        ]
+        for row in rows
+    ]
+    seconds = rows[0]["training_seconds"]
+    return f"Bits per byte after {seconds} s of training {source(rows, 'demo.csv')}:\n\n" + table(
+        head, body
+    )
+
+
+def auto_torch() -> str:
+    """Loop and Newton on the torch backend, CPU and GPU."""
+    shown = [("1", "512", "64"), ("1", "2048", "64"), ("8", "512", "256"), ("8", "2048", "256")]
+    parts = []
+    for device in ("cpu", "cuda"):
+        name = f"auto_torch_{device}.csv"
+        rows = read(name)
+        body = [
+            [
+                row["cell"],
+                f"{row['B']}, {row['T']}, {row['D']}",
+                f"{row['sequential_forward_ms']} / {row['newton_forward_ms']}",
+                f"{row['sequential_both_ms']} / {row['newton_both_ms']}",
+                row["auto"],
+            ]
+            for row in rows
+            if row["cell"] in ("gru", "lstm") and (row["B"], row["T"], row["D"]) in shown
+        ]
+        head = ["cell", "B, T, D", "forward, loop / Newton", "forward + backward", "`auto`"]
+        parts.append(f"Times in ms {source(rows, name)}:\n\n{table(head, body)}")
+    return "\n\n".join(parts)
+
+
+def newton_iterations() -> str:
+    """Newton's updates until the contract holds, both layers, by length."""
+    rows = read("newton_iterations.csv")
+    lengths = sorted({int(row["T"]) for row in rows})
+    groups = list(dict.fromkeys((row["cell"], row["stage"]) for row in rows))
+    body = []
+    for cell, stage in groups:
+        cells = []
+        for length in lengths:
+            found = {
+                int(row["iterations"])
+                for row in rows
+                if (row["cell"], row["stage"], row["T"]) == (cell, stage, str(length))
+            }
+            low, high = min(found), max(found)
+            cells.append(str(low) if low == high else f"{low}-{high}")
+        body.append([cell, stage, *cells])
+    head = ["cell", "weights", *(f"T = {length}" for length in lengths)]
+    text = f"Updates until the contract holds {source(rows, 'newton_iterations.csv')}:"
+    return f"{text}\n\n{table(head, body)}"
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "demo": demo,
+    "auto_torch": auto_torch,
+    "newton_iterations": newton_iterations,
+}
+
+
+def rendered(text: str) -> str:
+    """A page's text with every marked table as the results have it."""
+    return MARKED.sub(lambda m: f"{m[1]}\n{FIGURES[m[2]]()}\n\n{m[3]}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    stale = []
+    for page in PAGES:
+        path = ROOT / page
+        text = path.read_text(encoding="utf-8")
+        new = rendered(text)
+        if new == text:
+            continue
+        stale.append(page)
+        if not args.check:
+            path.write_text(new, encoding="utf-8")
+    if args.check and stale:
+        sys.exit(f"tables differ from the results: {', '.join(stale)}; run benchmarks/tables.py")
+
+
+if __name__ == "__main__":
+    main()
