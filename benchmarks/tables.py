@@ -44,6 +44,11 @@ def source(rows: Sequence[Row], name: str) -> str:
     )
 
 
+def pair(row: Row, what: str) -> str:
+    """The loop's and Newton's time of a row, three digits each."""
+    return " / ".join(f"{float(row[f'{s}_{what}_ms']):.3g}" for s in ("sequential", "newton"))
+
+
 def demo() -> str:
     """Bits per byte of the demo's runs."""
     rows = read("demo.csv")
@@ -77,8 +82,8 @@ def auto_torch() -> str:
             [
                 row["cell"],
                 f"{row['B']}, {row['T']}, {row['D']}",
-                f"{row['sequential_forward_ms']} / {row['newton_forward_ms']}",
-                f"{row['sequential_both_ms']} / {row['newton_both_ms']}",
+                pair(row, "forward"),
+                pair(row, "both"),
                 row["auto"],
             ]
             for row in rows

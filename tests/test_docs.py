@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,3 +48,9 @@ def test_readme_has_the_cell_that_it_promises() -> None:
     cell = next(b for b in blocks(ROOT / "README.md") if "(pararnn.Cell)" in b).strip()
     body = cell[cell.index("class ") :].split("\n\n\n")[0]
     assert len([line for line in body.splitlines() if line.strip()]) <= 15
+
+
+def test_tables_are_what_the_result_files_say():
+    script = ROOT / "benchmarks" / "tables.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

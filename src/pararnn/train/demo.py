@@ -254,7 +254,7 @@ def print_solvers(timings: list[Timing], agreement: list[Agreement], repeats: in
         print(
             f"    newton is {loop.forward / newton.forward:.2f}x / "
             f"{loop.forward_backward / newton.forward_backward:.2f}x as fast; largest differences: "
-            f"logits {agree.logits:.1e}, gradients {agree.gradients:.1e} of each one's largest"
+            f"logits {agree.logits:.1e}, gradients {agree.gradients:.1e} (relative)"
         )
 
 
