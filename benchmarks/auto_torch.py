@@ -3,7 +3,7 @@
 Forward and forward + backward (of a sum) with gates given, at initialisation, by both solvers.
 Writes results/auto_torch_<device>.csv and prints how far `auto` is from the better of the two.
 
-    python benchmarks/auto_torch.py [--device cuda] [--quick]
+    python benchmarks/auto_torch.py [--device cuda] [--budget 0.5] [--quick]
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time, fewer sizes")
+    parser.add_argument("--budget", type=float, default=0.5, help="seconds for one timing")
+    parser.add_argument("--quick", action="store_true", help="every seventh size only")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     device = torch.device(args.device)
-    budget = 0.05 if args.quick else 0.5
     grid = [(c, b, t, d) for c in CELLS for b, d in SIZES[device.type] for t in LENGTHS]
     grid += [("dense-gru", b, t, d) for b, d in DENSE_SIZES for t in DENSE_LENGTHS]
     if args.quick:
@@ -85,8 +85,8 @@ def main() -> None:
         cell = pararnn.CELLS[name](channels, device=device)
         size = (batch, length, len(cell.gates), channels)
         gates = torch.randn(size, device=device, requires_grad=True)
-        loop = measure(cell, gates, "sequential", budget)
-        newton = measure(cell, gates, "newton", budget)
+        loop = measure(cell, gates, "sequential", args.budget)
+        newton = measure(cell, gates, "newton", args.budget)
         program = pararnn.program_of(cell)
         auto = engine_for(program, (batch, length, channels), device, "auto", "torch").solver
         ratio = (newton if auto == "newton" else loop)[1] / min(loop[1], newton[1])
