@@ -46,7 +46,8 @@ def source(rows: Sequence[Row], name: str) -> str:
 
 def pair(row: Row, what: str) -> str:
     """The loop's and Newton's time of a row, three digits each."""
-    return " / ".join(f"{float(row[f'{s}_{what}_ms']):.3g}" for s in ("sequential", "newton"))
+    times = (float(row[f"{solver}_{what}_ms"]) for solver in ("sequential", "newton"))
+    return " / ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}" for ms in times)
 
 
 def demo() -> str:
@@ -110,8 +111,13 @@ def newton_iterations() -> str:
             }
             low, high = min(found), max(found)
             cells.append(str(low) if low == high else f"{low}-{high}")
-        body.append([cell, stage, *cells])
-    head = ["cell", "weights", *(f"T = {length}" for length in lengths)]
+        after_three = max(
+            float(row["residual"])
+            for row in rows
+            if (row["cell"], row["stage"], row["update"]) == (cell, stage, "3")
+        )
+        body.append([cell, stage, *cells, f"{after_three:.1e}"])
+    head = ["cell", "weights", *(f"T = {length}" for length in lengths), "residual after 3"]
     text = f"Updates until the contract holds {source(rows, 'newton_iterations.csv')}:"
     return f"{text}\n\n{table(head, body)}"
 
