@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pararnn.engines.base import Arguments, Engine, Gradients, Solution
+from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.table import find
 from pararnn.errors import EngineError
-from pararnn.numerics import compute_dtype
 from pararnn.program import Program, program_by_key
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
@@ -59,22 +58,8 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(static: Any, counts: Any, output_only: bool, *tensors: Any) -> Any:
-        key, solver, backend, reverse, on_failure = static
-        gates, bias, seq, reset, fields, params, initial = _split(counts, tensors)
-        states, final, info = torch.ops.pararnn.forward(
-            key,
-            solver,
-            backend,
-            gates,
-            bias,
-            fields,
-            params,
-            initial,
-            seq,
-            reset,
-            reverse,
-            on_failure,
-        )
+        inputs = _op_inputs(static, counts, tensors)
+        states, final, info = torch.ops.pararnn.forward(*inputs, static[-1])
         return (*states, *final, info)
 
     @staticmethod
@@ -125,38 +110,28 @@ class _SolveBackward(torch.autograd.Function):
 
 
 def _run_backward(static: Any, counts: Any, *tensors: Any) -> Any:
-    key, solver, backend, reverse, _ = static
     num_states = counts[2]
-    inputs, rest = tensors[: -3 * num_states], tensors[-3 * num_states :]
-    gates, bias, seq, reset, fields, params, initial = _split(counts, inputs)
+    given, rest = tensors[: -3 * num_states], tensors[-3 * num_states :]
     states, grads = rest[:num_states], rest[num_states:]
     return torch.ops.pararnn.backward(
-        key,
-        solver,
-        backend,
-        gates,
-        bias,
-        fields,
-        params,
-        initial,
-        seq,
-        reset,
-        reverse,
+        *_op_inputs(static, counts, given),
         list(states),
         list(grads[:num_states]),
         list(grads[num_states:]),
     )
 
 
-def _split(counts: tuple[int, int, int], tensors: Sequence[Any]) -> tuple[Any, ...]:
+def _op_inputs(static: Any, counts: tuple[int, int, int], tensors: Sequence[Any]) -> Any:
+    """The arguments that both ops begin with, from the autograd function's flat ones."""
+    key, solver, backend, reverse, _ = static
     fields, params, states = counts
-    rest = list(tensors[4:])
-    return (
-        *tensors[:4],
+    gates, bias, seq, reset, *rest = tensors
+    lists = (
         rest[:fields],
         rest[fields : fields + params],
         rest[fields + params : fields + params + states],
     )
+    return key, solver, backend, gates, bias, *lists, seq, reset, reverse
 
 
 def _engine(solver: str, backend: str, device: torch.device) -> Engine:
@@ -166,53 +141,35 @@ def _engine(solver: str, backend: str, device: torch.device) -> Engine:
     return engine
 
 
+def _arguments(gates: Tensor, bias: Tensor | None, *rest: Any) -> Arguments:
+    fields, params, initial, seq, reset, reverse = rest
+    return Arguments(gates, bias, tuple(fields), tuple(params), tuple(initial), seq, reset, reverse)
+
+
 def _forward_op(
-    key: str,
-    solver: str,
-    backend: str,
-    gates: Tensor,
-    bias: Tensor | None,
-    fields: list[Tensor],
-    params: list[Tensor],
-    initial: list[Tensor],
-    seq: Tensor | None,
-    reset: Tensor | None,
-    reverse: bool,
-    on_failure: str,
+    key: str, solver: str, backend: str, *given: Any
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    args = Arguments(gates, bias, tuple(fields), tuple(params), tuple(initial), seq, reset, reverse)
-    engine = _engine(solver, backend, gates.device)
-    solution: Solution = engine.forward(program_by_key(key), args, on_failure)
-    own = _own_memory((*solution.states, *solution.final), (gates, *initial))
-    return own[: len(initial)], own[len(initial) :], solution.info
+    *inputs, on_failure = given
+    args = _arguments(*inputs)
+    engine = _engine(solver, backend, args.gates.device)
+    solution = engine.forward(program_by_key(key), args, on_failure)
+    own = _own_memory((*solution.states, *solution.final), (args.gates, *args.initial))
+    count = len(args.initial)
+    return own[:count], own[count:], solution.info
 
 
-def _backward_op(
-    key: str,
-    solver: str,
-    backend: str,
-    gates: Tensor,
-    bias: Tensor | None,
-    fields: list[Tensor],
-    params: list[Tensor],
-    initial: list[Tensor],
-    seq: Tensor | None,
-    reset: Tensor | None,
-    reverse: bool,
-    states: list[Tensor],
-    grad_states: list[Tensor | None],
-    grad_final: list[Tensor | None],
-) -> list[Tensor]:
-    args = Arguments(gates, bias, tuple(fields), tuple(params), tuple(initial), seq, reset, reverse)
-    engine = _engine(solver, backend, gates.device)
+def _backward_op(key: str, solver: str, backend: str, *given: Any) -> list[Tensor]:
+    *inputs, states, grad_states, grad_final = given
+    args = _arguments(*inputs)
+    engine = _engine(solver, backend, args.gates.device)
     assert engine.backward is not None
-    grads: Gradients = engine.backward(
+    grads = engine.backward(
         program_by_key(key), args, tuple(states), tuple(grad_states), tuple(grad_final)
     )
     bias_grad = () if grads.bias is None else (grads.bias,)
     out = (grads.gates, *bias_grad, *grads.fields, *grads.params, *grads.initial)
-    given = [g for g in (*grad_states, *grad_final) if g is not None]
-    return _own_memory(out, (gates, *params, *initial, *given))
+    arrived = [g for g in (*grad_states, *grad_final) if g is not None]
+    return _own_memory(out, (args.gates, *args.params, *args.initial, *arrived))
 
 
 def _own_memory(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
@@ -229,37 +186,21 @@ def _own_memory(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Ten
 
 
 def _forward_fake(
-    key: str,
-    solver: str,
-    backend: str,
-    gates: Tensor,
-    bias: Tensor | None,
-    fields: list[Tensor],
-    params: list[Tensor],
-    initial: list[Tensor],
-    *rest: Any,
+    key: str, solver: str, backend: str, *given: Any
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    batch, steps = gates.shape[:2]
-    channels = initial[0].shape[-1]
-    dtype = compute_dtype(gates.dtype)
-    states = [gates.new_empty(batch, steps, channels) for _ in initial]
-    final = [torch.empty_like(h, dtype=dtype) for h in initial]
-    return states, final, gates.new_empty(2, dtype=torch.int64)
+    args = _arguments(*given[:-1])
+    batch, steps = args.gates.shape[:2]
+    channels = args.initial[0].shape[-1]
+    states = [args.gates.new_empty(batch, steps, channels) for _ in args.initial]
+    final = [torch.empty_like(h, dtype=args.dtype) for h in args.initial]
+    return states, final, args.gates.new_empty(2, dtype=torch.int64)
 
 
-def _backward_fake(
-    key: str,
-    solver: str,
-    backend: str,
-    gates: Tensor,
-    bias: Tensor | None,
-    fields: list[Tensor],
-    params: list[Tensor],
-    initial: list[Tensor],
-    *rest: Any,
-) -> list[Tensor]:
-    given = [gates, *([] if bias is None else [bias]), *fields, *params, *initial]
-    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
+def _backward_fake(key: str, solver: str, backend: str, *given: Any) -> list[Tensor]:
+    args = _arguments(*given[:-3])
+    bias = () if args.bias is None else (args.bias,)
+    leaves = (args.gates, *bias, *args.fields, *args.params, *args.initial)
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in leaves]
 
 
 _LIBRARY.impl("forward", _forward_op, "CompositeExplicitAutograd")

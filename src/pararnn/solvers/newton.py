@@ -41,6 +41,7 @@ class NewtonResult:
     defect: float
 
 
+@torch.no_grad()
 def newton(system: System) -> NewtonResult:
     """Solve h_l = f(prev_l, x_l) for all l at once.
 
@@ -118,6 +119,7 @@ def _iterate(system: System, states: Tensor, scale: Tensor, budget: int) -> _Ite
     return _Iterate(states, sweeps, done, defect)
 
 
+@torch.no_grad()
 def adjoint(system: System, previous: Tensor, cotangent: Tensor) -> Tensor:
     """Total gradients of the states, l_t = g_t + J_{t+1}^T l_{t+1} (paper, eq. rnn_bwd_seq).
 
