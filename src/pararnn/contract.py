@@ -181,10 +181,8 @@ def check_solve(
     expanding = stray > 0 or not all(check.passed for check in judged)
     if expanding:
         _, here, scales = _reference(exact, series, ends, at=states)
-        loop = _reference(exact, series, ends, at=states, jitter=JITTER)[1]
-        if gates.dtype != torch.float64:
-            own = problem.to(args.dtype)
-            loop = _reference(own, series, ends, at=states)[1]
+        jitter = JITTER if gates.dtype == torch.float64 else 0.0
+        _, loop, _ = _reference(problem.to(args.dtype), series, ends, at=states, jitter=jitter)
         judged = [compare(n, v, loop[n], here[n]) for n, v in grads.items()]
         stray = 0.0 if _overflow(here, gates.dtype) else _stray_non_finite(grads, loop)
     checks += [replace(check, name=f"grad {check.name}") for check in judged]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -154,11 +155,7 @@ def _check_gates(cell: Cell, gates: Tensor) -> None:
     count, channels = len(cell.gates), cell.hidden_size
     wanted = f"(B, T, {count}, {channels}) or (B, T, {count}, H, {channels}/H)"
     size = tuple(gates.shape)
-    if (
-        len(size) not in (4, 5)
-        or size[2] != count
-        or gates[0:0, 0:0].flatten(3).shape[3] != channels
-    ):
+    if len(size) not in (4, 5) or size[2] != count or math.prod(size[3:]) != channels:
         raise ValueError(f"gates of {type(cell).__name__} must be {wanted}, got {size}")
 
 
