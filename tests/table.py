@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 import pararnn
 from pararnn import Cell
 
-PAIRS = [("sequential", "torch"), ("newton", "torch")]
+PAIRS = [("sequential", "torch"), ("newton", "torch"), ("sequential", "fused")]
+PLAIN = ("sequential", "torch")
+OPS = [pair for pair in PAIRS if pair != PLAIN]  # those behind the operator
+COUPLED = ["dense-gru"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [0, 1, 2, 3, 17, 100, 1000]
 VARIANTS = ["plain", "initial", "resets", "packed", "reverse"]
@@ -69,3 +73,10 @@ def make_case(
 
 
 CELLS = list(pararnn.CELLS.items())
+# Every cell with every pair that takes it.
+ROWS = [
+    pytest.param(name, pair, id="-".join((name, *pair)))
+    for name in pararnn.CELLS
+    for pair in PAIRS
+    if name not in COUPLED or pair[1] != "fused"
+]

@@ -19,6 +19,7 @@ FLOW = [
     ["derive"],
     ["program"],
     ["solvers"],
+    ["codegen"],
     ["engines"],
     ["op"],
     ["solve"],

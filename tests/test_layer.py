@@ -217,7 +217,7 @@ WRONG = [
     ({"num_heads": 3}, "multiples of num_heads = 3, got 4 and 6"),
     ({"dropout": 1.5}, "dropout must be a probability"),
     ({"solver": "picard"}, "unknown solver 'picard'"),
-    ({"backend": "fused"}, "unknown backend 'fused'.*Pairs"),
+    ({"backend": "cuda"}, "unknown backend 'cuda'.*Pairs"),
     ({"gain": 1}, "has no config 'gain'"),
 ]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from table import make_case
+from table import OPS, PLAIN, make_case
 
 import pararnn
 
@@ -12,54 +12,64 @@ def case():
     return make_case(pararnn.LSTMCell, torch.float64, 20, "initial")
 
 
-def _loss(case, gates, solver):
-    (h, c), (h_n, _) = pararnn.solve(case.cell, gates, case.initial, solver=solver)
+@pytest.fixture(params=OPS, ids="-".join)
+def pair(request):
+    return request.param
+
+
+def _loss(case, gates, pair):
+    solver, backend = pair
+    (h, c), (h_n, _) = pararnn.solve(
+        case.cell, gates, case.initial, solver=solver, backend=backend
+    )
     return (h * c).sum() + h_n.square().sum()
 
 
-def test_second_derivatives(case):
+def test_second_derivatives(case, pair):
     gates = case.gates.requires_grad_()
-    (grad,) = torch.autograd.grad(_loss(case, gates, "newton"), gates, create_graph=True)
+    (grad,) = torch.autograd.grad(_loss(case, gates, pair), gates, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"second derivatives.*solver='sequential'"):
         torch.autograd.grad(grad.sum(), gates)
-    assert torch.autograd.gradgradcheck(lambda g: _loss(case, g, "sequential"), gates[:, :3])
+    assert torch.autograd.gradgradcheck(lambda g: _loss(case, g, PLAIN), gates[:, :3])
 
 
-def test_forward_mode(case):
+def test_forward_mode(case, pair):
     tangent = torch.randn_like(case.gates)
     with pytest.raises(NotImplementedError, match=r"forward-mode.*solver='sequential'"):
-        torch.func.jvp(lambda g: _loss(case, g, "newton"), (case.gates,), (tangent,))
-    _, pushed = torch.func.jvp(lambda g: _loss(case, g, "sequential"), (case.gates,), (tangent,))
+        torch.func.jvp(lambda g: _loss(case, g, pair), (case.gates,), (tangent,))
+    _, pushed = torch.func.jvp(lambda g: _loss(case, g, PLAIN), (case.gates,), (tangent,))
     gates = case.gates.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(_loss(case, gates, "newton"), gates)
+    (grad,) = torch.autograd.grad(_loss(case, gates, pair), gates)
     assert torch.allclose(pushed, (grad * tangent).sum(), rtol=1e-10)
 
 
-def test_vmap(case):
+def test_vmap(case, pair):
     many = torch.randn(3, *case.gates.shape, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"vmap.*solver='sequential'"):
-        torch.func.vmap(lambda g: _loss(case, g, "newton"))(many)
-    mapped = torch.func.vmap(lambda g: _loss(case, g, "sequential"))(many)
-    single = torch.stack([_loss(case, g, "newton") for g in many])
+        torch.func.vmap(lambda g: _loss(case, g, pair))(many)
+    mapped = torch.func.vmap(lambda g: _loss(case, g, PLAIN))(many)
+    single = torch.stack([_loss(case, g, pair) for g in many])
     assert torch.allclose(mapped, single, rtol=1e-11)
 
 
-def test_func_grad(case):
+def test_func_grad(case, pair):
     gates = case.gates.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(_loss(case, gates, "newton"), gates)
-    functional = torch.func.grad(lambda g: _loss(case, g, "newton"))(case.gates)
+    (grad,) = torch.autograd.grad(_loss(case, gates, pair), gates)
+    functional = torch.func.grad(lambda g: _loss(case, g, pair))(case.gates)
     assert torch.equal(functional, grad)
     with pytest.raises(NotImplementedError, match="solver='sequential'"):
-        torch.func.hessian(lambda g: _loss(case, g, "newton"))(case.gates)
+        torch.func.hessian(lambda g: _loss(case, g, pair))(case.gates)
 
 
-@pytest.mark.parametrize("name", ["lstm", "dense-gru"])
-def test_compile_fullgraph(name):
+@pytest.mark.parametrize(
+    ("name", "solver"), [("lstm", "newton"), ("lstm", "sequential"), ("dense-gru", "newton")]
+)
+def test_compile_fullgraph(name, solver):
     case = make_case(pararnn.CELLS[name], torch.float64, 30, "resets")
     pararnn.program_of(case.cell)
 
     def loss(gates, reset):
-        states, final = pararnn.solve(case.cell, gates, case.initial, reset=reset, solver="newton")
+        states, final = pararnn.solve(case.cell, gates, case.initial, reset=reset, solver=solver)
         states = states if isinstance(states, torch.Tensor) else states[0]
         final = final if isinstance(final, torch.Tensor) else final[1]
         return (states * 3).sin().sum() + final.sum()
@@ -74,8 +84,9 @@ def test_compile_fullgraph(name):
         assert torch.allclose(eager, graph, atol=1e-12)
 
 
-def test_compile_a_whole_layer():
-    layer = pararnn.ParaGRU(4, 6, num_layers=2, solver="newton", dtype=torch.float64)
+@pytest.mark.parametrize("solver", ["newton", "auto"])
+def test_compile_a_whole_layer(solver):
+    layer = pararnn.ParaGRU(4, 6, num_layers=2, solver=solver, dtype=torch.float64)
     x = torch.randn(2, 20, 4, dtype=torch.float64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     output, h_n = compiled(x)
@@ -97,10 +108,10 @@ def test_first_use_inside_a_compiled_region_says_what_to_do():
         torch.compile(run, fullgraph=True, backend="eager")(torch.randn(1, 9, 1, 4))
 
 
-def test_ops_pass_pytorchs_own_checks(case):
+def test_ops_pass_pytorchs_own_checks(case, pair):
     program = pararnn.program_of(case.cell)
     params = [p.detach() for p in case.cell.lifted_params(torch.float64)]
-    inputs = (program.key, "newton", "torch", case.gates, None, [], params, list(case.initial))
+    inputs = (program.key, *pair, case.gates, None, [], params, list(case.initial))
     rest = (None, None, False)
     torch.library.opcheck(
         torch.ops.pararnn.forward.default,
@@ -125,9 +136,10 @@ def test_autocast_leaves_the_solve_alone():
         assert torch.equal(plain, inside)
 
 
-def test_inference_modes(case):
-    expected, _ = pararnn.solve(case.cell, case.gates, solver="newton")
+def test_inference_modes(case, pair):
+    how = {"solver": pair[0], "backend": pair[1]}
+    expected, _ = pararnn.solve(case.cell, case.gates, **how)
     with torch.no_grad():
-        assert torch.equal(pararnn.solve(case.cell, case.gates, solver="newton")[0][0], expected[0])
+        assert torch.equal(pararnn.solve(case.cell, case.gates, **how)[0][0], expected[0])
     with torch.inference_mode():
-        assert torch.equal(pararnn.solve(case.cell, case.gates, solver="newton")[0][0], expected[0])
+        assert torch.equal(pararnn.solve(case.cell, case.gates, **how)[0][0], expected[0])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from table import PAIRS, make_case
+from table import PAIRS, ROWS, make_case
 
 import pararnn
 
@@ -11,8 +11,7 @@ def _tuple(value):
     return value if isinstance(value, tuple) else (value,)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("name", list(pararnn.CELLS))
+@pytest.mark.parametrize(("name", "pair"), ROWS)
 def test_packed_sequences_equal_separate_ones(name, pair):
     case = make_case(pararnn.CELLS[name], torch.float64, 40, batch=1)
     lengths = [13, 0, 1, 20]  # and 6 steps of padding
@@ -132,7 +131,11 @@ WRONG = {
         {"cu_seqlens": torch.tensor([0, 5])},
     ),
     "unknown solver 'newtn'": (pararnn.EngineError, {"solver": "newtn"}),
-    "unknown backend 'fused'": (pararnn.EngineError, {"backend": "fused"}),
+    "unknown backend 'cuda'": (pararnn.EngineError, {"backend": "cuda"}),
+    r"\(newton, fused\) cannot run GRUCell on cpu: .*parallel ones are to come.* can: .*fused": (
+        pararnn.EngineError,
+        {"solver": "newton", "backend": "fused"},
+    ),
     "on_failure must be one of": (ValueError, {"on_failure": "ignore"}),
 }
 
@@ -175,10 +178,12 @@ def test_auto_depends_on_sizes_and_cell_only():
     dense = pararnn.program_of(pararnn.DenseGRUCell(4))
     cpu = torch.device("cpu")
 
-    def chosen(program, *size):
-        return engine_for(program, size, cpu, "auto", "auto").solver
+    def chosen(program, *size, backend="auto"):
+        engine = engine_for(program, size, torch.float32, cpu, "auto", backend)
+        return engine.solver, engine.backend
 
-    assert chosen(program, 1, 2048, 64) == "newton"
-    assert chosen(program, 8, 512, 256) == "sequential"
-    assert chosen(program, 1, 8, 64) == "sequential"
-    assert chosen(dense, 1, 2048, 256) == "sequential"
+    assert chosen(program, 1, 2048, 64) == ("sequential", "fused")
+    assert chosen(program, 1, 2048, 64, backend="torch") == ("newton", "torch")
+    assert chosen(program, 8, 512, 256, backend="torch") == ("sequential", "torch")
+    assert chosen(program, 1, 8, 64, backend="torch") == ("sequential", "torch")
+    assert chosen(dense, 1, 2048, 256) == ("sequential", "torch")

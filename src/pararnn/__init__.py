@@ -13,7 +13,11 @@ from pararnn.cells import (
     Param,
     SLSTMCell,
 )
+from pararnn.codegen.emit import emitted
+from pararnn.codegen.library import precompile
+from pararnn.codegen.spelling import register_spelling
 from pararnn.errors import (
+    BackendWarning,
     CellCostWarning,
     CellError,
     ConvergenceError,
@@ -33,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CELLS",
     "NONLINEARITIES",
+    "BackendWarning",
     "BlockDiagonal",
     "Cell",
     "CellCostWarning",
@@ -60,7 +65,10 @@ __all__ = [
     "Structure",
     "StructureError",
     "clip_after_step",
+    "emitted",
+    "precompile",
     "program_of",
+    "register_spelling",
     "register_structure",
     "solve",
     "verify",

@@ -190,7 +190,7 @@ def check_solve(
     checks.append(Check("stray non-finite entries", stray, 0.0))
     sweeps, mended = info.tolist()
     size = (*gates.shape[:2], cell.hidden_size)
-    engine = engine_for(program_of(cell), size, gates.device, solver, backend)
+    engine = engine_for(program_of(cell), size, gates.dtype, gates.device, solver, backend)
     ran = (engine.solver, engine.backend)
     return SolveChecks(tuple(checks), sweeps, mended, expanding, ran)
 

@@ -29,6 +29,10 @@ class ConvergenceWarning(UserWarning):
     """A parallel solve did not reach the contract everywhere and was finished sequentially."""
 
 
+class BackendWarning(UserWarning):
+    """`auto` runs without a generated kernel, or kernels cannot be kept; the message has the cure."""
+
+
 class CellCostWarning(UserWarning):
     """The step's structure rules out the fast paths; declare `structure` to accept the cost."""
 

@@ -153,7 +153,8 @@ def _forward_op(
     args = _arguments(*inputs)
     engine = _engine(solver, backend, args.gates.device)
     solution = engine.forward(program_by_key(key), args, on_failure)
-    own = _own_memory((*solution.states, *solution.final), (args.gates, *args.initial))
+    results = (*solution.states, *solution.final)
+    own = _own_memory([t.contiguous() for t in results], (args.gates, *args.initial))
     count = len(args.initial)
     return own[:count], own[count:], solution.info
 
@@ -167,17 +168,17 @@ def _backward_op(key: str, solver: str, backend: str, *given: Any) -> list[Tenso
         program_by_key(key), args, tuple(states), tuple(grad_states), tuple(grad_final)
     )
     bias_grad = () if grads.bias is None else (grads.bias,)
-    out = (grads.gates, *bias_grad, *grads.fields, *grads.params, *grads.initial)
+    rest = (*bias_grad, *grads.fields, *grads.params, *grads.initial)
+    out = [grads.gates, *(t.contiguous() for t in rest)]
     arrived = [g for g in (*grad_states, *grad_final) if g is not None]
     return _own_memory(out, (args.gates, *args.params, *args.initial, *arrived))
 
 
 def _own_memory(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
-    """The outputs contiguous, none sharing memory with another or with an input: ops may not."""
+    """The outputs, none sharing memory with another or with an input: ops may not."""
     taken = {t.untyped_storage().data_ptr() for t in inputs}
     own = []
     for tensor in outputs:
-        tensor = tensor.contiguous()
         if tensor.untyped_storage().data_ptr() in taken:
             tensor = tensor.clone()
         taken.add(tensor.untyped_storage().data_ptr())
@@ -199,8 +200,9 @@ def _forward_fake(
 def _backward_fake(key: str, solver: str, backend: str, *given: Any) -> list[Tensor]:
     args = _arguments(*given[:-3])
     bias = () if args.bias is None else (args.bias,)
-    leaves = (args.gates, *bias, *args.fields, *args.params, *args.initial)
-    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in leaves]
+    leaves = (*bias, *args.fields, *args.params, *args.initial)
+    rest = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in leaves]
+    return [torch.empty_like(args.gates), *rest]
 
 
 _LIBRARY.impl("forward", _forward_op, "CompositeExplicitAutograd")

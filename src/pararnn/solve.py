@@ -108,7 +108,7 @@ def solve_with_info(
         reverse=reverse,
     )
     size = (gates.shape[0], gates.shape[1], cell.hidden_size)
-    engine = engine_for(program, size, gates.device, solver, backend)
+    engine = engine_for(program, size, gates.dtype, gates.device, solver, backend)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     with torch.autocast(gates.device.type, enabled=False):
         if engine.backward is None:

@@ -33,12 +33,19 @@ ZERO_ONE = {
     aten.zeros.default: 0.0,
     aten.zeros_like.default: 0.0,
     aten.new_zeros.default: 0.0,
+    aten._efficientzerotensor.default: 0.0,
     aten.ones.default: 1.0,
     aten.ones_like.default: 1.0,
     aten.new_ones.default: 1.0,
 }
 # Ops that wrap a Python number given for a tensor themselves.
 TAKES_NUMBERS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+# Pointwise, though PyTorch does not say so.
+UNTAGGED = {
+    aten._to_copy.default,
+    aten.softshrink_backward.default,
+    aten.hardshrink_backward.default,
+}
 # Kept whole: their decomposition is longer than the op and rounds differently.
 UNDECOMPOSED = (aten.lerp.Tensor, aten.lerp.Scalar)
 
@@ -275,7 +282,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_pointwise(target: Any) -> bool:
-    return torch.Tag.pointwise in getattr(target, "tags", ()) or target is aten._to_copy.default
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or target in UNTAGGED
 
 
 def _share(graph: fx.Graph) -> None:

@@ -18,7 +18,7 @@ class Arguments:
 
     gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params as
     `Cell.lifted_params` gives them; initial (S, D) a state, S sequences; seq int32 (B, T) or None
-    (row b is sequence b); reset bool (B, T) or None.
+    (row b is sequence b), each sequence one run of steps; reset bool (B, T) or None.
     """
 
     gates: Tensor
@@ -48,7 +48,10 @@ class Solution:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of the arguments of the same names, in their dtypes and shapes."""
+    """Gradients of the arguments of the same names, in their dtypes and shapes.
+
+    That of the gates has the layout of `torch.empty_like(gates)`.
+    """
 
     gates: Tensor
     bias: Tensor | None
@@ -70,7 +73,8 @@ class Engine:
 
     `forward(program, arguments, on_failure)`; `backward(program, arguments, states, grad_states,
     grad_final)`, or None for an engine that autograd differentiates by itself; `why_not(program)`
-    is the reason why this engine cannot take a cell, or None.
+    is the reason why this engine cannot take a cell, or None. `build(program, dtype)` makes ready
+    what running on gates of `dtype` needs, and raises EngineError where it cannot.
     """
 
     solver: str
@@ -78,3 +82,4 @@ class Engine:
     forward: Forward
     backward: Backward | None
     why_not: Callable[[Program], str | None]
+    build: Callable[[Program, torch.dtype], object] | None = None

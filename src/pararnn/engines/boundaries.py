@@ -111,8 +111,10 @@ def to_gradients(
         _in_order(g, args.reverse).to(f.dtype)
         for g, f in zip(grad_inputs[num_gates:], args.fields, strict=True)
     )
+    grad_gates = torch.empty_like(args.gates)
+    grad_gates.copy_(_in_order(gates, args.reverse).reshape(args.gates.shape))
     return Gradients(
-        gates=_in_order(gates, args.reverse).reshape(args.gates.shape).to(args.gates.dtype),
+        gates=grad_gates,
         bias=bias,
         fields=fields,
         params=grad_params,

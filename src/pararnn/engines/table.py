@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from pararnn.engines import newton_torch, sequential_torch
+from pararnn.engines import newton_torch, sequential_fused, sequential_torch
 from pararnn.engines.base import Engine
-from pararnn.errors import EngineError
-from pararnn.program import Program
+from pararnn.errors import BackendWarning, EngineError, warn_user
+from pararnn.program import Program, program_by_key
 
 ANY_DEVICE = "any"
 
 TABLE: dict[tuple[str, str, str], Engine] = {
     (engine.solver, engine.backend, ANY_DEVICE): engine
     for engine in (sequential_torch.ENGINE, newton_torch.ENGINE)
-}
+} | {("sequential", "fused", "cpu"): sequential_fused.ENGINE}
 """(solver, backend, device type) -> engine."""
 
+PAIRS = tuple(dict.fromkeys((solver, backend) for solver, backend, _ in TABLE))
 SOLVERS = sorted({key[0] for key in TABLE})
 BACKENDS = sorted({key[1] for key in TABLE})
 
@@ -30,7 +33,7 @@ def check_names(solver: str, backend: str) -> None:
     """Raise EngineError unless both are names of the table or "auto"."""
     for what, value, known in (("solver", solver, SOLVERS), ("backend", backend, BACKENDS)):
         if value not in (*known, "auto"):
-            pairs = dict.fromkeys(f"({s}, {b})" for s, b, _ in TABLE)
+            pairs = [f"({', '.join(pair)})" for pair in PAIRS]
             raise EngineError(
                 f"unknown {what} {value!r}; known: {', '.join(known)}, auto. "
                 f"Pairs: {', '.join(pairs)}"
@@ -38,28 +41,79 @@ def check_names(solver: str, backend: str) -> None:
 
 
 def engine_for(
-    program: Program, size: tuple[int, int, int], device: torch.device, solver: str, backend: str
+    program: Program,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    solver: str,
+    backend: str,
 ) -> Engine:
     """The engine for a request; `size` is (B, T, D), "auto" leaves a part of the pair open.
 
-    Depends on sizes, cell and device only. Raises EngineError naming the pairs that can run.
+    Depends on sizes, gates' dtype, cell and device only, and on whether kernels can be built here.
+    Raises EngineError naming the pairs that can run.
     """
     check_names(solver, backend)
-    chosen = (_auto_solver(program, size, device) if solver == "auto" else solver, "torch")
-    engine = find(chosen[0], chosen[1] if backend == "auto" else backend, device)
-    reason = "no such engine" if engine is None else engine.why_not(program)
-    if engine is None or reason is not None:
-        raise EngineError(
-            f"({solver}, {backend}) cannot run {program.cell_name} on {device.type}: {reason}. "
-            f"Pairs that can: {', '.join(_able(program, device))}"
-        )
-    return engine
+    pairs = _candidates(program, size, device, solver, backend)
+    for pair in pairs:
+        engine, reason = find(*pair, device), _why_not(program, pair, device)
+        if engine is not None and reason is None:
+            reason = _why_not_built(program.key, *pair, device.type, dtype)
+            if reason is None:
+                return engine
+            if pair != pairs[-1]:
+                _say_once(f"{program.cell_name} runs by ({', '.join(pairs[-1])}): {reason}")
+    able = [f"({', '.join(p)})" for p in PAIRS if p != pair and not _why_not(program, p, device)]
+    raise EngineError(
+        f"({solver}, {backend}) cannot run {program.cell_name} on {device.type}: {reason}. "
+        f"Pairs that can: {', '.join(able)}"
+    )
 
 
-def _able(program: Program, device: torch.device) -> list[str]:
-    pairs = dict.fromkeys((solver, backend) for solver, backend, _ in TABLE)
-    engines = [(pair, find(*pair, device)) for pair in pairs]
-    return [f"({s}, {b})" for (s, b), e in engines if e is not None and e.why_not(program) is None]
+def _candidates(
+    program: Program, size: tuple[int, int, int], device: torch.device, solver: str, backend: str
+) -> list[tuple[str, str]]:
+    """The pairs that a request leaves open, the best first."""
+    pairs = []
+    # A compiled loop beats every solver in PyTorch wherever it can run.
+    if solver in ("sequential", "auto") and backend in ("fused", "auto"):
+        pairs.append(("sequential", "fused"))
+    if backend in ("torch", "auto"):
+        by_size = _auto_solver(program, size, device) if solver == "auto" else solver
+        pairs.append((by_size, "torch"))
+    return pairs or [(solver, backend)]
+
+
+def _why_not(program: Program, pair: tuple[str, str], device: torch.device) -> str | None:
+    engine = find(*pair, device)
+    if engine is not None:
+        return engine.why_not(program)
+    if pair == ("newton", "fused"):
+        return "generated kernels run one step after the other so far, the parallel ones are to come"
+    return f"there is no such engine for {device.type}"
+
+
+def _why_not_built(
+    key: str, solver: str, backend: str, device: str, dtype: torch.dtype
+) -> str | None:
+    engine = find(solver, backend, torch.device(device))
+    assert engine is not None
+    try:
+        if engine.build is not None:
+            engine.build(program_by_key(key), dtype)
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler to do it:
+# compiled regions must not look into the building and loading of a library.
+_why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warn_user(message, BackendWarning)
 
 
 # Measured by benchmarks/auto_torch.py: Newton wins from MIN_LENGTH steps on, while the state

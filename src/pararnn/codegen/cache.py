@@ -1,0 +1,124 @@
+"""Compiled libraries on disk: one folder an entry, complete or absent.
+
+An entry holds the library, the source it was made from, and a manifest with the library's checksum.
+It is built in a folder of its own and renamed into place, so that processes may build the same one
+at once, and one that is killed leaves no half entry. Deleting the cache is always safe.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from pararnn.errors import BackendWarning, EngineError, warn_user
+
+LIBRARY, SOURCE, MANIFEST = "kernels.so", "kernels.cpp", "manifest.json"
+
+Build = Callable[[Path, Path], None]
+"""Makes a library: (source file, library file to write)."""
+
+
+def cache_folder() -> Path:
+    """$PARARNN_CACHE_DIR, else `pararnn` in the user's cache folder."""
+    given = os.environ.get("PARARNN_CACHE_DIR")
+    if given:
+        return Path(given)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "pararnn"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pararnn"
+
+
+def load(name: str, key: str, source: str, build: Build) -> ctypes.CDLL:
+    """The library of `source`, from the cache, or built by `build` and put there.
+
+    `name` makes the entry readable; `key` is everything that the library depends on. Entries that
+    are damaged, foreign or cannot be loaded are removed and built anew. Where the cache cannot be
+    written, a folder of this process stands in, with a BackendWarning. Raises what `build` raises.
+    """
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    entry = f"{name}-{digest[:24]}"
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = _open(folder / entry, digest)
+        if found is None:
+            _make(folder, entry, digest, source, build)
+            found = _open(folder / entry, digest)
+    except OSError as error:
+        _warn_unwritable(str(folder), str(error))
+        found = None
+    if found is None:
+        folder = _own_folder()
+        _make(folder, entry, digest, source, build)
+        found = _open(folder / entry, digest)
+    if found is None:
+        raise EngineError(
+            f"{folder / entry / LIBRARY} was built, but cannot be loaded; set PARARNN_CACHE_DIR or "
+            "TMPDIR to a folder from which programs may run"
+        )
+    return found
+
+
+def _open(entry: Path, digest: str) -> ctypes.CDLL | None:
+    """The entry's library if it is whole; whatever else is in its place is removed."""
+    if not os.path.lexists(entry):
+        return None
+    try:
+        manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
+        content = (entry / LIBRARY).read_bytes()
+        checksum = hashlib.sha256(content).hexdigest()
+        if manifest == {"key": digest, "checksum": checksum}:
+            return ctypes.CDLL(str(entry / LIBRARY))
+    except (OSError, ValueError):
+        pass  # unreadable, or not loadable here: as good as damaged
+    _remove(entry)
+    return None
+
+
+def _make(folder: Path, entry: str, digest: str, source: str, build: Build) -> None:
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as scratch:
+        made = Path(scratch) / entry
+        made.mkdir()
+        (made / SOURCE).write_text(source, encoding="utf-8")
+        build(made / SOURCE, made / LIBRARY)
+        checksum = hashlib.sha256((made / LIBRARY).read_bytes()).hexdigest()
+        manifest = json.dumps({"key": digest, "checksum": checksum})
+        (made / MANIFEST).write_text(manifest, encoding="utf-8")
+        try:
+            made.rename(folder / entry)
+        except OSError:
+            # Another process was first. Its entry is checked like any other.
+            if not (folder / entry).is_dir():
+                raise
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)  # another process may be at it too
+    else:
+        entry.unlink(missing_ok=True)
+
+
+@functools.cache
+def _own_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="pararnn-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@functools.cache
+def _warn_unwritable(folder: str, error: str) -> None:
+    warn_user(
+        f"compiled kernels cannot be kept in {folder} ({error}), so every process compiles its "
+        "own; set PARARNN_CACHE_DIR to a folder that can be written",
+        BackendWarning,
+    )

@@ -1,0 +1,98 @@
+"""The host's C++ compiler: which one, with which flags, and what it builds."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from pararnn.errors import EngineError
+
+CANDIDATES = ("c++", "g++", "clang++")
+
+# No -ffast-math: NaN and infinity keep their meaning, and sums their order. Errno and trapping
+# exceptions are what is given up; nobody can see them in vector code.
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-fvisibility=hidden",
+    "-Wno-psabi",  # vectors never cross a function boundary that is not inlined
+)
+
+
+class CompilerError(EngineError):
+    """There is no C++ compiler, or it does not compile our code. The message has the cure."""
+
+
+def find_compiler() -> str:
+    """The compiler's full path: $CXX, else the first of CANDIDATES on the PATH.
+
+    Raises CompilerError saying what to install.
+    """
+    given = os.environ.get("CXX", "").strip()
+    for name in [given] if given else CANDIDATES:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    looked = f"CXX={given!r} is not a program" if given else f"looked for {', '.join(CANDIDATES)}"
+    raise CompilerError(
+        f"no C++ compiler found ({looked}). Install one (Debian and Ubuntu: apt-get install g++; "
+        "macOS: xcode-select --install), or set CXX to its path"
+    )
+
+
+def compiler_identity(path: str) -> str:
+    """What changes when the compiler does, without the milliseconds that asking it costs."""
+    real = os.path.realpath(path)
+    status = os.stat(real)
+    return f"{path} {real} {status.st_size} {status.st_mtime_ns}"
+
+
+@functools.cache
+def cpu_identity() -> str:
+    """The processor's model and features: code for one may not run on another."""
+    lines = [platform.system(), platform.machine(), platform.processor()]
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        with info.open(encoding="utf-8", errors="replace") as text:
+            for line in text:
+                if not line.strip():  # the other cores say the same
+                    break
+                name = line.split(":")[0].strip()
+                if name in ("model name", "flags", "Features", "CPU implementer", "CPU part"):
+                    lines.append(line.strip())
+    return "\n".join(lines)
+
+
+def flags() -> tuple[str, ...]:
+    """FLAGS and the one that tunes for this processor."""
+    arm = platform.machine().lower() in ("arm64", "aarch64")
+    return (*FLAGS, "-mcpu=native" if arm else "-march=native")
+
+
+def compile_library(source: Path, include: Path, output: Path) -> None:
+    """Compile one C++ file into a shared library.
+
+    Raises CompilerError with the end of what the compiler said.
+    """
+    compiler = find_compiler()
+    command = [compiler, *flags(), f"-I{include}", str(source), "-o", str(output)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise CompilerError(f"cannot run {compiler}: {error}; set CXX to a compiler") from error
+    if done.returncode:
+        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[:20])
+        raise CompilerError(
+            f"{compiler} failed with exit status {done.returncode} on generated code: {said}\n"
+            "Set CXX to another compiler (g++ 9 and clang 14 or newer), or use backend='torch'"
+        )

@@ -1,0 +1,177 @@
+"""How each ATen op is spelled in generated code: one table for all targets, and their dialects.
+
+Generated code is scalar: `real` is a floating-point value, `mask` a truth value. What the names in
+the spellings mean (`select`, `exp`, `at_most`, ...) is the target's matter: kernels/cpp/functions.h
+defines them for C++.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+REAL, MASK = "real", "mask"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What differs between targets: how a function is declared, and `not` of a mask."""
+
+    function: str
+    negation: str
+
+
+DIALECTS = {"cpp": Dialect(function="inline void", negation="~{}")}
+"""Target name -> its dialect."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """An op's expression in terms of its arguments, and what it takes and gives.
+
+    `text`: a format string of the positional arguments, or a function of the call's arguments that
+    returns the expression; tensors arrive spelled (str), numbers raw. `takes`: the kind that every
+    tensor argument is converted to.
+    """
+
+    text: str | Callable[..., str]
+    takes: str = REAL
+    gives: str = REAL
+
+
+def literal(value: float) -> str:
+    """A number as a `real`."""
+    value = float(value)
+    if math.isnan(value):
+        return "constant(NAN)"
+    if math.isinf(value):
+        return f"constant({'-' if value < 0 else ''}INFINITY)"
+    return f"constant({value!r})"
+
+
+def spelled(argument: Any) -> str:
+    """A positional argument: a tensor's name as it is, a number as a literal."""
+    return argument if isinstance(argument, str) else literal(argument)
+
+
+def _sum(sign: str) -> Callable[..., str]:
+    def text(a: Any, b: Any, alpha: float = 1) -> str:
+        b = spelled(b) if alpha == 1 else f"{literal(alpha)} * {spelled(b)}"
+        return f"{spelled(a)} {sign} {b}"
+
+    return text
+
+
+def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> str:
+    a, b = spelled(a), spelled(b)
+    by_mode = {None: "{} / {}", "trunc": "trunc({} / {})", "floor": "floor_divide({}, {})"}
+    return by_mode[rounding_mode].format(a, b)
+
+
+# The powers that PyTorch computes without pow().
+_POWERS = {
+    0.0: "constant(1.0)",
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+    0.5: "sqrt({0})",
+    -0.5: "constant(1.0) / sqrt({0})",
+    -1.0: "constant(1.0) / {0}",
+    -2.0: "constant(1.0) / ({0} * {0})",
+}
+
+
+def _power(base: Any, exponent: Any) -> str:
+    if not isinstance(exponent, str) and float(exponent) in _POWERS:
+        return _POWERS[float(exponent)].format(spelled(base))
+    return f"pow({spelled(base)}, {spelled(exponent)})"
+
+
+def _clamp(x: str, low: Any = None, high: Any = None, **named: Any) -> str:
+    low, high = named.get("min", low), named.get("max", high)
+    # Numbers never are NaN; a tensor's NaN must reach the result.
+    bounds = (
+        (low, "maximum({0}, {1})", "at_least({0}, {1})"),
+        (high, "minimum({0}, {1})", "at_most({0}, {1})"),
+    )
+    for bound, of_tensor, of_number in bounds:
+        if bound is not None:
+            form = of_tensor if isinstance(bound, str) else of_number
+            x = form.format(x, spelled(bound))
+    return x
+
+
+def _gelu(x: str, approximate: str = "none") -> str:
+    if approximate == "tanh":
+        cubic = f"({x} + constant(0.044715) * {x} * {x} * {x})"
+        return f"constant(0.5) * {x} * (constant(1.0) + tanh(constant(0.7978845608028654) * {cubic}))"
+    return f"constant(0.5) * {x} * (constant(1.0) + erf({x} * constant(0.7071067811865476)))"
+
+
+def _elu(x: str, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> str:
+    negative = f"{literal(alpha * scale)} * expm1({x} * {literal(input_scale)})"
+    return f"select({x} < constant(0.0), {negative}, {x} * {literal(scale)})"
+
+
+_NAMED = (
+    "abs sign floor ceil trunc round exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan asin acos "
+    "atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc relu"
+).split()
+_NAMED_2 = "maximum minimum fmax fmin atan2 hypot fmod remainder".split()
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_LOGIC = {"and": "&", "or": "|", "xor": "^"}
+
+SPELLINGS: dict[str, Spelling] = {
+    **{f"aten::{name}": Spelling(f"{name}({{0}})") for name in _NAMED},
+    **{f"aten::{name}": Spelling(f"{name}({{0}}, {{1}})") for name in _NAMED_2},
+    **{
+        f"aten::{name}": Spelling(f"{{0}} {sign} {{1}}", gives=MASK)
+        for name, sign in _COMPARISONS.items()
+    },
+    **{
+        f"aten::{kind}_{name}": Spelling(f"{{0}} {sign} {{1}}", takes=MASK, gives=MASK)
+        for name, sign in _LOGIC.items()
+        for kind in ("bitwise", "logical")
+    },
+    **{f"aten::{name}": Spelling(f"{name}({{0}})", gives=MASK) for name in ("isnan", "isinf")},
+    "aten::signbit": Spelling("signbit({0})", gives=MASK),
+    "aten::add": Spelling(_sum("+")),
+    "aten::sub": Spelling(_sum("-")),
+    "aten::mul": Spelling("{0} * {1}"),
+    "aten::div": Spelling(_divide),
+    "aten::neg": Spelling("-{0}"),
+    "aten::reciprocal": Spelling("constant(1.0) / {0}"),
+    "aten::rsqrt": Spelling("constant(1.0) / sqrt({0})"),
+    "aten::pow": Spelling(_power),
+    "aten::ldexp": Spelling("{0} * exp2({1})"),
+    "aten::copysign": Spelling("with_sign({0}, {1})"),
+    "aten::lerp": Spelling("lerp({0}, {1}, {2})"),
+    "aten::clamp": Spelling(_clamp),
+    "aten::hardtanh": Spelling(lambda x, low=-1.0, high=1.0: _clamp(x, low, high)),
+    "aten::leaky_relu": Spelling(
+        lambda x, slope=0.01: f"select({x} > constant(0.0), {x}, {x} * {literal(slope)})"
+    ),
+    **{
+        f"aten::{name}_backward": Spelling(
+            lambda grad, x, bound: f"select(abs({x}) <= {literal(bound)}, constant(0.0), {grad})"
+        )
+        for name in ("softshrink", "hardshrink")
+    },
+    "aten::elu": Spelling(_elu),
+    "aten::gelu": Spelling(_gelu),
+}
+"""Schema name of an op (all its overloads) -> its spelling."""
+
+
+def register_spelling(op: str, text: str) -> None:
+    """Teach the emitter a pointwise op, for all targets.
+
+    `op` is the schema name ("aten::erfinv"), `text` an expression of its arguments {0}, {1}, ... in
+    terms of + - * / and the functions of the table, for example "{0} / (constant(1.0) + abs({0}))".
+    The op takes and gives floating-point values. Raises ValueError for names without a namespace.
+    """
+    if "::" not in op:
+        raise ValueError(f"op must be a schema name such as 'aten::erfinv', got {op!r}")
+    SPELLINGS[op] = Spelling(text)
