@@ -155,7 +155,7 @@ SPELLINGS: dict[str, Spelling] = {
     ),
     **{
         f"aten::{name}_backward": Spelling(
-            lambda grad, x, bound: f"select(abs({x}) <= {literal(bound)}, constant(0.0), {grad})"
+            lambda grad, x, bound: f"select(abs({x}) > {literal(bound)}, {grad}, constant(0.0))"
         )
         for name in ("softshrink", "hardshrink")
     },

@@ -180,7 +180,9 @@ inline real remainder(real a, real b) {
 }
 
 inline real floor_divide(real a, real b) {
-  const real quotient = (a - remainder(a, b)) / b;
+  const real rest = fmod(a, b);
+  const mask crosses = (rest != constant(0)) & ((rest < constant(0)) != (b < constant(0)));
+  const real quotient = (a - rest) / b - number(crosses);
   const real below = floor(quotient);
   const real nearest = select(quotient - below > constant(0.5), below + constant(1), below);
   return select(b == constant(0), a / b,

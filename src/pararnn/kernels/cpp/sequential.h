@@ -104,7 +104,8 @@ struct Tile {
       const int64_t channel = offset() + v * lanes, width = problem.width();
       for (int g = 0; g < num_gates; ++g)
         weights[v].items[g] =
-            problem.bias == nullptr ? real{} : load(problem.bias + g * width + channel, count);
+            problem.bias != nullptr ? load(problem.bias + g * width + channel, count)
+                                    : constant(-0.0);  // x + -0 is x, also for x = -0
       for (int i = 0; i < num_params; ++i)
         weights[v].items[num_gates + i] = load(problem.params[i] + channel, count);
     });
