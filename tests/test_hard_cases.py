@@ -34,9 +34,7 @@ def _scaled(name, dtype, scale, bias=0.0):
 @pytest.mark.parametrize("name", ["gru", "lstm", "elman", "lem", "slstm", "lrc"])
 def test_large_recurrent_weights(name, pair, dtype, scale):
     case = _scaled(name, dtype, scale)
-    result = check_solve(
-        case.cell, case.gates, solver=pair[0], backend=pair[1], **case.options
-    )
+    result = check_solve(case.cell, case.gates, solver=pair[0], backend=pair[1], **case.options)
     assert result.passed, [check for check in result.checks if not check.passed]
 
 

@@ -19,9 +19,7 @@ def pair(request):
 
 def _loss(case, gates, pair):
     solver, backend = pair
-    (h, c), (h_n, _) = pararnn.solve(
-        case.cell, gates, case.initial, solver=solver, backend=backend
-    )
+    (h, c), (h_n, _) = pararnn.solve(case.cell, gates, case.initial, solver=solver, backend=backend)
     return (h * c).sum() + h_n.square().sum()
 
 

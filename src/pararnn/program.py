@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ class Program:
 
 _BY_CLASS: dict[Any, Program] = {}
 _BY_KEY: dict[str, Program] = {}
+_TRACING = threading.RLock()  # PyTorch traces for one thread at a time
 
 
 def program_of(cell: Cell) -> Program:
@@ -108,8 +110,10 @@ def make_program(cls: type[Cell], config: Mapping[str, Any]) -> Program:
     declared = STRUCTURES.get(cls.structure or "")
     cache_key = (cls, cls.step, getattr(cls, "jacobian", None), declared, text)
     if cache_key not in _BY_CLASS:
-        program = _build(cls, resolved, text)
-        _BY_CLASS[cache_key] = _BY_KEY[program.key] = program
+        with _TRACING:
+            if cache_key not in _BY_CLASS:
+                program = _build(cls, resolved, text)
+                _BY_CLASS[cache_key] = _BY_KEY[program.key] = program
     return _BY_CLASS[cache_key]
 
 

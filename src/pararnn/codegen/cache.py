@@ -44,26 +44,25 @@ def load(name: str, key: str, source: str, build: Build) -> ctypes.CDLL:
     are damaged, foreign or cannot be loaded are removed and built anew. Where the cache cannot be
     written, a folder of this process stands in, with a BackendWarning. Raises what `build` raises.
     """
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    entry = f"{name}-{digest[:24]}"
-    folder = cache_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        found = _open(folder / entry, digest)
-        if found is None:
-            _make(folder, entry, digest, source, build)
-            found = _open(folder / entry, digest)
+        return _load_from(cache_folder(), name, key, source, build)
     except OSError as error:
-        _warn_unwritable(str(folder), str(error))
-        found = None
+        _warn_unwritable(str(cache_folder()), str(error))
+    return _load_from(_own_folder(), name, key, source, build)
+
+
+def _load_from(folder: Path, name: str, key: str, source: str, build: Build) -> ctypes.CDLL:
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    entry = folder / f"{name}-{digest[:24]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    found = _open(entry, digest)
     if found is None:
-        folder = _own_folder()
-        _make(folder, entry, digest, source, build)
-        found = _open(folder / entry, digest)
+        _make(entry, digest, source, build)
+        found = _open(entry, digest)
     if found is None:
         raise EngineError(
-            f"{folder / entry / LIBRARY} was built, but cannot be loaded; set PARARNN_CACHE_DIR or "
-            "TMPDIR to a folder from which programs may run"
+            f"{entry / LIBRARY} was built, but cannot be loaded; set PARARNN_CACHE_DIR or TMPDIR "
+            "to a folder from which programs may run"
         )
     return found
 
@@ -84,9 +83,9 @@ def _open(entry: Path, digest: str) -> ctypes.CDLL | None:
     return None
 
 
-def _make(folder: Path, entry: str, digest: str, source: str, build: Build) -> None:
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as scratch:
-        made = Path(scratch) / entry
+def _make(entry: Path, digest: str, source: str, build: Build) -> None:
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=entry.parent) as scratch:
+        made = Path(scratch) / entry.name
         made.mkdir()
         (made / SOURCE).write_text(source, encoding="utf-8")
         build(made / SOURCE, made / LIBRARY)
@@ -94,10 +93,10 @@ def _make(folder: Path, entry: str, digest: str, source: str, build: Build) -> N
         manifest = json.dumps({"key": digest, "checksum": checksum})
         (made / MANIFEST).write_text(manifest, encoding="utf-8")
         try:
-            made.rename(folder / entry)
+            made.rename(entry)
         except OSError:
             # Another process was first. Its entry is checked like any other.
-            if not (folder / entry).is_dir():
+            if not entry.is_dir():
                 raise
 
 

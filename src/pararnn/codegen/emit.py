@@ -157,5 +157,3 @@ class _Body:
         if spelling.gives == kind:
             return kind, text
         return kind, f"truth({text})" if kind == MASK else f"number({text})"
-
-

@@ -106,7 +106,9 @@ def _clamp(x: str, low: Any = None, high: Any = None, **named: Any) -> str:
 def _gelu(x: str, approximate: str = "none") -> str:
     if approximate == "tanh":
         cubic = f"({x} + constant(0.044715) * {x} * {x} * {x})"
-        return f"constant(0.5) * {x} * (constant(1.0) + tanh(constant(0.7978845608028654) * {cubic}))"
+        return (
+            f"constant(0.5) * {x} * (constant(1.0) + tanh(constant(0.7978845608028654) * {cubic}))"
+        )
     return f"constant(0.5) * {x} * (constant(1.0) + erf({x} * constant(0.7071067811865476)))"
 
 

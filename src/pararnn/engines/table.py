@@ -89,7 +89,9 @@ def _why_not(program: Program, pair: tuple[str, str], device: torch.device) -> s
     if engine is not None:
         return engine.why_not(program)
     if pair == ("newton", "fused"):
-        return "generated kernels run one step after the other so far, the parallel ones are to come"
+        return (
+            "generated kernels run one step after the other so far, the parallel ones are to come"
+        )
     return f"there is no such engine for {device.type}"
 
 

@@ -1,0 +1,285 @@
+"""The compiler and the disk cache: hits, damage, races, and machines that lack something."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import pararnn
+from pararnn.codegen import cache, compiler, library
+
+RUN = """
+import sys, time
+import torch, pararnn
+from pararnn.codegen.library import kernels_of
+torch.manual_seed(0)
+cell = pararnn.ElmanCell(5)
+program = pararnn.program_of(cell)
+begin = time.perf_counter()
+kernels_of(program, torch.float32)
+seconds = time.perf_counter() - begin
+states, _ = pararnn.solve(cell, torch.randn(2, 9, 1, 5), backend="fused")
+print(f"{seconds:.6f} {states.double().sum().item():.12f}")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty cache, and a process that remembers no kernels."""
+    monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "_KERNELS", {})
+    return tmp_path / "cache"
+
+
+def _solve():
+    torch.manual_seed(0)
+    cell = pararnn.ElmanCell(5)
+    return pararnn.solve(cell, torch.randn(2, 9, 1, 5), backend="fused")[0]
+
+
+def _again(monkeypatch):
+    """Solve as a new process would, counting compilations."""
+    calls = []
+
+    def compiling(*args):
+        calls.append(args)
+        return compiler.compile_library(*args)
+
+    monkeypatch.setattr(library, "compile_library", compiling)
+    monkeypatch.setattr(library, "_KERNELS", {})
+    return _solve(), len(calls)
+
+
+def _entry(folder):
+    (entry,) = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    return entry
+
+
+def test_second_use_compiles_nothing(folder, monkeypatch):
+    first = _solve()
+    entry = _entry(folder)
+    assert entry.name.startswith("ElmanCell-float-")
+    assert {path.name for path in entry.iterdir()} == {cache.LIBRARY, cache.SOURCE, cache.MANIFEST}
+    again, compiled = _again(monkeypatch)
+    assert compiled == 0
+    assert torch.equal(first, again)
+    assert not list(folder.glob(".*"))  # nothing half-made is left
+
+
+def _tiny_library(source, output):
+    subprocess.run(
+        [compiler.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(output)], check=True
+    )
+
+
+def _rewrite(path, change):
+    """Change a file's content, as a new file: this process may have the old one mapped."""
+    content = change(path.read_bytes())
+    path.unlink()
+    path.write_bytes(content)
+
+
+def _to_a_file(entry):
+    _to_an_empty_folder(entry)
+    entry.rmdir()
+    entry.write_text("not a folder")
+
+
+def _to_an_empty_folder(entry):
+    for path in entry.iterdir():
+        path.unlink()
+
+
+def _not_a_library(entry):
+    _rewrite(entry / cache.LIBRARY, lambda _: b"no ELF")
+    checksum = hashlib.sha256(b"no ELF").hexdigest()
+    manifest = json.loads((entry / cache.MANIFEST).read_text())
+    (entry / cache.MANIFEST).write_text(json.dumps({**manifest, "checksum": checksum}))
+
+
+DAMAGE = {
+    "truncated": lambda e: _rewrite(e / cache.LIBRARY, lambda old: old[:1000]),
+    "one bit": lambda e: _rewrite(e / cache.LIBRARY, lambda old: old[:99] + b"?" + old[100:]),
+    "no library": lambda e: (e / cache.LIBRARY).unlink(),
+    "no manifest": lambda e: (e / cache.MANIFEST).unlink(),
+    "not JSON": lambda e: _rewrite(e / cache.MANIFEST, lambda old: old[:-1]),
+    "other key": lambda e: _rewrite(e / cache.MANIFEST, lambda old: old.replace(b": ", b": 1", 1)),
+    "a file": _to_a_file,
+    "empty": _to_an_empty_folder,
+    "not a library": _not_a_library,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_and_foreign_entries_are_made_anew(folder, damage, tmp_path, monkeypatch):
+    built = []
+
+    def answer():
+        def build(source, output):
+            built.append(source)
+            _tiny_library(source, output)
+
+        return cache.load("tiny", "key", "int answer() { return 42; }", build)
+
+    answer()
+    # Elsewhere: the loader does not look at a file again whose path it knows.
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(folder, elsewhere)
+    monkeypatch.setenv("PARARNN_CACHE_DIR", str(elsewhere))
+    DAMAGE[damage](_entry(elsewhere))
+    for _ in range(2):
+        answer()
+        assert len(built) == 2
+    shutil.copytree(elsewhere, tmp_path / "mended")
+    monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "mended"))
+    answer()
+    assert len(built) == 2
+
+
+def test_processes_and_threads_at_once(folder):
+    environment = {**os.environ, "PARARNN_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN]
+    started = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda _: _solve(), range(3)))
+    sums = {process.communicate()[0].split()[1] for process in started}
+    assert all(process.returncode == 0 for process in started)
+    assert sums == {f"{results[0].double().sum().item():.12f}"}
+    _entry(folder)
+
+
+def test_warm_loads_are_quick(folder):
+    environment = {**os.environ, "PARARNN_CACHE_DIR": str(folder)}
+    run = [sys.executable, "-c", RUN]
+    cold, warm = (
+        subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    # Without claims about the machine: compiling takes seconds, loading milliseconds.
+    assert float(warm.split()[0]) < 0.25 * float(cold.split()[0])
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(library, "_KERNELS", {})
+    cache._warn_unwritable.cache_clear()
+    with pytest.warns(pararnn.BackendWarning, match="cannot be kept in .*set PARARNN_CACHE_DIR"):
+        states = _solve()
+    again, compiled = _again(monkeypatch)
+    assert compiled == 0  # the stand-in serves the rest of the process
+    assert torch.equal(states, again)
+
+
+def test_default_folders(monkeypatch):
+    monkeypatch.delenv("PARARNN_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert cache.cache_folder() == Path("/somewhere/pararnn")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.cache_folder() == Path.home() / ".cache" / "pararnn"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert cache.cache_folder() == Path.home() / "Library" / "Caches" / "pararnn"
+
+
+def test_keys_follow_source_compiler_flags_and_processor(folder, monkeypatch):
+    names = []
+    changes = [
+        ("source_of", lambda program, dtype, f=library.source_of: f(program, dtype) + "// new\n"),
+        ("compiler_identity", lambda path: "another compiler"),
+        ("flags", lambda f=library.flags: (*f(), "-DANOTHER")),
+        ("cpu_identity", lambda: "another processor"),
+        ("_header_text", lambda: "other headers"),
+    ]
+    _solve()
+    names.append(_entry(folder).name)
+    for what, change in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(library, what, change)
+            patch.setattr(library, "_KERNELS", {})
+            _solve()
+        names.append(max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns).name)
+    assert len(set(names)) == len(changes) + 1
+
+
+def test_without_a_compiler(folder, monkeypatch):
+    from pararnn.engines import table
+
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(folder))
+    table._say_once.cache_clear()
+    cell, gates = pararnn.GRUCell(4), torch.randn(1, 5, 3, 4)
+    with pytest.raises(
+        pararnn.EngineError, match=r"no C\+\+ compiler found.*apt-get install g\+\+"
+    ):
+        pararnn.solve(cell, gates, solver="sequential", backend="fused")
+    with pytest.raises(pararnn.EngineError, match=r"no C\+\+ compiler found"):
+        pararnn.precompile(cell)
+    with pytest.warns(
+        pararnn.BackendWarning, match="by .sequential, torch.: no C.. compiler"
+    ) as seen:
+        states, _ = pararnn.solve(cell, gates)
+        pararnn.solve(cell, gates)
+    assert len(seen) == 1
+    expected, _ = pararnn.solve(cell, gates, solver="sequential", backend="torch")
+    assert torch.equal(states, expected)
+
+
+def test_a_compiler_that_fails(folder, monkeypatch, tmp_path):
+    broken = tmp_path / "broken-compiler"
+    broken.write_text("#!/bin/sh\necho 'something is wrong' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(
+        pararnn.EngineError, match=r"exit status 3 .*something is wrong(.|\n)*Set CXX"
+    ):
+        _solve()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(library, "_KERNELS", {})
+    with pytest.raises(pararnn.EngineError, match="CXX='no-such-compiler' is not a program"):
+        _solve()
+
+
+@pytest.mark.parametrize("name", ["g++", "clang++"])
+def test_known_compilers(name, folder, monkeypatch):
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    monkeypatch.setenv("CXX", name)
+    case_cell, gates = pararnn.LSTMCell(37), torch.randn(2, 50, 3, 37)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        (h, _), _ = pararnn.solve(case_cell, gates.to(dtype), backend="fused")
+        (loop, _), _ = pararnn.solve(
+            case_cell, gates.to(dtype), solver="sequential", backend="torch"
+        )
+        assert torch.allclose(h, loop, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_precompile(folder, monkeypatch):
+    layer = pararnn.ParaGRU(4, 6, num_layers=2)
+    pararnn.precompile(layer)
+    assert {path.name.split("-")[1] for path in folder.iterdir()} == {"float"}
+    pararnn.precompile(layer, [torch.bfloat16, torch.float32])
+    assert {path.name.split("-")[1] for path in folder.iterdir()} == {"float", "bfloat16"}
+    monkeypatch.setattr(library, "compile_library", None)  # a compilation would fail
+    layer(torch.randn(1, 3, 4))
+    with pytest.raises(pararnn.EngineError, match="Linear holds no Cell"):
+        pararnn.precompile(torch.nn.Linear(2, 2))
+    with pytest.raises(pararnn.EngineError, match="DenseGRUCell mixes channels"):
+        pararnn.precompile(pararnn.ParaRNN(pararnn.DenseGRUCell, 4, 6))
+    with pytest.raises(TypeError, match="dtypes must have one of"):
+        pararnn.precompile(layer, [torch.int8])
+
+
+def test_nothing_is_compiled_before_the_first_use(folder):
+    pararnn.ParaGRU(4, 6)
+    assert not folder.exists()

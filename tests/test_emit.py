@@ -1,0 +1,113 @@
+"""Emitted source: goldens of every cell, and errors that say what to do."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import pararnn
+from pararnn.codegen.spelling import SPELLINGS, literal
+
+GOLDENS = Path(__file__).parent / "goldens"
+TORCH = "2.13"  # traced graphs may differ in the order of ops between versions
+ELEMENTWISE = [name for name in pararnn.CELLS if name != "dense-gru"]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_goldens(name):
+    """Rewrite them with PARARNN_WRITE_GOLDENS=1, and read the difference."""
+    if not torch.__version__.startswith(TORCH):
+        pytest.skip(f"goldens are of torch {TORCH}")
+    text = pararnn.emitted(pararnn.CELLS[name](4))
+    golden = GOLDENS / f"{name}.cpp"
+    if os.environ.get("PARARNN_WRITE_GOLDENS"):
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+
+
+def test_no_golden_is_left_over():
+    assert {path.stem for path in GOLDENS.iterdir()} == set(ELEMENTWISE)
+
+
+def test_subexpressions_are_computed_once():
+    for name in ELEMENTWISE:
+        for function in pararnn.emitted(pararnn.CELLS[name](4)).split("inline void ")[1:]:
+            lines = [line.partition(" = ") for line in function.splitlines() if "  const" in line]
+            expressions = [expression for _, _, expression in lines]
+            assert len(set(expressions)) == len(expressions), (name, expressions)
+
+
+def test_source_depends_on_config_and_dtype():
+    plain, relu = pararnn.GRUCell(4), pararnn.GRUCell(4, state_nonlinearity="relu")
+    assert "tanh" in pararnn.emitted(plain)
+    assert "tanh" not in pararnn.emitted(relu)
+    assert pararnn.emitted(plain, dtype=torch.bfloat16) == pararnn.emitted(plain)
+
+
+def test_literals():
+    values = [1, 0.1, -2.5e-30, float("inf"), -float("inf")]
+    assert [literal(v) for v in values] == [
+        "constant(1.0)",
+        "constant(0.1)",
+        "constant(-2.5e-30)",
+        "constant(INFINITY)",
+        "constant(-INFINITY)",
+    ]
+    assert literal(float("nan")) == "constant(NAN)"
+
+
+class Rare(pararnn.Cell):
+    """Uses an op that is in no table."""
+
+    states = ("h",)
+    gates = ("x",)
+
+    def step(self, state, gate, param):
+        return torch.special.erfcx(gate.x * gate.x + 0.1 * state.h)
+
+
+def test_unknown_ops_are_named_with_the_cure():
+    cell, gates = Rare(3), torch.randn(1, 4, 1, 3)
+    message = (
+        r"Rare's step uses aten.special_erfcx.default.*register_spelling\('aten::special_erfcx'"
+    )
+    with pytest.raises(pararnn.EngineError, match=message):
+        pararnn.emitted(cell)
+    with pytest.raises(pararnn.EngineError, match=r"\(auto, fused\) cannot run Rare.*erfcx"):
+        pararnn.solve(cell, gates, backend="fused")
+    with pytest.raises(pararnn.EngineError, match="erfcx"):
+        pararnn.precompile(cell)
+    with pytest.warns(pararnn.BackendWarning, match=r"by \(sequential, torch\): .*erfcx"):
+        states, _ = pararnn.solve(cell, gates)
+    expected, _ = pararnn.solve(cell, gates, solver="sequential", backend="torch")
+    assert torch.equal(states, expected)
+
+
+def test_spellings_can_be_registered(monkeypatch):
+    class Lucky(pararnn.Cell):
+        states = ("h",)
+        gates = ("x",)
+
+        def step(self, state, gate, param):
+            return torch.special.i1e(gate.x).detach() + 0.5 * torch.tanh(state.h)
+
+    cell = Lucky(3)
+    with pytest.raises(pararnn.EngineError, match="special_i1e"):
+        pararnn.emitted(cell)
+    monkeypatch.setitem(SPELLINGS, "aten::special_i1e", None)  # removed again afterwards
+    pararnn.register_spelling("aten::special_i1e", "{0} / (constant(1.0) + abs({0}))")
+    gates = torch.randn(1, 1, 1, 3)
+    states, _ = pararnn.solve(cell, gates, backend="fused")
+    assert torch.allclose(states, gates[:, :, 0] / (1 + gates[:, :, 0].abs()))
+
+
+def test_wrong_requests():
+    with pytest.raises(ValueError, match="schema name such as"):
+        pararnn.register_spelling("erfinv", "{0}")
+    with pytest.raises(pararnn.EngineError, match="unknown target 'metal'; known: cpp"):
+        pararnn.emitted(pararnn.GRUCell(4), "metal")
+    with pytest.raises(pararnn.EngineError, match="not elementwise"):
+        pararnn.emitted(pararnn.DenseGRUCell(4))
+    with pytest.raises(TypeError, match="dtype must have one of the dtypes"):
+        pararnn.emitted(pararnn.GRUCell(4), dtype=torch.int8)

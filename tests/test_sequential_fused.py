@@ -1,0 +1,257 @@
+"""(sequential, fused): layouts, tiles, threads, and random cells against the loop."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from table import PLAIN, dtype_name, make_case
+
+import pararnn
+from pararnn.contract import check_solve
+from pararnn.engines import sequential_fused
+
+HOW = {"solver": "sequential", "backend": "fused"}
+LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
+
+
+def _outputs(case, gates, how):
+    states, final = pararnn.solve(case.cell, gates, case.initial, **case.options, **how)
+    as_tuple = states if isinstance(states, tuple) else (states,)
+    return (*as_tuple, *(final if isinstance(final, tuple) else (final,)))
+
+
+def _run(case, how):
+    """Outputs and gradients of gates, initial states and parameters."""
+    gates = case.gates.detach().clone().requires_grad_()
+    outputs = _outputs(case, gates, how)
+    torch.manual_seed(1)
+    cotangents = [torch.randn_like(o) for o in outputs]
+    leaves = [gates, *case.cell.parameters()]
+    return (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
+
+
+@pytest.mark.parametrize("channels", [1, 15, 16, 17, 63, 130, 300, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=dtype_name)
+def test_any_number_of_channels(channels, dtype):
+    case = make_case(pararnn.LSTMCell, dtype, 9, "resets", batch=3, channels=channels)
+    result = check_solve(case.cell, case.gates, case.initial, **case.options, **HOW)
+    assert result.passed, [check for check in result.checks if not check.passed]
+
+
+@pytest.mark.parametrize("variant", ["plain", "packed", "reverse"])
+@pytest.mark.parametrize("openmp", [True, False], ids=["openmp", "own threads"])
+def test_bits_do_not_depend_on_threads(variant, openmp, monkeypatch):
+    if not openmp:
+        monkeypatch.setattr(sequential_fused, "_openmp", lambda: 0)
+    case = make_case(pararnn.GRUCell, torch.float32, 301, variant, batch=7, channels=331)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5, 2):
+            torch.set_num_threads(count)
+            results.append(_run(case, HOW))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_long_sums_stay_exact():
+    # Every contribution to the gradient of a is 1: a running float32 sum would stop at 2^24.
+    class Sum(pararnn.Cell):
+        states = ("h",)
+        gates = ("x",)
+        params = {"a": pararnn.Param(std=0.0)}
+
+        def step(self, state, gate, param):
+            return gate.x + param.a + 0.0 * state.h
+
+    cell, length = Sum(1), 2**24 + 2**20
+    states, _ = pararnn.solve(cell, torch.zeros(1, length, 1, 1), **HOW)
+    states.sum().backward()
+    assert cell.a.grad.item() == length
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("width", [2, 16, 40])
+def test_gradients_keep_the_layout_of_the_gates(heads, width):
+    cell = pararnn.LSTMCell(heads * width, num_heads=heads, dtype=torch.float64)
+    by_head = torch.randn(heads, 2, 30, 3, width, dtype=torch.float64).permute(1, 2, 3, 0, 4)
+    layouts = {
+        "as the projection leaves it": by_head,
+        "contiguous": by_head.contiguous(),
+        "flat": by_head.flatten(3),
+        "time first": by_head.transpose(0, 1).contiguous().transpose(0, 1),
+        "channels not adjacent": by_head.transpose(3, 4).contiguous().transpose(3, 4),
+        "expanded": by_head[:1].expand(2, -1, -1, -1, -1),
+    }
+    for name, gates in layouts.items():
+        leaf = gates.detach().requires_grad_()
+        (h, _), _ = pararnn.solve(cell, leaf, **HOW)
+        (grad,) = torch.autograd.grad(h.square().sum(), leaf)
+        (loop, _), _ = pararnn.solve(cell, leaf, **LOOP)
+        (expected,) = torch.autograd.grad(loop.square().sum(), leaf)
+        assert torch.allclose(h, loop, atol=1e-13), name
+        assert torch.allclose(grad, expected, atol=1e-12), name
+        if name != "expanded":
+            assert grad.stride() == gates.stride(), name
+
+
+def test_all_half_width_numbers_pass_through():
+    class Copy(pararnn.Cell):
+        states = ("h",)
+        gates = ("x",)
+
+        def step(self, state, gate, param):
+            return gate.x + 0.0 * state.h.clamp(-1, 1)
+
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        gates = bits.view(dtype)
+        states, _ = pararnn.solve(Copy(len(bits)), gates[None, None, None], **HOW)
+        assert torch.equal(states[0, 0].isnan(), gates.isnan())
+        assert torch.equal(states[0, 0][~gates.isnan()], gates[~gates.isnan()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
+def test_rounding_to_half_width_is_pytorchs(dtype):
+    class FromField(pararnn.Cell):
+        states = ("h",)
+        gates = ("x",)
+        fields = ("wide",)
+
+        def step(self, state, gate, param):
+            return gate.wide + 0.0 * gate.x
+
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32)
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    wide = torch.cat(
+        [random.view(torch.float32), halves, halves * (1 + 2**-9), halves * (1 + 2**-12)]
+    )
+    # Ties, and their neighbours.
+    middle = torch.cat([(halves[:-1] + halves[1:]) / 2, torch.tensor([65519.9, 65520.0, 1e-8])])
+    wide = torch.cat([wide, middle, middle.nextafter(torch.tensor(float("inf")))])
+    gates = torch.zeros(1, 1, 1, len(wide), dtype=dtype)
+    states, _ = pararnn.solve(FromField(len(wide)), gates, fields={"wide": wide[None, None]}, **HOW)
+    expected, got = wide.to(dtype), states[0, 0]
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got[~got.isnan()], expected[~got.isnan()])
+
+
+def test_fields_by_step_by_channel_and_constant():
+    case = make_case(pararnn.LRCCell, torch.float64, 20, channels=5)
+    for value in (0.25, torch.rand(2, 20), torch.rand(2, 20, 5).double(), torch.rand(2, 20, 1)):
+        states, _ = pararnn.solve(case.cell, case.gates, fields={"dt": value}, **HOW)
+        loop, _ = pararnn.solve(case.cell, case.gates, fields={"dt": value}, **LOOP)
+        assert torch.allclose(states, loop, atol=1e-13)
+
+
+def test_eight_states_and_no_more():
+    def cell(count):
+        class Chain(pararnn.Cell):
+            states = tuple(f"h{i}" for i in range(count))
+            gates = ("x",)
+
+            def step(self, state, gate, param):
+                return tuple(torch.tanh(gate.x + 0.5 * h) for h in (state[-1], *state[:-1]))
+
+        return Chain(3, dtype=torch.float64)
+
+    gates = torch.randn(2, 12, 1, 3, dtype=torch.float64)
+    assert check_solve(cell(8), gates, **HOW).passed
+    with pytest.raises(pararnn.EngineError, match="has 9 states; kernels take 8"):
+        pararnn.solve(cell(9), gates, **HOW)
+    pararnn.solve(cell(9), gates)  # auto has the other backend
+
+
+# Random cells: expressions over what a step sees, out of the op table. All are bounded and smooth
+# almost everywhere, so that a wrong derivative shows and rounding does not.
+UNARY = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "atan": torch.atan,
+    "erf": torch.erf,
+    "abs": torch.abs,
+    "softplus": torch.nn.functional.softplus,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "elu": torch.nn.functional.elu,
+    "bump": lambda x: torch.exp(-x * x),
+    "root": lambda x: torch.sqrt(1 + x * x),
+    "log1p": lambda x: torch.log1p(x.abs()),
+    "clamp": lambda x: x.clamp(-0.7, 0.9),
+    "halve": lambda x: 0.5 * x,
+    "flip": lambda x: 1 - x,
+    "asinh": torch.asinh,
+    "expm1": lambda x: torch.expm1(x.clamp(max=1)),
+    "square": lambda x: x.clamp(-2, 2) ** 2,
+}
+BINARY = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "where": lambda x, y: torch.where(x < y, x, 0.3 * y),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "quotient": lambda x, y: x / (1.5 + y.abs()),
+    "hypot": lambda x, y: torch.hypot(x, y + 3),
+    "atan2": lambda x, y: torch.atan2(x, 2 + y.abs()),
+}
+
+
+@st.composite
+def recipes(draw):
+    """(states, gates, params, fields, one expression tree a state)."""
+    counts = draw(st.tuples(*(st.integers(*r) for r in ((1, 4), (1, 3), (0, 3), (0, 1)))))
+    leaves = [(kind, i) for kind, n in zip("sgpf", counts, strict=True) for i in range(n)]
+    trees = st.recursive(
+        st.sampled_from(leaves),
+        lambda inner: st.one_of(
+            st.tuples(st.sampled_from(sorted(UNARY)), inner),
+            st.tuples(st.sampled_from(sorted(BINARY)), inner, inner),
+        ),
+        max_leaves=6,
+    )
+    return counts, [draw(trees) for _ in range(counts[0])]
+
+
+def _random_cell(counts, trees):
+    def evaluate(tree, sources):
+        if tree[0] in sources:
+            return sources[tree[0]][tree[1]]
+        if tree[0] in UNARY:
+            return UNARY[tree[0]](evaluate(tree[1], sources))
+        return BINARY[tree[0]](evaluate(tree[1], sources), evaluate(tree[2], sources))
+
+    num_states, num_gates, num_params, num_fields = counts
+
+    class Random(pararnn.Cell):
+        states = tuple(f"s{i}" for i in range(num_states))
+        gates = tuple(f"g{i}" for i in range(num_gates))
+        fields = tuple(f"f{i}" for i in range(num_fields))
+        params = {f"p{i}": pararnn.Param(std=0.5) for i in range(num_params)}
+
+        def step(self, state, gate, param):
+            sources = {"s": state, "g": gate[:num_gates], "f": gate[num_gates:], "p": param}
+            new = [torch.tanh(evaluate(tree, sources)) for tree in trees]
+            return tuple(0.5 * h + 0.5 * gate.g0 * old for h, old in zip(new, state, strict=True))
+
+    return Random
+
+
+@settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(recipes(), st.sampled_from([torch.float64, torch.float32]), st.integers(0, 99))
+def test_random_cells_obey_the_contract(recipe, dtype, seed):
+    counts, trees = recipe
+    case = make_case(_random_cell(counts, trees), dtype, 12, "resets", channels=5, seed=seed)
+    result = check_solve(case.cell, case.gates.clamp(-1, 1), case.initial, **case.options, **HOW)
+    assert result.passed, [check for check in result.checks if not check.passed]
