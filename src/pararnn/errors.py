@@ -30,7 +30,7 @@ class ConvergenceWarning(UserWarning):
 
 
 class BackendWarning(UserWarning):
-    """`auto` runs without a generated kernel, or kernels cannot be kept; the message has the cure."""
+    """`auto` runs without a generated kernel, or kernels cannot be kept; the message says why."""
 
 
 class CellCostWarning(UserWarning):

@@ -118,10 +118,38 @@ def _elu(x: str, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> 
 
 
 _NAMED = (
-    "abs sign floor ceil trunc round exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan asin acos "
-    "atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc relu"
-).split()
-_NAMED_2 = "maximum minimum fmax fmin atan2 hypot fmod remainder".split()
+    "abs",
+    "sign",
+    "floor",
+    "ceil",
+    "trunc",
+    "round",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "sqrt",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "sigmoid",
+    "erf",
+    "erfc",
+    "relu",
+)
+_NAMED_2 = ["maximum", "minimum", "fmax", "fmin", "atan2", "hypot", "fmod", "remainder"]
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 

@@ -14,6 +14,7 @@ constexpr int max_vectors = 16;         // of channels a task runs: its working 
 constexpr int min_vectors = 4;          // independent chains, which hide a step's latency
 constexpr int64_t thread_work = 32768;  // channel steps that are worth another thread
 constexpr int sum_block = 64;           // steps summed apart, so that long sums stay exact
+constexpr int steps_ahead = 8;          // hardware does not foresee the jumps from step to step
 constexpr int num_weights = num_gates + num_params;  // biases, then params
 
 template <int size> struct Many { real items[size > 0 ? size : 1]; };
@@ -36,6 +37,10 @@ struct Problem {
   io* states[num_states];             // (row, time, channel)
 
   int64_t width() const { return heads * channels; }
+  // From a step's place in a tensor to that of the step that is due soon, in time.
+  int64_t soon(bool backward) const {
+    return backward == (reverse != 0) ? steps_ahead : -steps_ahead;
+  }
   int64_t time(int64_t step) const { return reverse ? length - 1 - step : step; }
   int64_t sequence(int64_t row, int64_t step) const {
     if (step < 0 || step >= length) return -2;
@@ -48,6 +53,12 @@ struct Problem {
     return states[n] + (row * length + time(step)) * width();
   }
 };
+
+// Loads, and asks for what stands `distance` further; beyond a tensor's end that does nothing.
+template <class T> inline real load_ahead(const T* p, int64_t distance, int count) {
+  __builtin_prefetch(p + distance);
+  return load(p, count);
+}
 
 // Reads the caller's flat arrays in order.
 struct Reader {
@@ -89,6 +100,7 @@ struct Tile {
   // Calls task(v, count) for every vector and the channels in it: a constant but for the last one.
   template <class Task> void for_each_vector(const Task& task) const {
     const int full = channels / lanes;
+#pragma GCC unroll 2  // two chains share their constants
     for (int v = 0; v < full; ++v) task(v, std::integral_constant<int, lanes>());
     if (full * lanes < channels) task(full, channels - full * lanes);
   }
@@ -117,9 +129,11 @@ struct Inputs {
   const io* gates[num_gates];
   const scalar* fields[num_fields + 1];
   bool by_channel[num_fields + 1];  // else one value for all channels
+  int64_t distance;
 
-  Inputs(const Tile& tile, int64_t t) {
+  Inputs(const Tile& tile, int64_t t, int64_t soon) {
     const Problem& p = tile.problem;
+    distance = soon * p.gate_strides.time;
     for (int g = 0; g < num_gates; ++g)
       gates[g] = p.gates + tile.gate_offset(p.gate_strides, g, t);
     for (int f = 0; f < num_fields; ++f) {
@@ -132,7 +146,8 @@ struct Inputs {
 
   template <class Count>
   void load_vector(int v, Count count, const real* bias, real* gate, real* field) const {
-    for (int g = 0; g < num_gates; ++g) gate[g] = load(gates[g] + v * lanes, count) + bias[g];
+    for (int g = 0; g < num_gates; ++g)
+      gate[g] = load_ahead(gates[g] + v * lanes, distance, count) + bias[g];
     for (int f = 0; f < num_fields; ++f)
       field[f] = by_channel[f] ? load(fields[f] + v * lanes, count) : constant(*fields[f]);
   }
@@ -172,7 +187,7 @@ void run_forward(const Problem& p, scalar* const* final) {
       before = sequence;
       io* out[num_states];
       for (int n = 0; n < num_states; ++n) out[n] = p.state(n, row, l) + offset;
-      const Inputs inputs(tile, p.time(l));
+      const Inputs inputs(tile, p.time(l), p.soon(false));
       tile.for_each_vector([&](int v, auto count) {
         Many<num_states> next = state[v];
         if (sequence >= 0) {
@@ -237,7 +252,7 @@ void run_backward(const Problem& p, const Gradients& grad) {
                 grad.final[n] == nullptr ? real{} : load(grad.final[n] + start + v * lanes, count);
         });
       after = sequence;
-      const Inputs inputs(tile, t);
+      const Inputs inputs(tile, t, p.soon(true));
       const io* arriving[num_states];
       const io* saved[num_states];
       for (int n = 0; n < num_states; ++n) {
@@ -252,10 +267,12 @@ void run_backward(const Problem& p, const Gradients& grad) {
         real previous[num_states], gate[num_gates], field[num_fields + 1];
         for (int n = 0; n < num_states; ++n) {
           if (arriving[n] != nullptr)
-            adjoint[v].items[n] += load(arriving[n] + v * lanes, count);
-          previous[n] = saved[n] != nullptr ? load(saved[n] + v * lanes, count)
-                        : reset             ? real{}
-                                            : load(p.initial[n] + start + v * lanes, count);
+            adjoint[v].items[n] += load_ahead(
+                arriving[n] + v * lanes, p.soon(true) * grad.state_strides[n].time, count);
+          previous[n] = saved[n] != nullptr
+                            ? load_ahead(saved[n] + v * lanes, p.soon(true) * width, count)
+                        : reset ? real{}
+                                : load(p.initial[n] + start + v * lanes, count);
         }
         inputs.load_vector(v, count, weights, gate, field);
         real grad_previous[num_states], grad_gate[num_gates];

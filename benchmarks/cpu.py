@@ -1,0 +1,173 @@
+"""The CPU: generated kernels against the Python loop, Newton in PyTorch, the memory, torch.nn.
+
+Gates given first, then whole layers, forward and forward + backward, float32. Every row is timed
+in this run on inputs that are taken in turn and together exceed the caches. Writes results/cpu.csv.
+
+    python benchmarks/cpu.py [--budget 1.0] [--lengths 512 2048] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from common import RESULTS, provenance, write_csv
+from torch import Tensor, nn
+
+import pararnn
+from pararnn.program import program_of
+
+BATCH, CHANNELS = 8, 256
+CELLS = ("gru", "lstm")
+LAYERS = {"gru": (pararnn.ParaGRU, nn.GRU), "lstm": (pararnn.ParaLSTM, nn.LSTM)}
+INPUTS = 4
+
+Call = Callable[[Tensor], Tensor]
+
+
+def timed_ms(call: Callable[[], object], budget: float) -> tuple[float, float]:
+    """Median and minimum wall time in ms: 100 calls or `budget` seconds, at least 3 calls."""
+    times: list[float] = []
+    call()
+    call()
+    while len(times) < 3 or (len(times) < 100 and sum(times) < budget):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e3, min(times) * 1e3
+
+
+def in_turn(size: Sequence[int]) -> Iterator[Tensor]:
+    """Random tensors with gradients, a few of them over and over."""
+    return itertools.cycle([torch.randn(size, requires_grad=True) for _ in range(INPUTS)])
+
+
+def python_loop(cell: pararnn.Cell) -> Call:
+    """The loop that a user would write: gates unbound once, one step after the other."""
+    program = program_of(cell)
+
+    def run(gates: Tensor) -> Tensor:
+        params = cell.lifted_params(gates.dtype)
+        zero = gates.new_zeros(len(gates), cell.hidden_size)
+        states, out = (zero,) * program.num_states, []
+        for inputs in zip(*(g.unbind(1) for g in gates.unbind(2)), strict=True):
+            states = program.step(states, inputs, params)
+            out.append(states[0])
+        return torch.stack(out, 1)
+
+    return run
+
+
+def pair(cell: pararnn.Cell, solver: str, backend: str) -> Call:
+    """A solve by a pair of the engine table: the first state's sequence."""
+
+    def run(gates: Tensor) -> Tensor:
+        states, _ = pararnn.solve(cell, gates, solver=solver, backend=backend)
+        return states[0] if isinstance(states, tuple) else states
+
+    return run
+
+
+def measure(call: Call, module: nn.Module, size: Sequence[int], budget: float) -> dict[str, float]:
+    """Forward without gradients, and forward + backward of everything, in ms."""
+    inputs, cotangent = in_turn(size), torch.randn_like(call(next(in_turn(size))))
+
+    @torch.no_grad()
+    def forward() -> None:
+        call(next(inputs))
+
+    def both() -> None:
+        x = next(inputs)
+        torch.autograd.grad(call(x), [x, *module.parameters()], cotangent)
+
+    result = {}
+    for what, run in (("forward", forward), ("both", both)):
+        median, minimum = timed_ms(run, budget)
+        result |= {f"{what}_ms": round(median, 3), f"{what}_min_ms": round(minimum, 3)}
+    return result
+
+
+def memory_limit(cell: pararnn.Cell, length: int, rate: float) -> dict[str, float]:
+    """The ms in which the bytes that must move would be copied at `rate` bytes/s."""
+    element = BATCH * length * CHANNELS * 4
+    gates, states = len(cell.gates) * element, len(cell.states) * element
+    forward = (gates + states) / rate * 1e3
+    backward = (2 * gates + states + element) / rate * 1e3  # one state's cotangent
+    result = {"forward_ms": forward, "both_ms": forward + backward}
+    result |= {key.replace("_ms", "_min_ms"): value for key, value in result.items()}
+    return {key: round(value, 3) for key, value in result.items()}
+
+
+def copy_rate(budget: float) -> float:
+    """Bytes read and written a second by copying one of a few large tensors, the best."""
+    sources = itertools.cycle([torch.randn(2**24) for _ in range(INPUTS)])
+    target = torch.empty(2**24)
+    _, best = timed_ms(lambda: target.copy_(next(sources)), budget)
+    return 2 * 4 * 2**24 / best * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds for one timing")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--quick", action="store_true", help="without Newton, which is slow here")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    rate = copy_rate(args.budget)
+    print(f"copy: {rate / 1e9:.1f} GB/s, read and written")
+    rows = []
+    for name, length in itertools.product(CELLS, args.lengths):
+        torch.manual_seed(0)
+        cell = pararnn.CELLS[name](CHANNELS)
+        size = (BATCH, length, len(cell.gates), CHANNELS)
+        results = {"gates: Python loop": measure(python_loop(cell), cell, size, args.budget)}
+        for how in (("newton", "torch"), ("sequential", "fused")):
+            if not (args.quick and how[0] == "newton"):
+                run = pair(cell, *how)
+                results[f"gates: {', '.join(how)}"] = measure(run, cell, size, args.budget)
+        results["gates: bytes at the copy rate"] = memory_limit(cell, length, rate)
+        ours, theirs = LAYERS[name]
+        for label, module in (
+            (f"layer: torch.nn.{theirs.__name__}", theirs(CHANNELS, CHANNELS, batch_first=True)),
+            (f"layer: {ours.__name__}", ours(CHANNELS, CHANNELS)),
+        ):
+            run = lambda x, module=module: module(x)[0]  # noqa: E731
+            results[label] = measure(run, module, (BATCH, length, CHANNELS), args.budget)
+        for label, figures in results.items():
+            peer = results[
+                "gates: Python loop" if label[0] == "g" else f"layer: torch.nn.{theirs.__name__}"
+            ]
+            speedups = {
+                f"{what}_speedup": round(peer[f"{what}_ms"] / figures[f"{what}_ms"], 2)
+                for what in ("forward", "both")
+            }
+            rows.append(
+                {
+                    **provenance(),
+                    "threads": torch.get_num_threads(),
+                    "copy_GB_per_s": round(rate / 1e9, 1),
+                    "cell": name,
+                    "B": BATCH,
+                    "T": length,
+                    "D": CHANNELS,
+                    "what": label,
+                    **figures,
+                    **speedups,
+                }
+            )
+            print(
+                f"{name:5} T {length:5} {label:32} forward {figures['forward_ms']:9.2f} ms "
+                f"({speedups['forward_speedup']:6.2f} x), forward + backward "
+                f"{figures['both_ms']:9.2f} ms ({speedups['both_speedup']:6.2f} x)",
+                flush=True,
+            )
+    write_csv(args.out / "cpu.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
