@@ -88,7 +88,8 @@ def main() -> None:
         loop = measure(cell, gates, "sequential", args.budget)
         newton = measure(cell, gates, "newton", args.budget)
         program = pararnn.program_of(cell)
-        auto = engine_for(program, (batch, length, channels), device, "auto", "torch").solver
+        size_of = (batch, length, channels)
+        auto = engine_for(program, size_of, gates.dtype, device, "auto", "torch").solver
         ratio = (newton if auto == "newton" else loop)[1] / min(loop[1], newton[1])
         ratios.append(ratio)
         row = {

@@ -73,6 +73,11 @@ def pair(cell: pararnn.Cell, solver: str, backend: str) -> Call:
     return run
 
 
+def output_of(layer: nn.Module) -> Call:
+    """A layer's output sequence."""
+    return lambda x: layer(x)[0]
+
+
 def measure(call: Call, module: nn.Module, size: Sequence[int], budget: float) -> dict[str, float]:
     """Forward without gradients, and forward + backward of everything, in ms."""
     inputs, cotangent = in_turn(size), torch.randn_like(call(next(in_turn(size))))
@@ -85,7 +90,7 @@ def measure(call: Call, module: nn.Module, size: Sequence[int], budget: float) -
         x = next(inputs)
         torch.autograd.grad(call(x), [x, *module.parameters()], cotangent)
 
-    result = {}
+    result: dict[str, float] = {}
     for what, run in (("forward", forward), ("both", both)):
         median, minimum = timed_ms(run, budget)
         result |= {f"{what}_ms": round(median, 3), f"{what}_min_ms": round(minimum, 3)}
@@ -132,12 +137,14 @@ def main() -> None:
                 results[f"gates: {', '.join(how)}"] = measure(run, cell, size, args.budget)
         results["gates: bytes at the copy rate"] = memory_limit(cell, length, rate)
         ours, theirs = LAYERS[name]
+        peer_layer = f"layer: torch.nn.{theirs.__name__}"
         for label, module in (
-            (f"layer: torch.nn.{theirs.__name__}", theirs(CHANNELS, CHANNELS, batch_first=True)),
+            (peer_layer, theirs(CHANNELS, CHANNELS, batch_first=True)),
             (f"layer: {ours.__name__}", ours(CHANNELS, CHANNELS)),
         ):
-            run = lambda x, module=module: module(x)[0]  # noqa: E731
-            results[label] = measure(run, module, (BATCH, length, CHANNELS), args.budget)
+            results[label] = measure(
+                output_of(module), module, (BATCH, length, CHANNELS), args.budget
+            )
         for label, figures in results.items():
             peer = results[
                 "gates: Python loop" if label[0] == "g" else f"layer: torch.nn.{theirs.__name__}"

@@ -1,4 +1,4 @@
-"""The demo's figures: bits per byte and the time of a step by both solvers, for some cells.
+"""The demo's figures: bits per byte and the time of a pass by each engine, for some cells.
 
 Runs `pararnn demo` with its defaults for each cell and writes results/demo.csv.
 
@@ -30,7 +30,8 @@ def row_of(metrics: dict[str, Any]) -> dict[str, Any]:
         "verified": metrics["verified"],
     }
     for timing in metrics["timings"]:
-        shape = f"{timing['solver']}_{timing['batch']}x{timing['length']}"
+        pair = f"{timing['solver']}_{timing['backend']}"
+        shape = f"{pair}_{timing['batch']}x{timing['length']}"
         row[f"{shape}_forward_ms"] = round(timing["forward"] * 1e3, 2)
         row[f"{shape}_both_ms"] = round(timing["forward_backward"] * 1e3, 2)
     return row

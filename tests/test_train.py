@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from table import COUPLED, PAIRS
 
 import pararnn
 from pararnn.lm import ByteLM, load_checkpoint
@@ -10,7 +11,14 @@ from pararnn.train import DemoConfig, Recipe, Record, evaluate, run_demo, train
 from pararnn.train.demo import make_model, printable
 from pararnn.train.extras import MissingExtra, require
 from pararnn.train.loop import make_optimizer, schedule
-from pararnn.train.measure import compare_solvers, median_seconds, solver_set_to, time_solver
+from pararnn.train.measure import (
+    LOOP,
+    compare_to_loop,
+    median_seconds,
+    pairs_of,
+    solver_set_to,
+    time_pair,
+)
 from pararnn.train.plot import averaged
 
 TINY = {
@@ -139,18 +147,22 @@ def test_averaged_keeps_the_mean_and_the_end():
     assert averaged([], 5) == []
 
 
-def test_solvers_agree_and_are_put_back():
+def test_engines_agree_and_are_put_back():
     model = small_lm()
     torch.nn.init.normal_(model.head.weight)
     windows = torch.randint(256, (2, 41), generator=torch.Generator().manual_seed(0))
-    agreement = compare_solvers(model, windows)
-    assert agreement.logits < 1e-4
-    assert agreement.gradients < 1e-4
-    timing = time_solver(model, windows, "newton", 2)
-    assert (timing.batch, timing.length) == (2, 40)
-    assert timing.sweeps >= 1
-    assert timing.forward > 0
-    assert time_solver(model, windows, "sequential", 1).sweeps == 0
+    pairs = pairs_of(model)
+    assert pairs[-1] == LOOP
+    assert set(pairs) == set(PAIRS)
+    for pair in pairs:
+        agreement = compare_to_loop(model, windows, pair)
+        assert agreement.logits < 1e-4
+        assert agreement.gradients < 1e-4
+        timing = time_pair(model, windows, pair, 2)
+        assert (timing.batch, timing.length) == (2, 40)
+        assert (timing.sweeps >= 1) == (pair[0] == "newton")
+        assert timing.forward > 0
+        assert timing.auto == (pair == ("sequential", "fused"))
     with solver_set_to(model, "newton"):
         assert model.layers()[0].solver == "newton"
     assert model.layers()[0].solver == "auto"
@@ -201,10 +213,9 @@ def test_the_demo_runs_with_every_cell(cell, text_file, tmp_path, capsys):
     assert metrics["corpus"]["name"] == "text.txt"
     assert all(each["logits"] < 1e-4 for each in metrics["agreement"])
     assert all(each["gradients"] < 1e-3 for each in metrics["agreement"])
-    shapes = [(t["solver"], t["batch"], t["length"]) for t in metrics["timings"]]
-    assert shapes == [
-        (solver, *shape) for shape in ((2, 16), (1, 64)) for solver in ("newton", "sequential")
-    ]
+    runs = [(t["solver"], t["backend"], t["batch"], t["length"]) for t in metrics["timings"]]
+    able = [pair for pair in PAIRS if cell not in COUPLED or pair[1] != "fused"]
+    assert set(runs) == {(*pair, *shape) for shape in ((2, 16), (1, 64)) for pair in able}
     assert json.loads((out / "metrics.json").read_text()) == metrics
     assert metrics["environment"]["torch"] == torch.__version__
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -213,5 +224,5 @@ def test_the_demo_runs_with_every_cell(cell, text_file, tmp_path, capsys):
     assert model.options["width"] == 8
     assert 6 < evaluate(model, spread_windows(valid, 4, 64)) < 8
     printed = capsys.readouterr().out
-    assert "pararnn.verify of newton: PASS" in printed
+    assert "pararnn.verify of (newton, torch): PASS" in printed
     assert f"unigram {metrics['bits_per_byte']['unigram']:.3f}" in printed

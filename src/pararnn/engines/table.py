@@ -70,6 +70,16 @@ def engine_for(
     )
 
 
+def pairs_for(program: Program, dtype: torch.dtype, device: torch.device) -> list[tuple[str, str]]:
+    """All pairs that run a cell here on gates of `dtype`; builds what they need."""
+    return [
+        pair
+        for pair in PAIRS
+        if _why_not(program, pair, device) is None
+        and _why_not_built(program.key, *pair, device.type, dtype) is None
+    ]
+
+
 def _candidates(
     program: Program, size: tuple[int, int, int], device: torch.device, solver: str, backend: str
 ) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The demo: train a byte-level language model, then measure and check its solver."""
+"""The demo: train a byte-level language model, then measure and check the engines."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from pararnn.tasks import (
 from pararnn.train.extras import require
 from pararnn.train.loop import History, Recipe, evaluate, train
 from pararnn.train.measure import (
-    SOLVERS,
+    LOOP,
     Agreement,
     Timing,
-    compare_solvers,
+    compare_to_loop,
     device_name,
+    pairs_of,
     solver_set_to,
-    time_solver,
+    time_pair,
 )
 from pararnn.train.plot import averaged, plot_history
 
@@ -116,14 +117,18 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
         random_windows(corpus.valid, batch, length, seeded(config)).to(device)
         for batch, length in timed_shapes(config)
     ]
-    timings = [time_solver(model, w, s, config.timed_repeats) for w in windows for s in SOLVERS]
-    agreement = [compare_solvers(model, w) for w in windows]
-    print_solvers(timings, agreement, config.timed_repeats)
-    with solver_set_to(model, "newton"):
-        report = pararnn.verify(model, windows[0][: config.verify_batch, :-1])
-    print(f"pararnn.verify of newton: {'PASS' if report.passed else 'FAIL'}")
-    if not report.passed:
-        print(report)
+    pairs = pairs_of(model)
+    timings = [time_pair(model, w, pair, config.timed_repeats) for w in windows for pair in pairs]
+    agreement = [compare_to_loop(model, w, pair) for w in windows for pair in pairs]
+    print_engines(timings, agreement, config.timed_repeats)
+    verified = True
+    for pair in pairs:
+        with solver_set_to(model, *pair):
+            report = pararnn.verify(model, windows[0][: config.verify_batch, :-1])
+        print(f"pararnn.verify of ({', '.join(pair)}): {'PASS' if report.passed else 'FAIL'}")
+        if not report.passed:
+            verified = False
+            print(report)
 
     sample = make_sample(model, corpus, config)
     print(f"sample:\n{indented(sample)}")
@@ -145,7 +150,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
         "validation_curve": [list(record) for record in history.valid],
         "timings": [asdict(timing) for timing in timings],
         "agreement": [asdict(each) for each in agreement],
-        "verified": report.passed,
+        "verified": verified,
         "sample": sample,
     }
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
@@ -244,18 +249,24 @@ def print_training(history: History, bits: dict[str, float], baselines: dict[str
     )
 
 
-def print_solvers(timings: list[Timing], agreement: list[Agreement], repeats: int) -> None:
-    """Newton against the loop: times and differences, shape by shape."""
+def print_engines(timings: list[Timing], agreement: list[Agreement], repeats: int) -> None:
+    """Every engine against the loop: times and differences, shape by shape."""
     print(f"time of a pass in ms, forward / forward + backward, median of {repeats}:")
-    for newton, loop, agree in zip(timings[0::2], timings[1::2], agreement, strict=True):
-        print(f"  B {newton.batch}, T {newton.length}, where auto takes {newton.auto}:")
-        print(f"    newton      {milliseconds(newton)}   {newton.sweeps} sweeps")
-        print(f"    sequential  {milliseconds(loop)}")
-        print(
-            f"    newton is {loop.forward / newton.forward:.2f}x / "
-            f"{loop.forward_backward / newton.forward_backward:.2f}x as fast; largest differences: "
-            f"logits {agree.logits:.1e}, gradients {agree.gradients:.1e} (relative)"
-        )
+    loops = {(t.batch, t.length): t for t in timings if (t.solver, t.backend) == LOOP}
+    for i, (timing, agree) in enumerate(zip(timings, agreement, strict=True)):
+        shape = (timing.batch, timing.length)
+        if i % (len(timings) // len(loops)) == 0:
+            print(f"  B {timing.batch}, T {timing.length}:")
+        line = f"    {timing.solver + ', ' + timing.backend:18} {milliseconds(timing)}"
+        if timing is not loops[shape]:
+            loop = loops[shape]
+            line += (
+                f"   {loop.forward / timing.forward:.2f}x / "
+                f"{loop.forward_backward / timing.forward_backward:.2f}x as fast as the loop; "
+                f"largest differences: logits {agree.logits:.1e}, gradients "
+                f"{agree.gradients:.1e} (relative)"
+            )
+        print(line + ("   <- auto" if timing.auto else ""))
 
 
 def milliseconds(timing: Timing) -> str:

@@ -1,4 +1,4 @@
-"""What the parallel solver costs and how well it agrees with the loop, on a model's own inputs."""
+"""What each engine costs and how well it agrees with the loop, on a model's own inputs."""
 
 from __future__ import annotations
 
@@ -13,34 +13,38 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pararnn.engines.table import engine_for
+from pararnn.engines.table import engine_for, pairs_for
 from pararnn.lm import ByteLM, bits_per_byte, set_solver
 from pararnn.program import program_of
 
-SOLVERS = ("newton", "sequential")
+Pair = tuple[str, str]
+
+LOOP: Pair = ("sequential", "torch")
+"""The pair that the others are held against."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The median seconds of a model's pass over windows (B, T + 1) with one solver.
+    """The median seconds of a model's pass over windows (B, T + 1) by one (solver, backend) pair.
 
     forward: without gradients. forward_backward: loss and the gradients of all parameters.
-    sweeps: the most Newton updates that a layer made; 0 for the sequential solver. auto: what
-    solver "auto" takes at this shape.
+    sweeps: the most Newton updates that a layer made; 0 for the sequential solver. auto: whether
+    "auto" takes this pair at this shape.
     """
 
     solver: str
+    backend: str
     batch: int
     length: int
     forward: float
     forward_backward: float
     sweeps: int
-    auto: str
+    auto: bool
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Largest differences between Newton and the loop on one batch.
+    """Largest differences between a pair and the loop on one batch.
 
     logits: max |difference|. gradients: max over parameters of max |difference| / max |gradient|.
     """
@@ -50,44 +54,54 @@ class Agreement:
 
 
 @contextmanager
-def solver_set_to(model: ByteLM, solver: str) -> Iterator[None]:
-    """Run a block with every layer on `solver`, then put the model's own back."""
-    set_solver(model, solver)
+def solver_set_to(model: ByteLM, solver: str, backend: str = "auto") -> Iterator[None]:
+    """Run a block with every layer on a pair, then put the model's own back."""
+    set_solver(model, solver, backend)
     try:
         yield
     finally:
         set_solver(model, model.options["solver"], model.options["backend"])
 
 
-def time_solver(model: ByteLM, windows: Tensor, solver: str, repeats: int) -> Timing:
-    """Time a solver on windows (B, T + 1) on the model's device: the median of `repeats`."""
+def pairs_of(model: ByteLM) -> list[Pair]:
+    """The pairs that run the model's cell on its device, the loop last."""
+    weight = model.head.weight
+    program = program_of(model.layers()[0].cell)
+    pairs = pairs_for(program, weight.dtype, weight.device)
+    return sorted(pairs, key=lambda pair: pair == LOOP)
+
+
+def time_pair(model: ByteLM, windows: Tensor, pair: Pair, repeats: int) -> Timing:
+    """Time a pair on windows (B, T + 1) on the model's device: the median of `repeats`."""
 
     @torch.no_grad()
     def forward() -> None:
         model(windows[:, :-1])
 
-    with solver_set_to(model, solver):
+    with solver_set_to(model, *pair):
         seconds = median_seconds(forward, windows.device, repeats)
         both = median_seconds(lambda: _gradients(model, windows), windows.device, repeats)
     infos = [layer.last_solve for layer in model.layers()]
     sweeps = max(int(info.sweeps.max()) for info in infos if info is not None)
     batch, length = len(windows), windows.shape[1] - 1
-    auto = auto_solver(model, batch, length)
-    return Timing(solver, batch, length, seconds, both, sweeps, auto)
+    auto = pair == auto_pair(model, batch, length)
+    return Timing(*pair, batch, length, seconds, both, sweeps, auto)
 
 
-def auto_solver(model: ByteLM, batch: int, length: int) -> str:
-    """The solver that "auto" takes for the model's layers at (B, T) on its device."""
-    layer = model.layers()[0]
-    size, device = (batch, length, layer.hidden_size), model.head.weight.device
-    return engine_for(program_of(layer.cell), size, device, "auto", "auto").solver
+def auto_pair(model: ByteLM, batch: int, length: int) -> Pair:
+    """The pair that "auto" takes for the model's layers at (B, T) on its device."""
+    layer, weight = model.layers()[0], model.head.weight
+    size = (batch, length, layer.hidden_size)
+    program = program_of(layer.cell)
+    engine = engine_for(program, size, weight.dtype, weight.device, "auto", "auto")
+    return engine.solver, engine.backend
 
 
-def compare_solvers(model: ByteLM, windows: Tensor) -> Agreement:
-    """How far Newton is from the loop on windows (B, T + 1) on the model's device."""
+def compare_to_loop(model: ByteLM, windows: Tensor, pair: Pair) -> Agreement:
+    """How far a pair is from the loop on windows (B, T + 1) on the model's device."""
     results = []
-    for solver in SOLVERS:
-        with solver_set_to(model, solver):
+    for each in (pair, LOOP):
+        with solver_set_to(model, *each):
             results.append(_gradients(model, windows))
     (logits, grads), (loop_logits, loop_grads) = results
     differences = [
