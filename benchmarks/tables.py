@@ -16,7 +16,12 @@ from pathlib import Path
 from common import RESULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/solvers-and-backends.md", "docs/how-it-works.md")
+PAGES = (
+    "README.md",
+    "docs/generated-kernels.md",
+    "docs/how-it-works.md",
+    "docs/solvers-and-backends.md",
+)
 MARKED = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
 
 Row = dict[str, str]
@@ -53,7 +58,15 @@ def pair(row: Row, what: str) -> str:
 def demo() -> str:
     """Bits per byte of the demo's runs."""
     rows = read("demo.csv")
-    head = ["cell", "steps", "unigram", "bigram", "train", "validation", "Newton within contract"]
+    head = [
+        "cell",
+        "steps",
+        "unigram",
+        "bigram",
+        "train",
+        "validation",
+        "all engines within contract",
+    ]
     body = [
         [
             row["cell"],
@@ -70,6 +83,41 @@ def demo() -> str:
     return f"Bits per byte after {seconds} s of training {source(rows, 'demo.csv')}:\n\n" + table(
         head, body
     )
+
+
+def times(row: Row, what: str) -> str:
+    """A row's time and how many times as fast as its peer it is."""
+    ms, speedup = float(row[f"{what}_ms"]), float(row[f"{what}_speedup"])
+    return f"{ms:.3g}" if speedup == 1 else f"{ms:.3g} ({speedup:.1f} x)"
+
+
+def cpu() -> str:
+    """Generated kernels against loops and layers."""
+    rows = read("cpu.csv")
+    lengths = list(dict.fromkeys(row["T"] for row in rows))
+    body = []
+    for cell, what in dict.fromkeys((row["cell"], row["what"]) for row in rows):
+        mine = {row["T"]: row for row in rows if (row["cell"], row["what"]) == (cell, what)}
+        figures = [times(mine[t], kind) for t in lengths for kind in ("forward", "both")]
+        body.append([cell, what, *figures])
+    kinds = [f"T = {t}, {kind}" for t in lengths for kind in ("forward", "forward + backward")]
+    return (
+        f"ms, and in brackets how many times as fast as the loop or the layer of torch.nn "
+        f"{source(rows, 'cpu.csv')}:\n\n{table(['cell', '', *kinds], body)}"
+    )
+
+
+def compile_times() -> str:
+    """Seconds to compile and milliseconds to load, by cell."""
+    rows = read("compile.csv")
+    cells = dict.fromkeys(row["cell"] for row in rows)
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    body = []
+    for cell in cells:
+        mine = {row["dtype"]: row for row in rows if row["cell"] == cell}
+        body.append([cell, *(f"{mine[d]['cold_s']} s / {mine[d]['warm_ms']} ms" for d in dtypes)])
+    text = f"First use / later ones, {rows[0]['compiler']} {source(rows, 'compile.csv')}:"
+    return f"{text}\n\n{table(['cell', *dtypes], body)}"
 
 
 def auto_torch() -> str:
@@ -125,6 +173,8 @@ def newton_iterations() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "auto_torch": auto_torch,
+    "compile": compile_times,
+    "cpu": cpu,
     "newton_iterations": newton_iterations,
 }
 

@@ -1,5 +1,9 @@
-"""Shared set-up: one thread a test process, so that parallel test runs do not fight for cores."""
+"""Shared set-up: one thread a process, as parallel test runs fill the cores; a cache of our own."""
+
+import os
+from pathlib import Path
 
 import torch
 
 torch.set_num_threads(1)
+os.environ["PARARNN_CACHE_DIR"] = str(Path(__file__).parents[1] / ".kernels")

@@ -70,7 +70,7 @@ class DemoConfig:
     solver: str = "auto"
     backend: str = "auto"
     batch: int = 16
-    length: int = 64
+    length: int = 128
     learning_rate: float = 8e-3
     valid_windows: int = 128
     valid_length: int = 512

@@ -1,0 +1,73 @@
+"""How long kernels take to compile the first time and to load ever after, cell by cell.
+
+Each row is a process of its own with an empty cache, then a second one with what the first left.
+Tracing is not counted: every backend needs it. Writes results/compile.csv.
+
+    python benchmarks/compile.py [--dtypes float32 bfloat16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import RESULTS, provenance, write_csv
+
+from pararnn.cells import CELLS
+from pararnn.codegen.compiler import find_compiler
+
+ONE = """
+import sys, time
+import torch, pararnn
+from pararnn.codegen.library import kernels_of
+program = pararnn.program_of(pararnn.CELLS[sys.argv[1]](8))
+begin = time.perf_counter()
+kernels_of(program, getattr(torch, sys.argv[2]))
+print(time.perf_counter() - begin)
+"""
+
+
+def seconds(cell: str, dtype: str, cache: str) -> float:
+    """The time to get a cell's kernels, in a new process."""
+    environment = {**os.environ, "PARARNN_CACHE_DIR": cache}
+    command = [sys.executable, "-c", ONE, cell, dtype]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "float64", "bfloat16"])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    compiler = subprocess.run(
+        [find_compiler(), "--version"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()[0]
+    rows = []
+    for cell in CELLS:
+        if cell == "dense-gru":  # mixes channels: it has no kernels
+            continue
+        for dtype in args.dtypes:
+            with tempfile.TemporaryDirectory() as cache:
+                cold = seconds(cell, dtype, cache)
+                warm = min(seconds(cell, dtype, cache) for _ in range(3))
+            rows.append(
+                {
+                    **provenance(),
+                    "compiler": compiler,
+                    "cell": cell,
+                    "dtype": dtype,
+                    "cold_s": round(cold, 2),
+                    "warm_ms": round(warm * 1e3, 1),
+                }
+            )
+            print(f"{cell:6} {dtype:9} cold {cold:5.2f} s, warm {warm * 1e3:5.1f} ms", flush=True)
+    write_csv(args.out / "compile.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
