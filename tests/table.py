@@ -10,9 +10,21 @@ from torch import Tensor
 
 import pararnn
 from pararnn import Cell
+from pararnn.codegen.compiler import find_compiler
 
-PAIRS = [("sequential", "torch"), ("newton", "torch"), ("sequential", "fused")]
-PLAIN = ("sequential", "torch")
+
+def has_compiler() -> bool:
+    """Whether this machine can build kernels."""
+    try:
+        find_compiler()
+    except pararnn.EngineError:
+        return False
+    return True
+
+
+PLAIN, FUSED = ("sequential", "torch"), ("sequential", "fused")
+PAIRS = [PLAIN, ("newton", "torch"), *([FUSED] if has_compiler() else [])]
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 OPS = [pair for pair in PAIRS if pair != PLAIN]  # those behind the operator
 COUPLED = ["dense-gru"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from table import needs_compiler
 
 import pararnn
 from pararnn.codegen import cache, compiler, library
@@ -64,6 +65,7 @@ def _entry(folder):
     return entry
 
 
+@needs_compiler
 def test_second_use_compiles_nothing(folder, monkeypatch):
     first = _solve()
     entry = _entry(folder)
@@ -119,6 +121,7 @@ DAMAGE = {
 }
 
 
+@needs_compiler
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_and_foreign_entries_are_made_anew(folder, damage, tmp_path, monkeypatch):
     built = []
@@ -145,6 +148,7 @@ def test_damaged_and_foreign_entries_are_made_anew(folder, damage, tmp_path, mon
     assert len(built) == 2
 
 
+@needs_compiler
 def test_processes_and_threads_at_once(folder):
     environment = {**os.environ, "PARARNN_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUN]
@@ -160,6 +164,7 @@ def test_processes_and_threads_at_once(folder):
     _entry(folder)
 
 
+@needs_compiler
 def test_warm_loads_are_quick(folder):
     environment = {**os.environ, "PARARNN_CACHE_DIR": str(folder)}
     run = [sys.executable, "-c", RUN]
@@ -171,6 +176,7 @@ def test_warm_loads_are_quick(folder):
     assert float(warm.split()[0]) < 0.25 * float(cold.split()[0])
 
 
+@needs_compiler
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -194,6 +200,7 @@ def test_default_folders(monkeypatch):
     assert cache.cache_folder() == Path.home() / "Library" / "Caches" / "pararnn"
 
 
+@needs_compiler
 def test_keys_follow_source_compiler_flags_and_processor(folder, monkeypatch):
     names = []
     changes = [
@@ -267,6 +274,7 @@ def test_known_compilers(name, folder, monkeypatch):
     _agrees_with_the_loop()
 
 
+@needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
 @pytest.mark.parametrize("target", ["x86-64", "x86-64-v3"])
 def test_narrower_vectors(target, folder, monkeypatch):
@@ -279,6 +287,7 @@ def test_narrower_vectors(target, folder, monkeypatch):
     _agrees_with_the_loop()
 
 
+@needs_compiler
 def test_precompile(folder, monkeypatch):
     layer = pararnn.ParaGRU(4, 6, num_layers=2)
     pararnn.precompile(layer)

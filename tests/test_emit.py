@@ -1,13 +1,18 @@
 """Emitted source: goldens of every cell, and errors that say what to do."""
 
+import ctypes
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from table import needs_compiler
 
 import pararnn
+from pararnn.codegen.compiler import compile_library
+from pararnn.codegen.library import HEADERS
 from pararnn.codegen.spelling import SPELLINGS, literal
+from pararnn.derive import expand_entry
 
 GOLDENS = Path(__file__).parent / "goldens"
 TORCH = "2.13"  # traced graphs may differ in the order of ops between versions
@@ -45,6 +50,47 @@ def test_source_depends_on_config_and_dtype():
     assert pararnn.emitted(plain, dtype=torch.bfloat16) == pararnn.emitted(plain)
 
 
+# The loop has no use for the Jacobian: this runs it on one vector of channels.
+JACOBIAN = """
+#define PARARNN_IO double
+#define PARARNN_WIDE 1
+#include "functions.h"
+#define EXPORT __attribute__((visibility("default")))
+{functions}
+extern "C" EXPORT int channels() {{ return lanes; }}
+extern "C" EXPORT void run(const double* in, double* out) {{
+  real from[4][16], to[2][{entries}];
+  const int counts[4] = {{num_states, num_gates, num_fields, num_params}};
+  for (int kind = 0; kind < 4; ++kind)
+    for (int i = 0; i < counts[kind]; ++i, in += lanes) from[kind][i] = load(in, lanes);
+  jacobian(from[0], from[1], from[2], from[3], to[0], to[1]);
+  for (int i = 0; i < num_states; ++i, out += lanes) store(out, to[0][i], lanes);
+  for (int i = 0; i < num_states * num_states; ++i, out += lanes) store(out, to[1][i], lanes);
+}}
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_emitted_jacobians_run(name, tmp_path):
+    cell = pararnn.CELLS[name](4)
+    program = pararnn.program_of(cell)
+    functions = pararnn.emitted(cell, dtype=torch.float64)
+    source, output = tmp_path / "jacobian.cpp", tmp_path / "jacobian.so"
+    entries = program.num_states**2
+    source.write_text(JACOBIAN.format(functions=functions, entries=entries), encoding="utf-8")
+    compile_library(source, HEADERS, output)
+    library = ctypes.CDLL(str(output))
+    rows = sum(map(len, (program.states, program.gates, program.fields, program.params)))
+    torch.manual_seed(0)
+    inputs = torch.randn(rows, library.channels(), dtype=torch.float64)
+    got = inputs.new_empty(program.num_states + entries, library.channels())
+    library.run(*(ctypes.c_void_p(t.data_ptr()) for t in (inputs, got)))
+    for row, expected in zip(got, program.graphs[torch.float64].jacobian(*inputs), strict=True):
+        full = expand_entry(expected, row, row.shape)
+        assert torch.allclose(row, full, rtol=1e-13, atol=1e-14)
+
+
 def test_literals():
     values = [1, 0.1, -2.5e-30, float("inf"), -float("inf")]
     assert [literal(v) for v in values] == [
@@ -67,6 +113,7 @@ class Rare(pararnn.Cell):
         return torch.i0(torch.tanh(gate.x + state.h))
 
 
+@needs_compiler
 def test_unknown_ops_are_named_with_the_cure():
     cell, gates = Rare(3), torch.randn(1, 4, 1, 3)
     message = r"Rare's step uses aten.i0.default.*register_spelling\('aten::i0'"
@@ -82,6 +129,7 @@ def test_unknown_ops_are_named_with_the_cure():
     assert torch.equal(states, expected)
 
 
+@needs_compiler
 def test_spellings_can_be_registered(monkeypatch):
     class Lucky(pararnn.Cell):
         states = ("h",)

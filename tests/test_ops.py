@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from table import needs_compiler
 
 import pararnn
 from pararnn.codegen.spelling import SPELLINGS
@@ -209,6 +210,7 @@ def _same(got, expected, what, values, name):
         )
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: f"{names[0]}-to-{names[-1]}")
 def test_ops_agree_with_torch(names, dtype):
@@ -241,6 +243,7 @@ WRITTEN_OUT = {
 }
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_accuracy_of_the_functions_that_are_written_out(dtype):
     """Within 4 units in the last place, down to arguments and results next to zero."""

@@ -4,13 +4,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from table import PLAIN, dtype_name, make_case
+from table import FUSED, PLAIN, dtype_name, make_case, needs_compiler
 
 import pararnn
 from pararnn.contract import check_solve
 from pararnn.engines import sequential_fused
 
-HOW = {"solver": "sequential", "backend": "fused"}
+pytestmark = needs_compiler
+
+HOW = {"solver": FUSED[0], "backend": FUSED[1]}
 LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from table import PAIRS, ROWS, make_case
+from table import PAIRS, ROWS, make_case, needs_compiler
 
 import pararnn
 
@@ -171,6 +171,7 @@ def test_devices_must_agree():
         pararnn.solve(pararnn.GRUCell(4), GATES.to("meta"))
 
 
+@needs_compiler
 def test_auto_depends_on_sizes_and_cell_only():
     from pararnn.engines.table import engine_for
 

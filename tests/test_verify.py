@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from table import make_case
+from table import make_case, needs_compiler
 from torch import nn
 
 import pararnn
@@ -31,6 +31,7 @@ def test_a_right_module_passes():
     assert all(p.grad is None for p in model.parameters())
 
 
+@needs_compiler
 def test_auto_reports_what_ran():
     layers = {
         "sequential on fused": pararnn.ParaGRU(3, 4),
