@@ -40,9 +40,10 @@ ZERO_ONE = {
 }
 # Ops that wrap a Python number given for a tensor themselves.
 TAKES_NUMBERS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
-# Pointwise, though PyTorch does not say so.
+# Pointwise, though PyTorch, or a version of it, does not say so.
 UNTAGGED = {
     aten._to_copy.default,
+    aten.leaky_relu.default,
     aten.softshrink_backward.default,
     aten.hardshrink_backward.default,
 }
