@@ -47,7 +47,7 @@ def apply_engine(
         if "jvp" not in str(error):
             raise
         raise NotImplementedError(
-            f"forward-mode derivatives of {engine.solver}: {_PLAIN}"
+            f"forward-mode derivatives of ({engine.solver}, {engine.backend}): {_PLAIN}"
         ) from error
     n = program.num_states
     return out[:n], out[n : 2 * n], out[-1]
@@ -86,7 +86,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(f"vmap over a parallel solve: {_PLAIN}")
+        raise NotImplementedError(f"vmap over a solve by this engine: {_PLAIN}")
 
 
 class _SolveBackward(torch.autograd.Function):
@@ -102,11 +102,11 @@ class _SolveBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(f"second derivatives of a parallel solve: {_PLAIN}")
+        raise NotImplementedError(f"second derivatives of a solve by this engine: {_PLAIN}")
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(f"vmap over a parallel solve's gradient: {_PLAIN}")
+        raise NotImplementedError(f"vmap over the gradient of a solve by this engine: {_PLAIN}")
 
 
 def _run_backward(static: Any, counts: Any, *tensors: Any) -> Any:
