@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from table import OPS, PLAIN, make_case
+from table import OPS, PAIRS, PLAIN, make_case
 
 import pararnn
 
@@ -82,9 +82,10 @@ def test_compile_fullgraph(name, solver):
         assert torch.allclose(eager, graph, atol=1e-12)
 
 
-@pytest.mark.parametrize("solver", ["newton", "auto"])
-def test_compile_a_whole_layer(solver):
-    layer = pararnn.ParaGRU(4, 6, num_layers=2, solver=solver, dtype=torch.float64)
+@pytest.mark.parametrize("pair", [("auto", "auto"), *PAIRS], ids="-".join)
+def test_compile_a_whole_layer(pair):
+    how = {"solver": pair[0], "backend": pair[1], "dtype": torch.float64}
+    layer = pararnn.ParaGRU(4, 6, num_layers=2, **how)
     x = torch.randn(2, 20, 4, dtype=torch.float64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     output, h_n = compiled(x)

@@ -166,7 +166,7 @@ class Cell(nn.Module):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if "_parameters" in self.__dict__:
+        if _VIEW not in self.__dict__:
             return super().__getattr__(name)
         cls = type(self)
         hint = (
@@ -181,6 +181,10 @@ class Cell(nn.Module):
         return ", ".join([str(self.hidden_size), *(f"{k}={v!r}" for k, v in items.items())])
 
 
+_VIEW = "_is_view"
+"""The mark of the objects that steps run on: what they lack is an error with a cure."""
+
+
 class Step:
     """A cell class's step as a pure function of flat tensors: (states, inputs, params) -> states.
 
@@ -191,7 +195,8 @@ class Step:
     def __init__(self, cls: type[Cell], config: Mapping[str, Any]) -> None:
         self.cls = cls
         self.view = object.__new__(cls)
-        self.view.__dict__.update(config)
+        nn.Module.__init__(self.view)  # whole, or torch.compile would not look inside
+        self.view.__dict__.update({**config, _VIEW: True})
         self.state_type = namedtuple("State", list(cls.states))  # type: ignore[misc]
         self.gate_type = namedtuple("Gate", [*cls.gates, *cls.fields])  # type: ignore[misc]
         self.param_type = namedtuple("Params", list(cls.params))  # type: ignore[misc]

@@ -58,11 +58,10 @@ def engine_for(
     for pair in pairs:
         engine, reason = find(*pair, device), _why_not(program, pair, device)
         if engine is not None and reason is None:
-            reason = _why_not_built(program.key, *pair, device.type, dtype)
+            instead = pairs[-1] if pair != pairs[-1] else None
+            reason = _why_not_built(program.key, *pair, device.type, dtype, instead)
             if reason is None:
                 return engine
-            if pair != pairs[-1]:
-                _say_once(f"{program.cell_name} runs by ({', '.join(pairs[-1])}): {reason}")
     able = [f"({', '.join(p)})" for p in PAIRS if p != pair and not _why_not(program, p, device)]
     raise EngineError(
         f"({solver}, {backend}) cannot run {program.cell_name} on {device.type}: {reason}. "
@@ -106,14 +105,22 @@ def _why_not(program: Program, pair: tuple[str, str], device: torch.device) -> s
 
 
 def _why_not_built(
-    key: str, solver: str, backend: str, device: str, dtype: torch.dtype
+    key: str,
+    solver: str,
+    backend: str,
+    device: str,
+    dtype: torch.dtype,
+    instead: tuple[str, str] | None = None,
 ) -> str | None:
+    """The reason why an engine cannot be made ready; warns once where `instead` takes its place."""
     engine = find(solver, backend, torch.device(device))
     assert engine is not None
     try:
         if engine.build is not None:
             engine.build(program_by_key(key), dtype)
     except EngineError as error:
+        if instead is not None:
+            _say_once(f"{program_by_key(key).cell_name} runs by ({', '.join(instead)}): {error}")
         return str(error)
     return None
 
