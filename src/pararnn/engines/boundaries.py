@@ -111,8 +111,10 @@ def to_gradients(
         _in_order(g, args.reverse).to(f.dtype)
         for g, f in zip(grad_inputs[num_gates:], args.fields, strict=True)
     )
-    grad_gates = torch.empty_like(args.gates)
-    grad_gates.copy_(_in_order(gates, args.reverse).reshape(args.gates.shape))
+    grad_gates = _in_order(gates, args.reverse).reshape(args.gates.shape).to(args.gates.dtype)
+    laid_out = torch.empty_like(args.gates)
+    if grad_gates.stride() != laid_out.stride():
+        grad_gates = laid_out.copy_(grad_gates)
     return Gradients(
         gates=grad_gates,
         bias=bias,

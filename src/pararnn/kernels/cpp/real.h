@@ -38,7 +38,6 @@ typedef integer whole __attribute__((vector_size(PARARNN_VECTOR_BYTES)));
 
 // Subtracting zero keeps every value, -0 included.
 inline real constant(double x) { return scalar(x) - real{}; }
-inline whole constant_whole(integer x) { return x - whole{}; }
 inline real select(mask m, real a, real b) { return m ? a : b; }
 inline mask select(mask m, mask a, mask b) { return (m & a) | (~m & b); }
 inline mask truth(real x) { return x != constant(0); }

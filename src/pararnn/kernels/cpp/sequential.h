@@ -64,16 +64,18 @@ template <class T> inline real load_ahead(const T* p, int64_t distance, int coun
 struct Reader {
   const int64_t* sizes;
   void* const* pointers;
-  template <class T> void size(T& out) { out = (T)*sizes++; }
+  void size(int64_t& out) { out = *sizes++; }
+  void strides(GateStrides& out) {
+    for (int64_t* stride : {&out.row, &out.time, &out.gate, &out.head}) size(*stride);
+  }
   template <class T> void pointer(T*& out) { out = (T*)*pointers++; }
 };
 
 Problem read_problem(Reader& in) {
   Problem p;
-  for (int64_t* size : {&p.rows, &p.length, &p.heads, &p.channels, &p.reverse, &p.threads,
-                        &p.gate_strides.row, &p.gate_strides.time, &p.gate_strides.gate,
-                        &p.gate_strides.head})
+  for (int64_t* size : {&p.rows, &p.length, &p.heads, &p.channels, &p.reverse, &p.threads})
     in.size(*size);
+  in.strides(p.gate_strides);
   for (int f = 0; f < num_fields; ++f)
     for (int64_t* size : {&p.field_strides[f].row, &p.field_strides[f].time,
                           &p.field_strides[f].channel})
@@ -124,7 +126,7 @@ struct Tile {
   }
 };
 
-// Where the gates and fields of one step are, and the gates' biases.
+// Where the gates and fields of one step are.
 struct Inputs {
   const io* gates[num_gates];
   const scalar* fields[num_fields + 1];
@@ -347,9 +349,7 @@ __attribute__((visibility("default"))) void backward(const int64_t* sizes, void*
   Reader in{sizes, pointers};
   const Problem p = read_problem(in);
   Gradients grad;
-  for (int64_t* size : {&grad.gate_strides.row, &grad.gate_strides.time, &grad.gate_strides.gate,
-                        &grad.gate_strides.head})
-    in.size(*size);
+  in.strides(grad.gate_strides);
   for (int n = 0; n < num_states; ++n) {
     in.size(grad.state_strides[n].row);
     in.size(grad.state_strides[n].time);
