@@ -23,7 +23,7 @@ from pararnn.codegen.compiler import find_compiler
 ONE = """
 import sys, time
 import torch, pararnn
-from pararnn.codegen.library import kernels_of
+from pararnn.codegen.cpp import kernels_of
 program = pararnn.program_of(pararnn.CELLS[sys.argv[1]](8))
 begin = time.perf_counter()
 kernels_of(program, getattr(torch, sys.argv[2]))

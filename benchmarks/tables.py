@@ -170,12 +170,104 @@ def newton_iterations() -> str:
     return f"{text}\n\n{table(head, body)}"
 
 
+def size(row: Row) -> str:
+    """A row's B, T, D."""
+    return ", ".join(row[letter] for letter in "BTD")
+
+
+def figure(row: Row, key: str, digits: int = 3) -> str:
+    """A figure of a row with some digits; empty where the row has none."""
+    return f"{float(row[key]):.{digits}g}" if row[key] else ""
+
+
+def kernels() -> str:
+    """Generated CUDA kernels against the bytes that they must move."""
+    rows = read("kernels.csv")
+    head = ["cell", "pass", "dtype", "B, T, D", "ms", "do_bench", "limit", "over limit", "aim"]
+    head += ["ns a step", "of the LSTM's"]
+    body = [
+        [
+            *(row["what"], row["pass"], row["dtype"], size(row)),
+            *(figure(row, key) for key in ("graph_ms", "do_bench_ms", "limit_ms", "of_limit")),
+            *(figure(row, key) for key in ("aim_ms", "ns_per_step", "of_lstm")),
+        ]
+        for row in rows
+        if row["section"] == "kernels"
+    ]
+    floors = [
+        f" A kernel of one element takes {float(row['graph_ms']) * 1e3:.2g} us, by do_bench "
+        f"{float(row['do_bench_ms']) * 1e3:.2g}."
+        for row in rows
+        if row["section"] == "empty"
+    ]
+    return (
+        f"Medians in ms {source(rows, 'kernels.csv')}. Copies run at {rows[0]['copy_GB_per_s']} "
+        f"GB/s, read and written.{''.join(floors)}\n\n{table(head, body)}"
+    )
+
+
+def kernels_layers() -> str:
+    """Whole layers and what others do at their size."""
+    rows = [row for row in read("kernels.csv") if row["section"] in ("layers", "peers")]
+    passes = ("forward", "both")
+    body = []
+    for what in dict.fromkeys(row["what"] for row in rows):
+        mine = {row["pass"]: row for row in rows if row["what"] == what}
+        keys = ("graph_ms", "do_bench_ms", "aim_ms")
+        body.append(
+            [what, *(figure(mine[p], key) if p in mine else "" for p in passes for key in keys)]
+        )
+    titles = ("forward", "forward + backward")
+    head = ["", *(f"{title}{kind}" for title in titles for kind in ("", ", do_bench", ", aim"))]
+    about = f"B, T, D = {size(rows[0])}, {rows[0]['dtype']}"
+    return f"Medians in ms, {about} {source(rows, 'kernels.csv')}:\n\n{table(head, body)}"
+
+
+def kernels_memory() -> str:
+    """Memory of a layer's passes, with and without recomputing the gates."""
+    rows = read("kernels_memory.csv")
+    keys = ("kept_bytes", "kept_explained", "peak_bytes", "peak_explained")
+    body = [
+        ["yes" if row["recompute_gates"] == "True" else "no"]
+        + [f"{int(row[key]) / 2**20:.1f}" for key in keys]
+        for row in rows
+    ]
+    head = ["gates recomputed", "kept for the backward pass", "explained", "peak", "explained"]
+    text = f"MiB, B, T, D = {size(rows[0])} {source(rows, 'kernels_memory.csv')}:"
+    return f"{text}\n\n{table(head, body)}"
+
+
+def speedup_cuda() -> str:
+    """Engines against loops in Python, at the length that the paper's figures stand beside."""
+    rows = [row for row in read("speedup_cuda.csv") if row["paper_forward"]]
+    loops, kinds = ("eager", "compiled"), ("forward", "both")
+    body = [
+        [
+            *(row["cell"], row["way"]),
+            *(figure(row, f"{kind}_ms") for kind in kinds),
+            *(f"{float(row[f'{kind}_over_{loop}']):.1f} x" for kind in kinds for loop in loops),
+            f"{row['paper_forward']} x",
+        ]
+        for row in rows
+    ]
+    titles = {"forward": "forward", "both": "forward + backward"}
+    head = ["cell", "", *(f"{titles[kind]}, ms" for kind in kinds)]
+    head += [f"{titles[kind]}, over {loop}" for kind in kinds for loop in loops]
+    head += ["paper, forward (A100)"]
+    text = f"B, T, D = {size(rows[0])}, float32 {source(rows, 'speedup_cuda.csv')}:"
+    return f"{text}\n\n{table(head, body)}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "auto_torch": auto_torch,
     "compile": compile_times,
     "cpu": cpu,
     "newton_iterations": newton_iterations,
+    "kernels": kernels,
+    "kernels_layers": kernels_layers,
+    "kernels_memory": kernels_memory,
+    "speedup_cuda": speedup_cuda,
 }
 
 

@@ -16,12 +16,12 @@ import torch
 from table import needs_compiler
 
 import pararnn
-from pararnn.codegen import cache, compiler, library
+from pararnn.codegen import cache, compiler, cpp
 
 RUN = """
 import sys, time
 import torch, pararnn
-from pararnn.codegen.library import kernels_of
+from pararnn.codegen.cpp import kernels_of
 torch.manual_seed(0)
 cell = pararnn.ElmanCell(5)
 program = pararnn.program_of(cell)
@@ -37,7 +37,7 @@ print(f"{seconds:.6f} {states.double().sum().item():.12f}")
 def folder(tmp_path, monkeypatch):
     """An empty cache, and a process that remembers no kernels."""
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(library, "_KERNELS", {})
+    monkeypatch.setattr(cpp, "_KERNELS", {})
     return tmp_path / "cache"
 
 
@@ -55,8 +55,8 @@ def _again(monkeypatch):
         calls.append(args)
         return compiler.compile_library(*args)
 
-    monkeypatch.setattr(library, "compile_library", compiling)
-    monkeypatch.setattr(library, "_KERNELS", {})
+    monkeypatch.setattr(cpp, "compile_library", compiling)
+    monkeypatch.setattr(cpp, "_KERNELS", {})
     return _solve(), len(calls)
 
 
@@ -70,7 +70,11 @@ def test_second_use_compiles_nothing(folder, monkeypatch):
     first = _solve()
     entry = _entry(folder)
     assert entry.name.startswith("ElmanCell-float-")
-    assert {path.name for path in entry.iterdir()} == {cache.LIBRARY, cache.SOURCE, cache.MANIFEST}
+    assert {path.name for path in entry.iterdir()} == {
+        cache.CPP.library,
+        cache.CPP.source,
+        cache.MANIFEST,
+    }
     again, compiled = _again(monkeypatch)
     assert compiled == 0
     assert torch.equal(first, again)
@@ -102,16 +106,16 @@ def _to_an_empty_folder(entry):
 
 
 def _not_a_library(entry):
-    _rewrite(entry / cache.LIBRARY, lambda _: b"no ELF")
+    _rewrite(entry / cache.CPP.library, lambda _: b"no ELF")
     checksum = hashlib.sha256(b"no ELF").hexdigest()
     manifest = json.loads((entry / cache.MANIFEST).read_text())
     (entry / cache.MANIFEST).write_text(json.dumps({**manifest, "checksum": checksum}))
 
 
 DAMAGE = {
-    "truncated": lambda e: _rewrite(e / cache.LIBRARY, lambda old: old[:1000]),
-    "one bit": lambda e: _rewrite(e / cache.LIBRARY, lambda old: old[:99] + b"?" + old[100:]),
-    "no library": lambda e: (e / cache.LIBRARY).unlink(),
+    "truncated": lambda e: _rewrite(e / cache.CPP.library, lambda old: old[:1000]),
+    "one bit": lambda e: _rewrite(e / cache.CPP.library, lambda old: old[:99] + b"?" + old[100:]),
+    "no library": lambda e: (e / cache.CPP.library).unlink(),
     "no manifest": lambda e: (e / cache.MANIFEST).unlink(),
     "not JSON": lambda e: _rewrite(e / cache.MANIFEST, lambda old: old[:-1]),
     "other key": lambda e: _rewrite(e / cache.MANIFEST, lambda old: old.replace(b": ", b": 1", 1)),
@@ -180,7 +184,7 @@ def test_warm_loads_are_quick(folder):
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(library, "_KERNELS", {})
+    monkeypatch.setattr(cpp, "_KERNELS", {})
     cache._warn_unwritable.cache_clear()
     with pytest.warns(pararnn.BackendWarning, match="cannot be kept in .*set PARARNN_CACHE_DIR"):
         states = _solve()
@@ -204,18 +208,18 @@ def test_default_folders(monkeypatch):
 def test_keys_follow_source_compiler_flags_and_processor(folder, monkeypatch):
     names = []
     changes = [
-        ("source_of", lambda program, dtype, f=library.source_of: f(program, dtype) + "// new\n"),
+        ("source_file", lambda *args, f=cpp.source_file: f(*args) + "// new\n"),
         ("compiler_identity", lambda path: "another compiler"),
-        ("flags", lambda f=library.flags: (*f(), "-DANOTHER")),
+        ("flags", lambda f=cpp.flags: (*f(), "-DANOTHER")),
         ("cpu_identity", lambda: "another processor"),
-        ("_header_text", lambda: "other headers"),
+        ("headers.text", lambda target: "other headers"),
     ]
     _solve()
     names.append(_entry(folder).name)
     for what, change in changes:
         with monkeypatch.context() as patch:
-            patch.setattr(library, what, change)
-            patch.setattr(library, "_KERNELS", {})
+            patch.setattr(f"pararnn.codegen.cpp.{what}", change)
+            patch.setattr(cpp, "_KERNELS", {})
             _solve()
         names.append(max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns).name)
     assert len(set(names)) == len(changes) + 1
@@ -227,6 +231,7 @@ def test_without_a_compiler(folder, monkeypatch):
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(folder))
     table._say_once.cache_clear()
+    table._build_failure.cache_clear()
     cell, gates = pararnn.GRUCell(4), torch.randn(1, 5, 3, 4)
     with pytest.raises(
         pararnn.EngineError, match=r"no C\+\+ compiler found.*apt-get install g\+\+"
@@ -253,7 +258,7 @@ def test_a_compiler_that_fails(folder, monkeypatch, tmp_path):
     ):
         _solve()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(library, "_KERNELS", {})
+    monkeypatch.setattr(cpp, "_KERNELS", {})
     with pytest.raises(pararnn.EngineError, match="CXX='no-such-compiler' is not a program"):
         _solve()
 
@@ -283,7 +288,7 @@ def test_narrower_vectors(target, folder, monkeypatch):
         pytest.skip("this processor has no AVX2")
     flags = (*compiler.FLAGS, f"-march={target}")
     monkeypatch.setattr(compiler, "flags", lambda: flags)
-    monkeypatch.setattr(library, "flags", lambda: flags)
+    monkeypatch.setattr(cpp, "flags", lambda: flags)
     _agrees_with_the_loop()
 
 
@@ -294,7 +299,7 @@ def test_precompile(folder, monkeypatch):
     assert {path.name.split("-")[1] for path in folder.iterdir()} == {"float"}
     pararnn.precompile(layer, [torch.bfloat16, torch.float32])
     assert {path.name.split("-")[1] for path in folder.iterdir()} == {"float", "bfloat16"}
-    monkeypatch.setattr(library, "compile_library", None)  # a compilation would fail
+    monkeypatch.setattr(cpp, "compile_library", None)  # a compilation would fail
     layer(torch.randn(1, 3, 4))
     with pytest.raises(pararnn.EngineError, match="Linear holds no Cell"):
         pararnn.precompile(torch.nn.Linear(2, 2))

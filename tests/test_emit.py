@@ -9,8 +9,8 @@ import torch
 from table import needs_compiler
 
 import pararnn
+from pararnn.codegen import headers
 from pararnn.codegen.compiler import compile_library
-from pararnn.codegen.library import HEADERS
 from pararnn.codegen.spelling import SPELLINGS, literal
 from pararnn.derive import expand_entry
 
@@ -19,20 +19,38 @@ TORCH = "2.13"  # traced graphs may differ in the order of ops between versions
 ELEMENTWISE = [name for name in pararnn.CELLS if name != "dense-gru"]
 
 
+SUFFIXES = {"cpp": ".cpp", "cuda": ".cu"}
+
+
+@pytest.mark.parametrize("target", SUFFIXES)
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_goldens(name):
+def test_goldens(name, target):
     """Rewrite them with PARARNN_WRITE_GOLDENS=1, and read the difference."""
     if not torch.__version__.startswith(TORCH):
         pytest.skip(f"goldens are of torch {TORCH}")
-    text = pararnn.emitted(pararnn.CELLS[name](4))
-    golden = GOLDENS / f"{name}.cpp"
+    text = pararnn.emitted(pararnn.CELLS[name](4), target)
+    golden = GOLDENS / f"{name}{SUFFIXES[target]}"
     if os.environ.get("PARARNN_WRITE_GOLDENS"):
         golden.write_text(text, encoding="utf-8")
     assert text == golden.read_text(encoding="utf-8")
 
 
 def test_no_golden_is_left_over():
-    assert {path.stem for path in GOLDENS.iterdir()} == set(ELEMENTWISE)
+    expected = {f"{name}{suffix}" for name in ELEMENTWISE for suffix in SUFFIXES.values()}
+    assert {path.name for path in GOLDENS.iterdir()} == expected
+
+
+def test_targets_differ_in_their_dialect_only():
+    for name in ELEMENTWISE:
+        cpp, cuda = (pararnn.emitted(pararnn.CELLS[name](4), target) for target in SUFFIXES)
+        assert cuda == cpp.replace("inline void", "PARARNN_FUNCTION void")
+
+
+def test_sums_of_products_fuse_the_product_that_is_known_last():
+    source = pararnn.emitted(pararnn.GRUCell(4))
+    step = source[source.index("inline void step") : source.index("inline void jacobian")]
+    assert "multiply_add(t9, t16, t18);" in step  # z * c, and not (1 - z) * h
+    assert "= t9 * t16" not in step
 
 
 def test_subexpressions_are_computed_once():
@@ -56,6 +74,7 @@ JACOBIAN = """
 #define PARARNN_WIDE 1
 #include "functions.h"
 #define EXPORT __attribute__((visibility("default")))
+namespace pararnn {{
 {functions}
 extern "C" EXPORT int channels() {{ return lanes; }}
 extern "C" EXPORT void run(const double* in, double* out) {{
@@ -66,6 +85,7 @@ extern "C" EXPORT void run(const double* in, double* out) {{
   jacobian(from[0], from[1], from[2], from[3], to[0], to[1]);
   for (int i = 0; i < num_states; ++i, out += lanes) store(out, to[0][i], lanes);
   for (int i = 0; i < num_states * num_states; ++i, out += lanes) store(out, to[1][i], lanes);
+}}
 }}
 """
 
@@ -79,7 +99,7 @@ def test_emitted_jacobians_run(name, tmp_path):
     source, output = tmp_path / "jacobian.cpp", tmp_path / "jacobian.so"
     entries = program.num_states**2
     source.write_text(JACOBIAN.format(functions=functions, entries=entries), encoding="utf-8")
-    compile_library(source, HEADERS, output)
+    compile_library(source, headers.folder("cpp"), output)
     library = ctypes.CDLL(str(output))
     rows = sum(map(len, (program.states, program.gates, program.fields, program.params)))
     torch.manual_seed(0)
@@ -151,9 +171,11 @@ def test_spellings_can_be_registered(monkeypatch):
 def test_wrong_requests():
     with pytest.raises(ValueError, match="schema name such as"):
         pararnn.register_spelling("erfinv", "{0}")
-    with pytest.raises(pararnn.EngineError, match="unknown target 'metal'; known: cpp"):
+    with pytest.raises(pararnn.EngineError, match="unknown target 'metal'; known: cpp, cuda"):
         pararnn.emitted(pararnn.GRUCell(4), "metal")
-    with pytest.raises(pararnn.EngineError, match="not elementwise"):
+    with pytest.raises(
+        pararnn.EngineError, match="no code can be generated: DenseGRUCell mixes channels"
+    ):
         pararnn.emitted(pararnn.DenseGRUCell(4))
     with pytest.raises(TypeError, match="dtype must have one of the dtypes"):
         pararnn.emitted(pararnn.GRUCell(4), dtype=torch.int8)

@@ -110,7 +110,8 @@ def test_first_use_inside_a_compiled_region_says_what_to_do():
 def test_ops_pass_pytorchs_own_checks(case, pair):
     program = pararnn.program_of(case.cell)
     params = [p.detach() for p in case.cell.lifted_params(torch.float64)]
-    inputs = (program.key, *pair, case.gates, None, [], params, list(case.initial))
+    sequences = len(case.initial[0])
+    inputs = (program.key, *pair, case.gates, None, [], params, list(case.initial), sequences)
     rest = (None, None, False)
     torch.library.opcheck(
         torch.ops.pararnn.forward.default,

@@ -14,7 +14,7 @@ from pararnn.cells import (
     SLSTMCell,
 )
 from pararnn.codegen.emit import emitted
-from pararnn.codegen.library import precompile
+from pararnn.codegen.precompile import precompile
 from pararnn.codegen.spelling import register_spelling
 from pararnn.errors import (
     BackendWarning,

@@ -137,7 +137,8 @@ def check_solve(
     or the other way round.
     """
     on_failure = options.pop("on_failure", "warn")
-    args = prepare(cell, gates, initial_state, bias=bias, fields=fields, **options)
+    given = prepare(cell, gates, initial_state, bias=bias, fields=fields, **options)
+    args = given.started(len(cell.states))
     problem = _Problem(
         cell=copy.deepcopy(cell),
         gates=_leaf(gates),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.hooks import RemovableHandle
 
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.engines.table import check_names
-from pararnn.numerics import compute_dtype
 from pararnn.program import program_of
 from pararnn.solve import solve_with_info
 
@@ -87,30 +92,34 @@ class DirectionalLayer(nn.Module):
         program_of(cell)  # now, because tracing cannot happen inside a compiled region
 
     def forward(
-        self, x: Tensor, initial: tuple[Tensor, ...] | None, **options: Any
+        self,
+        x: Tensor,
+        initial: tuple[Tensor, ...] | None,
+        *,
+        recompute_gates: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+        if not (recompute_gates and torch.is_grad_enabled()):
+            return self._solve(x, initial, options)
+        contexts = partial(create_selective_checkpoint_contexts, _keep_states)
+        return checkpoint(
+            self._solve, x, initial, options, use_reentrant=False, context_fn=contexts
+        )
+
+    def _solve(
+        self, x: Tensor, initial: tuple[Tensor, ...] | None, options: dict[str, Any]
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         states, final, info = solve_with_info(
             self.cell, self.proj(x), initial, bias=self.bias, output_only=True, **options
         )
         return states[0], final, info
 
-    def step(
-        self, x: Tensor, states: tuple[Tensor, ...] | None, fields: Fields
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        gates = self.proj(x.unsqueeze(1)).flatten(3)[:, 0]
-        dtype = compute_dtype(gates.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            inputs = gates.to(dtype) if self.bias is None else gates.to(dtype) + self.bias.to(dtype)
-            size = (len(x), self.cell.hidden_size)
-            if states is None:
-                states = tuple(inputs.new_zeros(size) for _ in self.cell.states)
-            values = [_field_step(fields[name], inputs, size) for name in self.cell.fields]
-            new = program_of(self.cell).step(
-                [s.to(dtype) for s in states],
-                [*inputs.unbind(1), *values],
-                self.cell.lifted_params(dtype),
-            )
-        return new[0].to(gates.dtype), new
+
+def _keep_states(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What is kept for the backward pass where gates are recomputed: the states."""
+    if op is torch.ops.pararnn.forward.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class ParaRNN(nn.Module):
@@ -127,6 +136,8 @@ class ParaRNN(nn.Module):
         device, dtype: of the parameters.
         solver, backend, on_failure: as in `pararnn.solve`.
         recurrent_clip: bound that `clip_after_step` clamps recurrent parameters to; None for none.
+        recompute_gates: do not keep the gates (B, T, G, D) for the backward pass, but project the
+            input anew there: a layer then keeps its input and its states only.
         config: the cell's config.
 
     Raises CellError for a malformed cell, ValueError for impossible sizes, EngineError for an
@@ -150,6 +161,7 @@ class ParaRNN(nn.Module):
         backend: str = "auto",
         on_failure: str = "warn",
         recurrent_clip: float | None = 0.5,
+        recompute_gates: bool = False,
         **config: Any,
     ) -> None:
         super().__init__()
@@ -168,8 +180,8 @@ class ParaRNN(nn.Module):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.num_heads, self.batch_first, self.dropout = num_heads, batch_first, dropout
         self.solver, self.backend, self.on_failure = solver, backend, on_failure
-        self.recurrent_clip = recurrent_clip
-        self.last_solve: SolveInfo | None = None
+        self.recurrent_clip, self.recompute_gates = recurrent_clip, recompute_gates
+        self._infos: tuple[Tensor, ...] = ()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.layers = nn.ModuleList()
         for index in range(num_layers):
@@ -182,6 +194,11 @@ class ParaRNN(nn.Module):
     def cell(self) -> Cell:
         """The first layer's cell."""
         return self._parts()[0].cell
+
+    @property
+    def last_solve(self) -> SolveInfo | None:
+        """What the solvers of the last forward pass did; None before it."""
+        return SolveInfo(*torch.stack(self._infos, 1)) if self._infos else None
 
     def forward(
         self,
@@ -213,43 +230,40 @@ class ParaRNN(nn.Module):
                 k: v.transpose(0, 1) if isinstance(v, Tensor) else v for k, v in fields.items()
             }
             reset = None if reset is None else reset.transpose(0, 1)
-        initial = self._per_layer(h_0, x.shape[0])
-        finals, infos = [], []
-        for index, layer in enumerate(self._parts()):
-            if index and self.dropout:
-                x = F.dropout(x, self.dropout, self.training)
-            x, final, info = layer(
-                x,
-                initial[index],
-                fields=fields,
-                reset=reset,
-                solver=self.solver,
-                backend=self.backend,
-                on_failure=self.on_failure,
-            )
-            finals.append(final)
-            infos.append(info)
-        self.last_solve = SolveInfo(*torch.stack(infos, 1))
-        return x if self.batch_first else x.transpose(0, 1), self._stacked(finals)
+        x, finals = self._run(
+            x, h_0, fields=fields, reset=reset, solver=self.solver, backend=self.backend
+        )
+        return x if self.batch_first else x.transpose(0, 1), finals
 
     def step(
         self, x_t: Tensor, state: States | None = None, *, fields: Fields | None = None
     ) -> tuple[Tensor, States]:
-        """One time step, for decoding: x_t (B, input_size), states and results as in `forward`."""
+        """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
+
+        It is `forward` at T = 1 by the sequential solver: fields are (B,), (B, hidden_size) or
+        numbers.
+        """
         self._check_input(x_t, 2)
-        fields = dict(fields or {})
-        if set(fields) != set(self.cell.fields):
-            raise ValueError(
-                f"step takes the fields {list(self.cell.fields)}, got {sorted(fields)}"
-            )
-        initial = self._per_layer(state, x_t.shape[0])
-        finals = []
+        fields = {
+            k: v.unsqueeze(1) if isinstance(v, Tensor) else v for k, v in (fields or {}).items()
+        }
+        options = {"fields": fields, "solver": "sequential", "backend": self.backend}
+        x, finals = self._run(x_t.unsqueeze(1), state, **options)
+        return x.squeeze(1), finals
+
+    def _run(self, x: Tensor, states: States | None, **options: Any) -> tuple[Tensor, States]:
+        """All layers on x (B, T, input_size); records what their solvers did."""
+        initial = self._per_layer(states, x.shape[0])
+        options |= {"on_failure": self.on_failure, "recompute_gates": self.recompute_gates}
+        finals, infos = [], []
         for index, layer in enumerate(self._parts()):
             if index and self.dropout:
-                x_t = F.dropout(x_t, self.dropout, self.training)
-            x_t, final = layer.step(x_t, initial[index], fields)
+                x = F.dropout(x, self.dropout, self.training)
+            x, final, info = layer(x, initial[index], **options)
             finals.append(final)
-        return x_t, self._stacked(finals)
+            infos.append(info)
+        self._infos = tuple(infos)
+        return x, self._stacked(finals)
 
     def reset_parameters(self) -> None:
         """Initialise anew (paper, Appendix C): see `HeadwiseLinear` and `Param`; zero biases."""
@@ -301,7 +315,10 @@ class ParaRNN(nn.Module):
         return list(zip(*given, strict=True))
 
     def _stacked(self, finals: list[tuple[Tensor, ...]]) -> States:
-        stacked = tuple(torch.stack(series) for series in zip(*finals, strict=True))
+        if len(finals) == 1:
+            stacked = tuple(state.unsqueeze(0) for state in finals[0])
+        else:
+            stacked = tuple(torch.stack(series) for series in zip(*finals, strict=True))
         return stacked[0] if len(stacked) == 1 else stacked
 
 
@@ -339,9 +356,3 @@ def clip_after_step(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
                 part.clip_recurrent()
 
     return optimizer.register_step_post_hook(clip)
-
-
-def _field_step(value: Tensor | float, like: Tensor, size: tuple[int, int]) -> Tensor:
-    if not isinstance(value, Tensor):
-        return like.new_tensor(float(value)).expand(size)
-    return (value.unsqueeze(-1) if value.ndim == 1 else value).to(like.dtype).expand(size)

@@ -5,7 +5,8 @@ Compilers see two opaque calls. Ops take no callables, so a cell travels as its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _PLAIN = "use solver='sequential', backend='torch', which is plain differentiabl
 _LIBRARY = torch.library.Library("pararnn", "DEF")
 _INPUTS = (
     "str key, str solver, str backend, Tensor gates, Tensor? bias, Tensor[] fields, "
-    "Tensor[] params, Tensor[] initial, Tensor? seq, Tensor? reset, bool reverse"
+    "Tensor[] params, Tensor[] initial, SymInt sequences, Tensor? seq, Tensor? reset, bool reverse"
 )
 _LIBRARY.define(f"forward({_INPUTS}, str on_failure) -> (Tensor[], Tensor[], Tensor)")
 _LIBRARY.define(
@@ -37,12 +38,12 @@ def apply_engine(
     `output_only` marks the sequences of all states but the first as carrying no gradient. Raises
     NotImplementedError for vmap, forward-mode and second derivatives, with the cure.
     """
-    counts = (len(args.fields), len(args.params), program.num_states)
-    static = (program.key, engine.solver, engine.backend, args.reverse, on_failure)
+    counts = (len(args.fields), len(args.params), len(args.initial), program.num_states)
+    static = (program.key, engine.solver, engine.backend, args.sequences, args.reverse, on_failure)
     single = (args.gates, args.bias, args.seq, args.reset)
     tensors = (*single, *args.fields, *args.params, *args.initial)
     try:
-        out = _Solve.apply(static, counts, output_only, *tensors)
+        out = _apply(_Solve, static, counts, output_only, *tensors)
     except NotImplementedError as error:
         if "jvp" not in str(error):
             raise
@@ -51,6 +52,13 @@ def apply_engine(
         ) from error
     n = program.num_states
     return out[:n], out[n : 2 * n], out[-1]
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply`, in eager mode without what binds default arguments: that takes 20 us."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 class _Solve(torch.autograd.Function):
@@ -65,7 +73,7 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.static, ctx.counts, output_only, *tensors = inputs
-        num_states = ctx.counts[2]
+        num_states = ctx.counts[-1]
         states = output[:num_states]
         unread = states[1:] if output_only else ()
         ctx.mark_non_differentiable(*unread, output[-1])
@@ -74,12 +82,15 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        num_states = ctx.counts[2]
+        num_states = ctx.counts[-1]
         saved = ctx.saved_tensors
         tensors, states = saved[:-num_states], saved[-num_states:]
         # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
-        run = _run_backward if torch.compiler.is_compiling() else _SolveBackward.apply
-        out = run(ctx.static, ctx.counts, *tensors, *states, *grads[: 2 * num_states])
+        given = (ctx.static, ctx.counts, *tensors, *states, *grads[: 2 * num_states])
+        if torch.compiler.is_compiling():
+            out = _run_backward(*given)
+        else:
+            out = _apply(_SolveBackward, *given)
         gates, rest = out[0], list(out[1:])
         bias = rest.pop(0) if tensors[1] is not None else None
         return (None, None, None, gates, bias, None, None, *rest)
@@ -110,7 +121,7 @@ class _SolveBackward(torch.autograd.Function):
 
 
 def _run_backward(static: Any, counts: Any, *tensors: Any) -> Any:
-    num_states = counts[2]
+    num_states = counts[-1]
     given, rest = tensors[: -3 * num_states], tensors[-3 * num_states :]
     states, grads = rest[:num_states], rest[num_states:]
     return torch.ops.pararnn.backward(
@@ -121,17 +132,17 @@ def _run_backward(static: Any, counts: Any, *tensors: Any) -> Any:
     )
 
 
-def _op_inputs(static: Any, counts: tuple[int, int, int], tensors: Sequence[Any]) -> Any:
+def _op_inputs(static: Any, counts: tuple[int, ...], tensors: Sequence[Any]) -> Any:
     """The arguments that both ops begin with, from the autograd function's flat ones."""
-    key, solver, backend, reverse, _ = static
-    fields, params, states = counts
+    key, solver, backend, sequences, reverse, _ = static
+    fields, params, initial, _ = counts
     gates, bias, seq, reset, *rest = tensors
     lists = (
         rest[:fields],
         rest[fields : fields + params],
-        rest[fields + params : fields + params + states],
+        rest[fields + params : fields + params + initial],
     )
-    return key, solver, backend, gates, bias, *lists, seq, reset, reverse
+    return key, solver, backend, gates, bias, *lists, sequences, seq, reset, reverse
 
 
 def _engine(solver: str, backend: str, device: torch.device) -> Engine:
@@ -142,58 +153,46 @@ def _engine(solver: str, backend: str, device: torch.device) -> Engine:
 
 
 def _arguments(gates: Tensor, bias: Tensor | None, *rest: Any) -> Arguments:
-    fields, params, initial, seq, reset, reverse = rest
-    return Arguments(gates, bias, tuple(fields), tuple(params), tuple(initial), seq, reset, reverse)
+    fields, params, initial, *others = rest
+    return Arguments(gates, bias, tuple(fields), tuple(params), tuple(initial), *others)
 
 
 def _forward_op(
     key: str, solver: str, backend: str, *given: Any
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     *inputs, on_failure = given
-    args = _arguments(*inputs)
+    args, program = _arguments(*inputs), program_by_key(key)
     engine = _engine(solver, backend, args.gates.device)
-    solution = engine.forward(program_by_key(key), args, on_failure)
-    results = (*solution.states, *solution.final)
-    own = _own_memory([t.contiguous() for t in results], (args.gates, *args.initial))
-    count = len(args.initial)
-    return own[:count], own[count:], solution.info
+    if not engine.starts_itself:
+        args = args.started(program.num_states)
+    # The solver's precision is the contract's, whatever the caller's autocast region says.
+    device = args.gates.device.type
+    autocast = torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if autocast else nullcontext():
+        solution = engine.forward(program, args, on_failure)
+    return list(solution.states), list(solution.final), solution.info
 
 
 def _backward_op(key: str, solver: str, backend: str, *given: Any) -> list[Tensor]:
     *inputs, states, grad_states, grad_final = given
-    args = _arguments(*inputs)
+    args, program = _arguments(*inputs), program_by_key(key)
     engine = _engine(solver, backend, args.gates.device)
     assert engine.backward is not None
-    grads = engine.backward(
-        program_by_key(key), args, tuple(states), tuple(grad_states), tuple(grad_final)
-    )
-    bias_grad = () if grads.bias is None else (grads.bias,)
-    rest = (*bias_grad, *grads.fields, *grads.params, *grads.initial)
-    out = [grads.gates, *(t.contiguous() for t in rest)]
-    arrived = [g for g in (*grad_states, *grad_final) if g is not None]
-    return _own_memory(out, (args.gates, *args.params, *args.initial, *arrived))
-
-
-def _own_memory(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
-    """The outputs, none sharing memory with another or with an input: ops may not."""
-    taken = {t.untyped_storage().data_ptr() for t in inputs}
-    own = []
-    for tensor in outputs:
-        if tensor.untyped_storage().data_ptr() in taken:
-            tensor = tensor.clone()
-        taken.add(tensor.untyped_storage().data_ptr())
-        own.append(tensor)
-    return own
+    full = args if engine.starts_itself else args.started(program.num_states)
+    grads = engine.backward(program, full, tuple(states), tuple(grad_states), tuple(grad_final))
+    bias = () if grads.bias is None else (grads.bias,)
+    initial = grads.initial if args.initial else ()
+    return [grads.gates, *bias, *grads.fields, *grads.params, *initial]
 
 
 def _forward_fake(
     key: str, solver: str, backend: str, *given: Any
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    args = _arguments(*given[:-1])
+    args, count = _arguments(*given[:-1]), program_by_key(key).num_states
     batch, steps = args.gates.shape[:2]
-    channels = args.initial[0].shape[-1]
-    states = [args.gates.new_empty(batch, steps, channels) for _ in args.initial]
-    final = [torch.empty_like(h, dtype=args.dtype) for h in args.initial]
+    states = [args.gates.new_empty(batch, steps, args.channels) for _ in range(count)]
+    size = (args.sequences, args.channels)
+    final = [args.gates.new_empty(size, dtype=args.dtype) for _ in range(count)]
     return states, final, args.gates.new_empty(2, dtype=torch.int64)
 
 

@@ -109,12 +109,12 @@ def solve_with_info(
     )
     size = (gates.shape[0], gates.shape[1], cell.hidden_size)
     engine = engine_for(program, size, gates.dtype, gates.device, solver, backend)
+    if engine.backward is not None:
+        return apply_engine(program, engine, args, on_failure, output_only)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     with torch.autocast(gates.device.type, enabled=False):
-        if engine.backward is None:
-            solution = engine.forward(program, args, on_failure)
-            return solution.states, solution.final, solution.info
-        return apply_engine(program, engine, args, on_failure, output_only)
+        solution = engine.forward(program, args.started(program.num_states), on_failure)
+    return solution.states, solution.final, solution.info
 
 
 def prepare(
@@ -128,7 +128,7 @@ def prepare(
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
 ) -> Arguments:
-    """`solve`'s arguments, checked and completed; errors as there."""
+    """`solve`'s arguments, checked; errors as there. Without initial states there are none."""
     _check_gates(cell, gates)
     seq, sequences = _sequences(gates, cu_seqlens)
     params = cell.lifted_params(compute_dtype(gates.dtype))
@@ -141,7 +141,8 @@ def prepare(
         bias=bias,
         fields=_fields(cell, gates, fields or {}),
         params=params,
-        initial=_initial(cell, gates, sequences, initial_state),
+        initial=() if initial_state is None else _initial(cell, gates, sequences, initial_state),
+        sequences=sequences,
         seq=seq,
         reset=_reset(gates, reset),
         reverse=reverse,
@@ -184,12 +185,9 @@ def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...
 
 
 def _initial(
-    cell: Cell, gates: Tensor, sequences: int, given: Tensor | Sequence[Tensor] | None
+    cell: Cell, gates: Tensor, sequences: int, given: Tensor | Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     names, size = cell.states, (sequences, cell.hidden_size)
-    if given is None:
-        dtype = compute_dtype(gates.dtype)
-        return tuple(gates.new_zeros(size, dtype=dtype) for _ in names)
     states = (given,) if isinstance(given, Tensor) else tuple(given)
     if len(states) != len(names):
         raise ValueError(

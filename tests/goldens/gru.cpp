@@ -20,9 +20,8 @@ inline void step(const real* state, const real* gate, const real* field, const r
   const real t16 = tanh(t15);
   const real t17 = constant(1.0) - t9;
   const real t18 = t17 * state_h;
-  const real t19 = t9 * t16;
-  const real t20 = t18 + t19;
-  new_state[0] = t20;
+  const real t19 = multiply_add(t9, t16, t18);
+  new_state[0] = t19;
 }
 
 inline void jacobian(const real* state, const real* gate, const real* field, const real* param, real* new_state, real* jacobian) {
@@ -45,28 +44,27 @@ inline void jacobian(const real* state, const real* gate, const real* field, con
   const real t16 = tanh(t15);
   const real t17 = constant(1.0) - t9;
   const real t18 = t17 * state_h;
-  const real t19 = t9 * t16;
-  const real t20 = t18 + t19;
-  const real t21 = -state_h;
-  const real t22 = t16 + t21;
-  const real t23 = t16 * t16;
-  const real t24 = constant(1.0) - t23;
-  const real t25 = t9 * t24;
-  const real t26 = t25 * param_a_c;
-  const real t27 = t26 * state_h;
-  const real t28 = t26 * t12;
-  const real t29 = t17 + t28;
-  const real t30 = constant(1.0) - t12;
-  const real t31 = t12 * t30;
-  const real t32 = t27 * t31;
-  const real t33 = t32 * param_a_r;
-  const real t34 = t29 + t33;
-  const real t35 = t9 * t17;
-  const real t36 = t22 * t35;
-  const real t37 = t36 * param_a_z;
-  const real t38 = t34 + t37;
-  new_state[0] = t20;
-  jacobian[0] = t38;
+  const real t19 = multiply_add(t9, t16, t18);
+  const real t20 = -state_h;
+  const real t21 = t16 + t20;
+  const real t22 = t16 * t16;
+  const real t23 = constant(1.0) - t22;
+  const real t24 = t9 * t23;
+  const real t25 = t24 * param_a_c;
+  const real t26 = t25 * state_h;
+  const real t27 = t25 * t12;
+  const real t28 = t17 + t27;
+  const real t29 = constant(1.0) - t12;
+  const real t30 = t12 * t29;
+  const real t31 = t26 * t30;
+  const real t32 = t31 * param_a_r;
+  const real t33 = t28 + t32;
+  const real t34 = t9 * t17;
+  const real t35 = t21 * t34;
+  const real t36 = t35 * param_a_z;
+  const real t37 = t33 + t36;
+  new_state[0] = t19;
+  jacobian[0] = t37;
 }
 
 inline void vjp(const real* state, const real* gate, const real* field, const real* param, const real* cotangent, real* grad_state, real* grad_gate, real* grad_field, real* grad_param) {
@@ -101,24 +99,23 @@ inline void vjp(const real* state, const real* gate, const real* field, const re
   const real t28 = t27 * param_a_c;
   const real t29 = t27 * t14;
   const real t30 = t28 * state_h;
-  const real t31 = t28 * t13;
-  const real t32 = t21 + t31;
-  const real t33 = constant(1.0) - t13;
-  const real t34 = t13 * t33;
-  const real t35 = t30 * t34;
-  const real t36 = t35 * param_a_r;
-  const real t37 = t35 * state_h;
-  const real t38 = t32 + t36;
-  const real t39 = t10 * t18;
-  const real t40 = t24 * t39;
-  const real t41 = t40 * param_a_z;
-  const real t42 = t40 * state_h;
-  const real t43 = t38 + t41;
-  grad_state[0] = t43;
-  grad_gate[0] = t40;
-  grad_gate[1] = t35;
+  const real t31 = multiply_add(t28, t13, t21);
+  const real t32 = constant(1.0) - t13;
+  const real t33 = t13 * t32;
+  const real t34 = t30 * t33;
+  const real t35 = t34 * param_a_r;
+  const real t36 = t34 * state_h;
+  const real t37 = t31 + t35;
+  const real t38 = t10 * t18;
+  const real t39 = t24 * t38;
+  const real t40 = t39 * param_a_z;
+  const real t41 = t39 * state_h;
+  const real t42 = t37 + t40;
+  grad_state[0] = t42;
+  grad_gate[0] = t39;
+  grad_gate[1] = t34;
   grad_gate[2] = t27;
-  grad_param[0] = t42;
-  grad_param[1] = t37;
+  grad_param[0] = t41;
+  grad_param[1] = t36;
   grad_param[2] = t29;
 }

@@ -81,15 +81,14 @@ inline void jacobian(const real* state, const real* gate, const real* field, con
   const real t44 = constant(1.0) - t16;
   const real t45 = t16 * t44;
   const real t46 = t31 * t45;
-  const real t47 = t46 * param_g_f;
-  const real t48 = t43 + t47;
-  const real t49 = constant(1.0) - t13;
-  const real t50 = t13 * t49;
-  const real t51 = t48 * t50;
-  const real t52 = t51 * param_a;
-  const real t53 = t39 + t52;
+  const real t47 = multiply_add(t46, param_g_f, t43);
+  const real t48 = constant(1.0) - t13;
+  const real t49 = t13 * t48;
+  const real t50 = t47 * t49;
+  const real t51 = t50 * param_a;
+  const real t52 = t39 + t51;
   new_state[0] = t28;
-  jacobian[0] = t53;
+  jacobian[0] = t52;
 }
 
 inline void vjp(const real* state, const real* gate, const real* field, const real* param, const real* cotangent, real* grad_state, real* grad_gate, real* grad_field, real* grad_param) {
@@ -145,24 +144,23 @@ inline void vjp(const real* state, const real* gate, const real* field, const re
   const real t49 = constant(1.0) - t17;
   const real t50 = t17 * t49;
   const real t51 = t32 * t50;
-  const real t52 = t51 * param_g_f;
-  const real t53 = t51 * t14;
-  const real t54 = t47 + t52;
-  const real t55 = constant(1.0) - t14;
-  const real t56 = t14 * t55;
-  const real t57 = t54 * t56;
-  const real t58 = t57 * param_a;
-  const real t59 = t57 * state_h;
-  const real t60 = t43 + t58;
-  grad_state[0] = t60;
+  const real t52 = t51 * t14;
+  const real t53 = multiply_add(t51, param_g_f, t47);
+  const real t54 = constant(1.0) - t14;
+  const real t55 = t14 * t54;
+  const real t56 = t53 * t55;
+  const real t57 = t56 * param_a;
+  const real t58 = t56 * state_h;
+  const real t59 = t43 + t57;
+  grad_state[0] = t59;
   grad_gate[0] = t51;
   grad_gate[1] = t46;
   grad_gate[2] = t40;
   grad_field[0] = t37;
-  grad_param[0] = t53;
+  grad_param[0] = t52;
   grad_param[1] = t48;
-  grad_param[2] = t59;
-  grad_param[3] = t57;
+  grad_param[2] = t58;
+  grad_param[3] = t56;
   grad_param[4] = t42;
   grad_param[5] = t35;
 }

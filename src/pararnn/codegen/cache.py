@@ -17,14 +17,34 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from pararnn.errors import BackendWarning, EngineError, warn_user
 
-LIBRARY, SOURCE, MANIFEST = "kernels.so", "kernels.cpp", "manifest.json"
+MANIFEST = "manifest.json"
 
 Build = Callable[[Path, Path], None]
 """Makes a library: (source file, library file to write)."""
+
+Opened = TypeVar("Opened")
+
+
+@dataclass(frozen=True)
+class Kind(Generic[Opened]):
+    """What entries of a target hold: the names of their files, and how a library is opened.
+
+    `open` raises OSError or ValueError for what cannot be used here.
+    """
+
+    library: str
+    source: str
+    open: Callable[[Path], Opened]
+
+
+CPP = Kind("kernels.so", "kernels.cpp", lambda path: ctypes.CDLL(str(path)))
+CUDA = Kind("kernels.cubin", "kernels.cu", Path.read_bytes)
 
 
 def cache_folder() -> Path:
@@ -37,7 +57,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pararnn"
 
 
-def load(name: str, key: str, source: str, build: Build) -> ctypes.CDLL:
+def load(kind: Kind[Opened], name: str, key: str, source: str, build: Build) -> Opened:
     """The library of `source`, from the cache, or built by `build` and put there.
 
     `name` makes the entry readable; `key` is everything that the library depends on. Entries that
@@ -45,51 +65,65 @@ def load(name: str, key: str, source: str, build: Build) -> ctypes.CDLL:
     written, a folder of this process stands in, with a BackendWarning. Raises what `build` raises.
     """
     try:
-        return _load_from(cache_folder(), name, key, source, build)
+        return _load_from(cache_folder(), kind, name, key, source, build)
     except OSError as error:
         _warn_unwritable(str(cache_folder()), str(error))
-    return _load_from(_own_folder(), name, key, source, build)
+    return _load_from(_own_folder(), kind, name, key, source, build)
 
 
-def _load_from(folder: Path, name: str, key: str, source: str, build: Build) -> ctypes.CDLL:
+def keep_failed(name: str, source: str) -> Path:
+    """Write what did not compile where the user can look at it; returns its path."""
+    try:
+        folder = cache_folder() / "failed"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(source, encoding="utf-8")
+    except OSError:
+        folder = _own_folder()
+        (folder / name).write_text(source, encoding="utf-8")
+    return folder / name
+
+
+def _load_from(
+    folder: Path, kind: Kind[Opened], name: str, key: str, source: str, build: Build
+) -> Opened:
     digest = hashlib.sha256(key.encode()).hexdigest()
     entry = folder / f"{name}-{digest[:24]}"
     folder.mkdir(parents=True, exist_ok=True)
-    found = _open(entry, digest)
+    found = _open(kind, entry, digest)
     if found is None:
-        _make(entry, digest, source, build)
-        found = _open(entry, digest)
+        _make(kind, entry, digest, source, build)
+        found = _open(kind, entry, digest)
     if found is None:
         raise EngineError(
-            f"{entry / LIBRARY} was built, but cannot be loaded; set PARARNN_CACHE_DIR or TMPDIR "
-            "to a folder from which programs may run"
+            f"{entry / kind.library} was built, but cannot be loaded; set PARARNN_CACHE_DIR or "
+            "TMPDIR to a folder from which programs may run"
         )
     return found
 
 
-def _open(entry: Path, digest: str) -> ctypes.CDLL | None:
+def _open(kind: Kind[Opened], entry: Path, digest: str) -> Opened | None:
     """The entry's library if it is whole; whatever else is in its place is removed."""
     if not os.path.lexists(entry):
         return None
     try:
         manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
-        content = (entry / LIBRARY).read_bytes()
+        content = (entry / kind.library).read_bytes()
         checksum = hashlib.sha256(content).hexdigest()
         if manifest == {"key": digest, "checksum": checksum}:
-            return ctypes.CDLL(str(entry / LIBRARY))
+            return kind.open(entry / kind.library)
     except (OSError, ValueError):
         pass  # unreadable, or not loadable here: as good as damaged
     _remove(entry)
     return None
 
 
-def _make(entry: Path, digest: str, source: str, build: Build) -> None:
+def _make(kind: Kind[Opened], entry: Path, digest: str, source: str, build: Build) -> None:
     with tempfile.TemporaryDirectory(prefix=".building-", dir=entry.parent) as scratch:
         made = Path(scratch) / entry.name
         made.mkdir()
-        (made / SOURCE).write_text(source, encoding="utf-8")
-        build(made / SOURCE, made / LIBRARY)
-        checksum = hashlib.sha256((made / LIBRARY).read_bytes()).hexdigest()
+        (made / kind.source).write_text(source, encoding="utf-8")
+        build(made / kind.source, made / kind.library)
+        checksum = hashlib.sha256((made / kind.library).read_bytes()).hexdigest()
         manifest = json.dumps({"key": digest, "checksum": checksum})
         (made / MANIFEST).write_text(manifest, encoding="utf-8")
         try:

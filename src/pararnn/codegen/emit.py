@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,19 @@ from pararnn.program import Program, program_of
 from pararnn.trace import Graph
 
 aten = torch.ops.aten
+
+IO_TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+"""What the headers call the dtypes of tensors in memory."""
+
+MAX_STATES = 8
+
+_PRODUCTS = {aten.mul.Tensor}
+_CHEAP = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}
 
 Named = Sequence[tuple[str, str]]
 """An argument's name in the function's body, and where it is in the function's parameters."""
@@ -31,19 +44,61 @@ def emitted(cell: Cell, target: str = "cpp", dtype: torch.dtype = torch.float32)
     return emit_program(program_of(cell), compute_dtype(dtype), target)
 
 
+def why_no_kernels(program: Program) -> str | None:
+    """The reason why no kernels can be generated for a cell, whatever the machine, or None."""
+    if program.structure is None:
+        return f"{program.cell_name} is sequential-only: {program.why_sequential}"
+    if program.couples_channels:
+        return f"{program.cell_name} mixes channels; kernels are generated for elementwise steps"
+    if program.num_states > MAX_STATES:
+        return f"{program.cell_name} has {program.num_states} states; kernels take {MAX_STATES}"
+    return None
+
+
+def source_file(
+    program: Program,
+    dtype: torch.dtype,
+    target: str,
+    driver: str,
+    *,
+    defines: Mapping[str, int] | None = None,
+    constants: Sequence[str] = (),
+) -> str:
+    """The file that is compiled for gates of `dtype`: emitted code between a target's headers.
+
+    `driver` is the header that runs it; `defines` and `constants` (C++ lines) are what that needs.
+    Raises EngineError as `emit_program`.
+    """
+    compute = compute_dtype(dtype)
+    macros = {"IO": IO_TYPES[dtype], "WIDE": int(compute == torch.float64), **(defines or {})}
+    lines = [
+        f"// {program.cell_name}",
+        *(f"#define PARARNN_{name} {value}" for name, value in macros.items()),
+        '#include "functions.h"',
+        "",
+        "namespace pararnn {",
+        "",
+        *constants,
+        emit_program(program, compute, target),
+        "}  // namespace pararnn",
+        "",
+        f'#include "{driver}"',
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def emit_program(program: Program, dtype: torch.dtype, target: str = "cpp") -> str:
     """The functions step, jacobian and vjp of an elementwise program, in one compute dtype.
 
-    Raises EngineError for an unknown target, for programs that are not elementwise, and for ops
-    that have no spelling.
+    Raises EngineError for an unknown target, for programs that `why_no_kernels` rules out, and for
+    ops that have no spelling.
     """
     if target not in DIALECTS:
         raise EngineError(f"unknown target {target!r}; known: {', '.join(DIALECTS)}")
-    if program.structure is None or program.couples_channels:
-        raise EngineError(
-            f"{program.cell_name} is not elementwise: no code is generated for steps that mix "
-            "channels or branch on values"
-        )
+    reason = why_no_kernels(program)
+    if reason is not None:
+        raise EngineError(f"no code can be generated: {reason}")
     dialect, graphs = DIALECTS[target], program.graphs[dtype]
     state = _arguments("state", program.states)
     gate = _arguments("gate", program.gates)
@@ -86,14 +141,19 @@ def _function(
     lines = [f"{dialect.function} {name}({', '.join(parameters)}) {{"]
     body = _Body(dialect, f"{program.cell_name}'s {name}")
     nodes = graph.module.graph.nodes
+    fused = _fused_sums(nodes)
+    products = {product for product, _ in fused.values()}
+    unused = {p for p in products if all(fused.get(user, (None,))[0] is p for user in p.users)}
     placeholders = [node for node in nodes if node.op == "placeholder"]
     for node, (argument, place) in zip(placeholders, inputs, strict=True):
         body.values[node] = (argument, REAL)
         if node.users:
             lines.append(f"  const real {argument} = {place};")
     for node in nodes:
+        if node in unused:
+            continue
         if node.op == "call_function" and node.target is not aten.scalar_tensor.default:
-            kind, expression = body.expression(node)
+            kind, expression = body.expression(node, fused.get(node))
             body.values[node] = (f"t{len(lines) - 1}", kind)
             lines.append(f"  const {kind} {body.values[node][0]} = {expression};")
         elif node.op == "call_function":
@@ -104,6 +164,25 @@ def _function(
         for place, value in zip(outputs, result, strict=True)
     ]
     return "\n".join([*lines, "}", ""])
+
+
+def _fused_sums(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
+    """Sums of two products -> the product that is known last, to be fused with the sum; the other.
+
+    A step takes as long as its longest chain, and compilers would fuse either.
+    """
+    depth: dict[fx.Node, int] = {}
+    fused = {}
+    for node in nodes:
+        cost = 1 if node.target in _CHEAP else 10  # functions take as long as some sums
+        depth[node] = cost + max((depth[n] for n in node.all_input_nodes), default=0)
+        if node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        products = [n for n in node.args if isinstance(n, fx.Node) and n.target in _PRODUCTS]
+        if len(products) == 2:
+            early, late = sorted(products, key=lambda n: depth[n])
+            fused[node] = late, early
+    return fused
 
 
 class _Body:
@@ -125,8 +204,12 @@ class _Body:
             return argument
         return f"truth({spelled(argument)})" if kind == MASK else f"number({argument})"
 
-    def expression(self, node: fx.Node) -> tuple[str, str]:
-        """The kind and the expression of a call."""
+    def expression(self, node: fx.Node, fused: tuple[fx.Node, fx.Node] | None) -> tuple[str, str]:
+        """The kind and the expression of a call; of `_fused` sums the multiply-add."""
+        if fused is not None:
+            product, other = fused
+            terms = [spelled(self.converted(t, REAL)) for t in (*product.args, other)]
+            return REAL, f"multiply_add({', '.join(terms)})"
         name = node.target._schema.name  # type: ignore[union-attr]
         kind = MASK if node.meta["val"].dtype == torch.bool else REAL
         args = node.args

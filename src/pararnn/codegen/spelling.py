@@ -1,8 +1,8 @@
 """How each ATen op is spelled in generated code: one table for all targets, and their dialects.
 
 Generated code is scalar: `real` is a floating-point value, `mask` a truth value. What the names in
-the spellings mean (`select`, `exp`, `at_most`, ...) is the target's matter: kernels/cpp/functions.h
-defines them for C++.
+the spellings mean (`select`, `exp`, `at_most`, ...) is the target's matter: functions.h in the
+folders of kernels/ defines them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class Dialect:
     negation: str
 
 
-DIALECTS = {"cpp": Dialect(function="inline void", negation="~{}")}
+DIALECTS = {
+    "cpp": Dialect(function="inline void", negation="~{}"),
+    "cuda": Dialect(function="PARARNN_FUNCTION void", negation="!{}"),
+}
 """Target name -> its dialect."""
 
 

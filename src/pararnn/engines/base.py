@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ class Arguments:
     """The op's tensors, checked: see `pararnn.solve` for their meaning.
 
     gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params as
-    `Cell.lifted_params` gives them; initial (S, D) a state, S sequences; seq int32 (B, T) or None
-    (row b is sequence b), each sequence one run of steps; reset bool (B, T) or None.
+    `Cell.lifted_params` gives them; initial (S, D) a state, S sequences, or none at all for zero;
+    seq int32 (B, T) or None (row b is sequence b), each sequence one run of steps; reset bool
+    (B, T) or None.
     """
 
     gates: Tensor
@@ -26,9 +28,23 @@ class Arguments:
     fields: tuple[Tensor, ...]
     params: tuple[Tensor, ...]
     initial: tuple[Tensor, ...]
+    sequences: int
     seq: Tensor | None
     reset: Tensor | None
     reverse: bool
+
+    @property
+    def channels(self) -> int:
+        """D."""
+        return math.prod(self.gates.shape[3:])
+
+    def started(self, num_states: int) -> Arguments:
+        """These arguments with initial states, zero where there are none."""
+        if self.initial:
+            return self
+        size = (self.sequences, self.channels)
+        zeros = [self.gates.new_zeros(size, dtype=self.dtype) for _ in range(num_states)]
+        return replace(self, initial=tuple(zeros))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,7 +66,7 @@ class Solution:
 class Gradients:
     """Gradients of the arguments of the same names, in their dtypes and shapes.
 
-    That of the gates has the layout of `torch.empty_like(gates)`.
+    That of the gates has the layout of `torch.empty_like(gates)`; the others are contiguous.
     """
 
     gates: Tensor
@@ -75,6 +91,8 @@ class Engine:
     grad_final)`, or None for an engine that autograd differentiates by itself; `why_not(program)`
     is the reason why this engine cannot take a cell, or None. `build(program, dtype)` makes ready
     what running on gates of `dtype` needs, and raises EngineError where it cannot.
+    `starts_itself`: whether arguments may come without initial states. Tensors that `forward` and
+    `backward` return share no memory, neither among themselves nor with arguments.
     """
 
     solver: str
@@ -83,3 +101,4 @@ class Engine:
     backward: Backward | None
     why_not: Callable[[Program], str | None]
     build: Callable[[Program, torch.dtype], object] | None = None
+    starts_itself: bool = False

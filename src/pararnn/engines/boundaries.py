@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +123,22 @@ def to_gradients(
         params=grad_params,
         initial=_grad_initial(args, bounds, grad_previous, grad_final),
     )
+
+
+def own_memory(
+    outputs: Sequence[Tensor], args: Arguments, arrived: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """The outputs, contiguous and in memory of their own: ops may not return arguments."""
+    given = (args.gates, *args.params, *args.initial, *arrived)
+    taken = {t.untyped_storage().data_ptr() for t in given}
+    own = []
+    for output in outputs:
+        tensor = output.contiguous()
+        if tensor.untyped_storage().data_ptr() in taken:
+            tensor = tensor.clone()
+        taken.add(tensor.untyped_storage().data_ptr())
+        own.append(tensor)
+    return tuple(own)
 
 
 def _grad_initial(

@@ -9,6 +9,7 @@ from pararnn.engines.base import Arguments, Engine, Gradients, Solution
 from pararnn.engines.boundaries import (
     final_states,
     output_states,
+    own_memory,
     state_cotangent,
     to_gradients,
     to_system,
@@ -27,7 +28,8 @@ def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
         _report(program, system.length, result, on_failure)
     info = torch.tensor([result.sweeps, result.mended], device=args.gates.device)
     states = output_states(args, result.states)
-    return Solution(states, final_states(args, bounds, result.states), info)
+    own = own_memory([*states, *final_states(args, bounds, result.states)], args)
+    return Solution(own[: len(states)], own[len(states) :], info)
 
 
 def _backward(
@@ -43,7 +45,22 @@ def _backward(
     cotangent = state_cotangent(args, bounds, previous, grad_states, grad_final)
     total = adjoint(system, previous, cotangent)
     grad_previous, grad_inputs, grad_params = system.pull_back(previous, total)
-    return to_gradients(args, bounds, grad_previous, grad_inputs, grad_params, grad_final)
+    grads = to_gradients(args, bounds, grad_previous, grad_inputs, grad_params, grad_final)
+    arrived = [g for g in (*grad_states, *grad_final) if g is not None]
+    return _own(grads, args, arrived)
+
+
+def _own(grads: Gradients, args: Arguments, arrived: list[Tensor]) -> Gradients:
+    """Gradients in memory of their own."""
+    bias = [] if grads.bias is None else [grads.bias]
+    own = iter(own_memory([*bias, *grads.fields, *grads.params, *grads.initial], args, arrived))
+    return Gradients(
+        gates=grads.gates,
+        bias=next(own) if bias else None,
+        fields=tuple(next(own) for _ in grads.fields),
+        params=tuple(next(own) for _ in grads.params),
+        initial=tuple(own),
+    )
 
 
 def _report(program: Program, length: int, result: NewtonResult, on_failure: str) -> None:

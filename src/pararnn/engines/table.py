@@ -6,7 +6,12 @@ import functools
 
 import torch
 
-from pararnn.engines import newton_torch, sequential_fused, sequential_torch
+from pararnn.engines import (
+    newton_torch,
+    sequential_fused_cpu,
+    sequential_fused_cuda,
+    sequential_torch,
+)
 from pararnn.engines.base import Engine
 from pararnn.errors import BackendWarning, EngineError, warn_user
 from pararnn.program import Program, program_by_key
@@ -16,7 +21,10 @@ ANY_DEVICE = "any"
 TABLE: dict[tuple[str, str, str], Engine] = {
     (engine.solver, engine.backend, ANY_DEVICE): engine
     for engine in (sequential_torch.ENGINE, newton_torch.ENGINE)
-} | {("sequential", "fused", "cpu"): sequential_fused.ENGINE}
+} | {
+    ("sequential", "fused", "cpu"): sequential_fused_cpu.ENGINE,
+    ("sequential", "fused", "cuda"): sequential_fused_cuda.ENGINE,
+}
 """(solver, backend, device type) -> engine."""
 
 PAIRS = tuple(dict.fromkeys((solver, backend) for solver, backend, _ in TABLE))
@@ -113,21 +121,29 @@ def _why_not_built(
     instead: tuple[str, str] | None = None,
 ) -> str | None:
     """The reason why an engine cannot be made ready; warns once where `instead` takes its place."""
+    reason = _build_failure(key, solver, backend, device, dtype)
+    if reason is not None and instead is not None:
+        _say_once(f"{program_by_key(key).cell_name} runs by ({', '.join(instead)}): {reason}")
+    return reason
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler to do it:
+# compiled regions must not look into the building and loading of a library.
+_why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _build_failure(
+    key: str, solver: str, backend: str, device: str, dtype: torch.dtype
+) -> str | None:
     engine = find(solver, backend, torch.device(device))
     assert engine is not None
     try:
         if engine.build is not None:
             engine.build(program_by_key(key), dtype)
     except EngineError as error:
-        if instead is not None:
-            _say_once(f"{program_by_key(key).cell_name} runs by ({', '.join(instead)}): {error}")
         return str(error)
     return None
-
-
-# What torch.compiler.assume_constant_result does, which would import the compiler to do it:
-# compiled regions must not look into the building and loading of a library.
-_why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 #pragma once
 #include "real.h"
 
-namespace {
+namespace pararnn {
 
 constexpr int mantissa_bits = wide ? 52 : 23;
 constexpr integer exponent_bias = wide ? 1023 : 127;
@@ -21,15 +21,8 @@ inline real with_sign(real magnitude, real sign) {
 inline mask signbit(real x) { return (mask)((whole)x < 0); }
 inline mask isinf(real x) { return abs(x) == constant(infinity); }
 
-// NaN passes through at_least and at_most, because it compares false.
-inline real at_least(real x, real low) { return select(x < low, low, x); }
-inline real at_most(real x, real high) { return select(x > high, high, x); }
-inline real maximum(real a, real b) { return select((b > a) | isnan(b), b, a); }
-inline real minimum(real a, real b) { return select((b < a) | isnan(b), b, a); }
-inline real fmax(real a, real b) { return select((b > a) | isnan(a), b, a); }
-inline real fmin(real a, real b) { return select((b < a) | isnan(a), b, a); }
-inline real sign(real x) { return number(x > constant(0)) - number(x < constant(0)); }
-inline real relu(real x) { return at_least(x, constant(0)); }
+inline real at_least(real x, real low);
+inline real at_most(real x, real high);
 
 // x = n ln 2 + r with |r| <= ln(2)/2.
 struct Reduced {
@@ -167,26 +160,6 @@ PARARNN_BY_LANE_2(fmod, std::fmod)
 #undef PARARNN_BY_LANE
 #undef PARARNN_BY_LANE_2
 
-// From the end that is nearer, as PyTorch does: exact at both.
-inline real lerp(real a, real b, real weight) {
-  return select(abs(weight) < constant(0.5), a + weight * (b - a),
-                b - (b - a) * (constant(1) - weight));
-}
+}  // namespace pararnn
 
-// The sign of the divisor, as in Python.
-inline real remainder(real a, real b) {
-  const real r = fmod(a, b);
-  return select((r != constant(0)) & ((r < constant(0)) != (b < constant(0))), r + b, r);
-}
-
-inline real floor_divide(real a, real b) {
-  const real rest = fmod(a, b);
-  const mask crosses = (rest != constant(0)) & ((rest < constant(0)) != (b < constant(0)));
-  const real quotient = (a - rest) / b - number(crosses);
-  const real below = floor(quotient);
-  const real nearest = select(quotient - below > constant(0.5), below + constant(1), below);
-  return select(b == constant(0), a / b,
-                select(quotient == constant(0), with_sign(constant(0), a / b), nearest));
-}
-
-}  // namespace
+#include "../common/functions.h"

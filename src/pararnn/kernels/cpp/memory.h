@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 #endif
 
-namespace {
+namespace pararnn {
 
 inline void expect_writes(void* start, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -21,4 +21,4 @@ inline void expect_writes(void* start, int64_t bytes) {
 #endif
 }
 
-}  // namespace
+}  // namespace pararnn

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-namespace {
+namespace pararnn {
 
 // GOMP_parallel of the OpenMP runtime that PyTorch has loaded. Its threads are awake after a matrix
 // product, and threads of our own would compete with them for the cores. Null: use our own.
@@ -35,4 +35,4 @@ void run_tasks(int64_t tasks, int64_t threads, openmp_parallel openmp, const Tas
   for (std::thread& other : others) other.join();
 }
 
-}  // namespace
+}  // namespace pararnn

@@ -17,7 +17,9 @@
 #define PARARNN_VECTOR_BYTES 16
 #endif
 
-namespace {
+#define PARARNN_FUNCTION inline
+
+namespace pararnn {
 
 struct bfloat16 { uint16_t bits; };
 struct float16 { uint16_t bits; };
@@ -41,6 +43,7 @@ inline real constant(double x) { return scalar(x) - real{}; }
 inline real select(mask m, real a, real b) { return m ? a : b; }
 inline mask select(mask m, mask a, mask b) { return (m & a) | (~m & b); }
 inline mask truth(real x) { return x != constant(0); }
+inline real multiply_add(real a, real b, real c) { return a * b + c; }
 inline real number(mask m) { return select(m, constant(1), constant(0)); }
 
 // Loads and stores of a row of channels; the short forms touch `count` channels only.
@@ -118,4 +121,4 @@ template <class T> inline void store(T* p, real x, int count) {
   std::memcpy(p, padded, count * sizeof(T));
 }
 
-}  // namespace
+}  // namespace pararnn

@@ -8,7 +8,7 @@
 #include "memory.h"
 #include "parallel.h"
 
-namespace {
+namespace pararnn {
 
 constexpr int max_vectors = 16;         // of channels a task runs: its working set stays in L1
 constexpr int min_vectors = 4;          // independent chains, which hide a step's latency
@@ -330,8 +330,6 @@ void sum_weights(const Problem& p, const Gradients& grad) {
   });
 }
 
-}  // namespace
-
 extern "C" {
 
 __attribute__((visibility("default"))) void forward(const int64_t* sizes, void* const* pointers) {
@@ -366,4 +364,6 @@ __attribute__((visibility("default"))) void backward(const int64_t* sizes, void*
   sum_weights(p, grad);
 }
 
-}
+}  // extern "C"
+
+}  // namespace pararnn

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from pararnn.codegen.library import kernels_of, why_no_kernels
+from pararnn.codegen.cpp import kernels_of
+from pararnn.codegen.emit import why_no_kernels
 from pararnn.engines.base import Arguments, Engine, Gradients, Solution
+from pararnn.engines.layouts import addresses, by_head, copied, narrow, unit_stride
 from pararnn.program import Program
 
 MIN_HEAD_CHANNELS = 16  # narrower heads waste vector lanes: their gates are copied side by side
@@ -22,9 +23,9 @@ def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
     size = (*gates.shape[:2], args.initial[0].shape[-1])
     states = tuple(args.gates.new_empty(size) for _ in args.initial)
     # Sequences without a step keep their initial state.
-    final = tuple(h.to(args.dtype, copy=True).contiguous() for h in args.initial)
+    final = tuple(copied(h, args.dtype) for h in args.initial)
     kernel = kernels_of(program, args.gates.dtype).forward
-    kernel(prepared.sizes, [*prepared.addresses, *_addresses([*states, *final])])
+    kernel(prepared.sizes, [*prepared.addresses, *addresses([*states, *final])])
     return Solution(states, final, torch.zeros(2, dtype=torch.int64))
 
 
@@ -40,13 +41,13 @@ def _backward(
     channels = args.initial[0].shape[-1]
     num_gates, weights = gates.shape[2], gates.shape[2] + len(args.params)
     saved = [s.contiguous() for s in states]
-    arriving = [None if g is None else _unit_stride(g) for g in grad_states]
+    arriving = [None if g is None else unit_stride(g) for g in grad_states]
     arriving_final = [None if g is None else g.contiguous() for g in grad_final]
     grad_gates = torch.empty_like(args.gates)
     written = _by_head(grad_gates)
     grad_fields = [gates.new_empty(f.shape, dtype=args.dtype) for f in args.fields]
     grad_initial = [
-        torch.zeros_like(h, dtype=args.dtype) if g is None else g.to(args.dtype, copy=True)
+        torch.zeros(h.shape, dtype=args.dtype) if g is None else copied(g, args.dtype)
         for h, g in zip(args.initial, grad_final, strict=True)
     ]
     partial = gates.new_empty((gates.shape[0], weights, channels), dtype=args.dtype)
@@ -58,7 +59,7 @@ def _backward(
     outputs = [written, *grad_fields, *grad_initial, partial, *grad_bias.unbind(), *grad_params]
     tensors = [*saved, *arriving, *arriving_final, *outputs]
     kernel = kernels_of(program, args.gates.dtype).backward
-    kernel(sizes, [*prepared.addresses, *_addresses(tensors)])
+    kernel(sizes, [*prepared.addresses, *addresses(tensors)])
     if written.data_ptr() != grad_gates.data_ptr():
         grad_gates.copy_(written.reshape(grad_gates.shape))
     return Gradients(
@@ -75,7 +76,7 @@ class _Prepared:
 
     def __init__(self, args: Arguments, gates: Tensor) -> None:
         batch, steps, _, heads, channels = gates.shape
-        fields = [_narrow(f, args.dtype) for f in args.fields]
+        fields = [narrow(f, args.dtype) for f in args.fields]
         bias = None if args.bias is None else args.bias.to(args.dtype).contiguous()
         seq = None if args.seq is None else args.seq.contiguous()
         reset = None if args.reset is None else args.reset.contiguous()
@@ -86,35 +87,18 @@ class _Prepared:
         self.sizes += _gate_strides(gates)
         for field in fields:
             self.sizes += (*field.stride()[:2], int(field.shape[-1] > 1))
-        self.addresses = [_openmp(), *_addresses(self.tensors)]
+        self.addresses = [_openmp(), *addresses(self.tensors)]
 
 
 def _by_head(gates: Tensor) -> Tensor:
-    """Gates as (B, T, G, H, D/H) with adjacent channels; a copy only where strides demand it."""
-    if gates.ndim == 4:
-        gates = gates.unsqueeze(3)
-    elif gates.shape[-1] < MIN_HEAD_CHANNELS:
-        gates = gates.flatten(3).unsqueeze(3)
-    return _unit_stride(gates)
-
-
-def _unit_stride(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    """Gates as kernels take them; narrow heads side by side."""
+    if gates.ndim == 5 and gates.shape[-1] < MIN_HEAD_CHANNELS:
+        gates = gates.flatten(3)
+    return by_head(gates)
 
 
 def _gate_strides(gates: Tensor) -> tuple[int, ...]:
     return gates.stride()[:4]
-
-
-def _narrow(field: Tensor, dtype: torch.dtype) -> Tensor:
-    """A field in the compute dtype; one value a step stays (B, T, 1)."""
-    if field.stride(-1) == 0:
-        return field[..., :1].to(dtype)
-    return _unit_stride(field.to(dtype))
-
-
-def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @cache

@@ -1,0 +1,399 @@
+"""The generated CUDA kernels on one GPU: times, limits, layers, peers, memory and host time.
+
+A kernel's limit is the time in which the bytes that it must move would be copied, at the copy rate
+of the same run. Writes results/kernels.csv (sections kernels, layers and peers), kernels_memory.csv
+and kernels_host.csv; a run of some sections only, or a quick one, writes where --out says.
+
+    python benchmarks/kernels.py [--only kernels] [--quick] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from common import RESULTS, provenance, write_csv
+from cpu import output_of
+from speedup import Call, Row, Run, cache_bytes, copy_rate, host_us, sets_for, times_of
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
+from pararnn.engines.sequential_fused_cuda import ENGINE
+from pararnn.layer import DirectionalLayer
+from pararnn.program import program_of
+from pararnn.solve import prepare
+
+Size = tuple[int, int, int]
+
+
+class Spring(Cell):
+    """A damped spring with learned time steps: two states, as a user would write them."""
+
+    states = ("x", "v")
+    gates = ("dt", "drag", "pull")
+    params = {name: Param("D") for name in ("a_dt", "a_drag", "a_pull")}
+
+    def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
+        dt = torch.sigmoid(gate.dt + param.a_dt * state.x)
+        drag = torch.sigmoid(gate.drag + param.a_drag * state.v)
+        pull = torch.tanh(gate.pull + param.a_pull * state.x)
+        v = (1 - drag) * state.v + dt * pull
+        return (1 - dt) * state.x + dt * torch.tanh(v), v
+
+
+class TwoSpeeds(Cell):
+    """A fast and a slow memory behind an output gate: three states."""
+
+    states = ("h", "fast", "slow")
+    gates = ("f", "s", "c", "o")
+    params = {name: Param("D") for name in ("a_f", "a_s", "a_c", "a_o")}
+
+    def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor, Tensor]:
+        f = torch.sigmoid(gate.f + param.a_f * state.h)
+        s = torch.sigmoid(gate.s + param.a_s * state.h)
+        fast = f * state.fast + (1 - f) * torch.tanh(gate.c + param.a_c * state.h)
+        slow = s * state.slow + (1 - s) * fast
+        o = torch.sigmoid(gate.o + param.a_o * slow)
+        return o * torch.tanh(fast + slow), fast, slow
+
+
+BIG, MEDIUM, LONG = (32, 2048, 1024), (8, 2048, 1024), (1, 65536, 1024)
+USERS = (Spring, TwoSpeeds)
+CASES: list[tuple[type[Cell], Size, torch.dtype]] = [
+    *itertools.product((GRUCell, LSTMCell), (BIG, MEDIUM), (torch.float32, torch.bfloat16)),
+    *itertools.product((GRUCell,), (BIG,), (torch.float16, torch.float64)),
+    *itertools.product((GRUCell, LSTMCell), (LONG,), (torch.float32,)),
+    *itertools.product(USERS, (BIG,), (torch.bfloat16,)),
+]
+AIMS = {
+    ("GRUCell", BIG, torch.float32): {"forward": 0.265, "backward": 0.54},
+    ("GRUCell", BIG, torch.bfloat16): {"forward": 0.138, "backward": 0.285},
+    ("LSTMCell", BIG, torch.bfloat16): {"forward": 0.17, "backward": 0.31},
+    ("GRUCell", LONG, torch.float32): {"forward": 60e-6 * LONG[1]},
+    ("LSTMCell", LONG, torch.float32): {"forward": 68e-6 * LONG[1]},
+    ("ParaGRU", BIG, torch.bfloat16): {"forward": 0.36, "both": 1.05},
+    ("ParaLSTM", BIG, torch.bfloat16): {"forward": 0.40, "both": 1.13},
+}
+"""The times to reach, ms by pass, on an H200."""
+COLUMNS = (
+    *("section", "what", "pass", "dtype", "B", "T", "D", "graph_ms", "graph_min_ms", "replays"),
+    *("do_bench_ms", "limit_ms", "of_limit", "aim_ms", "ns_per_step", "of_lstm"),
+)
+FIGURES = [key for key in COLUMNS[7:] if key != "replays"]
+WIDTHS = dict(zip(COLUMNS, (9, 26, 10, 10, 4, 7, 6), strict=False))
+HEADS = 4
+
+
+def bytes_moved(what: str, size: Size, gates: int, states: int, dtype: torch.dtype) -> int:
+    """What a pass must read and write. Backward: gates and their gradient, states, one gradient."""
+    tensors = {"forward": gates + states, "backward": 2 * gates + states + 1}[what]
+    return math.prod(size) * dtype.itemsize * tensors
+
+
+def show(row: Row) -> Row:
+    """Print a row of kernels.csv in one line; returns it."""
+    place = "".join(f"{row[key]!s:{width}}" for key, width in WIDTHS.items())
+    figures = [f"{key} {row[key]:.4g}" for key in FIGURES if row[key] != ""]
+    print(place + ", ".join(figures), flush=True)
+    return row
+
+
+def row_of(section: str, what: str, step: str, size: Size, dtype: torch.dtype, times: Row) -> Row:
+    """One row of kernels.csv; `step` is the pass."""
+    row: Row = dict.fromkeys(COLUMNS, "") | times
+    row |= {"section": section, "what": what, "pass": step, "dtype": str(dtype).split(".")[1]}
+    row |= dict(zip("BTD", size, strict=True))
+    row["aim_ms"] = AIMS.get((what, size, dtype), {}).get(step, "")
+    return row
+
+
+def kernel_calls(cell: Cell, what: str, size: Size, dtype: torch.dtype) -> list[Call]:
+    """A pass of the engine on enough inputs to exceed the caches."""
+    program, (batch, length, channels) = program_of(cell), size
+    shape = (batch, length, len(cell.gates), channels)
+    bias = 0.1 * torch.randn(shape[2:], device="cuda")
+    unread = (None,) * (program.num_states - 1)
+    backward, calls = ENGINE.backward, list[Call]()
+    assert backward is not None
+    for _ in range(sets_for(math.prod(shape) * dtype.itemsize, cache_bytes())):
+        gates = torch.randn(shape, device="cuda", dtype=dtype)
+        args = prepare(cell, gates, bias=bias)
+        if what == "forward":
+            calls.append(partial(ENGINE.forward, program, args, "warn"))
+        else:
+            states = ENGINE.forward(program, args, "warn").states
+            grads = (torch.randn_like(states[0]), *unread)
+            calls.append(partial(backward, program, args, states, grads, (None, *unread)))
+    return calls
+
+
+@torch.no_grad()
+def kernel_rows(run: Run) -> list[Row]:
+    """The engine's passes, after what a kernel of one element takes by both methods."""
+    one = torch.zeros(1, device="cuda")
+    empty = times_of([lambda: one.add_(1)], run)
+    rows = [show(row_of("empty", "one element", "", (1, 1, 1), torch.float32, empty))]
+    for cell_class, size, dtype in CASES:
+        cell = cell_class(size[2], device="cuda")
+        for parameter in cell.parameters():
+            parameter.normal_(0, 0.3)
+        for what in ("forward",) if size == LONG else ("forward", "backward"):
+            times = times_of(kernel_calls(cell, what, size, dtype), run)
+            row = row_of("kernels", cell_class.__name__, what, size, dtype, times)
+            moved = bytes_moved(what, size, len(cell.gates), len(cell.states), dtype)
+            limit = moved / run.copy_rate * 1e3
+            row |= {"limit_ms": round(limit, 5), "of_limit": round(row["graph_ms"] / limit, 4)}
+            if size == LONG:
+                row["ns_per_step"] = round(row["graph_ms"] * 1e6 / size[1], 2)
+            rows.append(show(row))
+    return with_share_of_lstm(rows)
+
+
+def with_share_of_lstm(rows: list[Row]) -> list[Row]:
+    """Users' cells: the fraction of their limit that they reach, over the LSTM's own fraction."""
+
+    def same(row: Row) -> tuple[Any, ...]:
+        return tuple(row[key] for key in ("pass", "dtype", "B", "T", "D"))
+
+    lstm = {same(row): row["of_limit"] for row in rows if row["what"] == "LSTMCell"}
+    for row in rows:
+        if row["what"] in [user.__name__ for user in USERS]:
+            row["of_lstm"] = round(lstm[same(row)] / row["of_limit"], 4)
+            print(f"{row['what']} {row['pass']}: {row['of_lstm']:.3f} of the LSTM's fraction")
+    return rows
+
+
+class Way(NamedTuple):
+    """A differentiable function to time: call(*inputs), fresh inputs, and what it learns."""
+
+    call: Callable[..., Tensor]
+    inputs: Callable[[], list[Tensor]]
+    weights: Sequence[Tensor] = ()
+
+
+def passes(way: Way) -> Iterator[tuple[str, list[Call]]]:
+    """Forward without gradients, and forward + backward of everything, on enough inputs."""
+    sets = [way.inputs()]
+    count = sets_for(sum(t.nbytes for t in sets[0]), cache_bytes())
+    sets += [way.inputs() for _ in range(count - 1)]
+    with torch.no_grad():
+        cotangent = torch.randn_like(way.call(*sets[0]))
+
+    @torch.no_grad()
+    def forward(inputs: list[Tensor]) -> Tensor:
+        return way.call(*inputs)
+
+    def both(inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [t.requires_grad_() for t in inputs]
+        return torch.autograd.grad(way.call(*leaves), [*leaves, *way.weights], cotangent)
+
+    yield "forward", [partial(forward, inputs) for inputs in sets]
+    yield "both", [partial(both, inputs) for inputs in sets]
+
+
+def normal(*sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+    """Makes bfloat16 tensors of these sizes, N(0, 1)."""
+    return lambda: [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+
+
+def layer_of(layer_class: type[ParaGRU] | type[ParaLSTM], **options: Any) -> ParaGRU | ParaLSTM:
+    """A layer of the size that all are compared at."""
+    options |= {"device": "cuda", "dtype": torch.bfloat16}
+    return layer_class(BIG[2], BIG[2], num_heads=HEADS, **options)
+
+
+def layer_rows(run: Run) -> list[Row]:
+    """Whole layers: projection and kernels."""
+    rows = []
+    for layer_class in (ParaGRU, ParaLSTM):
+        layer = layer_of(layer_class)
+        for what, calls in passes(Way(output_of(layer), normal(BIG), [*layer.parameters()])):
+            names = ("layers", layer_class.__name__, what)
+            rows.append(show(row_of(*names, BIG, torch.bfloat16, times_of(calls, run))))
+    return rows
+
+
+def attention() -> Way:
+    """Causal flash attention, 16 heads of 64."""
+
+    def call(*inputs: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in inputs)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return Way(call, normal(*[(*BIG[:2], 16, 64)] * 3))
+
+
+def cudnn(module: type[nn.GRU] | type[nn.LSTM]) -> Way:
+    """A dense layer of torch.nn."""
+    layer = module(BIG[2], BIG[2], batch_first=True, device="cuda", dtype=torch.bfloat16)
+    return Way(output_of(layer), normal(BIG), list(layer.parameters()))
+
+
+def hgrn() -> Way:
+    """HGRN's linear recurrence, without its projections: values and log decays."""
+    kernel = importlib.import_module("fla.ops.hgrn").chunk_hgrn
+    return Way(lambda x, g: kernel(x, g)[0], lambda: [-t.abs() for t in normal(BIG, BIG)()])
+
+
+def ssd() -> Way:
+    """Mamba 2's state space kernel, without its projections: 16 heads of 64, 128 states."""
+    kernel = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+    sizes = [(*BIG[:2], 16, 64), (*BIG[:2], 16), (*BIG[:2], 1, 128), (*BIG[:2], 1, 128)]
+    rates = -torch.rand(16, device="cuda") - 0.5
+
+    def call(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return cast(Tensor, kernel(x, dt, rates, b, c, chunk_size=256, dt_softplus=True))
+
+    return Way(call, normal(*sizes))
+
+
+def linear_scan(module: str) -> Way:
+    """accelerated_scan's linear recurrence, time last: decays and values."""
+    scan, size = importlib.import_module(module).scan, (BIG[0], BIG[2], BIG[1])
+    return Way(scan, lambda: [torch.sigmoid(t) for t in normal(size, size)()])
+
+
+PEERS: Mapping[str, Callable[[], Way]] = {
+    "flash attention": attention,
+    "torch.nn.GRU (cuDNN)": partial(cudnn, nn.GRU),
+    "torch.nn.LSTM (cuDNN)": partial(cudnn, nn.LSTM),
+    "fla HGRN chunk": hgrn,
+    "mamba_ssm SSD": ssd,
+    "accelerated_scan warp": partial(linear_scan, "accelerated_scan.warp"),
+    "accelerated_scan triton": partial(linear_scan, "accelerated_scan.triton"),
+}
+
+
+def peer_rows(run: Run) -> list[Row]:
+    """What others do at this size, torch.nn by do_bench only; who is missing or fails is named."""
+    rows = []
+    for name, build in PEERS.items():
+        try:
+            for what, calls in passes(build()):
+                times = times_of(calls, run, graph=not name.startswith("torch.nn"))
+                rows.append(show(row_of("peers", name, what, BIG, torch.bfloat16, times)))
+        except Exception as error:
+            print(f"peer left out: {name}: {type(error).__name__}: {error}", flush=True)
+    return rows
+
+
+def layer_parts(size: Size, gates: int, states: int, itemsize: int) -> dict[str, int]:
+    """Bytes of a layer's tensors, input and hidden size alike; all weights' gradients are one."""
+    batch, _, channels = size
+    sequence = math.prod(size) * itemsize
+    return {
+        "x": sequence,
+        "gates": gates * sequence,
+        "states": states * sequence,
+        "final": states * batch * channels * 4,
+        "grad_output": sequence,
+        "grad_gates": gates * sequence,
+        "partial": 2 * gates * batch * channels * 4,  # biases, and as many parameters (GRU)
+        "grad_x": sequence,
+        "grad_weights": gates * channels * channels // HEADS * itemsize,
+    }
+
+
+KEPT = ("x", "grad_output", "states", "final")
+"""What a layer and its caller hold after the forward pass, besides the gates."""
+MOMENTS = (
+    (*KEPT, "gates", "grad_gates", "partial"),  # the kernel's backward pass
+    (*KEPT, "grad_gates", "grad_x", "grad_x", "grad_weights"),  # the projection's, time first
+)
+"""What is held at the two moments that may be the peak."""
+
+
+def memory_rows(run: Run) -> list[Row]:
+    """Bytes of a ParaGRU's forward and backward pass, measured and explained."""
+    parts = layer_parts(BIG, len(GRUCell.gates), len(GRUCell.states), 2)
+    rows = []
+    for recompute in (False, True):
+        layer = layer_of(ParaGRU, recompute_gates=recompute)
+        held_after_forward(layer)  # cuBLAS takes its workspace, kernels are compiled
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        row: Row = {"recompute_gates": recompute, **dict(zip("BTD", BIG, strict=True))}
+        row |= {
+            "kept_bytes": held_after_forward(layer) - before,
+            "kept_explained": sum(parts[n] for n in (*KEPT, *["gates"] * (not recompute))),
+            "peak_bytes": torch.cuda.max_memory_allocated() - before,
+            "peak_explained": max(sum(parts[n] for n in held) for held in MOMENTS),
+        }
+        rows.append(row | parts)
+        print("memory:", ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return rows
+
+
+def held_after_forward(layer: ParaGRU | ParaLSTM) -> int:
+    """The bytes allocated between a forward pass and its backward pass, which follows."""
+    x, cotangent = normal(BIG, BIG)()
+    output, _ = layer(x.requires_grad_())
+    held = torch.cuda.memory_allocated()
+    torch.autograd.grad(output, [x, *layer.parameters()], cotangent)
+    return held
+
+
+def host_rows(run: Run) -> list[Row]:
+    """What an eager call of a small layer costs the host, and its projection alone."""
+    rows = []
+    for heads, dtype in itertools.product((1, HEADS), (torch.float32, torch.bfloat16)):
+        layer = ParaGRU(64, 64, num_heads=heads, device="cuda", dtype=dtype)
+        x = torch.randn(2, 16, 64, device="cuda", dtype=dtype)
+        part = cast(DirectionalLayer, layer.layers[0])
+        row: Row = {"heads": heads, "dtype": str(dtype).split(".")[1], "B": 2, "T": 16, "D": 64}
+        row["layer_us"] = round(host_us(partial(layer, x)), 1)
+        row["projection_us"] = round(host_us(partial(part.proj, x)), 1)
+        rows.append(row)
+        print("host:", ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return rows
+
+
+# Peers come last: a failed capture by one of them could spoil what follows.
+SECTIONS: Mapping[str, tuple[Callable[[Run], list[Row]], str]] = {
+    "kernels": (kernel_rows, "kernels.csv"),
+    "layers": (layer_rows, "kernels.csv"),
+    "memory": (memory_rows, "kernels_memory.csv"),
+    "host": (host_rows, "kernels_host.csv"),
+    "peers": (peer_rows, "kernels.csv"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help=f"sections by prefix: {', '.join(SECTIONS)}")
+    parser.add_argument("--quick", action="store_true", help="few replays")
+    parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
+    args = parser.parse_args()
+    chosen = [name for name in SECTIONS if name.startswith(args.only)]
+    if not chosen:
+        parser.error(f"--only {args.only}: no such section; there are {', '.join(SECTIONS)}")
+    about, begin = provenance("cuda"), time.perf_counter()
+    torch.manual_seed(0)
+    graph_budget, bench_budget = (30.0, 20.0) if args.quick else (500.0, 200.0)
+    run = Run(graph_budget, bench_budget, copy_rate(graph_budget))
+    about["copy_GB_per_s"] = f"{run.copy_rate / 1e9:.1f}"  # read and written
+    print(about, flush=True)
+    files: dict[str, list[Row]] = {}
+    for section in chosen:
+        measure, file = SECTIONS[section]
+        files.setdefault(file, []).extend({**about, **row} for row in measure(run))
+    out = args.out or (None if args.only or args.quick else RESULTS)
+    for name, rows in files.items():
+        if out is not None and rows:
+            write_csv(out / name, rows)
+    print(f"{time.perf_counter() - begin:.0f} s; written to {out or 'nowhere (see --out)'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""C++ for the host: a program and an I/O dtype in, compiled kernels out."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pararnn.codegen import headers
+from pararnn.codegen.cache import CPP, load
+from pararnn.codegen.compiler import (
+    compile_library,
+    compiler_identity,
+    cpu_identity,
+    find_compiler,
+    flags,
+)
+from pararnn.codegen.emit import IO_TYPES, source_file
+from pararnn.errors import EngineError
+from pararnn.program import Program
+
+Kernel = Callable[[Sequence[int], Sequence[int]], None]
+"""Takes sizes and addresses, in the order in which kernels/cpp/sequential.h reads them."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The two entries of a compiled library."""
+
+    forward: Kernel
+    backward: Kernel
+
+
+_KERNELS: dict[tuple[str, torch.dtype], Kernels | EngineError] = {}
+
+
+def kernels_of(program: Program, dtype: torch.dtype) -> Kernels:
+    """The program's kernels for gates of `dtype`: compiled at the first use, kept on disk.
+
+    Raises EngineError: no compiler, a compiler that fails, or an op that has no spelling. A failure
+    is remembered for the life of the process.
+    """
+    found = _KERNELS.get((program.key, dtype))
+    if found is None:
+        try:
+            found = _build(program, dtype)
+        except EngineError as error:
+            found = error
+        _KERNELS[program.key, dtype] = found
+    if isinstance(found, EngineError):
+        raise found
+    return found
+
+
+def _build(program: Program, dtype: torch.dtype) -> Kernels:
+    source = source_file(program, dtype, "cpp", "sequential.h")
+    compiler = compiler_identity(find_compiler())
+    key = "\n".join((source, headers.text("cpp"), compiler, *flags(), cpu_identity()))
+    name = f"{program.cell_name}-{IO_TYPES[dtype]}"
+
+    def build(file: Path, out: Path) -> None:
+        compile_library(file, headers.folder("cpp"), out)
+
+    library = load(CPP, name, key, source, build)
+    return Kernels(_kernel(library.forward), _kernel(library.backward))
+
+
+def _kernel(function: Any) -> Kernel:
+    function.restype = None
+
+    def call(sizes: Sequence[int], addresses: Sequence[int]) -> None:
+        function(
+            (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_void_p * len(addresses))(*addresses)
+        )
+
+    return call

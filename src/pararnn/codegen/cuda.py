@@ -1,0 +1,230 @@
+"""CUDA: a program and a variant (dtypes, sizes, layout) in, launchable kernels out."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pararnn.codegen import cache as disk
+from pararnn.codegen import headers
+from pararnn.codegen.emit import IO_TYPES, source_file
+from pararnn.codegen.nvrtc import (
+    Kernel,
+    ToolchainError,
+    architecture,
+    compile_cubin,
+    identity,
+    load_module,
+)
+from pararnn.errors import EngineError
+from pararnn.numerics import compute_dtype
+from pararnn.program import Program
+
+LANES = 32
+SHARED_BYTES = 48 * 1024
+"""Shared memory that a block may have without asking."""
+RING_BYTES = 18 * 1024
+"""Shared memory that a warp's ring should fill: enough in flight, and four warps or more fit."""
+MAX_STAGES = 6
+
+KERNELS: Mapping[str, Mapping[str, tuple[int, int]]] = {
+    "forward": {"forward": (LANES, 1)},
+    "backward": {"backward": (LANES, 1), "sum_weights": (LANES, 8)},
+}
+"""By pass: its kernels and their block sizes."""
+
+_LOG = logging.getLogger("pararnn")
+
+
+class Variant(NamedTuple):
+    """What a kernel is specialised on, besides the cell: see kernels/cuda/problem.h.
+
+    `direction` is the pass, a key of KERNELS. `chunk`: bytes that all rows are aligned to, 16 at
+    most. `adjacent_gates`: gates of a step and head lie side by side. `events`: `seq` or `reset` is
+    given. `broadcast`, by field: one value a step. `arriving`, by state: its sequence's gradient
+    arrives (none in the forward pass).
+    """
+
+    direction: str
+    dtype: torch.dtype
+    bias_dtype: torch.dtype
+    channels: int
+    head_width: int
+    per_lane: int
+    chunk: int = 16
+    adjacent_gates: bool = True
+    reverse: bool = False
+    events: bool = False
+    broadcast: tuple[bool, ...] = ()
+    arriving: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring of shared memory that feeds a warp: its stages, and the steps of a stage."""
+
+    steps: int
+    stages: int
+
+
+def ring_of(program: Program, variant: Variant) -> Ring:
+    """The ring of a variant. Raises EngineError for cells whose rows do not fit.
+
+    A stage is what two instructions copy of a row (one in the backward pass), so that the bytes in
+    flight stay within RING_BYTES at MAX_STAGES for the usual cells.
+    """
+    row = LANES * variant.per_lane * variant.dtype.itemsize
+    scalar = compute_dtype(variant.dtype).itemsize
+    fields = sum(scalar * (1 if b else LANES * variant.per_lane) for b in variant.broadcast)
+    rows = len(program.gates)
+    fixed = 0
+    if variant.direction == "backward":
+        rows += program.num_states + sum(variant.arriving)
+        fixed = (rows + len(program.params)) * LANES * variant.per_lane * scalar
+    step_bytes = rows * row + fields
+    together = max(1, LANES * 16 // row)
+    for steps in (2 * together if variant.direction == "forward" else max(4, together), together):
+        stages = min(MAX_STAGES - (steps <= 4), RING_BYTES // (steps * step_bytes))
+        if stages >= 3:
+            return Ring(steps, stages)
+    for steps in (together, max(1, together // 2), 1):
+        if 2 * steps * step_bytes + fixed <= SHARED_BYTES:
+            return Ring(steps, 2)
+    raise EngineError(
+        f"{program.cell_name} reads {step_bytes} bytes a step and warp in its {variant.direction} "
+        f"pass; kernels have {SHARED_BYTES - fixed} for two steps. Use fewer gates or states, or "
+        "backend='torch'"
+    )
+
+
+def source_of(program: Program, variant: Variant) -> str:
+    """The CUDA file of a variant. Raises EngineError as `ring_of` and `emit_program`."""
+    ring = ring_of(program, variant)
+    integers = {
+        "channels": variant.channels,
+        "head_width": variant.head_width,
+        "per_lane": variant.per_lane,
+        "chunk": variant.chunk,
+        "steps": ring.steps,
+        "stages": ring.stages,
+    }
+    flags = {
+        "adjacent_gates": variant.adjacent_gates,
+        "reverse": variant.reverse,
+        "events": variant.events,
+    }
+    by_part = {"broadcast": variant.broadcast}
+    if variant.direction == "backward":
+        by_part["arriving"] = variant.arriving
+    constants = [
+        f"using bias_io = {IO_TYPES[variant.bias_dtype]};",
+        *(f"constexpr int {name} = {value};" for name, value in integers.items()),
+        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
+        *(
+            f"constexpr bool {name}[] = {{{', '.join(str(v).lower() for v in values) or 'false'}}};"
+            for name, values in by_part.items()
+        ),
+        "",
+    ]
+    return source_file(
+        program,
+        variant.dtype,
+        "cuda",
+        f"{variant.direction}.h",
+        defines={"APPROXIMATE": int(variant.dtype == torch.bfloat16)},
+        constants=constants,
+    )
+
+
+def usual_variants(
+    program: Program,
+    dtype: torch.dtype,
+    channels: int,
+    head_width: int,
+    bias_dtype: torch.dtype | None = None,
+) -> list[Variant]:
+    """What a layer's training and decoding run without resets: both passes, for all batch sizes."""
+    return [
+        Variant(
+            direction,
+            dtype,
+            bias_dtype or compute_dtype(dtype),
+            channels,
+            head_width,
+            per_lane,
+            chunk=chunk_of(head_width * dtype.itemsize),
+            broadcast=(False,) * len(program.fields),
+            arriving=tuple(n == 0 and direction == "backward" for n in range(program.num_states)),
+        )
+        for direction in KERNELS
+        for per_lane in sorted({1, most_per_lane(dtype)})
+    ]
+
+
+def most_per_lane(dtype: torch.dtype) -> int:
+    """Channels that a lane runs where there are enough of them: two words of memory at most."""
+    return 1 if dtype.itemsize == 8 else 2
+
+
+def chunk_of(*places: int) -> int:
+    """The bytes that may be copied at once where addresses and strides are these, 16 at most."""
+    bits = 16
+    for place in places:
+        bits |= place
+    return bits & -bits
+
+
+_KERNELS: dict[tuple[str, Variant, tuple[int, int]], dict[str, Kernel] | EngineError] = {}
+
+
+def kernels_of(
+    program: Program, variant: Variant, capability: tuple[int, int]
+) -> dict[str, Kernel]:
+    """The kernels of a pass by name: compiled at the first use, kept on disk.
+
+    Raises EngineError: no NVRTC, a cell that does not fit, an op that has no spelling, or NVRTC
+    fails. A failure is remembered for the life of the process.
+    """
+    key = (program.key, variant, capability)
+    found = _KERNELS.get(key)
+    if found is None:
+        try:
+            module = load_module(cubin_of(program, variant, architecture(capability)))
+            blocks = KERNELS[variant.direction]
+            found = {name: Kernel(module, name, block) for name, block in blocks.items()}
+        except EngineError as error:
+            found = error
+        _KERNELS[key] = found
+    if isinstance(found, EngineError):
+        raise found
+    return found
+
+
+def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:
+    """The device code of a variant, from the cache or compiled. EngineError as `kernels_of`."""
+    source = source_of(program, variant)
+    name = f"{program.cell_name}-{variant.direction}-{IO_TYPES[variant.dtype]}-{arch}"
+    key = "\n".join((source, headers.text("cuda"), identity(), arch))
+
+    def build(file: Path, out: Path) -> None:
+        _LOG.warning(
+            "compiling %s's %s kernel for %s (once; kept in %s)",
+            program.cell_name,
+            variant.direction,
+            arch,
+            disk.cache_folder(),
+        )
+        compile_cubin(file, headers.folder("cuda"), out, arch)
+
+    try:
+        return disk.load(disk.CUDA, name, key, source, build)
+    except ToolchainError as error:
+        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+        kept = disk.keep_failed(f"{name}-{digest}.cu", source)
+        raise ToolchainError(f"{error}\nThe source is {kept}") from error

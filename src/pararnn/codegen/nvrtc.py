@@ -1,0 +1,169 @@
+"""NVRTC by cuda-core: compiling CUDA C++ without a toolkit, and launching what came out."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pararnn.errors import EngineError
+
+OLDEST = (8, 0)
+"""The oldest compute capability that the kernels run on: it brought asynchronous copies."""
+
+# Division and square root within two units in the last place instead of correctly rounded: a third
+# of the instructions. NaN, infinity and subnormal numbers keep their meaning.
+OPTIONS: dict[str, Any] = {
+    "std": "c++17",
+    "prec_div": False,
+    "prec_sqrt": False,
+    "device_as_default_execution_space": True,  # older NVRTC want it for lambdas
+}
+
+
+class ToolchainError(EngineError):
+    """CUDA kernels cannot be compiled or run here. The message has the cure."""
+
+
+def extra() -> str:
+    """The extra of this package that holds the compiler for the installed PyTorch."""
+    major = (torch.version.cuda or "13").partition(".")[0]
+    return f"cu{major}"
+
+
+@functools.cache
+def toolchain() -> tuple[Any, Any]:
+    """The modules cuda.core and cuda.bindings.driver. Raises ToolchainError if they are missing."""
+    try:
+        import cuda.core
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ToolchainError(
+            f"CUDA kernels need cuda-core ({error}); install it with: pip install "
+            f"'pararnn[{extra()}]'"
+        ) from error
+    return cuda.core, driver
+
+
+@functools.cache
+def identity() -> str:
+    """The versions of what compiles. Raises ToolchainError if there is no NVRTC."""
+    core, _ = toolchain()
+    from cuda.bindings import nvrtc
+
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # the loader has its own exceptions, by version
+        raise ToolchainError(
+            f"CUDA kernels need NVRTC ({error}); install it with: pip install 'pararnn[{extra()}]'"
+        ) from error
+    return f"nvrtc {major}.{minor} cuda-core {core.__version__} {sorted(OPTIONS.items())}"
+
+
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The device's compute capability; ToolchainError if it is too old, or there is none."""
+    if not torch.cuda.is_available():
+        raise ToolchainError(
+            "there is no CUDA GPU that PyTorch can use (torch.cuda.is_available())"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        raise ToolchainError(
+            f"{torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability[0]}.{capability[1]}; the kernels need {OLDEST[0]}.{OLDEST[1]} or newer "
+            "(A100, RTX 30): use backend='torch'"
+        )
+    return capability
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """NVRTC's name of a compute capability."""
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def compile_cubin(source: Path, include: Path, output: Path, arch: str) -> str:
+    """Compile one file into device code for `arch`; returns the compiler's report on resources.
+
+    Raises ToolchainError with NVRTC's log.
+    """
+    identity()
+    core, _ = toolchain()
+    options = core.ProgramOptions(
+        name=source.name, arch=arch, include_path=str(include), ptxas_options="-v", **OPTIONS
+    )
+    log = io.StringIO()
+    try:
+        program = core.Program(source.read_text(encoding="utf-8"), "c++", options)
+        code = program.compile("cubin", logs=log)
+    except Exception as error:  # cuda-core wraps NVRTC's failures in its own exceptions, by version
+        raise ToolchainError(
+            f"NVRTC failed on generated code for {arch} ({identity()}): "
+            f"{_shortened(log.getvalue() or str(error))}\n"
+            f"A newer NVRTC may help (pip install --upgrade 'pararnn[{extra()}]'), and "
+            "backend='torch' does without one"
+        ) from error
+    output.write_bytes(code.code)
+    return log.getvalue()
+
+
+def _shortened(log: str) -> str:
+    return "\n".join(log.strip("\0 \n").splitlines()[:20])
+
+
+def resources(report: str) -> dict[str, dict[str, int]]:
+    """Registers, spilled bytes and shared memory of each kernel in a compiler's report."""
+    found: dict[str, dict[str, int]] = {}
+    for part in report.split("Compiling entry function '")[1:]:
+        name = part.partition("'")[0]
+        numbers = {}
+        for what, pattern in {
+            "registers": r"Used (\d+) registers",
+            "spilled": r"(\d+) bytes spill stores",
+            "stack": r"(\d+) bytes stack frame",
+            "shared": r"(\d+) bytes smem",
+        }.items():
+            match = re.search(pattern, part)
+            numbers[what] = int(match[1]) if match else 0
+        found[name] = numbers
+    return found
+
+
+class Kernel:
+    """A kernel on the GPU: called with its grid, the words of its one argument, and a stream."""
+
+    def __init__(self, module: Any, name: str, block: tuple[int, int]) -> None:
+        _, self.driver = toolchain()
+        self.name, self.block = name, block
+        self.module = module  # the code lives as long as this
+        self.kernel = module.get_kernel(name)
+        self.function = self.driver.CUfunction(int(self.kernel.handle))
+
+    def __call__(self, grid: tuple[int, int], words: Sequence[int], stream: int) -> None:
+        """Launch on the current device. `words`: sizes and addresses, 64 bits each.
+
+        Raises EngineError with the driver's message where the launch is refused.
+        """
+        argument = (ctypes.c_int64 * len(words))(*words)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        (status,) = self.driver.cuLaunchKernel(
+            self.function, *grid, 1, *self.block, 1, 0, stream, ctypes.addressof(arguments), 0
+        )
+        if status != self.driver.CUresult.CUDA_SUCCESS:
+            _, text = self.driver.cuGetErrorString(status)
+            raise EngineError(
+                f"launching the {self.name} kernel failed: {text.decode()} ({status.name}). If an "
+                "earlier kernel is to blame, CUDA_LAUNCH_BLOCKING=1 shows which"
+            )
+
+
+def load_module(code: bytes) -> Any:
+    """Device code, made ready to be launched on any device that it was compiled for."""
+    core, _ = toolchain()
+    return core.ObjectCode.from_cubin(code)

@@ -1,0 +1,269 @@
+// The backward pass: the linear recurrence of the adjoint, from the last step to the first. Gates are
+// recomputed from the saved states, and every gradient is made here.
+//
+// Needs, besides problem.h: arriving (by state: whether gradients of its sequence arrive).
+#pragma once
+#include "problem.h"
+
+namespace pararnn {
+
+struct BackwardProblem {
+  Inputs in;
+  int64 grad_row[num_states], grad_time[num_states];
+  const io* states[num_states];       // (row, time, channel)
+  const io* grad_states[num_states];  // arriving
+  const scalar* grad_final[num_states];  // arriving; null: none
+  io* grad_gates;                     // in the strides of the gates
+  scalar* grad_fields[field_slots];   // (row, time, channel)
+  scalar* grad_initial[num_states];   // (sequence, channel); null: not wanted
+  scalar* partial;                    // (row, weight, channel): sums over time
+};
+
+constexpr int sum_block = 64;  // steps summed apart, so that long sums stay exact
+constexpr bool paired_gates = chunk >= per_lane * (int)sizeof(io);
+
+// A row a step of one state's tensor.
+struct StateStream {
+  using Rows = Stream<io, 1, tile, chunk>;
+  Rows rows;
+  int64 time;
+
+  // `origin`: the row of step 0 of processing. `stride`: from step to step of processing.
+  PARARNN_FUNCTION void start(char* place, const io* origin, int64 stride, const Place& at) {
+    time = stride;
+    rows.start(place, time, [&](int e) -> const io* {
+      return at.first + e < channels ? origin + at.first + e : nullptr;
+    });
+  }
+  PARARNN_FUNCTION void copy(int slot, int s, int left) const { rows.copy(slot, s, left, time, 0); }
+  PARARNN_FUNCTION void next_stage() { rows.next_stage(time); }
+};
+
+PARARNN_FUNCTION constexpr int count_arriving() {
+  int count = 0;
+  for (int n = 0; n < num_states; ++n) count += arriving[n];
+  return count;
+}
+
+struct BackwardInputs {
+  StepInputs step;
+  real previous[num_states][per_lane], grad[num_states][per_lane];
+};
+
+// Inputs, saved states h_{l-1}, and the gradients that arrive for the states.
+template <int direction> struct BackwardRing {
+  static constexpr int state_bytes = StateStream::Rows::bytes;
+  static constexpr int bytes =
+      InputRing<direction>::bytes + (num_states + count_arriving()) * state_bytes;
+
+  using Values = BackwardInputs;
+
+  InputRing<direction> inputs;
+  StateStream saved[num_states], grads[num_states];
+
+  PARARNN_FUNCTION BackwardRing(char* place, const BackwardProblem& p, const Place& at,
+                                const Weights& weights)
+      : inputs(place, p.in, at, weights) {
+    const int64 length = p.in.length, t = start_time(p.in, direction);
+    char* next = place + InputRing<direction>::bytes;
+#pragma unroll
+    for (int n = 0; n < num_states; ++n, next += state_bytes)
+      saved[n].start(next, p.states[n] + (at.row * length + t + direction) * channels,
+                     direction * channels, at);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) {
+      if (!arriving[n]) continue;
+      grads[n].start(next, p.grad_states[n] + at.row * p.grad_row[n] + t * p.grad_time[n],
+                     direction * p.grad_time[n], at);
+      next += state_bytes;
+    }
+  }
+  PARARNN_FUNCTION void copy(int slot, int s, int left) const {
+    inputs.copy(slot, s, left);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) {
+      saved[n].copy(slot, s, left - 1);  // the first step has no state before it
+      if (arriving[n]) grads[n].copy(slot, s, left);
+    }
+  }
+  PARARNN_FUNCTION void read(int slot, int s, BackwardInputs& values) const {
+    inputs.read(slot, s, values.step);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) {
+      saved[n].rows.read(slot, s, 0, values.previous[n]);
+      if (arriving[n]) grads[n].rows.read(slot, s, 0, values.grad[n]);
+    }
+  }
+  PARARNN_FUNCTION void next_stage() {
+    inputs.next_stage();
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) {
+      saved[n].next_stage();
+      if (arriving[n]) grads[n].next_stage();
+    }
+  }
+};
+
+PARARNN_FUNCTION void store_gate_gradient(const Inputs& in, io* to, const real (&x)[per_lane],
+                                          const Place& at) {
+  if constexpr (paired_gates) {
+    store<true>(to, x, at.active);
+  } else {  // the lane's channels may be of two heads
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c)
+      if (c < at.active) to[in.gate_offset(at.own + c) - in.gate_offset(at.own)] = narrow<io>(x[c]);
+  }
+}
+
+PARARNN_FUNCTION void run_backward(const BackwardProblem& p) {
+  constexpr int direction = reverse ? 1 : -1;
+  using Ring = BackwardRing<direction>;
+  __shared__ __align__(16) char memory[Ring::bytes];
+  __shared__ real total[num_weights][tile];
+  const Inputs& in = p.in;
+  const Place at;
+  const int length = (int)in.length;
+  const Weights weights(in, at);
+  Ring ring(memory, p, at, weights);
+  Events event(in, at, -1);
+  const int64 start = start_time(in, direction), time = direction * in.time_stride();
+  io* grad_gates = p.grad_gates + at.row * in.gate_row + start * in.time_stride() +
+                   in.gate_offset(at.own);
+  int64 field_place = (at.row * in.length + start) * channels + at.own;
+  real adjoint[num_states][per_lane], recent[num_weights][per_lane] = {};
+  load_states(adjoint, p.grad_final, at.row, at);
+#pragma unroll
+  for (int i = 0; i < num_weights; ++i)
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) total[i][lane() * per_lane + c] = constant(0);
+
+  const auto begin_stage = [&](int j) {
+    if (events && j % lanes == 0) event.refresh(j);
+  };
+  const auto run_step = [&](const BackwardInputs& values, int s, int j, auto inner) {
+    real previous[num_states][per_lane], cotangent[num_states][per_lane];
+    if (events && event.end(j) && !event.pad(j))
+      load_states(adjoint, p.grad_final, event.number_of(j), at);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n)
+#pragma unroll
+      for (int c = 0; c < per_lane; ++c) {
+        previous[n][c] = values.previous[n][c];
+        cotangent[n][c] = adjoint[n][c] + (arriving[n] ? values.grad[n][c] : constant(0));
+      }
+    if (!events && !decltype(inner)::value && j == length - 1)
+      load_states(previous, in.initial, at.row, at);
+    if (events && event.any(j)) {
+      if (event.reset(j)) clear(previous);
+      else if (event.begin(j) && !event.pad(j))
+        load_states(previous, in.initial, event.number_of(j), at);
+    }
+    const bool pad = events && event.pad(j);
+    real grad_gate[num_gates][per_lane], grad_field[field_slots][per_lane];
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      real own_state[num_states], own_gate[num_gates], own_field[field_slots];
+      real own_param[param_slots], own_cotangent[num_states];
+      real own_grad_state[num_states], own_grad_gate[num_gates], own_grad_field[field_slots];
+      real own_grad_param[param_slots];
+      column(previous, c, own_state);
+      column(values.step.gate, c, own_gate);
+      column(values.step.field, c, own_field);
+      column(weights.params, c, own_param);
+      column(cotangent, c, own_cotangent);
+      vjp(own_state, own_gate, own_field, own_param, own_cotangent, own_grad_state,
+          own_grad_gate, own_grad_field, own_grad_param);
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) adjoint[n][c] = own_grad_state[n];
+#pragma unroll
+      for (int g = 0; g < num_gates; ++g) {
+        grad_gate[g][c] = pad ? constant(0) : own_grad_gate[g];
+        recent[g][c] += grad_gate[g][c];
+      }
+#pragma unroll
+      for (int f = 0; f < num_fields; ++f)
+        grad_field[f][c] = pad ? constant(0) : own_grad_field[f];
+#pragma unroll
+      for (int i = 0; i < num_params; ++i)
+        recent[num_gates + i][c] += pad ? constant(0) : own_grad_param[i];
+    }
+#pragma unroll
+    for (int g = 0; g < num_gates; ++g)
+      store_gate_gradient(in, grad_gates + s * time + g * in.gate_stride(), grad_gate[g], at);
+#pragma unroll
+    for (int f = 0; f < num_fields; ++f)
+      store<paired_channels>(p.grad_fields[f] + field_place + s * direction * channels,
+                             grad_field[f], at.active);
+    if (events && event.any(j)) {
+      if (event.reset(j)) clear(adjoint);
+      if (event.begin(j) && !event.pad(j))
+        store_states(p.grad_initial, adjoint, event.number_of(j), at);
+    }
+  };
+  const auto end_stage = [&](int j) {
+    grad_gates += steps * time;
+    field_place += steps * direction * channels;
+    if (j % sum_block != 0) return;
+#pragma unroll
+    for (int i = 0; i < num_weights; ++i)
+#pragma unroll
+      for (int c = 0; c < per_lane; ++c) {
+        total[i][lane() * per_lane + c] += recent[i][c];
+        recent[i][c] = constant(0);
+      }
+  };
+  // The first step of the sequence, the last one here, has no state before it.
+  for_each_step<1>(ring, length, begin_stage, run_step, end_stage);
+  if (!events) store_states(p.grad_initial, adjoint, at.row, at);
+#pragma unroll
+  for (int i = 0; i < num_weights; ++i) {
+    real sum[per_lane];
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) sum[c] = total[i][lane() * per_lane + c] + recent[i][c];
+    store<paired_channels>(p.partial + (at.row * num_weights + i) * channels + at.own, sum,
+                           at.active);
+  }
+}
+
+struct SumProblem {
+  int64 rows;
+  const scalar* partial;  // (row, weight, channel)
+  bias_io* bias;          // (gate, channel) or null
+  scalar* params[param_slots];
+};
+
+constexpr int sum_ways = 8;  // rows summed side by side
+
+// A block sums 32 channels of one weight over the rows, always in the same order.
+PARARNN_FUNCTION void run_sum(const SumProblem& p) {
+  __shared__ real sums[sum_ways][lanes];
+  const int channel = blockIdx.x * lanes + threadIdx.x, weight = blockIdx.y;
+  if (weight < num_gates && p.bias == nullptr) return;
+  real sum = constant(0);
+  if (channel < channels) {
+#pragma unroll 4
+    for (int64 row = threadIdx.y; row < p.rows; row += sum_ways)
+      sum += p.partial[(row * num_weights + weight) * channels + channel];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y > 0 || channel >= channels) return;
+#pragma unroll
+  for (int i = 1; i < sum_ways; ++i) sum += sums[i][threadIdx.x];
+  if (weight < num_gates) p.bias[weight * channels + channel] = narrow<bias_io>(sum);
+#pragma unroll
+  for (int i = 0; i < num_params; ++i)
+    if (weight == num_gates + i) p.params[i][channel] = sum;
+}
+
+}  // namespace pararnn
+
+extern "C" __global__ void __launch_bounds__(32)
+backward(const __grid_constant__ pararnn::BackwardProblem problem) {
+  pararnn::run_backward(problem);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+sum_weights(const __grid_constant__ pararnn::SumProblem problem) {
+  pararnn::run_sum(problem);
+}

@@ -1,0 +1,99 @@
+// `real`: one channel's number in the compute type. Needs PARARNN_IO (float, double, bfloat16 or
+// float16), the type of tensors in memory, and PARARNN_WIDE (0 or 1), whether to compute in double.
+// Compiled by NVRTC, which has no standard headers.
+#pragma once
+
+#define PARARNN_FUNCTION __device__ __forceinline__
+
+#ifndef NAN
+#define NAN __int_as_float(0x7fffffff)
+#endif
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
+namespace pararnn {
+
+using int64 = long long;
+
+struct bfloat16 { unsigned short bits; };
+struct float16 { unsigned short bits; };
+
+#if PARARNN_WIDE
+using real = double;
+#else
+using real = float;
+#endif
+using scalar = real;
+using mask = bool;
+using io = PARARNN_IO;
+constexpr bool wide = sizeof(real) == 8;
+
+template <class T, class U> struct same { static constexpr bool value = false; };
+template <class T> struct same<T, T> { static constexpr bool value = true; };
+
+PARARNN_FUNCTION constexpr real constant(double x) { return (real)x; }
+PARARNN_FUNCTION real select(mask m, real a, real b) { return m ? a : b; }
+PARARNN_FUNCTION mask select(mask m, mask a, mask b) { return m ? a : b; }
+PARARNN_FUNCTION mask truth(real x) { return x != constant(0); }
+PARARNN_FUNCTION real multiply_add(real a, real b, real c) {
+  return wide ? (real)::fma((double)a, (double)b, (double)c)
+              : (real)::fmaf((float)a, (float)b, (float)c);
+}
+PARARNN_FUNCTION real number(mask m) { return m ? constant(1) : constant(0); }
+
+PARARNN_FUNCTION real widen(float x) { return x; }
+PARARNN_FUNCTION real widen(double x) { return (real)x; }
+PARARNN_FUNCTION real widen(bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+PARARNN_FUNCTION real widen(float16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+template <class T> PARARNN_FUNCTION T narrow(real x) {
+  if constexpr (same<T, bfloat16>::value) {
+    bfloat16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"((float)x));
+    return y;
+  } else if constexpr (same<T, float16>::value) {
+    float16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"((float)x));
+    return y;
+  } else {
+    return (T)x;
+  }
+}
+
+// `count` neighbours in memory, moved in one instruction.
+template <class T, int count> struct alignas(sizeof(T) * count) Pack { T items[count]; };
+
+template <int count> PARARNN_FUNCTION void unpack(Pack<bfloat16, count> pack, real (&x)[count]) {
+  if constexpr (count == 2) {  // one word holds both
+    const unsigned word = *reinterpret_cast<const unsigned*>(&pack);
+    x[0] = __uint_as_float(word << 16);
+    x[1] = __uint_as_float(word & 0xffff0000u);
+  } else {
+    for (int i = 0; i < count; ++i) x[i] = widen(pack.items[i]);
+  }
+}
+
+template <class T, int count> PARARNN_FUNCTION void unpack(Pack<T, count> pack, real (&x)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) x[i] = widen(pack.items[i]);
+}
+
+template <class T, int count> PARARNN_FUNCTION Pack<T, count> packed(const real (&x)[count]) {
+  Pack<T, count> pack;
+  if constexpr (same<T, bfloat16>::value && count == 2) {
+    unsigned word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"((float)x[1]), "f"((float)x[0]));
+    *reinterpret_cast<unsigned*>(&pack) = word;
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; ++i) pack.items[i] = narrow<T>(x[i]);
+  }
+  return pack;
+}
+
+}  // namespace pararnn

@@ -1,0 +1,149 @@
+// What a warp reads step by step travels through a ring of stages in shared memory, filled ahead of
+// its use by cp.async: enough bytes in flight, and neither registers nor block barriers for them.
+//
+// Needs, besides real.h: per_lane (channels a lane runs), steps (of a stage), stages (of the ring).
+#pragma once
+#include "real.h"
+
+namespace pararnn {
+
+constexpr int lanes = 32;
+constexpr int tile = lanes * per_lane;  // channels of a warp
+
+PARARNN_FUNCTION int lane() { return threadIdx.x; }
+
+// Copies `bytes` to shared memory, later; what the hardware has no asynchronous copy for, now.
+template <int bytes> PARARNN_FUNCTION void copy_async(unsigned to, const char* from) {
+  if constexpr (bytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+  } else if constexpr (bytes >= 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(bytes));
+  } else {
+    const unsigned short value = *reinterpret_cast<const unsigned short*>(from);
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value));
+  }
+}
+
+PARARNN_FUNCTION void end_stage_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// The oldest stage in flight has arrived, and every lane is done with the stage before it.
+PARARNN_FUNCTION void wait_for_stage() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(stages - 2) : "memory");
+  __syncwarp();
+}
+
+// `rows` rows of `width` elements a step (a tile of channels, or one value for all of them), copied
+// in chunks of `chunk` bytes. One instruction copies the rows of `together` steps.
+template <class T, int rows, int width, int chunk> struct Stream {
+  static constexpr int row_bytes = width * sizeof(T);
+  static constexpr int chunks = row_bytes / chunk;
+  static constexpr int parts = (chunks + lanes - 1) / lanes;
+  static constexpr int fitting = chunks < lanes ? lanes / chunks : 1;
+  static constexpr int together = fitting < steps ? fitting : steps;
+  static constexpr int step_bytes = rows * row_bytes;
+  static constexpr int stage_bytes = steps * step_bytes;
+  static constexpr int bytes = stages * stage_bytes;
+
+  static constexpr int never = 1 << 30;
+
+  char* memory;
+  unsigned to;              // this lane's place in the ring's first stage
+  int first[parts];         // of the steps copied together, the one that this lane copies
+  const char* from[parts];  // its place in the row of that step, in the stage to come
+
+  // `place`: of the stream's ring. `source(e)`: the address of element e of the first row of step 0,
+  // or null for none. `time`: from one step to the next, in elements.
+  template <class Source>
+  PARARNN_FUNCTION void start(char* place, int64 time, const Source& source) {
+    memory = place;
+    const int sub = lane() % chunks, step = lane() / chunks;
+    to = (unsigned)__cvta_generic_to_shared(place) + step * step_bytes + sub * chunk;
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+      const T* address = source((sub + part * lanes) * (chunk / (int)sizeof(T)));
+      first[part] = step < together && address != nullptr ? step : never;
+      from[part] = reinterpret_cast<const char*>(address + step * time);
+    }
+  }
+
+  // Step `s` of the stage that goes into `slot`, with the steps copied together with it; `left` is
+  // how many steps there are from the stage's first one on. `between`: from row to row, in elements.
+  PARARNN_FUNCTION void copy(int slot, int s, int left, int64 time, int64 between) const {
+    if (s % together != 0) return;
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+      if (s + first[part] >= left) continue;
+#pragma unroll
+      for (int row = 0; row < rows; ++row)
+        copy_async<chunk>(to + slot * stage_bytes + s * step_bytes + row * row_bytes +
+                              part * lanes * chunk,
+                          from[part] + (s * time + row * between) * (int64)sizeof(T));
+    }
+  }
+
+  PARARNN_FUNCTION void next_stage(int64 time) {
+#pragma unroll
+    for (int part = 0; part < parts; ++part) from[part] += steps * time * (int64)sizeof(T);
+  }
+
+  // The lane's channels of a row that has arrived.
+  PARARNN_FUNCTION void read(int slot, int s, int row, real (&x)[per_lane]) const {
+    const char* place = memory + slot * stage_bytes + s * step_bytes + row * row_bytes;
+    if constexpr (width == 1) {
+      const real value = widen(*reinterpret_cast<const T*>(place));
+#pragma unroll
+      for (int c = 0; c < per_lane; ++c) x[c] = value;
+    } else {
+      unpack(reinterpret_cast<const Pack<T, per_lane>*>(place)[lane()], x);
+    }
+  }
+};
+
+template <bool b> struct Known { static constexpr bool value = b; };
+
+// Runs `length` steps through a ring: calls step(values, s, j, inner) for step j, which is step s of
+// its stage, begin(j) before a stage and end(j) after it, j being the step that follows. `inner` is
+// Known<true> for stages that are whole and followed by at least `apart` steps. The values of a step
+// are read while the step before it runs: one warp has nothing else to wait with.
+template <int apart, class Ring, class Begin, class Step, class End>
+PARARNN_FUNCTION void for_each_step(Ring& ring, int length, const Begin& begin, const Step& step,
+                                    const End& end) {
+  int left = length;  // steps from the stage to be copied next on
+  for (int stage = 0; stage < stages - 1; ++stage, left -= steps) {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) ring.copy(stage, s, left);
+    end_stage_of_copies();
+    ring.next_stage();
+  }
+  int slot = 0, free_slot = stages - 1, j = 0;
+  typename Ring::Values values;
+  wait_for_stage();
+  ring.read(slot, 0, values);
+  const auto run_stage = [&](auto inner) {
+    begin(j);
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      typename Ring::Values next;
+      ring.copy(free_slot, s, left);
+      if (s + 1 < steps) {
+        ring.read(slot, s + 1, next);
+      } else {
+        end_stage_of_copies();
+        wait_for_stage();
+        free_slot = slot;
+        slot = slot + 1 < stages ? slot + 1 : 0;
+        ring.read(slot, 0, next);
+      }
+      if (decltype(inner)::value || j + s < length) step(values, s, j + s, inner);
+      values = next;
+    }
+    ring.next_stage();
+    left -= steps;
+    j += steps;
+    end(j);
+  };
+  while (j + steps + apart <= length) run_stage(Known<true>());
+  while (j < length) run_stage(Known<false>());
+}
+
+}  // namespace pararnn
