@@ -17,6 +17,7 @@ from table import needs_compiler
 
 import pararnn
 from pararnn.codegen import cache, compiler, cpp
+from pararnn.engines import table
 
 RUN = """
 import sys, time
@@ -33,11 +34,17 @@ print(f"{seconds:.6f} {states.double().sum().item():.12f}")
 """
 
 
+def _forget(patch):
+    """Let this process remember no kernels, and no failures."""
+    patch.setattr(cpp, "_KERNELS", {})
+    table._build_failure.cache_clear()
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty cache, and a process that remembers no kernels."""
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cpp, "_KERNELS", {})
+    _forget(monkeypatch)
     return tmp_path / "cache"
 
 
@@ -56,7 +63,7 @@ def _again(monkeypatch):
         return compiler.compile_library(*args)
 
     monkeypatch.setattr(cpp, "compile_library", compiling)
-    monkeypatch.setattr(cpp, "_KERNELS", {})
+    _forget(monkeypatch)
     return _solve(), len(calls)
 
 
@@ -135,7 +142,7 @@ def test_damaged_and_foreign_entries_are_made_anew(folder, damage, tmp_path, mon
             built.append(source)
             _tiny_library(source, output)
 
-        return cache.load("tiny", "key", "int answer() { return 42; }", build)
+        return cache.load(cache.CPP, "tiny", "key", "int answer() { return 42; }", build)
 
     answer()
     # Elsewhere: the loader does not look at a file again whose path it knows.
@@ -184,7 +191,7 @@ def test_warm_loads_are_quick(folder):
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(cpp, "_KERNELS", {})
+    _forget(monkeypatch)
     cache._warn_unwritable.cache_clear()
     with pytest.warns(pararnn.BackendWarning, match="cannot be kept in .*set PARARNN_CACHE_DIR"):
         states = _solve()
@@ -219,19 +226,16 @@ def test_keys_follow_source_compiler_flags_and_processor(folder, monkeypatch):
     for what, change in changes:
         with monkeypatch.context() as patch:
             patch.setattr(f"pararnn.codegen.cpp.{what}", change)
-            patch.setattr(cpp, "_KERNELS", {})
+            _forget(patch)
             _solve()
         names.append(max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns).name)
     assert len(set(names)) == len(changes) + 1
 
 
 def test_without_a_compiler(folder, monkeypatch):
-    from pararnn.engines import table
-
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(folder))
     table._say_once.cache_clear()
-    table._build_failure.cache_clear()
     cell, gates = pararnn.GRUCell(4), torch.randn(1, 5, 3, 4)
     with pytest.raises(
         pararnn.EngineError, match=r"no C\+\+ compiler found.*apt-get install g\+\+"
@@ -258,7 +262,7 @@ def test_a_compiler_that_fails(folder, monkeypatch, tmp_path):
     ):
         _solve()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(cpp, "_KERNELS", {})
+    _forget(monkeypatch)
     with pytest.raises(pararnn.EngineError, match="CXX='no-such-compiler' is not a program"):
         _solve()
 

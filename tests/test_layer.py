@@ -241,7 +241,7 @@ def test_wrong_inputs():
     liquid = pararnn.ParaRNN(pararnn.LRCCell, 4, 6)
     with pytest.raises(ValueError, match=r"takes the fields \['dt'\]"):
         liquid(torch.randn(1, 3, 4))
-    with pytest.raises(ValueError, match=r"step takes the fields \['dt'\]"):
+    with pytest.raises(ValueError, match=r"takes the fields \['dt'\]"):
         liquid.step(torch.randn(1, 4))
 
 

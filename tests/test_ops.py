@@ -210,27 +210,32 @@ def _same(got, expected, what, values, name):
         )
 
 
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("names", GROUPS, ids=lambda names: f"{names[0]}-to-{names[-1]}")
-def test_ops_agree_with_torch(names, dtype):
-    """The compiled step and gradient against the traced graphs run by PyTorch."""
+def check_ops(names, dtype, device="cpu"):
+    """The compiled step and gradient against the traced graphs run by PyTorch on the CPU."""
     values = _values(dtype)
-    cell = _cell(names)(len(values), dtype=dtype)
-    gates = values.T.repeat(len(names), 1).requires_grad_()
+    cell = _cell(names)(len(values), dtype=dtype, device=device)
+    gates = values.T.repeat(len(names), 1).to(device).requires_grad_()
     states, _ = pararnn.solve(cell, gates[None, None], solver="sequential", backend="fused")
     states = [s[0, 0] for s in (states if isinstance(states, tuple) else (states,))]
     (grads,) = torch.autograd.grad(sum(s.sum() for s in states), gates)
+    states, grads, gates = [s.detach().cpu() for s in states], grads.cpu(), gates.detach().cpu()
     graphs = pararnn.program_of(cell).graphs[dtype]
-    flat = [torch.zeros(len(values), dtype=dtype)] * len(names) + list(gates.detach())
+    flat = [torch.zeros(len(values), dtype=dtype)] * len(names) + list(gates)
     expected = graphs.step(*flat)
     expected_grads = graphs.vjp(*flat, *[torch.ones_like(flat[0])] * len(names))[len(names) :]
     for i, name in enumerate(names):
-        _same(states[i].detach(), expected[i], name, values, name)
+        _same(states[i], expected[i], name, values, name)
         for side in (0, 1) if name in BINARY else (0,):
             given = expand_entry(expected_grads[2 * i + side], flat[0], flat[0].shape)
             which = f"d {name} / d {'xy'[side]}"
             _same(grads[2 * i + side], given, which, values, name)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: f"{names[0]}-to-{names[-1]}")
+def test_ops_agree_with_torch(names, dtype):
+    check_ops(names, dtype)
 
 
 WRITTEN_OUT = {

@@ -83,23 +83,25 @@ class DirectionalLayer(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, proj: HeadwiseLinear, cell: Cell, bias: bool, **factory: Any) -> None:
+    def __init__(
+        self,
+        proj: HeadwiseLinear,
+        cell: Cell,
+        bias: bool,
+        recompute_gates: bool = False,
+        **factory: Any,
+    ) -> None:
         super().__init__()
-        self.proj = proj
+        self.proj, self.recompute_gates = proj, recompute_gates
         size = (len(cell.gates), cell.hidden_size)
         self.bias = nn.Parameter(torch.zeros(size, **factory)) if bias else None
         self.cell = cell
         program_of(cell)  # now, because tracing cannot happen inside a compiled region
 
     def forward(
-        self,
-        x: Tensor,
-        initial: tuple[Tensor, ...] | None,
-        *,
-        recompute_gates: bool = False,
-        **options: Any,
+        self, x: Tensor, initial: tuple[Tensor, ...] | None, **options: Any
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        if not (recompute_gates and torch.is_grad_enabled()):
+        if not (self.recompute_gates and torch.is_grad_enabled()):
             return self._solve(x, initial, options)
         contexts = partial(create_selective_checkpoint_contexts, _keep_states)
         return checkpoint(
@@ -180,7 +182,7 @@ class ParaRNN(nn.Module):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.num_heads, self.batch_first, self.dropout = num_heads, batch_first, dropout
         self.solver, self.backend, self.on_failure = solver, backend, on_failure
-        self.recurrent_clip, self.recompute_gates = recurrent_clip, recompute_gates
+        self.recurrent_clip = recurrent_clip
         self._infos: tuple[Tensor, ...] = ()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.layers = nn.ModuleList()
@@ -188,7 +190,7 @@ class ParaRNN(nn.Module):
             inputs = hidden_size if index else input_size
             proj = HeadwiseLinear(inputs, len(cell_class.gates), hidden_size, num_heads, **factory)
             cell = cell_class(hidden_size, num_heads=num_heads, **factory, **config)
-            self.layers.append(DirectionalLayer(proj, cell, bias, **factory))
+            self.layers.append(DirectionalLayer(proj, cell, bias, recompute_gates, **factory))
 
     @property
     def cell(self) -> Cell:
@@ -254,7 +256,7 @@ class ParaRNN(nn.Module):
     def _run(self, x: Tensor, states: States | None, **options: Any) -> tuple[Tensor, States]:
         """All layers on x (B, T, input_size); records what their solvers did."""
         initial = self._per_layer(states, x.shape[0])
-        options |= {"on_failure": self.on_failure, "recompute_gates": self.recompute_gates}
+        options["on_failure"] = self.on_failure
         finals, infos = [], []
         for index, layer in enumerate(self._parts()):
             if index and self.dropout:

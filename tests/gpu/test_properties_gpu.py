@@ -56,14 +56,6 @@ def test_non_finite_inputs():
     assert newton.isnan().any()
 
 
-def test_there_are_no_kernels_yet():
-    cell, gates = pararnn.GRUCell(4, device="cuda"), torch.randn(2, 5, 3, 4, device="cuda")
-    with pytest.raises(pararnn.EngineError, match="no such engine for cuda"):
-        pararnn.solve(cell, gates, backend="fused")
-    states, _ = pararnn.solve(cell, gates)  # auto takes another pair
-    assert states.isfinite().all()
-
-
 def test_gradients_keep_the_layout_of_the_gates():
     cell = pararnn.GRUCell(6, num_heads=3, device="cuda")
     gates = torch.randn(3, 2, 80, 3, 2, device="cuda").permute(1, 2, 3, 0, 4).requires_grad_()

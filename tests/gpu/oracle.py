@@ -1,0 +1,56 @@
+"""The oracle of long sequences: the CPU's kernels in float64, on the same rounded inputs."""
+
+import copy
+
+import torch
+
+import pararnn
+from pararnn.numerics import FORWARD_TOLERANCE, SEQUENTIAL_ERRORS, compute_dtype, relative_error
+
+HOW = {"solver": "sequential", "backend": "fused"}
+
+
+def run(case, device, dtype, seed=0, **how):
+    """Outputs and all gradients of a case by name, on a device, with its numbers in `dtype`."""
+
+    def leaf(tensor):
+        return tensor.detach().to(device, dtype, copy=True).requires_grad_()
+
+    cell = copy.deepcopy(case.cell).to(device, dtype)
+    gates = leaf(case.gates)
+    options = {
+        k: v.to(device) if torch.is_tensor(v) else v
+        for k, v in case.options.items()
+        if k != "fields"
+    }
+    fields = {k: leaf(v) for k, v in case.options.get("fields", {}).items()}
+    initial = None if case.initial is None else tuple(leaf(h) for h in case.initial)
+    states, final = pararnn.solve(cell, gates, initial, fields=fields, **options, **(how or HOW))
+    states, final = (t if isinstance(t, tuple) else (t,) for t in (states, final))
+    generator = torch.Generator().manual_seed(seed)
+    cotangents = []
+    for output in (*states, *final):
+        own = case.gates.dtype if output.ndim == 3 else compute_dtype(case.gates.dtype)
+        drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(own)
+        cotangents.append(drawn.to(device, output.dtype))
+    leaves = {"gates": gates, **fields, **dict(cell.named_parameters())}
+    leaves |= {f"initial {i}": h for i, h in enumerate(initial or ())}
+    grads = torch.autograd.grad((*states, *final), list(leaves.values()), cotangents)
+    named = {f"state {i}": s for i, s in enumerate(states)}
+    named |= {f"final {i}": f for i, f in enumerate(final)}
+    named |= {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
+    return {name: value.detach().cpu() for name, value in named.items()}
+
+
+def failures(case, **how):
+    """What the kernels on the GPU get wrong, beyond the contract's forward error."""
+    dtype = case.gates.dtype
+    got = run(case, "cuda", dtype, **how)
+    exact, loop = run(case, "cpu", torch.float64), run(case, "cpu", dtype)
+    wrong = []
+    for name, value in got.items():
+        error, own = (relative_error(v, exact[name]) for v in (value, loop[name]))
+        allowed = max(FORWARD_TOLERANCE[dtype], FORWARD_TOLERANCE[value.dtype])
+        if not error <= allowed + SEQUENTIAL_ERRORS * own:
+            wrong.append((name, error, own))
+    return wrong

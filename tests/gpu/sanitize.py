@@ -1,0 +1,33 @@
+"""A small case of each kernel and layout, for compute-sanitizer."""
+
+import torch
+
+import pararnn
+
+HOW = {"solver": "sequential", "backend": "fused"}
+SIZES = ((2, 21, 66), (1, 5, 33), (3, 70, 256))
+
+
+def main():
+    count = 0
+    for name, dtype in (("gru", torch.float32), ("lrc", torch.bfloat16), ("lstm", torch.float64)):
+        for rows, length, channels in SIZES:
+            cell = pararnn.CELLS[name](channels, device="cuda", dtype=dtype)
+            gates = torch.randn(rows, length, len(cell.gates), channels, device="cuda").to(dtype)
+            fields = {f: torch.rand(rows, length, device="cuda") for f in cell.fields}
+            reset = torch.rand(rows, length, device="cuda") < 0.1
+            for options in ({}, {"reset": reset}, {"reverse": True}):
+                leaf = gates.clone().requires_grad_()
+                states, final = pararnn.solve(cell, leaf, fields=fields, **options, **HOW)
+                outputs = [
+                    t
+                    for pair in (states, final)
+                    for t in (pair if isinstance(pair, tuple) else (pair,))
+                ]
+                torch.autograd.grad([o.sum() for o in outputs], [leaf, *cell.parameters()])
+                count += 1
+    torch.cuda.synchronize()
+    print("ran", count)
+
+
+main()

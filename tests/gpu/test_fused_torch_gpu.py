@@ -1,0 +1,238 @@
+"""The CUDA kernels among PyTorch's features: graphs, streams, compilation, memory, decoding."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import pararnn
+from pararnn.codegen import cuda
+
+HERE = Path(__file__).parent
+
+
+def _layer(cell=pararnn.ParaLSTM, heads=4, **options):
+    torch.manual_seed(0)
+    layer = cell(64, 128, num_heads=heads, device="cuda", backend="fused", **options)
+    return layer, torch.randn(3, 50, 64, device="cuda", requires_grad=True)
+
+
+def _grads(layer, x, run=None):
+    output, _ = (run or layer)(x)
+    weights = torch.linspace(-1, 1, output.numel(), device=x.device).view(output.shape)
+    return (
+        output,
+        *torch.autograd.grad((output.float() * weights).sum(), [x, *layer.parameters()]),
+    )
+
+
+def _same(got, expected, tolerance=1e-5):
+    for a, b in zip(got, expected, strict=True):
+        assert (a - b).abs().max() <= tolerance * b.abs().max(), (a - b).abs().max()
+
+
+def test_auto_takes_the_kernels():
+    cell, gates = pararnn.GRUCell(8, device="cuda"), torch.randn(2, 9, 3, 8, device="cuda")
+    from pararnn.engines.table import engine_for
+
+    program = pararnn.program_of(cell)
+    engine = engine_for(program, (2, 9, 8), gates.dtype, gates.device, "auto", "auto")
+    assert (engine.solver, engine.backend) == ("sequential", "fused")
+    dense = pararnn.DenseGRUCell(8, device="cuda")
+    with pytest.raises(pararnn.EngineError, match="mixes channels"):
+        pararnn.solve(dense, gates, backend="fused")
+
+
+def test_layers_agree_with_the_loop():
+    layer, x = _layer(num_layers=2)
+    kernels = _grads(layer, x)
+    layer.backend, layer.solver = "torch", "sequential"
+    _same(kernels, _grads(layer, x))
+
+
+def test_compile_fullgraph():
+    layer, x = _layer()
+    compiled = torch.compile(layer, fullgraph=True)
+    _same(_grads(layer, x, compiled), _grads(layer, x))
+    with torch.no_grad():
+        _same(compiled(x[:2])[:1], layer(x[:2])[:1])
+
+
+def test_cuda_graphs():
+    layer, x = _layer()
+    static = x.detach().clone().requires_grad_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        _grads(layer, static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _grads(layer, static)
+    for _ in range(3):
+        fresh = torch.randn_like(x).requires_grad_()
+        static.data.copy_(fresh)
+        graph.replay()
+        _same(captured, _grads(layer, fresh), 0.0)
+
+
+def test_streams_order_the_work():
+    layer, _ = _layer()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    inputs = [torch.randn(8, 700, 64, device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        results = []
+        for stream, x in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                late = x
+                for _ in range(20):  # the kernel must wait for these
+                    late = late + 1
+                results.append(layer(late)[0])
+        torch.cuda.synchronize()
+        for x, result in zip(inputs, results, strict=True):
+            late = x
+            for _ in range(20):
+                late = late + 1
+            assert torch.equal(result, layer(late)[0])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_devices():
+    layer, x = _layer()
+    expected = _grads(layer, x)
+    other = layer.to("cuda:1")
+    moved = x.detach().to("cuda:1").requires_grad_()
+    assert torch.cuda.current_device() == 0
+    _same([t.cpu() for t in _grads(other, moved)], [t.cpu() for t in expected], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype):
+    layer, x = _layer()
+    expected = _grads(layer, x)
+    with torch.autocast("cuda", dtype):
+        got = _grads(layer, x)
+    assert got[0].dtype == dtype
+    _same(got, expected, 0.05)
+
+
+def test_recomputing():
+    layer, x = _layer()
+    expected = _grads(layer, x)
+    got = _grads(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False))
+    _same(got, expected, 0.0)
+    again, _ = _layer(recompute_gates=True)
+    _same(_grads(again, x), expected, 0.0)
+
+
+def test_recomputing_gates_keeps_less():
+    def kept(recompute):
+        layer = pararnn.ParaGRU(256, 256, device="cuda", recompute_gates=recompute)
+        x = torch.randn(8, 512, 256, device="cuda", requires_grad=True)
+        before = torch.cuda.memory_allocated()
+        output, _ = layer(x)
+        held = torch.cuda.memory_allocated() - before
+        output.sum().backward()
+        return held / x.nbytes
+
+    assert kept(False) >= 4  # three gates and the states
+    assert kept(True) <= 1.1
+
+
+def test_no_hidden_copies():
+    cell = pararnn.LSTMCell(512, num_heads=4, device="cuda", dtype=torch.bfloat16)
+    gates = torch.randn(4, 8, 256, 3, 128, device="cuda", dtype=torch.bfloat16)
+    gates = gates.permute(1, 2, 3, 0, 4).requires_grad_()  # as the projection leaves it
+    pararnn.solve(cell, gates)[0][0].sum().backward()  # compiles
+    gates.grad = None
+    cell.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    (h, c), _ = pararnn.solve(cell, gates)
+    outputs = h.nbytes + c.nbytes
+    assert torch.cuda.max_memory_allocated() - before <= 1.05 * outputs
+    h.backward(torch.randn_like(h))
+    used = outputs + h.nbytes + gates.nbytes
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * used
+
+
+def test_no_synchronisation_with_the_host():
+    layer, x = _layer(num_layers=2)
+    reset = torch.rand(3, 50, device="cuda") < 0.1
+    start = tuple(torch.randn(2, 3, 128, device="cuda") for _ in range(2))
+
+    def step():
+        output, (h, _) = layer(x, start, reset=reset)
+        (output.sum() + h.sum()).backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decoding(dtype):
+    layer, x = _layer(num_layers=2, dtype=dtype)
+    x = x.detach().to(dtype)
+    with torch.no_grad():
+        expected, last = layer(x)
+        state, outputs = None, []
+        for t in range(x.shape[1]):
+            y, state = layer.step(x[:, t], state)
+            outputs.append(y)
+        got = torch.stack(outputs, 1)
+        near = 1e-5 if dtype == torch.float32 else 3e-2
+        _same([got.float()], [expected.float()], near)
+        _same(state, last, near)
+        assert all(s.dtype == torch.float32 for s in state)
+
+        token, held = x[:, 0].clone(), tuple(s.clone() for s in state)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, after = layer.step(token, held)
+        token.copy_(x[:, 7])
+        graph.replay()
+        _same([y, *after], [layer.step(x[:, 7], state)[0], *layer.step(x[:, 7], state)[1]], 0.0)
+
+
+def test_demo_generates_on_the_kernels():
+    model = pararnn.ParaGRU(32, 32, device="cuda")
+    assert pararnn.verify(model, torch.randn(2, 33, 32, device="cuda"))
+
+
+def test_first_use_is_quick_and_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda, "_KERNELS", {})
+    layer, x = _layer(pararnn.ParaGRU)
+    begin = time.perf_counter()
+    pararnn.precompile(layer)
+    cold = time.perf_counter() - begin
+    assert "compiling GRUCell's forward kernel for sm_" in caplog.text
+    assert str(tmp_path) in caplog.text
+    assert cold < 5
+    caplog.clear()
+    monkeypatch.setattr(cuda, "_KERNELS", {})
+    begin = time.perf_counter()
+    _grads(layer, x)
+    assert time.perf_counter() - begin < 1
+    assert not caplog.text  # precompile has made what the layer runs
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool):
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    done = subprocess.run(
+        [*command, sys.executable, str(HERE / "sanitize.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "ran" in done.stdout
