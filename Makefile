@@ -87,12 +87,19 @@ $(VENV)/.torch: $(VENV)/pyvenv.cfg
 	$(BIN)/python -m pip install "$$torch"; \
 	status=$$?; [ $$status -eq 0 ] && echo "$$torch" > $@; exit $$status
 
+# The extra with the compiler of CUDA kernels: cu12 or cu13, as PyTorch has it. Tests compile kernels
+# without a GPU too; the demo needs it only where PyTorch has CUDA.
+CUDA := 'import sys, torch; print("cu" + (torch.version.cuda or sys.argv[1]).partition(".")[0])'
+
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "==> Installing pararnn and what the demo needs"
-	@$(BIN)/python -m pip install --quiet -e '.[demo]'
+	@extra=$$($(BIN)/python -c $(CUDA) ''); \
+	if [ "$$extra" = cu ]; then extra=demo; fi; \
+	$(BIN)/python -m pip install --quiet -e ".[demo,$$extra]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "==> Installing pararnn and the tools for tests, checks and docs"
-	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@extra=$$($(BIN)/python -c $(CUDA) 13); \
+	$(BIN)/python -m pip install --quiet -e ".[dev,$$extra]"
 	@touch $(VENV)/.demo $@

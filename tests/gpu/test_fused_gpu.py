@@ -50,7 +50,7 @@ def test_long_sequences_with_ragged_resets(name, dtype):
 @pytest.mark.parametrize("channels", [1, 2, 31, 33, 63, 64, 66, 130, 1100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_any_number_of_channels(channels, dtype):
-    for batch, variant in ((1, "resets"), (300, "initial")):
+    for batch, variant in ((1, "resets"), (1 + min(600, 40000 // channels), "initial")):
         case = make_case(pararnn.LSTMCell, dtype, 37, variant, batch=batch, channels=channels)
         assert not failures(case), batch
 
@@ -135,7 +135,7 @@ def test_sums_over_many_rows_and_steps_stay_exact():
         def step(self, state, gate, param):
             return gate.x + param.a + 0.0 * state.h
 
-    for rows, length in ((1, 2**24 + 2**20), (4099, 4099)):
+    for rows, length in ((1, 2**24 + 2**20), (4096, 4100)):
         cell = Sum(1, device="cuda")
         states, _ = pararnn.solve(cell, torch.zeros(rows, length, 1, 1, device="cuda"), **HOW)
         states.sum().backward()

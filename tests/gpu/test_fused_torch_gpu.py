@@ -23,7 +23,7 @@ def _layer(cell=pararnn.ParaLSTM, heads=4, **options):
 
 
 def _grads(layer, x, run=None):
-    output, _ = (run or layer)(x)
+    output, _ = layer(x) if run is None else run(x)
     weights = torch.linspace(-1, 1, output.numel(), device=x.device).view(output.shape)
     return (
         output,

@@ -150,7 +150,11 @@ class Cell(nn.Module):
         channels, heads = self.hidden_size, self.num_heads
         lifted = []
         for name, param in type(self).params.items():
-            value = getattr(self, name).to(dtype)
+            value: Any = self._parameters.get(name)  # getattr takes a microsecond longer
+            if value is None:
+                value = getattr(self, name)
+            if value.dtype != dtype:
+                value = value.to(dtype)
             if param.shape == "H":
                 value = value.unsqueeze(-1).expand(heads, channels // heads).reshape(channels)
             elif param.shape == "":

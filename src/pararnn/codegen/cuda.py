@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,8 +64,7 @@ class Variant(NamedTuple):
     arriving: tuple[bool, ...] = ()
 
 
-@dataclass(frozen=True)
-class Ring:
+class Ring(NamedTuple):
     """The ring of shared memory that feeds a warp: its stages, and the steps of a stage."""
 
     steps: int

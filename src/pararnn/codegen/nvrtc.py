@@ -70,9 +70,7 @@ def identity() -> str:
 def capability_of(device: torch.device) -> tuple[int, int]:
     """The device's compute capability; ToolchainError if it is too old, or there is none."""
     if not torch.cuda.is_available():
-        raise ToolchainError(
-            "there is no CUDA GPU that PyTorch can use (torch.cuda.is_available())"
-        )
+        raise ToolchainError("there is no GPU that PyTorch can use (torch.cuda.is_available())")
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         raise ToolchainError(
@@ -152,15 +150,31 @@ class Kernel:
         """
         argument = (ctypes.c_int64 * len(words))(*words)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        (status,) = self.driver.cuLaunchKernel(
-            self.function, *grid, 1, *self.block, 1, 0, stream, ctypes.addressof(arguments), 0
+        launch = (*grid, 1, *self.block, 1, 0, stream, ctypes.addressof(arguments), 0)
+        (status,) = self.driver.cuLaunchKernel(self.function, *launch)
+        if status == self.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            # A thread of PyTorch's that has called nothing of CUDA's yet, such as autograd's.
+            self._enter_context()
+            (status,) = self.driver.cuLaunchKernel(self.function, *launch)
+        self._check(status, f"launching the {self.name} kernel")
+
+    def _enter_context(self) -> None:
+        """Make the context that PyTorch uses on the current device the thread's."""
+        device = torch.cuda.current_device()
+        status, context = self.driver.cuDevicePrimaryCtxRetain(device)
+        self._check(status, "finding the device's context")
+        (status,) = self.driver.cuCtxSetCurrent(context)
+        self.driver.cuDevicePrimaryCtxRelease(device)  # PyTorch keeps it alive
+        self._check(status, "entering the device's context")
+
+    def _check(self, status: Any, what: str) -> None:
+        if status == self.driver.CUresult.CUDA_SUCCESS:
+            return
+        _, text = self.driver.cuGetErrorString(status)
+        raise EngineError(
+            f"{what} failed: {text.decode()} ({status.name}). If an earlier kernel is to blame, "
+            "CUDA_LAUNCH_BLOCKING=1 shows which"
         )
-        if status != self.driver.CUresult.CUDA_SUCCESS:
-            _, text = self.driver.cuGetErrorString(status)
-            raise EngineError(
-                f"launching the {self.name} kernel failed: {text.decode()} ({status.name}). If an "
-                "earlier kernel is to blame, CUDA_LAUNCH_BLOCKING=1 shows which"
-            )
 
 
 def load_module(code: bytes) -> Any:

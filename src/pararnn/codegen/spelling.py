@@ -69,7 +69,7 @@ def _sum(sign: str) -> Callable[..., str]:
 
 def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> str:
     a, b = spelled(a), spelled(b)
-    by_mode = {None: "{} / {}", "trunc": "trunc({} / {})", "floor": "floor_divide({}, {})"}
+    by_mode = {None: "{} / {}", "trunc": "trunc(quotient({}, {}))", "floor": "floor_divide({}, {})"}
     return by_mode[rounding_mode].format(a, b)
 
 

@@ -178,7 +178,8 @@ class _Inputs:
         self, variant: Variant, name: str, grid: tuple[int, int], words: Sequence[int]
     ) -> None:
         kernel = kernels_of(self.program, variant, capability_of(self.device))[name]
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        # torch.cuda.current_stream makes a Stream object, which takes longer than the launch.
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if self.device.index == torch.cuda.current_device():
             kernel(grid, words, stream)
             return

@@ -21,6 +21,8 @@ inline real with_sign(real magnitude, real sign) {
 inline mask signbit(real x) { return (mask)((whole)x < 0); }
 inline mask isinf(real x) { return abs(x) == constant(infinity); }
 
+inline real quotient(real a, real b) { return a / b; }
+
 inline real at_least(real x, real low);
 inline real at_most(real x, real high);
 

@@ -1,0 +1,260 @@
+"""CUDA sources, rings and the toolchain, as far as they can be checked without a GPU."""
+
+import importlib.util
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from table import COUPLED
+
+import pararnn
+from pararnn.codegen import cache, cuda, headers, nvrtc
+from pararnn.codegen.cuda import KERNELS, chunk_of, ring_of, source_of, usual_variants
+from pararnn.engines import table
+from pararnn.engines.table import engine_for
+
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
+CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
+MAX_REGISTERS = 168  # three warps a scheduler: what hides the latency of memory
+
+
+def _has_nvrtc():
+    if importlib.util.find_spec("cuda") is None:
+        return False
+    try:
+        nvrtc.identity()
+    except pararnn.EngineError:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC (the extra cu12 or cu13)")
+
+
+def _program(name, **config):
+    return pararnn.program_of(pararnn.CELLS[name](4, **config))
+
+
+def _variant(program, direction, dtype=torch.float32, **changes):
+    usual = usual_variants(program, dtype, 1024, 1024)
+    wanted = [v for v in usual if v.direction == direction]
+    return wanted[-1]._replace(**changes)
+
+
+def _resources(program, variant, arch, folder):
+    source, output = folder / "kernels.cu", folder / "kernels.cubin"
+    source.write_text(source_of(program, variant), encoding="utf-8")
+    report = nvrtc.compile_cubin(source, headers.folder("cuda"), output, arch)
+    assert output.read_bytes()[:4] == b"\x7fELF"
+    return nvrtc.resources(report)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CELLS)
+def test_kernels_compile_without_spills(name, dtype, arch, tmp_path):
+    program = _program(name)
+    for direction, kernels in KERNELS.items():
+        found = _resources(program, _variant(program, direction, dtype), arch, tmp_path)
+        assert set(found) == set(kernels)
+        for kernel, used in found.items():
+            assert used["spilled"] == used["stack"] == 0, (kernel, used)
+            assert 0 < used["registers"] <= MAX_REGISTERS, (kernel, used)
+            assert used["shared"] <= cuda.SHARED_BYTES
+
+
+CHANGES = {
+    "events": {"events": True},
+    "reverse": {"reverse": True, "events": True},
+    "layout": {"adjacent_gates": False, "head_width": 64},
+    "element by element": {"chunk": 2, "channels": 101, "head_width": 101},
+    "by four bytes": {"chunk": 4, "channels": 102, "head_width": 34},
+    "one channel a lane": {"per_lane": 1, "channels": 33, "head_width": 33, "chunk": 2},
+    "all states arrive": {"arriving": (True, True)},
+    "none arrives": {"arriving": (False, False)},
+    "half bias": {"bias_dtype": torch.bfloat16},
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("change", CHANGES)
+def test_variants_compile(change, tmp_path):
+    program = _program("lstm")
+    for direction in KERNELS:
+        variant = _variant(program, direction, torch.bfloat16, **CHANGES[change])
+        found = _resources(program, variant, "sm_90", tmp_path)
+        assert all(used["spilled"] == 0 for used in found.values()), found
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_fields_and_other_dtypes_compile(dtype, broadcast, tmp_path):
+    program = _program("lrc")
+    for direction in KERNELS:
+        variant = _variant(program, direction, dtype, broadcast=(broadcast,))
+        assert _resources(program, variant, "sm_80", tmp_path)
+
+
+def test_source_says_what_it_is_specialised_on():
+    program = _program("lstm")
+    source = source_of(program, _variant(program, "backward", torch.bfloat16))
+    for line in (
+        "#define PARARNN_IO bfloat16",
+        "#define PARARNN_WIDE 0",
+        "#define PARARNN_APPROXIMATE 1",
+        "using bias_io = float;",
+        "constexpr int channels = 1024;",
+        "constexpr int per_lane = 2;",
+        "constexpr bool adjacent_gates = true;",
+        "constexpr bool broadcast[] = {false};",
+        "constexpr bool arriving[] = {true, false};",
+        '#include "backward.h"',
+    ):
+        assert line in source
+    assert "PARARNN_APPROXIMATE 0" in source_of(program, _variant(program, "forward"))
+    assert pararnn.emitted(pararnn.LSTMCell(4), "cuda") in source
+
+
+def test_chunks_are_what_everything_is_aligned_to():
+    assert chunk_of() == chunk_of(0, 64, 4096) == 16
+    assert chunk_of(64, 8) == 8
+    assert chunk_of(6, 16) == 2
+    assert chunk_of(4 * 7) == 4
+
+
+def test_rings_fill_shared_memory_and_no_more():
+    for name in CELLS:
+        program = _program(name)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            for variant in usual_variants(program, dtype, 1024, 256):
+                ring = ring_of(program, variant)
+                assert ring.stages >= 2
+                assert 32 % ring.steps == 0  # events are read for 32 steps at once
+    gru = _program("gru")
+    assert ring_of(gru, _variant(gru, "forward")) == (4, 5)
+    assert ring_of(gru, _variant(gru, "forward", torch.bfloat16)) == (8, 6)
+    assert ring_of(gru, _variant(gru, "backward")) == (4, 3)
+    assert ring_of(gru, _variant(gru, "backward", torch.bfloat16)) == (4, 5)
+
+
+def _wide_cell(count):
+    class Wide(pararnn.Cell):
+        states = ("h",)
+        gates = tuple(f"x{i}" for i in range(count))
+
+        def step(self, state, gate, param):
+            return 0.5 * state.h + sum(gate)
+
+    return pararnn.program_of(Wide(4))
+
+
+def test_cells_that_do_not_fit_say_so():
+    program = _wide_cell(80)
+    assert ring_of(program, _variant(program, "forward", torch.float64)).steps == 1
+    with pytest.raises(pararnn.EngineError, match=r"reads \d+ bytes a step.*Use fewer gates"):
+        ring_of(program, _variant(program, "backward", torch.float64))
+
+
+@needs_nvrtc
+def test_code_is_kept_and_found_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
+    program = _program("elman")
+    variant = _variant(program, "forward")
+    with caplog.at_level(logging.WARNING, "pararnn"):
+        first = cuda.cubin_of(program, variant, "sm_90")
+    assert (
+        f"compiling ElmanCell's forward kernel for sm_90 (once; kept in {tmp_path})" in caplog.text
+    )
+    (entry,) = tmp_path.iterdir()
+    assert entry.name.startswith("ElmanCell-forward-float-sm_90-")
+    names = {cache.CUDA.library, cache.CUDA.source, cache.MANIFEST}
+    assert {path.name for path in entry.iterdir()} == names
+    caplog.clear()
+    assert cuda.cubin_of(program, variant, "sm_90") == first
+    assert not caplog.text
+    cuda.cubin_of(program, variant._replace(channels=512), "sm_90")
+    cuda.cubin_of(program, variant, "sm_80")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@needs_nvrtc
+def test_compiler_errors_show_the_log_and_the_source(tmp_path, monkeypatch):
+    monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda, "source_file", lambda *args, **named: "this is no C++")
+    program = _program("elman")
+    with pytest.raises(
+        nvrtc.ToolchainError, match=r"NVRTC failed(.|\n)*error(.|\n)*source is"
+    ) as e:
+        cuda.cubin_of(program, _variant(program, "forward"), "sm_90")
+    kept = Path(str(e.value).rpartition("The source is ")[2])
+    assert kept.read_text(encoding="utf-8") == "this is no C++"
+
+
+def test_without_cuda_core(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    nvrtc.toolchain.cache_clear()
+    try:
+        with pytest.raises(nvrtc.ToolchainError, match=r"pip install 'pararnn\[cu1\d\]'"):
+            nvrtc.toolchain()
+    finally:
+        nvrtc.toolchain.cache_clear()
+
+
+@pytest.mark.parametrize(("version", "name"), [("12.8", "cu12"), ("13.0", "cu13"), (None, "cu13")])
+def test_the_extra_follows_pytorch(version, name, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    assert nvrtc.extra() == name
+
+
+@pytest.fixture
+def forgetful():
+    """Nothing is remembered about devices and builds, before and after."""
+    remembering = (nvrtc.capability_of, table._build_failure, table._say_once)
+    for function in remembering:
+        function.cache_clear()
+    yield
+    for function in remembering:
+        function.cache_clear()
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_gpus_that_cannot_run_the_kernels(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(nvrtc.ToolchainError, match="no GPU that PyTorch can use"):
+        nvrtc.capability_of(device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(nvrtc.ToolchainError, match=r"Tesla T4 has compute capability 7.5.*torch"):
+        nvrtc.capability_of(device)
+    program = _program("gru")
+    request = (program, (1, 9, 4), torch.float32, device)
+    with pytest.raises(pararnn.EngineError, match=r"\(auto, fused\) cannot run GRUCell.*Tesla T4"):
+        engine_for(*request, "auto", "fused")
+    with pytest.warns(pararnn.BackendWarning, match=r"GRUCell runs by \(sequential, torch\).*7.5"):
+        assert engine_for(*request, "auto", "auto").backend == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine_for(*request, "auto", "auto")
+
+
+def test_reports_are_read():
+    report = """ptxas info    : Compiling entry function 'forward' for 'sm_90'
+ptxas info    : Function properties for forward
+    8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 45 registers, used 0 barriers, 18432 bytes smem, 600 bytes cmem[0]
+ptxas info    : Compiling entry function 'sum_weights' for 'sm_90'
+ptxas info    : Used 20 registers, used 1 barriers
+"""
+    assert nvrtc.resources(report) == {
+        "forward": {"registers": 45, "spilled": 12, "stack": 8, "shared": 18432},
+        "sum_weights": {"registers": 20, "spilled": 0, "stack": 0, "shared": 0},
+    }
