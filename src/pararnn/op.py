@@ -42,6 +42,11 @@ def apply_engine(
     static = (program.key, engine.solver, engine.backend, args.sequences, args.reverse, on_failure)
     single = (args.gates, args.bias, args.seq, args.reset)
     tensors = (*single, *args.fields, *args.params, *args.initial)
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        # Older compilers mistake the context for an argument where no gradient is needed.
+        inputs = _op_inputs(static, counts, tensors)
+        states, final, info = torch.ops.pararnn.forward(*inputs, on_failure)
+        return tuple(states), tuple(final), info
     try:
         out = _apply(_Solve, static, counts, output_only, *tensors)
     except NotImplementedError as error:
