@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from common import RESULTS, provenance, write_csv
 from cpu import output_of
-from speedup import Call, Row, Run, cache_bytes, copy_rate, host_us, sets_for, times_of
+from gpu import Call, Row, Run, cache_bytes, copy_rate, host_us, sets_for, times_of
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -270,7 +270,6 @@ PEERS: Mapping[str, Callable[[], Way]] = {
     "torch.nn.LSTM (cuDNN)": partial(cudnn, nn.LSTM),
     "fla HGRN chunk": hgrn,
     "mamba_ssm SSD": ssd,
-    "accelerated_scan warp": partial(linear_scan, "accelerated_scan.warp"),
     "accelerated_scan triton": partial(linear_scan, "accelerated_scan.triton"),
 }
 

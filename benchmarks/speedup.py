@@ -11,18 +11,16 @@ host's part is gone. Writes results/speedup_<device>.csv and .png.
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from common import RESULTS, provenance, write_csv
 from cpu import pair
+from gpu import Call, Row, captured
 from torch import Tensor
 
 import pararnn
@@ -40,102 +38,8 @@ PAPER = {"gru": 665, "lstm": 447}
 
 EAGER, COMPILED = "loop, eager", "loop, compiled step"
 KINDS = ("forward", "both")
-MAX_REPLAYS = 4000
 
-Call = Callable[[], object]
 Solve = Callable[[Tensor], Tensor]
-Row = dict[str, Any]
-
-
-def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph that makes all calls, in order; they are made three times first."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in [*calls] * 3:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]  # or a call would write where the one before it wrote
-    del kept
-    return graph
-
-
-def replay_times(calls: Sequence[Call], budget: float) -> list[float]:
-    """ms of one call in each replay of a graph of all of them, over about `budget` ms."""
-    graph = captured(calls)
-
-    def timed(count: int) -> list[float]:
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        for begin, end in marks:
-            begin.record()
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) / len(calls) for begin, end in marks]
-
-    expected = statistics.median(timed(10)) * len(calls)
-    return timed(replays_within(expected, budget))
-
-
-def replays_within(ms: float, budget: float) -> int:
-    """How many replays of `ms` fill the budget: 3 at least, MAX_REPLAYS at most."""
-    return min(max(3, math.ceil(budget / max(ms, 1e-6))), MAX_REPLAYS)
-
-
-def bench_ms(call: Call, budget: float) -> float:
-    """triton.testing.do_bench's median, which empties the caches before every call."""
-    do_bench = importlib.import_module("triton.testing").do_bench
-    return float(do_bench(call, warmup=25, rep=budget, return_mode="median"))
-
-
-class Run(NamedTuple):
-    """What all rows of a run share: ms for one timing by each method, bytes copied a second."""
-
-    graph_budget: float
-    bench_budget: float
-    copy_rate: float
-
-
-def times_of(calls: Sequence[Call], run: Run, graph: bool = True) -> Row:
-    """Both times of the calls, which are one and the same on different inputs."""
-    row: Row = {"do_bench_ms": round(bench_ms(calls[0], run.bench_budget), 5)}
-    if graph:
-        times = replay_times(calls, run.graph_budget)
-        row |= {"graph_ms": round(statistics.median(times), 5), "replays": len(times)}
-        row |= {"graph_min_ms": round(min(times), 5)}
-    return row
-
-
-def sets_for(size_in_bytes: int, cache: int) -> int:
-    """How many inputs of that size together exceed three times the cache."""
-    return 3 * cache // size_in_bytes + 1
-
-
-def cache_bytes() -> int:
-    """The GPU's L2 cache."""
-    return torch.cuda.get_device_properties(0).L2_cache_size
-
-
-def copy_rate(budget: float) -> float:
-    """Bytes read and written a second on the GPU by the faster of two copies of 2 GiB."""
-    x, y = torch.randn(2**29, device="cuda"), torch.empty(2**29, device="cuda")
-    ways: list[Call] = [lambda: y.copy_(x), lambda: torch.mul(x, 1.0, out=y)]
-    best = min(statistics.median(replay_times([way], budget)) for way in ways)
-    return 2 * x.nbytes / best * 1e3
-
-
-def host_us(call: Call, batches: int = 7, calls: int = 300) -> float:
-    """Median over batches of a call's microseconds on the host, which never waits in between."""
-    times = []
-    for _ in range(batches + 1):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - begin) / calls * 1e6)
-    return statistics.median(times[1:])
 
 
 def by_clock(call: Call) -> float:
