@@ -93,13 +93,13 @@ CUDA := 'import sys, torch; print("cu" + (torch.version.cuda or sys.argv[1]).par
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "==> Installing pararnn and what the demo needs"
-	@extra=$$($(BIN)/python -c $(CUDA) ''); \
+	@extra=$$($(BIN)/python -W ignore -c $(CUDA) ''); \
 	if [ "$$extra" = cu ]; then extra=demo; fi; \
 	$(BIN)/python -m pip install --quiet -e ".[demo,$$extra]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "==> Installing pararnn and the tools for tests, checks and docs"
-	@extra=$$($(BIN)/python -c $(CUDA) 13); \
+	@extra=$$($(BIN)/python -W ignore -c $(CUDA) 13); \
 	$(BIN)/python -m pip install --quiet -e ".[dev,$$extra]"
 	@touch $(VENV)/.demo $@

@@ -384,13 +384,13 @@ def main() -> None:
     about["copy_GB_per_s"] = f"{run.copy_rate / 1e9:.1f}"  # read and written
     print(about, flush=True)
     files: dict[str, list[Row]] = {}
+    out = args.out or (None if args.only or args.quick else RESULTS)
     for section in chosen:
         measure, file = SECTIONS[section]
-        files.setdefault(file, []).extend({**about, **row} for row in measure(run))
-    out = args.out or (None if args.only or args.quick else RESULTS)
-    for name, rows in files.items():
+        rows = files.setdefault(file, [])
+        rows += [{**about, **row} for row in measure(run)]
         if out is not None and rows:
-            write_csv(out / name, rows)
+            write_csv(out / file, rows)  # now: a later section may fail
     print(f"{time.perf_counter() - begin:.0f} s; written to {out or 'nowhere (see --out)'}")
 
 

@@ -170,6 +170,27 @@ def newton_iterations() -> str:
     return f"{text}\n\n{table(head, body)}"
 
 
+def resources() -> str:
+    """Registers of the CUDA kernels, by cell and architecture; and that nothing spills."""
+    rows = [row for row in read("resources.csv") if row["kernel"] != "sum_weights"]
+    keys = list(dict.fromkeys((row["dtype"], row["kernel"]) for row in rows))
+    body = []
+    for cell, arch in dict.fromkeys((row["cell"], row["arch"]) for row in rows):
+        mine = {
+            (row["dtype"], row["kernel"]): row["registers"]
+            for row in rows
+            if (row["cell"], row["arch"]) == (cell, arch)
+        }
+        body.append([cell, arch, *(mine[key] for key in keys)])
+    spilled = sum(int(row["spilled"]) for row in rows)
+    text = (
+        f"Registers of a thread, two channels each; {spilled} bytes spilled "
+        f"({rows[0]['compiler']}, commit {rows[0]['commit']}; `benchmarks/results/resources.csv`):"
+    )
+    head = ["cell", "architecture", *(f"{kernel}, {dtype}" for dtype, kernel in keys)]
+    return f"{text}\n\n{table(head, body)}"
+
+
 def size(row: Row) -> str:
     """A row's B, T, D."""
     return ", ".join(row[letter] for letter in "BTD")
@@ -268,6 +289,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "kernels_layers": kernels_layers,
     "kernels_memory": kernels_memory,
     "speedup_cuda": speedup_cuda,
+    "resources": resources,
 }
 
 

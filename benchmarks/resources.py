@@ -1,0 +1,65 @@
+"""What the CUDA kernels take of a GPU: registers, spills, shared memory. Needs NVRTC and no GPU.
+
+Every elementwise cell's kernels at 1,024 channels, for three architectures, as NVRTC's assembler
+reports them. Writes results/resources.csv.
+
+    python benchmarks/resources.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, commit, write_csv
+
+import pararnn
+from pararnn.codegen import headers, nvrtc
+from pararnn.codegen.cuda import ring_of, source_of, usual_variants
+from pararnn.codegen.emit import why_no_kernels
+from pararnn.program import Program, program_of
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+DTYPES = (torch.float32, torch.bfloat16)
+CHANNELS = 1024
+
+
+def rows_of(name: str, program: Program, folder: Path) -> list[dict[str, Any]]:
+    """A row for each kernel, dtype and architecture of a cell."""
+    rows = []
+    for dtype in DTYPES:
+        for variant in usual_variants(program, dtype, CHANNELS, CHANNELS):
+            if variant.per_lane == 1:
+                continue
+            source = folder / "kernels.cu"
+            source.write_text(source_of(program, variant), encoding="utf-8")
+            ring = ring_of(program, variant)._asdict()
+            for arch in ARCHITECTURES:
+                place = (source, headers.folder("cuda"), folder / "kernels.cubin", arch)
+                report = nvrtc.resources(nvrtc.compile_cubin(*place))
+                about = {"cell": name, "dtype": str(dtype).split(".")[1], "arch": arch}
+                rows += [{**about, "kernel": k, **ring, **used} for k, used in report.items()]
+    return rows
+
+
+def main() -> None:
+    about = {
+        "commit": commit(),
+        "torch": torch.__version__,
+        "compiler": nvrtc.identity().partition(" [")[0],
+    }
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, cell in pararnn.CELLS.items():
+            program = program_of(cell(4))
+            if why_no_kernels(program) is None:
+                rows += rows_of(name, program, Path(folder))
+    write_csv(RESULTS / "resources.csv", [{**about, **row} for row in rows])
+    for row in rows:
+        print(*row.values(), sep="\t")
+
+
+if __name__ == "__main__":
+    main()
