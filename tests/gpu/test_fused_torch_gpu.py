@@ -230,7 +230,8 @@ def test_first_use_is_quick_and_says_so(tmp_path, monkeypatch, caplog):
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool):
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    options = ["--report-api-errors", "no"] if tool == "memcheck" else []  # libraries probe
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *options]
     done = subprocess.run(
         [*command, sys.executable, str(HERE / "sanitize.py")], capture_output=True, text=True
     )

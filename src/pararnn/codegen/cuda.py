@@ -135,7 +135,10 @@ def source_of(program: Program, variant: Variant) -> str:
         variant.dtype,
         "cuda",
         f"{variant.direction}.h",
-        defines={"APPROXIMATE": int(variant.dtype == torch.bfloat16)},
+        defines={
+            "APPROXIMATE": int(variant.dtype == torch.bfloat16),
+            "REFINED": int(variant.dtype == torch.float32 and variant.direction == "backward"),
+        },
         constants=constants,
     )
 
@@ -163,6 +166,13 @@ def usual_variants(
         for direction in KERNELS
         for per_lane in sorted({1, most_per_lane(dtype)})
     ]
+
+
+def check_buildable(program: Program, dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """Make kernels of a small size, which stand for all: what fails, fails here. EngineError."""
+    for variant in usual_variants(program, dtype, LANES, LANES):
+        if variant.per_lane == 1:
+            kernels_of(program, variant, capability)
 
 
 def most_per_lane(dtype: torch.dtype) -> int:

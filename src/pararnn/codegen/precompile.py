@@ -49,6 +49,7 @@ def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -
             bias = biases.get(id(cell))
             bias_dtype = None if bias is None else bias.dtype
             width = cell.hidden_size // cell.num_heads
+            jobs[program.key, dtype] = partial(cuda.check_buildable, program, dtype, capability)
             for variant in cuda.usual_variants(program, dtype, cell.hidden_size, width, bias_dtype):
                 jobs[program.key, variant] = partial(cuda.kernels_of, program, variant, capability)
     with ThreadPoolExecutor(os.cpu_count()) as pool:

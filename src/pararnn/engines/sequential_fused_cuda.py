@@ -11,10 +11,10 @@ from torch import Tensor
 from pararnn.codegen.cuda import (
     LANES,
     Variant,
+    check_buildable,
     chunk_of,
     kernels_of,
     most_per_lane,
-    usual_variants,
 )
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.nvrtc import capability_of
@@ -209,11 +209,7 @@ def _schedulers(device: torch.device) -> int:
 
 
 def _build(program: Program, dtype: torch.dtype) -> None:
-    """Raise EngineError where kernels cannot be made: those of a small size stand for all."""
-    capability = capability_of(torch.device("cuda"))
-    for variant in usual_variants(program, dtype, LANES, LANES):
-        if variant.per_lane == 1:
-            kernels_of(program, variant, capability)
+    check_buildable(program, dtype, capability_of(torch.device("cuda")))
 
 
 ENGINE = Engine("sequential", "fused", _forward, _backward, why_no_kernels, _build, True)

@@ -1,6 +1,7 @@
 // The functions that generated code calls, on `real`: CUDA's own, but for sigmoid and tanh.
 // Needs PARARNN_APPROXIMATE (0 or 1): whether the type in memory hides the error of the hardware's
 // tanh (1e-5, where it was measured; 5e-4 at most).
+// PARARNN_REFINED (0 or 1): whether sigmoid spends two operations more on its last bit.
 #pragma once
 #include "real.h"
 
@@ -85,7 +86,12 @@ constexpr float log2_e = 1.4426950408889634f;
 
 PARARNN_FUNCTION real sigmoid(real x) {
   if constexpr (wide) return 1.0 / (1.0 + ::exp(-(double)x));
-  else return fast_reciprocal(1.0f + fast_exp2((float)x * -log2_e));
+  else {
+    const float y = 1.0f + fast_exp2((float)x * -log2_e), guess = fast_reciprocal(y);
+    // Next to 1 the last bit is most of 1 - sigmoid(x), on which gradients depend: Newton's step.
+    if constexpr (PARARNN_REFINED) return ::fmaf(guess, ::fmaf(-y, guess, 1.0f), guess);
+    else return guess;
+  }
 }
 
 PARARNN_FUNCTION real tanh(real x) {
