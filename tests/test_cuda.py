@@ -76,7 +76,7 @@ CHANGES = {
     "one channel a lane": {"per_lane": 1, "channels": 33, "head_width": 33, "chunk": 2},
     "all states arrive": {"arriving": (True, True)},
     "none arrives": {"arriving": (False, False)},
-    "half bias": {"bias_dtype": torch.bfloat16},
+    "half weights": {"weight_dtype": torch.bfloat16},
 }
 
 
@@ -107,7 +107,7 @@ def test_source_says_what_it_is_specialised_on():
         "#define PARARNN_IO bfloat16",
         "#define PARARNN_WIDE 0",
         "#define PARARNN_APPROXIMATE 1",
-        "using bias_io = float;",
+        "using weight_io = float;",
         "constexpr int channels = 1024;",
         "constexpr int per_lane = 2;",
         "constexpr bool adjacent_gates = true;",

@@ -61,6 +61,18 @@ def test_subexpressions_are_computed_once():
             assert len(set(expressions)) == len(expressions), (name, expressions)
 
 
+def test_a_product_added_to_itself_is_computed():
+    class Twice(pararnn.Cell):
+        states = ("h",)
+        gates = ("x",)
+
+        def step(self, state, gate, param):
+            product = gate.x * state.h
+            return product + product
+
+    assert "t2 + t2" in pararnn.emitted(Twice(3))
+
+
 def test_source_depends_on_config_and_dtype():
     plain, relu = pararnn.GRUCell(4), pararnn.GRUCell(4, state_nonlinearity="relu")
     assert "tanh" in pararnn.emitted(plain)

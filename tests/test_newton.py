@@ -16,7 +16,7 @@ from pararnn.solvers.system import put_columns, take_columns
 def _system(case):
     with torch.no_grad():
         args = prepare(case.cell, case.gates, case.initial, **case.options)
-        args = args.started(len(case.cell.states))
+        args = args.completed(len(case.cell.states))
         return to_system(program_of(case.cell), args)[0]
 
 

@@ -96,14 +96,9 @@ class _Problem:
 
     def arguments(self) -> Arguments:
         """As the solvers take them."""
-        return prepare(
-            self.cell,
-            self.gates,
-            self.initial,
-            bias=self.bias,
-            fields=self.fields,
-            **self.options,
-        )
+        options = {"bias": self.bias, "fields": self.fields, **self.options}
+        args = prepare(self.cell, self.gates, self.initial, **options)
+        return args.completed(len(self.cell.states))
 
     def leaves(self) -> Named:
         """Everything that has a gradient, by name."""
@@ -138,7 +133,7 @@ def check_solve(
     """
     on_failure = options.pop("on_failure", "warn")
     given = prepare(cell, gates, initial_state, bias=bias, fields=fields, **options)
-    args = given.started(len(cell.states))
+    args = given.completed(len(cell.states))
     problem = _Problem(
         cell=copy.deepcopy(cell),
         gates=_leaf(gates),

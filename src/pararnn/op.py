@@ -168,8 +168,8 @@ def _forward_op(
     *inputs, on_failure = given
     args, program = _arguments(*inputs), program_by_key(key)
     engine = _engine(solver, backend, args.gates.device)
-    if not engine.starts_itself:
-        args = args.started(program.num_states)
+    if not engine.completes:
+        args = args.completed(program.num_states)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     device = args.gates.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -183,11 +183,12 @@ def _backward_op(key: str, solver: str, backend: str, *given: Any) -> list[Tenso
     args, program = _arguments(*inputs), program_by_key(key)
     engine = _engine(solver, backend, args.gates.device)
     assert engine.backward is not None
-    full = args if engine.starts_itself else args.started(program.num_states)
+    full = args if engine.completes else args.completed(program.num_states)
     grads = engine.backward(program, full, tuple(states), tuple(grad_states), tuple(grad_final))
     bias = () if grads.bias is None else (grads.bias,)
     initial = grads.initial if args.initial else ()
-    return [grads.gates, *bias, *grads.fields, *grads.params, *initial]
+    params = [grad.to(p.dtype) for grad, p in zip(grads.params, args.params, strict=True)]
+    return [grads.gates, *bias, *grads.fields, *params, *initial]
 
 
 def _forward_fake(

@@ -12,7 +12,7 @@ from torch import Tensor
 from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments
 from pararnn.engines.table import engine_for
-from pararnn.numerics import check_io_dtype, compute_dtype
+from pararnn.numerics import check_io_dtype
 from pararnn.op import apply_engine
 from pararnn.program import program_of
 
@@ -113,7 +113,7 @@ def solve_with_info(
         return apply_engine(program, engine, args, on_failure, output_only)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     with torch.autocast(gates.device.type, enabled=False):
-        solution = engine.forward(program, args.started(program.num_states), on_failure)
+        solution = engine.forward(program, args.completed(program.num_states), on_failure)
     return solution.states, solution.final, solution.info
 
 
@@ -128,10 +128,10 @@ def prepare(
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
 ) -> Arguments:
-    """`solve`'s arguments, checked; errors as there. Without initial states there are none."""
+    """`solve`'s arguments, checked; errors as there. See `Arguments.completed`."""
     _check_gates(cell, gates)
     seq, sequences = _sequences(gates, cu_seqlens)
-    params = cell.lifted_params(compute_dtype(gates.dtype))
+    params = cell.lifted_params()
     if params and params[0].device != gates.device:
         raise ValueError(
             f"the cell is on {params[0].device} and gates on {gates.device}; move one of them"

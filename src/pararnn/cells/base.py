@@ -145,15 +145,18 @@ class Cell(nn.Module):
             if param.recurrent and param.trainable:
                 yield getattr(self, name)
 
-    def lifted_params(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The parameters as a program takes them: in `dtype`, scalars and per-head ones as (D,)."""
+    def lifted_params(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """The parameters as a program takes them: scalars and per-head ones as (D,).
+
+        In `dtype`; None leaves their own.
+        """
         channels, heads = self.hidden_size, self.num_heads
         lifted = []
         for name, param in type(self).params.items():
             value: Any = self._parameters.get(name)  # getattr takes a microsecond longer
             if value is None:
                 value = getattr(self, name)
-            if value.dtype != dtype:
+            if dtype is not None and value.dtype != dtype:
                 value = value.to(dtype)
             if param.shape == "H":
                 value = value.unsqueeze(-1).expand(heads, channels // heads).reshape(channels)

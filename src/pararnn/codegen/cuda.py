@@ -52,7 +52,7 @@ class Variant(NamedTuple):
 
     direction: str
     dtype: torch.dtype
-    bias_dtype: torch.dtype
+    weight_dtype: torch.dtype
     channels: int
     head_width: int
     per_lane: int
@@ -121,7 +121,7 @@ def source_of(program: Program, variant: Variant) -> str:
     if variant.direction == "backward":
         by_part["arriving"] = variant.arriving
     constants = [
-        f"using bias_io = {IO_TYPES[variant.bias_dtype]};",
+        f"using weight_io = {IO_TYPES[variant.weight_dtype]};",
         *(f"constexpr int {name} = {value};" for name, value in integers.items()),
         *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
         *(
@@ -148,14 +148,14 @@ def usual_variants(
     dtype: torch.dtype,
     channels: int,
     head_width: int,
-    bias_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> list[Variant]:
     """What a layer's training and decoding run without resets: both passes, for all batch sizes."""
     return [
         Variant(
             direction,
             dtype,
-            bias_dtype or compute_dtype(dtype),
+            weight_dtype or compute_dtype(dtype),
             channels,
             head_width,
             per_lane,

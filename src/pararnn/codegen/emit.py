@@ -179,7 +179,7 @@ def _fused_sums(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, fx.Nod
         if node.target is not aten.add.Tensor or node.kwargs:
             continue
         products = [n for n in node.args if isinstance(n, fx.Node) and n.target in _PRODUCTS]
-        if len(products) == 2:
+        if len(set(products)) == 2:
             early, late = sorted(products, key=lambda n: depth[n])
             fused[node] = late, early
     return fused

@@ -28,8 +28,6 @@ def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -
     What is in the cache is not compiled again. Raises EngineError for cells that kernels cannot be
     generated for, without a compiler, and if it fails.
     """
-    owners = [part for part in module.modules() if isinstance(getattr(part, "cell", None), Cell)]
-    biases = {id(part.cell): getattr(part, "bias", None) for part in owners}
     cells = [part for part in module.modules() if isinstance(part, Cell)]
     if not cells:
         raise EngineError(f"{type(module).__name__} holds no Cell: there is nothing to compile")
@@ -46,11 +44,9 @@ def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -
                 jobs[program.key, dtype] = partial(cpp.kernels_of, program, dtype)
                 continue
             capability = nvrtc.capability_of(own.device)
-            bias = biases.get(id(cell))
-            bias_dtype = None if bias is None else bias.dtype
             width = cell.hidden_size // cell.num_heads
             jobs[program.key, dtype] = partial(cuda.check_buildable, program, dtype, capability)
-            for variant in cuda.usual_variants(program, dtype, cell.hidden_size, width, bias_dtype):
+            for variant in cuda.usual_variants(program, dtype, cell.hidden_size, width, own.dtype):
                 jobs[program.key, variant] = partial(cuda.kernels_of, program, variant, capability)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for job in [pool.submit(job) for job in jobs.values()]:

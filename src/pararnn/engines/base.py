@@ -17,8 +17,8 @@ from pararnn.program import Program
 class Arguments:
     """The op's tensors, checked: see `pararnn.solve` for their meaning.
 
-    gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params as
-    `Cell.lifted_params` gives them; initial (S, D) a state, S sequences, or none at all for zero;
+    gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params (D,)
+    each, in their own dtypes; initial (S, D) a state, S sequences, or none at all for zero;
     seq int32 (B, T) or None (row b is sequence b), each sequence one run of steps; reset bool
     (B, T) or None.
     """
@@ -38,13 +38,13 @@ class Arguments:
         """D."""
         return math.prod(self.gates.shape[3:])
 
-    def started(self, num_states: int) -> Arguments:
-        """These arguments with initial states, zero where there are none."""
-        if self.initial:
-            return self
-        size = (self.sequences, self.channels)
-        zeros = [self.gates.new_zeros(size, dtype=self.dtype) for _ in range(num_states)]
-        return replace(self, initial=tuple(zeros))
+    def completed(self, num_states: int) -> Arguments:
+        """These arguments with initial states, zero if there are none, and params that compute."""
+        initial, size = self.initial, (self.sequences, self.channels)
+        if not initial:
+            initial = tuple(self.gates.new_zeros(size, dtype=self.dtype) for _ in range(num_states))
+        params = tuple(p.to(self.dtype) for p in self.params)
+        return replace(self, initial=initial, params=params)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,8 +91,9 @@ class Engine:
     grad_final)`, or None for an engine that autograd differentiates by itself; `why_not(program)`
     is the reason why this engine cannot take a cell, or None. `build(program, dtype)` makes ready
     what running on gates of `dtype` needs, and raises EngineError where it cannot.
-    `starts_itself`: whether arguments may come without initial states. Tensors that `forward` and
-    `backward` return share no memory, neither among themselves nor with arguments.
+    `completes`: whether it takes arguments as they come; others are given `Arguments.completed`
+    ones. Tensors that `forward` and `backward` return share no memory, neither among themselves nor
+    with arguments.
     """
 
     solver: str
@@ -101,4 +102,4 @@ class Engine:
     backward: Backward | None
     why_not: Callable[[Program], str | None]
     build: Callable[[Program, torch.dtype], object] | None = None
-    starts_itself: bool = False
+    completes: bool = False

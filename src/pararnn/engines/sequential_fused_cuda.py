@@ -36,7 +36,7 @@ def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
     if inputs.all_written:
         final = tuple(new((args.sequences, inputs.channels), dtype=dtype) for _ in count)
     else:  # sequences without a step keep their initial state
-        final = tuple(copied(h, dtype) for h in args.started(program.num_states).initial)
+        final = tuple(copied(h, dtype) for h in args.completed(program.num_states).initial)
     if not inputs.blocks:
         return Solution(states, final, args.gates.new_zeros(2, dtype=torch.int64))
     info = new(2, dtype=torch.int64)
@@ -72,8 +72,8 @@ def _backward(
         ]
     sums = new if inputs.blocks else zeros
     bias = args.bias
-    grad_bias = None if bias is None else sums(bias.shape, dtype=bias.dtype)
-    grad_params = [sums(p.shape, dtype=dtype) for p in args.params]
+    grad_bias = None if bias is None else sums(bias.shape, dtype=inputs.weight_dtype)
+    grad_params = [sums(p.shape, dtype=inputs.weight_dtype) for p in args.params]
     if inputs.blocks:
         weights = gates.shape[2] + len(args.params)
         partial = new((inputs.rows, weights, inputs.channels), dtype=dtype)
@@ -100,7 +100,7 @@ def _backward(
         grad_gates.copy_(written.reshape(grad_gates.shape))
     return Gradients(
         gates=grad_gates,
-        bias=grad_bias,
+        bias=None if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
         fields=tuple(g.to(f.dtype) for g, f in zip(grad_fields, args.fields, strict=True)),
         params=tuple(grad_params),
         initial=tuple(g.to(h.dtype) for g, h in zip(grad_initial, args.initial, strict=True)),
@@ -120,12 +120,14 @@ class _Inputs:
         self.adjacent = gate == width and time == gates.shape[2] * width
         fields = [narrow(f, args.dtype) for f in args.fields]
         self.broadcast = tuple(f.shape[-1] < self.channels for f in fields)
-        bias = None if args.bias is None else args.bias.contiguous()
-        self.bias_dtype = args.dtype if bias is None else bias.dtype
+        weights = [*args.params, *([] if args.bias is None else [args.bias])]
+        own = {w.dtype for w in weights}
+        self.weight_dtype = own.pop() if len(own) == 1 else args.dtype
+        bias = None if args.bias is None else args.bias.to(self.weight_dtype).contiguous()
         seq = None if args.seq is None else args.seq.contiguous()
         reset = None if args.reset is None else args.reset.contiguous()
         self.events = seq is not None or reset is not None
-        params = [p.contiguous() for p in args.params]
+        params = [p.to(self.weight_dtype).contiguous() for p in args.params]
         initial = [h.to(args.dtype).contiguous() for h in args.initial]
         self.tensors = (bias, seq, reset, *fields, *params, *initial)  # keeps copies alive
         self.all_written = seq is None and self.length > 0
@@ -156,7 +158,7 @@ class _Inputs:
         return Variant(
             direction,
             self.gates.dtype,
-            self.bias_dtype,
+            self.weight_dtype,
             self.channels,
             self.width,
             self.per_lane,

@@ -228,8 +228,8 @@ PARARNN_FUNCTION void run_backward(const BackwardProblem& p) {
 struct SumProblem {
   int64 rows;
   const scalar* partial;  // (row, weight, channel)
-  bias_io* bias;          // (gate, channel) or null
-  scalar* params[param_slots];
+  weight_io* bias;        // (gate, channel) or null
+  weight_io* params[param_slots];
 };
 
 constexpr int sum_ways = 8;  // rows summed side by side
@@ -250,10 +250,10 @@ PARARNN_FUNCTION void run_sum(const SumProblem& p) {
   if (threadIdx.y > 0 || channel >= channels) return;
 #pragma unroll
   for (int i = 1; i < sum_ways; ++i) sum += sums[i][threadIdx.x];
-  if (weight < num_gates) p.bias[weight * channels + channel] = narrow<bias_io>(sum);
+  if (weight < num_gates) p.bias[weight * channels + channel] = narrow<weight_io>(sum);
 #pragma unroll
   for (int i = 0; i < num_params; ++i)
-    if (weight == num_gates + i) p.params[i][channel] = sum;
+    if (weight == num_gates + i) p.params[i][channel] = narrow<weight_io>(sum);
 }
 
 }  // namespace pararnn

@@ -7,7 +7,7 @@
 //
 // Needs, besides ring.h and the emitted code: channels, head_width, chunk (bytes that may be copied
 // at once), adjacent_gates (whether a step's gates of a head lie side by side), reverse, events (seq or
-// reset given), broadcast (by field: one value a step for all channels), bias_io.
+// reset given), broadcast (by field: one value a step for all channels), weight_io (the type of biases and params in memory).
 #pragma once
 #include "ring.h"
 
@@ -24,11 +24,11 @@ struct Inputs {
   int64 gate_row, gate_time, gate_gate, gate_head;
   int64 field_row[field_slots], field_time[field_slots];
   const io* gates;
-  const bias_io* bias;            // (gate, channel) or null
+  const weight_io* bias;          // (gate, channel) or null
   const int* seq;                 // (row, time) or null: row b is sequence b
   const bool* reset;              // (row, time) or null
   const scalar* fields[field_slots];
-  const scalar* params[param_slots];
+  const weight_io* params[param_slots];
   const scalar* initial[num_states];  // (sequence, channel) or null: zero
 
   PARARNN_FUNCTION int64 gate_stride() const { return adjacent_gates ? head_width : gate_gate; }
