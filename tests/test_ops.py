@@ -281,4 +281,4 @@ def test_every_spelling_is_covered():
         for function in (op, gradient):
             nodes = trace_pointwise(function, x, name).module.graph.nodes
             used |= {n.target._schema.name for n in nodes if n.op == "call_function"}
-    assert OWN_SPELLINGS <= used
+    assert used >= OWN_SPELLINGS
