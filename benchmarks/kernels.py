@@ -308,7 +308,7 @@ KEPT = ("x", "grad_output", "states", "final")
 """What a layer and its caller hold after the forward pass, besides the gates."""
 MOMENTS = (
     (*KEPT, "gates", "grad_gates", "partial"),  # the kernel's backward pass
-    (*KEPT, "grad_gates", "grad_x", "grad_x", "grad_weights"),  # the projection's, time first
+    (*KEPT, "grad_gates", "grad_x", "grad_weights"),  # the projection's
 )
 """What is held at the two moments that may be the peak."""
 

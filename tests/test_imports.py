@@ -23,6 +23,7 @@ FLOW = [
     ["engines"],
     ["op"],
     ["solve"],
+    ["projection"],
     ["layer", "contract"],
     ["verify"],
     ["lm", "tasks"],

@@ -251,3 +251,32 @@ def test_repr_tells_the_options():
     assert "solver='newton'" in text
     assert "heads=2" in text
     assert "state_nonlinearity='tanh'" in text
+
+
+def test_recomputed_gates_give_the_same_gradients():
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        layer = pararnn.ParaLSTM(6, 8, num_layers=2, num_heads=2, recompute_gates=recompute)
+        x = torch.randn(3, 40, 6, requires_grad=True)
+        output, (h, _) = layer(x)
+        loss = output.square().sum() + h.sum()
+        results.append((output, *torch.autograd.grad(loss, [x, *layer.parameters()])))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_recomputing_keeps_no_gates():
+    def saved(recompute):
+        layer = pararnn.ParaGRU(6, 8, recompute_gates=recompute)
+        x, sizes = torch.randn(3, 40, 6), []
+
+        def pack(tensor):
+            sizes.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            layer(x)[0].sum().backward()
+        return (3, 40, 3, 8) in sizes
+
+    assert saved(False)
+    assert not saved(True)

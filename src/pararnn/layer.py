@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.engines.table import check_names
 from pararnn.program import program_of
+from pararnn.projection import HeadwiseLinear
 from pararnn.solve import solve_with_info
 
 States = Tensor | tuple[Tensor, ...]
@@ -35,47 +35,6 @@ class SolveInfo(NamedTuple):
 
     sweeps: Tensor
     mended: Tensor
-
-
-class HeadwiseLinear(nn.Module):
-    """The input projection B: one dense map a head, (B, T, input) to gates (B, T, G, H, D/H).
-
-    With one head the result is (B, T, G, D). The weight is (H, G*D/H, input/H); there is no bias.
-    """
-
-    def __init__(
-        self,
-        input_size: int,
-        num_gates: int,
-        hidden_size: int,
-        num_heads: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.num_gates, self.num_heads = num_gates, num_heads
-        size = (num_heads, num_gates * hidden_size // num_heads, input_size // num_heads)
-        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Kaiming uniform with gain 1 (paper, Appendix C): unit-variance inputs give such gates."""
-        bound = math.sqrt(3 / self.weight.shape[2])
-        nn.init.uniform_(self.weight, -bound, bound)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads, gates = self.num_heads, self.num_gates
-        if heads == 1:
-            return F.linear(x, self.weight[0]).unflatten(-1, (gates, -1))
-        batch, steps, _ = x.shape
-        # One batched matmul into (H, B*T, G*D/H): what follows only moves strides.
-        rows = x.reshape(batch * steps, heads, -1).transpose(0, 1)
-        out = rows @ self.weight.mT
-        return out.reshape(heads, batch, steps, gates, -1).permute(1, 2, 3, 0, 4)
-
-    def extra_repr(self) -> str:
-        heads, outputs, inputs = self.weight.shape
-        return f"{heads * inputs}, {heads * outputs}, heads={heads}"
 
 
 class DirectionalLayer(nn.Module):

@@ -27,7 +27,7 @@ class LSTMCell(Cell):
         sigma_g = nonlinearity(self.gate_nonlinearity)
         sigma_z = nonlinearity(self.input_nonlinearity)
         sigma_h = nonlinearity(self.state_nonlinearity)
-        f = sigma_g(gate.f + param.a_f * state.h + param.c_f * state.c)
+        f = sigma_g(gate.f + param.c_f * state.c + param.a_f * state.h)  # h is known last
         z = sigma_z(gate.z + param.a_z * state.h)
         c = f * state.c + (1 - f) * z
         o = sigma_g(gate.o + param.a_o * state.h + param.c_o * c)

@@ -1,0 +1,100 @@
+"""The input projection: all gates of a sequence by one matrix product, block-diagonal by head."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def headwise_product(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows (R, H, I) and weight (H, O, I) -> (H, R, O), in autocast's dtype where that is on."""
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return torch.bmm(rows.transpose(0, 1), weight.mT)
+    return _HeadwiseProduct.apply(rows, weight)
+
+
+class _HeadwiseProduct(torch.autograd.Function):
+    """A batched product whose gradient of the rows comes in their own layout.
+
+    That of torch.bmm comes head by head, and would have to be copied.
+    """
+
+    @staticmethod
+    def forward(rows: Tensor, weight: Tensor) -> Tensor:
+        return torch.bmm(rows.transpose(0, 1), weight.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, weight = ctx.saved_tensors
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0] and torch.is_grad_enabled():  # for second derivatives
+            grad_rows = torch.bmm(grad, weight).transpose(0, 1)
+        elif ctx.needs_input_grad[0]:
+            grad_rows = rows.new_empty(rows.shape)
+            torch.bmm(grad, weight, out=grad_rows.transpose(0, 1))
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.bmm(grad.mT, rows.transpose(0, 1))
+        return grad_rows, grad_weight
+
+    @staticmethod
+    def jvp(ctx: Any, rows_tangent: Tensor | None, weight_tangent: Tensor | None) -> Tensor:
+        rows, weight = ctx.saved_tensors
+        parts = []
+        if rows_tangent is not None:
+            parts.append(torch.bmm(rows_tangent.transpose(0, 1), weight.mT))
+        if weight_tangent is not None:
+            parts.append(torch.bmm(rows.transpose(0, 1), weight_tangent.mT))
+        return sum(parts[1:], parts[0])
+
+
+class HeadwiseLinear(nn.Module):
+    """The input projection B: one dense map a head, (B, T, input) to gates (B, T, G, H, D/H).
+
+    With one head the result is (B, T, G, D). The weight is (H, G*D/H, input/H); there is no bias.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        num_gates: int,
+        hidden_size: int,
+        num_heads: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_gates, self.num_heads = num_gates, num_heads
+        size = (num_heads, num_gates * hidden_size // num_heads, input_size // num_heads)
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Kaiming uniform with gain 1 (paper, Appendix C): unit-variance inputs give such gates."""
+        bound = math.sqrt(3 / self.weight.shape[2])
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, gates = self.num_heads, self.num_gates
+        if heads == 1:
+            return F.linear(x, self.weight[0]).unflatten(-1, (gates, -1))
+        batch, steps, _ = x.shape
+        # One batched product into (H, B*T, G*D/H): what follows only moves strides.
+        out = headwise_product(x.reshape(batch * steps, heads, -1), self.weight)
+        return out.reshape(heads, batch, steps, gates, -1).permute(1, 2, 3, 0, 4)
+
+    def extra_repr(self) -> str:
+        heads, outputs, inputs = self.weight.shape
+        return f"{heads * inputs}, {heads * outputs}, heads={heads}"

@@ -1,0 +1,61 @@
+"""The headwise projection: its product, derivatives of all kinds, layouts."""
+
+import pytest
+import torch
+
+from pararnn.projection import HeadwiseLinear, headwise_product
+
+
+def _inputs(dtype=torch.float64):
+    torch.manual_seed(0)
+    rows = torch.randn(7, 3, 4, dtype=dtype, requires_grad=True)
+    return rows, torch.randn(3, 5, 4, dtype=dtype, requires_grad=True)
+
+
+def test_derivatives():
+    for leaves in ((True, True), (True, False), (False, True)):
+        inputs = tuple(t.requires_grad_(f) for t, f in zip(_inputs(), leaves, strict=True))
+        assert torch.autograd.gradcheck(headwise_product, inputs, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(headwise_product, inputs)
+
+
+def test_the_gradient_of_rows_has_their_layout():
+    rows, weight = _inputs()
+    (grad,) = torch.autograd.grad(headwise_product(rows, weight).square().sum(), rows)
+    assert grad.is_contiguous()
+    plain = torch.einsum("rhi,hoi->hro", rows, weight)
+    assert torch.allclose(grad, torch.autograd.grad(plain.square().sum(), rows)[0])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_projection_is_block_diagonal(heads):
+    torch.manual_seed(0)
+    proj, x = HeadwiseLinear(8, 3, 16, heads), torch.randn(2, 5, 8)
+    gates = proj(x)
+    flat = gates.flatten(3) if heads > 1 else gates
+    assert flat.shape == (2, 5, 3, 16)
+    for head in range(heads):
+        own = x[..., 8 // heads * head : 8 // heads * (head + 1)]
+        expected = (own @ proj.weight[head].mT).unflatten(-1, (3, -1))
+        part = flat[..., 16 // heads * head : 16 // heads * (head + 1)]
+        assert torch.allclose(part, expected, atol=1e-5)
+
+
+def test_autocast_decides_the_dtype():
+    proj, x = HeadwiseLinear(8, 3, 16, 2), torch.randn(2, 5, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        gates = proj(x)
+    assert gates.dtype == torch.bfloat16
+    gates.float().square().sum().backward()
+    assert x.grad.dtype == proj.weight.grad.dtype == torch.float32
+
+
+def test_transforms_and_compilation():
+    rows, weight = _inputs()
+    expected = headwise_product(rows, weight)
+    batched = torch.func.vmap(headwise_product, (0, None))(torch.stack([rows, 2 * rows]), weight)
+    assert torch.allclose(batched, torch.stack([expected, 2 * expected]))
+    compiled = torch.compile(headwise_product, fullgraph=True, backend="aot_eager")
+    grads = torch.autograd.grad(compiled(rows, weight).sum(), (rows, weight))
+    wanted = torch.autograd.grad(expected.sum(), (rows, weight))
+    assert all(torch.allclose(a, b) for a, b in zip(grads, wanted, strict=True))
