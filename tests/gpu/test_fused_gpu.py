@@ -190,6 +190,14 @@ def test_slow_gates(dtype):
         case.gates[:, :, 0] -= bias
 
 
+def test_saturated_gates():
+    case = make_case(pararnn.LSTMCell, torch.float32, 60, channels=64)
+    case.gates.mul_(200)
+    assert not failures(case)
+    case.gates.mul_(1e30)
+    assert not failures(case)
+
+
 def test_non_finite_inputs():
     case = make_case(pararnn.LSTMCell, torch.float32, 100, channels=5, device="cuda")
     case.gates[0, 40, 0, 2] = float("nan")

@@ -76,6 +76,12 @@ PARARNN_FUNCTION float fast_reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// NaN stays NaN, other than by fminf.
+PARARNN_FUNCTION float least(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
 PARARNN_FUNCTION float fast_tanh(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -86,11 +92,13 @@ constexpr float log2_e = 1.4426950408889634f;
 
 PARARNN_FUNCTION real sigmoid(real x) {
   if constexpr (wide) return 1.0 / (1.0 + ::exp(-(double)x));
+  else if constexpr (!PARARNN_REFINED) return fast_reciprocal(1.0f + fast_exp2((float)x * -log2_e));
   else {
-    const float y = 1.0f + fast_exp2((float)x * -log2_e), guess = fast_reciprocal(y);
-    // Next to 1 the last bit is most of 1 - sigmoid(x), on which gradients depend: Newton's step.
-    if constexpr (PARARNN_REFINED) return ::fmaf(guess, ::fmaf(-y, guess, 1.0f), guess);
-    else return guess;
+    // Next to 1 the last bit is most of 1 - sigmoid(x), on which gradients depend: a Newton step. It
+    // would make NaN of infinity, so the power stays finite.
+    const float y = 1.0f + fast_exp2(least((float)x * -log2_e, 126.0f));
+    const float guess = fast_reciprocal(y);
+    return ::fmaf(guess, ::fmaf(-y, guess, 1.0f), guess);
   }
 }
 
