@@ -112,12 +112,14 @@ class _Inputs:
 
     def __init__(self, program: Program, args: Arguments, gates: Tensor) -> None:
         self.program, self.reverse = program, args.reverse
-        self.rows, self.length, _, heads, width = gates.shape
+        self.rows, self.length, count, heads, width = gates.shape
         row, time, gate, head, _ = gates.stride()
         if head == width:  # heads side by side are one
-            heads, width = 1, heads * width
+            heads, width, head = 1, heads * width, 0
         self.channels, self.width, self.gates = heads * width, width, gates
-        self.adjacent = gate == width and time == gates.shape[2] * width
+        # Strides of dimensions of size 1 are never taken.
+        self.adjacent = count == 1 or gate == width
+        self.adjacent &= self.length == 1 or time == count * width
         fields = [narrow(f, args.dtype) for f in args.fields]
         self.broadcast = tuple(f.shape[-1] < self.channels for f in fields)
         weights = [*args.params, *([] if args.bias is None else [args.bias])]
@@ -141,7 +143,6 @@ class _Inputs:
                 f"got T = {self.length} and B = {self.rows}; split the sequence, or the batch"
             )
         size = gates.element_size()
-        # Strides of dimensions of size 1 are never taken.
         strides = [s for s, n in zip((row, time, gate, head), gates.shape, strict=False) if n > 1]
         self.places = [gates.data_ptr(), width * size, *(s * size for s in strides)]
         self.words = [
