@@ -92,3 +92,26 @@ ROWS = [
     for pair in PAIRS
     if name not in COUPLED or pair[1] != "fused"
 ]
+
+
+class Sum(pararnn.Cell):
+    """Every contribution to the gradient of `a` is 1: a plain float32 sum would stop at 2^24."""
+
+    states = ("h",)
+    gates = ("x",)
+    params = {"a": pararnn.Param(std=0.0)}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return gate.x + param.a + 0.0 * state.h
+
+
+def gate_layouts(by_head: Tensor) -> dict[str, Tensor]:
+    """The same gates (B, T, G, H, D/H), as a headwise projection leaves them, in other layouts."""
+    return {
+        "as the projection leaves it": by_head,
+        "contiguous": by_head.contiguous(),
+        "flat": by_head.flatten(3),
+        "time first": by_head.transpose(0, 1).contiguous().transpose(0, 1),
+        "channels not adjacent": by_head.transpose(3, 4).contiguous().transpose(3, 4),
+        "expanded": by_head[:1].expand(2, -1, -1, -1, -1),
+    }

@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_cells import random_cell, recipes
-from table import FUSED, PLAIN, dtype_name, make_case, needs_compiler
+from table import FUSED, PLAIN, Sum, dtype_name, gate_layouts, make_case, needs_compiler
 
 import pararnn
 from pararnn.contract import check_solve
@@ -60,15 +60,6 @@ def test_bits_do_not_depend_on_threads(variant, openmp, monkeypatch):
 
 
 def test_long_sums_stay_exact():
-    # Every contribution to the gradient of a is 1: a running float32 sum would stop at 2^24.
-    class Sum(pararnn.Cell):
-        states = ("h",)
-        gates = ("x",)
-        params = {"a": pararnn.Param(std=0.0)}
-
-        def step(self, state, gate, param):
-            return gate.x + param.a + 0.0 * state.h
-
     cell, length = Sum(1), 2**24 + 2**20
     states, _ = pararnn.solve(cell, torch.zeros(1, length, 1, 1), **HOW)
     states.sum().backward()
@@ -80,15 +71,7 @@ def test_long_sums_stay_exact():
 def test_gradients_keep_the_layout_of_the_gates(heads, width):
     cell = pararnn.LSTMCell(heads * width, num_heads=heads, dtype=torch.float64)
     by_head = torch.randn(heads, 2, 30, 3, width, dtype=torch.float64).permute(1, 2, 3, 0, 4)
-    layouts = {
-        "as the projection leaves it": by_head,
-        "contiguous": by_head.contiguous(),
-        "flat": by_head.flatten(3),
-        "time first": by_head.transpose(0, 1).contiguous().transpose(0, 1),
-        "channels not adjacent": by_head.transpose(3, 4).contiguous().transpose(3, 4),
-        "expanded": by_head[:1].expand(2, -1, -1, -1, -1),
-    }
-    for name, gates in layouts.items():
+    for name, gates in gate_layouts(by_head).items():
         leaf = gates.detach().requires_grad_()
         (h, _), _ = pararnn.solve(cell, leaf, **HOW)
         (grad,) = torch.autograd.grad(h.square().sum(), leaf)

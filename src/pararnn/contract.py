@@ -190,12 +190,12 @@ def check_solve(
         _, here, scales = _reference(exact, series, ends, at=states)
         rounded = problem.to(args.dtype)
 
-        @functools.cache
-        def again(jitter: float = JITTER) -> Named:
+        def gradients(jitter: float) -> Named:
             return _reference(rounded, series, ends, at=states, jitter=jitter)[1]
 
-        loop = again(JITTER if gates.dtype == torch.float64 else 0.0)
-        judged = [compare(n, v, loop[n], here[n], again) for n, v in grads.items()]
+        noisy = functools.cache(lambda: gradients(JITTER))
+        loop = noisy() if gates.dtype == torch.float64 else gradients(0.0)
+        judged = [compare(n, v, loop[n], here[n], noisy) for n, v in grads.items()]
         stray = 0.0 if _overflow(here, gates.dtype) else _stray_non_finite(grads, loop)
     checks += [replace(check, name=f"grad {check.name}") for check in judged]
     stray += _stray_non_finite(values, plain_values)

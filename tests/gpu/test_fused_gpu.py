@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import HOW, failures, run
 from random_cells import random_cell, recipes
-from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case
+from table import COUPLED, DTYPES, VARIANTS, Sum, dtype_name, gate_layouts, make_case
 from test_ops import GROUPS, check_ops
 
 import pararnn
@@ -61,17 +61,8 @@ def test_any_number_of_channels(channels, dtype):
 def test_gradients_keep_the_layout_of_the_gates(heads, width, dtype):
     cell = pararnn.LSTMCell(heads * width, num_heads=heads, device="cuda", dtype=dtype)
     by_head = torch.randn(heads, 2, 30, 3, width, device="cuda").to(dtype).permute(1, 2, 3, 0, 4)
-    layouts = {
-        "as the projection leaves it": by_head,
-        "contiguous": by_head.contiguous(),
-        "flat": by_head.flatten(3),
-        "time first": by_head.transpose(0, 1).contiguous().transpose(0, 1),
-        "channels not adjacent": by_head.transpose(3, 4).contiguous().transpose(3, 4),
-        "expanded": by_head[:1].expand(2, -1, -1, -1, -1),
-        "unaligned": torch.randn(1 + by_head.numel(), device="cuda")
-        .to(dtype)[1:]
-        .view(by_head.contiguous().shape),
-    }
+    unaligned = torch.randn(1 + by_head.numel(), device="cuda").to(dtype)[1:]
+    layouts = {**gate_layouts(by_head), "unaligned": unaligned.view(by_head.shape)}
     for name, gates in layouts.items():
         results = {}
         for backend in ("fused", "torch"):
@@ -127,14 +118,6 @@ def test_bits_repeat_and_do_not_depend_on_neighbours():
 
 
 def test_sums_over_many_rows_and_steps_stay_exact():
-    class Sum(pararnn.Cell):
-        states = ("h",)
-        gates = ("x",)
-        params = {"a": pararnn.Param(std=0.0)}
-
-        def step(self, state, gate, param):
-            return gate.x + param.a + 0.0 * state.h
-
     for rows, length in ((1, 2**24 + 2**20), (4096, 4100)):
         cell = Sum(1, device="cuda")
         states, _ = pararnn.solve(cell, torch.zeros(rows, length, 1, 1, device="cuda"), **HOW)

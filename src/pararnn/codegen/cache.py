@@ -47,6 +47,26 @@ CPP = Kind("kernels.so", "kernels.cpp", lambda path: ctypes.CDLL(str(path)))
 CUDA = Kind("kernels.cubin", "kernels.cu", Path.read_bytes)
 
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def remembered(
+    memory: dict[Key, Value | EngineError], key: Key, make: Callable[[], Value]
+) -> Value:
+    """What `make` returned at the first use of `key` in this process; its EngineError, again."""
+    found = memory.get(key)
+    if found is None:
+        try:
+            found = make()
+        except EngineError as error:
+            found = error
+        memory[key] = found
+    if isinstance(found, EngineError):
+        raise found
+    return found
+
+
 def cache_folder() -> Path:
     """$PARARNN_CACHE_DIR, else `pararnn` in the user's cache folder."""
     given = os.environ.get("PARARNN_CACHE_DIR")

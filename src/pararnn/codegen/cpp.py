@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pararnn.codegen import headers
-from pararnn.codegen.cache import CPP, load
+from pararnn.codegen.cache import CPP, load, remembered
 from pararnn.codegen.compiler import (
     compile_library,
     compiler_identity,
@@ -44,16 +44,7 @@ def kernels_of(program: Program, dtype: torch.dtype) -> Kernels:
     Raises EngineError: no compiler, a compiler that fails, or an op that has no spelling. A failure
     is remembered for the life of the process.
     """
-    found = _KERNELS.get((program.key, dtype))
-    if found is None:
-        try:
-            found = _build(program, dtype)
-        except EngineError as error:
-            found = error
-        _KERNELS[program.key, dtype] = found
-    if isinstance(found, EngineError):
-        raise found
-    return found
+    return remembered(_KERNELS, (program.key, dtype), lambda: _build(program, dtype))
 
 
 def _build(program: Program, dtype: torch.dtype) -> Kernels:

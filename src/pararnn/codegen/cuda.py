@@ -199,19 +199,13 @@ def kernels_of(
     Raises EngineError: no NVRTC, a cell that does not fit, an op that has no spelling, or NVRTC
     fails. A failure is remembered for the life of the process.
     """
-    key = (program.key, variant, capability)
-    found = _KERNELS.get(key)
-    if found is None:
-        try:
-            module = load_module(cubin_of(program, variant, architecture(capability)))
-            blocks = KERNELS[variant.direction]
-            found = {name: Kernel(module, name, block) for name, block in blocks.items()}
-        except EngineError as error:
-            found = error
-        _KERNELS[key] = found
-    if isinstance(found, EngineError):
-        raise found
-    return found
+
+    def make() -> dict[str, Kernel]:
+        module = load_module(cubin_of(program, variant, architecture(capability)))
+        blocks = KERNELS[variant.direction]
+        return {name: Kernel(module, name, block) for name, block in blocks.items()}
+
+    return disk.remembered(_KERNELS, (program.key, variant, capability), make)
 
 
 def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:

@@ -37,6 +37,12 @@ def extra() -> str:
     return f"cu{major}"
 
 
+def _missing(what: str, error: Exception) -> ToolchainError:
+    return ToolchainError(
+        f"CUDA kernels need {what} ({error}); install it with: pip install 'pararnn[{extra()}]'"
+    )
+
+
 @functools.cache
 def toolchain() -> tuple[Any, Any]:
     """The modules cuda.core and cuda.bindings.driver. Raises ToolchainError if they are missing."""
@@ -44,10 +50,7 @@ def toolchain() -> tuple[Any, Any]:
         import cuda.core
         from cuda.bindings import driver
     except ImportError as error:
-        raise ToolchainError(
-            f"CUDA kernels need cuda-core ({error}); install it with: pip install "
-            f"'pararnn[{extra()}]'"
-        ) from error
+        raise _missing("cuda-core", error) from error
     return cuda.core, driver
 
 
@@ -60,9 +63,7 @@ def identity() -> str:
     try:
         _, major, minor = nvrtc.nvrtcVersion()
     except Exception as error:  # the loader has its own exceptions, by version
-        raise ToolchainError(
-            f"CUDA kernels need NVRTC ({error}); install it with: pip install 'pararnn[{extra()}]'"
-        ) from error
+        raise _missing("NVRTC", error) from error
     return f"nvrtc {major}.{minor} cuda-core {core.__version__} {sorted(OPTIONS.items())}"
 
 

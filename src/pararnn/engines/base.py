@@ -38,13 +38,17 @@ class Arguments:
         """D."""
         return math.prod(self.gates.shape[3:])
 
+    def start(self, num_states: int) -> tuple[Tensor, ...]:
+        """The initial states, zero if there are none."""
+        size = (self.sequences, self.channels)
+        return self.initial or tuple(
+            self.gates.new_zeros(size, dtype=self.dtype) for _ in range(num_states)
+        )
+
     def completed(self, num_states: int) -> Arguments:
-        """These arguments with initial states, zero if there are none, and params that compute."""
-        initial, size = self.initial, (self.sequences, self.channels)
-        if not initial:
-            initial = tuple(self.gates.new_zeros(size, dtype=self.dtype) for _ in range(num_states))
+        """These arguments with initial states, and with params in the compute dtype."""
         params = tuple(p.to(self.dtype) for p in self.params)
-        return replace(self, initial=initial, params=params)
+        return replace(self, initial=self.start(num_states), params=params)
 
     @property
     def dtype(self) -> torch.dtype:

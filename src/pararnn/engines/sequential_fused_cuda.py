@@ -36,7 +36,7 @@ def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
     if inputs.all_written:
         final = tuple(new((args.sequences, inputs.channels), dtype=dtype) for _ in count)
     else:  # sequences without a step keep their initial state
-        final = tuple(copied(h, dtype) for h in args.completed(program.num_states).initial)
+        final = tuple(copied(h, dtype) for h in args.start(program.num_states))
     if not inputs.blocks:
         return Solution(states, final, args.gates.new_zeros(2, dtype=torch.int64))
     info = new(2, dtype=torch.int64)

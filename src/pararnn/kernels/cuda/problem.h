@@ -7,7 +7,8 @@
 //
 // Needs, besides ring.h and the emitted code: channels, head_width, chunk (bytes that may be copied
 // at once), adjacent_gates (whether a step's gates of a head lie side by side), reverse, events (seq or
-// reset given), broadcast (by field: one value a step for all channels), weight_io (the type of biases and params in memory).
+// reset given), broadcast (by field: one value a step for all channels), weight_io (the type of biases
+// and params in memory).
 #pragma once
 #include "ring.h"
 
