@@ -95,8 +95,8 @@ PARARNN_FUNCTION real sigmoid(real x) {
   else if constexpr (!PARARNN_REFINED) return fast_reciprocal(1.0f + fast_exp2((float)x * -log2_e));
   else {
     // Next to 1 the last bit is most of 1 - sigmoid(x), on which gradients depend: a Newton step. It
-    // would make NaN of infinity, so the power stays finite.
-    const float y = 1.0f + fast_exp2(least((float)x * -log2_e, 126.0f));
+    // would make NaN of infinity, so the power stays finite; from 2^127 on its reciprocal is flushed to 0.
+    const float y = 1.0f + fast_exp2(least((float)x * -log2_e, 127.5f));
     const float guess = fast_reciprocal(y);
     return ::fmaf(guess, ::fmaf(-y, guess, 1.0f), guess);
   }
