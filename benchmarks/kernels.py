@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
 from pararnn.engines.sequential_fused_cuda import ENGINE
-from pararnn.layer import DirectionalLayer
+from pararnn.layers import DirectionalLayer
 from pararnn.program import program_of
 from pararnn.solve import prepare
 

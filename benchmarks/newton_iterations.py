@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pararnn.affine import affine_scan
 from pararnn.engines.boundaries import to_system
-from pararnn.layer import DirectionalLayer, ParaRNN
+from pararnn.layers import DirectionalLayer, ParaRNN
 from pararnn.lm import ByteLM, load_checkpoint, set_solver
 from pararnn.program import program_of
 from pararnn.solve import prepare

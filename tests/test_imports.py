@@ -11,7 +11,7 @@ ROOT = Path(pararnn.__file__).parent
 
 # The data flow: a module may import from its own row and from the rows above, never below.
 FLOW = [
-    ["errors", "numerics"],
+    ["errors", "numerics", "sequences"],
     ["structure"],
     ["affine"],
     ["cells"],
@@ -24,8 +24,8 @@ FLOW = [
     ["op"],
     ["solve"],
     ["projection"],
-    ["layer", "contract"],
-    ["verify"],
+    ["layers", "contract"],
+    ["verify", "explain"],
     ["lm", "tasks"],
     ["train"],
     ["cli"],

@@ -230,13 +230,13 @@ def test_impossible_options(options, message):
 
 def test_wrong_inputs():
     layer = pararnn.ParaGRU(4, 6, num_layers=2)
-    with pytest.raises(ValueError, match="ParaGRU: expected input to be 3D, got 2D instead"):
-        layer(torch.randn(3, 4))
-    with pytest.raises(ValueError, match="last dimension must be input_size = 4, got 5"):
+    with pytest.raises(ValueError, match="ParaGRU: Expected input to be 2D or 3D, got 4D instead"):
+        layer(torch.randn(1, 1, 3, 4))
+    with pytest.raises(ValueError, match=r"must be equal to input_size. Expected 4, got 5"):
         layer(torch.randn(1, 3, 5))
-    with pytest.raises(ValueError, match=r"must each be \(2, 3, 6\), got \[\(1, 3, 6\)\]"):
+    with pytest.raises(ValueError, match=r"of size \(2, 3, 6\) each, got \[\(1, 3, 6\)\]"):
         layer(torch.randn(3, 7, 4), torch.zeros(1, 3, 6))
-    with pytest.raises(ValueError, match="expected input to be 2D"):
+    with pytest.raises(ValueError, match="Expected input to be 1D or 2D"):
         layer.step(torch.randn(1, 3, 4))
     liquid = pararnn.ParaRNN(pararnn.LRCCell, 4, 6)
     with pytest.raises(ValueError, match=r"takes the fields \['dt'\]"):

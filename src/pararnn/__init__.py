@@ -16,6 +16,7 @@ from pararnn.cells import (
 from pararnn.codegen.emit import emitted
 from pararnn.codegen.precompile import precompile
 from pararnn.codegen.spelling import register_spelling
+from pararnn.engines.request import MODES, using
 from pararnn.errors import (
     BackendWarning,
     CellCostWarning,
@@ -26,7 +27,16 @@ from pararnn.errors import (
     PararnnError,
     StructureError,
 )
-from pararnn.layer import ParaGRU, ParaLSTM, ParaRNN, SolveInfo, clip_after_step
+from pararnn.explain import Explanation, explain
+from pararnn.layers import (
+    ParaGRU,
+    ParaLSTM,
+    ParaRNN,
+    SolveInfo,
+    clip_after_step,
+    load_paper_weights,
+    paper_weights,
+)
 from pararnn.program import Program, program_of
 from pararnn.solve import solve
 from pararnn.structure import BlockDiagonal, Dense, Diagonal, Structure, register_structure
@@ -36,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CELLS",
+    "MODES",
     "NONLINEARITIES",
     "BackendWarning",
     "BlockDiagonal",
@@ -49,6 +60,7 @@ __all__ = [
     "Diagonal",
     "ElmanCell",
     "EngineError",
+    "Explanation",
     "GRUCell",
     "LEMCell",
     "LRCCell",
@@ -66,10 +78,14 @@ __all__ = [
     "StructureError",
     "clip_after_step",
     "emitted",
+    "explain",
+    "load_paper_weights",
+    "paper_weights",
     "precompile",
     "program_of",
     "register_spelling",
     "register_structure",
     "solve",
+    "using",
     "verify",
 ]

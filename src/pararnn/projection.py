@@ -60,6 +60,20 @@ class _HeadwiseProduct(torch.autograd.Function):
         return sum(parts[1:], parts[0])
 
 
+def _check(x: Tensor, weight: Tensor) -> None:
+    """What torch.nn.GRU says of an input that does not fit its weights."""
+    if x.device != weight.device:
+        raise ValueError(
+            f"Input and parameter tensors are not at the same device, found input tensor at "
+            f"{x.device} and parameter tensor at {weight.device}"
+        )
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"RNN input dtype ({x.dtype}) does not match weight dtype ({weight.dtype}). Convert "
+            f"input: input.to({weight.dtype}), or convert model: model.to({x.dtype})"
+        )
+
+
 class HeadwiseLinear(nn.Module):
     """The input projection B: one dense map a head, (B, T, input) to gates (B, T, G, H, D/H).
 
@@ -87,12 +101,13 @@ class HeadwiseLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads, gates = self.num_heads, self.num_gates
+        heads, gates, weight = self.num_heads, self.num_gates, self.weight
+        _check(x, weight)
         if heads == 1:
-            return F.linear(x, self.weight[0]).unflatten(-1, (gates, -1))
+            return F.linear(x, weight[0]).unflatten(-1, (gates, -1))
         batch, steps, _ = x.shape
         # One batched product into (H, B*T, G*D/H): what follows only moves strides.
-        out = headwise_product(x.reshape(batch * steps, heads, -1), self.weight)
+        out = headwise_product(x.reshape(batch * steps, heads, -1), weight)
         return out.reshape(heads, batch, steps, gates, -1).permute(1, 2, 3, 0, 4)
 
     def extra_repr(self) -> str:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments
+from pararnn.engines.request import Request, chosen
 from pararnn.engines.table import engine_for
 from pararnn.numerics import check_io_dtype
 from pararnn.op import apply_engine
 from pararnn.program import program_of
+from pararnn.sequences import Sequences, of_cu_seqlens
 
 ON_FAILURE = ("warn", "raise")
 
@@ -45,7 +47,7 @@ def solve(
         cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1) and the end
             of the last; steps beyond it are padding: state and gradient 0.
         reverse: run from the last step to the first.
-        solver, backend: a pair of the engine table, or "auto".
+        solver, backend: a pair of the engine table; "auto" leaves it to `using`, else to the rule.
         on_failure: "warn" finishes an unconverged parallel solve sequentially, with a warning;
             "raise" raises ConvergenceError.
 
@@ -57,6 +59,8 @@ def solve(
         TypeError, ValueError: wrong dtypes, ranks, sizes or devices, named.
         EngineError: the pair cannot run this cell here. CellError, StructureError: the step.
     """
+    asked = (None if name == "auto" else name for name in (solver, backend))
+    solver, backend = chosen(Request(*asked), Request())
     states, final, _ = solve_with_info(
         cell,
         gates,
@@ -83,6 +87,7 @@ def solve_with_info(
     fields: Mapping[str, Tensor | float] | None = None,
     reset: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sequences: Sequences | None = None,
     reverse: bool = False,
     solver: str = "auto",
     backend: str = "auto",
@@ -91,6 +96,7 @@ def solve_with_info(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """`solve` as layers call it: with the bias (G, D), always tuples, and the solver's counts.
 
+    `sequences` says what `cu_seqlens` would, for any number of rows.
     `output_only` says that only the first state's sequence is read: the others carry no gradient.
     The last result is int64 (2,): sweeps and mended columns.
     """
@@ -105,6 +111,7 @@ def solve_with_info(
         fields=fields,
         reset=reset,
         cu_seqlens=cu_seqlens,
+        sequences=sequences,
         reverse=reverse,
     )
     size = (gates.shape[0], gates.shape[1], cell.hidden_size)
@@ -126,11 +133,14 @@ def prepare(
     fields: Mapping[str, Tensor | float] | None = None,
     reset: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sequences: Sequences | None = None,
     reverse: bool = False,
 ) -> Arguments:
     """`solve`'s arguments, checked; errors as there. See `Arguments.completed`."""
     _check_gates(cell, gates)
-    seq, sequences = _sequences(gates, cu_seqlens)
+    if cu_seqlens is not None:
+        sequences = of_cu_seqlens(cu_seqlens, len(gates), gates.shape[1], gates.device)
+    count = len(gates) if sequences is None else sequences.total
     params = cell.lifted_params()
     if params and params[0].device != gates.device:
         raise ValueError(
@@ -141,9 +151,9 @@ def prepare(
         bias=bias,
         fields=_fields(cell, gates, fields or {}),
         params=params,
-        initial=() if initial_state is None else _initial(cell, gates, sequences, initial_state),
-        sequences=sequences,
-        seq=seq,
+        initial=() if initial_state is None else _initial(cell, gates, count, initial_state),
+        sequences=count,
+        seq=None if sequences is None else sequences.seq,
         reset=_reset(gates, reset),
         reverse=reverse,
     )
@@ -216,30 +226,3 @@ def _reset(gates: Tensor, reset: Tensor | None) -> Tensor | None:
     if reset.device != gates.device:
         raise ValueError(f"reset is on {reset.device}, gates on {gates.device}")
     return reset
-
-
-def _sequences(gates: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
-    """The sequence number of each step (None: row b is sequence b) and how many there are."""
-    batch, steps = gates.shape[:2]
-    if cu_seqlens is None:
-        return None, batch
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
-        raise ValueError(
-            f"cu_seqlens must be int32 or int64 (S + 1,), got {cu_seqlens.dtype} "
-            f"{tuple(cu_seqlens.shape)}"
-        )
-    if batch != 1 or len(cu_seqlens) < 1:
-        raise ValueError(f"cu_seqlens packs all sequences into one row: got B = {batch}")
-    if cu_seqlens.device != gates.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, gates on {gates.device}")
-    sequences = len(cu_seqlens) - 1
-    if not torch.compiler.is_compiling():
-        ordered = bool((cu_seqlens.diff() >= 0).all())
-        if not ordered or int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) > steps:
-            raise ValueError(
-                f"cu_seqlens must start at 0, not fall, and end at {steps} or before, got "
-                f"{cu_seqlens.tolist()}"
-            )
-    position = torch.arange(steps, device=gates.device, dtype=cu_seqlens.dtype)
-    number = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
-    return number.masked_fill(number == sequences, -1).to(torch.int32).unsqueeze(0), sequences

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.contract import SolveChecks, check_solve
-from pararnn.layer import DirectionalLayer
+from pararnn.layers import DirectionalLayer
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def _check(
     name: str, layer: DirectionalLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
 ) -> tuple[str, str, SolveChecks]:
     x, initial = inputs
+    options = {**options, "reverse": layer.reverse}
+    options.pop("output_only", None)
     with torch.no_grad():
         gates: Tensor = layer.proj(x)
     checks = check_solve(layer.cell, gates, initial, bias=layer.bias, seed=seed, **options)

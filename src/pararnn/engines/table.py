@@ -62,14 +62,13 @@ def engine_for(
     Raises EngineError naming the pairs that can run.
     """
     check_names(solver, backend)
-    pairs = _candidates(program, size, device, solver, backend)
-    for pair in pairs:
-        engine, reason = find(*pair, device), _why_not(program, pair, device)
+    candidates = _candidates(program, size, device, solver, backend)
+    *_, last = candidates
+    for pair in candidates:
+        reason = why_not(program, pair, dtype, device, instead=None if pair == last else last)
+        engine = find(*pair, device)
         if engine is not None and reason is None:
-            instead = pairs[-1] if pair != pairs[-1] else None
-            reason = _why_not_built(program.key, *pair, device.type, dtype, instead)
-            if reason is None:
-                return engine
+            return engine
     able = [f"({', '.join(p)})" for p in PAIRS if p != pair and not _why_not(program, p, device)]
     raise EngineError(
         f"({solver}, {backend}) cannot run {program.cell_name} on {device.type}: {reason}. "
@@ -77,28 +76,46 @@ def engine_for(
     )
 
 
+def why_chosen(
+    program: Program, engine: Engine, size: tuple[int, int, int], device: torch.device, *asked: str
+) -> str:
+    """The reason why `engine_for` took an engine for a request; arguments as there."""
+    return _candidates(program, size, device, *asked)[engine.solver, engine.backend]
+
+
+def why_not(
+    program: Program,
+    pair: tuple[str, str],
+    dtype: torch.dtype,
+    device: torch.device,
+    instead: tuple[str, str] | None = None,
+) -> str | None:
+    """The reason why a pair cannot run a cell here, if any; warns once where `instead` does."""
+    reason = _why_not(program, pair, device)
+    return reason or _why_not_built(program.key, *pair, device.type, dtype, instead)
+
+
 def pairs_for(program: Program, dtype: torch.dtype, device: torch.device) -> list[tuple[str, str]]:
     """All pairs that run a cell here on gates of `dtype`; builds what they need."""
-    return [
-        pair
-        for pair in PAIRS
-        if _why_not(program, pair, device) is None
-        and _why_not_built(program.key, *pair, device.type, dtype) is None
-    ]
+    return [pair for pair in PAIRS if why_not(program, pair, dtype, device) is None]
 
 
 def _candidates(
     program: Program, size: tuple[int, int, int], device: torch.device, solver: str, backend: str
-) -> list[tuple[str, str]]:
-    """The pairs that a request leaves open, the best first."""
-    pairs = []
-    # A compiled loop beats every solver in PyTorch wherever it can run.
+) -> dict[tuple[str, str], str]:
+    """The pairs that a request leaves open, the best first, and why each comes where it does."""
+    pairs = {}
+    if "auto" not in (solver, backend):
+        return {(solver, backend): "it was asked for"}
     if solver in ("sequential", "auto") and backend in ("fused", "auto"):
-        pairs.append(("sequential", "fused"))
+        pairs["sequential", "fused"] = "a compiled loop beats every solver in PyTorch"
     if backend in ("torch", "auto"):
-        by_size = _auto_solver(program, size, device) if solver == "auto" else solver
-        pairs.append((by_size, "torch"))
-    return pairs or [(solver, backend)]
+        by_size, why = _auto_solver(program, size, device)
+        if solver == "auto":
+            pairs[by_size, "torch"] = why
+        else:
+            pairs[solver, "torch"] = f"{solver} was asked for, and torch takes every cell"
+    return pairs or {(solver, backend): "it was asked for"}
 
 
 def _why_not(program: Program, pair: tuple[str, str], device: torch.device) -> str | None:
@@ -158,13 +175,23 @@ NEWTON_MAX_WIDTH = {"cpu": 512}
 NEWTON_MAX_COUPLED = {"cpu": 16, "cuda": 64}
 
 
-def _auto_solver(program: Program, size: tuple[int, int, int], device: torch.device) -> str:
-    """The measured rule on the torch backend; devices without a figure are taken for GPUs."""
+def _auto_solver(
+    program: Program, size: tuple[int, int, int], device: torch.device
+) -> tuple[str, str]:
+    """The measured rule on the torch backend, and its reason.
+
+    Devices without a figure are taken for GPUs.
+    """
     batch, steps, channels = size
     width = program.num_states * channels
-    if program.structure is None or steps < NEWTON_MIN_LENGTH:
-        return "sequential"
-    if program.couples_channels and width > NEWTON_MAX_COUPLED.get(device.type, 64):
-        return "sequential"
+    if program.structure is None:
+        return "sequential", program.why_sequential or "its step has no Jacobian"
+    if steps < NEWTON_MIN_LENGTH:
+        return "sequential", f"Newton pays from T = {NEWTON_MIN_LENGTH} on"
+    most = NEWTON_MAX_COUPLED.get(device.type, 64)
+    if program.couples_channels and width > most:
+        return "sequential", f"Newton on dense Jacobians pays up to N D = {most}"
     limit = NEWTON_MAX_WIDTH.get(device.type)
-    return "newton" if limit is None or batch * width <= limit else "sequential"
+    if limit is not None and batch * width > limit:
+        return "sequential", f"Newton on {device.type} pays up to B N D = {limit}"
+    return "newton", "Newton beats the loop in PyTorch at such sizes"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pararnn.cells import Cell
-from pararnn.layer import ParaRNN, States
+from pararnn.layers import ParaRNN, States
 
 BYTES = 256
 """The vocabulary: every byte is a token."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.layer import clip_after_step
+from pararnn.layers import clip_after_step
 from pararnn.lm import ByteLM, bits_per_byte
 from pararnn.tasks import Corpus, random_windows, spread_windows
 from pararnn.train.extras import require

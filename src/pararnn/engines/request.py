@@ -1,0 +1,74 @@
+"""What the user asks for: a pair or a part of it, by call, by context, or by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pararnn.engines.table import check_names
+from pararnn.errors import EngineError
+
+MODES = {
+    "SEQUENTIAL": ("sequential", "torch"),
+    "PARALLEL": ("newton", "torch"),
+    "PARALLEL_CUDA": ("newton", "scan"),
+    "PARALLEL_FUSED": ("newton", "fused"),
+}
+"""The paper's application modes (Appendix D), as pairs."""
+
+
+class Request(NamedTuple):
+    """A solver and a backend; None leaves a part to whom it comes after."""
+
+    solver: str | None = None
+    backend: str | None = None
+
+
+def request(
+    solver: str | None = None, backend: str | None = None, mode: str | None = None
+) -> Request:
+    """A request from what was given; `mode` is a name in MODES, and stands for both parts.
+
+    Raises EngineError for unknown names, and for a mode beside a solver or a backend.
+    """
+    if mode is not None:
+        if solver is not None or backend is not None:
+            raise EngineError(f"mode {mode!r} names a solver and a backend: give it alone")
+        if mode not in MODES:
+            raise EngineError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+        return Request(*MODES[mode])
+    if solver is not None or backend is not None:
+        check_names(solver or "auto", backend or "auto")
+    return Request(solver, backend)
+
+
+# A list, which compiled code guards on, and so one for all threads.
+_CONTEXTS = [Request()]
+
+
+@contextmanager
+def using(
+    solver: str | None = None, backend: str | None = None, *, mode: str | None = None
+) -> Iterator[None]:
+    """Within this context layers take this solver, backend, or mode of the paper, not their own.
+
+    An argument of the call itself comes first; `pararnn.solve` takes the context's where it is
+    given "auto". Contexts nest, part by part, and hold for the whole process, other threads
+    included. A backward pass outside the context stays with what its forward pass took. Raises
+    EngineError as `request`.
+    """
+    outer = _CONTEXTS[-1]
+    asked = request(solver, backend, mode)
+    _CONTEXTS.append(Request(asked.solver or outer.solver, asked.backend or outer.backend))
+    try:
+        yield
+    finally:
+        _CONTEXTS.pop()
+
+
+def chosen(call: Request, default: Request) -> tuple[str, str]:
+    """The pair to ask the table for: the call's parts, else the context's, else the default's."""
+    context = _CONTEXTS[-1]
+    solver = call.solver or context.solver or default.solver or "auto"
+    return solver, call.backend or context.backend or default.backend or "auto"

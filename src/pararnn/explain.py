@@ -1,0 +1,83 @@
+"""`explain`: which solver and backend a layer would take, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pararnn.cells import Cell
+from pararnn.engines.request import Request, chosen, request
+from pararnn.engines.table import PAIRS, engine_for, why_chosen, why_not
+from pararnn.layers import ParaRNN
+from pararnn.program import program_of
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`explain`'s result; prints as a table.
+
+    `solver` and `backend` are what would run, `why` says why; `others` says of every other pair
+    why it cannot run here, None where it could. size: (B, T, D).
+    """
+
+    cell: str
+    size: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    solver: str
+    backend: str
+    why: str
+    others: dict[tuple[str, str], str | None]
+
+    def __str__(self) -> str:
+        head = f"{self.cell}, (B, T, D) = {self.size}, {self.dtype} on {self.device}"
+        lines = [head, f"  ({self.solver}, {self.backend}) runs: {self.why}"]
+        for (solver, backend), reason in self.others.items():
+            lines.append(f"  ({solver}, {backend}) {reason or 'could run'}")
+        return "\n".join(lines)
+
+
+def explain(
+    module: ParaRNN | Cell,
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    solver: str | None = None,
+    backend: str | None = None,
+    mode: str | None = None,
+) -> Explanation:
+    """Say what would run a layer, or `solve` of a cell, on an input of a shape, and why.
+
+    Args:
+        module: a layer; or a cell, for `solve`.
+        shape: of the layer's input (or of `solve`'s gates): batch and time are read off it.
+        dtype: of the gates; the parameters' by default. Under autocast it is autocast's.
+        device: the parameters' by default.
+        solver, backend, mode: as in a call.
+
+    Builds the kernels that it talks about. Raises ValueError for an impossible shape, EngineError
+    where the request cannot run.
+    """
+    cell = module.cell if isinstance(module, ParaRNN) else module
+    default = Request()
+    batch_first = True
+    if isinstance(module, ParaRNN):
+        default, batch_first = Request(module.solver, module.backend), module.batch_first
+    if len(shape) < 2:
+        raise ValueError(f"shape must hold batch and time, or time and channels, got {shape}")
+    if len(shape) == 2:
+        batch, steps = 1, shape[0]
+    else:
+        batch, steps = shape[:2] if batch_first else (shape[1], shape[0])
+    parameter = next(module.parameters(), torch.empty(0))
+    dtype = dtype or parameter.dtype
+    device = torch.device(device) if device is not None else parameter.device
+    program, size = program_of(cell), (batch, steps, cell.hidden_size)
+    asked = chosen(request(solver, backend, mode), default)
+    engine = engine_for(program, size, dtype, device, *asked)
+    pair = (engine.solver, engine.backend)
+    others = {p: why_not(program, p, dtype, device) for p in PAIRS if p != pair}
+    why = why_chosen(program, engine, size, device, *asked)
+    return Explanation(type(cell).__name__, size, dtype, device, *pair, why, others)

@@ -1,0 +1,18 @@
+"""Recurrent layers: torch.nn.Modules with torch.nn.GRU's habits."""
+
+from pararnn.layers.clip import clip_after_step
+from pararnn.layers.direction import DirectionalLayer
+from pararnn.layers.paper import load_paper_weights, paper_weights
+from pararnn.layers.rnn import ParaGRU, ParaLSTM, ParaRNN, SolveInfo, States
+
+__all__ = [
+    "DirectionalLayer",
+    "ParaGRU",
+    "ParaLSTM",
+    "ParaRNN",
+    "SolveInfo",
+    "States",
+    "clip_after_step",
+    "load_paper_weights",
+    "paper_weights",
+]

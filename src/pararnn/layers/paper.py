@@ -1,0 +1,104 @@
+"""Weights as the paper's interface names them (Appendix D): A, B, b, and C for peepholes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pararnn.cells import Cell, GRUCell, LSTMCell
+from pararnn.layers.direction import DirectionalLayer
+from pararnn.layers.rnn import ParaRNN
+
+# For each cell the parameters that make up A (a row a gate, in the gates' order) and C.
+ROWS: dict[type[Cell], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    GRUCell: (("a_z", "a_r", "a_c"), ()),
+    LSTMCell: (("a_f", "a_z", "a_o"), ("c_f", "c_o")),
+}
+
+
+def load_paper_weights(
+    layer: ParaRNN | DirectionalLayer, A: Tensor, B: Tensor, b: Tensor, C: Tensor | None = None
+) -> None:
+    """Copy one layer's weights from the plain tensors of the paper's interface.
+
+    Args:
+        layer: a ParaGRU or ParaLSTM of one layer and direction, or one part of a deeper one:
+            `rnn.layers[i]`, `rnn.reverse_layers[i]`.
+        A: recurrent weights (G, D), gates in the order z, r, c (GRU) and f, z, o (LSTM).
+        B: input weights (G, D, input), or with heads (G, H, D/H, input/H).
+        b: biases (G, D).
+        C: the LSTM's peephole weights (2, D), f and o.
+
+    A, b and C may come by head, (G, H, D/H). Values are converted to the layer's dtype and device.
+    Raises TypeError for other cells and ValueError for wrong sizes.
+    """
+    part = _part_of(layer)
+    cell, heads = part.cell, part.proj.num_heads
+    recurrent, peepholes = _rows(cell)
+    gates, channels, inputs = len(cell.gates), cell.hidden_size, part.proj.weight.shape[2]
+    if (C is None) == bool(peepholes):
+        raise ValueError(f"{type(cell).__name__} has {len(peepholes)} rows of peephole weights C")
+    if part.bias is None:
+        raise ValueError("the layer has no bias to put b into: make it with bias=True")
+    by_head = (gates, heads, channels // heads, inputs)
+    weight = _sized("B", B, by_head, *(() if heads > 1 else ((gates, channels, inputs),)))
+    weight = weight.reshape(by_head).transpose(0, 1).reshape(heads, -1, inputs)
+
+    def rows(name: str, given: Tensor, count: int) -> Tensor:
+        sizes = ((count, channels), (count, heads, channels // heads))
+        return _sized(name, given, *sizes).reshape(count, channels)
+
+    new = [(part.proj.weight, weight), (part.bias, rows("b", b, gates))]
+    named = list(zip(recurrent, rows("A", A, gates), strict=True))
+    if C is not None:
+        named += zip(peepholes, rows("C", C, len(peepholes)), strict=True)
+    new += [(cell.get_parameter(name), value) for name, value in named]
+    with torch.no_grad():
+        for parameter, value in new:
+            parameter.copy_(value)
+
+
+def paper_weights(layer: ParaRNN | DirectionalLayer) -> dict[str, Tensor]:
+    """One layer's weights as `load_paper_weights` takes them: A, B, b, and C for the LSTM.
+
+    Detached copies; with several heads B is (G, H, D/H, input/H). A layer without biases has zeros.
+    """
+    part = _part_of(layer)
+    cell, heads = part.cell, part.proj.num_heads
+    recurrent, peepholes = _rows(cell)
+    gates, channels, inputs = len(cell.gates), cell.hidden_size, part.proj.weight.shape[2]
+    weight = part.proj.weight.detach().reshape(heads, gates, channels // heads, inputs)
+    named = {
+        "A": torch.stack([cell.get_parameter(name).detach() for name in recurrent]),
+        "B": weight.transpose(0, 1).squeeze(1).clone(memory_format=torch.contiguous_format),
+        "b": weight.new_zeros(gates, channels) if part.bias is None else part.bias.detach().clone(),
+    }
+    if peepholes:
+        named["C"] = torch.stack([cell.get_parameter(name).detach() for name in peepholes])
+    return named
+
+
+def _part_of(layer: nn.Module) -> DirectionalLayer:
+    if isinstance(layer, DirectionalLayer):
+        return layer
+    if isinstance(layer, ParaRNN) and layer.num_layers == 1 and not layer.bidirectional:
+        return layer.get_submodule("layers.0")  # type: ignore[return-value]
+    raise TypeError(
+        "A, B and b are one layer's weights: give a ParaRNN of one layer and direction, or one of "
+        f"rnn.layers and rnn.reverse_layers, not {type(layer).__name__}"
+    )
+
+
+def _rows(cell: Cell) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    for known, rows in ROWS.items():
+        if isinstance(cell, known):
+            return rows
+    names = ", ".join(known.__name__ for known in ROWS)
+    raise TypeError(f"the paper's A, B, b are those of {names}, got {type(cell).__name__}")
+
+
+def _sized(name: str, given: Tensor, *sizes: tuple[int, ...]) -> Tensor:
+    if tuple(given.shape) not in sizes:
+        wanted = " or ".join(map(str, sizes))
+        raise ValueError(f"{name} must be {wanted}, got {tuple(given.shape)}")
+    return given.detach()

@@ -1,0 +1,349 @@
+"""Stacks of recurrent layers, in one direction or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from pararnn.cells import Cell, GRUCell, LSTMCell
+from pararnn.engines.request import Request, chosen, request
+from pararnn.engines.table import PAIRS
+from pararnn.layers.direction import DirectionalLayer
+from pararnn.layers.layout import BATCH_FIRST, UNBATCHED, Layout, layout_of
+from pararnn.projection import HeadwiseLinear
+
+States = Tensor | tuple[Tensor, ...]
+Fields = Mapping[str, Any]
+
+
+class SolveInfo(NamedTuple):
+    """What the last forward pass's solvers did, int64, an entry a layer and direction.
+
+    sweeps: Newton updates. mended: columns finished by the sequential solver.
+    """
+
+    sweeps: Tensor
+    mended: Tensor
+
+
+class ParaRNN(nn.Module):
+    """Any cell as a recurrent layer (or several), trained in parallel over the sequence.
+
+    Args:
+        cell_class: the `Cell` subclass.
+        input_size, hidden_size: channels in and out; multiples of num_heads.
+        num_layers: layers, each fed with the output of the one below.
+        bias: whether gates have biases.
+        batch_first: tensors are (batch, time, channels), else (time, batch, channels).
+        dropout: probability of zeroing an output of every layer but the last, in training.
+        bidirectional: a second recurrence from the last step to the first; outputs have
+            2 hidden_size channels, forward first.
+        num_heads: heads of the input projection (block-diagonal; paper, Appendix C).
+        device, dtype: of the parameters.
+        solver, backend, on_failure: as in `pararnn.solve`.
+        mode: one of the paper's modes (`MODES`) in place of a solver and a backend.
+        recurrent_clip: bound that `clip_after_step` clamps recurrent parameters to; None for none.
+        recompute_gates: do not keep the gates (B, T, G, D) for the backward pass, but project the
+            input anew there: a layer then keeps its input and its states only.
+        config: the cell's config.
+
+    `proj_size` of torch.nn.LSTM is refused: it would mix channels within the recurrence. Raises
+    CellError for a malformed cell, ValueError for impossible sizes, EngineError for an unknown
+    solver, backend or mode.
+    """
+
+    def __init__(
+        self,
+        cell_class: type[Cell],
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = True,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_heads: int = 1,
+        solver: str | None = None,
+        backend: str | None = None,
+        mode: str | None = None,
+        on_failure: str = "warn",
+        recurrent_clip: float | None = 0.5,
+        recompute_gates: bool = False,
+        **config: Any,
+    ) -> None:
+        super().__init__()
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_heads": num_heads}
+        for name, value in {**sizes, "num_layers": num_layers}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if input_size % num_heads or hidden_size % num_heads:
+            raise ValueError(
+                f"input_size and hidden_size must be multiples of num_heads = {num_heads}, got "
+                f"{input_size} and {hidden_size}"
+            )
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be a probability, got {dropout}")
+        if proj_size:
+            raise ValueError(
+                f"proj_size must be 0, got {proj_size}: projected states would mix channels within "
+                "the recurrence, which could not run in parallel then; put a Linear behind it"
+            )
+        pair = request(solver, backend, mode)
+        self.solver, self.backend = pair.solver or "auto", pair.backend or "auto"
+        self.on_failure, self.recurrent_clip = on_failure, recurrent_clip
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.num_heads, self.batch_first, self.dropout = num_heads, batch_first, dropout
+        self.bidirectional = bidirectional
+        self._infos: tuple[Tensor, ...] = ()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        gates = len(cell_class.gates)
+
+        def part(index: int, reverse: bool) -> DirectionalLayer:
+            inputs = hidden_size * (1 + bidirectional) if index else input_size
+            proj = HeadwiseLinear(inputs, gates, hidden_size, num_heads, **factory)
+            cell = cell_class(hidden_size, num_heads=num_heads, **factory, **config)
+            options: dict[str, Any] = {"reverse": reverse, "recompute_gates": recompute_gates}
+            return DirectionalLayer(proj, cell, bias, **options, **factory)
+
+        self.layers = nn.ModuleList(part(index, False) for index in range(num_layers))
+        if bidirectional:
+            self.reverse_layers = nn.ModuleList(part(index, True) for index in range(num_layers))
+
+    @property
+    def cell(self) -> Cell:
+        """The first layer's cell."""
+        return cast(DirectionalLayer, self.layers[0]).cell
+
+    @property
+    def last_solve(self) -> SolveInfo | None:
+        """What the solvers of the last forward pass did; None before it."""
+        return SolveInfo(*torch.stack(self._infos, 1)) if self._infos else None
+
+    def forward(
+        self,
+        x: Tensor | PackedSequence,
+        h_0: States | None = None,
+        *,
+        fields: Fields | None = None,
+        reset: Tensor | PackedSequence | None = None,
+        lengths: Tensor | list[int] | None = None,
+        padding: str = "right",
+        cu_seqlens: Tensor | None = None,
+        all_states: bool = False,
+        solver: str | None = None,
+        backend: str | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Run over whole sequences.
+
+        Args:
+            x: (B, T, input_size), or (T, B, input_size) without batch_first; (T, input_size)
+                unbatched; or a PackedSequence.
+            h_0: initial states (num_layers, B, hidden_size), a tuple of N for N states; None is
+                zero. Twice as many layers if bidirectional, in the order layer 0 forward, layer 0
+                reverse, layer 1 forward. Without B for unbatched x; S in place of B with
+                `cu_seqlens`.
+            fields: the cell's fields by name, each laid out like x without its channels, or with
+                hidden_size of them, or a number.
+            reset: bool, laid out like x without its channels; such a step starts from the zero
+                state, in the order of processing.
+            lengths: int (B,); the steps of each sequence, the rest being padding. Integers on the
+                CPU are checked; on CUDA the device asserts.
+            padding: the side that padding is on, "right" or "left".
+            cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1, or
+                unbatched x), and the end of the last.
+            all_states: return the states of all layers at all steps too.
+            solver, backend, mode: for this call; else those of `using`, else the layer's own.
+
+        Returns:
+            (output, h_n): the last layer's first state, laid out like x with hidden_size channels
+            (twice as many if bidirectional), in the dtype of the projection's result, 0 at padding;
+            the final states, like h_0, in float32 (or float64). With `all_states` a third item: for
+            each layer and direction, in the order of h_n, a tuple of N tensors like the output.
+        """
+        self._check_rank(x.data if isinstance(x, PackedSequence) else x, x, (2, 3))
+        layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
+        asked = chosen(request(solver, backend, mode), Request(self.solver, self.backend))
+        return self._run(x, h_0, layout, asked, fields or {}, reset, all_states)
+
+    def step(
+        self, x_t: Tensor, state: States | None = None, *, fields: Fields | None = None
+    ) -> tuple[Tensor, States]:
+        """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
+
+        It is `forward` at T = 1 by the sequential solver, and takes (input_size,) unbatched; fields
+        are (B,), (B, hidden_size) or numbers. Raises ValueError for bidirectional layers.
+        """
+        if self.bidirectional:
+            raise ValueError(
+                "a bidirectional layer cannot decode step by step: its reverse direction starts "
+                "from the last step"
+            )
+        self._check_rank(x_t, x_t, (1, 2))
+        layout, time = (BATCH_FIRST, 1) if x_t.ndim == 2 else (UNBATCHED, 0)
+        given = fields or {}
+        fields = {k: v.unsqueeze(time) if torch.is_tensor(v) else v for k, v in given.items()}
+        _, backend = chosen(Request(), Request(backend=self.backend))
+        asked = ("sequential", backend if ("sequential", backend) in PAIRS else "auto")
+        x, finals = self._run(x_t.unsqueeze(time), state, layout, asked, fields, None, False)
+        return x.squeeze(time), finals
+
+    def _run(
+        self,
+        given: Any,
+        h_0: States | None,
+        layout: Layout,
+        pair: tuple[str, str],
+        fields: Fields,
+        reset: Any,
+        all_states: bool,
+    ) -> Any:
+        """All layers; records what their solvers did."""
+        into, back = layout.into, layout.back
+        x = into(given)
+        options: dict[str, Any] = {
+            "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in fields.items()},
+            "reset": None if reset is None else into(reset),
+            "sequences": layout.sequences,
+            "solver": pair[0],
+            "backend": pair[1],
+            "on_failure": self.on_failure,
+            "output_only": not all_states,
+        }
+        initial = self._per_part(h_0, x, layout)
+        finals: list[tuple[Tensor, ...]] = []
+        infos: list[Tensor] = []
+        series: list[tuple[Tensor, ...]] = []
+        directions = 1 + self.bidirectional
+        for index in range(self.num_layers):
+            if index and self.dropout:
+                x = F.dropout(x, self.dropout, self.training)
+            outputs = []
+            for part in self._parts()[index * directions : (index + 1) * directions]:
+                states, final, info = part(x, initial[len(finals)], **options)
+                outputs.append(states[0])
+                finals.append(final)
+                infos.append(info)
+                series.append(states)
+            x = outputs[0] if directions == 1 else self._merged(outputs, index)
+        self._infos = tuple(infos)
+        results = back(x), self._stacked(finals, layout.batched)
+        if not all_states:
+            return results
+        return *results, tuple(tuple(back(s) for s in states) for states in series)
+
+    def _merged(self, outputs: list[Tensor], index: int) -> Tensor:
+        """Both directions side by side; between layers head by head, as each head sees a slice."""
+        if index == self.num_layers - 1 or self.num_heads == 1:
+            return torch.cat(outputs, -1)
+        by_head = [output.unflatten(-1, (self.num_heads, -1)) for output in outputs]
+        return torch.cat(by_head, -1).flatten(-2)
+
+    def reset_parameters(self) -> None:
+        """Initialise anew (paper, Appendix C): see `HeadwiseLinear` and `Param`; zero biases."""
+        for part in self._parts():
+            part.reset_parameters()
+
+    def recurrent_parameters(self) -> list[Tensor]:
+        """The parameters that clipping concerns.
+
+        Raises ValueError for one that a parametrisation computes, which cannot be clamped.
+        """
+        return [p for part in self._parts() for p in part.recurrent_parameters()]
+
+    def clip_recurrent(self) -> None:
+        """Clamp the recurrent parameters elementwise to [-recurrent_clip, recurrent_clip].
+
+        Raises ValueError as `recurrent_parameters`.
+        """
+        if self.recurrent_clip is not None:
+            with torch.no_grad():
+                for parameter in self.recurrent_parameters():
+                    parameter.clamp_(-self.recurrent_clip, self.recurrent_clip)
+
+    def flatten_parameters(self) -> None:
+        """Nothing: for code written for torch.nn.GRU, whose cuDNN wants weights in one piece."""
+
+    def extra_repr(self) -> str:
+        shown = ("num_layers", "batch_first", "dropout", "bidirectional", "num_heads")
+        options = [f"{name}={getattr(self, name)!r}" for name in (*shown, "solver", "backend")]
+        return ", ".join([str(self.input_size), str(self.hidden_size), *options])
+
+    def _parts(self) -> list[DirectionalLayer]:
+        """Layers in the order of their states: layer 0 forward, layer 0 reverse, layer 1 ..."""
+        layers = cast(list[DirectionalLayer], list(self.layers))
+        if not self.bidirectional:
+            return layers
+        reverse = cast(list[DirectionalLayer], list(self.reverse_layers))
+        return [part for pair in zip(layers, reverse, strict=True) for part in pair]
+
+    def _check_rank(self, data: Tensor, x: Any, ranks: tuple[int, int]) -> None:
+        name = type(self).__name__
+        allowed = (2,) if x is not data else ranks
+        if data.ndim not in allowed:
+            wanted = " or ".join(f"{rank}D" for rank in allowed)
+            raise ValueError(f"{name}: Expected input to be {wanted}, got {data.ndim}D instead")
+        if data.shape[-1] != self.input_size:
+            raise ValueError(
+                f"{name}: input.size(-1) must be equal to input_size. Expected {self.input_size}, "
+                f"got {data.shape[-1]}"
+            )
+
+    def _per_part(
+        self, states: States | None, x: Tensor, layout: Layout
+    ) -> Sequence[tuple[Tensor, ...] | None]:
+        count = self.num_layers * (1 + self.bidirectional)
+        if states is None:
+            return [None] * count
+        names = self.cell.states
+        given = (states,) if isinstance(states, Tensor) else tuple(states)
+        rows = len(x) if layout.sequences is None else layout.sequences.total
+        size = (count, rows, self.hidden_size) if layout.batched else (count, self.hidden_size)
+        shapes = [tuple(state.shape) for state in given]
+        if shapes != [size] * len(names):
+            raise ValueError(
+                f"{type(self).__name__}: Expected hidden states {tuple(names)} of size {size} "
+                f"each, got {shapes}"
+            )
+        if not layout.batched:
+            given = tuple(state.unsqueeze(1) for state in given)
+        return list(zip(*given, strict=True))
+
+    def _stacked(self, finals: list[tuple[Tensor, ...]], batched: bool) -> States:
+        if len(finals) == 1:
+            stacked = tuple(state.unsqueeze(0) for state in finals[0])
+        else:
+            stacked = tuple(torch.stack(series) for series in zip(*finals, strict=True))
+        if not batched:
+            stacked = tuple(state.squeeze(1) for state in stacked)
+        return stacked[0] if len(stacked) == 1 else stacked
+
+
+class ParaGRU(ParaRNN):
+    """The paper's GRU layer (eq. GRU, diagonal recurrence); arguments as in `ParaRNN`.
+
+    Config: gate_nonlinearity, state_nonlinearity (names in `pararnn.cells.NONLINEARITIES`).
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(GRUCell, input_size, hidden_size, *args, **kwargs)
+
+
+class ParaLSTM(ParaRNN):
+    """The paper's LSTM layer (eq. LSTM: CIFG, peepholes, diagonal recurrence); as in `ParaRNN`.
+
+    The output is h, the states are (h, c). Config: gate_nonlinearity, input_nonlinearity,
+    state_nonlinearity.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(LSTMCell, input_size, hidden_size, *args, **kwargs)

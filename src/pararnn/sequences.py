@@ -1,0 +1,77 @@
+"""Which sequence every step belongs to: all that solvers know of packing, lengths and padding."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PADDING = ("right", "left")
+
+
+class Sequences(NamedTuple):
+    """Rows of steps, cut into sequences.
+
+    seq: int32 (B, T), the sequence of each step, -1 for padding; a sequence is one run of steps of
+    one row. total: how many sequences there are, those without a step included.
+    """
+
+    seq: Tensor
+    total: int
+
+
+def of_cu_seqlens(cu_seqlens: Tensor, batch: int, steps: int, device: torch.device) -> Sequences:
+    """S sequences packed into one row: int (S + 1,), their starts and the end of the last.
+
+    Raises ValueError for wrong dtypes, shapes and devices, and for values that are not in order: on
+    CUDA the values are checked on the device, without waiting for it.
+    """
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
+        raise ValueError(
+            f"cu_seqlens must be int32 or int64 (S + 1,), got {cu_seqlens.dtype} "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    if batch != 1 or len(cu_seqlens) < 1:
+        raise ValueError(f"cu_seqlens packs all sequences into one row: got B = {batch}")
+    if cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, the steps on {device}")
+    first, last = cu_seqlens[0], cu_seqlens[-1]
+    right = (cu_seqlens.diff() >= 0).all() & (first == 0) & (last <= steps)
+    what = f"cu_seqlens must start at 0, not fall, and end at {steps} or before"
+    _require(right, what, cu_seqlens)
+    total = len(cu_seqlens) - 1
+    position = torch.arange(steps, device=device, dtype=cu_seqlens.dtype)
+    number = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+    return Sequences(number.masked_fill(number == total, -1).to(torch.int32).unsqueeze(0), total)
+
+
+def of_lengths(
+    lengths: Tensor, padding: str, batch: int, steps: int, device: torch.device
+) -> Sequences:
+    """One sequence a row, int (B,) steps long, with padding to its right or left.
+
+    Raises ValueError as `of_cu_seqlens`; lengths are 0 to T.
+    """
+    if padding not in PADDING:
+        raise ValueError(f"padding must be one of {PADDING}, got {padding!r}")
+    if lengths.dtype not in (torch.int32, torch.int64) or tuple(lengths.shape) != (batch,):
+        raise ValueError(
+            f"lengths must be int32 or int64 ({batch},), got {lengths.dtype} {tuple(lengths.shape)}"
+        )
+    _require(((lengths >= 0) & (lengths <= steps)).all(), f"lengths must be 0 to {steps}", lengths)
+    lengths = lengths.to(device, non_blocking=True).unsqueeze(1)
+    position = torch.arange(steps, device=device)
+    real = position < lengths if padding == "right" else position >= steps - lengths
+    rows = torch.arange(batch, device=device, dtype=torch.int32).unsqueeze(1)
+    return Sequences(rows.where(real, -1), batch)
+
+
+def _require(right: Tensor, message: str, values: Tensor) -> None:
+    """Raise ValueError unless `right`; on CUDA the device asserts: reading it would wait."""
+    if torch.compiler.is_compiling():
+        return
+    if right.is_cuda:
+        torch._assert_async(right, message)
+    elif not right:
+        raise ValueError(f"{message}, got {values.tolist()}")
