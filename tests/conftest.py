@@ -3,7 +3,14 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
 os.environ["PARARNN_CACHE_DIR"] = str(Path(__file__).parents[1] / ".kernels")
+
+
+@pytest.fixture
+def device() -> str:
+    """Where tests that run on any device do: tests/gpu has a fixture of this name of its own."""
+    return "cpu"

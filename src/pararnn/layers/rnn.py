@@ -210,6 +210,8 @@ class ParaRNN(nn.Module):
         """All layers; records what their solvers did."""
         into, back = layout.into, layout.back
         x = into(given)
+        if layout.sequences is not None:  # padding may hold anything, and 0 * NaN is NaN
+            x = x.masked_fill((layout.sequences.seq < 0).unsqueeze(-1), 0)
         options: dict[str, Any] = {
             "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in fields.items()},
             "reset": None if reset is None else into(reset),

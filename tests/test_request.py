@@ -1,0 +1,127 @@
+"""A solver is chosen by the call, else by the context, else by the layer; `explain` says which."""
+
+import sys
+
+import pytest
+import torch
+
+import pararnn
+from pararnn.engines import request as requests
+from pararnn.engines.request import Request, chosen
+
+
+def _ran(layer, **call):
+    """The pair that a call runs."""
+    pairs = []
+
+    def record(part, inputs, options):
+        pairs.append((options["solver"], options["backend"]))
+
+    hook = layer.layers[0].register_forward_pre_hook(record, with_kwargs=True)
+    layer(torch.randn(2, 20, 4), **call)
+    hook.remove()
+    return pairs[0]
+
+
+def test_precedence():
+    layer = pararnn.ParaGRU(4, 6, solver="newton")
+    assert _ran(layer) == ("newton", "auto")
+    assert _ran(layer, solver="sequential", backend="torch") == ("sequential", "torch")
+    with pararnn.using("sequential"):
+        assert _ran(layer) == ("sequential", "auto")
+        assert _ran(layer, solver="newton") == ("newton", "auto")
+        with pararnn.using(backend="torch"):
+            assert _ran(layer) == ("sequential", "torch")
+        assert _ran(layer, mode="PARALLEL") == ("newton", "torch")
+        assert _ran(layer, solver="auto") == ("auto", "auto")
+    assert _ran(layer) == ("newton", "auto")
+
+
+def test_a_context_ends_with_an_error_too():
+    def fail():
+        with pararnn.using("newton"):
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert [Request()] == requests._CONTEXTS
+
+
+def test_solve_follows_the_context():
+    cell, gates = pararnn.GRUCell(4), torch.randn(2, 80, 3, 4)
+    seen = []
+    real = pararnn.engines.table.engine_for
+
+    def record(program, size, dtype, device, *asked):
+        seen.append(asked)
+        return real(program, size, dtype, device, *asked)
+
+    with pytest.MonkeyPatch.context() as patch, pararnn.using("newton", "torch"):
+        patch.setattr(sys.modules["pararnn.solve"], "engine_for", record)
+        pararnn.solve(cell, gates)
+        pararnn.solve(cell, gates, solver="sequential")
+    assert seen == [("newton", "torch"), ("sequential", "torch")]
+
+
+def test_decoding_is_sequential_in_every_context():
+    layer = pararnn.ParaGRU(4, 6, mode="PARALLEL")
+    with pararnn.using("newton", "torch"):
+        y, _ = layer.step(torch.randn(2, 4))
+    assert y.shape == (2, 6)
+    assert not layer.last_solve.sweeps.any()
+
+
+def test_compiled_code_follows_the_context():
+    layer = pararnn.ParaGRU(4, 6)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 70, 4)
+    counts = []
+    for solver in ("sequential", "newton", "sequential"):
+        with pararnn.using(solver, "torch"):
+            compiled(x)
+        counts.append(compiled._orig_mod.last_solve.sweeps.item())
+    assert counts[0] == counts[2] == 0 < counts[1]
+
+
+@pytest.mark.parametrize("mode", pararnn.MODES)
+def test_modes(mode):
+    solver, backend = pararnn.MODES[mode]
+    layer = pararnn.ParaGRU(4, 6, mode=mode)
+    assert (layer.solver, layer.backend) == (solver, backend)
+    with pararnn.using(mode=mode):
+        assert chosen(Request(), Request("sequential", "torch")) == (solver, backend)
+
+
+def test_wrong_requests():
+    with pytest.raises(pararnn.EngineError, match="unknown mode 'FAST'; known: SEQUENTIAL"):
+        pararnn.ParaGRU(4, 6, mode="FAST")
+    layer = pararnn.ParaGRU(4, 6)
+    with pytest.raises(pararnn.EngineError, match="unknown solver 'magic'"):
+        layer(torch.zeros(1, 3, 4), solver="magic")
+    with (
+        pytest.raises(pararnn.EngineError, match="give it alone"),
+        pararnn.using("newton", mode="PARALLEL"),
+    ):
+        pass
+
+
+def test_explain():
+    layer = pararnn.ParaGRU(4, 6, num_layers=2)
+    x = torch.randn(1, 300, 4)
+    for request in ({}, {"solver": "newton"}, {"backend": "torch"}, {"mode": "SEQUENTIAL"}):
+        said = pararnn.explain(layer, x.shape, **request)
+        assert said.size == (1, 300, 6)
+        assert (said.solver, said.backend) not in said.others
+        assert set(said.others) | {(said.solver, said.backend)} == set(pararnn.engines.table.PAIRS)
+        layer(x, **request)
+        assert bool(layer.last_solve.sweeps.any()) == (said.solver == "newton")
+        assert str(said).splitlines()[1].endswith(said.why)
+    short = pararnn.explain(pararnn.GRUCell(6), (8, 10), backend="torch")
+    assert (short.solver, short.why) == ("sequential", "Newton pays from T = 64 on")
+    time_first = pararnn.ParaGRU(4, 6, batch_first=False)
+    assert pararnn.explain(time_first, (300, 2, 4)).size == (2, 300, 6)
+    dense = pararnn.explain(pararnn.DenseGRUCell(32), (1, 300, 3, 32))
+    assert "N D" in dense.why
+    assert any("mixes channels" in (reason or "") for reason in dense.others.values())
+    with pytest.raises(ValueError, match="shape must hold batch and time"):
+        pararnn.explain(layer, (3,))
