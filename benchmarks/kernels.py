@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
-from pararnn.engines.sequential_fused_cuda import ENGINE
+from pararnn.engines.fused_cuda import SEQUENTIAL
 from pararnn.layers import DirectionalLayer
 from pararnn.program import program_of
 from pararnn.solve import prepare
@@ -123,15 +123,15 @@ def kernel_calls(cell: Cell, what: str, size: Size, dtype: torch.dtype) -> list[
     shape = (batch, length, len(cell.gates), channels)
     bias = 0.1 * torch.randn(shape[2:], device="cuda")
     unread = (None,) * (program.num_states - 1)
-    backward, calls = ENGINE.backward, list[Call]()
+    backward, calls = SEQUENTIAL.backward, list[Call]()
     assert backward is not None
     for _ in range(sets_for(math.prod(shape) * dtype.itemsize, cache_bytes())):
         gates = torch.randn(shape, device="cuda", dtype=dtype)
         args = prepare(cell, gates, bias=bias)
         if what == "forward":
-            calls.append(partial(ENGINE.forward, program, args, "warn"))
+            calls.append(partial(SEQUENTIAL.forward, program, args, "warn"))
         else:
-            states = ENGINE.forward(program, args, "warn").states
+            states = SEQUENTIAL.forward(program, args, "warn").states
             grads = (torch.randn_like(states[0]), *unread)
             calls.append(partial(backward, program, args, states, grads, (None, *unread)))
     return calls

@@ -113,7 +113,8 @@ def test_source_says_what_it_is_specialised_on():
         "constexpr bool adjacent_gates = true;",
         "constexpr bool broadcast[] = {false};",
         "constexpr bool arriving[] = {true, false};",
-        '#include "backward.h"',
+        "#define PARARNN_BACKWARD 1",
+        '#include "sequential.h"',
     ):
         assert line in source
     assert "PARARNN_APPROXIMATE 0" in source_of(program, _variant(program, "forward"))
@@ -168,10 +169,11 @@ def test_code_is_kept_and_found_again(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "pararnn"):
         first = cuda.cubin_of(program, variant, "sm_90")
     assert (
-        f"compiling ElmanCell's forward kernel for sm_90 (once; kept in {tmp_path})" in caplog.text
+        f"compiling ElmanCell's sequential forward kernel for sm_90 (once; kept in {tmp_path})"
+        in caplog.text
     )
     (entry,) = tmp_path.iterdir()
-    assert entry.name.startswith("ElmanCell-forward-float-sm_90-")
+    assert entry.name.startswith("ElmanCell-sequential-forward-float-sm_90-")
     names = {cache.CUDA.library, cache.CUDA.source, cache.MANIFEST}
     assert {path.name for path in entry.iterdir()} == names
     caplog.clear()

@@ -132,7 +132,7 @@ WRONG = {
     ),
     "unknown solver 'newtn'": (pararnn.EngineError, {"solver": "newtn"}),
     "unknown backend 'cuda'": (pararnn.EngineError, {"backend": "cuda"}),
-    r"\(newton, fused\) cannot run GRUCell on cpu: .*parallel ones are to come.* can: .*fused": (
+    r"\(newton, fused\) cannot run GRUCell on cpu: .*no such engine for cpu.* can: .*fused": (
         pararnn.EngineError,
         {"solver": "newton", "backend": "fused"},
     ),

@@ -33,10 +33,12 @@ RING_BYTES = 18 * 1024
 MAX_STAGES = 6
 
 KERNELS: Mapping[str, Mapping[str, tuple[int, int]]] = {
-    "forward": {"forward": (LANES, 1)},
-    "backward": {"backward": (LANES, 1), "sum_weights": (LANES, 8)},
+    "forward": {"run": (LANES, 1)},
+    "backward": {"run": (LANES, 1), "sum_weights": (LANES, 8)},
 }
 """By pass: its kernels and their block sizes."""
+SOLVERS = ("sequential", "newton")
+"""What runs a pass: each has a header of its name."""
 
 _LOG = logging.getLogger("pararnn")
 
@@ -44,10 +46,10 @@ _LOG = logging.getLogger("pararnn")
 class Variant(NamedTuple):
     """What a kernel is specialised on, besides the cell: see kernels/cuda/problem.h.
 
-    `direction` is the pass, a key of KERNELS. `chunk`: bytes that all rows are aligned to, 16 at
-    most. `adjacent_gates`: gates of a step and head lie side by side. `events`: `seq` or `reset` is
-    given. `broadcast`, by field: one value a step. `arriving`, by state: its sequence's gradient
-    arrives (none in the forward pass).
+    `direction` is the pass, a key of KERNELS; `solver` is one of SOLVERS. `chunk`: bytes that all
+    rows are aligned to, 16 at most. `adjacent_gates`: gates of a step and head lie side by side.
+    `events`: `seq` or `reset` is given. `broadcast`, by field: one value a step. `arriving`, by
+    state: its sequence's gradient arrives (none in the forward pass).
     """
 
     direction: str
@@ -62,6 +64,7 @@ class Variant(NamedTuple):
     events: bool = False
     broadcast: tuple[bool, ...] = ()
     arriving: tuple[bool, ...] = ()
+    solver: str = "sequential"
 
 
 class Ring(NamedTuple):
@@ -134,8 +137,9 @@ def source_of(program: Program, variant: Variant) -> str:
         program,
         variant.dtype,
         "cuda",
-        f"{variant.direction}.h",
+        f"{variant.solver}.h",
         defines={
+            "BACKWARD": int(variant.direction == "backward"),
             "APPROXIMATE": int(variant.dtype == torch.bfloat16),
             "REFINED": int(variant.dtype == torch.float32 and variant.direction == "backward"),
         },
@@ -149,6 +153,7 @@ def usual_variants(
     channels: int,
     head_width: int,
     weight_dtype: torch.dtype | None = None,
+    solver: str = "sequential",
 ) -> list[Variant]:
     """What a layer's training and decoding run without resets: both passes, for all batch sizes."""
     return [
@@ -162,15 +167,18 @@ def usual_variants(
             chunk=chunk_of(head_width * dtype.itemsize),
             broadcast=(False,) * len(program.fields),
             arriving=tuple(n == 0 and direction == "backward" for n in range(program.num_states)),
+            solver=solver,
         )
         for direction in KERNELS
         for per_lane in sorted({1, most_per_lane(dtype)})
     ]
 
 
-def check_buildable(program: Program, dtype: torch.dtype, capability: tuple[int, int]) -> None:
+def check_buildable(
+    program: Program, dtype: torch.dtype, capability: tuple[int, int], solver: str = "sequential"
+) -> None:
     """Make kernels of a small size, which stand for all: what fails, fails here. EngineError."""
-    for variant in usual_variants(program, dtype, LANES, LANES):
+    for variant in usual_variants(program, dtype, LANES, LANES, solver=solver):
         if variant.per_lane == 1:
             kernels_of(program, variant, capability)
 
@@ -211,13 +219,16 @@ def kernels_of(
 def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:
     """The device code of a variant, from the cache or compiled. EngineError as `kernels_of`."""
     source = source_of(program, variant)
-    name = f"{program.cell_name}-{variant.direction}-{IO_TYPES[variant.dtype]}-{arch}"
+    name = (
+        f"{program.cell_name}-{variant.solver}-{variant.direction}-{IO_TYPES[variant.dtype]}-{arch}"
+    )
     key = "\n".join((source, headers.text("cuda"), identity(), arch))
 
     def build(file: Path, out: Path) -> None:
         _LOG.warning(
-            "compiling %s's %s kernel for %s (once; kept in %s)",
+            "compiling %s's %s %s kernel for %s (once; kept in %s)",
             program.cell_name,
+            variant.solver,
             variant.direction,
             arch,
             disk.cache_folder(),

@@ -144,20 +144,39 @@ class Kernel:
         self.kernel = module.get_kernel(name)
         self.function = self.driver.CUfunction(int(self.kernel.handle))
 
-    def __call__(self, grid: tuple[int, int], words: Sequence[int], stream: int) -> None:
+    def __call__(
+        self, grid: tuple[int, int], words: Sequence[int], stream: int, together: bool = False
+    ) -> None:
         """Launch on the current device. `words`: sizes and addresses, 64 bits each.
 
+        `together`: all blocks at once, so that they may wait for each other (a cooperative launch).
         Raises EngineError with the driver's message where the launch is refused.
         """
         argument = (ctypes.c_int64 * len(words))(*words)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        launch = (*grid, 1, *self.block, 1, 0, stream, ctypes.addressof(arguments), 0)
-        (status,) = self.driver.cuLaunchKernel(self.function, *launch)
+        launch = (*grid, 1, *self.block, 1, 0, stream, ctypes.addressof(arguments))
+        if together:
+            call = functools.partial(self.driver.cuLaunchCooperativeKernel, self.function, *launch)
+        else:
+            call = functools.partial(self.driver.cuLaunchKernel, self.function, *launch, 0)
+        self._in_context(call, f"launching the {self.name} kernel")
+
+    @functools.cache  # noqa: B019 - kernels live as long as the process
+    def blocks_a_core(self) -> int:
+        """How many blocks a multiprocessor of the current device holds at once."""
+        threads = self.block[0] * self.block[1]
+        occupancy = self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+        call = functools.partial(occupancy, self.function, threads, 0)
+        return int(self._in_context(call, f"asking for the {self.name} kernel's occupancy")[0])
+
+    def _in_context(self, call: Any, what: str) -> Any:
+        status, *result = call()
         if status == self.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             # A thread of PyTorch's that has called nothing of CUDA's yet, such as autograd's.
             self._enter_context()
-            (status,) = self.driver.cuLaunchKernel(self.function, *launch)
-        self._check(status, f"launching the {self.name} kernel")
+            status, *result = call()
+        self._check(status, what)
+        return result
 
     def _enter_context(self) -> None:
         """Make the context that PyTorch uses on the current device the thread's."""

@@ -6,12 +6,7 @@ import functools
 
 import torch
 
-from pararnn.engines import (
-    newton_torch,
-    sequential_fused_cpu,
-    sequential_fused_cuda,
-    sequential_torch,
-)
+from pararnn.engines import fused_cuda, newton_torch, sequential_fused_cpu, sequential_torch
 from pararnn.engines.base import Engine
 from pararnn.errors import BackendWarning, EngineError, warn_user
 from pararnn.program import Program, program_by_key
@@ -23,7 +18,8 @@ TABLE: dict[tuple[str, str, str], Engine] = {
     for engine in (sequential_torch.ENGINE, newton_torch.ENGINE)
 } | {
     ("sequential", "fused", "cpu"): sequential_fused_cpu.ENGINE,
-    ("sequential", "fused", "cuda"): sequential_fused_cuda.ENGINE,
+    ("sequential", "fused", "cuda"): fused_cuda.SEQUENTIAL,
+    ("newton", "fused", "cuda"): fused_cuda.NEWTON,
 }
 """(solver, backend, device type) -> engine."""
 
@@ -122,10 +118,6 @@ def _why_not(program: Program, pair: tuple[str, str], device: torch.device) -> s
     engine = find(*pair, device)
     if engine is not None:
         return engine.why_not(program)
-    if pair == ("newton", "fused"):
-        return (
-            "generated kernels run one step after the other so far, the parallel ones are to come"
-        )
     return f"there is no such engine for {device.type}"
 
 

@@ -16,7 +16,7 @@ struct BackwardProblem {
   io* grad_gates;                     // in the strides of the gates
   scalar* grad_fields[field_slots];   // (row, time, channel)
   scalar* grad_initial[num_states];   // (sequence, channel); null: not wanted
-  scalar* partial;                    // (row, weight, channel): sums over time
+  scalar* partial;                    // (row and segment, weight, channel): sums over time
 };
 
 constexpr int sum_block = 64;  // steps summed apart, so that long sums stay exact
@@ -60,11 +60,12 @@ template <int direction> struct BackwardRing {
 
   InputRing<direction> inputs;
   StateStream saved[num_states], grads[num_states];
+  int without;  // steps at the end that have no state before them
 
   PARARNN_FUNCTION BackwardRing(char* place, const BackwardProblem& p, const Place& at,
-                                const Weights& weights)
-      : inputs(place, p.in, at, weights) {
-    const int64 length = p.in.length, t = start_time(p.in, direction);
+                                const Weights& weights, const Span& span)
+      : inputs(place, p.in, at, weights, span.begin), without(span.end == (int)p.in.length) {
+    const int64 length = p.in.length, t = time_of(p.in, direction, span.begin);
     char* next = place + InputRing<direction>::bytes;
 #pragma unroll
     for (int n = 0; n < num_states; ++n, next += state_bytes)
@@ -82,7 +83,7 @@ template <int direction> struct BackwardRing {
     inputs.copy(slot, s, left);
 #pragma unroll
     for (int n = 0; n < num_states; ++n) {
-      saved[n].copy(slot, s, left - 1);  // the first step has no state before it
+      saved[n].copy(slot, s, left - without);
       if (arriving[n]) grads[n].copy(slot, s, left);
     }
   }
@@ -115,119 +116,159 @@ PARARNN_FUNCTION void store_gate_gradient(const Inputs& in, io* to, const real (
   }
 }
 
-PARARNN_FUNCTION void run_backward(const BackwardProblem& p) {
-  constexpr int direction = reverse ? 1 : -1;
+struct BackwardPass {
+  using Problem = BackwardProblem;
+  static constexpr int direction = reverse ? 1 : -1;
   using Ring = BackwardRing<direction>;
-  __shared__ __align__(16) char memory[Ring::bytes];
-  __shared__ real total[num_weights][tile];
-  const Inputs& in = p.in;
-  const Place at;
-  const int length = (int)in.length;
-  const Weights weights(in, at);
-  Ring ring(memory, p, at, weights);
-  Events event(in, at, -1);
-  const int64 start = start_time(in, direction), time = direction * in.time_stride();
-  io* grad_gates = p.grad_gates + at.row * in.gate_row + start * in.time_stride() +
-                   in.gate_offset(at.own);
-  int64 field_place = (at.row * in.length + start) * channels + at.own;
-  real adjoint[num_states][per_lane], recent[num_weights][per_lane] = {};
-  load_states(adjoint, p.grad_final, at.row, at);
-#pragma unroll
-  for (int i = 0; i < num_weights; ++i)
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) total[i][lane() * per_lane + c] = constant(0);
+  static constexpr int sum_bytes = num_weights * tile * (int)sizeof(real);
+  static constexpr int bytes = Ring::bytes + sum_bytes;
 
-  const auto begin_stage = [&](int j) {
-    if (events && j % lanes == 0) event.refresh(j);
-  };
-  const auto run_step = [&](const BackwardInputs& values, int s, int j, auto inner) {
-    real previous[num_states][per_lane], cotangent[num_states][per_lane];
-    if (events && event.end(j) && !event.pad(j))
-      load_states(adjoint, p.grad_final, event.number_of(j), at);
-#pragma unroll
-    for (int n = 0; n < num_states; ++n)
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c) {
-        previous[n][c] = values.previous[n][c];
-        cotangent[n][c] = adjoint[n][c] + (arriving[n] ? values.grad[n][c] : constant(0));
-      }
-    if (!events && !decltype(inner)::value && j == length - 1)
-      load_states(previous, in.initial, at.row, at);
-    if (events && event.any(j)) {
-      if (event.reset(j)) clear(previous);
-      else if (event.begin(j) && !event.pad(j))
-        load_states(previous, in.initial, event.number_of(j), at);
-    }
-    const bool pad = events && event.pad(j);
-    real grad_gate[num_gates][per_lane], grad_field[field_slots][per_lane];
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) {
-      real own_state[num_states], own_gate[num_gates], own_field[field_slots];
-      real own_param[param_slots], own_cotangent[num_states];
-      real own_grad_state[num_states], own_grad_gate[num_gates], own_grad_field[field_slots];
-      real own_grad_param[param_slots];
-      column(previous, c, own_state);
-      column(values.step.gate, c, own_gate);
-      column(values.step.field, c, own_field);
-      column(weights.params, c, own_param);
-      column(cotangent, c, own_cotangent);
-      vjp(own_state, own_gate, own_field, own_param, own_cotangent, own_grad_state,
-          own_grad_gate, own_grad_field, own_grad_param);
-#pragma unroll
-      for (int n = 0; n < num_states; ++n) adjoint[n][c] = own_grad_state[n];
-#pragma unroll
-      for (int g = 0; g < num_gates; ++g) {
-        grad_gate[g][c] = pad ? constant(0) : own_grad_gate[g];
-        recent[g][c] += grad_gate[g][c];
-      }
-#pragma unroll
-      for (int f = 0; f < num_fields; ++f)
-        grad_field[f][c] = pad ? constant(0) : own_grad_field[f];
-#pragma unroll
-      for (int i = 0; i < num_params; ++i)
-        recent[num_gates + i][c] += pad ? constant(0) : own_grad_param[i];
-    }
-#pragma unroll
-    for (int g = 0; g < num_gates; ++g)
-      store_gate_gradient(in, grad_gates + s * time + g * in.gate_stride(), grad_gate[g], at);
-#pragma unroll
-    for (int f = 0; f < num_fields; ++f)
-      store<paired_channels>(p.grad_fields[f] + field_place + s * direction * channels,
-                             grad_field[f], at.active);
-    if (events && event.any(j)) {
-      if (event.reset(j)) clear(adjoint);
-      if (event.begin(j) && !event.pad(j))
-        store_states(p.grad_initial, adjoint, event.number_of(j), at);
-    }
-  };
-  const auto end_stage = [&](int j) {
-    grad_gates += steps * time;
-    field_place += steps * direction * channels;
-    if (j % sum_block != 0) return;
+  const BackwardProblem& p;
+  const Place& at;
+  const Weights& weights;
+  char* memory;
+
+  PARARNN_FUNCTION BackwardPass(const BackwardProblem& p, const Place& at, const Weights& weights,
+                                char* memory)
+      : p(p), at(at), weights(weights), memory(memory) {}
+
+  PARARNN_FUNCTION void report(int, bool) const {}
+  PARARNN_FUNCTION void report_none() const {}
+
+  // The gradient that arrives for the last state of all.
+  PARARNN_FUNCTION void origin(real (&adjoint)[num_states][per_lane]) const {
+    load_states(adjoint, p.grad_final, at.row, at);
+  }
+
+  // Runs a span from `adjoint`, the gradient of the state after it, which becomes that of the state
+  // before it. `linear` learns how the result depends on the adjoint at span.first. `slot`: of the
+  // span's sums.
+  template <class Linear>
+  PARARNN_FUNCTION void sweep(const Span& span, real (&adjoint)[num_states][per_lane],
+                              Linear& linear, int64 slot) const {
+    const Inputs& in = p.in;
+    const int length = (int)in.length;
+    real(&total)[num_weights][tile] = *reinterpret_cast<real(*)[num_weights][tile]>(memory);
+    Ring ring(memory + sum_bytes, p, at, weights, span);
+    Events event(in, at, -1, span.begin);
+    const int64 start = time_of(in, direction, span.begin), time = direction * in.time_stride();
+    io* grad_gates = p.grad_gates + at.row * in.gate_row + start * in.time_stride() +
+                     in.gate_offset(at.own);
+    int64 field_place = (at.row * in.length + start) * channels + at.own;
+    real recent[num_weights][per_lane] = {};
 #pragma unroll
     for (int i = 0; i < num_weights; ++i)
 #pragma unroll
-      for (int c = 0; c < per_lane; ++c) {
-        total[i][lane() * per_lane + c] += recent[i][c];
-        recent[i][c] = constant(0);
+      for (int c = 0; c < per_lane; ++c) total[i][lane() * per_lane + c] = constant(0);
+
+    const auto begin_stage = [&](int j) {
+      if (events) event.at_stage(j, span.begin);
+    };
+    const auto ready = [&] { linear.begin(adjoint); };
+    const auto run_step = [&](const BackwardInputs& values, int s, int j, auto inner,
+                              auto burning) {
+      constexpr bool burns = decltype(burning)::value;
+      real previous[num_states][per_lane], cotangent[num_states][per_lane];
+      if (events && event.end(j) && !event.pad(j)) {
+        load_states(adjoint, p.grad_final, event.number_of(j), at);
+        if (!burns) linear.forget();
       }
-  };
-  // The first step of the sequence, the last one here, has no state before it.
-  for_each_step<1>(ring, length, begin_stage, run_step, end_stage);
-  if (!events) store_states(p.grad_initial, adjoint, at.row, at);
 #pragma unroll
-  for (int i = 0; i < num_weights; ++i) {
-    real sum[per_lane];
+      for (int n = 0; n < num_states; ++n)
 #pragma unroll
-    for (int c = 0; c < per_lane; ++c) sum[c] = total[i][lane() * per_lane + c] + recent[i][c];
-    store<paired_channels>(p.partial + (at.row * num_weights + i) * channels + at.own, sum,
-                           at.active);
+        for (int c = 0; c < per_lane; ++c) {
+          previous[n][c] = values.previous[n][c];
+          cotangent[n][c] = adjoint[n][c] + (arriving[n] ? values.grad[n][c] : constant(0));
+        }
+      if (!events && !decltype(inner)::value && j == length - 1)
+        load_states(previous, in.initial, at.row, at);
+      if (events && event.any(j)) {
+        if (event.reset(j)) clear(previous);
+        else if (event.begin(j) && !event.pad(j))
+          load_states(previous, in.initial, event.number_of(j), at);
+      }
+      const bool pad = events && event.pad(j);
+      real grad_gate[num_gates][per_lane], grad_field[field_slots][per_lane];
+#pragma unroll
+      for (int c = 0; c < per_lane; ++c) {
+        real own_state[num_states], own_gate[num_gates], own_field[field_slots];
+        real own_param[param_slots], own_cotangent[num_states];
+        real own_grad_state[num_states], own_grad_gate[num_gates], own_grad_field[field_slots];
+        real own_grad_param[param_slots];
+        column(previous, c, own_state);
+        column(values.step.gate, c, own_gate);
+        column(values.step.field, c, own_field);
+        column(weights.params, c, own_param);
+        column(cotangent, c, own_cotangent);
+        vjp(own_state, own_gate, own_field, own_param, own_cotangent, own_grad_state,
+            own_grad_gate, own_grad_field, own_grad_param);
+        if constexpr (Linear::wanted && !burns) {
+          real own_next[num_states], own_jacobian[num_states * num_states];
+          jacobian(own_state, own_gate, own_field, own_param, own_next, own_jacobian);
+          linear.follow_back(c, own_jacobian);
+        }
+#pragma unroll
+        for (int n = 0; n < num_states; ++n) adjoint[n][c] = own_grad_state[n];
+        if constexpr (!burns) {
+#pragma unroll
+          for (int g = 0; g < num_gates; ++g) {
+            grad_gate[g][c] = pad ? constant(0) : own_grad_gate[g];
+            recent[g][c] += grad_gate[g][c];
+          }
+#pragma unroll
+          for (int f = 0; f < num_fields; ++f)
+            grad_field[f][c] = pad ? constant(0) : own_grad_field[f];
+#pragma unroll
+          for (int i = 0; i < num_params; ++i)
+            recent[num_gates + i][c] += pad ? constant(0) : own_grad_param[i];
+        }
+      }
+      if constexpr (!burns) {
+#pragma unroll
+        for (int g = 0; g < num_gates; ++g)
+          store_gate_gradient(in, grad_gates + s * time + g * in.gate_stride(), grad_gate[g], at);
+#pragma unroll
+        for (int f = 0; f < num_fields; ++f)
+          store<paired_channels>(p.grad_fields[f] + field_place + s * direction * channels,
+                                 grad_field[f], at.active);
+      }
+      if (events && event.any(j)) {
+        const bool stops = event.reset(j) || event.pad(j);
+        if (stops) clear(adjoint);
+        if (!burns && stops) linear.forget();
+        if (!burns && event.begin(j) && !event.pad(j))
+          store_states(p.grad_initial, adjoint, event.number_of(j), at);
+      }
+    };
+    const auto end_stage = [&](int j) {
+      grad_gates += steps * time;
+      field_place += steps * direction * channels;
+      if (j % sum_block != 0) return;
+#pragma unroll
+      for (int i = 0; i < num_weights; ++i)
+#pragma unroll
+        for (int c = 0; c < per_lane; ++c) {
+          total[i][lane() * per_lane + c] += recent[i][c];
+          recent[i][c] = constant(0);
+        }
+    };
+    // The first step of the sequence, the last one here, has no state before it.
+    for_each_step<1>(ring, span, begin_stage, ready, run_step, end_stage);
+    if (!events && span.end == length) store_states(p.grad_initial, adjoint, at.row, at);
+#pragma unroll
+    for (int i = 0; i < num_weights; ++i) {
+      real sum[per_lane];
+#pragma unroll
+      for (int c = 0; c < per_lane; ++c) sum[c] = total[i][lane() * per_lane + c] + recent[i][c];
+      store<paired_channels>(p.partial + (slot * num_weights + i) * channels + at.own, sum,
+                             at.active);
+    }
   }
-}
+};
 
 struct SumProblem {
-  int64 rows;
-  const scalar* partial;  // (row, weight, channel)
+  int64 rows;             // times segments
+  const scalar* partial;  // (row and segment, weight, channel)
   weight_io* bias;        // (gate, channel) or null
   weight_io* params[param_slots];
 };
@@ -257,11 +298,6 @@ PARARNN_FUNCTION void run_sum(const SumProblem& p) {
 }
 
 }  // namespace pararnn
-
-extern "C" __global__ void __launch_bounds__(32)
-backward(const __grid_constant__ pararnn::BackwardProblem problem) {
-  pararnn::run_backward(problem);
-}
 
 extern "C" __global__ void __launch_bounds__(256)
 sum_weights(const __grid_constant__ pararnn::SumProblem problem) {

@@ -8,69 +8,100 @@ struct ForwardProblem {
   Inputs in;
   io* states[num_states];      // (row, time, channel)
   scalar* final[num_states];   // (sequence, channel)
-  int64* info;                 // sweeps, mended columns
+  int64* info;                 // sweeps, mended tiles
 };
 
-PARARNN_FUNCTION void run_forward(const ForwardProblem& p) {
-  constexpr int direction = reverse ? -1 : 1;
+struct ForwardPass {
+  using Problem = ForwardProblem;
+  static constexpr int direction = reverse ? -1 : 1;
   using Ring = InputRing<direction>;
-  __shared__ __align__(16) char memory[Ring::bytes];
-  const Inputs& in = p.in;
-  const Place at;
-  const int length = (int)in.length;
-  const Weights weights(in, at);
-  Ring ring(memory, in, at, weights);
-  Events event(in, at, 1);
-  io* out[num_states];
-#pragma unroll
-  for (int n = 0; n < num_states; ++n)
-    out[n] = p.states[n] + (at.row * in.length + start_time(in, direction)) * channels + at.own;
-  real state[num_states][per_lane];
-  load_states(state, in.initial, at.row, at);
+  static constexpr int bytes = Ring::bytes;
 
-  const auto begin_stage = [&](int j) {
-    if (events && j % lanes == 0) event.refresh(j);
-  };
-  const auto run_step = [&](const StepInputs& values, int s, int j, auto) {
-    if (events && event.any(j)) {
-      if (event.pad(j) || event.reset(j)) clear(state);
-      else if (event.begin(j)) load_states(state, in.initial, event.number_of(j), at);
-    }
-    real next[num_states][per_lane];
+  const ForwardProblem& p;
+  const Place& at;
+  const Weights& weights;
+  char* memory;
+
+  PARARNN_FUNCTION ForwardPass(const ForwardProblem& p, const Place& at, const Weights& weights,
+                               char* memory)
+      : p(p), at(at), weights(weights), memory(memory) {}
+
+  // What the solver did: sweeps, and whether it mended the tile.
+  PARARNN_FUNCTION void report(int sweeps, bool mended) const {
+    if (lane() > 0) return;
+    atomicMax(p.info, (int64)sweeps);
+    if (mended) atomicAdd(reinterpret_cast<unsigned long long*>(p.info + 1), 1ull);
+  }
+  PARARNN_FUNCTION void report_none() const {
+    if (blockIdx.x == 0 && lane() < 2) p.info[lane()] = 0;
+  }
+
+  // The state before the first step of all.
+  PARARNN_FUNCTION void origin(real (&state)[num_states][per_lane]) const {
+    load_states(state, p.in.initial, at.row, at);
+  }
+
+  // Runs a span from `state`, which becomes the last one. `linear` learns how the result depends on
+  // the state at span.first.
+  template <class Linear>
+  PARARNN_FUNCTION void sweep(const Span& span, real (&state)[num_states][per_lane], Linear& linear,
+                              int64) const {
+    const Inputs& in = p.in;
+    Ring ring(memory, in, at, weights, span.begin);
+    Events event(in, at, 1, span.begin);
+    const int64 start = at.row * in.length + time_of(in, direction, span.begin);
+    io* out[num_states];
 #pragma unroll
-    for (int c = 0; c < per_lane; ++c) {
-      real own_state[num_states], own_gate[num_gates], own_field[field_slots];
-      real own_param[param_slots], own_next[num_states];
-      column(state, c, own_state);
-      column(values.gate, c, own_gate);
-      column(values.field, c, own_field);
-      column(weights.params, c, own_param);
-      step(own_state, own_gate, own_field, own_param, own_next);
+    for (int n = 0; n < num_states; ++n) out[n] = p.states[n] + start * channels + at.own;
+
+    const auto begin_stage = [&](int j) {
+      if (events) event.at_stage(j, span.begin);
+    };
+    const auto ready = [&] { linear.begin(state); };
+    const auto run_step = [&](const StepInputs& values, int s, int j, auto, auto burning) {
+      constexpr bool burns = decltype(burning)::value;
+      if (events && event.any(j)) {
+        const bool fresh = event.pad(j) || event.reset(j);
+        if (fresh) clear(state);
+        else if (event.begin(j)) load_states(state, in.initial, event.number_of(j), at);
+        if (!burns && (fresh || event.begin(j))) linear.forget();
+      }
+      real next[num_states][per_lane];
 #pragma unroll
-      for (int n = 0; n < num_states; ++n) next[n][c] = own_next[n];
-    }
-    if (events && event.pad(j)) clear(next);
+      for (int c = 0; c < per_lane; ++c) {
+        real own_state[num_states], own_gate[num_gates], own_field[field_slots];
+        real own_param[param_slots], own_next[num_states];
+        column(state, c, own_state);
+        column(values.gate, c, own_gate);
+        column(values.field, c, own_field);
+        column(weights.params, c, own_param);
+        if constexpr (Linear::wanted && !burns) {
+          real own_jacobian[num_states * num_states];
+          jacobian(own_state, own_gate, own_field, own_param, own_next, own_jacobian);
+          linear.follow(c, own_jacobian);
+        } else {
+          step(own_state, own_gate, own_field, own_param, own_next);
+        }
 #pragma unroll
-    for (int n = 0; n < num_states; ++n) {
-      store<paired_channels>(out[n] + s * direction * channels, next[n], at.active);
+        for (int n = 0; n < num_states; ++n) next[n][c] = own_next[n];
+      }
+      if (events && event.pad(j)) clear(next);
 #pragma unroll
-      for (int c = 0; c < per_lane; ++c) state[n][c] = next[n][c];
-    }
-    if (events && event.end(j) && !event.pad(j))
-      store_states(p.final, state, event.number_of(j), at);
-  };
-  const auto end_stage = [&](int) {
+      for (int n = 0; n < num_states; ++n) {
+        if (!burns) store<paired_channels>(out[n] + s * direction * channels, next[n], at.active);
 #pragma unroll
-    for (int n = 0; n < num_states; ++n) out[n] += steps * direction * channels;
-  };
-  for_each_step<0>(ring, length, begin_stage, run_step, end_stage);
-  if (!events) store_states(p.final, state, at.row, at);
-  if (blockIdx.x == 0 && lane() < 2) p.info[lane()] = 0;
-}
+        for (int c = 0; c < per_lane; ++c) state[n][c] = next[n][c];
+      }
+      if (!burns && events && event.end(j) && !event.pad(j))
+        store_states(p.final, state, event.number_of(j), at);
+    };
+    const auto end_stage = [&](int) {
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) out[n] += steps * direction * channels;
+    };
+    for_each_step<0>(ring, span, begin_stage, ready, run_step, end_stage);
+    if (!events && span.end == (int)in.length) store_states(p.final, state, at.row, at);
+  }
+};
 
 }  // namespace pararnn
-
-extern "C" __global__ void __launch_bounds__(32)
-forward(const __grid_constant__ pararnn::ForwardProblem problem) {
-  pararnn::run_forward(problem);
-}

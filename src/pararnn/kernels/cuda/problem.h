@@ -46,9 +46,10 @@ struct Place {
   int64 row;
   int first, own, active;
 
-  PARARNN_FUNCTION Place() {
-    row = blockIdx.x / tiles;
-    first = blockIdx.x % tiles * tile;
+  // `column`: the number of the tile among those of all rows.
+  PARARNN_FUNCTION explicit Place(int64 column) {
+    row = column / tiles;
+    first = column % tiles * tile;
     own = first + lane() * per_lane;
     active = ragged ? max(0, min(per_lane, channels - own)) : per_lane;
   }
@@ -91,9 +92,9 @@ struct Weights {
   }
 };
 
-// Processing runs through time by `direction`, from the first or from the last time on.
-PARARNN_FUNCTION int64 start_time(const Inputs& in, int direction) {
-  return direction > 0 ? 0 : in.length - 1;
+// The time of step `begin`: processing runs by `direction`, from the first or from the last time on.
+PARARNN_FUNCTION int64 time_of(const Inputs& in, int direction, int begin) {
+  return direction > 0 ? begin : in.length - 1 - begin;
 }
 
 template <int f, int direction> struct FieldStreams {
@@ -104,15 +105,15 @@ template <int f, int direction> struct FieldStreams {
   static constexpr int stage_bytes =
       decltype(own)::stage_bytes + FieldStreams<f + 1, direction>::stage_bytes;
 
-  PARARNN_FUNCTION void start(char* place, const Inputs& in, const Place& at) {
+  PARARNN_FUNCTION void start(char* place, const Inputs& in, const Place& at, int begin) {
     time = direction * in.field_time[f];
     const scalar* origin = in.fields[f] + at.row * in.field_row[f] +
-                           start_time(in, direction) * in.field_time[f];
+                           time_of(in, direction, begin) * in.field_time[f];
     own.start(place, time, [&](int e) -> const scalar* {
       if (broadcast[f]) return origin;
       return at.first + e < channels ? origin + at.first + e : nullptr;
     });
-    rest.start(place + stages * decltype(own)::stage_bytes, in, at);
+    rest.start(place + stages * decltype(own)::stage_bytes, in, at, begin);
   }
   PARARNN_FUNCTION void copy(int slot, int s, int left) const {
     own.copy(slot, s, left, time, 0);
@@ -130,7 +131,7 @@ template <int f, int direction> struct FieldStreams {
 
 template <int direction> struct FieldStreams<num_fields, direction> {
   static constexpr int stage_bytes = 0;
-  PARARNN_FUNCTION void start(char*, const Inputs&, const Place&) {}
+  PARARNN_FUNCTION void start(char*, const Inputs&, const Place&, int) {}
   PARARNN_FUNCTION void copy(int, int, int) const {}
   PARARNN_FUNCTION void next_stage() {}
   PARARNN_FUNCTION void read(int, int, real (*)[per_lane]) const {}
@@ -154,16 +155,17 @@ template <int direction> struct InputRing {
   Fields fields;
   int64 time, between;
 
-  PARARNN_FUNCTION InputRing(char* place, const Inputs& in, const Place& at, const Weights& weights)
+  PARARNN_FUNCTION InputRing(char* place, const Inputs& in, const Place& at, const Weights& weights,
+                             int begin)
       : weights(weights),
         time(direction * in.time_stride()),
         between(in.gate_stride()) {
     const io* origin =
-        in.gates + at.row * in.gate_row + start_time(in, direction) * in.time_stride();
+        in.gates + at.row * in.gate_row + time_of(in, direction, begin) * in.time_stride();
     gates.start(place, time, [&](int e) -> const io* {
       return at.first + e < channels ? origin + in.gate_offset(at.first + e) : nullptr;
     });
-    fields.start(place + stages * Gates::stage_bytes, in, at);
+    fields.start(place + stages * Gates::stage_bytes, in, at, begin);
   }
   PARARNN_FUNCTION void copy(int slot, int s, int left) const {
     gates.copy(slot, s, left, time, between);
@@ -194,9 +196,13 @@ struct Events {
   int next_seq, next_before, next_after;
   bool next_reset;
 
-  PARARNN_FUNCTION Events(const Inputs& in, const Place& at, int order)
+  PARARNN_FUNCTION Events(const Inputs& in, const Place& at, int order, int begin)
       : in(in), row(at.row), order(order) {
-    look_ahead(0);
+    look_ahead(begin - begin % lanes);
+  }
+  // Before the stage that begins at step j of a run from `begin` on.
+  PARARNN_FUNCTION void at_stage(int j, int begin) {
+    if (j % lanes == 0 || j == begin) refresh(j - j % lanes);
   }
   PARARNN_FUNCTION int64 position(int64 l) const {
     return row * in.length + (reverse ? in.length - 1 - l : l);

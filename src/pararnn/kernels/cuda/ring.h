@@ -101,25 +101,32 @@ template <class T, int rows, int width, int chunk> struct Stream {
 
 template <bool b> struct Known { static constexpr bool value = b; };
 
-// Runs `length` steps through a ring: calls step(values, s, j, inner) for step j, which is step s of
-// its stage, begin(j) before a stage and end(j) after it, j being the step that follows. `inner` is
-// Known<true> for stages that are whole and followed by at least `apart` steps. The values of a step
-// are read while the step before it runs: one warp has nothing else to wait with.
-template <int apart, class Ring, class Begin, class Step, class End>
-PARARNN_FUNCTION void for_each_step(Ring& ring, int length, const Begin& begin, const Step& step,
-                                    const End& end) {
-  int left = length;  // steps from the stage to be copied next on
+// Steps in the order of processing: those from `first` on, before `end`, after a burn-in from `begin`
+// on, which is whole stages.
+struct Span {
+  int begin, first, end;
+};
+
+// Runs the steps of a span through a ring: calls step(values, s, j, inner, burning) for step j, which
+// is step s of its stage, begin(j) before a stage and end(j) after it, j being the step that follows,
+// and ready() between the burn-in and the rest. `inner` is Known<true> for stages that are whole and
+// followed by at least `apart` steps. The values of a step are read while the step before it runs: one
+// warp has nothing else to wait with.
+template <int apart, class Ring, class Begin, class Ready, class Step, class End>
+PARARNN_FUNCTION void for_each_step(Ring& ring, const Span& span, const Begin& begin,
+                                    const Ready& ready, const Step& step, const End& end) {
+  int left = span.end - span.begin;  // steps from the stage to be copied next on
   for (int stage = 0; stage < stages - 1; ++stage, left -= steps) {
 #pragma unroll
     for (int s = 0; s < steps; ++s) ring.copy(stage, s, left);
     end_stage_of_copies();
     ring.next_stage();
   }
-  int slot = 0, free_slot = stages - 1, j = 0;
+  int slot = 0, free_slot = stages - 1, j = span.begin;
   typename Ring::Values values;
   wait_for_stage();
   ring.read(slot, 0, values);
-  const auto run_stage = [&](auto inner) {
+  const auto run_stage = [&](auto inner, auto burning) {
     begin(j);
 #pragma unroll
     for (int s = 0; s < steps; ++s) {
@@ -134,7 +141,7 @@ PARARNN_FUNCTION void for_each_step(Ring& ring, int length, const Begin& begin, 
         slot = slot + 1 < stages ? slot + 1 : 0;
         ring.read(slot, 0, next);
       }
-      if (decltype(inner)::value || j + s < length) step(values, s, j + s, inner);
+      if (decltype(inner)::value || j + s < span.end) step(values, s, j + s, inner, burning);
       values = next;
     }
     ring.next_stage();
@@ -142,8 +149,10 @@ PARARNN_FUNCTION void for_each_step(Ring& ring, int length, const Begin& begin, 
     j += steps;
     end(j);
   };
-  while (j + steps + apart <= length) run_stage(Known<true>());
-  while (j < length) run_stage(Known<false>());
+  while (j < span.first) run_stage(Known<true>(), Known<true>());
+  ready();
+  while (j + steps + apart <= span.end) run_stage(Known<true>(), Known<false>());
+  while (j < span.end) run_stage(Known<false>(), Known<false>());
 }
 
 }  // namespace pararnn

@@ -1,9 +1,10 @@
-"""(sequential, fused) on CUDA: one generated kernel forward, one backward and a small sum."""
+"""(sequential, fused) and (newton, fused) on CUDA: one generated kernel a pass, and a small sum."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +16,23 @@ from pararnn.codegen.cuda import (
     chunk_of,
     kernels_of,
     most_per_lane,
+    ring_of,
 )
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Solution
 from pararnn.engines.layouts import addresses, by_head, copied, narrow, unit_stride
+from pararnn.engines.split import WARPS_A_CORE, Split, split_of
 from pararnn.errors import EngineError
+from pararnn.numerics import compute_dtype
 from pararnn.program import Program
 
 MAX_LENGTH = 2**30
 MAX_BLOCKS = 2**31 - 1
-WARPS_A_CORE = 4  # schedulers of a multiprocessor
 
 
-def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
-    inputs = _Inputs(program, args, by_head(args.gates))
+def _forward(solver: str, program: Program, args: Arguments, on_failure: str) -> Solution:
+    inputs = _Inputs(solver, program, args, by_head(args.gates))
     new, dtype, count = args.gates.new_empty, args.dtype, range(program.num_states)
     size = (inputs.rows, inputs.length, inputs.channels)
     states = tuple(new(size) for _ in count)
@@ -39,13 +42,14 @@ def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
         final = tuple(copied(h, dtype) for h in args.start(program.num_states))
     if not inputs.blocks:
         return Solution(states, final, args.gates.new_zeros(2, dtype=torch.int64))
-    info = new(2, dtype=torch.int64)
-    variant = inputs.variant("forward", chunk_of(*inputs.places))
-    inputs.launch(variant, [*inputs.words, *addresses((*states, *final, info))])
+    run = inputs.prepared("forward", chunk_of(*inputs.places))
+    info = new(2, dtype=torch.int64) if run.shooting is None else run.shooting.counts[:2]
+    run([*inputs.words, *addresses((*states, *final, info))])
     return Solution(states, final, info)
 
 
 def _backward(
+    solver: str,
     program: Program,
     args: Arguments,
     states: tuple[Tensor, ...],
@@ -56,7 +60,7 @@ def _backward(
     written, gates = by_head(grad_gates), by_head(args.gates)
     if gates.stride() != written.stride():
         gates = torch.empty_like(written).copy_(gates)
-    inputs = _Inputs(program, args, gates)
+    inputs = _Inputs(solver, program, args, gates)
     saved = [s.contiguous() for s in states]
     arriving = [None if g is None else unit_stride(g) for g in grad_states]
     arriving_final = [None if g is None else g.contiguous() for g in grad_final]
@@ -75,27 +79,25 @@ def _backward(
     grad_bias = None if bias is None else sums(bias.shape, dtype=inputs.weight_dtype)
     grad_params = [sums(p.shape, dtype=inputs.weight_dtype) for p in args.params]
     if inputs.blocks:
-        weights = gates.shape[2] + len(args.params)
-        partial = new((inputs.rows, weights, inputs.channels), dtype=dtype)
         places = [*inputs.places, written.data_ptr(), *addresses(saved)]
         places.append(inputs.channels * gates.element_size())
         strides = [(0, 0) if g is None else g.stride()[:2] for g in arriving]
         places += [s * gates.element_size() for pair in strides for s in pair]
         places += addresses(arriving)
+        run = inputs.prepared("backward", chunk_of(*places), tuple(g is not None for g in arriving))
+        weights, spans = gates.shape[2] + len(args.params), inputs.rows * run.split.segments
+        sums_of = new((spans, weights, inputs.channels), dtype=dtype)
         starts: Sequence[Tensor | None] = grad_initial or [None] * program.num_states
-        outputs = [written, *_padded(grad_fields), *starts, partial]
+        outputs = [written, *_padded(grad_fields), *starts, sums_of]
         words = [
             *inputs.words,
             *(row for row, _ in strides),
             *(time for _, time in strides),
             *addresses([*saved, *arriving, *arriving_final, *outputs]),
         ]
-        variant = inputs.variant(
-            "backward", chunk_of(*places), tuple(g is not None for g in arriving)
-        )
-        inputs.launch(variant, words)
-        words = [inputs.rows, *addresses([partial, grad_bias, *_padded(grad_params)])]
-        inputs.launch_sum(variant, words, weights)
+        run(words)
+        words = [spans, *addresses([sums_of, grad_bias, *_padded(grad_params)])]
+        run.sum_weights(words, weights)
     if written.data_ptr() != grad_gates.data_ptr():
         grad_gates.copy_(written.reshape(grad_gates.shape))
     return Gradients(
@@ -110,8 +112,8 @@ def _backward(
 class _Inputs:
     """What both passes begin with: tensors as the kernels take them, and the words that say so."""
 
-    def __init__(self, program: Program, args: Arguments, gates: Tensor) -> None:
-        self.program, self.reverse = program, args.reverse
+    def __init__(self, solver: str, program: Program, args: Arguments, gates: Tensor) -> None:
+        self.solver, self.program, self.reverse = solver, program, args.reverse
         self.rows, self.length, count, heads, width = gates.shape
         row, time, gate, head, _ = gates.stride()
         if head == width:  # heads side by side are one
@@ -134,7 +136,9 @@ class _Inputs:
         self.tensors = (bias, seq, reset, *fields, *params, *initial)  # keeps copies alive
         self.all_written = seq is None and self.length > 0
         self.device = gates.device
-        self.per_lane = _per_lane(gates.dtype, self.rows, self.channels, gates.device)
+        self.per_lane = most_per_lane(gates.dtype)
+        if solver == "sequential":
+            self.per_lane = _per_lane(gates.dtype, self.rows, self.channels, gates.device)
         tiles = -(-self.channels // (LANES * self.per_lane))
         self.blocks = self.rows * tiles if self.length else 0
         if self.length >= MAX_LENGTH or self.blocks > MAX_BLOCKS:
@@ -155,8 +159,9 @@ class _Inputs:
             *(addresses(initial) or [0] * program.num_states),
         ]
 
-    def variant(self, direction: str, chunk: int, arriving: tuple[bool, ...] = ()) -> Variant:
-        return Variant(
+    def prepared(self, direction: str, chunk: int, arriving: tuple[bool, ...] = ()) -> _Run:
+        """The kernels of a pass, and how they cut time."""
+        variant = Variant(
             direction,
             self.gates.dtype,
             self.weight_dtype,
@@ -169,25 +174,74 @@ class _Inputs:
             self.events,
             self.broadcast,
             arriving or (False,) * self.program.num_states,
+            self.solver,
         )
+        return _Run(self, variant)
 
-    def launch(self, variant: Variant, words: Sequence[int]) -> None:
-        self._launch(variant, variant.direction, (self.blocks, 1), words)
 
-    def launch_sum(self, variant: Variant, words: Sequence[int], weights: int) -> None:
-        self._launch(variant, "sum_weights", (-(-self.channels // LANES), weights), words)
+class _Run:
+    """One pass: called with the words of its problem, it launches the kernel."""
 
-    def _launch(
-        self, variant: Variant, name: str, grid: tuple[int, int], words: Sequence[int]
-    ) -> None:
-        kernel = kernels_of(self.program, variant, capability_of(self.device))[name]
+    def __init__(self, inputs: _Inputs, variant: Variant) -> None:
+        self.inputs, program, device = inputs, inputs.program, inputs.device
+        self.kernels = kernels_of(program, variant, capability_of(device))
+        self.split, self.shooting = Split(1, inputs.length, 0), None
+        if variant.solver == "newton":
+            self.split = split_of(
+                inputs.length,
+                inputs.blocks,
+                variant.dtype,
+                ring_of(program, variant).steps,
+                _cores(device),
+                self._on_device(self.kernels["run"].blocks_a_core) * _cores(device),
+            )
+            self.shooting = _Shooting(inputs, self.split)
+
+    def __call__(self, words: Sequence[int]) -> None:
+        grid, launch = (self.inputs.blocks * self.split.segments, 1), self.kernels["run"]
+        if self.shooting is not None:
+            words = [*words, *self.shooting.words]
+        self._on_device(launch, grid, words, self._stream(), together=self.split.segments > 1)
+
+    def sum_weights(self, words: Sequence[int], weights: int) -> None:
+        """Add up what the spans of all rows have summed."""
+        grid = (-(-self.inputs.channels // LANES), weights)
+        self._on_device(self.kernels["sum_weights"], grid, words, self._stream())
+
+    def _stream(self) -> int:
         # torch.cuda.current_stream makes a Stream object, which takes longer than the launch.
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if self.device.index == torch.cuda.current_device():
-            kernel(grid, words, stream)
-            return
-        with torch.cuda.device(self.device):
-            kernel(grid, words, stream)
+        return torch._C._cuda_getCurrentRawStream(self.inputs.device.index)
+
+    def _on_device(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if self.inputs.device.index == torch.cuda.current_device():
+            return call(*args, **options)
+        with torch.cuda.device(self.inputs.device):
+            return call(*args, **options)
+
+
+class _Shooting:
+    """What the segments of a Newton solve share: see kernels/cuda/newton.h.
+
+    `counts`: int64, the solver's counts in the first two.
+    """
+
+    def __init__(self, inputs: _Inputs, split: Split) -> None:
+        states, columns = inputs.program.num_states, inputs.blocks
+        boundaries = inputs.rows * split.segments * inputs.channels
+        sizes = [boundaries * n for n in (states, states, states**2 + 1)]
+        shared = inputs.gates.new_empty(
+            sum(sizes) + columns, dtype=compute_dtype(inputs.gates.dtype)
+        )
+        # Two counts of 64 bits; two of 32 bits a segment of a column, and three a column.
+        words = [columns * split.segments] * 2 + [columns] * 3
+        self.counts = inputs.gates.new_zeros(2 + -(-sum(words) // 2), dtype=torch.int64)
+        self.keep = shared
+        places = [shared.data_ptr()]
+        for size in sizes:
+            places.append(places[-1] + size * shared.element_size())
+        first = self.counts.data_ptr() + 16
+        integers = [first + 4 * sum(words[:index]) for index in range(len(words))]
+        self.words = [*split, *places, *integers]
 
 
 def _padded(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -203,16 +257,23 @@ def _per_lane(dtype: torch.dtype, rows: int, channels: int, device: torch.device
     """Two channels a lane halve the instructions for addresses, one doubles the warps."""
     most = most_per_lane(dtype)
     warps = rows * -(-channels // (LANES * most))
-    return most if warps > _schedulers(device) // 2 else 1
+    return most if warps > WARPS_A_CORE * _cores(device) // 2 else 1
 
 
 @cache
-def _schedulers(device: torch.device) -> int:
-    return WARPS_A_CORE * torch.cuda.get_device_properties(device).multi_processor_count
+def _cores(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _build(program: Program, dtype: torch.dtype) -> None:
-    check_buildable(program, dtype, capability_of(torch.device("cuda")))
+def _build(solver: str, program: Program, dtype: torch.dtype) -> None:
+    check_buildable(program, dtype, capability_of(torch.device("cuda")), solver)
 
 
-ENGINE = Engine("sequential", "fused", _forward, _backward, why_no_kernels, _build, True)
+def _engine(solver: str) -> Engine:
+    forward, backward = partial(_forward, solver), partial(_backward, solver)
+    return Engine(
+        solver, "fused", forward, backward, why_no_kernels, partial(_build, solver), completes=True
+    )
+
+
+SEQUENTIAL, NEWTON = _engine("sequential"), _engine("newton")

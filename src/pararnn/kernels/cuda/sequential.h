@@ -1,0 +1,32 @@
+// The loop over time: a warp runs a tile of channels of one row from the first step to the last.
+#pragma once
+#include "passes.h"
+
+namespace pararnn {
+
+struct NotLinear {
+  static constexpr bool wanted = false;
+  PARARNN_FUNCTION void begin(const real (&)[num_states][per_lane]) {}
+  PARARNN_FUNCTION void forget() {}
+  PARARNN_FUNCTION void follow(int, const real*) {}
+  PARARNN_FUNCTION void follow_back(int, const real*) {}
+};
+
+PARARNN_FUNCTION void run_sequential(const Pass::Problem& p) {
+  __shared__ __align__(16) char memory[Pass::bytes];
+  const Place at(blockIdx.x);
+  const Weights weights(p.in, at);
+  const Pass pass(p, at, weights, memory);
+  real state[num_states][per_lane];
+  pass.origin(state);
+  NotLinear nothing;
+  pass.sweep(Span{0, 0, (int)p.in.length}, state, nothing, at.row);
+  pass.report_none();
+}
+
+}  // namespace pararnn
+
+extern "C" __global__ void __launch_bounds__(32)
+run(const __grid_constant__ pararnn::Pass::Problem problem) {
+  pararnn::run_sequential(problem);
+}

@@ -1,0 +1,165 @@
+"""(newton, fused) on a GPU: time in segments, and still the loop's result, whatever the weights."""
+
+import math
+
+import pytest
+import torch
+from oracle import failures, run
+from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case
+
+import pararnn
+from pararnn.contract import check_solve
+from pararnn.engines.split import Split, pinned
+
+HOW = {"solver": "newton", "backend": "fused"}
+CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
+LONGEST = 65536
+
+
+def _check(case):
+    result = check_solve(case.cell, case.gates, case.initial, **case.options, **HOW)
+    assert result.passed, [check for check in result.checks if not check.passed]
+    return result
+
+
+def _cut(segments, length, burn_in=16):
+    return pinned(Split(segments, -(-length // segments), burn_in))
+
+
+@pytest.mark.parametrize("length", [0, 1, 17, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("name", CELLS)
+def test_solves_obey_the_contract(name, dtype, length):
+    for variant in VARIANTS:
+        for segments, burn_in in ((2, 0), (5, 8)):
+            with _cut(segments, length, burn_in):
+                _check(make_case(pararnn.CELLS[name], dtype, length, variant, device="cuda"))
+
+
+@pytest.mark.parametrize("segments", [2, 7, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("name", CELLS)
+def test_agrees_with_the_cpu_in_float64(name, dtype, segments):
+    for variant in VARIANTS:
+        with _cut(segments, 1000, burn_in=32 * (segments % 2)):
+            case = make_case(pararnn.CELLS[name], dtype, 1000, variant)
+            assert not failures(case, **HOW), variant
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("name", CELLS)
+def test_long_sequences_with_ragged_resets(name, dtype):
+    case = make_case(pararnn.CELLS[name], dtype, LONGEST - 3, "resets", batch=2, channels=4)
+    case.options["reset"] = torch.rand(2, LONGEST - 3) < torch.tensor([[1e-2], [2e-4]])
+    assert not failures(case, **HOW)
+    del case.options["reset"]
+    assert not failures(case, **HOW)
+
+
+@pytest.mark.parametrize("segments", [2, 16, 64, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_any_number_of_segments(segments, dtype):
+    for channels in (1, 33, 64, 130):
+        with _cut(segments, 16411):
+            case = make_case(pararnn.LSTMCell, dtype, 16411, "resets", channels=channels)
+            assert not failures(case, **HOW)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("name", ["gru", "lstm", "slstm", "elman", "lem"])
+def test_large_recurrent_weights(name, dtype, scale):
+    case = make_case(pararnn.CELLS[name], dtype, 600, channels=16, device="cuda")
+    with torch.no_grad():
+        for parameter in case.cell.recurrent_parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale)
+        case.gates.mul_(3)
+    with _cut(8, 600):
+        result = _check(case)
+    assert result.sweeps <= 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_slow_gates(dtype):
+    for bias in (-2.0, -4.0, -6.0):
+        case = make_case(pararnn.GRUCell, dtype, 4000, channels=64)
+        case.gates[:, :, 0] += bias
+        for segments in (4, 32):
+            with _cut(segments, 4000):
+                assert not failures(case, **HOW), (bias, segments)
+
+
+def _latches(case, share=0.05):
+    """Some channels never forget: their update gate is almost shut."""
+    gates = case.gates.clone()
+    shut = torch.rand(gates.shape[-1], generator=torch.Generator().manual_seed(1)) < share
+    gates[:, :, 0, shut] -= 30.0
+    return case._replace(gates=gates)
+
+
+def test_latches_are_mended_and_counted():
+    case = _latches(make_case(pararnn.GRUCell, torch.float32, 2000, "initial", channels=640))
+    with _cut(8, 2000):
+        assert not failures(case, **HOW)
+        cell, gates = case.cell.cuda(), case.gates.cuda()
+        layer = pararnn.ParaGRU(640, 640, device="cuda", **HOW)
+        layer.layers[0].cell.load_state_dict(cell.state_dict())
+        layer(gates[:, :, 0])
+        assert layer.last_solve.sweeps.item() >= 1
+
+
+def test_non_finite_inputs():
+    for value in (math.nan, math.inf, -math.inf):
+        case = make_case(pararnn.LSTMCell, torch.float32, 300, "resets", channels=5, device="cuda")
+        case.gates[0, 140, 0, 2] = value
+        case.gates[1, 250, 1, 3] = value
+        runs = {}
+        for solver in ("newton", "sequential"):
+            gates = case.gates.clone().requires_grad_()
+            with _cut(6, 300):
+                how = {"solver": solver, "backend": "fused"}
+                (h, c), _ = pararnn.solve(case.cell, gates, case.initial, **case.options, **how)
+            (grad,) = torch.autograd.grad(h.sum() + c.sum(), gates)
+            runs[solver] = (h, c, grad)
+        for mine, loop in zip(*runs.values(), strict=True):
+            assert torch.equal(mine.isnan(), loop.isnan())
+            assert torch.equal(mine.isinf(), loop.isinf())
+
+
+def test_the_same_bits_every_time_even_under_load():
+    case = _latches(make_case(pararnn.GRUCell, torch.float32, 700, "resets", channels=130))
+    with _cut(7, 700):
+        first = run(case, "cuda", torch.float32, **HOW)
+        again = run(case, "cuda", torch.float32, **HOW)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        cell, gates = case.cell.cuda(), case.gates.cuda().requires_grad_()
+
+        def solve():
+            states, _ = pararnn.solve(cell, gates, **HOW)
+            return states, torch.autograd.grad(states.sum(), gates)[0]
+
+        expected = solve()
+        side, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+        wrong = torch.zeros((), device="cuda", dtype=torch.bool)
+        for repeat in range(5000):
+            if repeat % 10 == 0:
+                with torch.cuda.stream(side):
+                    noise = (noise @ noise).clamp(-1, 1)
+            for a, b in zip(solve(), expected, strict=True):
+                wrong |= (a != b).any()
+        assert not wrong.item()
+
+
+def test_replays_of_a_graph():
+    case = make_case(pararnn.LSTMCell, torch.bfloat16, 900, channels=64, device="cuda")
+    with _cut(9, 900):
+        pararnn.solve(case.cell, case.gates, **HOW)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            (h, _), _ = pararnn.solve(case.cell, case.gates, **HOW)
+        for _ in range(20):
+            case.gates.normal_()
+            graph.replay()
+            with torch.no_grad():
+                (expected, _), _ = pararnn.solve(case.cell, case.gates, **HOW)
+            assert torch.equal(h, expected)
