@@ -158,8 +158,8 @@ def _engine(solver: str, backend: str, device: torch.device) -> Engine:
 
 
 def _arguments(gates: Tensor, bias: Tensor | None, *rest: Any) -> Arguments:
-    fields, params, initial, *others = rest
-    return Arguments(gates, bias, tuple(fields), tuple(params), tuple(initial), *others)
+    fields, params, initial = (tuple(given or ()) for given in rest[:3])  # AOTInductor: [] is None
+    return Arguments(gates, bias, fields, params, initial, *rest[3:])
 
 
 def _forward_op(

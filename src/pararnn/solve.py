@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments
@@ -19,6 +19,7 @@ from pararnn.program import program_of
 from pararnn.sequences import Sequences, of_cu_seqlens
 
 ON_FAILURE = ("warn", "raise")
+_WHOLE = (nn.Parameter, Tensor)
 
 
 def solve(
@@ -140,8 +141,11 @@ def prepare(
     _check_gates(cell, gates)
     if cu_seqlens is not None:
         sequences = of_cu_seqlens(cu_seqlens, len(gates), gates.shape[1], gates.device)
-    count = len(gates) if sequences is None else sequences.total
+    count = gates.shape[0] if sequences is None else sequences.total  # len would fix it in exports
     params = cell.lifted_params()
+    for param in params:
+        if type(param) not in _WHOLE:
+            _check_whole(cell, param)
     if params and params[0].device != gates.device:
         raise ValueError(
             f"the cell is on {params[0].device} and gates on {gates.device}; move one of them"
@@ -168,6 +172,15 @@ def _check_gates(cell: Cell, gates: Tensor) -> None:
     size = tuple(gates.shape)
     if len(size) not in (4, 5) or size[2] != count or math.prod(size[3:]) != channels:
         raise ValueError(f"gates of {type(cell).__name__} must be {wanted}, got {size}")
+
+
+def _check_whole(cell: Cell, param: Tensor) -> None:
+    if hasattr(param, "full_tensor"):
+        raise TypeError(
+            f"the parameters of {type(cell).__name__} are DTensors, which a solve cannot read: "
+            "what shards a cell gathers them for its forward, and a cell has none. Shard the layer "
+            "around it: fully_shard(rnn.layers[i]), or fully_shard(rnn)"
+        )
 
 
 def _fields(cell: Cell, gates: Tensor, fields: Mapping[str, Tensor | float]) -> tuple[Tensor, ...]:

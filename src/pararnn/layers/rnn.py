@@ -237,7 +237,8 @@ class ParaRNN(nn.Module):
                 infos.append(info)
                 series.append(states)
             x = outputs[0] if directions == 1 else self._merged(outputs, index)
-        self._infos = tuple(infos)
+        if not _in_transform():
+            self._infos = tuple(infos)
         results = back(x), self._stacked(finals, layout.batched)
         if not all_states:
             return results
@@ -308,7 +309,7 @@ class ParaRNN(nn.Module):
             return [None] * count
         names = self.cell.states
         given = (states,) if isinstance(states, Tensor) else tuple(states)
-        rows = len(x) if layout.sequences is None else layout.sequences.total
+        rows = x.shape[0] if layout.sequences is None else layout.sequences.total
         size = (count, rows, self.hidden_size) if layout.batched else (count, self.hidden_size)
         shapes = [tuple(state.shape) for state in given]
         if shapes != [size] * len(names):
@@ -328,6 +329,13 @@ class ParaRNN(nn.Module):
         if not batched:
             stacked = tuple(state.squeeze(1) for state in stacked)
         return stacked[0] if len(stacked) == 1 else stacked
+
+
+def _in_transform() -> bool:
+    """Whether tensors are those of an export or of torch.func, which may not outlive it."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch._C._are_functorch_transforms_active()
 
 
 class ParaGRU(ParaRNN):

@@ -1,0 +1,5 @@
+"""The tests of habits with CUDA kernels: `device` is another."""
+
+from test_habits import *  # noqa: F403
+from test_habits_oracle import *  # noqa: F403
+from test_habits_wrappers import *  # noqa: F403

@@ -1,0 +1,133 @@
+"""DDP and FSDP2 on two processes, against one process with the whole batch."""
+
+import copy
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from table import OPS
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+
+import pararnn
+
+WORLD, LIMIT = 2, 60
+IMPORTS = ["pararnn", "pytest", "torch.distributed.fsdp"]
+CASES = [(cls, pair) for cls in (pararnn.ParaGRU, pararnn.ParaLSTM) for pair in OPS]
+
+
+def _process(rank, check, store):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    options = {"init_method": f"file://{store}", "timeout": timedelta(seconds=LIMIT)}
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, **options)
+    check(rank)
+    dist.destroy_process_group()
+
+
+def _on_two_processes(check, tmp_path):
+    mp.get_context("forkserver").set_forkserver_preload(IMPORTS)  # once for all tests
+    given = (check, str(tmp_path / "store"))
+    running = mp.start_processes(
+        _process, given, nprocs=WORLD, join=False, start_method="forkserver"
+    )
+    deadline = time.monotonic() + LIMIT
+    while not running.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in running.processes:
+                process.kill()
+            pytest.fail(f"no end after {LIMIT} s")
+
+
+def _mesh():
+    return init_device_mesh("cpu", (WORLD,))
+
+
+def _layer(cls, pair):
+    torch.manual_seed(0)
+    how = {"solver": pair[0], "backend": pair[1], "dtype": torch.float64}
+    return cls(4, 6, num_layers=2, num_heads=2, bidirectional=True, **how)
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _train_alike(rank, alone, shared, inner):
+    """Two clipped steps of `shared`, a part of the batch a process, and of `alone`."""
+    x = torch.randn(2 * WORLD, 9, 4, dtype=torch.float64)
+    runs = ((alone, alone, x), (shared, inner, x.chunk(WORLD)[rank]))
+    optimizers = [torch.optim.SGD(module.parameters(), lr=30.0) for module, *_ in runs]
+    for optimizer, (_, layer, _) in zip(optimizers, runs, strict=True):
+        pararnn.clip_after_step(optimizer, layer)
+    for _ in range(2):
+        for optimizer, (module, _, rows) in zip(optimizers, runs, strict=True):
+            optimizer.zero_grad()
+            (module(rows)[0] - 0.3).square().mean().backward()
+        for name, parameter in alone.named_parameters():
+            grad = _whole(inner.get_parameter(name).grad)
+            assert torch.allclose(grad, parameter.grad, rtol=1e-8, atol=1e-12), name
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, parameter in alone.named_parameters():
+            assert torch.allclose(_whole(inner.get_parameter(name)), parameter, atol=1e-9), name
+    largest = max(float(p.detach().abs().max()) for p in alone.recurrent_parameters())
+    assert largest == 0.5  # clipping has had something to do
+
+
+def _ddp(rank):
+    for case in CASES:
+        inner = _layer(*case)
+        _train_alike(rank, _layer(*case), DistributedDataParallel(inner), inner)
+
+
+def _fsdp(rank):
+    for case in CASES:
+        for each in (True, False):
+            shared = _layer(*case)
+            for part in (*shared.layers, *shared.reverse_layers) if each else ():
+                fully_shard(part, mesh=_mesh())
+            fully_shard(shared, mesh=_mesh())
+            assert all(hasattr(p, "full_tensor") for p in shared.parameters())
+            _train_alike(rank, _layer(*case), shared, shared)
+
+
+def _fsdp_decoding(rank):
+    x = torch.randn(2, 4, dtype=torch.float64)
+    for cls, _ in CASES:
+        alone = cls(4, 6, 2, dtype=torch.float64)
+        shared = fully_shard(copy.deepcopy(alone), mesh=_mesh())
+        register_fsdp_forward_method(shared, "step")
+        assert torch.allclose(shared.step(x)[0], alone.step(x)[0])
+
+
+def _fsdp_of_parts(rank):
+    x = torch.randn(2, 9, 4, dtype=torch.float64)
+    for case in CASES:
+        layer = _layer(*case)
+        expected = layer(x)[0]
+        fully_shard(layer.layers[0].proj, mesh=_mesh())
+        assert torch.allclose(layer(x)[0], expected)
+        fully_shard(layer.cell, mesh=_mesh())
+        with pytest.raises(TypeError, match=r"Cell are DTensors.*fully_shard\(rnn.layers\[i\]\)"):
+            layer(x)
+
+
+def test_ddp(tmp_path):
+    _on_two_processes(_ddp, tmp_path)
+
+
+def test_fsdp(tmp_path):
+    _on_two_processes(_fsdp, tmp_path)
+
+
+def test_fsdp_decoding(tmp_path):
+    _on_two_processes(_fsdp_decoding, tmp_path)
+
+
+def test_fsdp_of_a_cell_alone_says_what_to_shard(tmp_path):
+    _on_two_processes(_fsdp_of_parts, tmp_path)

@@ -1,0 +1,66 @@
+"""The examples run as they stand, are short, and reach what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from table import needs_compiler
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+def run(name: str) -> Any:
+    """What the example's main() returns."""
+    path = next(path for path in EXAMPLES if path.stem == name)
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_short_and_tested(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 60
+    assert f"test_{path.stem}" in globals()
+
+
+@needs_compiler
+def test_custom_cell() -> None:
+    error, report = run("custom_cell")
+    assert error < 0.01
+    assert report.passed, str(report)
+
+
+@needs_compiler
+def test_digits() -> None:
+    pytest.importorskip("sklearn")
+    assert run("digits") >= 0.95
+
+
+@needs_compiler
+def test_irregular() -> None:
+    true, constant = run("irregular")
+    assert true >= 0.95
+    assert constant <= 0.75
+
+
+@needs_compiler
+def test_lora() -> None:
+    pytest.importorskip("peft")
+    before, after, change = run("lora")
+    assert before > 0.1
+    assert after < 0.02
+    assert change <= 1e-5
+
+
+@needs_compiler
+def test_truncated_bptt() -> None:
+    carried, fresh, gap = run("truncated_bptt")
+    assert carried >= 0.98
+    assert fresh <= 0.92
+    assert gap <= 1e-5
