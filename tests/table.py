@@ -23,7 +23,8 @@ def has_compiler() -> bool:
 
 
 PLAIN, FUSED = ("sequential", "torch"), ("sequential", "fused")
-PAIRS = [PLAIN, ("newton", "torch"), *([FUSED] if has_compiler() else [])]
+KERNEL_PAIRS = [FUSED, ("newton", "scan")]
+PAIRS = [PLAIN, ("newton", "torch"), *(KERNEL_PAIRS if has_compiler() else [])]
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 OPS = [pair for pair in PAIRS if pair != PLAIN]  # those behind the operator
 COUPLED = ["dense-gru"]
@@ -90,7 +91,7 @@ ROWS = [
     pytest.param(name, pair, id="-".join((name, *pair)))
     for name in pararnn.CELLS
     for pair in PAIRS
-    if name not in COUPLED or pair[1] != "fused"
+    if name not in COUPLED or pair not in KERNEL_PAIRS
 ]
 
 

@@ -11,7 +11,7 @@ ROOT = Path(pararnn.__file__).parent
 
 # The data flow: a module may import from its own row and from the rows above, never below.
 FLOW = [
-    ["errors", "numerics", "sequences"],
+    ["errors", "numerics", "parameters", "sequences"],
     ["structure"],
     ["affine"],
     ["cells"],
@@ -23,6 +23,7 @@ FLOW = [
     ["engines"],
     ["op"],
     ["solve"],
+    ["scan"],
     ["projection"],
     ["layers", "contract"],
     ["verify", "explain"],

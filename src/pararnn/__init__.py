@@ -38,6 +38,7 @@ from pararnn.layers import (
     paper_weights,
 )
 from pararnn.program import Program, program_of
+from pararnn.scan import scan
 from pararnn.solve import solve
 from pararnn.structure import BlockDiagonal, Dense, Diagonal, Structure, register_structure
 from pararnn.verify import Report, verify
@@ -85,6 +86,7 @@ __all__ = [
     "program_of",
     "register_spelling",
     "register_structure",
+    "scan",
     "solve",
     "using",
     "verify",

@@ -7,10 +7,15 @@ merged in pairs, the half-length recurrence is solved, and the other half follow
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from pararnn.structure import Structure
+
+Scan = Callable[[Structure, Tensor, Tensor], Tensor]
+"""A function with the arguments and the result of `affine_scan`."""
 
 
 def affine_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:

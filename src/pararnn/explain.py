@@ -79,5 +79,5 @@ def explain(
     engine = engine_for(program, size, dtype, device, *asked)
     pair = (engine.solver, engine.backend)
     others = {p: why_not(program, p, dtype, device) for p in PAIRS if p != pair}
-    why = why_chosen(program, engine, size, device, *asked)
+    why = why_chosen(program, engine, size, dtype, device, *asked)
     return Explanation(type(cell).__name__, size, dtype, device, *pair, why, others)

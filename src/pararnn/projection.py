@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.parameters import assign
+
 
 def headwise_product(rows: Tensor, weight: Tensor) -> Tensor:
     """rows (R, H, I) and weight (H, O, I) -> (H, R, O), in autocast's dtype where that is on."""
@@ -98,7 +100,7 @@ class HeadwiseLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Kaiming uniform with gain 1 (paper, Appendix C): unit-variance inputs give such gates."""
         bound = math.sqrt(3 / self.weight.shape[2])
-        nn.init.uniform_(self.weight, -bound, bound)
+        assign(self, "weight", torch.empty_like(self.weight).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
         heads, gates, weight = self.num_heads, self.num_gates, self.weight

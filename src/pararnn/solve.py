@@ -15,7 +15,7 @@ from pararnn.engines.request import Request, chosen
 from pararnn.engines.table import engine_for
 from pararnn.numerics import check_io_dtype
 from pararnn.op import apply_engine
-from pararnn.program import program_of
+from pararnn.program import Program, program_of
 from pararnn.sequences import Sequences, of_cu_seqlens
 
 ON_FAILURE = ("warn", "raise")
@@ -115,7 +115,20 @@ def solve_with_info(
         sequences=sequences,
         reverse=reverse,
     )
-    size = (gates.shape[0], gates.shape[1], cell.hidden_size)
+    return run(program, args, solver, backend, on_failure, output_only)
+
+
+def run(
+    program: Program,
+    args: Arguments,
+    solver: str,
+    backend: str,
+    on_failure: str = "warn",
+    output_only: bool = False,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """A program on checked arguments, by the engine for a request; as `solve_with_info`."""
+    gates = args.gates
+    size = (gates.shape[0], gates.shape[1], args.channels)
     engine = engine_for(program, size, gates.dtype, gates.device, solver, backend)
     if engine.backward is not None:
         return apply_engine(program, engine, args, on_failure, output_only)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.errors import CellError
+from pararnn.parameters import assign
 
 PARAM_SHAPES = ("D", "H", "", "D,D")
 
@@ -124,10 +125,9 @@ class Cell(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew from its Param's Gaussian (paper, Appendix C)."""
-        with torch.no_grad():
-            for name, param in type(self).params.items():
-                std = 1 / math.sqrt(self.hidden_size) if param.std is None else param.std
-                getattr(self, name).normal_(param.mean, std)
+        for name, param in type(self).params.items():
+            std = 1 / math.sqrt(self.hidden_size) if param.std is None else param.std
+            assign(self, name, torch.empty_like(getattr(self, name)).normal_(param.mean, std))
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor | tuple[Tensor, ...]:
         """One time step: previous state(s), gates and fields, parameters -> new state(s)."""
@@ -169,6 +169,11 @@ class Cell(nn.Module):
         if name in type(self).config:
             raise AttributeError(
                 f"config is immutable: make a new {type(self).__name__} with {name}={value!r}"
+            )
+        if name in ("step", "jacobian"):
+            raise AttributeError(
+                f"the {name} of a cell is its class's: override it in a subclass of "
+                f"{type(self).__name__}"
             )
         super().__setattr__(name, value)
 

@@ -47,9 +47,10 @@ class Variant(NamedTuple):
     """What a kernel is specialised on, besides the cell: see kernels/cuda/problem.h.
 
     `direction` is the pass, a key of KERNELS; `solver` is one of SOLVERS. `chunk`: bytes that all
-    rows are aligned to, 16 at most. `adjacent_gates`: gates of a step and head lie side by side.
-    `events`: `seq` or `reset` is given. `broadcast`, by field: one value a step. `arriving`, by
-    state: its sequence's gradient arrives (none in the forward pass).
+    rows are aligned to, 16 at most; `field_chunk`: those of fields. `adjacent_gates`: gates
+    of a step and head lie side by side. `events`: `seq` or `reset` is given. `broadcast`, by field:
+    one value a step. `arriving`, by state: its sequence's gradient arrives (none in the forward
+    pass).
     """
 
     direction: str
@@ -59,6 +60,7 @@ class Variant(NamedTuple):
     head_width: int
     per_lane: int
     chunk: int = 16
+    field_chunk: int = 16
     adjacent_gates: bool = True
     reverse: bool = False
     events: bool = False
@@ -112,6 +114,7 @@ def source_of(program: Program, variant: Variant) -> str:
         "head_width": variant.head_width,
         "per_lane": variant.per_lane,
         "chunk": variant.chunk,
+        "field_chunk": variant.field_chunk,
         "steps": ring.steps,
         "stages": ring.stages,
     }
@@ -165,12 +168,14 @@ def usual_variants(
             head_width,
             per_lane,
             chunk=chunk_of(head_width * dtype.itemsize),
+            field_chunk=chunk_of(channels * compute_dtype(dtype).itemsize),
             broadcast=(False,) * len(program.fields),
             arriving=tuple(n == 0 and direction == "backward" for n in range(program.num_states)),
             solver=solver,
         )
         for direction in KERNELS
         for per_lane in sorted({1, most_per_lane(dtype)})
+        if solver == "sequential" or per_lane == most_per_lane(dtype)
     ]
 
 
@@ -179,7 +184,7 @@ def check_buildable(
 ) -> None:
     """Make kernels of a small size, which stand for all: what fails, fails here. EngineError."""
     for variant in usual_variants(program, dtype, LANES, LANES, solver=solver):
-        if variant.per_lane == 1:
+        if solver != "sequential" or variant.per_lane == 1:
             kernels_of(program, variant, capability)
 
 

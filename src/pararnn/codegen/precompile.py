@@ -45,9 +45,15 @@ def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -
                 continue
             capability = nvrtc.capability_of(own.device)
             width = cell.hidden_size // cell.num_heads
-            jobs[program.key, dtype] = partial(cuda.check_buildable, program, dtype, capability)
-            for variant in cuda.usual_variants(program, dtype, cell.hidden_size, width, own.dtype):
-                jobs[program.key, variant] = partial(cuda.kernels_of, program, variant, capability)
+            for solver in cuda.SOLVERS:
+                check = partial(cuda.check_buildable, program, dtype, capability, solver)
+                jobs[program.key, dtype, solver] = check
+                usual = cuda.usual_variants(
+                    program, dtype, cell.hidden_size, width, own.dtype, solver
+                )
+                for variant in usual:
+                    make = partial(cuda.kernels_of, program, variant, capability)
+                    jobs[program.key, variant] = make
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for job in [pool.submit(job) for job in jobs.values()]:
             job.result()

@@ -22,7 +22,7 @@ from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Solution
 from pararnn.engines.layouts import addresses, by_head, copied, narrow, unit_stride
-from pararnn.engines.split import WARPS_A_CORE, Split, split_of
+from pararnn.engines.split import WARPS_A_CORE, Split, segments_for, split_of
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
 from pararnn.program import Program
@@ -124,6 +124,9 @@ class _Inputs:
         self.adjacent &= self.length == 1 or time == count * width
         fields = [narrow(f, args.dtype) for f in args.fields]
         self.broadcast = tuple(f.shape[-1] < self.channels for f in fields)
+        whole = [f for f, one in zip(fields, self.broadcast, strict=True) if not one]
+        steps = [s * f.element_size() for f in whole for s in (self.channels, *f.stride()[:2])]
+        self.field_chunk = chunk_of(*(f.data_ptr() for f in whole), *steps)
         weights = [*args.params, *([] if args.bias is None else [args.bias])]
         own = {w.dtype for w in weights}
         self.weight_dtype = own.pop() if len(own) == 1 else args.dtype
@@ -169,6 +172,7 @@ class _Inputs:
             self.width,
             self.per_lane,
             chunk,
+            self.field_chunk,
             self.adjacent,
             self.reverse,
             self.events,
@@ -263,6 +267,21 @@ def _per_lane(dtype: torch.dtype, rows: int, channels: int, device: torch.device
 @cache
 def _cores(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> int:
+    """Into how many segments (newton, fused) cuts time on a device; size is (B, T, D)."""
+    batch, steps, channels = size
+    columns = batch * -(-channels // (LANES * most_per_lane(dtype)))
+    return segments_for(steps, columns, _cores_as_constant(device))
+
+
+def _cores_as_constant(device: torch.device) -> int:
+    return _cores(device)
+
+
+# Compiled regions need not look into it: see pararnn.engines.table.
+_cores_as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _build(solver: str, program: Program, dtype: torch.dtype) -> None:

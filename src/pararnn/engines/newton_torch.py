@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from pararnn.affine import Scan, affine_scan
 from pararnn.engines.base import Arguments, Engine, Gradients, Solution
 from pararnn.engines.boundaries import (
     final_states,
@@ -21,9 +25,9 @@ from pararnn.solvers.newton import NewtonResult, adjoint, newton
 _WARNED: set[tuple[str, int]] = set()
 
 
-def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
+def _forward(scan: Scan, program: Program, args: Arguments, on_failure: str) -> Solution:
     system, bounds = to_system(program, args)
-    result = newton(system)
+    result = newton(system, scan)
     if result.mended:
         _report(program, system.length, result, on_failure)
     info = torch.tensor([result.sweeps, result.mended], device=args.gates.device)
@@ -33,6 +37,7 @@ def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
 
 
 def _backward(
+    scan: Scan,
     program: Program,
     args: Arguments,
     states: tuple[Tensor, ...],
@@ -43,7 +48,7 @@ def _backward(
     solved = torch.stack(states, 2).to(system.dtype)
     previous = system.previous(solved.flip(1) if args.reverse else solved)
     cotangent = state_cotangent(args, bounds, previous, grad_states, grad_final)
-    total = adjoint(system, previous, cotangent)
+    total = adjoint(system, previous, cotangent, scan)
     grad_previous, grad_inputs, grad_params = system.pull_back(previous, total)
     grads = to_gradients(args, bounds, grad_previous, grad_inputs, grad_params, grad_final)
     arrived = [g for g in (*grad_states, *grad_final) if g is not None]
@@ -89,4 +94,15 @@ def _why_not(program: Program) -> str | None:
     return None
 
 
-ENGINE = Engine("newton", "torch", _forward, _backward, _why_not)
+def engine_of(
+    backend: str,
+    scan: Scan,
+    why_not: Callable[[Program], str | None],
+    build: Callable[[Program, torch.dtype], object] | None = None,
+) -> Engine:
+    """Newton's method with an affine scan of one's own."""
+    forward, backward = partial(_forward, scan), partial(_backward, scan)
+    return Engine("newton", backend, forward, backward, why_not, build)
+
+
+ENGINE = engine_of("torch", affine_scan, _why_not)

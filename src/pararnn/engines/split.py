@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+MIN_LENGTH = 256
+"""Steps below which cutting time takes longer than it saves."""
 MIN_SIZE = 32
 """Steps of a segment, at least: below, its guess takes longer than the segment."""
 BURN_IN = {torch.float64: 96, torch.float32: 48, torch.bfloat16: 32, torch.float16: 32}
@@ -37,6 +39,13 @@ def pinned(split: Split | None) -> Iterator[None]:
         _PINNED.pop()
 
 
+def segments_for(length: int, columns: int, cores: int) -> int:
+    """How many segments `length` steps of `columns` tiles are worth: 1 where all cores are busy."""
+    if length < MIN_LENGTH:
+        return 1
+    return max(1, min(WARPS_A_CORE * cores // max(columns, 1), length // MIN_SIZE))
+
+
 def split_of(
     length: int, columns: int, dtype: torch.dtype, steps: int, cores: int, capacity: int
 ) -> Split:
@@ -46,11 +55,10 @@ def split_of(
     columns fit on the device at once, which holds `capacity`, on `cores` multiprocessors.
     """
     if _PINNED[-1] is not None:
-        segments, size, burn_in = _PINNED[-1]
+        _, size, burn_in = _PINNED[-1]
     else:
         burn_in = BURN_IN[dtype]
-        segments = min(WARPS_A_CORE * cores // columns, length // MIN_SIZE)
-        size = -(-length // max(segments, 1))
+        size = -(-length // segments_for(length, columns, cores))
     size = max(
         _rounded_up(size, steps), _rounded_up(-(-length // max(capacity // columns, 1)), steps)
     )

@@ -6,7 +6,13 @@ import functools
 
 import torch
 
-from pararnn.engines import fused_cuda, newton_torch, sequential_fused_cpu, sequential_torch
+from pararnn.engines import (
+    fused_cuda,
+    newton_scan,
+    newton_torch,
+    sequential_fused_cpu,
+    sequential_torch,
+)
 from pararnn.engines.base import Engine
 from pararnn.errors import BackendWarning, EngineError, warn_user
 from pararnn.program import Program, program_by_key
@@ -20,6 +26,7 @@ TABLE: dict[tuple[str, str, str], Engine] = {
     ("sequential", "fused", "cpu"): sequential_fused_cpu.ENGINE,
     ("sequential", "fused", "cuda"): fused_cuda.SEQUENTIAL,
     ("newton", "fused", "cuda"): fused_cuda.NEWTON,
+    **{("newton", "scan", device): engine for device, engine in newton_scan.ENGINES.items()},
 }
 """(solver, backend, device type) -> engine."""
 
@@ -58,7 +65,7 @@ def engine_for(
     Raises EngineError naming the pairs that can run.
     """
     check_names(solver, backend)
-    candidates = _candidates(program, size, device, solver, backend)
+    candidates = _candidates(program, size, dtype, device, solver, backend)
     *_, last = candidates
     for pair in candidates:
         reason = why_not(program, pair, dtype, device, instead=None if pair == last else last)
@@ -73,10 +80,15 @@ def engine_for(
 
 
 def why_chosen(
-    program: Program, engine: Engine, size: tuple[int, int, int], device: torch.device, *asked: str
+    program: Program,
+    engine: Engine,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *asked: str,
 ) -> str:
     """The reason why `engine_for` took an engine for a request; arguments as there."""
-    return _candidates(program, size, device, *asked)[engine.solver, engine.backend]
+    return _candidates(program, size, dtype, device, *asked)[engine.solver, engine.backend]
 
 
 def why_not(
@@ -97,14 +109,25 @@ def pairs_for(program: Program, dtype: torch.dtype, device: torch.device) -> lis
 
 
 def _candidates(
-    program: Program, size: tuple[int, int, int], device: torch.device, solver: str, backend: str
+    program: Program,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    solver: str,
+    backend: str,
 ) -> dict[tuple[str, str], str]:
     """The pairs that a request leaves open, the best first, and why each comes where it does."""
-    pairs = {}
+    pairs: dict[tuple[str, str], str] = {}
     if "auto" not in (solver, backend):
         return {(solver, backend): "it was asked for"}
-    if solver in ("sequential", "auto") and backend in ("fused", "auto"):
-        pairs["sequential", "fused"] = "a compiled loop beats every solver in PyTorch"
+    if backend in ("fused", "auto"):
+        order = {"sequential": "a compiled loop beats every solver in PyTorch"}
+        if device.type == "cuda":
+            room = fused_cuda.segments_of(size, dtype, device) >= MIN_SEGMENTS
+            first = {"newton": "the GPU has room to run segments of time side by side"}
+            later = {"newton": "it was asked for, though batch and channels fill the GPU"}
+            order = {**first, **order} if room else {**order, **later}
+        pairs |= {(s, "fused"): why for s, why in order.items() if solver in (s, "auto")}
     if backend in ("torch", "auto"):
         by_size, why = _auto_solver(program, size, device)
         if solver == "auto":
@@ -159,6 +182,10 @@ def _build_failure(
 def _say_once(message: str) -> None:
     warn_user(message, BackendWarning)
 
+
+# Measured by benchmarks/auto_cuda.py: with fewer segments the mending of channels that do not
+# forget costs what the others gain.
+MIN_SEGMENTS = 4
 
 # Measured by benchmarks/auto_torch.py: Newton wins from MIN_LENGTH steps on, while the state
 # entries of a step (B N D) stay under MAX_WIDTH and, where channels are coupled, N D does too.

@@ -65,9 +65,9 @@ class DirectionalLayer(nn.Module):
         for name, param in type(cell).params.items():
             if param.recurrent and param.trainable and is_parametrized(cell, name):
                 raise ValueError(
-                    f"{type(cell).__name__}.{name} is computed by a parametrisation: clamping it "
-                    "would change nothing; set recurrent_clip=None on the layer, or let the "
-                    "parametrisation bound it"
+                    f"{name} of {program_of(cell).cell_name} is computed by a parametrisation: "
+                    "clamping it would change nothing; set recurrent_clip=None on the layer or let "
+                    "the parametrisation bound it"
                 )
         return list(cell.recurrent_parameters())
 

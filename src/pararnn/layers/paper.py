@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.layers.direction import DirectionalLayer
 from pararnn.layers.rnn import ParaRNN
+from pararnn.parameters import assign
 
 # For each cell the parameters that make up A (a row a gate, in the gates' order) and C.
 ROWS: dict[type[Cell], tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -48,14 +49,16 @@ def load_paper_weights(
         sizes = ((count, channels), (count, heads, channels // heads))
         return _sized(name, given, *sizes).reshape(count, channels)
 
-    new = [(part.proj.weight, weight), (part.bias, rows("b", b, gates))]
-    named = list(zip(recurrent, rows("A", A, gates), strict=True))
+    new: list[tuple[nn.Module, str, Tensor]] = [
+        (part.proj, "weight", weight),
+        (part, "bias", rows("b", b, gates)),
+        *((cell, name, row) for name, row in zip(recurrent, rows("A", A, gates), strict=True)),
+    ]
     if C is not None:
-        named += zip(peepholes, rows("C", C, len(peepholes)), strict=True)
-    new += [(cell.get_parameter(name), value) for name, value in named]
-    with torch.no_grad():
-        for parameter, value in new:
-            parameter.copy_(value)
+        peephole_rows = rows("C", C, len(peepholes))
+        new += [(cell, name, row) for name, row in zip(peepholes, peephole_rows, strict=True)]
+    for module, name, value in new:
+        assign(module, name, value)
 
 
 def paper_weights(layer: ParaRNN | DirectionalLayer) -> dict[str, Tensor]:
@@ -69,12 +72,12 @@ def paper_weights(layer: ParaRNN | DirectionalLayer) -> dict[str, Tensor]:
     gates, channels, inputs = len(cell.gates), cell.hidden_size, part.proj.weight.shape[2]
     weight = part.proj.weight.detach().reshape(heads, gates, channels // heads, inputs)
     named = {
-        "A": torch.stack([cell.get_parameter(name).detach() for name in recurrent]),
+        "A": torch.stack([getattr(cell, name).detach() for name in recurrent]),
         "B": weight.transpose(0, 1).squeeze(1).clone(memory_format=torch.contiguous_format),
         "b": weight.new_zeros(gates, channels) if part.bias is None else part.bias.detach().clone(),
     }
     if peepholes:
-        named["C"] = torch.stack([cell.get_parameter(name).detach() for name in peepholes])
+        named["C"] = torch.stack([getattr(cell, name).detach() for name in peepholes])
     return named
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.affine import affine_loop, affine_scan
+from pararnn.affine import Scan, affine_loop, affine_scan
 from pararnn.numerics import FORWARD_TOLERANCE, defect_limit
 from pararnn.solvers.sequential import unroll
 from pararnn.solvers.system import System, column_mask, put_columns, take_columns
@@ -42,7 +42,7 @@ class NewtonResult:
 
 
 @torch.no_grad()
-def newton(system: System) -> NewtonResult:
+def newton(system: System, scan: Scan = affine_scan) -> NewtonResult:
     """Solve h_l = f(prev_l, x_l) for all l at once.
 
     A column (a channel of a batch row; a whole row where channels are coupled) is done when its
@@ -56,7 +56,7 @@ def newton(system: System) -> NewtonResult:
     if zeros.numel() == 0:
         return NewtonResult(zeros, 0, 0, 0.0)
     guess = system.advance(system.previous(zeros))  # the paper's guess, f(0, x_l)
-    end = _iterate(system, guess, _largest(guess), MAX_SWEEPS)
+    end = _iterate(system, scan, guess, _largest(guess), MAX_SWEEPS)
     sweeps, unsolved = int(end.sweeps), ~end.done
     if not bool(unsolved.any()):
         return NewtonResult(end.states, sweeps, 0, 0.0)
@@ -76,7 +76,7 @@ class _Iterate(NamedTuple):
     defect: Tensor
 
 
-def _iterate(system: System, states: Tensor, scale: Tensor, budget: int) -> _Iterate:
+def _iterate(system: System, scan: Scan, states: Tensor, scale: Tensor, budget: int) -> _Iterate:
     """Newton updates until every column is done or broken, or the budget is spent."""
     structure = system.program.structure
     assert structure is not None
@@ -100,14 +100,14 @@ def _iterate(system: System, states: Tensor, scale: Tensor, budget: int) -> _Ite
         scale = torch.maximum(scale, _largest(states))
         if spent >= SHRINK_AFTER and 2 * count <= open_columns.numel():
             part = take_columns(states, open_columns)
-            end = _iterate(system.columns(open_columns), part, scale, budget - spent)
+            end = _iterate(system.columns(open_columns), scan, part, scale, budget - spent)
             return _Iterate(
                 put_columns(states, open_columns, end.states),
                 sweeps + end.sweeps,
                 put_columns(done, open_columns, end.done),
                 put_columns(defect, open_columns, end.defect),
             )
-        update = affine_scan(structure, jacobian[:, 1:], residual)
+        update = scan(structure, jacobian[:, 1:], residual)
         size = _columns_max(update.abs() / scale, coupled)
         # A settled column whose update is negligible was solved before: this sweep confirms it.
         confirmed = settled & (size <= tolerance)
@@ -120,7 +120,9 @@ def _iterate(system: System, states: Tensor, scale: Tensor, budget: int) -> _Ite
 
 
 @torch.no_grad()
-def adjoint(system: System, previous: Tensor, cotangent: Tensor) -> Tensor:
+def adjoint(
+    system: System, previous: Tensor, cotangent: Tensor, scan: Scan = affine_scan
+) -> Tensor:
     """Total gradients of the states, l_t = g_t + J_{t+1}^T l_{t+1} (paper, eq. rnn_bwd_seq).
 
     `previous` and `cotangent` are (B, T, N, D), as is the result. Columns in which composed
@@ -131,7 +133,7 @@ def adjoint(system: System, previous: Tensor, cotangent: Tensor) -> Tensor:
     _, jacobian = system.linearise(previous)
     backward = structure.transpose(jacobian)[:, 1:].flip(1)
     cotangent = cotangent.flip(1)
-    total = affine_scan(structure, backward, cotangent)
+    total = scan(structure, backward, cotangent)
     mask = column_mask(~total.isfinite(), structure.couples_channels)
     if bool(mask.any()):
         columns = (take_columns(backward, mask), take_columns(cotangent, mask))

@@ -6,7 +6,7 @@
 // l = j in the forward pass and l = length - 1 - j in the backward one.
 //
 // Needs, besides ring.h and the emitted code: channels, head_width, chunk (bytes that may be copied
-// at once), adjacent_gates (whether a step's gates of a head lie side by side), reverse, events (seq or
+// at once; field_chunk: of fields), adjacent_gates (whether a step's gates of a head lie side by side), reverse, events (seq or
 // reset given), broadcast (by field: one value a step for all channels), weight_io (the type of biases
 // and params in memory).
 #pragma once
@@ -98,7 +98,7 @@ PARARNN_FUNCTION int64 time_of(const Inputs& in, int direction, int begin) {
 }
 
 template <int f, int direction> struct FieldStreams {
-  Stream<scalar, 1, broadcast[f] ? 1 : tile, (int)sizeof(scalar)> own;
+  Stream<scalar, 1, broadcast[f] ? 1 : tile, broadcast[f] ? (int)sizeof(scalar) : field_chunk> own;
   FieldStreams<f + 1, direction> rest;
   int64 time;
 

@@ -1,0 +1,70 @@
+"""(newton, scan): Jacobians in PyTorch, the affine scan by a generated kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.affine import AFFINE
+from pararnn.engines import fused_cuda, sequential_fused_cpu
+from pararnn.engines.base import Arguments, Engine
+from pararnn.engines.newton_torch import engine_of
+from pararnn.program import Program, make_program
+from pararnn.structure import BlockDiagonal, Diagonal, Structure
+
+_KERNELS = {"cpu": sequential_fused_cpu.ENGINE, "cuda": fused_cuda.NEWTON}
+
+
+def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
+    """`pararnn.affine.affine_scan` by a kernel: x_0 = r_0, x_l = J_l x_{l-1} + r_l.
+
+    For diagonals and blocks of up to 4 states, in float32 and float64.
+    """
+    if rhs.shape[1] <= 1 or not rhs.numel():
+        return rhs
+    entries = jacobian.flatten(2, -2).unbind(2)
+    args = Arguments(
+        gates=rhs[:, 1:],
+        bias=None,
+        fields=tuple(entries),
+        params=(),
+        initial=tuple(rhs[:, 0].unbind(1)),
+        sequences=rhs.shape[0],
+        seq=None,
+        reset=None,
+        reverse=False,
+    )
+    program, engine = _affine(structure.num_states), _KERNELS[rhs.device.type]
+    states = engine.forward(program, args, "raise").states
+    return torch.cat([rhs[:, :1], torch.stack(states, 2)], 1)
+
+
+def _affine(num_states: int) -> Program:
+    return make_program(AFFINE[num_states], {})
+
+
+def _why_not(program: Program) -> str | None:
+    structure = program.structure
+    if structure is None:
+        return f"{program.cell_name} is sequential-only: {program.why_sequential}"
+    if not isinstance(structure, (Diagonal, BlockDiagonal)):
+        return f"the scan kernel takes diagonal and block-diagonal Jacobians, not {structure.name}"
+    if program.num_states not in AFFINE:
+        return (
+            f"the scan kernel takes up to {max(AFFINE)} states, {program.cell_name} has "
+            f"{program.num_states}"
+        )
+    return None
+
+
+def _engine(device: str) -> Engine:
+    def build(program: Program, dtype: torch.dtype) -> None:
+        kernel = _KERNELS[device].build
+        assert kernel is not None
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        kernel(_affine(program.num_states), wide)
+
+    return engine_of("scan", kernel_scan, _why_not, build)
+
+
+ENGINES = {device: _engine(device) for device in _KERNELS}
