@@ -22,7 +22,7 @@ from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Solution
 from pararnn.engines.layouts import addresses, by_head, copied, narrow, unit_stride
-from pararnn.engines.split import WARPS_A_CORE, Split, segments_for, split_of
+from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Split, segments_for, split_of
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
 from pararnn.program import Program
@@ -272,6 +272,8 @@ def _cores(device: torch.device) -> int:
 def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> int:
     """Into how many segments (newton, fused) cuts time on a device; size is (B, T, D)."""
     batch, steps, channels = size
+    if steps < MIN_LENGTH or not torch.cuda.is_available():
+        return 1
     columns = batch * -(-channels // (LANES * most_per_lane(dtype)))
     return segments_for(steps, columns, _cores_as_constant(device))
 

@@ -41,8 +41,6 @@ def pinned(split: Split | None) -> Iterator[None]:
 
 def segments_for(length: int, columns: int, cores: int) -> int:
     """How many segments `length` steps of `columns` tiles are worth: 1 where all cores are busy."""
-    if length < MIN_LENGTH:
-        return 1
     return max(1, min(WARPS_A_CORE * cores // max(columns, 1), length // MIN_SIZE))
 
 

@@ -66,12 +66,17 @@ def engine_for(
     """
     check_names(solver, backend)
     candidates = _candidates(program, size, dtype, device, solver, backend)
-    *_, last = candidates
+    not_built: list[str] = []
     for pair in candidates:
-        reason = why_not(program, pair, dtype, device, instead=None if pair == last else last)
-        engine = find(*pair, device)
-        if engine is not None and reason is None:
+        engine, reason = find(*pair, device), _why_not(program, pair, device)
+        if engine is None or reason is not None:
+            continue
+        reason = _why_not_built(program.key, *pair, device.type, dtype)
+        if reason is None:
+            for other in not_built:
+                _say(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
             return engine
+        not_built.append(reason)
     able = [f"({', '.join(p)})" for p in PAIRS if p != pair and not _why_not(program, p, device)]
     raise EngineError(
         f"({solver}, {backend}) cannot run {program.cell_name} on {device.type}: {reason}. "
@@ -92,15 +97,11 @@ def why_chosen(
 
 
 def why_not(
-    program: Program,
-    pair: tuple[str, str],
-    dtype: torch.dtype,
-    device: torch.device,
-    instead: tuple[str, str] | None = None,
+    program: Program, pair: tuple[str, str], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """The reason why a pair cannot run a cell here, if any; warns once where `instead` does."""
+    """The reason why a pair cannot run a cell here, if any."""
     reason = _why_not(program, pair, device)
-    return reason or _why_not_built(program.key, *pair, device.type, dtype, instead)
+    return reason or _why_not_built(program.key, *pair, device.type, dtype)
 
 
 def pairs_for(program: Program, dtype: torch.dtype, device: torch.device) -> list[tuple[str, str]]:
@@ -145,23 +146,10 @@ def _why_not(program: Program, pair: tuple[str, str], device: torch.device) -> s
 
 
 def _why_not_built(
-    key: str,
-    solver: str,
-    backend: str,
-    device: str,
-    dtype: torch.dtype,
-    instead: tuple[str, str] | None = None,
+    key: str, solver: str, backend: str, device: str, dtype: torch.dtype
 ) -> str | None:
-    """The reason why an engine cannot be made ready; warns once where `instead` takes its place."""
-    reason = _build_failure(key, solver, backend, device, dtype)
-    if reason is not None and instead is not None:
-        _say_once(f"{program_by_key(key).cell_name} runs by ({', '.join(instead)}): {reason}")
-    return reason
-
-
-# What torch.compiler.assume_constant_result does, which would import the compiler to do it:
-# compiled regions must not look into the building and loading of a library.
-_why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    """The reason why an engine cannot be made ready, if any."""
+    return _build_failure(key, solver, backend, device, dtype)
 
 
 @functools.cache
@@ -178,9 +166,19 @@ def _build_failure(
     return None
 
 
+def _say(message: str) -> None:
+    _say_once(message)
+
+
 @functools.cache
 def _say_once(message: str) -> None:
     warn_user(message, BackendWarning)
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler to do it:
+# compiled regions must not look into the building of a library, or warnings of it.
+_why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_say._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # Measured by benchmarks/auto_cuda.py: with fewer segments the mending of channels that do not

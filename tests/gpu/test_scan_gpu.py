@@ -1,0 +1,48 @@
+"""`scan` on a GPU, in one piece and in segments, and over millions of steps."""
+
+import pytest
+import torch
+from test_scan import KINDS, _inputs, check_scan
+
+import pararnn
+from pararnn.engines.split import Split, pinned
+
+PAIRS = [("sequential", "fused"), ("newton", "fused"), ("newton", "scan")]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scan_equals_the_loop(kind, pair, reverse):
+    with pinned(Split(5, 30, 0)):
+        inputs = _inputs(kind, "cuda", steps=150, channels=37)
+        check_scan(inputs, reverse, solver=pair[0], backend=pair[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", [1, 2, "complex"])
+def test_dtypes(kind, dtype):
+    if kind == "complex" and dtype != torch.float32:
+        pytest.skip("PyTorch has no such complex numbers")
+    inputs = _inputs(kind, "cuda", steps=300, channels=66, dtype=dtype, scale=0.3)
+    with pinned(Split(6, 50, 8)):
+        check_scan(inputs, solver="newton", backend="fused")
+    check_scan(inputs)
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.999, 1.0])
+def test_millions_of_steps(decay):
+    steps = 2**22
+    torch.manual_seed(0)
+    a = decay * torch.ones(1, steps, 8) - (decay < 1) * 0.001 * torch.rand(1, steps, 8)
+    b = torch.randn(1, steps, 8) / steps**0.5
+    exact = pararnn.scan(a.double(), b.double())
+    leaves = [t.cuda().requires_grad_() for t in (a, b)]
+    states = pararnn.scan(*leaves, solver="newton", backend="fused")
+    scale = exact.abs().max()
+    assert ((states.cpu() - exact).abs().max() / scale).item() < 2e-5
+    states.sum().backward()
+    backward = pararnn.scan(a.double(), torch.ones_like(b.double()), reverse=True)  # a is symmetric
+    if decay == 1.0:
+        error = (leaves[1].grad.cpu() - backward).abs().max() / backward.abs().max()
+        assert error.item() < 2e-5
