@@ -227,8 +227,9 @@ class ParaRNN(nn.Module):
         series: list[tuple[Tensor, ...]] = []
         directions = 1 + self.bidirectional
         for index in range(self.num_layers):
-            if index and self.dropout:
-                x = F.dropout(x, self.dropout, self.training)
+            if index and self.dropout and self.training:
+                # On CUDA the mask follows the layout, which would depend on the engine.
+                x = F.dropout(x.contiguous(), self.dropout)
             outputs = []
             for part in self._parts()[index * directions : (index + 1) * directions]:
                 states, final, info = part(x, initial[len(finals)], **options)
