@@ -8,6 +8,7 @@ reports them. Writes results/resources.csv.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from common import RESULTS, commit, write_csv
 
 import pararnn
 from pararnn.codegen import headers, nvrtc
-from pararnn.codegen.cuda import ring_of, source_of, usual_variants
+from pararnn.codegen.cuda import SOLVERS, ring_of, source_of, usual_variants
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.program import Program, program_of
 
@@ -30,9 +31,11 @@ def rows_of(name: str, program: Program, folder: Path) -> list[dict[str, Any]]:
     """A row for each kernel, dtype and architecture of a cell."""
     rows = []
     for dtype in DTYPES:
-        for variant in usual_variants(program, dtype, CHANNELS, CHANNELS):
+        usual = (usual_variants(program, dtype, CHANNELS, CHANNELS, solver=s) for s in SOLVERS)
+        for variant in itertools.chain.from_iterable(usual):
             if variant.per_lane == 1:
                 continue
+            called = {"run": f"{variant.solver} {variant.direction}"}
             source = folder / "kernels.cu"
             source.write_text(source_of(program, variant), encoding="utf-8")
             ring = ring_of(program, variant)._asdict()
@@ -40,7 +43,10 @@ def rows_of(name: str, program: Program, folder: Path) -> list[dict[str, Any]]:
                 place = (source, headers.folder("cuda"), folder / "kernels.cubin", arch)
                 report = nvrtc.resources(nvrtc.compile_cubin(*place))
                 about = {"cell": name, "dtype": str(dtype).split(".")[1], "arch": arch}
-                rows += [{**about, "kernel": k, **ring, **used} for k, used in report.items()]
+                rows += [
+                    {**about, "kernel": called.get(k, k), **ring, **used}
+                    for k, used in report.items()
+                ]
     return rows
 
 

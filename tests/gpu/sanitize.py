@@ -1,10 +1,13 @@
 """A small case of each kernel and layout, for compute-sanitizer."""
 
+import itertools
+
 import torch
 
 import pararnn
+from pararnn.engines.split import Split, pinned
 
-HOW = {"solver": "sequential", "backend": "fused"}
+SOLVERS = ("sequential", "newton")
 SIZES = ((2, 21, 66), (1, 5, 33), (3, 70, 256))
 
 
@@ -16,15 +19,19 @@ def main():
             gates = torch.randn(rows, length, len(cell.gates), channels, device="cuda").to(dtype)
             fields = {f: torch.rand(rows, length, device="cuda") for f in cell.fields}
             reset = torch.rand(rows, length, device="cuda") < 0.1
-            for options in ({}, {"reset": reset}, {"reverse": True}):
+            variants = ({}, {"reset": reset}, {"reverse": True})
+            for solver, options in itertools.product(SOLVERS, variants):
+                how = {"solver": solver, "backend": "fused"}
                 leaf = gates.clone().requires_grad_()
-                states, final = pararnn.solve(cell, leaf, fields=fields, **options, **HOW)
+                with pinned(Split(3, -(-length // 3), 4)):
+                    states, final = pararnn.solve(cell, leaf, fields=fields, **options, **how)
                 outputs = [
                     t
                     for pair in (states, final)
                     for t in (pair if isinstance(pair, tuple) else (pair,))
                 ]
-                torch.autograd.grad([o.sum() for o in outputs], [leaf, *cell.parameters()])
+                with pinned(Split(3, -(-length // 3), 4)):
+                    torch.autograd.grad([o.sum() for o in outputs], [leaf, *cell.parameters()])
                 count += 1
     torch.cuda.synchronize()
     print("ran", count)
