@@ -128,6 +128,8 @@ def test_export(tmp_path, device):
 
 
 def test_aot_inductor(tmp_path, device):
+    if device == "cuda":
+        pytest.skip("PyTorch 2.11 crashes where it loads such a package")
     module, program, others = _exported(device)
     path = str(tmp_path / "package.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=path)

@@ -12,7 +12,7 @@ import torch
 
 from pararnn.codegen import cache as disk
 from pararnn.codegen import headers
-from pararnn.codegen.emit import IO_TYPES, source_file
+from pararnn.codegen.emit import IO_TYPES, reads_gates, source_file
 from pararnn.codegen.nvrtc import (
     Kernel,
     ToolchainError,
@@ -122,6 +122,7 @@ def source_of(program: Program, variant: Variant) -> str:
         "adjacent_gates": variant.adjacent_gates,
         "reverse": variant.reverse,
         "events": variant.events,
+        "backward_reads_gates": reads_gates(program, variant.dtype),
     }
     by_part = {"broadcast": variant.broadcast}
     if variant.direction == "backward":

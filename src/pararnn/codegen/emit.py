@@ -55,6 +55,14 @@ def why_no_kernels(program: Program) -> str | None:
     return None
 
 
+def reads_gates(program: Program, dtype: torch.dtype) -> bool:
+    """Whether the gradient of a step depends on its gates' values."""
+    nodes = program.graphs[compute_dtype(dtype)].vjp.module.graph.nodes
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    first = program.num_states
+    return any(node.users for node in inputs[first : first + len(program.gates)])
+
+
 def source_file(
     program: Program,
     dtype: torch.dtype,

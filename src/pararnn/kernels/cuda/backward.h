@@ -1,7 +1,8 @@
 // The backward pass: the linear recurrence of the adjoint, from the last step to the first. Gates are
 // recomputed from the saved states, and every gradient is made here.
 //
-// Needs, besides problem.h: arriving (by state: whether gradients of its sequence arrive).
+// Needs, besides problem.h: arriving (by state: whether gradients of its sequence arrive),
+// backward_reads_gates (whether gradients depend on the gates' values).
 #pragma once
 #include "problem.h"
 
@@ -52,13 +53,13 @@ struct BackwardInputs {
 
 // Inputs, saved states h_{l-1}, and the gradients that arrive for the states.
 template <int direction> struct BackwardRing {
+  using OwnInputs = InputRing<direction, backward_reads_gates>;
   static constexpr int state_bytes = StateStream::Rows::bytes;
-  static constexpr int bytes =
-      InputRing<direction>::bytes + (num_states + count_arriving()) * state_bytes;
+  static constexpr int bytes = OwnInputs::bytes + (num_states + count_arriving()) * state_bytes;
 
   using Values = BackwardInputs;
 
-  InputRing<direction> inputs;
+  OwnInputs inputs;
   StateStream saved[num_states], grads[num_states];
   int without;  // steps at the end that have no state before them
 
@@ -66,7 +67,7 @@ template <int direction> struct BackwardRing {
                                 const Weights& weights, const Span& span)
       : inputs(place, p.in, at, weights, span.begin), without(span.end == (int)p.in.length) {
     const int64 length = p.in.length, t = time_of(p.in, direction, span.begin);
-    char* next = place + InputRing<direction>::bytes;
+    char* next = place + OwnInputs::bytes;
 #pragma unroll
     for (int n = 0; n < num_states; ++n, next += state_bytes)
       saved[n].start(next, p.states[n] + (at.row * length + t + direction) * channels,

@@ -121,6 +121,10 @@ struct Boundaries {
       for (int c = 0; c < per_lane; ++c)
         if (c < at.active) __stcg(own + i * channels + c, x[i][c]);
   }
+  PARARNN_FUNCTION void write_one(scalar* to, int w, int n, int c, real x) const {
+    if (c < at.active)
+      __stcg(to + ((at.row * s.segments + w) * num_states + n) * channels + at.own + c, x);
+  }
   PARARNN_FUNCTION int* moved(int w) const { return s.moved + column * s.segments + w; }
 };
 
@@ -132,19 +136,6 @@ PARARNN_FUNCTION real distance(real start, real wanted, real gain) {
   const real allowed = shared > rounding ? shared : rounding;
   const real apart = abs(start - wanted) / (allowed * (constant(1) + abs(wanted)));
   return apart < constant(1e30) ? apart : constant(1e30);
-}
-
-// The largest distance of a channel's states.
-PARARNN_FUNCTION real distance_of(const real (&start)[num_states][per_lane],
-                                  const real (&wanted)[num_states][per_lane],
-                                  const real (&product)[kept][per_lane], int c) {
-  real most = constant(0);
-#pragma unroll
-  for (int n = 0; n < num_states; ++n) {
-    const real own = distance(start[n][c], wanted[n][c], product[entries][c]);
-    most = own > most ? own : most;
-  }
-  return most;
 }
 
 PARARNN_FUNCTION real most_of_lanes(real x) {
@@ -163,81 +154,88 @@ PARARNN_FUNCTION real distance_at(const Boundaries& b, int w,
   b.read(b.s.starts, w, start);
   b.read(b.s.products, w, product);
 #pragma unroll
-  for (int c = 0; c < per_lane; ++c) {
-    const real own = distance_of(start, before, product, c);
-    far = own > far ? own : far;
-  }
+  for (int c = 0; c < per_lane; ++c)
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) {
+      const real own = distance(start[n][c], before[n][c], product[entries][c]);
+      far = own > far ? own : far;
+    }
   return most_of_lanes(far);
 }
 
-// Where the segment after one that ends at `end` should start, if the start of that one moves by
-// `shift`: Newton's update. What overflows is left out.
-PARARNN_FUNCTION void move_end(real (&end)[num_states][per_lane],
-                               const real (&product)[kept][per_lane],
-                               const real (&shift)[num_states][per_lane]) {
-#pragma unroll
-  for (int c = 0; c < per_lane; ++c)
-#pragma unroll
-    for (int i = 0; i < num_states; ++i) {
-      real change = constant(0);
-#pragma unroll
-      for (int k = 0; k < num_states; ++k)
-        if (shift[k][c] != constant(0))
-          change = multiply_add(product[i * num_states + k][c], shift[k][c], change);
-      if (finite(change)) end[i][c] += change;
-    }
-}
-
-// Segments whose boundaries are read together: memory answers all at once.
-constexpr int batch = num_states == 1 ? 8 : num_states == 2 ? 4 : 1;
+// Segments whose boundaries are read together, while those before them are looked at: memory answers
+// all at once, and one warp has nothing else to wait with.
+constexpr int batch = num_states == 1 ? 6 : num_states == 2 ? 2 : 1;
 
 struct Boundary {
   real wanted[num_states][per_lane], start[num_states][per_lane], product[kept][per_lane];
 };
 
+PARARNN_FUNCTION void read_batch(const Boundaries& b, int first, Boundary (&all)[batch]) {
+  const int last = (int)b.s.segments - 1;
+#pragma unroll
+  for (int k = 0; k < batch; ++k) {
+    const int w = min(first + k, last);
+    b.read(b.s.ends, w - 1, all[k].wanted);
+    b.read(b.s.starts, w, all[k].start);
+    b.read(b.s.products, w, all[k].product);
+  }
+}
+
 // Compares the end of every segment with the start of the next, and moves starts that are too far
-// away. Returns the largest distance, over what is allowed.
+// away: by what they are off, and by what the move of the start before makes of the end (Newton's
+// update; what overflows is left out). Returns the largest distance, over what is allowed.
 PARARNN_FUNCTION real move_starts(const Boundaries& b) {
   const int segments = (int)b.s.segments;
-  real shift[num_states][per_lane], before[kept][per_lane], furthest = constant(0);
+  real shift[num_states][per_lane], before[entries][per_lane], furthest = constant(0);
   clear(shift);
-  bool moving = false;  // whether the segment before has moved, by `shift`; `before` is its product
-  for (int first = 1; first < segments; first += batch) {
-    Boundary all[batch];
 #pragma unroll
-    for (int k = 0; k < batch; ++k) {
-      const int w = min(first + k, segments - 1);
-      b.read(b.s.ends, w - 1, all[k].wanted);
-      b.read(b.s.starts, w, all[k].start);
-      b.read(b.s.products, w, all[k].product);
-    }
+  for (int e = 0; e < entries; ++e)
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) before[e][c] = constant(0);
+  Boundary all[batch], next[batch];
+  read_batch(b, 1, all);
+  for (int first = 1; first < segments; first += batch) {
+    read_batch(b, first + batch, next);
 #pragma unroll
     for (int k = 0; k < batch; ++k) {
       const int w = first + k;
       if (w >= segments) continue;
-      Boundary& at = all[k];
-      if (moving) move_end(at.wanted, before, shift);
-      real far = constant(0);
+      bool moved = false;
 #pragma unroll
       for (int c = 0; c < per_lane; ++c) {
-        const real own = distance_of(at.start, at.wanted, at.product, c);
-        const bool moves = own > constant(1);  // all states of a channel together
+        real wanted[num_states];
+#pragma unroll
+        for (int i = 0; i < num_states; ++i) {
+          real change = constant(0);
+#pragma unroll
+          for (int j = 0; j < num_states; ++j)
+            if (shift[j][c] != constant(0))
+              change = multiply_add(before[i * num_states + j][c], shift[j][c], change);
+          wanted[i] = all[k].wanted[i][c] + (finite(change) ? change : constant(0));
+        }
+        real far = constant(0);
 #pragma unroll
         for (int n = 0; n < num_states; ++n) {
-          shift[n][c] = moves ? at.wanted[n][c] - at.start[n][c] : constant(0);
-          if (moves) at.start[n][c] = at.wanted[n][c];
+          const real own = distance(all[k].start[n][c], wanted[n], all[k].product[entries][c]);
+          far = own > far ? own : far;
         }
-        far = own > far ? own : far;
+        const bool moves = far > constant(1);  // all states of a channel together
+#pragma unroll
+        for (int n = 0; n < num_states; ++n) {
+          shift[n][c] = moves ? wanted[n] - all[k].start[n][c] : constant(0);
+          if (moves) b.write_one(b.s.starts, w, n, c, wanted[n]);
+        }
+#pragma unroll
+        for (int e = 0; e < entries; ++e) before[e][c] = all[k].product[e][c];
+        furthest = far > furthest ? far : furthest;
+        moved |= moves;
       }
-#pragma unroll
-      for (int e = 0; e < kept; ++e)
-#pragma unroll
-        for (int c = 0; c < per_lane; ++c) before[e][c] = at.product[e][c];
-      moving = __any_sync(~0u, far > constant(1));
-      if (moving) b.write(b.s.starts, w, at.start);
-      if (lane() == 0) *b.moved(w) = moving;
-      furthest = far > furthest ? far : furthest;
+      const unsigned any = __ballot_sync(~0u, moved);
+      if (lane() == 0) __stcg(b.moved(w), any != 0 ? 1 : 0);
     }
+#pragma unroll
+    for (int k = 0; k < batch; ++k) all[k] = next[k];
   }
   __syncwarp();
   return most_of_lanes(furthest);

@@ -142,11 +142,12 @@ struct StepInputs {
   real gate[num_gates][per_lane], field[field_slots][per_lane];
 };
 
-// The ring of gates and fields. `direction`: of processing through time.
-template <int direction> struct InputRing {
+// The ring of gates and fields. `direction`: of processing through time. `gated`: whether gates are read.
+template <int direction, bool gated = true> struct InputRing {
   using Gates = Stream<io, num_gates, tile, chunk>;
   using Fields = FieldStreams<0, direction>;
-  static constexpr int bytes = stages * (Gates::stage_bytes + Fields::stage_bytes);
+  static constexpr int gate_bytes = gated ? Gates::bytes : 0;
+  static constexpr int bytes = gate_bytes + stages * Fields::stage_bytes;
 
   using Values = StepInputs;
 
@@ -162,25 +163,26 @@ template <int direction> struct InputRing {
         between(in.gate_stride()) {
     const io* origin =
         in.gates + at.row * in.gate_row + time_of(in, direction, begin) * in.time_stride();
-    gates.start(place, time, [&](int e) -> const io* {
+    if (gated) gates.start(place, time, [&](int e) -> const io* {
       return at.first + e < channels ? origin + in.gate_offset(at.first + e) : nullptr;
     });
-    fields.start(place + stages * Gates::stage_bytes, in, at, begin);
+    fields.start(place + gate_bytes, in, at, begin);
   }
   PARARNN_FUNCTION void copy(int slot, int s, int left) const {
-    gates.copy(slot, s, left, time, between);
+    if (gated) gates.copy(slot, s, left, time, between);
     fields.copy(slot, s, left);
   }
   PARARNN_FUNCTION void next_stage() {
-    gates.next_stage(time);
+    if (gated) gates.next_stage(time);
     fields.next_stage();
   }
   PARARNN_FUNCTION void read(int slot, int s, StepInputs& values) const {
 #pragma unroll
     for (int g = 0; g < num_gates; ++g) {
-      gates.read(slot, s, g, values.gate[g]);
+      if (gated) gates.read(slot, s, g, values.gate[g]);
 #pragma unroll
-      for (int c = 0; c < per_lane; ++c) values.gate[g][c] += weights.bias[g][c];
+      for (int c = 0; c < per_lane; ++c)
+        values.gate[g][c] = gated ? values.gate[g][c] + weights.bias[g][c] : constant(0);
     }
     fields.read(slot, s, values.field);
   }
