@@ -165,7 +165,7 @@ PARARNN_FUNCTION real distance_at(const Boundaries& b, int w,
 
 // Segments whose boundaries are read together, while those before them are looked at: memory answers
 // all at once, and one warp has nothing else to wait with.
-constexpr int batch = num_states == 1 ? 6 : num_states == 2 ? 2 : 1;
+constexpr int batch = num_states == 1 ? 4 : num_states == 2 ? 2 : 1;
 
 struct Boundary {
   real wanted[num_states][per_lane], start[num_states][per_lane], product[kept][per_lane];
