@@ -23,7 +23,8 @@ def has_compiler() -> bool:
 
 
 PLAIN, FUSED = ("sequential", "torch"), ("sequential", "fused")
-KERNEL_PAIRS = [FUSED, ("newton", "scan")]
+SCAN = ("newton", "scan")
+KERNEL_PAIRS = [FUSED, SCAN]
 PAIRS = [PLAIN, ("newton", "torch"), *(KERNEL_PAIRS if has_compiler() else [])]
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 OPS = [pair for pair in PAIRS if pair != PLAIN]  # those behind the operator

@@ -48,10 +48,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def _solve():
+def _inputs():
     torch.manual_seed(0)
-    cell = pararnn.ElmanCell(5)
-    return pararnn.solve(cell, torch.randn(2, 9, 1, 5), backend="fused")[0]
+    return pararnn.ElmanCell(5), torch.randn(2, 9, 1, 5)
+
+
+def _solve(inputs=None):
+    return pararnn.solve(*(inputs or _inputs()), backend="fused")[0]
 
 
 def _again(monkeypatch):
@@ -162,13 +165,13 @@ def test_damaged_and_foreign_entries_are_made_anew(folder, damage, tmp_path, mon
 @needs_compiler
 def test_processes_and_threads_at_once(folder):
     environment = {**os.environ, "PARARNN_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN]
+    command, inputs = [sys.executable, "-c", RUN], _inputs()  # all threads draw from one generator
     started = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
     with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda _: _solve(), range(3)))
+        results = list(pool.map(_solve, [inputs] * 3))
     sums = {process.communicate()[0].split()[1] for process in started}
     assert all(process.returncode == 0 for process in started)
     assert sums == {f"{results[0].double().sum().item():.12f}"}

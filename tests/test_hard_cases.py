@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from table import FUSED, OPS, PAIRS, PLAIN, ROWS, make_case
+from table import FUSED, OPS, PAIRS, PLAIN, ROWS, SCAN, make_case
 
 import pararnn
 from pararnn.contract import check_solve
 from pararnn.engines import newton_torch
 
 LONG = 2048
+# A loop does nothing else at one scale than at another, and one scan nothing else than another.
+SCALES = {FUSED: (1, 8), SCAN: (2,)}
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +30,9 @@ def _scaled(name, dtype, scale, bias=0.0):
 
 
 @pytest.mark.filterwarnings("ignore::pararnn.ConvergenceWarning")
-# A loop does nothing else at one scale than at another: the ends will do, each costs seconds.
 @pytest.mark.parametrize(
     ("pair", "scale"),
-    [(pair, scale) for pair in OPS for scale in ((1, 8) if pair == FUSED else (1, 2, 4, 8))],
+    [(pair, scale) for pair in OPS for scale in SCALES.get(pair, (1, 2, 4, 8))],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gru", "lstm", "elman", "lem", "slstm", "lrc"])

@@ -2,16 +2,23 @@
 
 import pytest
 import torch
-from table import DTYPES, LENGTHS, ROWS, VARIANTS, dtype_name, make_case
+from table import DTYPES, LENGTHS, ROWS, SCAN, VARIANTS, dtype_name, make_case
 
 import pararnn
 from pararnn.contract import check_solve
 
+# (newton, scan) is (newton, torch) with another scan: what is longer repeats that one's rows.
+CASES = [
+    pytest.param(*row.values, length, id=f"{row.id}-{length}")
+    for row in ROWS
+    for length in LENGTHS
+    if row.values[1] != SCAN or length <= 100
+]
 
-@pytest.mark.parametrize("length", LENGTHS)
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize(("name", "pair"), ROWS)
-def test_solves_obey_the_contract(name, pair, dtype, length):
+@pytest.mark.parametrize(("name", "pair", "length"), CASES)
+def test_solves_obey_the_contract(name, pair, length, dtype):
     solver, backend = pair
     for variant in VARIANTS:
         case = make_case(pararnn.CELLS[name], dtype, length, variant)

@@ -92,6 +92,10 @@ struct Linear {
   }
 };
 
+PARARNN_FUNCTION real reciprocal_of(real x) {
+  return wide ? (real)(1.0 / (double)x) : (real)fast_reciprocal((float)x);
+}
+
 PARARNN_FUNCTION bool finite(real x) { return abs(x) < constant(INFINITY); }
 
 // The starts, ends and products of the segments of a tile, through memory that all blocks see.
@@ -131,11 +135,15 @@ struct Boundaries {
 // How far a start is from where it belongs, over what it may: above 1 is too far. `gain`: what its
 // segment makes of the difference, at most.
 PARARNN_FUNCTION real distance(real start, real wanted, real gain) {
-  if (start == wanted || (isnan(start) && isnan(wanted))) return constant(0);
-  const real shared = allowance / gain;
-  const real allowed = shared > rounding ? shared : rounding;
-  const real apart = abs(start - wanted) / (allowed * (constant(1) + abs(wanted)));
-  return apart < constant(1e30) ? apart : constant(1e30);
+  real allowed = rounding;
+  if constexpr (allowance != rounding) {
+    const real shared = allowance * reciprocal_of(gain);
+    allowed = shared > rounding ? shared : rounding;
+  }
+  const real apart = abs(start - wanted) * reciprocal_of(allowed * (constant(1) + abs(wanted)));
+  if (apart < constant(1e30)) return apart;
+  const bool same_nothing = start == wanted || (isnan(start) && isnan(wanted));
+  return same_nothing ? constant(0) : constant(1e30);
 }
 
 PARARNN_FUNCTION real most_of_lanes(real x) {
@@ -375,7 +383,7 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
 
 }  // namespace pararnn
 
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(32, 10)
 run(const __grid_constant__ pararnn::NewtonProblem problem) {
   pararnn::run_newton(problem);
 }
