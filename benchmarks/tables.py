@@ -20,6 +20,7 @@ PAGES = (
     "README.md",
     "docs/generated-kernels.md",
     "docs/how-it-works.md",
+    "docs/scan.md",
     "docs/solvers-and-backends.md",
 )
 MARKED = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
@@ -279,9 +280,60 @@ def speedup_cuda() -> str:
     return f"{text}\n\n{table(head, body)}"
 
 
+def over_loop(row: Row) -> list[str]:
+    """Newton's time, sweeps, the loop's time and the speed-up, the limit's ratio and the aim."""
+    keys = ("newton_ms", "sequential_ms", "speedup", "of_limit", "aim_ms")
+    newton, loop, speedup, of_limit, aim = (figure(row, key) for key in keys)
+    return [newton, row["sweeps"], loop, f"{speedup} x", of_limit, aim]
+
+
+OVER_LOOP = ["(newton, fused)", "sweeps", "(sequential, fused)", "speed-up", "over limit", "aim"]
+
+
+def split_times(section: str, first: str, with_pass: bool = True) -> str:
+    """A section of the kernels that split time."""
+    rows = [row for row in read("parallel.csv") if row["section"] == section]
+    body = []
+    for row in rows:
+        passes = [row["pass"]] if with_pass else []
+        body.append([row["what"], *passes, row["dtype"], size(row), *over_loop(row)])
+    head = [first, *(["pass"] if with_pass else []), "dtype", "B, T, D", *OVER_LOOP]
+    keep = [i for i, _ in enumerate(head) if any(line[i] for line in body)]
+    lines = [[line[i] for i in keep] for line in body]
+    text = f"Medians in ms {source(rows, 'parallel.csv')}:"
+    return f"{text}\n\n{table([head[i] for i in keep], lines)}"
+
+
+def auto_cuda() -> str:
+    """Both solvers' kernels and what auto takes."""
+    rows = read("auto_cuda.csv")
+    worst = max(float(row["auto_of_best"]) for row in rows)
+    shown = [row for row in rows if row["dtype"] == "float32" and row["T"] in ("512", "2048")]
+    body = [
+        [
+            row["what"],
+            size(row),
+            figure(row, "sequential_ms"),
+            figure(row, "newton_ms"),
+            row["auto"],
+        ]
+        for row in shown
+    ]
+    text = (
+        f"ms {source(rows, 'auto_cuda.csv')}. At worst `auto` takes {worst:.2f} times the better "
+        f"one's time, over {len(rows)} sizes and dtypes; float32, two lengths of four:"
+    )
+    head = ["cell", "B, T, D", "(sequential, fused)", "(newton, fused)", "`auto`"]
+    return f"{text}\n\n{table(head, body)}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "auto_torch": auto_torch,
+    "auto_cuda": auto_cuda,
+    "parallel": lambda: split_times("shapes", "cell"),
+    "parallel_hard": lambda: split_times("hard", "GRU with", with_pass=False),
+    "scan": lambda: split_times("scan", "decay"),
     "compile": compile_times,
     "cpu": cpu,
     "newton_iterations": newton_iterations,
