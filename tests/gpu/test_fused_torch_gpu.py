@@ -228,6 +228,18 @@ def test_first_use_is_quick_and_says_so(tmp_path, monkeypatch, caplog):
     assert not caplog.text  # precompile has made what the layer runs
 
 
+def test_wrong_cu_seqlens_stop_the_device():
+    code = (
+        "import torch, pararnn; cell = pararnn.GRUCell(4, device='cuda'); "
+        "cuts = torch.tensor([0, 9, 5], device='cuda'); "
+        "pararnn.solve(cell, torch.randn(1, 9, 3, 4, device='cuda'), cu_seqlens=cuts); "
+        "torch.cuda.synchronize()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "cu_seqlens must start at 0" in done.stdout + done.stderr
+
+
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool):

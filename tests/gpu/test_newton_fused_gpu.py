@@ -165,3 +165,18 @@ def test_replays_of_a_graph():
             with torch.no_grad():
                 (expected, _), _ = pararnn.solve(case.cell, case.gates, **HOW)
             assert torch.equal(h, expected)
+
+
+def test_millions_of_steps():
+    steps = 2**22
+    torch.manual_seed(0)
+    cell = pararnn.GRUCell(8, device="cuda")
+    gates = torch.randn(1, steps, 3, 8, device="cuda")
+    results = {}
+    for solver in ("newton", "sequential"):
+        leaf = gates.clone().requires_grad_()
+        states, final = pararnn.solve(cell, leaf, solver=solver, backend="fused")
+        (grad,) = torch.autograd.grad(states.square().mean() + final.sum(), leaf)
+        results[solver] = (states.detach(), final.detach(), grad)
+    for mine, loop in zip(*results.values(), strict=True):
+        assert (mine - loop).abs().max() <= 2e-5 * loop.abs().max()
