@@ -327,12 +327,33 @@ def auto_cuda() -> str:
     return f"{text}\n\n{table(head, body)}"
 
 
+def scaling() -> str:
+    """The scan, and forward + backward of whole solves, at some lengths, by every pair."""
+    rows = [
+        row for row in read("scaling.csv") if row["section"] == "reduction" or row["pass"] == "both"
+    ]
+    lengths = ("64", "512", "4096", "65536", "131072", "1048576", "4194304")
+    body = []
+    for key in dict.fromkeys((row["section"], row["what"], row["way"]) for row in rows):
+        mine = {
+            row["T"]: figure(row, "ms")
+            for row in rows
+            if (row["section"], row["what"], row["way"]) == key
+        }
+        what = f"scan, {key[1]}" if key[0] == "reduction" else key[1]
+        body.append([what, key[2], *(mine.get(length, "") for length in lengths)])
+    head = ["", "by", *(f"T = {int(length):,}" for length in lengths)]
+    text = f"ms, B = 1, D = {rows[0]['D']}, float32 {source(rows, 'scaling.csv')}:"
+    return f"{text}\n\n{table(head, body)}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "auto_torch": auto_torch,
     "auto_cuda": auto_cuda,
     "parallel": lambda: split_times("shapes", "cell"),
     "parallel_hard": lambda: split_times("hard", "GRU with", with_pass=False),
+    "scaling": scaling,
     "scan": lambda: split_times("scan", "decay"),
     "compile": compile_times,
     "cpu": cpu,
