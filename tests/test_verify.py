@@ -4,6 +4,7 @@ import pytest
 import torch
 from table import make_case, needs_compiler
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 import pararnn
 from pararnn.contract import check_solve
@@ -78,3 +79,19 @@ def test_a_wrong_gradient_is_caught(monkeypatch):
     result = check_solve(case.cell, case.gates, solver="newton")
     failed = [check.name for check in result.checks if not check.passed]
     assert failed == ["grad gates", "grad initial h", "grad a_z", "grad a_r", "grad a_c"]
+
+
+def test_every_kind_of_sequence_is_checked():
+    torch.manual_seed(0)
+    both = pararnn.ParaLSTM(4, 6, num_layers=2, bidirectional=True, num_heads=2)
+    x = torch.randn(3, 50, 4)
+    packed = pack_sequence([torch.randn(n, 4) for n in (3, 9, 5)], enforce_sorted=False)
+    for given, options in (
+        (x, {"lengths": [50, 3, 20], "padding": "left"}),
+        (packed, {}),
+        (x[0], {"cu_seqlens": torch.tensor([0, 4, 9, 9, 30])}),
+        (x, {"reset": torch.rand(3, 50) < 0.1, "all_states": True, "mode": "PARALLEL"}),
+    ):
+        report = pararnn.verify(both, given, **options)
+        assert report.passed
+        assert len(report.layers) == 4
