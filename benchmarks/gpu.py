@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from common import RESULTS, provenance, write_csv
 
 MAX_REPLAYS = 4000
 
@@ -106,3 +109,37 @@ def host_us(call: Call, batches: int = 7, calls: int = 300) -> float:
             call()
         times.append((time.perf_counter() - begin) / calls * 1e6)
     return statistics.median(times[1:])
+
+
+Sections = Mapping[str, tuple[Callable[[Run], list[Row]], str]]
+"""By name: what measures a section's rows, and the file that they are written to."""
+
+
+def run_sections(doc: str | None, sections: Sections, graph_budget: float) -> None:
+    """The command line of a benchmark in sections; `graph_budget`: ms for a timing by replays."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help=f"sections by prefix: {', '.join(sections)}")
+    parser.add_argument("--quick", action="store_true", help="few replays")
+    parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
+    args = parser.parse_args()
+    chosen = [name for name in sections if name.startswith(args.only)]
+    if not chosen:
+        parser.error(f"--only {args.only}: no such section; there are {', '.join(sections)}")
+    about, begin = provenance("cuda"), time.perf_counter()
+    torch.manual_seed(0)
+    budgets = (30.0, 20.0) if args.quick else (graph_budget, 200.0)
+    run = Run(*budgets, copy_rate(budgets[0]))
+    about["copy_GB_per_s"] = f"{run.copy_rate / 1e9:.1f}"  # read and written
+    print(about, flush=True)
+    files: dict[str, list[Row]] = {}
+    out = args.out or (None if args.only or args.quick else RESULTS)
+    for section in chosen:
+        measure, file = sections[section]
+        rows = files.setdefault(file, [])
+        rows += [{**about, **row} for row in measure(run)]
+        if out is not None and rows:
+            write_csv(out / file, rows)  # now: a later section may fail
+        print(f"{section}: {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"written to {out or 'nowhere (see --out)'}")

@@ -9,28 +9,35 @@ and kernels_host.csv; a run of some sections only, or a quick one, writes where 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from common import RESULTS, provenance, write_csv
 from cpu import output_of
-from gpu import Call, Row, Run, cache_bytes, copy_rate, host_us, sets_for, times_of
+from gpu import (
+    Call,
+    Row,
+    Run,
+    Sections,
+    cache_bytes,
+    host_us,
+    run_sections,
+    sets_for,
+    times_of,
+)
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
+from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.fused_cuda import SEQUENTIAL
 from pararnn.layers import DirectionalLayer
-from pararnn.program import program_of
+from pararnn.program import Program, program_of
 from pararnn.solve import prepare
 
 Size = tuple[int, int, int]
@@ -119,21 +126,28 @@ def row_of(section: str, what: str, step: str, size: Size, dtype: torch.dtype, t
 
 def kernel_calls(cell: Cell, what: str, size: Size, dtype: torch.dtype) -> list[Call]:
     """A pass of the engine on enough inputs to exceed the caches."""
-    program, (batch, length, channels) = program_of(cell), size
+    batch, length, channels = size
     shape = (batch, length, len(cell.gates), channels)
     bias = 0.1 * torch.randn(shape[2:], device="cuda")
+    sets = sets_for(math.prod(shape) * dtype.itemsize, cache_bytes())
+    draws = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(sets))
+    inputs = [prepare(cell, gates, bias=bias) for gates in draws]
+    return calls_of(SEQUENTIAL, program_of(cell), inputs, what)
+
+
+def calls_of(
+    engine: Engine, program: Program, inputs: Sequence[Arguments], what: str
+) -> list[Call]:
+    """A pass of an engine on each of the inputs; the output's gradient arrives, no other."""
+    if what == "forward":
+        return [partial(engine.forward, program, args, "warn") for args in inputs]
+    assert engine.backward is not None
     unread = (None,) * (program.num_states - 1)
-    backward, calls = SEQUENTIAL.backward, list[Call]()
-    assert backward is not None
-    for _ in range(sets_for(math.prod(shape) * dtype.itemsize, cache_bytes())):
-        gates = torch.randn(shape, device="cuda", dtype=dtype)
-        args = prepare(cell, gates, bias=bias)
-        if what == "forward":
-            calls.append(partial(SEQUENTIAL.forward, program, args, "warn"))
-        else:
-            states = SEQUENTIAL.forward(program, args, "warn").states
-            grads = (torch.randn_like(states[0]), *unread)
-            calls.append(partial(backward, program, args, states, grads, (None, *unread)))
+    calls: list[Call] = []
+    for args in inputs:
+        states = SEQUENTIAL.forward(program, args, "warn").states
+        grads: tuple[Tensor | None, ...] = (torch.randn_like(states[0]), *unread)
+        calls.append(partial(engine.backward, program, args, states, grads, (None, *unread)))
     return calls
 
 
@@ -359,7 +373,7 @@ def host_rows(run: Run) -> list[Row]:
 
 
 # Peers come last: a failed capture by one of them could spoil what follows.
-SECTIONS: Mapping[str, tuple[Callable[[Run], list[Row]], str]] = {
+SECTIONS: Sections = {
     "kernels": (kernel_rows, "kernels.csv"),
     "layers": (layer_rows, "kernels.csv"),
     "memory": (memory_rows, "kernels_memory.csv"),
@@ -368,31 +382,5 @@ SECTIONS: Mapping[str, tuple[Callable[[Run], list[Row]], str]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help=f"sections by prefix: {', '.join(SECTIONS)}")
-    parser.add_argument("--quick", action="store_true", help="few replays")
-    parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
-    args = parser.parse_args()
-    chosen = [name for name in SECTIONS if name.startswith(args.only)]
-    if not chosen:
-        parser.error(f"--only {args.only}: no such section; there are {', '.join(SECTIONS)}")
-    about, begin = provenance("cuda"), time.perf_counter()
-    torch.manual_seed(0)
-    graph_budget, bench_budget = (30.0, 20.0) if args.quick else (500.0, 200.0)
-    run = Run(graph_budget, bench_budget, copy_rate(graph_budget))
-    about["copy_GB_per_s"] = f"{run.copy_rate / 1e9:.1f}"  # read and written
-    print(about, flush=True)
-    files: dict[str, list[Row]] = {}
-    out = args.out or (None if args.only or args.quick else RESULTS)
-    for section in chosen:
-        measure, file = SECTIONS[section]
-        rows = files.setdefault(file, [])
-        rows += [{**about, **row} for row in measure(run)]
-        if out is not None and rows:
-            write_csv(out / file, rows)  # now: a later section may fail
-    print(f"{time.perf_counter() - begin:.0f} s; written to {out or 'nowhere (see --out)'}")
-
-
 if __name__ == "__main__":
-    main()
+    run_sections(__doc__, SECTIONS, graph_budget=500.0)

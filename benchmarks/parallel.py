@@ -9,24 +9,18 @@ Writes results/parallel.csv and results/auto_cuda.csv.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from common import RESULTS, provenance, write_csv
-from gpu import Call, Row, cache_bytes, copy_rate, replay_times, sets_for
-from kernels import Size, bytes_moved
-from torch import Tensor
+from gpu import Row, Run, Sections, cache_bytes, replay_times, run_sections, sets_for
+from kernels import Size, bytes_moved, calls_of
 
 from pararnn import CELLS, Cell
 from pararnn.cells.affine import AFFINE
-from pararnn.engines.base import Arguments, Engine
+from pararnn.engines.base import Arguments
 from pararnn.engines.fused_cuda import NEWTON, SEQUENTIAL
 from pararnn.engines.table import engine_for
 from pararnn.program import Program, program_of
@@ -86,22 +80,6 @@ def cell_of(name: str, channels: int, std: float = 0.3) -> Cell:
     return cell
 
 
-def calls_of(
-    engine: Engine, program: Program, inputs: Sequence[Arguments], what: str
-) -> list[Call]:
-    """A pass of an engine on each of the inputs."""
-    if what == "forward":
-        return [partial(engine.forward, program, args, "warn") for args in inputs]
-    assert engine.backward is not None
-    unread = (None,) * (program.num_states - 1)
-    calls: list[Call] = []
-    for args in inputs:
-        states = SEQUENTIAL.forward(program, args, "warn").states
-        grads: tuple[Tensor | None, ...] = (torch.randn_like(states[0]), *unread)
-        calls.append(partial(engine.backward, program, args, states, grads, (None, *unread)))
-    return calls
-
-
 @torch.no_grad()
 def measured(
     program: Program, inputs: Sequence[Arguments], what: str, budget: float, few: bool = False
@@ -143,35 +121,39 @@ def finished(row: Row, moved: int, rate: float, aim: float | str) -> Row:
     return row
 
 
-def shape_rows(budget: float, rate: float) -> list[Row]:
+def shape_rows(run: Run) -> list[Row]:
     """The shapes that batch and channels do not fill a GPU with."""
     rows = []
     for (name, size, dtype, step), aim in AIMS.items():
         cell = cell_of(name, size[2])
         times = measured(
-            program_of(cell), inputs_of(cell, size, dtype), step, budget, size[1] > 9999
+            program_of(cell), inputs_of(cell, size, dtype), step, run.graph_budget, size[1] > 9999
         )
         moved = bytes_moved(step, size, len(cell.gates), len(cell.states), dtype)
-        rows.append(finished(about_of("shapes", name, size, dtype, step) | times, moved, rate, aim))
+        rows.append(
+            finished(about_of("shapes", name, size, dtype, step) | times, moved, run.copy_rate, aim)
+        )
     return rows
 
 
-def hard_rows(budget: float, rate: float) -> list[Row]:
+def hard_rows(run: Run) -> list[Row]:
     """GRU forward where channels forget slowly, never, or expand."""
     rows = []
     for (what, std, bias, latch), (size, dtype) in itertools.product(HARD, LATCH_AIMS):
         cell = cell_of("gru", size[2], std)
         inputs = inputs_of(cell, size, dtype, bias, latch)
-        times = measured(program_of(cell), inputs, "forward", budget, size[1] > 9999)
+        times = measured(program_of(cell), inputs, "forward", run.graph_budget, size[1] > 9999)
         moved = bytes_moved("forward", size, len(cell.gates), len(cell.states), dtype)
         aim = LATCH_AIMS[size, dtype] if latch else ""
         rows.append(
-            finished(about_of("hard", what, size, dtype, "forward") | times, moved, rate, aim)
+            finished(
+                about_of("hard", what, size, dtype, "forward") | times, moved, run.copy_rate, aim
+            )
         )
     return rows
 
 
-def scan_rows(budget: float, rate: float) -> list[Row]:
+def scan_rows(run: Run) -> list[Row]:
     """The affine recurrence alone, by how fast it forgets."""
     rows = []
     for size, decay, step in itertools.product((LONG, BIG), (0.5, 0.999), ("forward", "backward")):
@@ -180,14 +162,14 @@ def scan_rows(budget: float, rate: float) -> list[Row]:
         a = decay * (1 - 0.1 * torch.rand(size, device="cuda"))
         b = torch.randn(batch, length, 1, channels, device="cuda")
         args = Arguments(b, None, (a,), (), (), batch, None, None, False)
-        times = measured(program, [args], step, budget, length > 9999)
+        times = measured(program, [args], step, run.graph_budget, length > 9999)
         moved = math.prod(size) * 4 * {"forward": 3, "backward": 5}[step]
         row = about_of("scan", f"a up to {decay}", size, F32, step) | times
-        rows.append(finished(row, moved, rate, ""))
+        rows.append(finished(row, moved, run.copy_rate, ""))
     return rows
 
 
-def grid_rows(budget: float, rate: float) -> list[Row]:
+def grid_rows(run: Run) -> list[Row]:
     """Forward and backward by both solvers, and what auto takes."""
     rows = []
     for name, size, dtype in itertools.product(("gru",), GRID, (F32, BF16)):
@@ -195,7 +177,7 @@ def grid_rows(budget: float, rate: float) -> list[Row]:
         program, inputs = program_of(cell), inputs_of(cell, size, dtype)[:8]
         total = dict.fromkeys(ENGINES, 0.0)
         for step in ("forward", "backward"):
-            times = measured(program, inputs, step, budget / 5)
+            times = measured(program, inputs, step, run.graph_budget / 5)
             for solver in ENGINES:
                 total[solver] += times[f"{solver}_ms"]
         device = torch.device("cuda", torch.cuda.current_device())
@@ -210,7 +192,7 @@ def grid_rows(budget: float, rate: float) -> list[Row]:
     return rows
 
 
-SECTIONS: Mapping[str, tuple[Callable[[float, float], list[Row]], str]] = {
+SECTIONS: Sections = {
     "shapes": (shape_rows, "parallel.csv"),
     "hard": (hard_rows, "parallel.csv"),
     "scan": (scan_rows, "parallel.csv"),
@@ -218,28 +200,5 @@ SECTIONS: Mapping[str, tuple[Callable[[float, float], list[Row]], str]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help=f"sections by prefix: {', '.join(SECTIONS)}")
-    parser.add_argument("--quick", action="store_true", help="few replays")
-    parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
-    args = parser.parse_args()
-    about, begin = provenance("cuda"), time.perf_counter()
-    torch.manual_seed(0)
-    budget = 30.0 if args.quick else 300.0
-    rate = copy_rate(budget)
-    about["copy_GB_per_s"] = f"{rate / 1e9:.1f}"
-    print(about, flush=True)
-    out = args.out or (None if args.only or args.quick else RESULTS)
-    files: dict[str, list[Row]] = {}
-    for section, (measure, file) in SECTIONS.items():
-        if section.startswith(args.only):
-            rows = files.setdefault(file, [])
-            rows += [{**about, **row} for row in measure(budget, rate)]
-            if out is not None:
-                write_csv(out / file, rows)  # now: a later section may fail
-            print(f"{section}: {time.perf_counter() - begin:.0f} s", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_sections(__doc__, SECTIONS, graph_budget=300.0)
