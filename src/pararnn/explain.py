@@ -60,11 +60,11 @@ def explain(
     Builds the kernels that it talks about. Raises ValueError for an impossible shape, EngineError
     where the request cannot run.
     """
-    cell = module.cell if isinstance(module, ParaRNN) else module
-    default = Request()
-    batch_first = True
     if isinstance(module, ParaRNN):
-        default, batch_first = Request(module.solver, module.backend), module.batch_first
+        cell, batch_first = module.cell, module.batch_first
+        default = Request(module.solver, module.backend)
+    else:
+        cell, batch_first, default = module, True, Request()
     if len(shape) < 2:
         raise ValueError(f"shape must hold batch and time, or time and channels, got {shape}")
     if len(shape) == 2:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pararnn.cells.affine import AFFINE, COMPLEX
 from pararnn.engines.base import Arguments
-from pararnn.engines.request import Request, chosen
+from pararnn.engines.request import left_open
 from pararnn.numerics import check_io_dtype
 from pararnn.program import make_program, program_by_key
 from pararnn.solve import run
@@ -40,8 +40,7 @@ def scan(
         EngineError: the pair cannot run here.
     """
     _check(a, b, initial)
-    asked = (None if name == "auto" else name for name in (solver, backend))
-    pair = chosen(Request(*asked), Request())
+    pair = left_open(solver, backend)
     start: tuple[Tensor, ...] = ()
     if b.is_complex():
         if initial is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments
-from pararnn.engines.request import Request, chosen
+from pararnn.engines.request import left_open
 from pararnn.engines.table import engine_for
 from pararnn.numerics import check_io_dtype
 from pararnn.op import apply_engine
@@ -60,8 +60,7 @@ def solve(
         TypeError, ValueError: wrong dtypes, ranks, sizes or devices, named.
         EngineError: the pair cannot run this cell here. CellError, StructureError: the step.
     """
-    asked = (None if name == "auto" else name for name in (solver, backend))
-    solver, backend = chosen(Request(*asked), Request())
+    solver, backend = left_open(solver, backend)
     states, final, _ = solve_with_info(
         cell,
         gates,

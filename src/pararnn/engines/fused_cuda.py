@@ -142,8 +142,7 @@ class _Inputs:
         self.per_lane = most_per_lane(gates.dtype)
         if solver == "sequential":
             self.per_lane = _per_lane(gates.dtype, self.rows, self.channels, gates.device)
-        tiles = -(-self.channels // (LANES * self.per_lane))
-        self.blocks = self.rows * tiles if self.length else 0
+        self.blocks = self.rows * _tiles(self.channels, self.per_lane) if self.length else 0
         if self.length >= MAX_LENGTH or self.blocks > MAX_BLOCKS:
             raise EngineError(
                 f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS} tiles of channels, "
@@ -257,10 +256,15 @@ def _padded_words(words: Sequence[int]) -> Sequence[int]:
     return words or (0,)
 
 
+def _tiles(channels: int, per_lane: int) -> int:
+    """The warps that run a row's channels side by side."""
+    return -(-channels // (LANES * per_lane))
+
+
 def _per_lane(dtype: torch.dtype, rows: int, channels: int, device: torch.device) -> int:
     """Two channels a lane halve the instructions for addresses, one doubles the warps."""
     most = most_per_lane(dtype)
-    warps = rows * -(-channels // (LANES * most))
+    warps = rows * _tiles(channels, most)
     return most if warps > WARPS_A_CORE * _cores(device) // 2 else 1
 
 
@@ -274,7 +278,7 @@ def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.de
     batch, steps, channels = size
     if steps < MIN_LENGTH or not torch.cuda.is_available():
         return 1
-    columns = batch * -(-channels // (LANES * most_per_lane(dtype)))
+    columns = batch * _tiles(channels, most_per_lane(dtype))
     return segments_for(steps, columns, _cores_as_constant(device))
 
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.affine import AFFINE
-from pararnn.engines import fused_cuda, sequential_fused_cpu
+from pararnn.engines import fused_cuda, newton_torch, sequential_fused_cpu
 from pararnn.engines.base import Arguments, Engine
-from pararnn.engines.newton_torch import engine_of
 from pararnn.program import Program, make_program
 from pararnn.structure import BlockDiagonal, Diagonal, Structure
 
@@ -44,9 +43,9 @@ def _affine(num_states: int) -> Program:
 
 
 def _why_not(program: Program) -> str | None:
-    structure = program.structure
-    if structure is None:
-        return f"{program.cell_name} is sequential-only: {program.why_sequential}"
+    reason, structure = newton_torch.why_not(program), program.structure
+    if reason is not None or structure is None:
+        return reason
     if not isinstance(structure, (Diagonal, BlockDiagonal)):
         return f"the scan kernel takes diagonal and block-diagonal Jacobians, not {structure.name}"
     if program.num_states not in AFFINE:
@@ -64,7 +63,7 @@ def _engine(device: str) -> Engine:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         kernel(_affine(program.num_states), wide)
 
-    return engine_of("scan", kernel_scan, _why_not, build)
+    return newton_torch.engine_of("scan", kernel_scan, _why_not, build)
 
 
 ENGINES = {device: _engine(device) for device in _KERNELS}

@@ -88,7 +88,8 @@ def _report(program: Program, length: int, result: NewtonResult, on_failure: str
         )
 
 
-def _why_not(program: Program) -> str | None:
+def why_not(program: Program) -> str | None:
+    """The reason why Newton's method cannot take a cell, if any."""
     if program.structure is None:
         return f"{program.cell_name} is sequential-only: {program.why_sequential}"
     return None
@@ -105,4 +106,4 @@ def engine_of(
     return Engine("newton", backend, forward, backward, why_not, build)
 
 
-ENGINE = engine_of("torch", affine_scan, _why_not)
+ENGINE = engine_of("torch", affine_scan, why_not)

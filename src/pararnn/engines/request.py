@@ -67,6 +67,12 @@ def using(
         _CONTEXTS.pop()
 
 
+def left_open(solver: str, backend: str) -> tuple[str, str]:
+    """The pair of a function whose "auto" leaves a part to the context, else to the rule."""
+    solver_, backend_ = (None if name == "auto" else name for name in (solver, backend))
+    return chosen(Request(solver_, backend_), Request())
+
+
 def chosen(call: Request, default: Request) -> tuple[str, str]:
     """The pair to ask the table for: the call's parts, else the context's, else the default's."""
     context = _CONTEXTS[-1]

@@ -57,9 +57,8 @@ def split_of(
     else:
         burn_in = BURN_IN[dtype]
         size = -(-length // segments_for(length, columns, cores))
-    size = max(
-        _rounded_up(size, steps), _rounded_up(-(-length // max(capacity // columns, 1)), steps)
-    )
+    least = -(-length // max(capacity // columns, 1))
+    size = _rounded_up(max(size, least), steps)
     return Split(-(-length // size), size, _rounded_up(burn_in, steps))
 
 

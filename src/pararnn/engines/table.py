@@ -181,7 +181,7 @@ _why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _say._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# Measured by benchmarks/auto_cuda.py: with fewer segments the mending of channels that do not
+# Measured by benchmarks/parallel.py: with fewer segments the mending of channels that do not
 # forget costs what the others gain.
 MIN_SEGMENTS = 4
 

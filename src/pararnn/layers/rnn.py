@@ -170,7 +170,10 @@ class ParaRNN(nn.Module):
             the final states, like h_0, in float32 (or float64). With `all_states` a third item: for
             each layer and direction, in the order of h_n, a tuple of N tensors like the output.
         """
-        self._check_rank(x.data if isinstance(x, PackedSequence) else x, x, (2, 3))
+        if isinstance(x, PackedSequence):
+            self._check_rank(x.data, (2,))
+        else:
+            self._check_rank(x, (2, 3))
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
         asked = chosen(request(solver, backend, mode), Request(self.solver, self.backend))
         return self._run(x, h_0, layout, asked, fields or {}, reset, all_states)
@@ -188,7 +191,7 @@ class ParaRNN(nn.Module):
                 "a bidirectional layer cannot decode step by step: its reverse direction starts "
                 "from the last step"
             )
-        self._check_rank(x_t, x_t, (1, 2))
+        self._check_rank(x_t, (1, 2))
         layout, time = (BATCH_FIRST, 1) if x_t.ndim == 2 else (UNBATCHED, 0)
         given = fields or {}
         fields = {k: v.unsqueeze(time) if torch.is_tensor(v) else v for k, v in given.items()}
@@ -210,7 +213,8 @@ class ParaRNN(nn.Module):
         """All layers; records what their solvers did."""
         into, back = layout.into, layout.back
         x = into(given)
-        if layout.sequences is not None:  # padding may hold anything, and 0 * NaN is NaN
+        if layout.sequences is not None and isinstance(given, Tensor):
+            # Padding may hold anything, and 0 * NaN is NaN. A PackedSequence has ours, which is 0.
             x = x.masked_fill((layout.sequences.seq < 0).unsqueeze(-1), 0)
         options: dict[str, Any] = {
             "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in fields.items()},
@@ -290,16 +294,15 @@ class ParaRNN(nn.Module):
         reverse = cast(list[DirectionalLayer], list(self.reverse_layers))
         return [part for pair in zip(layers, reverse, strict=True) for part in pair]
 
-    def _check_rank(self, data: Tensor, x: Any, ranks: tuple[int, int]) -> None:
+    def _check_rank(self, x: Tensor, ranks: tuple[int, ...]) -> None:
         name = type(self).__name__
-        allowed = (2,) if x is not data else ranks
-        if data.ndim not in allowed:
-            wanted = " or ".join(f"{rank}D" for rank in allowed)
-            raise ValueError(f"{name}: Expected input to be {wanted}, got {data.ndim}D instead")
-        if data.shape[-1] != self.input_size:
+        if x.ndim not in ranks:
+            wanted = " or ".join(f"{rank}D" for rank in ranks)
+            raise ValueError(f"{name}: Expected input to be {wanted}, got {x.ndim}D instead")
+        if x.shape[-1] != self.input_size:
             raise ValueError(
                 f"{name}: input.size(-1) must be equal to input_size. Expected {self.input_size}, "
-                f"got {data.shape[-1]}"
+                f"got {x.shape[-1]}"
             )
 
     def _per_part(
