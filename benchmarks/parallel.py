@@ -20,7 +20,7 @@ from kernels import Size, bytes_moved, calls_of
 
 from pararnn import CELLS, Cell
 from pararnn.cells.affine import AFFINE
-from pararnn.engines.base import Arguments
+from pararnn.engines.base import Arguments, totals
 from pararnn.engines.fused_cuda import NEWTON, SEQUENTIAL
 from pararnn.engines.table import engine_for
 from pararnn.program import Program, program_of
@@ -92,7 +92,7 @@ def measured(
         some = calls[: 1 if few and name == "sequential" else len(calls)]
         row[f"{name}_ms"] = round(statistics.median(replay_times(some, budget)), 5)
         if name == "newton":
-            info = calls[0]().info.tolist() if what == "forward" else ["", ""]  # type: ignore[attr-defined]
+            info = totals(calls[0]().info).tolist() if what == "forward" else ["", ""]  # type: ignore[attr-defined]
             row["sweeps"], row["mended"] = info
     return row
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import Cell
-from pararnn.engines.base import Arguments
+from pararnn.engines.base import Arguments, totals
 from pararnn.engines.boundaries import final_states, output_states, to_system
 from pararnn.engines.table import engine_for
 from pararnn.numerics import (
@@ -200,7 +200,7 @@ def check_solve(
     checks += [replace(check, name=f"grad {check.name}") for check in judged]
     stray += _stray_non_finite(values, plain_values)
     checks.append(Check("stray non-finite entries", stray, 0.0))
-    sweeps, mended = info.tolist()
+    sweeps, mended = totals(info).tolist()
     size = (*gates.shape[:2], cell.hidden_size)
     engine = engine_for(program_of(cell), size, gates.dtype, gates.device, solver, backend)
     ran = (engine.solver, engine.backend)

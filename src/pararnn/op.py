@@ -199,7 +199,8 @@ def _forward_fake(
     states = [args.gates.new_empty(batch, steps, args.channels) for _ in range(count)]
     size = (args.sequences, args.channels)
     final = [args.gates.new_empty(size, dtype=args.dtype) for _ in range(count)]
-    return states, final, args.gates.new_empty(2, dtype=torch.int64)
+    rows = _engine(solver, backend, args.gates.device).info_rows
+    return states, final, args.gates.new_empty((rows, 2), dtype=torch.int64)
 
 
 def _backward_fake(key: str, solver: str, backend: str, *given: Any) -> list[Tensor]:

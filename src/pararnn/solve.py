@@ -98,7 +98,7 @@ def solve_with_info(
 
     `sequences` says what `cu_seqlens` would, for any number of rows.
     `output_only` says that only the first state's sequence is read: the others carry no gradient.
-    The last result is int64 (2,): sweeps and mended columns.
+    The last result is int64 (K, 2), sweeps and mended columns: see `pararnn.engines.base.totals`.
     """
     if on_failure not in ON_FAILURE:
         raise ValueError(f"on_failure must be one of {ON_FAILURE}, got {on_failure!r}")

@@ -39,6 +39,9 @@ KERNELS: Mapping[str, Mapping[str, tuple[int, int]]] = {
 """By pass: its kernels and their block sizes."""
 SOLVERS = ("sequential", "newton")
 """What runs a pass: each has a header of its name."""
+INFO_SLOTS = {"sequential": 1, "newton": 256}
+"""Rows of the counts that a solver's forward pass writes: tiles of channels have one of their own,
+where there are enough of them."""
 
 _LOG = logging.getLogger("pararnn")
 
@@ -50,7 +53,7 @@ class Variant(NamedTuple):
     rows are aligned to, 16 at most; `field_chunk`: those of fields. `adjacent_gates`: gates
     of a step and head lie side by side. `events`: `seq` or `reset` is given. `broadcast`, by field:
     one value a step. `arriving`, by state: its sequence's gradient arrives (none in the forward
-    pass).
+    pass). `cluster`: Newton's segments are the blocks of a cluster.
     """
 
     direction: str
@@ -67,6 +70,7 @@ class Variant(NamedTuple):
     broadcast: tuple[bool, ...] = ()
     arriving: tuple[bool, ...] = ()
     solver: str = "sequential"
+    cluster: bool = False
 
 
 class Ring(NamedTuple):
@@ -117,6 +121,7 @@ def source_of(program: Program, variant: Variant) -> str:
         "field_chunk": variant.field_chunk,
         "steps": ring.steps,
         "stages": ring.stages,
+        "info_slots": INFO_SLOTS[variant.solver],
     }
     flags = {
         "adjacent_gates": variant.adjacent_gates,
@@ -144,6 +149,7 @@ def source_of(program: Program, variant: Variant) -> str:
         f"{variant.solver}.h",
         defines={
             "BACKWARD": int(variant.direction == "backward"),
+            "CLUSTER": int(variant.cluster),
             "APPROXIMATE": int(variant.dtype == torch.bfloat16),
             "REFINED": int(variant.dtype == torch.float32 and variant.direction == "backward"),
         },

@@ -16,6 +16,10 @@ from pararnn.errors import EngineError
 
 OLDEST = (8, 0)
 """The oldest compute capability that the kernels run on: it brought asynchronous copies."""
+CLUSTERS = (9, 0)
+"""The oldest compute capability whose blocks come in clusters."""
+MAX_CLUSTER = 16
+"""The most blocks of a cluster on any GPU."""
 
 # Division and square root within two units in the last place instead of correctly rounded: a third
 # of the instructions. NaN, infinity and subnormal numbers keep their meaning.
@@ -145,21 +149,56 @@ class Kernel:
         self.function = self.driver.CUfunction(int(self.kernel.handle))
 
     def __call__(
-        self, grid: tuple[int, int], words: Sequence[int], stream: int, together: bool = False
+        self,
+        grid: tuple[int, int],
+        words: Sequence[int],
+        stream: int,
+        together: bool = False,
+        cluster: int = 0,
     ) -> None:
         """Launch on the current device. `words`: sizes and addresses, 64 bits each.
 
         `together`: all blocks at once, so that they may wait for each other (a cooperative launch).
+        `cluster`: blocks in clusters of that many, each of which runs at once.
         Raises EngineError with the driver's message where the launch is refused.
         """
         argument = (ctypes.c_int64 * len(words))(*words)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        launch = (*grid, 1, *self.block, 1, 0, stream, ctypes.addressof(arguments))
-        if together:
+        places = ctypes.addressof(arguments)
+        launch = (*grid, 1, *self.block, 1, 0, stream, places)
+        if cluster:
+            config = self._clusters_of(grid, cluster, stream)
+            call = functools.partial(self.driver.cuLaunchKernelEx, config, self.function, places, 0)
+        elif together:
             call = functools.partial(self.driver.cuLaunchCooperativeKernel, self.function, *launch)
         else:
             call = functools.partial(self.driver.cuLaunchKernel, self.function, *launch, 0)
         self._in_context(call, f"launching the {self.name} kernel")
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - kernels live as long as the process
+    def _clusters_of(self, grid: tuple[int, int], cluster: int, stream: int) -> Any:
+        config, attribute = self.driver.CUlaunchConfig(), self.driver.CUlaunchAttribute()
+        attribute.id = self.driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = *self.block, 1
+        config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
+        return config
+
+    @functools.cache  # noqa: B019 - kernels live as long as the process
+    def most_in_cluster(self, device: int) -> int:
+        """How many blocks a cluster may have on a device, the current one."""
+        attribute = self.driver.CUfunction_attribute
+        attribute = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        kernel = self.driver.CUkernel(int(self.kernel.handle))
+        allow = functools.partial(self.driver.cuKernelSetAttribute, attribute, 1, kernel, device)
+        self._in_context(allow, f"allowing the {self.name} kernel large clusters")
+        config = self._clusters_of((MAX_CLUSTER, 1), 1, 0)
+        ask = functools.partial(
+            self.driver.cuOccupancyMaxPotentialClusterSize, self.function, config
+        )
+        return int(self._in_context(ask, f"asking for the {self.name} kernel's clusters")[0])
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def blocks_a_core(self) -> int:

@@ -59,11 +59,16 @@ class Arguments:
 @dataclass(frozen=True)
 class Solution:
     """States (B, T, D) in the gates' dtype and final states (S, D) in the compute dtype, a state
-    each, and info: int64 (2,), sweeps and mended columns."""
+    each, and info: int64 (K, 2), sweeps and mended columns of some columns each; see `totals`."""
 
     states: tuple[Tensor, ...]
     final: tuple[Tensor, ...]
     info: Tensor
+
+
+def totals(info: Tensor) -> Tensor:
+    """What all columns took, int64 (2,): the most sweeps, and how many were mended."""
+    return torch.stack([info[:, 0].amax(), info[:, 1].sum()])
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,8 @@ class Engine:
     is the reason why this engine cannot take a cell, or None. `build(program, dtype)` makes ready
     what running on gates of `dtype` needs, and raises EngineError where it cannot.
     `completes`: whether it takes arguments as they come; others are given `Arguments.completed`
-    ones. Tensors that `forward` and `backward` return share no memory, neither among themselves nor
-    with arguments.
+    ones. `info_rows`: the K of its Solution's info. Tensors that `forward` and `backward` return
+    share no memory, neither among themselves nor with arguments.
     """
 
     solver: str
@@ -107,3 +112,4 @@ class Engine:
     why_not: Callable[[Program], str | None]
     build: Callable[[Program, torch.dtype], object] | None = None
     completes: bool = False
+    info_rows: int = 1

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.codegen.cuda import (
+    INFO_SLOTS,
     LANES,
     Variant,
     check_buildable,
@@ -19,7 +21,7 @@ from pararnn.codegen.cuda import (
     ring_of,
 )
 from pararnn.codegen.emit import why_no_kernels
-from pararnn.codegen.nvrtc import capability_of
+from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER, Kernel, capability_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Solution
 from pararnn.engines.layouts import addresses, by_head, copied, narrow, unit_stride
 from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Split, segments_for, split_of
@@ -41,9 +43,12 @@ def _forward(solver: str, program: Program, args: Arguments, on_failure: str) ->
     else:  # sequences without a step keep their initial state
         final = tuple(copied(h, dtype) for h in args.start(program.num_states))
     if not inputs.blocks:
-        return Solution(states, final, args.gates.new_zeros(2, dtype=torch.int64))
+        return Solution(states, final, new((INFO_SLOTS[solver], 2), dtype=torch.int64).zero_())
     run = inputs.prepared("forward", chunk_of(*inputs.places))
-    info = new(2, dtype=torch.int64) if run.shooting is None else run.shooting.counts[:2]
+    # Where tiles share slots, these are zero at first.
+    info = new((INFO_SLOTS[solver], 2), dtype=torch.int64)
+    if solver == "newton" and inputs.blocks > len(info):
+        info.zero_()
     run([*inputs.words, *addresses((*states, *final, info))])
     return Solution(states, final, info)
 
@@ -186,30 +191,40 @@ class _Run:
     """One pass: called with the words of its problem, it launches the kernel."""
 
     def __init__(self, inputs: _Inputs, variant: Variant) -> None:
-        self.inputs, program, device = inputs, inputs.program, inputs.device
-        self.kernels = kernels_of(program, variant, capability_of(device))
-        self.split, self.shooting = Split(1, inputs.length, 0), None
-        if variant.solver == "newton":
-            self.split = split_of(
-                inputs.length,
-                inputs.blocks,
-                variant.dtype,
-                ring_of(program, variant).steps,
-                _cores(device),
-                self._on_device(self.kernels["run"].blocks_a_core) * _cores(device),
-            )
-            self.shooting = _Shooting(inputs, self.split)
+        self.inputs = inputs
+        self.split, self.cluster = Split(1, inputs.length, 0), 0
+        if variant.solver == "sequential":
+            self.kernels = self._kernels(variant)
+            return
+        steps, cores = ring_of(inputs.program, variant).steps, _cores(inputs.device)
+        split = partial(split_of, inputs.length, inputs.blocks, variant.dtype, steps, cores)
+        self.split = split(inputs.blocks * inputs.length)
+        if self.split.segments <= MAX_CLUSTER and capability_of(inputs.device) >= CLUSTERS:
+            self.kernels = self._kernels(variant._replace(cluster=True))
+            most = self._on_device(self.kernels["run"].most_in_cluster, inputs.device.index)
+            self.cluster = self.split.segments if self.split.segments <= most else 0
+        if not self.cluster:
+            self.kernels = self._kernels(variant)
+            self.split = split(self._on_device(self.kernels["run"].blocks_a_core) * cores)
+        self.shooting = _shooting(inputs, self.split, bool(self.cluster))
 
     def __call__(self, words: Sequence[int]) -> None:
         grid, launch = (self.inputs.blocks * self.split.segments, 1), self.kernels["run"]
-        if self.shooting is not None:
-            words = [*words, *self.shooting.words]
-        self._on_device(launch, grid, words, self._stream(), together=self.split.segments > 1)
+        stream = self._stream()
+        if self.inputs.solver == "sequential":
+            self._on_device(launch, grid, words, stream)
+            return
+        words = [*words, *self.split, *self.shooting.words]
+        together = not self.cluster and self.split.segments > 1
+        self._on_device(launch, grid, words, stream, together=together, cluster=self.cluster)
 
     def sum_weights(self, words: Sequence[int], weights: int) -> None:
         """Add up what the spans of all rows have summed."""
         grid = (-(-self.inputs.channels // LANES), weights)
         self._on_device(self.kernels["sum_weights"], grid, words, self._stream())
+
+    def _kernels(self, variant: Variant) -> dict[str, Kernel]:
+        return kernels_of(self.inputs.program, variant, capability_of(self.inputs.device))
 
     def _stream(self) -> int:
         # torch.cuda.current_stream makes a Stream object, which takes longer than the launch.
@@ -222,29 +237,36 @@ class _Run:
             return call(*args, **options)
 
 
-class _Shooting:
-    """What the segments of a Newton solve share: see kernels/cuda/newton.h.
+class _Shared(NamedTuple):
+    """What segments share: its words, and the memory, which lives as long as this."""
 
-    `counts`: int64, the solver's counts in the first two.
-    """
+    words: list[int]
+    memory: tuple[Tensor, ...]
 
-    def __init__(self, inputs: _Inputs, split: Split) -> None:
-        states, columns = inputs.program.num_states, inputs.blocks
-        boundaries = inputs.rows * split.segments * inputs.channels
-        sizes = [boundaries * n for n in (states, states, states**2 + 1)]
-        shared = inputs.gates.new_empty(
-            sum(sizes) + columns, dtype=compute_dtype(inputs.gates.dtype)
-        )
-        # Two counts of 64 bits; two of 32 bits a segment of a column, and three a column.
-        words = [columns * split.segments] * 2 + [columns] * 3
-        self.counts = inputs.gates.new_zeros(2 + -(-sum(words) // 2), dtype=torch.int64)
-        self.keep = shared
-        places = [shared.data_ptr()]
-        for size in sizes:
-            places.append(places[-1] + size * shared.element_size())
-        first = self.counts.data_ptr() + 16
-        integers = [first + 4 * sum(words[:index]) for index in range(len(words))]
-        self.words = [*split, *places, *integers]
+
+def _shooting(inputs: _Inputs, split: Split, cluster: bool) -> _Shared:
+    """What the segments of a Newton solve share: see kernels/cuda/boundaries.h, meeting_grid.h."""
+    new, dtype = inputs.gates.new_empty, compute_dtype(inputs.gates.dtype)
+    states, columns = inputs.program.num_states, inputs.blocks
+    boundaries = inputs.rows * split.segments * inputs.channels
+    boundary_sizes = [boundaries * n for n in (states, states, states**2 + 1)]
+    shared = new(sum(boundary_sizes), dtype=dtype)
+    words = _places(shared, boundary_sizes)
+    if cluster:
+        return _Shared([*words, 0], (shared,))  # an empty struct has a size
+    per_lane, spans = inputs.per_lane, columns * split.segments
+    posts = spans * states * per_lane * LANES * (dtype.itemsize // 4)
+    small = [spans * per_lane, columns * 2 * per_lane, columns * 2]
+    counters = inputs.gates.new_zeros(columns + posts + -(-sum(small) // 2), dtype=torch.int64)
+    words += _places(counters, [columns, posts])
+    words += _places(counters[columns + posts :].view(torch.int32), small)
+    return _Shared(words, (shared, counters))
+
+
+def _places(tensor: Tensor, sizes: Sequence[int]) -> list[int]:
+    """The addresses of neighbours of so many elements in a tensor."""
+    starts = accumulate([0, *sizes[:-1]])
+    return [tensor.data_ptr() + start * tensor.element_size() for start in starts]
 
 
 def _padded(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -296,9 +318,8 @@ def _build(solver: str, program: Program, dtype: torch.dtype) -> None:
 
 def _engine(solver: str) -> Engine:
     forward, backward = partial(_forward, solver), partial(_backward, solver)
-    return Engine(
-        solver, "fused", forward, backward, why_no_kernels, partial(_build, solver), completes=True
-    )
+    build, rows = partial(_build, solver), INFO_SLOTS[solver]
+    return Engine(solver, "fused", forward, backward, why_no_kernels, build, True, rows)
 
 
 SEQUENTIAL, NEWTON = _engine("sequential"), _engine("newton")

@@ -30,7 +30,7 @@ def _forward(scan: Scan, program: Program, args: Arguments, on_failure: str) -> 
     result = newton(system, scan)
     if result.mended:
         _report(program, system.length, result, on_failure)
-    info = torch.tensor([result.sweeps, result.mended], device=args.gates.device)
+    info = torch.tensor([[result.sweeps, result.mended]], device=args.gates.device)
     states = output_states(args, result.states)
     own = own_memory([*states, *final_states(args, bounds, result.states)], args)
     return Solution(own[: len(states)], own[len(states) :], info)

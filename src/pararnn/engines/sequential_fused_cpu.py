@@ -26,7 +26,7 @@ def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
     final = tuple(copied(h, args.dtype) for h in args.initial)
     kernel = kernels_of(program, args.gates.dtype).forward
     kernel(prepared.sizes, [*prepared.addresses, *addresses([*states, *final])])
-    return Solution(states, final, torch.zeros(2, dtype=torch.int64))
+    return Solution(states, final, torch.zeros((1, 2), dtype=torch.int64))
 
 
 def _backward(

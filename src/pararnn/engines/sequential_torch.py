@@ -13,7 +13,7 @@ from pararnn.solvers.sequential import unroll
 def _forward(program: Program, args: Arguments, on_failure: str) -> Solution:
     system, bounds = to_system(program, args)
     states = unroll(system)
-    info = args.gates.new_zeros(2, dtype=torch.int64)
+    info = args.gates.new_zeros((1, 2), dtype=torch.int64)
     return Solution(output_states(args, states), final_states(args, bounds, states), info)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pararnn.cells import Cell, GRUCell, LSTMCell
+from pararnn.engines.base import totals
 from pararnn.engines.request import Request, chosen, request
 from pararnn.engines.table import PAIRS
 from pararnn.layers.direction import DirectionalLayer
@@ -126,7 +127,9 @@ class ParaRNN(nn.Module):
     @property
     def last_solve(self) -> SolveInfo | None:
         """What the solvers of the last forward pass did; None before it."""
-        return SolveInfo(*torch.stack(self._infos, 1)) if self._infos else None
+        if not self._infos:
+            return None
+        return SolveInfo(*torch.stack([totals(info) for info in self._infos], 1))
 
     def forward(
         self,

@@ -4,7 +4,7 @@
 // Needs, besides problem.h: arriving (by state: whether gradients of its sequence arrive),
 // backward_reads_gates (whether gradients depend on the gates' values).
 #pragma once
-#include "problem.h"
+#include "linear.h"
 
 namespace pararnn {
 
@@ -133,7 +133,7 @@ struct BackwardPass {
                                 char* memory)
       : p(p), at(at), weights(weights), memory(memory) {}
 
-  PARARNN_FUNCTION void report(int, bool) const {}
+  PARARNN_FUNCTION void report(int, int, bool) const {}
   PARARNN_FUNCTION void report_none() const {}
 
   // The gradient that arrives for the last state of all.
@@ -265,6 +265,92 @@ struct BackwardPass {
                              at.active);
     }
   }
+
+  // One channel, for lanes that each run some consecutive steps of it. See mend.h.
+  struct Strand {
+    static constexpr int words = Channel::words + 2 * num_states;
+    struct Sums {
+      real of[num_weights] = {};
+
+      PARARNN_FUNCTION void clear() {
+#pragma unroll
+        for (int i = 0; i < num_weights; ++i) of[i] = constant(0);
+      }
+      PARARNN_FUNCTION void add(const Sums& more) {
+#pragma unroll
+        for (int i = 0; i < num_weights; ++i) of[i] += more.of[i];
+      }
+    };
+
+    const BackwardProblem& p;
+    const Channel own;
+
+    PARARNN_FUNCTION Strand(const BackwardPass& pass, int channel)
+        : p(pass.p), own(pass.p.in, pass.at, channel) {}
+
+    PARARNN_FUNCTION void gather(int j, real (&x)[words]) const {
+      const int64 t = time_of(p.in, direction, j);
+      own.gather(t, x);
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) {
+        const bool first = j == (int)p.in.length - 1;
+        x[Channel::words + n] =
+            first ? own.initial(n) : widen(p.states[n][own.place(t + direction)]);
+        x[Channel::words + num_states + n] =
+            arriving[n] ? widen(p.grad_states[n][own.at.row * p.grad_row[n] + t * p.grad_time[n] +
+                                                 own.number])
+                        : constant(0);
+      }
+    }
+    PARARNN_FUNCTION void guess(int, real (&adjoint)[num_states]) const {
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) adjoint[n] = constant(0);
+    }
+    template <int size>
+    PARARNN_FUNCTION void step(int j, const real (&x)[words], real (&adjoint)[num_states],
+                               real (&product)[size], Sums& sums) const {
+      real gate[num_gates], field[field_slots], previous[num_states], cotangent[num_states];
+      real grad_gate[num_gates], grad_field[field_slots], grad_param[param_slots];
+      real next[num_states], own_jacobian[num_states * num_states];
+      part<num_gates>(x, 0, gate);
+      part<num_fields>(x, num_gates, field);
+      part<num_states>(x, Channel::words, previous);
+#pragma unroll
+      for (int n = 0; n < num_states; ++n)
+        cotangent[n] = adjoint[n] + x[Channel::words + num_states + n];
+      vjp(previous, gate, field, own.param, cotangent, adjoint, grad_gate, grad_field, grad_param);
+      jacobian(previous, gate, field, own.param, next, own_jacobian);
+      multiply<true>(own_jacobian, product);
+      const int64 t = time_of(p.in, direction, j);
+      io* to = p.grad_gates + own.at.row * p.in.gate_row + t * p.in.time_stride() +
+               p.in.gate_offset(own.number);
+#pragma unroll
+      for (int g = 0; g < num_gates; ++g) {
+        to[g * p.in.gate_stride()] = narrow<io>(grad_gate[g]);
+        sums.of[g] += grad_gate[g];
+      }
+#pragma unroll
+      for (int f = 0; f < num_fields; ++f) p.grad_fields[f][own.place(t)] = grad_field[f];
+#pragma unroll
+      for (int i = 0; i < num_params; ++i) sums.of[num_gates + i] += grad_param[i];
+    }
+    // The end of a span: `adjoint` is the last one, `sums` what the lane's steps have summed up.
+    PARARNN_FUNCTION void finish(const Span& span, int64 slot, const real (&adjoint)[num_states],
+                                 const Sums& sums) const {
+#pragma unroll
+      for (int i = 0; i < num_weights; ++i) {
+        real sum = sums.of[i];
+#pragma unroll
+        for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (lane() == 0) p.partial[(slot * num_weights + i) * channels + own.number] = sum;
+      }
+      if (lane() > 0 || span.end < (int)p.in.length) return;
+#pragma unroll
+      for (int n = 0; n < num_states; ++n)
+        if (p.grad_initial[n] != nullptr)
+          p.grad_initial[n][own.at.row * channels + own.number] = adjoint[n];
+    }
+  };
 };
 
 struct SumProblem {

@@ -1,6 +1,6 @@
 // The forward pass: a warp runs a tile of channels of one row from the first step to the last.
 #pragma once
-#include "problem.h"
+#include "linear.h"
 
 namespace pararnn {
 
@@ -8,7 +8,7 @@ struct ForwardProblem {
   Inputs in;
   io* states[num_states];      // (row, time, channel)
   scalar* final[num_states];   // (sequence, channel)
-  int64* info;                 // sweeps, mended tiles
+  int64* info;                 // (slot, 2): sweeps, mended tiles
 };
 
 struct ForwardPass {
@@ -26,14 +26,25 @@ struct ForwardPass {
                                char* memory)
       : p(p), at(at), weights(weights), memory(memory) {}
 
-  // What the solver did: sweeps, and whether it mended the tile.
-  PARARNN_FUNCTION void report(int sweeps, bool mended) const {
-    if (lane() > 0) return;
-    atomicMax(p.info, (int64)sweeps);
-    if (mended) atomicAdd(reinterpret_cast<unsigned long long*>(p.info + 1), 1ull);
+  // What the solver did to a tile of channels: sweeps, and whether it mended it. Tiles without a slot of
+  // their own share one, which is zero at first; slots without a tile repeat what others say.
+  PARARNN_FUNCTION void report(int number, int sweeps, bool mended) const {
+    const int all = (int)p.in.rows * tiles;
+    if (all > info_slots) {
+      if (lane() > 0) return;
+      int64* slot = p.info + number % info_slots * 2;
+      atomicMax(slot, (int64)sweeps);
+      if (mended) atomicAdd(reinterpret_cast<unsigned long long*>(slot + 1), 1ull);
+      return;
+    }
+    for (int k = number + lane() * all; k < info_slots; k += lanes * all) {
+      p.info[k * 2] = sweeps;
+      p.info[k * 2 + 1] = mended && k == number;
+    }
   }
   PARARNN_FUNCTION void report_none() const {
-    if (blockIdx.x == 0 && lane() < 2) p.info[lane()] = 0;
+    if (blockIdx.x > 0) return;
+    for (int k = lane(); k < info_slots * 2; k += lanes) p.info[k] = 0;
   }
 
   // The state before the first step of all.
@@ -102,6 +113,55 @@ struct ForwardPass {
     for_each_step<0>(ring, span, begin_stage, ready, run_step, end_stage);
     if (!events && span.end == (int)in.length) store_states(p.final, state, at.row, at);
   }
+
+  // One channel, for lanes that each run some consecutive steps of it. See mend.h.
+  struct Strand {
+    static constexpr int words = Channel::words;
+    struct Sums {
+      PARARNN_FUNCTION void clear() {}
+      PARARNN_FUNCTION void add(const Sums&) {}
+    };
+
+    const ForwardProblem& p;
+    const Channel own;
+
+    PARARNN_FUNCTION Strand(const ForwardPass& pass, int channel)
+        : p(pass.p), own(pass.p.in, pass.at, channel) {}
+
+    PARARNN_FUNCTION void gather(int j, real (&x)[words]) const {
+      own.gather(time_of(p.in, direction, j), x);
+    }
+    // What the state before step j was, by the sweep before this one.
+    PARARNN_FUNCTION void guess(int j, real (&state)[num_states]) const {
+      const int64 place = own.place(time_of(p.in, direction, j - 1));
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) state[n] = widen(p.states[n][place]);
+    }
+    template <int size>
+    PARARNN_FUNCTION void step(int j, const real (&x)[words], real (&state)[num_states],
+                               real (&product)[size], Sums&) const {
+      real gate[num_gates], field[field_slots], next[num_states];
+      real own_jacobian[num_states * num_states];
+      part<num_gates>(x, 0, gate);
+      part<num_fields>(x, num_gates, field);
+      jacobian(state, gate, field, own.param, next, own_jacobian);
+      multiply<false>(own_jacobian, product);
+      const int64 place = own.place(time_of(p.in, direction, j));
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) {
+        state[n] = next[n];
+        p.states[n][place] = narrow<io>(next[n]);
+      }
+    }
+    // The end of a span: `state` is the last one.
+    PARARNN_FUNCTION void finish(const Span& span, int64, const real (&state)[num_states],
+                                 const Sums&) const {
+      if (lane() > 0 || span.end < (int)p.in.length) return;
+#pragma unroll
+      for (int n = 0; n < num_states; ++n)
+        p.final[n][own.at.row * channels + own.number] = state[n];
+    }
+  };
 };
 
 }  // namespace pararnn

@@ -1,0 +1,170 @@
+// How a run of steps depends on the state that it starts from, how far a start may be from where it
+// belongs, and Newton's update over lanes.
+#pragma once
+#include "problem.h"
+
+namespace pararnn {
+
+constexpr int entries = num_states * num_states;
+constexpr int kept = entries + 1;  // of a product: its entries, and the largest that there ever was
+
+PARARNN_FUNCTION bool finite(real x) { return abs(x) < constant(INFINITY); }
+
+// The larger one, or what is not a number.
+PARARNN_FUNCTION real larger(real x, real y) { return x <= y ? y : x; }
+
+PARARNN_FUNCTION real reciprocal_of(real x) {
+  return wide ? (real)(1.0 / (double)x) : (real)fast_reciprocal((float)x);
+}
+
+PARARNN_FUNCTION void begin_product(real (&product)[kept]) {
+#pragma unroll
+  for (int e = 0; e < entries; ++e) product[e] = constant(e % (num_states + 1) == 0);
+  product[entries] = constant(1);
+}
+
+// `step` after `product`; `transposed`: the step's transpose.
+template <bool transposed, int count>
+PARARNN_FUNCTION void multiply(const real (&step)[count], real (&product)[kept]) {
+#pragma unroll
+  for (int j = 0; j < num_states; ++j) {
+    real own[num_states];
+#pragma unroll
+    for (int i = 0; i < num_states; ++i) {
+      own[i] = constant(0);
+#pragma unroll
+      for (int k = 0; k < num_states; ++k)
+        own[i] = multiply_add(step[transposed ? k * num_states + i : i * num_states + k],
+                              product[k * num_states + j], own[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < num_states; ++i) {
+      product[i * num_states + j] = own[i];
+      product[entries] = larger(abs(own[i]), product[entries]);
+    }
+  }
+}
+
+// What the lane's channels started from, and the product of Jacobians since. The largest entry on the
+// way says how much a segment makes of a small change of its start, anywhere in it.
+struct Linear {
+  static constexpr bool wanted = true;
+  real start[num_states][per_lane], product[per_lane][kept];
+
+  PARARNN_FUNCTION void begin(const real (&state)[num_states][per_lane]) {
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) start[n][c] = state[n][c];
+      begin_product(product[c]);
+    }
+  }
+  PARARNN_FUNCTION void forget() {
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c)
+#pragma unroll
+      for (int e = 0; e < entries; ++e) product[c][e] = constant(0);
+  }
+  PARARNN_FUNCTION void follow(int c, const real (&step)[entries]) {
+    multiply<false>(step, product[c]);
+  }
+  PARARNN_FUNCTION void follow_back(int c, const real (&step)[entries]) {
+    multiply<true>(step, product[c]);
+  }
+};
+
+// What a start may be away from where it belongs, over 1 + |state|: two units of rounding, as any step
+// makes. Where tensors in memory are narrower, a small part of their rounding, over what the segment
+// makes of it.
+constexpr real rounding = wide ? (real)4.5e-16 : (real)2.4e-7;
+constexpr real allowance = wide || same<io, float>::value ? rounding
+                           : same<io, bfloat16>::value ? (real)6.1e-5 : (real)7.6e-6;
+
+// How far a start is from where it belongs, over what it may: above 1 is too far. `gain`: what its
+// run of steps makes of the difference, at most.
+PARARNN_FUNCTION real distance(real start, real wanted, real gain) {
+  real allowed = rounding;
+  if constexpr (allowance != rounding) {
+    const real shared = allowance * reciprocal_of(gain);
+    allowed = shared > rounding ? shared : rounding;
+  }
+  const real apart = abs(start - wanted) * reciprocal_of(allowed * (constant(1) + abs(wanted)));
+  if (apart < constant(1e30)) return apart;
+  const bool same_nothing = start == wanted || (isnan(start) && isnan(wanted));
+  return same_nothing ? constant(0) : constant(1e30);
+}
+
+PARARNN_FUNCTION real distance(const real (&start)[num_states], const real (&wanted)[num_states],
+                               real gain) {
+  real far = constant(0);
+#pragma unroll
+  for (int n = 0; n < num_states; ++n) {
+    const real own = distance(start[n], wanted[n], gain);
+    far = own > far ? own : far;
+  }
+  return far;
+}
+
+PARARNN_FUNCTION real most_of_lanes(real x) {
+#pragma unroll
+  for (int step = lanes / 2; step > 0; step /= 2) x = larger(__shfl_xor_sync(~0u, x, step), x);
+  return x;
+}
+
+// x -> a x + b.
+struct Affine {
+  real a[entries], b[num_states];
+
+  PARARNN_FUNCTION Affine() {
+#pragma unroll
+    for (int e = 0; e < entries; ++e) a[e] = constant(e % (num_states + 1) == 0);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) b[n] = constant(0);
+  }
+
+  PARARNN_FUNCTION void apply(const real (&x)[num_states], real (&y)[num_states]) const {
+#pragma unroll
+    for (int i = 0; i < num_states; ++i) {
+      y[i] = b[i];
+#pragma unroll
+      for (int j = 0; j < num_states; ++j) y[i] = multiply_add(a[i * num_states + j], x[j], y[i]);
+    }
+  }
+
+  // This one, after `before`.
+  PARARNN_FUNCTION Affine after(const Affine& before) const {
+    Affine both;
+    apply(before.b, both.b);
+#pragma unroll
+    for (int i = 0; i < num_states; ++i)
+#pragma unroll
+      for (int j = 0; j < num_states; ++j) {
+        real sum = constant(0);
+#pragma unroll
+        for (int k = 0; k < num_states; ++k)
+          sum = multiply_add(a[i * num_states + k], before.a[k * num_states + j], sum);
+        both.a[i * num_states + j] = sum;
+      }
+    return both;
+  }
+};
+
+// What stands `by` lanes before, among `width` lanes.
+template <int count>
+PARARNN_FUNCTION void from_lane_before(const real (&x)[count], int by, int width,
+                                       real (&out)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) out[i] = __shfl_up_sync(~0u, x[i], by, width);
+}
+
+// Each lane's map after those of the lanes before it, among `width` lanes.
+PARARNN_FUNCTION void scan_lanes(Affine& own, int width) {
+  for (int by = 1; by < width; by *= 2) {
+    Affine before;
+    from_lane_before(own.a, by, width, before.a);
+    from_lane_before(own.b, by, width, before.b);
+    if (lane() % width >= by) own = own.after(before);
+  }
+}
+
+}  // namespace pararnn

@@ -1,0 +1,158 @@
+// How the segments of a tile meet where they are the blocks of one cluster: in each other's shared
+// memory. The hardware runs a cluster's blocks together, so nothing else has to be resident.
+#pragma once
+#include "meeting.h"
+
+namespace pararnn {
+
+struct Counters {};
+
+constexpr int most_segments = 16;
+
+PARARNN_FUNCTION unsigned shared_address(const void* place) {
+  return (unsigned)__cvta_generic_to_shared(place);
+}
+
+// The address, in the shared memory of the cluster, of what a place of this block's is in another.
+PARARNN_FUNCTION unsigned in_block(const void* place, int block) {
+  unsigned address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(place)), "r"(block));
+  return address;
+}
+
+// Counts bytes that other blocks send, one batch after the other.
+struct Mailbox {
+  unsigned long long barrier;
+
+  PARARNN_FUNCTION void open() {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
+  }
+  // Waits for the `bytes` of batch `number`, all lanes together.
+  PARARNN_FUNCTION void await(int number, int bytes) {
+    if (lane() == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                       shared_address(&barrier)), "r"(bytes) : "memory");
+    unsigned done = 0;
+    while (!done)
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+                   "selp.u32 %0, 1, 0, p; }"
+                   : "=r"(done) : "r"(shared_address(&barrier)), "r"(number % 2) : "memory");
+    __syncwarp();
+  }
+};
+
+// Sends a value to the same place in another block, whose mailbox it counts in.
+template <class T>
+PARARNN_FUNCTION void send(const T* place, T value, const Mailbox& mailbox, int block) {
+  const unsigned to = in_block(place, block), box = in_block(&mailbox.barrier, block);
+  if constexpr (sizeof(T) == 8) {
+    unsigned long long bits;
+    if constexpr (same<T, double>::value) bits = (unsigned long long)__double_as_longlong(value);
+    else bits = (unsigned long long)value;
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+                 "l"(bits), "r"(box) : "memory");
+  } else {
+    unsigned bits;
+    if constexpr (same<T, float>::value) bits = __float_as_uint(value);
+    else bits = (unsigned)value;
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(bits), "r"(box) : "memory");
+  }
+}
+
+struct Desk {  // of one block
+  Mailbox ends_box, votes_box;
+  real ends[num_states][per_lane][lanes];      // of the segment before
+  unsigned votes[per_lane][most_segments];     // by segment: lanes that do not fit
+  unsigned moved[per_lane];                    // lanes whose start has moved
+  unsigned furthest[2];                        // by round % 2: bits of a distance; the first block's
+};
+
+struct Meeting {
+  static constexpr int bytes = sizeof(Desk);
+  static constexpr bool in_global_memory = false;  // what segments find is written there if needed
+
+  Desk& desk;
+  const int segments, own;
+
+  PARARNN_FUNCTION Meeting(const Counters&, char* memory, int, int segments, int own)
+      : desk(*reinterpret_cast<Desk*>(memory)), segments(segments), own(own) {
+    if (lane() == 0) {
+      desk.ends_box.open();
+      desk.votes_box.open();
+#pragma unroll
+      for (int c = 0; c < per_lane; ++c) desk.moved[c] = 0;
+      desk.furthest[0] = desk.furthest[1] = 0;
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    arrive();
+  }
+
+  PARARNN_FUNCTION void arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  }
+  PARARNN_FUNCTION void wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+
+  template <class T> PARARNN_FUNCTION T* in_segment(T* place, int w) const {
+    T* there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(place), "r"(w));
+    return there;
+  }
+  PARARNN_FUNCTION unsigned* moved(int w) const { return in_segment(desk.moved, w); }
+
+  // The end of the segment before, as a sweep of this round has found it; 0 for the first one.
+  PARARNN_FUNCTION void exchange(int round, const real (&end)[num_states][per_lane],
+                                 real (&before)[num_states][per_lane]) {
+    if (round == 0) wait();  // all desks are open
+#pragma unroll
+    for (int n = 0; n < num_states; ++n)
+#pragma unroll
+      for (int c = 0; c < per_lane; ++c)
+        if (own + 1 < segments) send(&desk.ends[n][c][lane()], end[n][c], desk.ends_box, own + 1);
+    if (own > 0) desk.ends_box.await(round, sizeof desk.ends);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n)
+#pragma unroll
+      for (int c = 0; c < per_lane; ++c)
+        before[n][c] = own > 0 ? desk.ends[n][c][lane()] : constant(0);
+  }
+
+  // The channels that do not fit at any segment.
+  PARARNN_FUNCTION Channels anywhere(int round, const Channels& far) {
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c)
+      if (lane() < segments) send(&desk.votes[c][own], far.lanes_of[c], desk.votes_box, lane());
+    desk.votes_box.await(round, per_lane * segments * (int)sizeof(unsigned));
+    Channels found;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c)
+      found.lanes_of[c] = __reduce_or_sync(~0u, lane() < segments ? desk.votes[c][lane()] : 0u);
+    return found;
+  }
+
+  // What segments have written to global memory is seen by all.
+  PARARNN_FUNCTION void publish() {
+    arrive();
+    wait();
+  }
+
+  // The largest of all segments' distances. All are done with what the round before has left.
+  PARARNN_FUNCTION real most(int round, real far) {
+    unsigned* furthest = in_segment(desk.furthest, 0);
+    if (lane() == 0) {
+      atomicMax(furthest + round % 2, __float_as_uint((float)far));
+      if (own == 0) desk.furthest[(round + 1) % 2] = 0;
+    }
+    __syncwarp();
+    publish();
+    return (real)__uint_as_float(*(const volatile unsigned*)(furthest + round % 2));
+  }
+
+  // Who is done waits for who reads from its desk.
+  PARARNN_FUNCTION void leave() { publish(); }
+};
+
+}  // namespace pararnn

@@ -1,0 +1,122 @@
+// Mending: where only few channels of a segment start from elsewhere, each of them runs again on its
+// own, by the whole warp with lanes over time. The lanes' starts are found by Newton's method too: lane
+// k is exact after k rounds at most, and a channel that remembers needs two or three.
+#pragma once
+#include "passes.h"
+#include "boundaries.h"
+
+namespace pararnn {
+
+using Strand = Pass::Strand;
+
+// Steps of a lane: as many as fit into the memory of the ring, which is free.
+constexpr int fitting_steps = Pass::bytes / (lanes * Strand::words * (int)sizeof(real));
+constexpr int strand_steps = fitting_steps < 16 ? at_least_1(fitting_steps) : 16;
+
+// What mending one channel takes, in steps of a warp.
+PARARNN_FUNCTION int mending_cost(int length) {
+  const int each = min(strand_steps, (length + lanes - 1) / lanes);
+  const int windows = (length + lanes * strand_steps - 1) / (lanes * strand_steps);
+  return windows * (3 * (each + 8) + 16);
+}
+
+PARARNN_FUNCTION bool worth_mending(int count, int length) {
+  return !events && count * mending_cost(length) < length + 40;
+}
+
+// Moves the lanes' starts by Newton's update; false where all fit already. `exists`: the lane has steps.
+PARARNN_FUNCTION bool move_lanes(real (&start)[num_states], const real (&end)[num_states],
+                                 const real (&product)[kept], bool exists) {
+  real before_end[num_states], before[kept];
+  from_lane_before(end, 1, lanes, before_end);
+  from_lane_before(product, 1, lanes, before);
+  const bool fits = lane() == 0 || !exists ||
+                    distance(start, before_end, product[entries]) <= constant(1);
+  if (__all_sync(~0u, fits)) return false;
+  Affine own;
+  if (lane() > 0) {
+#pragma unroll
+    for (int e = 0; e < entries; ++e) own.a[e] = before[e];
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) own.b[n] = before_end[n] - start[n];
+  }
+  scan_lanes(own, lanes);
+  real shift[num_states], wanted[num_states];
+  from_lane_before(own.b, 1, lanes, shift);
+  newton_start(before_end, before, shift, wanted);
+#pragma unroll
+  for (int n = 0; n < num_states; ++n)
+    if (lane() > 0) start[n] = wanted[n];
+  return true;
+}
+
+// Appends what the lanes have done, one after the other, to `product`.
+PARARNN_FUNCTION void append(real (&product)[kept], const real (&lane_product)[kept]) {
+  Affine own;
+#pragma unroll
+  for (int e = 0; e < entries; ++e) own.a[e] = lane_product[e];
+  scan_lanes(own, lanes);
+  real before[entries], most = constant(1);
+  from_lane_before(own.a, 1, lanes, before);
+#pragma unroll
+  for (int e = 0; e < entries; ++e)
+    if (lane() > 0) most = larger(abs(before[e]) * constant(num_states), most);
+  most = most_of_lanes(most * lane_product[entries]) * product[entries];
+  real step[entries];
+#pragma unroll
+  for (int e = 0; e < entries; ++e) step[e] = __shfl_sync(~0u, own.a[e], lanes - 1);
+  multiply<false>(step, product);
+  product[entries] = larger(most, product[entries]);
+}
+
+// Runs one channel of a span from `state`, which becomes the last one; `product` as Linear has it.
+// `slot`: of the span's sums.
+PARARNN_FUNCTION void mend(const Pass& pass, int channel, const Span& span, int64 slot,
+                           real (&state)[num_states], real (&product)[kept]) {
+  real* const inputs = reinterpret_cast<real*>(pass.memory) + lane();
+  const Strand strand(pass, channel);
+  typename Strand::Sums total;
+  begin_product(product);
+  for (int from = span.first; from < span.end; from += lanes * strand_steps) {
+    const int window = min(span.end - from, lanes * strand_steps);
+    const int each = (window + lanes - 1) / lanes, first = from + lane() * each;
+    const int count = max(0, min(each, from + window - first));
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < strand_steps; ++k) {
+      if (k >= count) continue;
+      real own[Strand::words];
+      strand.gather(first + k, own);
+#pragma unroll
+      for (int i = 0; i < Strand::words; ++i) inputs[(k * Strand::words + i) * lanes] = own[i];
+    }
+    real start[num_states], end[num_states], own_product[kept];
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) start[n] = state[n];
+    if (lane() > 0 && count > 0) strand.guess(first, start);
+    __syncwarp();  // before the lanes write what others have guessed from
+    typename Strand::Sums sums;
+    do {
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) end[n] = start[n];
+      begin_product(own_product);
+      sums.clear();
+#pragma unroll 1
+      for (int k = 0; k < count; ++k) {
+        real own[Strand::words];
+#pragma unroll
+        for (int i = 0; i < Strand::words; ++i) own[i] = inputs[(k * Strand::words + i) * lanes];
+        strand.step(first + k, own, end, own_product, sums);
+      }
+    } while (move_lanes(start, end, own_product, count > 0));
+    total.add(sums);
+    append(product, own_product);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n)
+      state[n] = __shfl_sync(~0u, end[n], (window - 1) / each);
+  }
+  strand.finish(span, slot, state, total);
+  __syncwarp();
+}
+
+}  // namespace pararnn
