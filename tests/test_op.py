@@ -108,7 +108,6 @@ def test_first_use_inside_a_compiled_region_says_what_to_do():
 
 
 def test_ops_pass_pytorchs_own_checks(case, pair):
-    pararnn.solve(case.cell, case.gates, solver=pair[0], backend=pair[1])  # makes all ready
     program = pararnn.program_of(case.cell)
     params = [p.detach() for p in case.cell.lifted_params(torch.float64)]
     sequences = len(case.initial[0])

@@ -12,6 +12,7 @@ import importlib
 import json
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,12 +120,12 @@ def make_program(cls: type[Cell], config: Mapping[str, Any]) -> Program:
 
 def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Program:
     step = Step(cls, config)
-    # The trace must not see the caller's modes: autocast would put casts into the graphs.
-    with torch.autocast("cpu", enabled=False), torch.inference_mode(False), torch.no_grad():
-        structure, why = _infer(step)
-        graphs = {d: derive(step, structure, d) for d in COMPUTE_DTYPES} if structure else {}
-        if structure is not None and (structure.couples_channels or step.has_jacobian):
-            check_structure(step, structure, graphs[torch.float64])
+    # The trace must not see what the caller's thread is in: autocast would put casts into the
+    # graphs, a transform its tangents, a default device constants that are elsewhere.
+    with ThreadPoolExecutor(1) as thread:
+        structure, why, warning, graphs = thread.submit(_traced, step).result()
+    if warning is not None:
+        warn_user(warning, CellCostWarning)
     digest = hashlib.sha256(config_text.encode())
     for dtype in COMPUTE_DTYPES if graphs else ():
         for graph in (graphs[dtype].step, graphs[dtype].jacobian, graphs[dtype].vjp):
@@ -143,12 +144,24 @@ def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Prog
     )
 
 
-def _infer(step: Step) -> tuple[Structure | None, str | None]:
-    """The step's structure, or None and why it is sequential-only."""
+def _traced(
+    step: Step,
+) -> tuple[Structure | None, str | None, str | None, dict[torch.dtype, Graphs]]:
+    """What `_infer` says, and the graphs."""
+    with torch.no_grad():
+        structure, why, warning = _infer(step)
+        graphs = {d: derive(step, structure, d) for d in COMPUTE_DTYPES} if structure else {}
+        if structure is not None and (structure.couples_channels or step.has_jacobian):
+            check_structure(step, structure, graphs[torch.float64])
+    return structure, why, warning, graphs
+
+
+def _infer(step: Step) -> tuple[Structure | None, str | None, str | None]:
+    """The step's structure, or None and why it is sequential-only; and what to warn of."""
     cls = step.cls
     name, declared, states = cls.__name__, cls.structure, len(cls.states)
     if declared == "sequential":
-        return None, "it declares structure = 'sequential'"
+        return None, "it declares structure = 'sequential'", None
     try:
         mixing = mixing_op(step)
     except BranchError:
@@ -158,19 +171,18 @@ def _infer(step: Step) -> tuple[Structure | None, str | None]:
                 "Python (a branch or .item()); use torch.where, or declare 'sequential'"
             ) from None
         why = "its step reads a tensor's value in Python (a branch or .item())"
-        warn_user(
+        branches = (
             f"{name} runs by the sequential solver on the torch backend only: {why}. "
-            "Use torch.where to make it parallel, or declare structure = 'sequential'",
-            CellCostWarning,
+            "Use torch.where to make it parallel, or declare structure = 'sequential'"
         )
-        return None, why
+        return None, why, branches
     elementwise = "diagonal" if states == 1 else "block_diagonal"
+    warning: str | None = None
     if declared is None and mixing is not None:
-        warn_user(
+        warning = (
             f"{name} mixes channels ({mixing}), so its Jacobian is dense: Newton costs D^3 a step "
             "and (N D)^2 memory, and generated kernels cannot take it. Make the step elementwise "
-            "over channels, or declare structure = 'dense'",
-            CellCostWarning,
+            "over channels, or declare structure = 'dense'"
         )
     structure = make_structure(declared or (elementwise if mixing is None else "dense"), states)
     if mixing is not None and not structure.couples_channels:
@@ -178,4 +190,4 @@ def _infer(step: Step) -> tuple[Structure | None, str | None]:
             f"{name} declares structure = {declared!r}, but {mixing} mixes channels; "
             "declare 'dense' or make the step elementwise"
         )
-    return structure, None
+    return structure, None, warning

@@ -199,7 +199,7 @@ class _Run:
         steps, cores = ring_of(inputs.program, variant).steps, _cores(inputs.device)
         split = partial(split_of, inputs.length, inputs.blocks, variant.dtype, steps, cores)
         self.split = split(inputs.blocks * inputs.length)
-        if self.split.segments <= MAX_CLUSTER and capability_of(inputs.device) >= CLUSTERS:
+        if self._fits_clusters(cores):
             self.kernels = self._kernels(variant._replace(cluster=True))
             most = self._on_device(self.kernels["run"].most_in_cluster, inputs.device.index)
             self.cluster = self.split.segments if self.split.segments <= most else 0
@@ -223,6 +223,12 @@ class _Run:
         grid = (-(-self.inputs.channels // LANES), weights)
         self._on_device(self.kernels["sum_weights"], grid, words, self._stream())
 
+    def _fits_clusters(self, cores: int) -> bool:
+        """Whether clusters pay: they fill multiprocessors unevenly, which few blocks do anyway."""
+        segments = self.split.segments
+        few = segments <= MAX_CLUSTER and self.inputs.blocks * segments <= 2 * cores
+        return few and capability_of(self.inputs.device) >= CLUSTERS
+
     def _kernels(self, variant: Variant) -> dict[str, Kernel]:
         return kernels_of(self.inputs.program, variant, capability_of(self.inputs.device))
 
@@ -245,22 +251,23 @@ class _Shared(NamedTuple):
 
 
 def _shooting(inputs: _Inputs, split: Split, cluster: bool) -> _Shared:
-    """What the segments of a Newton solve share: see kernels/cuda/boundaries.h, meeting_grid.h."""
+    """What the segments of a Newton solve share: see kernels/cuda/boundaries.h, meeting_grid.h.
+
+    Counted in words of 64 bits: one number of 32 bits that is posted, or two that are not.
+    """
     new, dtype = inputs.gates.new_empty, compute_dtype(inputs.gates.dtype)
     states, columns = inputs.program.num_states, inputs.blocks
-    boundaries = inputs.rows * split.segments * inputs.channels
-    boundary_sizes = [boundaries * n for n in (states, states, states**2 + 1)]
-    shared = new(sum(boundary_sizes), dtype=dtype)
-    words = _places(shared, boundary_sizes)
+    lanes, words = inputs.per_lane * LANES, dtype.itemsize // 4
+    spans, map_size = columns * split.segments, states**2 + states
+    board = spans * lanes * (2 * map_size + states) * words
+    found = spans * lanes * (2 * states + 2) * words // 2
+    shared = new(board + found, dtype=torch.int64)
+    places = _places(shared, [board, found])
     if cluster:
-        return _Shared([*words, 0], (shared,))  # an empty struct has a size
-    per_lane, spans = inputs.per_lane, columns * split.segments
-    posts = spans * states * per_lane * LANES * (dtype.itemsize // 4)
-    small = [spans * per_lane, columns * 2 * per_lane, columns * 2]
-    counters = inputs.gates.new_zeros(columns + posts + -(-sum(small) // 2), dtype=torch.int64)
-    words += _places(counters, [columns, posts])
-    words += _places(counters[columns + posts :].view(torch.int32), small)
-    return _Shared(words, (shared, counters))
+        return _Shared([*places, 0], (shared,))  # an empty struct has a size
+    ends = spans * lanes * states * words
+    zeros = inputs.gates.new_zeros(columns + ends + columns, dtype=torch.int64)
+    return _Shared([*places, *_places(zeros, [columns, ends, columns])], (shared, zeros))
 
 
 def _places(tensor: Tensor, sizes: Sequence[int]) -> list[int]:

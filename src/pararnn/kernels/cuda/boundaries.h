@@ -1,88 +1,186 @@
-// Where the segments of a tile meet: their starts, ends and products of Jacobians, in memory that all
-// blocks see, and Newton's update of the starts.
+// Where the segments of a tile meet: Newton's update of the states that they start from.
+//
+// A segment whose start moves by x moves its end by A x, its product of Jacobians. With d, how far its
+// start is from the end before it, the shifts of the ends obey y = A (y_before + d): an affine recurrence
+// over the segments. Each of them posts its map, composes those of its group before it, and applies them to
+// the shift that the groups before it make.
 #pragma once
-#include "meeting.h"
+#if PARARNN_CLUSTER
+#include "meeting_cluster.h"
+#else
+#include "meeting_grid.h"
+#endif
 
 namespace pararnn {
 
+// Some channels of a tile: bit `lane` of word c stands for the lane's channel c.
+struct Channels {
+  unsigned lanes_of[per_lane];
+
+  PARARNN_FUNCTION bool any() const {
+    unsigned all = 0;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) all |= lanes_of[c];
+    return all != 0;
+  }
+  PARARNN_FUNCTION int count() const {
+    int sum = 0;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) sum += __popc(lanes_of[c]);
+    return sum;
+  }
+  // The k-th of them, as its place in the tile.
+  PARARNN_FUNCTION int nth(int k) const {
+    int place = 0;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      unsigned word = lanes_of[c];
+      const int own = __popc(word);
+      if (k >= 0 && k < own) {
+        for (int skipped = 0; skipped < k; ++skipped) word &= word - 1;
+        place = (__ffs(word) - 1) * per_lane + c;
+      }
+      k -= own;
+    }
+    return place;
+  }
+};
+
+constexpr int map_size = entries + num_states;
+constexpr int map_numbers = per_lane * map_size;
+
 struct Shooting {
   int64 segments, size, burn_in;  // how many, steps of one, steps of the guess
-  scalar* starts;                 // (row, segment, state, channel)
-  scalar* ends;                   // (row, segment, state, channel)
-  scalar* products;               // (row, segment, kept, channel)
+  Word* board;                    // (row, tile, segment): posts of a map, of its group's, of an end
+  scalar* found;                  // (row, tile, segment, found_numbers, lane): for who goes on alone
   Counters counters;              // of the meeting
 };
 
-// The segments of one tile.
-struct Boundaries {
-  const Shooting& s;
-  const Place& at;
+constexpr int board_words =
+    2 * post_words<map_numbers> + post_words<boundary_numbers>;  // of one segment
+constexpr int found_numbers = per_lane * (2 * num_states + 2);
 
-  PARARNN_FUNCTION Boundaries(const Shooting& s, const Place& at) : s(s), at(at) {}
+// What a segment starts from, ends at, and makes of a shift of its start.
+struct Trajectory {
+  real end[num_states][per_lane];
+  Linear linear;  // and the start
 
-  PARARNN_FUNCTION int segments() const { return (int)s.segments; }
+  PARARNN_FUNCTION real gain(int c) const { return linear.product[c][entries]; }
 
-  // The values of segment w for one channel, of all.
-  template <int count>
-  PARARNN_FUNCTION void read(const scalar* from, int w, int channel, real (&x)[count]) const {
-#pragma unroll
-    for (int i = 0; i < count; ++i)
-      x[i] = __ldcg(from + ((at.row * s.segments + w) * count + i) * channels + channel);
-  }
-  template <int count>
-  PARARNN_FUNCTION void write(scalar* to, int w, int channel, const real (&x)[count]) const {
-#pragma unroll
-    for (int i = 0; i < count; ++i)
-      __stcg(to + ((at.row * s.segments + w) * count + i) * channels + channel, x[i]);
-  }
-  PARARNN_FUNCTION void read_states(const scalar* from, int w,
-                                    real (&x)[num_states][per_lane]) const {
+  // For one warp that goes on alone; `moved`: the start has moved since.
+  PARARNN_FUNCTION void write(scalar* to, const Channels& moved) const {
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) {
-      real own[num_states] = {};
-      if (c < at.active) read(from, w, at.own + c, own);
+      scalar* own = to + c * (2 * num_states + 2) * lanes + lane();
 #pragma unroll
-      for (int n = 0; n < num_states; ++n) x[n][c] = own[n];
+      for (int n = 0; n < num_states; ++n) {
+        __stcg(own + n * lanes, linear.start[n][c]);
+        __stcg(own + (num_states + n) * lanes, end[n][c]);
+      }
+      __stcg(own + 2 * num_states * lanes, gain(c));
+      __stcg(own + (2 * num_states + 1) * lanes, constant(moved.any()));
     }
   }
-  // What a sweep of segment w has found.
-  PARARNN_FUNCTION void write_all(int w, const Linear& linear,
-                                  const real (&end)[num_states][per_lane]) const {
+  // Returns whether the start has moved.
+  PARARNN_FUNCTION bool read(const scalar* from) {
+    bool moved = false;
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) {
-      if (c >= at.active) continue;
-      real own_start[num_states], own_end[num_states];
+      const scalar* own = from + c * (2 * num_states + 2) * lanes + lane();
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) {
+        linear.start[n][c] = __ldcg(own + n * lanes);
+        end[n][c] = __ldcg(own + (num_states + n) * lanes);
+      }
+      linear.product[c][entries] = __ldcg(own + 2 * num_states * lanes);
+      moved |= __ldcg(own + (2 * num_states + 1) * lanes) != constant(0);
+    }
+    return moved;
+  }
+
+  // Whether it starts where the one before it ends.
+  PARARNN_FUNCTION bool follows(const real (&before)[num_states][per_lane], const Place& at) const {
+    bool fits = true;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      real own_start[num_states], own_before[num_states];
       column(linear.start, c, own_start);
-      column(end, c, own_end);
-      write(s.starts, w, at.own + c, own_start);
-      write(s.ends, w, at.own + c, own_end);
-      write(s.products, w, at.own + c, linear.product[c]);
+      column(before, c, own_before);
+      fits &= c >= at.active || distance(own_start, own_before, gain(c)) <= constant(1);
+    }
+    return __all_sync(~0u, fits);
+  }
+};
+
+PARARNN_FUNCTION void flatten(const real (&x)[num_states][per_lane],
+                              real (&out)[boundary_numbers]) {
+#pragma unroll
+  for (int i = 0; i < boundary_numbers; ++i) out[i] = x[i / per_lane][i % per_lane];
+}
+PARARNN_FUNCTION void unflatten(const real (&x)[boundary_numbers],
+                                real (&out)[num_states][per_lane]) {
+#pragma unroll
+  for (int i = 0; i < boundary_numbers; ++i) out[i / per_lane][i % per_lane] = x[i];
+}
+
+struct Maps {  // one a channel of the lane
+  Affine of[per_lane];
+
+  PARARNN_FUNCTION void post_to(Word* to, unsigned tag) const {
+    real numbers[map_numbers];
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+#pragma unroll
+      for (int e = 0; e < entries; ++e) numbers[c * map_size + e] = of[c].a[e];
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) numbers[c * map_size + entries + n] = of[c].b[n];
+    }
+    post(to, numbers, tag);
+  }
+  PARARNN_FUNCTION void set(const real (&numbers)[map_numbers]) {
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+#pragma unroll
+      for (int e = 0; e < entries; ++e) of[c].a[e] = numbers[c * map_size + e];
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) of[c].b[n] = numbers[c * map_size + entries + n];
     }
   }
-};
-
-// The start of a segment, and what comes before it.
-struct Boundary {
-  real wanted[num_states], start[num_states], before[kept], product[kept];
-
-  PARARNN_FUNCTION void read(const Boundaries& b, int w, int channel) {
-    b.read(b.s.ends, w - 1, channel, wanted);
-    b.read(b.s.starts, w, channel, start);
-    b.read(b.s.products, w - 1, channel, before);
-    b.read(b.s.products, w, channel, product);
+  PARARNN_FUNCTION void apply(real (&x)[per_lane][num_states]) const {
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      real y[num_states];
+      of[c].apply(x[c], y);
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) x[c][n] = y[n];
+    }
   }
-
-  // From how far the start before it is off to how far this one is.
-  PARARNN_FUNCTION Affine map() const {
-    Affine own;
+  PARARNN_FUNCTION void follow(const Maps& next) {
 #pragma unroll
-    for (int e = 0; e < entries; ++e) own.a[e] = before[e];
-#pragma unroll
-    for (int n = 0; n < num_states; ++n) own.b[n] = wanted[n] - start[n];
-    return own;
+    for (int c = 0; c < per_lane; ++c) of[c] = next.of[c].after(of[c]);
   }
 };
 
+constexpr int together = map_numbers * words_a_number <= 4 ? 8 : map_numbers <= 12 ? 2 : 1;
+
+// Calls use(maps) for `some` posts, in their order.
+template <class Use>
+PARARNN_FUNCTION void for_each_map(const Word* from, int64 apart, int some, unsigned tag,
+                                   const Use& use) {
+  for (int first = 0; first < some; first += together) {
+    real numbers[together][map_numbers];
+    collect(from + first * apart, apart, some - first, tag, numbers);
+#pragma unroll
+    for (int k = 0; k < together; ++k) {
+      if (first + k >= some) continue;
+      Maps maps;
+      maps.set(numbers[k]);
+      use(maps);
+    }
+  }
+}
+
+// What follows from a shift: whether it is worth a rerun; it is not if it is no number.
 PARARNN_FUNCTION bool too_far(const real (&start)[num_states], const real (&shift)[num_states],
                               real gain) {
   real shifted[num_states];
@@ -95,99 +193,94 @@ PARARNN_FUNCTION bool too_far(const real (&start)[num_states], const real (&shif
   return usable && distance(start, shifted, gain) > constant(1);
 }
 
-// Where a start belongs: `end`, where the run before it ends, and what that makes of its own shift (`a`),
-// unless that overflows.
-PARARNN_FUNCTION void newton_start(const real (&end)[num_states], const real (&a)[kept],
-                                   const real (&shift)[num_states], real (&wanted)[num_states]) {
+// Moves the start of segment `own` to where Newton has it, if that is too far away. `before`: the end of
+// the segment before it. Returns how far it was, and the channels that have moved. A segment whose start
+// stays is one whose end is believed: what follows it starts there, or is moved to there.
+PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_number, int own,
+                                 int round, const real (&before)[num_states][per_lane],
+                                 Trajectory& trajectory, Channels& moved) {
+  const int segments = (int)s.segments;
+  int group = 1;  // segments of a group: about the square root of them all
+  while (group * group < segments) group *= 2;
+  const unsigned tag = round + 1;
+  Word* const all = s.board + (int64)column_number * segments * board_words;
+  Word* const mine = all + (int64)own * board_words;
+  Word *const to_group = mine + post_words<map_numbers>, *const to_end =
+      to_group + post_words<map_numbers>;
+  Linear& linear = trajectory.linear;
+  Maps maps, inside;
+  real shift[per_lane][num_states], gap[per_lane][num_states];
 #pragma unroll
-  for (int i = 0; i < num_states; ++i) {
-    real change = constant(0);
+  for (int c = 0; c < per_lane; ++c) {
 #pragma unroll
-    for (int j = 0; j < num_states; ++j)
-      change = multiply_add(a[i * num_states + j], shift[j], change);
-    wanted[i] = end[i] + (finite(change) ? change : constant(0));
-  }
-}
-
-constexpr int batch = num_states == 1 ? 4 : num_states == 2 ? 2 : 1;  // boundaries read together
-
-// Newton's update for one channel, by `width` neighbouring lanes, each with some of the boundaries.
-// Moves the starts that are too far away, and tells `moved(w)`. A segment whose start stays is one
-// whose end is believed: what follows it starts there, or is moved to there. Returns how far away the
-// furthest start was.
-template <class Moved>
-PARARNN_FUNCTION real move_channel(const Boundaries& b, int channel, bool exists, int width,
-                                   const Moved& moved) {
-  const int boundaries = b.segments() - 1, sub = lane() % width;
-  const int each = (boundaries + width - 1) / width;
-  const int first = 1 + sub * each, end = exists ? min(first + each, b.segments()) : 0;
-  Affine all;
-  for (int from = first; from < end; from += batch) {
-    Boundary some[batch];
+    for (int e = 0; e < entries; ++e) maps.of[c].a[e] = linear.product[c][e];
 #pragma unroll
-    for (int k = 0; k < batch; ++k) some[k].read(b, min(from + k, end - 1), channel);
-#pragma unroll
-    for (int k = 0; k < batch; ++k)
-      if (from + k < end) all = some[k].map().after(all);
-  }
-  scan_lanes(all, width);
-  real shift[num_states], furthest = constant(0);  // of the start before
-  from_lane_before(all.b, 1, width, shift);
-#pragma unroll
-  for (int n = 0; n < num_states; ++n)
-    if (sub == 0) shift[n] = constant(0);
-  bool shifted = false;  // whether that start moves, by its shift
-  if (first < end && first > 1) {
-    Boundary before;
-    before.read(b, first - 1, channel);
-    shifted = too_far(before.start, shift, before.product[entries]);
-  }
-  __syncwarp();  // the lane before may move that start
-  for (int from = first; from < end; from += batch) {
-    Boundary some[batch];
-#pragma unroll
-    for (int k = 0; k < batch; ++k) some[k].read(b, min(from + k, end - 1), channel);
-#pragma unroll
-    for (int k = 0; k < batch; ++k) {
-      const int w = from + k;
-      if (w >= end) continue;
-      const Boundary& own = some[k];
-      real wanted[num_states], next[num_states], counted[num_states];
-#pragma unroll
-      for (int n = 0; n < num_states; ++n) counted[n] = shifted ? shift[n] : constant(0);
-      newton_start(own.wanted, own.before, counted, wanted);
-      own.map().apply(shift, next);
-#pragma unroll
-      for (int n = 0; n < num_states; ++n)
-        shift[n] = w + 1 < end ? next[n] : all.b[n];  // the bits that the next lane goes on from
-      shifted = too_far(own.start, shift, own.product[entries]);
-      const real far = distance(own.start, wanted, own.product[entries]);
-      if (shifted || far > constant(1)) {
-        b.write(b.s.starts, w, channel, wanted);
-        moved(w);
-      }
-      furthest = larger(far, furthest);
+    for (int n = 0; n < num_states; ++n) {
+      gap[c][n] = own > 0 ? before[n][c] - linear.start[n][c] : constant(0);
+      shift[c][n] = constant(0);
     }
+    real ends[num_states];
+    maps.of[c].apply(gap[c], ends);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) maps.of[c].b[n] = ends[n];
   }
-  return furthest;
-}
-
-// The channels `far` of a tile are shared among the warps of its segments, `own` being one of them.
-template <class Moved>
-PARARNN_FUNCTION real move_starts(const Boundaries& b, const Channels& far, int own,
-                                  const Moved& moved) {
-  const int count = far.count(), first = b.at.first;
-  int width = 1;
-  while (width < lanes && width < b.segments() - 1) width *= 2;
-  const int groups = lanes / width;
+  maps.post_to(mine, tag);
+  const int first = own - own % group;
+  for_each_map(all + (int64)first * board_words, board_words, own - first, tag,
+               [&](const Maps& next) { inside.follow(next); });
+  if (own == first + group - 1) {
+    Maps whole = inside;
+    whole.follow(maps);
+    whole.post_to(to_group, tag);
+  }
+  const int64 group_apart = (int64)group * board_words;
+  for_each_map(all + group_apart - board_words + post_words<map_numbers>, group_apart, own / group,
+               tag, [&](const Maps& next) { next.apply(shift); });
+  inside.apply(shift);
+  bool shifted[per_lane];
+  real ends[num_states][per_lane];
+#pragma unroll
+  for (int c = 0; c < per_lane; ++c) {
+    real own_start[num_states], own_end[num_states], expected[num_states];
+    column(linear.start, c, own_start);
+    column(trajectory.end, c, own_end);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) shift[c][n] += gap[c][n];
+    shifted[c] = own > 0 && too_far(own_start, shift[c], trajectory.gain(c));
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) shift[c][n] = shifted[c] ? shift[c][n] : constant(0);
+    newton_start(own_end, linear.product[c], shift[c], expected);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) ends[n][c] = expected[n];
+  }
+  real flat[boundary_numbers], wanted[1][boundary_numbers], start[num_states][per_lane];
+  flatten(ends, flat);
+  if (own + 1 < segments) post(to_end, flat, tag);
+  collect(to_end - board_words, 0, own > 0, tag, wanted);
+  unflatten(wanted[0], start);
   real furthest = constant(0);
-  for (int from = own * groups; from < count; from += b.segments() * groups) {
-    const int k = from + lane() / width, place = far.nth(min(k, count - 1));
-    const real own_far = move_channel(b, first + place, k < count, width,
-                                      [&](int w) { moved(w, place); });
-    furthest = larger(own_far, furthest);
+#pragma unroll
+  for (int c = 0; c < per_lane; ++c) {
+    real own_start[num_states], own_wanted[num_states];
+    column(linear.start, c, own_start);
+    column(start, c, own_wanted);
+    const bool exists = own > 0 && c < at.active;
+    const real far = exists ? distance(own_start, own_wanted, trajectory.gain(c)) : constant(0);
+    const bool moves = exists && (shifted[c] || far > constant(1));
+#pragma unroll
+    for (int n = 0; n < num_states; ++n)
+      if (moves) linear.start[n][c] = own_wanted[n];
+    moved.lanes_of[c] = __ballot_sync(~0u, moves);
+    furthest = larger(far, furthest);
   }
   return most_of_lanes(furthest);
+}
+
+// A segment's part of the board is empty at first.
+PARARNN_FUNCTION void clear_board(const Shooting& s, int column_number, int own) {
+  Word* mine = s.board + ((int64)column_number * s.segments + own) * board_words;
+#pragma unroll
+  for (int i = 0; i < board_words; i += lanes) mine[i + lane()] = 0;
 }
 
 }  // namespace pararnn

@@ -149,6 +149,20 @@ struct Affine {
   }
 };
 
+// Where a start belongs: `end`, where the run before it ends, and what that run makes of a shift of its own
+// start, unless it overflows.
+PARARNN_FUNCTION void newton_start(const real (&end)[num_states], const real (&product)[kept],
+                                   const real (&shift)[num_states], real (&wanted)[num_states]) {
+#pragma unroll
+  for (int i = 0; i < num_states; ++i) {
+    real change = constant(0);
+#pragma unroll
+    for (int j = 0; j < num_states; ++j)
+      change = multiply_add(product[i * num_states + j], shift[j], change);
+    wanted[i] = end[i] + (finite(change) ? change : constant(0));
+  }
+}
+
 // What stands `by` lanes before, among `width` lanes.
 template <int count>
 PARARNN_FUNCTION void from_lane_before(const real (&x)[count], int by, int width,

@@ -1,9 +1,11 @@
 // How the segments of a tile meet where they are the blocks of one cluster: in each other's shared
 // memory. The hardware runs a cluster's blocks together, so nothing else has to be resident.
 #pragma once
-#include "meeting.h"
+#include "posts.h"
 
 namespace pararnn {
+
+constexpr int boundary_numbers = num_states * per_lane;
 
 struct Counters {};
 
@@ -62,15 +64,13 @@ PARARNN_FUNCTION void send(const T* place, T value, const Mailbox& mailbox, int 
 
 struct Desk {  // of one block
   Mailbox ends_box, votes_box;
-  real ends[num_states][per_lane][lanes];      // of the segment before
-  unsigned votes[per_lane][most_segments];     // by segment: lanes that do not fit
-  unsigned moved[per_lane];                    // lanes whose start has moved
-  unsigned furthest[2];                        // by round % 2: bits of a distance; the first block's
+  real ends[boundary_numbers][lanes];  // of the segment before
+  unsigned votes[most_segments];       // by segment: whether it does not fit
+  unsigned furthest[2];                // by round % 2: bits of a distance; the first block's
 };
 
 struct Meeting {
   static constexpr int bytes = sizeof(Desk);
-  static constexpr bool in_global_memory = false;  // what segments find is written there if needed
 
   Desk& desk;
   const int segments, own;
@@ -80,8 +80,6 @@ struct Meeting {
     if (lane() == 0) {
       desk.ends_box.open();
       desk.votes_box.open();
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c) desk.moved[c] = 0;
       desk.furthest[0] = desk.furthest[1] = 0;
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -96,41 +94,24 @@ struct Meeting {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   }
 
-  template <class T> PARARNN_FUNCTION T* in_segment(T* place, int w) const {
-    T* there;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(place), "r"(w));
-    return there;
-  }
-  PARARNN_FUNCTION unsigned* moved(int w) const { return in_segment(desk.moved, w); }
-
   // The end of the segment before, as a sweep of this round has found it; 0 for the first one.
-  PARARNN_FUNCTION void exchange(int round, const real (&end)[num_states][per_lane],
-                                 real (&before)[num_states][per_lane]) {
+  PARARNN_FUNCTION void exchange(int round, const real (&end)[boundary_numbers],
+                                 real (&before)[1][boundary_numbers]) {
     if (round == 0) wait();  // all desks are open
 #pragma unroll
-    for (int n = 0; n < num_states; ++n)
+    for (int i = 0; i < boundary_numbers; ++i)
+      if (own + 1 < segments) send(&desk.ends[i][lane()], end[i], desk.ends_box, own + 1);
+    if (own == 0) return;
+    desk.ends_box.await(round, sizeof desk.ends);
 #pragma unroll
-      for (int c = 0; c < per_lane; ++c)
-        if (own + 1 < segments) send(&desk.ends[n][c][lane()], end[n][c], desk.ends_box, own + 1);
-    if (own > 0) desk.ends_box.await(round, sizeof desk.ends);
-#pragma unroll
-    for (int n = 0; n < num_states; ++n)
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c)
-        before[n][c] = own > 0 ? desk.ends[n][c][lane()] : constant(0);
+    for (int i = 0; i < boundary_numbers; ++i) before[0][i] = desk.ends[i][lane()];
   }
 
-  // The channels that do not fit at any segment.
-  PARARNN_FUNCTION Channels anywhere(int round, const Channels& far) {
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c)
-      if (lane() < segments) send(&desk.votes[c][own], far.lanes_of[c], desk.votes_box, lane());
-    desk.votes_box.await(round, per_lane * segments * (int)sizeof(unsigned));
-    Channels found;
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c)
-      found.lanes_of[c] = __reduce_or_sync(~0u, lane() < segments ? desk.votes[c][lane()] : 0u);
-    return found;
+  // Whether any segment does not fit.
+  PARARNN_FUNCTION bool any(int round, bool fits) {
+    if (lane() < segments) send(&desk.votes[own], (unsigned)!fits, desk.votes_box, lane());
+    desk.votes_box.await(round, segments * (int)sizeof(unsigned));
+    return __any_sync(~0u, lane() < segments && desk.votes[lane()] != 0);
   }
 
   // What segments have written to global memory is seen by all.
@@ -139,20 +120,18 @@ struct Meeting {
     wait();
   }
 
-  // The largest of all segments' distances. All are done with what the round before has left.
+  // The largest of all segments' distances.
   PARARNN_FUNCTION real most(int round, real far) {
-    unsigned* furthest = in_segment(desk.furthest, 0);
+    unsigned* furthest;
+    asm("mapa.u64 %0, %1, 0;" : "=l"(furthest) : "l"(desk.furthest));
     if (lane() == 0) {
       atomicMax(furthest + round % 2, __float_as_uint((float)far));
-      if (own == 0) desk.furthest[(round + 1) % 2] = 0;
+      if (own == 0) desk.furthest[(round + 1) % 2] = 0;  // all are done with what the round before left
     }
     __syncwarp();
     publish();
     return (real)__uint_as_float(*(const volatile unsigned*)(furthest + round % 2));
   }
-
-  // Who is done waits for who reads from its desk.
-  PARARNN_FUNCTION void leave() { publish(); }
 };
 
 }  // namespace pararnn

@@ -11,7 +11,7 @@ using Strand = Pass::Strand;
 
 // Steps of a lane: as many as fit into the memory of the ring, which is free.
 constexpr int fitting_steps = Pass::bytes / (lanes * Strand::words * (int)sizeof(real));
-constexpr int strand_steps = fitting_steps < 16 ? at_least_1(fitting_steps) : 16;
+constexpr int strand_steps = fitting_steps < 32 ? at_least_1(fitting_steps) : 32;
 
 // What mending one channel takes, in steps of a warp.
 PARARNN_FUNCTION int mending_cost(int length) {
@@ -69,6 +69,12 @@ PARARNN_FUNCTION void append(real (&product)[kept], const real (&lane_product)[k
   product[entries] = larger(most, product[entries]);
 }
 
+// What step k of the lane takes.
+PARARNN_FUNCTION void take(const real* inputs, int k, real (&x)[Strand::words]) {
+#pragma unroll
+  for (int i = 0; i < Strand::words; ++i) x[i] = inputs[(k * Strand::words + i) * lanes];
+}
+
 // Runs one channel of a span from `state`, which becomes the last one; `product` as Linear has it.
 // `slot`: of the span's sums.
 PARARNN_FUNCTION void mend(const Pass& pass, int channel, const Span& span, int64 slot,
@@ -82,9 +88,8 @@ PARARNN_FUNCTION void mend(const Pass& pass, int channel, const Span& span, int6
     const int each = (window + lanes - 1) / lanes, first = from + lane() * each;
     const int count = max(0, min(each, from + window - first));
     __syncwarp();
-#pragma unroll
-    for (int k = 0; k < strand_steps; ++k) {
-      if (k >= count) continue;
+#pragma unroll 8
+    for (int k = 0; k < count; ++k) {
       real own[Strand::words];
       strand.gather(first + k, own);
 #pragma unroll
@@ -101,12 +106,14 @@ PARARNN_FUNCTION void mend(const Pass& pass, int channel, const Span& span, int6
       for (int n = 0; n < num_states; ++n) end[n] = start[n];
       begin_product(own_product);
       sums.clear();
+      real own[Strand::words], next[Strand::words];
+      take(inputs, 0, own);
 #pragma unroll 1
       for (int k = 0; k < count; ++k) {
-        real own[Strand::words];
-#pragma unroll
-        for (int i = 0; i < Strand::words; ++i) own[i] = inputs[(k * Strand::words + i) * lanes];
+        take(inputs, min(k + 1, count - 1), next);  // while this step runs
         strand.step(first + k, own, end, own_product, sums);
+#pragma unroll
+        for (int i = 0; i < Strand::words; ++i) own[i] = next[i];
       }
     } while (move_lanes(start, end, own_product, count > 0));
     total.add(sums);

@@ -27,51 +27,43 @@ constexpr real enough_progress = 0.5;
 struct Segment {
   Span span;
   int64 slot;
-  real state[num_states][per_lane];  // the start, and then the end
-  Linear linear;
+  Trajectory trajectory;
 
-  PARARNN_FUNCTION Segment(const Boundaries& b, int length, int w)
-      : span{w * (int)b.s.size, w * (int)b.s.size, min((w + 1) * (int)b.s.size, length)},
-        slot(b.at.row * b.s.segments + w) {}
+  PARARNN_FUNCTION Segment(const Shooting& s, const Place& at, int length, int w)
+      : span{w * (int)s.size, w * (int)s.size, min((w + 1) * (int)s.size, length)},
+        slot(at.row * s.segments + w) {}
 
-  PARARNN_FUNCTION void sweep(const Pass& pass) { pass.sweep(span, state, linear, slot); }
-
-  // The channels whose end is not the start of the segment after it; `before`: the end of the one
-  // before this one.
-  PARARNN_FUNCTION Channels compare(const Place& at, const real (&before)[num_states][per_lane],
-                                    bool first) const {
-    Channels far;
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) {
-      real own_start[num_states], own_before[num_states];
-      column(linear.start, c, own_start);
-      column(before, c, own_before);
-      const bool fits = first || c >= at.active ||
-                        distance(own_start, own_before, linear.product[c][entries]) <= constant(1);
-      far.lanes_of[c] = __ballot_sync(~0u, !fits);
-    }
-    return far;
+  PARARNN_FUNCTION void sweep(const Pass& pass) {
+    pass.sweep(span, trajectory.end, trajectory.linear, slot);
   }
 
-  // Runs the channels again whose start has moved.
-  PARARNN_FUNCTION void mend_channels(const Pass& pass, const Boundaries& b, int w,
-                                      const Channels& moved) {
-    const int count = moved.count();
-    for (int k = 0; k < count; ++k) {
-      const int place = moved.nth(k), channel = b.at.first + place;
-      real own[num_states], start[num_states], product[kept];
-      b.read(b.s.starts, w, channel, own);
+  PARARNN_FUNCTION void start_from(const real (&state)[num_states][per_lane]) {
 #pragma unroll
-      for (int n = 0; n < num_states; ++n) start[n] = own[n];
-      mend(pass, channel, span, slot, own, product);
+    for (int n = 0; n < num_states; ++n)
+#pragma unroll
+      for (int c = 0; c < per_lane; ++c) trajectory.end[n][c] = state[n][c];
+  }
+
+  // Runs some channels again.
+  PARARNN_FUNCTION void mend_channels(const Pass& pass, const Place& at, const Channels& some) {
+    Linear& linear = trajectory.linear;
+    const int count = some.count();
+    for (int k = 0; k < count; ++k) {
+      const int place = some.nth(k), owner = place / per_lane;
+      real state[num_states], product[kept];
+#pragma unroll
+      for (int n = 0; n < num_states; ++n)
+#pragma unroll
+        for (int c = 0; c < per_lane; ++c) {
+          const real start = __shfl_sync(~0u, linear.start[n][c], owner);
+          if (c == place % per_lane) state[n] = start;
+        }
+      mend(pass, at.first + place, span, slot, state, product);
 #pragma unroll
       for (int c = 0; c < per_lane; ++c) {
         if (lane() * per_lane + c != place) continue;
 #pragma unroll
-        for (int n = 0; n < num_states; ++n) {
-          linear.start[n][c] = start[n];
-          state[n][c] = own[n];
-        }
+        for (int n = 0; n < num_states; ++n) trajectory.end[n][c] = state[n];
 #pragma unroll
         for (int e = 0; e < kept; ++e) linear.product[c][e] = product[e];
       }
@@ -79,40 +71,32 @@ struct Segment {
   }
 };
 
-PARARNN_FUNCTION Channels moved_at(const Meeting& meeting, int w) {
-  const volatile unsigned* words = meeting.moved(w);
-  Channels moved;
-#pragma unroll
-  for (int c = 0; c < per_lane; ++c) moved.lanes_of[c] = words[c];
-  return moved;
-}
-
 // One warp runs what is left, from the first segment on that has moved: those before it are exact.
-PARARNN_FUNCTION void run_alone(const Pass& pass, const Boundaries& b, const Meeting& meeting,
-                                int length) {
-  real state[num_states][per_lane];
+PARARNN_FUNCTION void run_alone(const Pass& pass, const Shooting& s, const Place& at,
+                                const scalar* found, int length) {
+  const int segments = (int)s.segments;
+  Trajectory known;
   int w = 1;
-  while (w < b.segments() && !moved_at(meeting, w).any()) ++w;
-  if (w < b.segments()) b.read_states(b.s.starts, w, state);
-  while (w < b.segments()) {
-    Segment segment(b, length, w);
+  while (w < segments && !known.read(found + w * found_numbers * lanes)) ++w;
+  real state[num_states][per_lane];
 #pragma unroll
-    for (int n = 0; n < num_states; ++n)
+  for (int n = 0; n < num_states; ++n)
 #pragma unroll
-      for (int c = 0; c < per_lane; ++c) segment.state[n][c] = state[n][c];
+    for (int c = 0; c < per_lane; ++c) state[n][c] = known.linear.start[n][c];
+  while (w < segments) {
+    Segment segment(s, at, length, w);
+    segment.start_from(state);
     segment.sweep(pass);
-    do {  // the segments that fit as they are
+    known = segment.trajectory;
+    bool fits = true;  // segments that fit as they are
+    while (fits) {
 #pragma unroll
       for (int n = 0; n < num_states; ++n)
 #pragma unroll
-        for (int c = 0; c < per_lane; ++c) state[n][c] = segment.state[n][c];
-      if (++w == b.segments() || moved_at(meeting, w).any()) break;
-      b.read_states(b.s.starts, w, segment.linear.start);
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c)
-        if (c < b.at.active) b.read(b.s.products, w, b.at.own + c, segment.linear.product[c]);
-      b.read_states(b.s.ends, w, segment.state);
-    } while (!segment.compare(b.at, state, false).any());
+        for (int c = 0; c < per_lane; ++c) state[n][c] = known.end[n][c];
+      if (++w == segments) return;
+      fits = !known.read(found + w * found_numbers * lanes) && known.follows(state, at);
+    }
   }
 }
 
@@ -122,53 +106,47 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
   const Shooting& s = p.shooting;
   const int segments = (int)s.segments, length = (int)p.pass.in.length;
   const int own = blockIdx.x % segments, tile_number = blockIdx.x / segments;
+  clear_board(s, tile_number, own);
   Meeting meeting(s.counters, desk, tile_number, segments, own);
   const Place at(tile_number);
   const Weights weights(p.pass.in, at);
   const Pass pass(p.pass, at, weights, memory);
-  const Boundaries b(s, at);
-  Segment segment(b, length, own);
+  Segment segment(s, at, length, own);
+  Trajectory& trajectory = segment.trajectory;
   const int burn_in = min((int)s.burn_in, segment.span.first);
   segment.span.begin -= burn_in;
-  if (burn_in == segment.span.first) pass.origin(segment.state);
-  else clear(segment.state);
+  if (burn_in == segment.span.first) pass.origin(trajectory.end);
+  else clear(trajectory.end);
   segment.sweep(pass);
   segment.span.begin = segment.span.first;
-  real before = constant(INFINITY);
+  real furthest = constant(INFINITY);
   for (int round = 0;; ++round) {
-    real end_before[num_states][per_lane];
-    if (Meeting::in_global_memory) b.write_all(own, segment.linear, segment.state);
-    meeting.exchange(round, segment.state, end_before);
-    const Channels far = meeting.anywhere(round, segment.compare(at, end_before, own == 0));
-    if (!far.any()) {
+    real end[boundary_numbers], end_before[1][boundary_numbers], before[num_states][per_lane];
+    flatten(trajectory.end, end);
+    meeting.exchange(round, end, end_before);
+    unflatten(end_before[0], before);
+    if (!meeting.any(round, own == 0 || trajectory.follows(before, at))) {
       if (own == 0) pass.report(tile_number, round + 1, round > 0);
       return;
     }
-    if (!Meeting::in_global_memory) {
-      b.write_all(own, segment.linear, segment.state);
+    Channels moved;
+    const real far = move_start(s, at, tile_number, own, round, before, trajectory, moved);
+    const real most = meeting.most(round, far);
+    if (!(most <= enough_progress * furthest) || round >= segments) {
+      scalar* found = s.found + (int64)tile_number * segments * found_numbers * lanes;
+      trajectory.write(found + own * found_numbers * lanes, moved);
       meeting.publish();
-    }
-    const auto tell = [&](int w, int place) {
-      atomicOr(meeting.moved(w) + place % per_lane, 1u << place / per_lane);
-    };
-    const real furthest = meeting.most(round, move_starts(b, far, own, tell));
-    if (!(furthest <= enough_progress * before) || round >= segments) {
-      if (own == 0) {
-        run_alone(pass, b, meeting, length);
-        pass.report(tile_number, round + 2, true);
-      }
-      meeting.leave();
+      if (own > 0) return;
+      run_alone(pass, s, at, found, length);
+      pass.report(tile_number, round + 2, true);
       return;
     }
-    before = furthest;
-    const Channels moved = moved_at(meeting, own);
-    __syncwarp();
-    if (lane() < per_lane) meeting.moved(own)[lane()] = 0;
+    furthest = most;
     if (!moved.any()) continue;
     if (worth_mending(moved.count(), segment.span.end - segment.span.first)) {
-      segment.mend_channels(pass, b, own, moved);
+      segment.mend_channels(pass, at, moved);
     } else {
-      b.read_states(s.starts, own, segment.state);
+      segment.start_from(trajectory.linear.start);
       segment.sweep(pass);
     }
   }
