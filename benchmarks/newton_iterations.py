@@ -14,37 +14,28 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from common import RESULTS, provenance, write_csv
 from matplotlib.figure import Figure
 from torch import Tensor
+from trained import solves_of, trained_model
 
 from pararnn.affine import affine_scan
+from pararnn.engines.base import Arguments
 from pararnn.engines.boundaries import to_system
-from pararnn.layers import DirectionalLayer, ParaRNN
+from pararnn.layers import ParaRNN
 from pararnn.lm import ByteLM, load_checkpoint, set_solver
 from pararnn.program import program_of
-from pararnn.solve import prepare
 from pararnn.solvers.system import System
 from pararnn.tasks import spread_windows, stdlib_corpus
-from pararnn.train import DemoConfig, train
-from pararnn.train.demo import make_model, make_recipe
+from pararnn.train import DemoConfig
 
 LENGTHS = (256, 512, 1024, 2048)
 BATCH = 8
 UPDATES = 8
 CELLS = ("gru", "lstm")
-
-
-def trained_model(cell: str, seconds: float) -> ByteLM:
-    """The demo's model of a cell after a training run of `seconds`."""
-    config = DemoConfig(cell=cell, seconds=seconds)
-    torch.manual_seed(config.seed)
-    model = make_model(config)
-    train(model, stdlib_corpus(), make_recipe(config), show_progress=True)
-    return model
 
 
 def fresh_model(trained: ByteLM, seed: int = 0) -> ByteLM:
@@ -53,26 +44,10 @@ def fresh_model(trained: ByteLM, seed: int = 0) -> ByteLM:
     return ByteLM(trained.cell_class, **trained.options).eval()
 
 
-@torch.no_grad()
-def layer_inputs(model: ByteLM, tokens: Tensor) -> list[Tensor]:
-    """What each recurrent layer sees, (B, T, width), when the model reads tokens (B, T)."""
-    seen: list[Tensor] = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        for layer in model.layers()
-    ]
-    model(tokens)
-    for hook in hooks:
-        hook.remove()
-    return seen
-
-
-@torch.no_grad()
-def layer_system(layer: ParaRNN, x: Tensor) -> System:
-    """The nonlinear system that a one-layer ParaRNN solves for inputs x (B, T, width)."""
-    part = cast(DirectionalLayer, layer.layers[0])
-    args = prepare(part.cell, part.proj(x), bias=part.bias)
-    return to_system(program_of(part.cell), args)[0]
+def system_of(layer: ParaRNN, args: Arguments) -> System:
+    """The nonlinear system of a one-layer ParaRNN's solve."""
+    program = program_of(layer.cell)
+    return to_system(program, args.completed(program.num_states))[0]
 
 
 @torch.no_grad()
@@ -97,8 +72,8 @@ def measure(model: ByteLM, stage: str, valid: Tensor) -> Iterator[dict[str, Any]
     set_solver(model, "newton", "torch")
     for steps in LENGTHS:
         tokens = spread_windows(valid, BATCH, steps)[:, :-1]
-        inputs = layer_inputs(model, tokens)
-        for index, (layer, x) in enumerate(zip(model.layers(), inputs, strict=True)):
+        solves = solves_of(model, tokens)
+        for index, (layer, args) in enumerate(zip(model.layers(), solves, strict=True)):
             assert layer.last_solve is not None
             counts = {
                 "cell": type(layer.cell).__name__,
@@ -110,7 +85,7 @@ def measure(model: ByteLM, stage: str, valid: Tensor) -> Iterator[dict[str, Any]
                 "iterations": int(layer.last_solve.sweeps.max()),
                 "mended": int(layer.last_solve.mended.sum()),
             }
-            for update, residual in enumerate(residual_history(layer_system(layer, x), UPDATES)):
+            for update, residual in enumerate(residual_history(system_of(layer, args), UPDATES)):
                 yield {**counts, "update": update, "residual": f"{residual:.3e}"}
 
 
@@ -147,14 +122,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for csv and png")
     options = parser.parse_args()
     models = [load_checkpoint(path) for path in options.checkpoints]
-    models = models or [trained_model(cell, options.seconds) for cell in CELLS]
-    valid = stdlib_corpus().valid
+    corpus = stdlib_corpus()
+    configs = [DemoConfig(cell=cell, seconds=options.seconds) for cell in CELLS]
+    models = models or [trained_model(config, corpus, show_progress=True)[0] for config in configs]
     about = provenance()
     rows = [
         {**about, **row}
         for trained in models
         for stage, model in (("at initialisation", fresh_model(trained)), ("trained", trained))
-        for row in measure(model, stage, valid)
+        for row in measure(model, stage, corpus.valid)
     ]
     for row in rows:
         if row["update"] == 0:

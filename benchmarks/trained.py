@@ -1,0 +1,89 @@
+"""A trained language model's recurrent layers: what their solves are given, how they forget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+import pararnn
+from pararnn import Cell
+from pararnn.engines.base import Arguments
+from pararnn.layers import DirectionalLayer, ParaRNN
+from pararnn.lm import ByteLM
+from pararnn.solve import prepare
+from pararnn.tasks import Corpus
+from pararnn.train import DemoConfig, History, train
+from pararnn.train.demo import make_model, make_recipe
+
+STARTS = 16
+WINDOW = 1024
+"""Steps within which a channel has to forget where it started, or is a latch."""
+MERGED = 1e-6
+
+
+def trained_model(
+    config: DemoConfig, corpus: Corpus, show_progress: bool = False
+) -> tuple[ByteLM, History]:
+    """The demo's model after the config's training."""
+    torch.manual_seed(config.seed)
+    model = make_model(config)
+    return model, train(model, corpus, make_recipe(config), show_progress)
+
+
+@torch.no_grad()
+def solves_of(model: ByteLM, tokens: Tensor) -> list[Arguments]:
+    """What each recurrent layer's solve is given when the model reads tokens (B, T)."""
+    given: list[Arguments] = []
+
+    def record(layer: ParaRNN, inputs: tuple[Tensor, ...]) -> None:
+        part = cast(DirectionalLayer, layer.layers[0])
+        given.append(prepare(part.cell, part.proj(inputs[0]), bias=part.bias))
+
+    hooks = [layer.register_forward_pre_hook(record) for layer in model.layers()]
+    try:
+        model(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return given
+
+
+def part_of(args: Arguments, channels: slice, dtype: torch.dtype) -> Arguments:
+    """The solve of some of the channels, with gates of a dtype."""
+    assert args.bias is not None
+    return replace(
+        args,
+        gates=args.gates[..., channels].to(dtype).contiguous(),
+        bias=args.bias.detach()[:, channels].contiguous(),
+        params=tuple(param.detach()[channels].contiguous() for param in args.params),
+    )
+
+
+@torch.no_grad()
+def steps_to_merge(
+    cell: Cell, args: Arguments, starts: int = STARTS, window: int = WINDOW
+) -> Tensor:
+    """After how many steps trajectories from zero are on the true one: int64 (starts, D).
+
+    They start in the second half of the first row. Merged is a channel once all its states stay
+    within MERGED of the true ones up to `window` steps; `window` itself stands for never, a latch.
+    In float64, as rounding keeps large states in float32 further apart than that.
+    """
+    assert args.bias is not None
+    gates = args.gates[:1].double() + args.bias.double()
+    first = torch.linspace(gates.shape[1] // 2, gates.shape[1] - window, starts).long()
+    places = first[:, None] + torch.arange(window)
+    true = _states(cell, gates)[0, places]
+    fresh = _states(cell, gates[0, places])
+    apart = ((true - fresh).abs() > MERGED).any(-1)
+    steps = torch.arange(1, window + 1, device=apart.device)
+    return (apart * steps[:, None]).amax(1)
+
+
+def _states(cell: Cell, gates: Tensor) -> Tensor:
+    """All states by the loop, (B, T, D, N)."""
+    states, _ = pararnn.solve(cell, gates, solver="sequential")
+    return torch.stack([states] if isinstance(states, Tensor) else states, -1)
