@@ -64,11 +64,15 @@ def bench_ms(call: Call, budget: float) -> float:
 
 
 class Run(NamedTuple):
-    """What all rows of a run share: ms for one timing by each method, bytes copied a second."""
+    """What all rows of a run share: ms for one timing by each method, bytes copied a second.
+
+    train_seconds: for each model that a section trains.
+    """
 
     graph_budget: float
     bench_budget: float
     copy_rate: float
+    train_seconds: float
 
 
 def times_of(calls: Sequence[Call], run: Run, graph: bool = True) -> Row:
@@ -115,14 +119,22 @@ Sections = Mapping[str, tuple[Callable[[Run], list[Row]], str]]
 """By name: what measures a section's rows, and the file that they are written to."""
 
 
-def run_sections(doc: str | None, sections: Sections, graph_budget: float) -> None:
-    """The command line of a benchmark in sections; `graph_budget`: ms for a timing by replays."""
+def run_sections(
+    doc: str | None, sections: Sections, graph_budget: float, train_seconds: float | None = None
+) -> None:
+    """The command line of a benchmark in sections; `graph_budget`: ms for a timing by replays.
+
+    `train_seconds`: the default of --train-seconds, None where no section trains.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help=f"sections by prefix: {', '.join(sections)}")
-    parser.add_argument("--quick", action="store_true", help="few replays")
+    parser.add_argument("--quick", action="store_true", help="few replays, short training")
     parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
+    if train_seconds is not None:
+        parser.add_argument("--train-seconds", type=float, help="for each model that is trained")
+    parser.set_defaults(train_seconds=train_seconds or 0.0)
     args = parser.parse_args()
     chosen = [name for name in sections if name.startswith(args.only)]
     if not chosen:
@@ -130,7 +142,8 @@ def run_sections(doc: str | None, sections: Sections, graph_budget: float) -> No
     about, begin = provenance("cuda"), time.perf_counter()
     torch.manual_seed(0)
     budgets = (30.0, 20.0) if args.quick else (graph_budget, 200.0)
-    run = Run(*budgets, copy_rate(budgets[0]))
+    seconds = min(args.train_seconds, 5.0) if args.quick else args.train_seconds
+    run = Run(*budgets, copy_rate(budgets[0]), seconds)
     about["copy_GB_per_s"] = f"{run.copy_rate / 1e9:.1f}"  # read and written
     print(about, flush=True)
     files: dict[str, list[Row]] = {}

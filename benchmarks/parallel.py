@@ -1,10 +1,11 @@
 """Kernels that split time, on one GPU: against the loop's kernel and against what must move.
 
 Sections: shapes (few channels, long sequences, small batches), hard (weights and gates that forget
-slowly, or never), scan (the affine recurrence alone), grid (auto's choice against both solvers).
-Writes results/parallel.csv and results/auto_cuda.csv.
+slowly, or never), trained (the layers of trained language models, on held-out text), scan (the
+affine recurrence alone), grid (auto's choice against both solvers). Writes results/parallel.csv,
+results/parallel_trained.csv and results/auto_cuda.csv.
 
-    python benchmarks/parallel.py [--only shapes] [--quick] [--out FOLDER]
+    python benchmarks/parallel.py [--only shapes] [--quick] [--train-seconds 60] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -13,18 +14,25 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from gpu import Row, Run, Sections, cache_bytes, replay_times, run_sections, sets_for
 from kernels import Size, bytes_moved, calls_of
+from torch import Tensor
+from trained import WINDOW, part_of, solves_of, steps_to_merge, trained_model
 
 from pararnn import CELLS, Cell
 from pararnn.cells.affine import AFFINE
 from pararnn.engines.base import Arguments, totals
 from pararnn.engines.fused_cuda import NEWTON, SEQUENTIAL
 from pararnn.engines.table import engine_for
+from pararnn.lm import ByteLM
 from pararnn.program import Program, program_of
 from pararnn.solve import prepare
+from pararnn.tasks import random_windows, stdlib_corpus
+from pararnn.train import DemoConfig
 
 F32, BF16 = torch.float32, torch.bfloat16
 MEDIUM, SHORT, WIDE = (8, 2048, 1024), (1, 512, 1024), (1, 2048, 2048)
@@ -47,15 +55,40 @@ AIMS: dict[tuple[str, Size, torch.dtype, str], float] = {
     ("lstm", LONG, F32, "backward"): 0.61,
 }
 LATCH_AIMS = {(MEDIUM, F32): 0.085, (MEDIUM, BF16): 0.055, (LONG, F32): 0.285, (NARROW, F32): 0.045}
-HARD: Sequence[tuple[str, float, float, bool]] = (
-    # name, weights' standard deviation, bias of the update gate, latches
-    ("0.2% latches", 0.3, 0.0, True),
-    ("weights 1", 1.0, 0.0, False),
-    ("weights 2", 2.0, 0.0, False),
-    ("bias -2", 0.3, -2.0, False),
-    ("bias -4", 0.3, -4.0, False),
-    ("bias -6", 0.3, -6.0, False),
+
+
+class Hard(NamedTuple):
+    """A GRU that is hard to split: weights' standard deviation, bias of the update gate, latches.
+
+    of_aim: how many times the aim of weights that forget it may take.
+    """
+
+    name: str
+    std: float
+    bias: float
+    latch: bool
+    of_aim: float
+
+    def aim(self, size: Size, dtype: torch.dtype, sequential_ms: float) -> float | str:
+        """The time to reach, ms: that of latches, else twice the loop's at most."""
+        if self.latch:
+            return LATCH_AIMS.get((size, dtype), "")
+        plain = AIMS.get(("gru", size, dtype, "forward"), math.inf)
+        return round(min(self.of_aim * plain, 2 * sequential_ms), 5)
+
+
+HARD = (
+    Hard("0.2% latches", 0.3, 0.0, True, 1.0),
+    Hard("weights 1", 1.0, 0.0, False, 5.0),
+    Hard("weights 2", 2.0, 0.0, False, math.inf),
+    Hard("bias -2", 0.3, -2.0, False, 5.0),
+    Hard("bias -4", 0.3, -4.0, False, 5.0),
+    Hard("bias -6", 0.3, -6.0, False, 5.0),
 )
+SPLIT = list(itertools.product((MEDIUM, LONG, NARROW), (F32, BF16)))
+"""Sizes and dtypes at which it matters how fast channels forget."""
+TRAINED = DemoConfig(device="cuda", width=LONG[2], batch=32, length=512, learning_rate=2e-3)
+TILE = NARROW[2]
 GRID = list(itertools.product((1, 2, 8, 32), (128, 512, 2048, 8192), (64, 256, 1024)))
 
 
@@ -101,9 +134,14 @@ def inputs_of(
     cell: Cell, size: Size, dtype: torch.dtype, bias: float = 0.0, latch: bool = False
 ) -> list[Arguments]:
     """Enough inputs to exceed the cache."""
-    bytes_of_one = math.prod(size) * dtype.itemsize * len(cell.gates)
-    count = min(sets_for(bytes_of_one, cache_bytes()), MOST_SETS)
+    count = inputs_needed(cell, size, dtype)
     return [arguments(cell, size, dtype, bias, latch) for _ in range(count)]
+
+
+def inputs_needed(cell: Cell, size: Size, dtype: torch.dtype) -> int:
+    """How many inputs exceed the cache."""
+    bytes_of_one = math.prod(size) * dtype.itemsize * len(cell.gates)
+    return min(sets_for(bytes_of_one, cache_bytes()), MOST_SETS)
 
 
 def about_of(section: str, what: str, size: Size, dtype: torch.dtype, step: str) -> Row:
@@ -139,17 +177,70 @@ def shape_rows(run: Run) -> list[Row]:
 def hard_rows(run: Run) -> list[Row]:
     """GRU forward where channels forget slowly, never, or expand."""
     rows = []
-    for (what, std, bias, latch), (size, dtype) in itertools.product(HARD, LATCH_AIMS):
-        cell = cell_of("gru", size[2], std)
-        inputs = inputs_of(cell, size, dtype, bias, latch)
+    for case, (size, dtype) in itertools.product(HARD, SPLIT):
+        cell = cell_of("gru", size[2], case.std)
+        inputs = inputs_of(cell, size, dtype, case.bias, case.latch)
         times = measured(program_of(cell), inputs, "forward", run.graph_budget, size[1] > 9999)
         moved = bytes_moved("forward", size, len(cell.gates), len(cell.states), dtype)
-        aim = LATCH_AIMS[size, dtype] if latch else ""
-        rows.append(
-            finished(
-                about_of("hard", what, size, dtype, "forward") | times, moved, run.copy_rate, aim
-            )
-        )
+        aim = case.aim(size, dtype, times["sequential_ms"])
+        row = about_of("hard", case.name, size, dtype, "forward") | times
+        rows.append(finished(row, moved, run.copy_rate, aim))
+    return rows
+
+
+def trained_rows(run: Run) -> list[Row]:
+    """Each layer of trained language models on held-out text, and how its channels forget."""
+    torch.set_float32_matmul_precision("high")  # more training in the same time
+    corpus, rows = stdlib_corpus(), []
+    for name in ("gru", "lstm"):
+        config = replace(TRAINED, cell=name, seconds=run.train_seconds)
+        model, history = trained_model(config, corpus)
+        last = history.valid[-1]
+        about: Row = {
+            "width": config.width,
+            "train_seconds": round(last.seconds, 1),
+            "train_steps": last.step,
+        }
+        about |= {"bits_validation": round(last.bits, 3)}
+        for index in range(len(model.layers())):
+            rows += layer_rows(run, model, name, index, corpus.valid, about)
+    return rows
+
+
+def layer_rows(
+    run: Run, model: ByteLM, name: str, index: int, text: Tensor, about: Row
+) -> list[Row]:
+    """One layer of a model at all sizes; the narrow one is the tile of its slowest channel."""
+    cell = model.layers()[index].cell
+    generator = torch.Generator().manual_seed(index)
+
+    def inputs(size: Size, dtype: torch.dtype, count: int, channels: slice) -> list[Arguments]:
+        windows = random_windows(text, count * size[0], size[1], generator)[:, :-1]
+        device = model.head.weight.device
+        read = (solves_of(model, tokens.to(device)) for tokens in windows.split(size[0]))
+        return [part_of(solves[index], channels, dtype) for solves in read]
+
+    [args] = inputs(LONG, F32, 1, slice(None))
+    steps = steps_to_merge(cell, args).double()
+    del args
+    about = about | {
+        "latches": round(float((steps == WINDOW).sum(1).double().mean()), 2),
+        "merge_median": int(steps.median()),
+        "merge_p99": round(float(steps.quantile(0.99))),
+        "slowest_channel": int(steps.mean(0).argmax()),
+    }
+    print(about, flush=True)
+    begin = about["slowest_channel"] // TILE * TILE
+    rows = []
+    for size, dtype in SPLIT:
+        channels = slice(begin, begin + TILE) if size == NARROW else slice(None)
+        some = inputs(size, dtype, inputs_needed(cell, size, dtype), channels)
+        for step in ("forward", "backward"):
+            times = measured(program_of(cell), some, step, run.graph_budget, size[1] > 9999)
+            moved = bytes_moved(step, size, len(cell.gates), len(cell.states), dtype)
+            aim = LATCH_AIMS.get((size, dtype), "") if (name, step) == ("gru", "forward") else ""
+            row = about_of("trained", f"{name}, layer {index + 1}", size, dtype, step) | times
+            rows.append(finished(row, moved, run.copy_rate, aim) | about)
     return rows
 
 
@@ -195,10 +286,11 @@ def grid_rows(run: Run) -> list[Row]:
 SECTIONS: Sections = {
     "shapes": (shape_rows, "parallel.csv"),
     "hard": (hard_rows, "parallel.csv"),
+    "trained": (trained_rows, "parallel_trained.csv"),
     "scan": (scan_rows, "parallel.csv"),
     "grid": (grid_rows, "auto_cuda.csv"),
 }
 
 
 if __name__ == "__main__":
-    run_sections(__doc__, SECTIONS, graph_budget=300.0)
+    run_sections(__doc__, SECTIONS, graph_budget=300.0, train_seconds=60.0)

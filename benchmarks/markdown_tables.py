@@ -1,0 +1,42 @@
+"""Result files as Markdown tables."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+
+from common import RESULTS
+
+Row = dict[str, str]
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a result file."""
+    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(rows: Sequence[Row], name: str) -> str:
+    """A line that says where figures come from."""
+    first = rows[0]
+    threads = f", {first['threads']} threads" if "threads" in first else ""
+    return (
+        f"({first['device']}{threads}, PyTorch {first['torch']}, commit {first['commit']}; "
+        f"`benchmarks/results/{name}`)"
+    )
+
+
+def size(row: Row) -> str:
+    """A row's B, T, D."""
+    return ", ".join(row[letter] for letter in "BTD")
+
+
+def figure(row: Row, key: str, digits: int = 3) -> str:
+    """A figure of a row with some digits; empty where the row has none."""
+    return f"{float(row[key]):.{digits}g}" if row[key] else ""
