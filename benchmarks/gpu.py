@@ -115,6 +115,12 @@ def host_us(call: Call, batches: int = 7, calls: int = 300) -> float:
     return statistics.median(times[1:])
 
 
+def left_out(what: str, error: Exception) -> None:
+    """Say that a peer has no row, and why."""
+    text = str(error).strip().partition("\n")[0]
+    print(f"peer left out: {what}: {type(error).__name__}: {text}", flush=True)
+
+
 Sections = Mapping[str, tuple[Callable[[Run], list[Row]], str]]
 """By name: what measures a section's rows, and the file that they are written to."""
 

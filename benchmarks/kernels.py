@@ -26,6 +26,7 @@ from gpu import (
     Sections,
     cache_bytes,
     host_us,
+    left_out,
     run_sections,
     sets_for,
     times_of,
@@ -278,13 +279,18 @@ def linear_scan(module: str) -> Way:
     return Way(scan, lambda: [torch.sigmoid(t) for t in normal(size, size)()])
 
 
+LINEAR_SCANS = {
+    "accelerated-scan, Triton": "accelerated_scan.scalar",
+    "accelerated-scan, warps": "accelerated_scan.warp",
+}
+"""accelerated-scan 0.3's modules for real numbers; the second is built by nvcc when imported."""
 PEERS: Mapping[str, Callable[[], Way]] = {
     "flash attention": attention,
     "torch.nn.GRU (cuDNN)": partial(cudnn, nn.GRU),
     "torch.nn.LSTM (cuDNN)": partial(cudnn, nn.LSTM),
     "fla HGRN chunk": hgrn,
     "mamba_ssm SSD": ssd,
-    "accelerated_scan triton": partial(linear_scan, "accelerated_scan.triton"),
+    **{name: partial(linear_scan, module) for name, module in LINEAR_SCANS.items()},
 }
 
 
@@ -297,7 +303,7 @@ def peer_rows(run: Run) -> list[Row]:
                 times = times_of(calls, run, graph=not name.startswith("torch.nn"))
                 rows.append(show(row_of("peers", name, what, BIG, torch.bfloat16, times)))
         except Exception as error:
-            print(f"peer left out: {name}: {type(error).__name__}: {error}", flush=True)
+            left_out(name, error)
     return rows
 
 

@@ -2,9 +2,11 @@
 
 reduction: the affine scan of one row, diagonal and 2 x 2 blocks, by kernel and in PyTorch, to 2^22
 steps. solve: a GRU and an LSTM with gates given, forward and forward + backward, by every pair and
-by auto, to 2^17 steps; a pair whose call has taken LONGEST is not tried at longer ones. Kernels are
-replayed from CUDA graphs; what reads a flag on the host is timed by do_bench, which empties the
-cache before each call. Writes results/scaling.csv and .png.
+by auto, to 2^17 steps; a pair whose call has taken LONGEST is not tried at longer ones. peers: the
+diagonal reduction by accelerated-scan 0.3, where it is installed, in its own layout, time last; a
+length that it refuses, or gets wrong, is left out and named. Kernels are replayed from CUDA graphs;
+what reads a flag on the host is timed by do_bench, which empties the cache before each call. Writes
+results/scaling.csv and .png.
 
     python benchmarks/scaling.py [--quick] [--out FOLDER]
 """
@@ -12,15 +14,18 @@ cache before each call. Writes results/scaling.csv and .png.
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import RESULTS, provenance, write_csv
-from gpu import Call, Row, bench_ms, replay_times
+from gpu import Call, Row, bench_ms, left_out, replay_times
+from kernels import LINEAR_SCANS
 from torch import Tensor
 
 import pararnn
@@ -30,7 +35,9 @@ from pararnn.structure import BlockDiagonal, Diagonal
 from pararnn.train.extras import require
 
 CHANNELS = 64
-REDUCTIONS = [2**power for power in range(2, 23, 2)]
+REDUCTIONS = [2**power for power in range(2, 23)]
+# The README of the peer shows 2^7 to 2^17. Others come last: they might end in an error of the GPU.
+PEER_LENGTHS = sorted(REDUCTIONS, key=lambda length: (not 2**7 <= length <= 2**17, length))
 SOLVES = [2**power for power in range(6, 18)]
 LONGEST = 150.0  # ms
 PAIRS = [("sequential", "fused"), *MODES.values(), ("auto", "auto")]
@@ -109,6 +116,32 @@ def solve_rows(budget: float) -> list[Row]:
     return rows
 
 
+@torch.no_grad()
+def peer_rows(budget: float) -> list[Row]:
+    """The diagonal reduction by accelerated-scan, its inputs (B, D, T)."""
+    size = (1, CHANNELS, REDUCTIONS[-1])
+    longest = 0.9 * torch.rand(size, device="cuda"), torch.randn(size, device="cuda")
+    right = pararnn.scan(*(t.mT.contiguous() for t in longest), solver="sequential").mT
+    rows = []
+    for way, module in LINEAR_SCANS.items():
+        try:
+            scan = importlib.import_module(module).scan
+        except Exception as error:  # not installed, or its kernel does not compile
+            left_out(way, error)
+            continue
+        for length in PEER_LENGTHS:
+            try:
+                a, b = (t[..., :length].contiguous() for t in longest)
+                torch.testing.assert_close(scan(a, b), right[..., :length], rtol=1e-4, atol=1e-4)
+                ms = median_of(partial(scan, a, b), True, budget)
+            except Exception as error:
+                left_out(f"{way}, T = {length}", error)
+                continue
+            name = f"{way}, (B, D, T)"
+            rows.append(row_of("reduction", "diagonal", name, "forward", length, ms))
+    return sorted(rows, key=lambda row: (row["way"], row["T"]))
+
+
 def row_of(section: str, what: str, way: str, step: str, length: int, ms: float) -> Row:
     """One row of scaling.csv; `step` is the pass."""
     row: Row = {"section": section, "what": what, "way": way, "pass": step}
@@ -148,7 +181,8 @@ def main() -> None:
     torch.manual_seed(0)
     budget = 10.0 if args.quick else 100.0
     rows: list[Row] = []
-    sections: list[Callable[[float], list[Row]]] = [reduction_rows, solve_rows]
+    # Peers come last: an error of the GPU would end what follows.
+    sections: list[Callable[[float], list[Row]]] = [reduction_rows, solve_rows, peer_rows]
     for measure in sections:
         rows += [{**about, **row} for row in measure(budget)]
         write_csv(args.out / "scaling.csv", rows)  # now: a later section may fail
