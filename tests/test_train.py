@@ -14,7 +14,6 @@ from pararnn.train.loop import make_optimizer, schedule
 from pararnn.train.measure import (
     LOOP,
     compare_to_loop,
-    median_seconds,
     pairs_of,
     solver_set_to,
     time_pair,
@@ -171,12 +170,6 @@ def test_engines_agree_and_are_put_back():
     with pytest.raises(IndexError), solver_set_to(model, "newton"):
         model(windows + 1000)
     assert model.layers()[0].solver == "auto"
-
-
-def test_timings_are_medians_after_a_warm_up(monkeypatch):
-    clock = iter([0, 9, 10, 11, 20, 25, 30, 33])  # calls that take 9, 1, 5 and 3 seconds
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    assert median_seconds(lambda: None, torch.device("cpu"), 3) == 3
 
 
 def test_printable_escapes_what_a_terminal_obeys():

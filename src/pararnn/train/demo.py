@@ -24,6 +24,7 @@ from pararnn.tasks import (
     stdlib_corpus,
     unigram_bits,
 )
+from pararnn.timing import device_name
 from pararnn.train.extras import require
 from pararnn.train.loop import History, Recipe, evaluate, train
 from pararnn.train.measure import (
@@ -31,7 +32,6 @@ from pararnn.train.measure import (
     Agreement,
     Timing,
     compare_to_loop,
-    device_name,
     pairs_of,
     solver_set_to,
     time_pair,

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +12,7 @@ from torch import Tensor
 from pararnn.engines.table import engine_for, pairs_for
 from pararnn.lm import ByteLM, bits_per_byte, set_solver
 from pararnn.program import program_of
+from pararnn.timing import median_seconds
 
 Pair = tuple[str, str]
 
@@ -111,39 +108,8 @@ def compare_to_loop(model: ByteLM, windows: Tensor, pair: Pair) -> Agreement:
     return Agreement(float((logits - loop_logits).abs().max()), max(differences))
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median wall-clock seconds of `run()` over `repeats` calls after a warm-up call."""
-
-    def timed() -> float:
-        _wait_for(device)
-        start = time.perf_counter()
-        run()
-        _wait_for(device)
-        return time.perf_counter() - start
-
-    timed()
-    return statistics.median(timed() for _ in range(repeats))
-
-
-def device_name(device: torch.device) -> str:
-    """The processor's name, as measurements should quote it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _gradients(model: ByteLM, windows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Logits, and the gradients of all parameters."""
     logits, _ = model(windows[:, :-1])
     loss = bits_per_byte(logits, windows[:, 1:])
     return logits.detach(), torch.autograd.grad(loss, list(model.parameters()))
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
