@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_newton import FakeNewton
 
 torch.set_num_threads(1)
 os.environ["PARARNN_CACHE_DIR"] = str(Path(__file__).parents[1] / ".kernels")
@@ -14,3 +15,9 @@ os.environ["PARARNN_CACHE_DIR"] = str(Path(__file__).parents[1] / ".kernels")
 def device() -> str:
     """Where tests that run on any device do: tests/gpu has a fixture of this name of its own."""
     return "cpu"
+
+
+@pytest.fixture
+def newton_fused(monkeypatch) -> FakeNewton:
+    """An engine that cuts time, on the CPU."""
+    return FakeNewton(monkeypatch)

@@ -112,7 +112,7 @@ def test_ops_pass_pytorchs_own_checks(case, pair):
     params = [p.detach() for p in case.cell.lifted_params(torch.float64)]
     sequences = len(case.initial[0])
     inputs = (program.key, *pair, case.gates, None, [], params, list(case.initial), sequences)
-    rest = (None, None, False)
+    rest = (None, None, False, None, None)
     torch.library.opcheck(
         torch.ops.pararnn.forward.default,
         (*inputs, *rest, "warn"),

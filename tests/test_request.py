@@ -44,20 +44,20 @@ def test_a_context_ends_with_an_error_too():
 
     with pytest.raises(RuntimeError, match="stop"):
         fail()
-    assert [Request()] == requests._CONTEXTS
+    assert [requests.Context()] == requests._CONTEXTS
 
 
 def test_solve_follows_the_context():
     cell, gates = pararnn.GRUCell(4), torch.randn(2, 80, 3, 4)
     seen = []
-    real = pararnn.engines.table.engine_for
+    real = pararnn.engines.table.choose
 
     def record(program, size, dtype, device, *asked):
         seen.append(asked)
         return real(program, size, dtype, device, *asked)
 
     with pytest.MonkeyPatch.context() as patch, pararnn.using("newton", "torch"):
-        patch.setattr(sys.modules["pararnn.solve"], "engine_for", record)
+        patch.setattr(sys.modules["pararnn.solve"], "choose", record)
         pararnn.solve(cell, gates)
         pararnn.solve(cell, gates, solver="sequential")
     assert seen == [("newton", "torch"), ("sequential", "torch")]

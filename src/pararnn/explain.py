@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from pararnn.cells import Cell
-from pararnn.engines.request import Request, chosen, request
-from pararnn.engines.table import PAIRS, engine_for, why_chosen, why_not
+from pararnn.engines.request import Request, chosen, request, split_asked
+from pararnn.engines.split import BY_RULE, Split
+from pararnn.engines.table import PAIRS, choose, why_not
 from pararnn.layers import ParaRNN
-from pararnn.program import program_of
+from pararnn.program import Program, program_of
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class Explanation:
     """`explain`'s result; prints as a table.
 
     `solver` and `backend` are what would run, `why` says why; `others` says of every other pair
-    why it cannot run here, None where it could. size: (B, T, D).
+    why it cannot run here, None where it could. size: (B, T, D). split: how (newton, fused) cuts
+    time in the forward pass, after what was asked has been reduced to what fits; None for pairs
+    that do not cut it.
     """
 
     cell: str
@@ -29,10 +32,14 @@ class Explanation:
     backend: str
     why: str
     others: dict[tuple[str, str], str | None]
+    split: Split | None = None
 
     def __str__(self) -> str:
         head = f"{self.cell}, (B, T, D) = {self.size}, {self.dtype} on {self.device}"
         lines = [head, f"  ({self.solver}, {self.backend}) runs: {self.why}"]
+        if self.split is not None:
+            segments, steps, burn_in = self.split
+            lines.append(f"    segments {segments}, steps of each {steps}, burn-in {burn_in}")
         for (solver, backend), reason in self.others.items():
             lines.append(f"  ({solver}, {backend}) {reason or 'could run'}")
         return "\n".join(lines)
@@ -60,11 +67,31 @@ def explain(
     Builds the kernels that it talks about. Raises ValueError for an impossible shape, EngineError
     where the request cannot run.
     """
+    program, size, dtype, device = problem_of(module, shape, dtype, device)
+    default = Request()
+    if isinstance(module, ParaRNN):
+        default = Request(module.solver, module.backend)
+    asked = chosen(request(solver, backend, mode), default)
+    engine, why = choose(program, size, dtype, device, *asked)
+    pair = (engine.solver, engine.backend)
+    others = {p: why_not(program, p, dtype, device) for p in PAIRS if p != pair}
+    cut = None
+    if engine.split is not None:
+        cut = engine.split(program, size, dtype, device, split_asked(BY_RULE))
+    return Explanation(program.cell_name, size, dtype, device, *pair, why, others, cut)
+
+
+def problem_of(
+    module: ParaRNN | Cell,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> tuple[Program, tuple[int, int, int], torch.dtype, torch.device]:
+    """The program, (B, T, D), dtype and device that `explain`'s arguments mean; errors as there."""
     if isinstance(module, ParaRNN):
         cell, batch_first = module.cell, module.batch_first
-        default = Request(module.solver, module.backend)
     else:
-        cell, batch_first, default = module, True, Request()
+        cell, batch_first = module, True
     if len(shape) < 2:
         raise ValueError(f"shape must hold batch and time, or time and channels, got {shape}")
     if len(shape) == 2:
@@ -72,12 +99,7 @@ def explain(
     else:
         batch, steps = shape[:2] if batch_first else (shape[1], shape[0])
     parameter = next(module.parameters(), torch.empty(0))
-    dtype = dtype or parameter.dtype
     device = torch.device(device) if device is not None else parameter.device
-    program, size = program_of(cell), (batch, steps, cell.hidden_size)
-    asked = chosen(request(solver, backend, mode), default)
-    engine = engine_for(program, size, dtype, device, *asked)
-    pair = (engine.solver, engine.backend)
-    others = {p: why_not(program, p, dtype, device) for p in PAIRS if p != pair}
-    why = why_chosen(program, engine, size, dtype, device, *asked)
-    return Explanation(type(cell).__name__, size, dtype, device, *pair, why, others)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return program_of(cell), (batch, steps, cell.hidden_size), dtype or parameter.dtype, device

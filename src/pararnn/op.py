@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pararnn.engines.base import Arguments, Engine
+from pararnn.engines.split import Pin
 from pararnn.engines.table import find
 from pararnn.errors import EngineError
 from pararnn.program import Program, program_by_key
@@ -22,7 +23,8 @@ _PLAIN = "use solver='sequential', backend='torch', which is plain differentiabl
 _LIBRARY = torch.library.Library("pararnn", "DEF")
 _INPUTS = (
     "str key, str solver, str backend, Tensor gates, Tensor? bias, Tensor[] fields, "
-    "Tensor[] params, Tensor[] initial, SymInt sequences, Tensor? seq, Tensor? reset, bool reverse"
+    "Tensor[] params, Tensor[] initial, SymInt sequences, Tensor? seq, Tensor? reset, "
+    "bool reverse, int? segments, int? burn_in"
 )
 _LIBRARY.define(f"forward({_INPUTS}, str on_failure) -> (Tensor[], Tensor[], Tensor)")
 _LIBRARY.define(
@@ -31,15 +33,22 @@ _LIBRARY.define(
 
 
 def apply_engine(
-    program: Program, engine: Engine, args: Arguments, on_failure: str, output_only: bool
+    program: Program,
+    engine: Engine,
+    args: Arguments,
+    split: Pin,
+    on_failure: str,
+    output_only: bool,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """Run an engine with a backward as one differentiable op: states, final states, info.
 
+    `split`: what is asked of an engine that cuts time, in both passes.
     `output_only` marks the sequences of all states but the first as carrying no gradient. Raises
     NotImplementedError for vmap, forward-mode and second derivatives, with the cure.
     """
     counts = (len(args.fields), len(args.params), len(args.initial), program.num_states)
-    static = (program.key, engine.solver, engine.backend, args.sequences, args.reverse, on_failure)
+    names = (program.key, engine.solver, engine.backend)
+    static = (*names, args.sequences, args.reverse, *split, on_failure)
     single = (args.gates, args.bias, args.seq, args.reset)
     tensors = (*single, *args.fields, *args.params, *args.initial)
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
@@ -139,7 +148,7 @@ def _run_backward(static: Any, counts: Any, *tensors: Any) -> Any:
 
 def _op_inputs(static: Any, counts: tuple[int, ...], tensors: Sequence[Any]) -> Any:
     """The arguments that both ops begin with, from the autograd function's flat ones."""
-    key, solver, backend, sequences, reverse, _ = static
+    key, solver, backend, sequences, *how, _ = static
     fields, params, initial, _ = counts
     gates, bias, seq, reset, *rest = tensors
     lists = (
@@ -147,7 +156,7 @@ def _op_inputs(static: Any, counts: tuple[int, ...], tensors: Sequence[Any]) -> 
         rest[fields : fields + params],
         rest[fields + params : fields + params + initial],
     )
-    return key, solver, backend, gates, bias, *lists, sequences, seq, reset, reverse
+    return key, solver, backend, gates, bias, *lists, sequences, seq, reset, *how
 
 
 def _engine(solver: str, backend: str, device: torch.device) -> Engine:
@@ -159,7 +168,9 @@ def _engine(solver: str, backend: str, device: torch.device) -> Engine:
 
 def _arguments(gates: Tensor, bias: Tensor | None, *rest: Any) -> Arguments:
     fields, params, initial = (tuple(given or ()) for given in rest[:3])  # AOTInductor: [] is None
-    return Arguments(gates, bias, fields, params, initial, *rest[3:])
+    sequences, seq, reset, reverse, *split = rest[3:]
+    others = (sequences, seq, reset, reverse, Pin(*split))
+    return Arguments(gates, bias, fields, params, initial, *others)
 
 
 def _forward_op(

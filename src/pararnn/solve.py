@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.cells.base import Cell
-from pararnn.engines.base import Arguments
-from pararnn.engines.request import left_open
-from pararnn.engines.table import engine_for
+from pararnn.engines.base import Arguments, Engine
+from pararnn.engines.request import left_open, split_asked
+from pararnn.engines.split import BY_RULE, Pin
+from pararnn.engines.table import choose
 from pararnn.numerics import check_io_dtype
 from pararnn.op import apply_engine
 from pararnn.program import Program, program_of
@@ -128,11 +129,24 @@ def run(
     """A program on checked arguments, by the engine for a request; as `solve_with_info`."""
     gates = args.gates
     size = (gates.shape[0], gates.shape[1], args.channels)
-    engine = engine_for(program, size, gates.dtype, gates.device, solver, backend)
+    choice = choose(program, size, gates.dtype, gates.device, solver, backend)
+    split = split_asked(BY_RULE)
+    return run_engine(program, choice.engine, args, split, on_failure, output_only)
+
+
+def run_engine(
+    program: Program,
+    engine: Engine,
+    args: Arguments,
+    split: Pin,
+    on_failure: str = "warn",
+    output_only: bool = False,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """A program on checked arguments by an engine; as `solve_with_info`."""
     if engine.backward is not None:
-        return apply_engine(program, engine, args, on_failure, output_only)
+        return apply_engine(program, engine, args, split, on_failure, output_only)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
-    with torch.autocast(gates.device.type, enabled=False):
+    with torch.autocast(args.gates.device.type, enabled=False):
         solution = engine.forward(program, args.completed(program.num_states), on_failure)
     return solution.states, solution.final, solution.info
 

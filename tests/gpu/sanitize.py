@@ -5,7 +5,6 @@ import itertools
 import torch
 
 import pararnn
-from pararnn.engines.split import Split, pinned
 
 SOLVERS = ("sequential", "newton")
 SIZES = ((2, 21, 66), (1, 5, 33), (3, 70, 256))
@@ -23,15 +22,14 @@ def main():
             for solver, options in itertools.product(SOLVERS, variants):
                 how = {"solver": solver, "backend": "fused"}
                 leaf = gates.clone().requires_grad_()
-                with pinned(Split(3, -(-length // 3), 4)):
+                with pararnn.using(segments=3, burn_in=4):
                     states, final = pararnn.solve(cell, leaf, fields=fields, **options, **how)
                 outputs = [
                     t
                     for pair in (states, final)
                     for t in (pair if isinstance(pair, tuple) else (pair,))
                 ]
-                with pinned(Split(3, -(-length // 3), 4)):
-                    torch.autograd.grad([o.sum() for o in outputs], [leaf, *cell.parameters()])
+                torch.autograd.grad([o.sum() for o in outputs], [leaf, *cell.parameters()])
                 count += 1
     torch.cuda.synchronize()
     print("ran", count)

@@ -9,7 +9,6 @@ from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case
 
 import pararnn
 from pararnn.contract import check_solve
-from pararnn.engines.split import Split, pinned
 
 HOW = {"solver": "newton", "backend": "fused"}
 CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
@@ -22,8 +21,8 @@ def _check(case):
     return result
 
 
-def _cut(segments, length, burn_in=16):
-    return pinned(Split(segments, -(-length // segments), burn_in))
+def _cut(segments, burn_in=16):
+    return pararnn.using(segments=segments, burn_in=burn_in)
 
 
 @pytest.mark.parametrize("length", [0, 1, 17, 100])
@@ -32,7 +31,7 @@ def _cut(segments, length, burn_in=16):
 def test_solves_obey_the_contract(name, dtype, length):
     for variant in VARIANTS:
         for segments, burn_in in ((2, 0), (5, 8)):
-            with _cut(segments, length, burn_in):
+            with _cut(segments, burn_in):
                 _check(make_case(pararnn.CELLS[name], dtype, length, variant, device="cuda"))
 
 
@@ -41,7 +40,7 @@ def test_solves_obey_the_contract(name, dtype, length):
 @pytest.mark.parametrize("name", CELLS)
 def test_agrees_with_the_cpu_in_float64(name, dtype, segments):
     for variant in VARIANTS:
-        with _cut(segments, 1000, burn_in=32 * (segments % 2)):
+        with _cut(segments, burn_in=32 * (segments % 2)):
             case = make_case(pararnn.CELLS[name], dtype, 1000, variant)
             assert not failures(case, **HOW), variant
 
@@ -60,7 +59,7 @@ def test_long_sequences_with_ragged_resets(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
 def test_any_number_of_segments(segments, dtype):
     for channels in (1, 33, 64, 130):
-        with _cut(segments, 16411):
+        with _cut(segments):
             case = make_case(pararnn.LSTMCell, dtype, 16411, "resets", channels=channels)
             assert not failures(case, **HOW)
 
@@ -76,7 +75,7 @@ def test_large_recurrent_weights(name, dtype, scale):
         for parameter in case.cell.recurrent_parameters():
             parameter.copy_(torch.randn_like(parameter) * scale)
         case.gates.mul_(3)
-    with _cut(8, 600):
+    with _cut(8):
         result = _check(case)
     assert result.sweeps <= 10
 
@@ -87,7 +86,7 @@ def test_slow_gates(dtype):
         case = make_case(pararnn.GRUCell, dtype, 4000, channels=64)
         case.gates[:, :, 0] += bias
         for segments in (4, 32):
-            with _cut(segments, 4000):
+            with _cut(segments):
                 assert not failures(case, **HOW), (bias, segments)
 
 
@@ -101,7 +100,7 @@ def _latches(case, share=0.05):
 
 def test_latches_are_mended_and_counted():
     case = _latches(make_case(pararnn.GRUCell, torch.float32, 2000, "initial", channels=640))
-    with _cut(8, 2000):
+    with _cut(8):
         assert not failures(case, **HOW)
         cell, gates = case.cell.cuda(), case.gates.cuda()
         layer = pararnn.ParaGRU(640, 640, device="cuda", **HOW)
@@ -118,7 +117,7 @@ def test_non_finite_inputs():
         runs = {}
         for solver in ("newton", "sequential"):
             gates = case.gates.clone().requires_grad_()
-            with _cut(6, 300):
+            with _cut(6):
                 how = {"solver": solver, "backend": "fused"}
                 (h, c), _ = pararnn.solve(case.cell, gates, case.initial, **case.options, **how)
             (grad,) = torch.autograd.grad(h.sum() + c.sum(), gates)
@@ -130,7 +129,7 @@ def test_non_finite_inputs():
 
 def test_the_same_bits_every_time_even_under_load():
     case = _latches(make_case(pararnn.GRUCell, torch.float32, 700, "resets", channels=130))
-    with _cut(7, 700):
+    with _cut(7):
         first = run(case, "cuda", torch.float32, **HOW)
         again = run(case, "cuda", torch.float32, **HOW)
         assert all(torch.equal(first[name], again[name]) for name in first)
@@ -154,7 +153,7 @@ def test_the_same_bits_every_time_even_under_load():
 
 def test_replays_of_a_graph():
     case = make_case(pararnn.LSTMCell, torch.bfloat16, 900, channels=64, device="cuda")
-    with _cut(9, 900):
+    with _cut(9):
         pararnn.solve(case.cell, case.gates, **HOW)
         graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(graph):

@@ -5,7 +5,6 @@ import torch
 from test_scan import KINDS, _inputs, check_scan
 
 import pararnn
-from pararnn.engines.split import Split, pinned
 from pararnn.numerics import relative_error
 
 PAIRS = [("sequential", "fused"), ("newton", "fused"), ("newton", "scan")]
@@ -15,7 +14,7 @@ PAIRS = [("sequential", "fused"), ("newton", "fused"), ("newton", "scan")]
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scan_equals_the_loop(kind, pair, reverse):
-    with pinned(Split(5, 30, 0)):
+    with pararnn.using(segments=5, burn_in=0):
         inputs = _inputs(kind, "cuda", steps=150, channels=37)
         check_scan(inputs, reverse, solver=pair[0], backend=pair[1])
 
@@ -26,7 +25,7 @@ def test_dtypes(kind, dtype):
     if kind == "complex" and dtype != torch.float32:
         pytest.skip("PyTorch has no such complex numbers")
     inputs = _inputs(kind, "cuda", steps=300, channels=66, dtype=dtype, scale=0.3)
-    with pinned(Split(6, 50, 8)):
+    with pararnn.using(segments=6, burn_in=8):
         check_scan(inputs, solver="newton", backend="fused")
     check_scan(inputs)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pararnn.engines.split import BY_RULE, Pin, Split
 from pararnn.numerics import compute_dtype
 from pararnn.program import Program
 
@@ -20,7 +21,7 @@ class Arguments:
     gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params (D,)
     each, in their own dtypes; initial (S, D) a state, S sequences, or none at all for zero;
     seq int32 (B, T) or None (row b is sequence b), each sequence one run of steps; reset bool
-    (B, T) or None.
+    (B, T) or None; split: what is asked of (newton, fused), which others leave alone.
     """
 
     gates: Tensor
@@ -32,6 +33,7 @@ class Arguments:
     seq: Tensor | None
     reset: Tensor | None
     reverse: bool
+    split: Pin = BY_RULE
 
     @property
     def channels(self) -> int:
@@ -90,6 +92,7 @@ Backward = Callable[
     [Program, Arguments, tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[Tensor | None, ...]],
     Gradients,
 ]
+SplitOf = Callable[[Program, tuple[int, int, int], torch.dtype, torch.device, Pin], Split]
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,10 @@ class Engine:
     is the reason why this engine cannot take a cell, or None. `build(program, dtype)` makes ready
     what running on gates of `dtype` needs, and raises EngineError where it cannot.
     `completes`: whether it takes arguments as they come; others are given `Arguments.completed`
-    ones. `info_rows`: the K of its Solution's info. Tensors that `forward` and `backward` return
-    share no memory, neither among themselves nor with arguments.
+    ones. `info_rows`: the K of its Solution's info. `split(program, size, dtype, device, asked)`,
+    for engines that cut time: how the forward pass on gates of a size (B, T, D) and dtype does.
+    Tensors that `forward` and `backward` return share no memory, neither among themselves nor with
+    arguments.
     """
 
     solver: str
@@ -113,3 +118,4 @@ class Engine:
     build: Callable[[Program, torch.dtype], object] | None = None
     completes: bool = False
     info_rows: int = 1
+    split: SplitOf | None = None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,17 +14,16 @@ from pararnn.codegen.cuda import (
     Variant,
     check_buildable,
     chunk_of,
-    kernels_of,
     most_per_lane,
-    ring_of,
+    usual_variants,
 )
 from pararnn.codegen.emit import why_no_kernels
-from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER, Kernel, capability_of
+from pararnn.codegen.nvrtc import capability_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Solution
 from pararnn.engines.layouts import addresses, by_head, copied, narrow, unit_stride
-from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Split, segments_for, split_of
+from pararnn.engines.plan_cuda import cores_of, on_device, plan, shared_of
+from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Pin, Split, segments_for
 from pararnn.errors import EngineError
-from pararnn.numerics import compute_dtype
 from pararnn.program import Program
 
 MAX_LENGTH = 2**30
@@ -119,6 +116,7 @@ class _Inputs:
 
     def __init__(self, solver: str, program: Program, args: Arguments, gates: Tensor) -> None:
         self.solver, self.program, self.reverse = solver, program, args.reverse
+        self.split = args.split
         self.rows, self.length, count, heads, width = gates.shape
         row, time, gate, head, _ = gates.stride()
         if head == width:  # heads side by side are one
@@ -191,89 +189,45 @@ class _Run:
     """One pass: called with the words of its problem, it launches the kernel."""
 
     def __init__(self, inputs: _Inputs, variant: Variant) -> None:
+        size = (inputs.blocks, inputs.length)
         self.inputs = inputs
-        self.split, self.cluster = Split(1, inputs.length, 0), 0
-        if variant.solver == "sequential":
-            self.kernels = self._kernels(variant)
-            return
-        steps, cores = ring_of(inputs.program, variant).steps, _cores(inputs.device)
-        split = partial(split_of, inputs.length, inputs.blocks, variant.dtype, steps, cores)
-        self.split = split(inputs.blocks * inputs.length)
-        if self._fits_clusters(cores):
-            self.kernels = self._kernels(variant._replace(cluster=True))
-            most = self._on_device(self.kernels["run"].most_in_cluster, inputs.device.index)
-            self.cluster = self.split.segments if self.split.segments <= most else 0
-        if not self.cluster:
-            self.kernels = self._kernels(variant)
-            self.split = split(self._on_device(self.kernels["run"].blocks_a_core) * cores)
-        self.shooting = _shooting(inputs, self.split, bool(self.cluster))
+        self.plan = plan(inputs.program, variant, size, inputs.device, inputs.split)
+        self.split = self.plan.split
 
     def __call__(self, words: Sequence[int]) -> None:
-        grid, launch = (self.inputs.blocks * self.split.segments, 1), self.kernels["run"]
-        stream = self._stream()
+        grid, launch = (self.inputs.blocks * self.split.segments, 1), self.plan.kernels["run"]
         if self.inputs.solver == "sequential":
-            self._on_device(launch, grid, words, stream)
+            on_device(self.inputs.device, launch, grid, words, self._stream())
             return
-        words = [*words, *self.split, *self.shooting.words]
-        together = not self.cluster and self.split.segments > 1
-        self._on_device(launch, grid, words, stream, together=together, cluster=self.cluster)
+        shared = shared_of(
+            self.plan,
+            self.inputs.gates,
+            self.inputs.program,
+            self.inputs.blocks,
+            self.inputs.per_lane,
+        )
+        together = not self.plan.cluster and self.split.segments > 1
+        on_device(
+            self.inputs.device,
+            launch,
+            grid,
+            [*words, *self.split, *shared.words],
+            self._stream(),
+            together=together,
+            cluster=self.plan.cluster,
+        )
 
     def sum_weights(self, words: Sequence[int], weights: int) -> None:
         """Add up what the spans of all rows have summed."""
-        grid = (-(-self.inputs.channels // LANES), weights)
-        self._on_device(self.kernels["sum_weights"], grid, words, self._stream())
-
-    def _fits_clusters(self, cores: int) -> bool:
-        """Whether clusters pay: they fill multiprocessors unevenly, which few blocks do anyway."""
-        segments = self.split.segments
-        few = segments <= MAX_CLUSTER and self.inputs.blocks * segments <= 2 * cores
-        return few and capability_of(self.inputs.device) >= CLUSTERS
-
-    def _kernels(self, variant: Variant) -> dict[str, Kernel]:
-        return kernels_of(self.inputs.program, variant, capability_of(self.inputs.device))
+        grid, launch = (
+            (-(-self.inputs.channels // LANES), weights),
+            self.plan.kernels["sum_weights"],
+        )
+        on_device(self.inputs.device, launch, grid, words, self._stream())
 
     def _stream(self) -> int:
         # torch.cuda.current_stream makes a Stream object, which takes longer than the launch.
         return torch._C._cuda_getCurrentRawStream(self.inputs.device.index)
-
-    def _on_device(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if self.inputs.device.index == torch.cuda.current_device():
-            return call(*args, **options)
-        with torch.cuda.device(self.inputs.device):
-            return call(*args, **options)
-
-
-class _Shared(NamedTuple):
-    """What segments share: its words, and the memory, which lives as long as this."""
-
-    words: list[int]
-    memory: tuple[Tensor, ...]
-
-
-def _shooting(inputs: _Inputs, split: Split, cluster: bool) -> _Shared:
-    """What the segments of a Newton solve share: see kernels/cuda/boundaries.h, meeting_grid.h.
-
-    Counted in words of 64 bits: one number of 32 bits that is posted, or two that are not.
-    """
-    new, dtype = inputs.gates.new_empty, compute_dtype(inputs.gates.dtype)
-    states, columns = inputs.program.num_states, inputs.blocks
-    lanes, words = inputs.per_lane * LANES, dtype.itemsize // 4
-    spans, map_size = columns * split.segments, states**2 + states
-    board = spans * lanes * (2 * map_size + states) * words
-    found = spans * lanes * (2 * states + 2) * words // 2
-    shared = new(board + found, dtype=torch.int64)
-    places = _places(shared, [board, found])
-    if cluster:
-        return _Shared([*places, 0], (shared,))  # an empty struct has a size
-    ends = spans * lanes * states * words
-    zeros = inputs.gates.new_zeros(columns + ends + columns, dtype=torch.int64)
-    return _Shared([*places, *_places(zeros, [columns, ends, columns])], (shared, zeros))
-
-
-def _places(tensor: Tensor, sizes: Sequence[int]) -> list[int]:
-    """The addresses of neighbours of so many elements in a tensor."""
-    starts = accumulate([0, *sizes[:-1]])
-    return [tensor.data_ptr() + start * tensor.element_size() for start in starts]
 
 
 def _padded(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -294,12 +248,7 @@ def _per_lane(dtype: torch.dtype, rows: int, channels: int, device: torch.device
     """Two channels a lane halve the instructions for addresses, one doubles the warps."""
     most = most_per_lane(dtype)
     warps = rows * _tiles(channels, most)
-    return most if warps > WARPS_A_CORE * _cores(device) // 2 else 1
-
-
-@cache
-def _cores(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return most if warps > WARPS_A_CORE * cores_of(device) // 2 else 1
 
 
 def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> int:
@@ -312,11 +261,27 @@ def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.de
 
 
 def _cores_as_constant(device: torch.device) -> int:
-    return _cores(device)
+    return cores_of(device)
 
 
 # Compiled regions need not look into it: see pararnn.engines.table.
 _cores_as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _split(
+    program: Program,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    asked: Pin,
+) -> Split:
+    """How the forward pass on gates of the usual layout cuts time."""
+    batch, steps, channels = size
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    variant = usual_variants(program, dtype, channels, channels, solver="newton")[0]
+    columns = batch * _tiles(channels, variant.per_lane)
+    return plan(program, variant, (columns, steps), device, asked).split
 
 
 def _build(solver: str, program: Program, dtype: torch.dtype) -> None:
@@ -325,8 +290,9 @@ def _build(solver: str, program: Program, dtype: torch.dtype) -> None:
 
 def _engine(solver: str) -> Engine:
     forward, backward = partial(_forward, solver), partial(_backward, solver)
-    build, rows = partial(_build, solver), INFO_SLOTS[solver]
-    return Engine(solver, "fused", forward, backward, why_no_kernels, build, True, rows)
+    build, cut = partial(_build, solver), _split if solver == "newton" else None
+    rows = INFO_SLOTS[solver]
+    return Engine(solver, "fused", forward, backward, why_no_kernels, build, True, rows, cut)
 
 
 SEQUENTIAL, NEWTON = _engine("sequential"), _engine("newton")

@@ -1,11 +1,12 @@
-"""What the user asks for: a pair or a part of it, by call, by context, or by layer."""
+"""What the user asks for: a pair or a part of it, by call, by context, or by layer; and a split."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from pararnn.engines.split import BY_RULE, Pin, pin
 from pararnn.engines.table import check_names
 from pararnn.errors import EngineError
 
@@ -23,6 +24,9 @@ class Request(NamedTuple):
 
     solver: str | None = None
     backend: str | None = None
+
+
+_Asked = TypeVar("_Asked", Request, Pin)
 
 
 def request(
@@ -43,28 +47,58 @@ def request(
     return Request(solver, backend)
 
 
+class Context(NamedTuple):
+    """What `using` asks for."""
+
+    pair: Request = Request()
+    split: Pin = BY_RULE
+
+
 # A list, which compiled code guards on, and so one for all threads.
-_CONTEXTS = [Request()]
+_CONTEXTS = [Context()]
 
 
 @contextmanager
 def using(
-    solver: str | None = None, backend: str | None = None, *, mode: str | None = None
+    solver: str | None = None,
+    backend: str | None = None,
+    *,
+    mode: str | None = None,
+    segments: int | None = None,
+    burn_in: int | None = None,
 ) -> Iterator[None]:
     """Within this context layers take this solver, backend, or mode of the paper, not their own.
 
     An argument of the call itself comes first; `pararnn.solve` takes the context's where it is
     given "auto". Contexts nest, part by part, and hold for the whole process, other threads
-    included. A backward pass outside the context stays with what its forward pass took. Raises
-    EngineError as `request`.
+    included. A backward pass outside the context stays with what its forward pass took.
+
+    `segments` and `burn_in` concern (newton, fused) alone, where it runs: how many pieces time is
+    cut into, 1 or more, and the steps from which each guesses its start, 0 or more. More segments
+    than the device holds at once, or than T has room for, are reduced to what fits: `explain` says
+    to what.
+
+    Raises EngineError as `request`, ValueError for impossible numbers.
     """
     outer = _CONTEXTS[-1]
-    asked = request(solver, backend, mode)
-    _CONTEXTS.append(Request(asked.solver or outer.solver, asked.backend or outer.backend))
+    pair, split = request(solver, backend, mode), pin(segments, burn_in)
+    _CONTEXTS.append(Context(_over(pair, outer.pair), _over(split, outer.split)))
     try:
         yield
     finally:
         _CONTEXTS.pop()
+
+
+def _over(inner: _Asked, outer: _Asked) -> _Asked:
+    """What a context asks for within another, part by part."""
+    parts = (b if a is None else a for a, b in zip(inner, outer, strict=True))
+    return type(inner)(*parts)
+
+
+def split_asked(default: Pin) -> Pin:
+    """What the context asks of the split; `default` where it asks for nothing."""
+    asked = _CONTEXTS[-1].split
+    return default if asked == BY_RULE else asked
 
 
 def left_open(solver: str, backend: str) -> tuple[str, str]:
@@ -75,6 +109,6 @@ def left_open(solver: str, backend: str) -> tuple[str, str]:
 
 def chosen(call: Request, default: Request) -> tuple[str, str]:
     """The pair to ask the table for: the call's parts, else the context's, else the default's."""
-    context = _CONTEXTS[-1]
+    context = _CONTEXTS[-1].pair
     solver = call.solver or context.solver or default.solver or "auto"
     return solver, call.backend or context.backend or default.backend or "auto"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -16,6 +14,8 @@ BURN_IN = {torch.float64: 96, torch.float32: 48, torch.bfloat16: 32, torch.float
 """Steps after which most cells have forgotten where they started, to rounding."""
 WARPS_A_CORE = 4
 """Warps that a multiprocessor should have: one a scheduler."""
+MOST = 2**30
+"""What may be asked for: kernels take fewer steps."""
 
 
 class Split(NamedTuple):
@@ -26,17 +26,25 @@ class Split(NamedTuple):
     burn_in: int
 
 
-_PINNED: list[Split | None] = [None]
+class Pin(NamedTuple):
+    """What is asked of a split; None leaves a part to the rule."""
+
+    segments: int | None = None
+    burn_in: int | None = None
 
 
-@contextmanager
-def pinned(split: Split | None) -> Iterator[None]:
-    """Within this context, time is cut as `split` says: for measurements and tests."""
-    _PINNED.append(split)
-    try:
-        yield
-    finally:
-        _PINNED.pop()
+BY_RULE = Pin()
+
+
+def pin(segments: int | None, burn_in: int | None) -> Pin:
+    """A checked Pin: `segments` of 1 or more, `burn_in` of 0 or more. ValueError otherwise."""
+    for what, value, least in (("segments", segments, 1), ("burn_in", burn_in, 0)):
+        if value is not None and not (isinstance(value, int) and least <= value <= MOST):
+            raise ValueError(
+                f"{what} must be an integer from {least} to {MOST}, or None for the rule's, got "
+                f"{value!r}"
+            )
+    return Pin(segments, burn_in)
 
 
 def segments_for(length: int, columns: int, cores: int) -> int:
@@ -45,22 +53,31 @@ def segments_for(length: int, columns: int, cores: int) -> int:
 
 
 def split_of(
-    length: int, columns: int, dtype: torch.dtype, steps: int, cores: int, capacity: int
+    length: int,
+    columns: int,
+    dtype: torch.dtype,
+    steps: int,
+    cores: int,
+    capacity: int,
+    asked: Pin = BY_RULE,
 ) -> Split:
     """The split of `length` steps for `columns` independent tiles of channels.
 
     Sizes and burn-ins are multiples of `steps`, what the kernel reads at once; all segments of all
-    columns fit on the device at once, which holds `capacity`, on `cores` multiprocessors.
+    columns fit on the device at once, which holds `capacity`, on `cores` multiprocessors. More
+    segments than fit, than `length` has stages of `steps`, or a longer burn-in than `length`, are
+    cut down to that, also where they were asked for.
     """
-    if _PINNED[-1] is not None:
-        _, size, burn_in = _PINNED[-1]
-    else:
-        burn_in = BURN_IN[dtype]
-        size = -(-length // segments_for(length, columns, cores))
-    least = -(-length // max(capacity // columns, 1))
-    size = _rounded_up(max(size, least), steps)
-    return Split(-(-length // size), size, _rounded_up(burn_in, steps))
+    segments = asked.segments or segments_for(length, columns, cores)
+    burn_in = BURN_IN[dtype] if asked.burn_in is None else min(asked.burn_in, length)
+    fitting = max(1, min(segments, capacity // max(columns, 1)))
+    size = _rounded_up(max(_pieces(length, fitting), 1), steps)
+    return Split(max(_pieces(length, size), 1), size, _rounded_up(burn_in, steps))
+
+
+def _pieces(x: int, unit: int) -> int:
+    return -(-x // unit)
 
 
 def _rounded_up(x: int, unit: int) -> int:
-    return -(-x // unit) * unit
+    return _pieces(x, unit) * unit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -51,6 +52,13 @@ def check_names(solver: str, backend: str) -> None:
             )
 
 
+class Choice(NamedTuple):
+    """The engine for a request, and why it."""
+
+    engine: Engine
+    why: str
+
+
 def engine_for(
     program: Program,
     size: tuple[int, int, int],
@@ -59,7 +67,19 @@ def engine_for(
     solver: str,
     backend: str,
 ) -> Engine:
-    """The engine for a request; `size` is (B, T, D), "auto" leaves a part of the pair open.
+    """The engine of `choose`."""
+    return choose(program, size, dtype, device, solver, backend).engine
+
+
+def choose(
+    program: Program,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    solver: str,
+    backend: str,
+) -> Choice:
+    """The choice for a request; `size` is (B, T, D), "auto" leaves a part of the pair open.
 
     Depends on sizes, gates' dtype, cell and device only, and on whether kernels can be built here.
     Raises EngineError naming the pairs that can run.
@@ -67,7 +87,7 @@ def engine_for(
     check_names(solver, backend)
     candidates = _candidates(program, size, dtype, device, solver, backend)
     not_built: list[str] = []
-    for pair in candidates:
+    for pair, why in candidates.items():
         engine, reason = find(*pair, device), _why_not(program, pair, device)
         if engine is None or reason is not None:
             continue
@@ -75,25 +95,13 @@ def engine_for(
         if reason is None:
             for other in not_built:
                 _say(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
-            return engine
+            return Choice(engine, why)
         not_built.append(reason)
     able = [f"({', '.join(p)})" for p in PAIRS if p != pair and not _why_not(program, p, device)]
     raise EngineError(
         f"({solver}, {backend}) cannot run {program.cell_name} on {device.type}: {reason}. "
         f"Pairs that can: {', '.join(able)}"
     )
-
-
-def why_chosen(
-    program: Program,
-    engine: Engine,
-    size: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *asked: str,
-) -> str:
-    """The reason why `engine_for` took an engine for a request; arguments as there."""
-    return _candidates(program, size, dtype, device, *asked)[engine.solver, engine.backend]
 
 
 def why_not(
