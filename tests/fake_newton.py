@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from pararnn.engines import newton_torch, table
-from pararnn.engines.split import split_of
+from pararnn.engines import newton_torch, table, tuned
+from pararnn.engines.split import BY_RULE, split_of
+from pararnn.engines.tuned import Measured, Problem
+from pararnn.program import program_of
 
 CORES, STEPS, TILE = 16, 4, 32
+CPU = torch.device("cpu")
 
 
 class FakeNewton:
@@ -33,3 +36,9 @@ class FakeNewton:
 
         new = {"backend": "fused", "forward": forward, "backward": backward, "split": split}
         monkeypatch.setitem(table.TABLE, ("newton", "fused", "cpu"), replace(real, **new))
+        monkeypatch.setattr(tuned, "_RECORDS", {})
+
+    def taken_by_auto(self, cell, size, asked=BY_RULE, dtype=torch.float32):
+        """Have `auto` take it for a size (B, T, D)."""
+        problem = Problem(program_of(cell).key, size, dtype, CPU)
+        tuned.remember(problem, [Measured("newton", "fused", asked, 1.0)])

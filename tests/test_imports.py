@@ -27,6 +27,7 @@ FLOW = [
     ["projection"],
     ["layers", "contract"],
     ["verify", "explain"],
+    ["autotune"],
     ["lm", "tasks"],
     ["train"],
     ["cli"],

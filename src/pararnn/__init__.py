@@ -1,5 +1,6 @@
 """pararnn: nonlinear RNNs, trained in parallel over the sequence, exactly."""
 
+from pararnn.autotune import Tuning, autotune
 from pararnn.cells import (
     CELLS,
     NONLINEARITIES,
@@ -77,6 +78,8 @@ __all__ = [
     "SolveInfo",
     "Structure",
     "StructureError",
+    "Tuning",
+    "autotune",
     "clip_after_step",
     "emitted",
     "explain",

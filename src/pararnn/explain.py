@@ -8,7 +8,7 @@ import torch
 
 from pararnn.cells import Cell
 from pararnn.engines.request import Request, chosen, request, split_asked
-from pararnn.engines.split import BY_RULE, Split
+from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_not
 from pararnn.layers import ParaRNN
 from pararnn.program import Program, program_of
@@ -72,12 +72,12 @@ def explain(
     if isinstance(module, ParaRNN):
         default = Request(module.solver, module.backend)
     asked = chosen(request(solver, backend, mode), default)
-    engine, why = choose(program, size, dtype, device, *asked)
+    engine, why, split = choose(program, size, dtype, device, *asked)
     pair = (engine.solver, engine.backend)
     others = {p: why_not(program, p, dtype, device) for p in PAIRS if p != pair}
     cut = None
     if engine.split is not None:
-        cut = engine.split(program, size, dtype, device, split_asked(BY_RULE))
+        cut = engine.split(program, size, dtype, device, split_asked(split))
     return Explanation(program.cell_name, size, dtype, device, *pair, why, others, cut)
 
 

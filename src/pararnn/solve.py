@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.request import left_open, split_asked
-from pararnn.engines.split import BY_RULE, Pin
+from pararnn.engines.split import Pin
 from pararnn.engines.table import choose
 from pararnn.numerics import check_io_dtype
 from pararnn.op import apply_engine
@@ -130,7 +130,7 @@ def run(
     gates = args.gates
     size = (gates.shape[0], gates.shape[1], args.channels)
     choice = choose(program, size, gates.dtype, gates.device, solver, backend)
-    split = split_asked(BY_RULE)
+    split = split_asked(choice.split)
     return run_engine(program, choice.engine, args, split, on_failure, output_only)
 
 

@@ -13,8 +13,10 @@ from pararnn.engines import (
     newton_torch,
     sequential_fused_cpu,
     sequential_torch,
+    tuned,
 )
 from pararnn.engines.base import Engine
+from pararnn.engines.split import BY_RULE, Pin
 from pararnn.errors import BackendWarning, EngineError, warn_user
 from pararnn.program import Program, program_by_key
 
@@ -53,10 +55,11 @@ def check_names(solver: str, backend: str) -> None:
 
 
 class Choice(NamedTuple):
-    """The engine for a request, and why it."""
+    """The engine for a request, why it, and what autotune found to ask of its split."""
 
     engine: Engine
     why: str
+    split: Pin = BY_RULE
 
 
 def engine_for(
@@ -78,14 +81,25 @@ def choose(
     device: torch.device,
     solver: str,
     backend: str,
+    follow_tuned: bool = True,
 ) -> Choice:
     """The choice for a request; `size` is (B, T, D), "auto" leaves a part of the pair open.
 
-    Depends on sizes, gates' dtype, cell and device only, and on whether kernels can be built here.
-    Raises EngineError naming the pairs that can run.
+    Depends on sizes, gates' dtype, cell and device only, on whether kernels can be built here, and
+    on what this process has tuned, unless `follow_tuned` is False. Raises EngineError naming the
+    pairs that can run.
     """
     check_names(solver, backend)
     candidates = _candidates(program, size, dtype, device, solver, backend)
+    split: dict[tuple[str, str], Pin] = {}
+    problem = tuned.Problem(program.key, size, dtype, device)
+    found = tuned.fastest(problem, solver, backend) if follow_tuned else None
+    if found is not None:
+        row, why = found
+        first = (row.solver, row.backend)
+        split = {first: row.split}
+        if "auto" in (solver, backend):
+            candidates = {first: why} | {p: w for p, w in candidates.items() if p != first}
     not_built: list[str] = []
     for pair, why in candidates.items():
         engine, reason = find(*pair, device), _why_not(program, pair, device)
@@ -95,7 +109,7 @@ def choose(
         if reason is None:
             for other in not_built:
                 _say(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
-            return Choice(engine, why)
+            return Choice(engine, why, split.get(pair, BY_RULE))
         not_built.append(reason)
     able = [f"({', '.join(p)})" for p in PAIRS if p != pair and not _why_not(program, p, device)]
     raise EngineError(

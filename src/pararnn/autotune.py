@@ -1,0 +1,212 @@
+"""`autotune`: measures what could run a layer, and has `auto` take the fastest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pararnn
+from pararnn.cells import Cell
+from pararnn.engines import tuned
+from pararnn.engines.base import Engine
+from pararnn.engines.split import BY_RULE, Pin
+from pararnn.engines.table import choose, find, pairs_for
+from pararnn.engines.tuned import Measured, Problem
+from pararnn.explain import problem_of
+from pararnn.layers import ParaRNN
+from pararnn.program import Program, program_by_key
+from pararnn.solve import prepare, run_engine
+from pararnn.timing import device_name, median_seconds, settled_seconds
+
+SECONDS = 0.2
+"""Time spent on each candidate that is not hopeless."""
+HOPELESS = 4.0
+"""What takes so many times the best candidate's time is timed by one call only."""
+MOST_JACOBIANS = 2**28
+"""Entries of dense Jacobians over a whole sequence, from which Newton is not tried."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """`autotune`'s result; prints as a table.
+
+    `measured`: times in ms, the one that `auto` takes from now on first. `by_rule`: that of the
+    rule's choice. size: (B, T, D). `path`: the file of the record; `anew`: whether this call has
+    measured, rather than read it.
+    """
+
+    cell: str
+    size: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    backward: bool
+    measured: tuple[Measured, ...]
+    by_rule: Measured
+    path: Path
+    anew: bool
+
+    @property
+    def solver(self) -> str:
+        """What `auto` takes from now on."""
+        return self.measured[0].solver
+
+    @property
+    def backend(self) -> str:
+        """What `auto` takes from now on."""
+        return self.measured[0].backend
+
+    def __str__(self) -> str:
+        passes = "forward + backward" if self.backward else "forward"
+        source = "measured" if self.anew else f"as measured before, {self.path}"
+        head = f"{self.cell}, (B, T, D) = {self.size}, {self.dtype} on {self.device}"
+        lines = [f"{head}, {passes}, {source}"]
+        for row in self.measured:
+            split = "" if row.split == BY_RULE else " segments {}, burn-in {}".format(*row.split)
+            mark = ", by the rule" if row == self.by_rule else ""
+            lines.append(f"  ({row.solver}, {row.backend}){split}: {row.ms:.4g} ms{mark}")
+        return "\n".join(lines)
+
+
+def autotune(
+    module: ParaRNN | Cell,
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    backward: bool = True,
+    remeasure: bool = False,
+) -> Tuning:
+    """Measure what could run a layer, or `solve` of a cell, on an input of a shape; take the best.
+
+    From then on, in this process, "auto" takes the fastest for this cell (its class and config),
+    size, dtype and device; what a request leaves open is chosen among what it allows, and a split
+    that `using` asks for comes first. The rule's choice stays unless another is 5% faster. The
+    record is kept in the cache's folder, by cell, size, dtype, device, versions and pairs that can
+    run: a later process that calls `autotune` reads it and measures nothing. Nothing is read
+    without this call.
+
+    Gates are random, N(0, 1), parameters the cell's own. Times are those of eager calls, what the
+    host does included.
+
+    Args:
+        module, shape, dtype, device: as in `explain`.
+        backward: measure forward and backward, else forward alone.
+        remeasure: measure even if there is a record.
+
+    Raises as `explain`. Warns with BackendWarning where a record cannot be used, or not be kept.
+    """
+    program, size, dtype, device = problem_of(module, shape, dtype, device)
+    cell = module.cell if isinstance(module, ParaRNN) else module
+    problem = Problem(program.key, size, dtype, device)
+    about = {
+        "cell": program.key,
+        "size": list(size),
+        "dtype": str(dtype),
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "backward": backward,
+        "pairs": [list(pair) for pair in pairs_for(program, dtype, device)],
+        "versions": [pararnn.__version__, torch.__version__],
+    }
+    path = tuned.path_of(program.cell_name, about)
+    measured = None if remeasure else tuned.read(path, about)
+    anew = measured is None
+    if measured is None:
+        measured = _measure(cell, problem, backward)
+        tuned.write(path, about, measured)
+    ordered = tuned.remember(problem, measured)
+    name = program.cell_name
+    return Tuning(name, size, dtype, device, backward, ordered, measured[0], path, anew)
+
+
+def candidates(problem: Problem) -> list[tuple[Engine, Pin]]:
+    """What is worth measuring, the rule's choice first.
+
+    Of engines for the same solver that of the fused kernels, where there is one; and for what cuts
+    time half and twice the rule's segments and burn-in.
+    """
+    program = program_by_key(problem.key)
+    size, dtype, device = problem.size, problem.dtype, problem.device
+    rule = choose(program, size, dtype, device, "auto", "auto", follow_tuned=False).engine
+    pairs = pairs_for(program, dtype, device)
+    found = {(rule.solver, rule.backend): rule}
+    for solver, backend in pairs:
+        engine = find(solver, backend, device)
+        assert engine is not None  # pairs_for has found it
+        if backend == "fused" or (solver, "fused") not in pairs:
+            if solver == "newton" and _jacobians(program, size) > MOST_JACOBIANS:
+                continue
+            found[solver, backend] = engine
+    return [(engine, pin) for engine in found.values() for pin in _pins(engine, problem)]
+
+
+def _jacobians(program: Program, size: tuple[int, int, int]) -> int:
+    """The entries of all dense Jacobians; 0 where they are not dense."""
+    batch, steps, channels = size
+    return batch * steps * (program.num_states * channels) ** 2 * program.couples_channels
+
+
+def _pins(engine: Engine, problem: Problem) -> list[Pin]:
+    """The splits to try of an engine, that of the rule first."""
+    if engine.split is None:
+        return [BY_RULE]
+    split_of = partial(engine.split, program_by_key(problem.key), *problem[1:])
+    rule = split_of(BY_RULE)
+    pins = {rule: BY_RULE}
+    for segments in (rule.segments // 2, rule.segments, 2 * rule.segments):
+        for burn_in in (rule.burn_in // 2, rule.burn_in, 2 * rule.burn_in):
+            pin = Pin(max(2, segments), burn_in)
+            pins.setdefault(split_of(pin), pin)
+    return list(pins.values())
+
+
+def _measure(cell: Cell, problem: Problem, backward: bool) -> list[Measured]:
+    """The times of all candidates."""
+    cell = copy.deepcopy(cell).to(problem.device)
+    rows: list[Measured] = []
+    best = float("inf")
+    for engine, pin in candidates(problem):
+        call = _call(cell, problem, engine, pin, backward)
+        seconds = median_seconds(call, problem.device, 1)
+        best = min(best, seconds)
+        if seconds <= HOPELESS * best:
+            seconds = settled_seconds(call, problem.device, SECONDS)
+        rows.append(Measured(engine.solver, engine.backend, pin, seconds * 1e3))
+    return rows
+
+
+def _call(
+    cell: Cell, problem: Problem, engine: Engine, pin: Pin, backward: bool
+) -> Callable[[], Any]:
+    """One pass, or both, on random inputs."""
+    (batch, steps, channels), device = problem.size, problem.device
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        drawn = torch.randn(size, generator=generator, device=device)
+        return drawn.to(problem.dtype)
+
+    # As a layer's projection leaves them.
+    width = channels // cell.num_heads
+    by_head = random(cell.num_heads, batch, steps, len(cell.gates), width)
+    gates = by_head.permute(1, 2, 3, 0, 4).requires_grad_(backward)
+    fields = {name: random(batch, steps).abs() for name in cell.fields}
+    program, leaves = program_by_key(problem.key), [gates, *cell.parameters()]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    grad = random(batch, steps, channels)
+
+    def call() -> None:
+        with torch.set_grad_enabled(backward):
+            args = prepare(cell, gates, fields=fields)
+            states, _, _ = run_engine(program, engine, args, pin, output_only=True)
+            if backward:
+                torch.autograd.grad(states[0], leaves, grad, allow_unused=True)
+
+    return call

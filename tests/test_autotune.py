@@ -1,0 +1,250 @@
+"""`autotune` measures, `auto` follows in this process; a record spares others the measuring."""
+
+import json
+import sys
+
+import pytest
+import torch
+from table import FUSED, PAIRS, PLAIN
+
+import pararnn
+from pararnn.engines import table, tuned
+from pararnn.engines.split import BY_RULE, Pin
+from pararnn.engines.tuned import Measured, Problem
+
+SHAPE = (2, 100, 4)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    """Records of a test's own; kernels are loaded already, or are built once more."""
+    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuned, "_RECORDS", {})
+    return tmp_path
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """What candidates take, in s, by (solver, backend, segments, burn-in); 1 by default."""
+    chosen, seen = {}, []
+    module = sys.modules["pararnn.autotune"]
+
+    def call(cell, problem, engine, pin, backward):
+        seen.append((engine.solver, engine.backend, *pin))
+        return seen[-1]
+
+    def seconds(call, device, budget):
+        return chosen.get(call, chosen.get(call[:2], 1.0))
+
+    monkeypatch.setattr(module, "_call", call)
+    monkeypatch.setattr(module, "median_seconds", seconds)
+    monkeypatch.setattr(module, "settled_seconds", seconds)
+    chosen["seen"] = seen
+    return chosen
+
+
+def _ran(layer, shape=SHAPE, **how):
+    said = pararnn.explain(layer, shape, **how)
+    return said.solver, said.backend
+
+
+def test_what_runs_is_measured():
+    layer = pararnn.ParaGRU(4, 6)
+    tuning = pararnn.autotune(layer, SHAPE)
+    assert tuning.anew
+    assert tuning.size == (2, 100, 6)
+    pairs = {(row.solver, row.backend) for row in tuning.measured}
+    assert ("newton", "torch") in pairs
+    assert (FUSED in pairs) == (FUSED in PAIRS)
+    assert all(0 < row.ms < 1e4 for row in tuning.measured)
+    assert _ran(layer) == (tuning.solver, tuning.backend)
+    assert "forward + backward, measured" in str(tuning)
+    assert "ms, by the rule" in str(tuning)
+    assert pararnn.explain(layer, SHAPE).why.startswith("autotune measured")
+    layer(torch.randn(SHAPE))[0].sum().backward()
+
+
+@pytest.mark.parametrize("name", ["lrc", "lstm", "dense-gru"])
+def test_every_kind_of_cell_is_measured(name, times, monkeypatch):
+    monkeypatch.undo()  # really
+    monkeypatch.setattr(sys.modules["pararnn.autotune"], "SECONDS", 0.0)
+    cell = pararnn.CELLS[name](4, dtype=torch.float64)
+    for backward in (True, False):
+        tuning = pararnn.autotune(cell, (1, 20, 4), backward=backward, remeasure=True)
+        assert len(tuning.measured) >= 2
+    if name != "dense-gru":
+        heads = pararnn.CELLS[name](4, num_heads=2)
+        pararnn.autotune(heads, (1, 20, 4), dtype=torch.bfloat16, remeasure=True)
+
+
+def test_auto_takes_the_fastest_for_this_problem_only(times):
+    layer = pararnn.ParaGRU(4, 6)
+    times["newton", "torch"] = 0.5
+    tuning = pararnn.autotune(layer, SHAPE)
+    assert (tuning.solver, tuning.backend) == _ran(layer) == ("newton", "torch")
+    why = pararnn.explain(layer, SHAPE).why
+    assert why == "autotune measured it fastest: 500 ms against 1000 ms by the rule"
+    layer(torch.randn(SHAPE))
+    assert layer.last_solve.sweeps.any()
+    rule = _ran(layer, (2, 101, 4))
+    assert rule != ("newton", "torch")
+    assert _ran(layer, (3, 100, 4)) == _ran(layer, dtype=torch.float64) == rule
+    assert _ran(pararnn.ParaGRU(4, 7)) == _ran(pararnn.ParaLSTM(4, 6)) == rule
+    assert _ran(pararnn.ParaGRU(4, 6, state_nonlinearity="relu")) == rule
+    assert _ran(pararnn.ParaGRU(9, 6, num_layers=2), (2, 100, 9)) == ("newton", "torch")
+
+
+def test_what_is_asked_for_comes_first(times):
+    layer = pararnn.ParaGRU(4, 6)
+    times["newton", "torch"] = 0.5
+    pararnn.autotune(layer, SHAPE)
+    assert _ran(layer, solver="sequential") == (FUSED if FUSED in PAIRS else PLAIN)
+    assert _ran(layer, mode="SEQUENTIAL") == ("sequential", "torch")
+    with pararnn.using("sequential", "torch"):
+        assert _ran(layer) == ("sequential", "torch")
+    assert _ran(pararnn.ParaGRU(4, 6, mode="SEQUENTIAL")) == ("sequential", "torch")
+    assert _ran(layer, solver="newton") == ("newton", "torch")
+
+
+def test_the_rules_choice_stays_on_a_tie(times):
+    layer = pararnn.ParaGRU(4, 6)
+    rule = _ran(layer)
+    times["newton", "torch"] = 0.97
+    tuning = pararnn.autotune(layer, SHAPE)
+    assert (tuning.solver, tuning.backend) == _ran(layer) == rule
+    assert "nothing faster than the rule's choice" in pararnn.explain(layer, SHAPE).why
+
+
+def test_splits_around_the_rules_are_tried(times, newton_fused):
+    layer = pararnn.ParaGRU(4, 6)
+    times["newton", "fused"] = 0.9
+    times["newton", "fused", 16, 48] = 0.4
+    shape = (2, 1024, 4)
+    tuning = pararnn.autotune(layer, shape)
+    tried = {row.split for row in tuning.measured if row.backend == "fused"} - {BY_RULE}
+    assert tried == {Pin(w, k) for w in (16, 32, 64) for k in (24, 48, 96)} - {Pin(32, 48)}
+    assert tuning.measured[0].split == Pin(16, 48)
+    assert "(newton, fused) segments 16, burn-in 48: 400 ms" in str(tuning)
+    assert pararnn.explain(layer, shape).split.segments == 16
+    with torch.no_grad():
+        layer(torch.randn(shape))
+        layer(torch.randn(shape), solver="newton", backend="fused")
+        layer(torch.randn(2, 1000, 4), solver="newton", backend="fused")
+        with pararnn.using(segments=3):
+            layer(torch.randn(shape))
+    splits = [split[1:] for split in newton_fused.asked]
+    assert splits == [(16, 48), (16, 48), (None, None), (3, None)]
+
+
+def test_slow_engines_of_the_same_solver_and_huge_jacobians_are_left_out(times, monkeypatch):
+    seen = times["seen"]
+    pararnn.autotune(pararnn.GRUCell(4), (1, 100, 4))
+    assert (("sequential", "torch", None, None) in seen) == (FUSED not in PAIRS)
+    monkeypatch.setattr(sys.modules["pararnn.autotune"], "MOST_JACOBIANS", 1000)
+    dense = pararnn.autotune(pararnn.DenseGRUCell(4), (1, 63, 4))
+    assert [row.solver for row in dense.measured] == ["sequential"]
+
+
+def test_another_process_reads_the_record(own_folder, times, monkeypatch):
+    layer = pararnn.ParaGRU(4, 6)
+    times["newton", "torch"] = 0.5
+    first = pararnn.autotune(layer, SHAPE)
+    assert list((own_folder / "tuned").iterdir()) == [first.path]
+    tuned._RECORDS.clear()  # as in another process
+    assert _ran(layer) != ("newton", "torch")  # nothing is read without a call
+    times["seen"].clear()
+    again = pararnn.autotune(layer, SHAPE)
+    assert not again.anew
+    assert not times["seen"]
+    assert (again.measured, again.by_rule) == (first.measured, first.by_rule)
+    assert f"as measured before, {first.path}" in str(again)
+    assert _ran(layer) == ("newton", "torch")
+    times["newton", "torch"] = 2.0
+    assert pararnn.autotune(layer, SHAPE, remeasure=True).anew
+    assert _ran(layer) != ("newton", "torch")
+
+
+def test_stale_records_are_not_used(times, monkeypatch):
+    layer = pararnn.ParaGRU(4, 6)
+    path = pararnn.autotune(layer, SHAPE).path
+    assert pararnn.autotune(layer, SHAPE, backward=False).path != path
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert pararnn.autotune(layer, SHAPE).path != path
+    monkeypatch.undo()
+    module = sys.modules["pararnn.autotune"]
+    monkeypatch.setattr(module, "device_name", lambda device: "another")
+    monkeypatch.setattr(tuned, "read", lambda path, about: [Measured("a", "b", BY_RULE, 1.0)])
+    assert pararnn.autotune(layer, SHAPE).path != path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff", b"[]", b'{"about": 3}', "foreign", "no measurement", "wrong split"],
+)
+def test_records_that_cannot_be_used(times, content):
+    layer = pararnn.ParaGRU(4, 6)
+    path = pararnn.autotune(layer, SHAPE).path
+    whole = json.loads(path.read_text())
+    changes = {
+        "foreign": {"about": whole["about"] | {"device": "another"}},
+        "no measurement": {"measured": []},
+        "wrong split": {"measured": [["newton", "fused", [-1, 0], 1.0]]},
+    }
+    if content in changes:
+        content = json.dumps(whole | changes[content]).encode()
+    path.write_bytes(content)
+    with pytest.warns(pararnn.BackendWarning, match="measures anew, as its record"):
+        assert pararnn.autotune(layer, SHAPE).anew
+    assert json.loads(path.read_text()) == whole
+
+
+def test_a_folder_that_cannot_be_written(times, own_folder):
+    (own_folder / "tuned").write_text("in the way")
+    layer = pararnn.ParaGRU(4, 6)
+    times["newton", "torch"] = 0.5
+    with pytest.warns(pararnn.BackendWarning, match="cannot be kept"):
+        pararnn.autotune(layer, SHAPE)
+    assert _ran(layer) == ("newton", "torch")
+
+
+def test_a_pair_that_can_no_longer_be_built_is_passed_over(monkeypatch):
+    cell = pararnn.GRUCell(6)
+    problem = Problem(pararnn.program_of(cell).key, (2, 100, 6), torch.float32, torch.device("cpu"))
+    tuned.remember(problem, [Measured("newton", "scan", BY_RULE, 1.0)])
+    monkeypatch.setattr(
+        table,
+        "_why_not_built",
+        lambda key, solver, backend, *rest: "no compiler" if backend != "torch" else None,
+    )
+    monkeypatch.setattr(table, "_say", lambda message: None)
+    assert _ran(cell, (2, 100, 6)) == ("newton", "torch")
+
+
+def test_compiled_code_follows_the_records():
+    torch.compiler.reset()
+    layer = pararnn.ParaGRU(4, 6)
+    key = pararnn.program_of(layer.cell).key
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    x = torch.randn(2, 90, 4)
+
+    def sweeps(x):
+        compiled(x)
+        return layer.last_solve.sweeps.item()
+
+    with torch.no_grad():
+        assert sweeps(x) == 0
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert sweeps(torch.randn(3, 70, 4)) == 0
+        problem = Problem(key, (2, 90, 6), torch.float32, torch.device("cpu"))
+        tuned.remember(problem, [Measured("newton", "torch", BY_RULE, 1.0)])
+        assert sweeps(x) > 0
+        assert sweeps(torch.randn(3, 70, 4)) == 0
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert sweeps(torch.randn(4, 80, 4)) == 0
+            assert sweeps(x) > 0
+    torch.compiler.reset()
+
+
+def test_wrong_shapes():
+    with pytest.raises(ValueError, match="shape must hold batch and time"):
+        pararnn.autotune(pararnn.GRUCell(4), (3,))
