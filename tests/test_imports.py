@@ -26,7 +26,7 @@ FLOW = [
     ["scan"],
     ["projection"],
     ["layers", "contract"],
-    ["verify", "explain"],
+    ["verify", "explain", "adapt"],
     ["autotune"],
     ["lm", "tasks"],
     ["train"],

@@ -1,5 +1,6 @@
 """pararnn: nonlinear RNNs, trained in parallel over the sequence, exactly."""
 
+from pararnn.adapt import Adaptation, adapt
 from pararnn.autotune import Tuning, autotune
 from pararnn.cells import (
     CELLS,
@@ -50,6 +51,7 @@ __all__ = [
     "CELLS",
     "MODES",
     "NONLINEARITIES",
+    "Adaptation",
     "BackendWarning",
     "BlockDiagonal",
     "Cell",
@@ -79,6 +81,7 @@ __all__ = [
     "Structure",
     "StructureError",
     "Tuning",
+    "adapt",
     "autotune",
     "clip_after_step",
     "emitted",

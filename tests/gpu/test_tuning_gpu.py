@@ -1,10 +1,10 @@
-"""What is asked of (newton, fused) on a GPU: the split, by context."""
+"""Splits by context, autotune and adapt, on a GPU."""
 
 import pytest
 import torch
 
 import pararnn
-from pararnn.engines import fused_cuda
+from pararnn.engines import fused_cuda, tuned
 from pararnn.numerics import relative_error
 
 HOW = {"solver": "newton", "backend": "fused"}
@@ -96,3 +96,110 @@ def test_graphs_keep_the_split(splits):
     graph.replay()
     assert torch.equal(states, expected)
     assert {split.segments for split in splits} == {12}
+
+
+@pytest.fixture
+def no_records(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuned, "_RECORDS", {})
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_autotune(no_records, backward, splits):
+    layer = pararnn.ParaGRU(64, 256, device="cuda")
+    shape = (4, 4096, 64)
+    rule = pararnn.explain(layer, shape)
+    tuning = pararnn.autotune(layer, shape, backward=backward)
+    pairs = {(row.solver, row.backend) for row in tuning.measured}
+    assert pairs == {("sequential", "fused"), ("newton", "fused")}  # the others are hopeless
+    assert sum(row.backend == "fused" and row.solver == "newton" for row in tuning.measured) >= 4
+    assert (tuning.by_rule.solver, tuning.by_rule.backend) == (rule.solver, rule.backend)
+    assert tuning.measured[0].ms <= 1.05 * min(row.ms for row in tuning.measured)
+    said = pararnn.explain(layer, shape)
+    assert (said.solver, said.backend) == (tuning.solver, tuning.backend)
+    assert said.why.startswith("autotune measured")
+    splits.clear()
+    x = torch.randn(shape, device="cuda")
+    output, _ = layer(x)
+    output.sum().backward()
+    asked = tuning.measured[0].split
+    if asked.segments is not None:
+        assert said.split == splits[0]
+    tuned._RECORDS.clear()
+    assert not pararnn.autotune(layer, shape, backward=backward).anew
+    assert pararnn.explain(layer, shape) == said
+    assert pararnn.verify(layer, x)
+
+
+def _latched(segments=4):
+    """A layer and inputs that `auto` cuts into few segments, with channels that never forget."""
+    torch.manual_seed(0)
+    cores = torch.cuda.get_device_properties(0).multi_processor_count
+    rows = 4 * cores // (16 * segments)  # 16 tiles a row
+    layer = pararnn.ParaGRU(64, 1024, device="cuda")
+    with torch.no_grad():
+        layer.layers[0].bias[0, ::20] = -30.0
+    x, h_0 = torch.randn(rows, 2048, 64, device="cuda"), torch.randn(1, rows, 1024, device="cuda")
+    assert pararnn.explain(layer, x.shape).split.segments == segments
+    return layer, x, h_0
+
+
+def test_layers_of_latches_adapt_without_waiting(caplog):
+    layer, x, h_0 = _latched()
+    expected, _ = layer(x, h_0)
+    assert 2 * layer.last_solve.sweeps.item() >= 4
+    expected.sum().backward()
+    adaptation = pararnn.adapt(layer, patience=3)
+    for _ in range(10):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            output, _ = layer(x, h_0)
+            output.sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if adaptation.switched:
+            break
+        torch.cuda.synchronize()  # so that the counts are there
+    assert adaptation.switched == {"layers.0": [tuple(x.shape[:2])]}
+    assert "by the loop from now on" in caplog.text
+    output, _ = layer(x, h_0)
+    assert layer.last_solve.sweeps.item() == 0
+    assert relative_error(output, expected) < 4e-5
+    layer(x, h_0, solver="newton")
+    assert layer.last_solve.sweeps.item() >= 2
+    adaptation.reset()
+    layer(x, h_0)
+    assert layer.last_solve.sweeps.item() >= 2
+
+
+def test_layers_that_forget_stay():
+    layer, x, _ = _latched()
+    with torch.no_grad(), pararnn.adapt(layer, patience=1) as adaptation:
+        layer.layers[0].bias.zero_()
+        for _ in range(5):
+            layer(x)
+            torch.cuda.synchronize()
+        assert adaptation.switched == {}
+        assert layer.last_solve.sweeps.item() == 1
+
+
+def test_captured_graphs_are_left_alone():
+    layer, x, h_0 = _latched()
+    with torch.no_grad():
+        layer(x, h_0)
+        adaptation = pararnn.adapt(layer, patience=1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output, _ = layer(x, h_0)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert adaptation.switched == {}
+        for _ in range(2):
+            layer(x, h_0)
+            torch.cuda.synchronize()
+        assert adaptation.switched
+        again = pararnn.ParaGRU(64, 1024, device="cuda", solver="newton", backend="fused")
+        again.load_state_dict(layer.state_dict())
+        graph.replay()
+        assert torch.equal(output, again(x, h_0)[0])

@@ -1,0 +1,177 @@
+"""`adapt`: layers that leave (newton, fused) where the data make it the slower choice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pararnn.engines.request import split_asked
+from pararnn.engines.split import BY_RULE
+from pararnn.engines.table import choose
+from pararnn.layers import DirectionalLayer
+from pararnn.program import program_of
+
+_LOG = logging.getLogger("pararnn")
+
+Rows = tuple[int, int]
+"""(B, T)."""
+
+
+def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
+    """Let the layers in `module` leave (newton, fused) where their data make it the slower choice.
+
+    Where `auto` has taken (newton, fused), with W segments of time, and k sweeps were needed, that
+    is about 2 k / W of the time of the loop: so at 2 k >= W a solve is slow. After `patience` slow
+    ones in a row of a layer and a direction at one (B, T), `auto` takes (sequential, fused) there
+    from then on, and the logger "pararnn" says so. The counts of a solve are looked at in a later
+    forward pass, when the GPU has long finished it: nothing waits.
+
+    The result then depends on data and timing, within the numerics contract; without `adapt` it
+    never does. It leaves alone what a call, `using` or the layer asks for, a split included, and
+    compiled code, captured CUDA graphs and transforms of torch.func, where nothing is looked at.
+
+    Raises ValueError where `module` holds no layer of this library, or `patience` is below 1.
+    """
+    if patience < 1:
+        raise ValueError(f"patience must be 1 or more solves, got {patience}")
+    parts = [(n, p) for n, p in module.named_modules() if isinstance(p, DirectionalLayer)]
+    if not parts:
+        raise ValueError(f"{type(module).__name__} holds no pararnn layer: nothing to adapt")
+    return Adaptation(parts, patience)
+
+
+class Adaptation:
+    """What `adapt` has put on layers; a context, at whose end it is removed."""
+
+    def __init__(self, parts: list[tuple[str, DirectionalLayer]], patience: int) -> None:
+        self._watches = {name: _Watch(name, patience) for name, _ in parts}
+        self._handles = [handle for name, part in parts for handle in self._watches[name].on(part)]
+
+    @property
+    def switched(self) -> dict[str, list[Rows]]:
+        """By the name of a layer and direction: each (B, T) at which it runs sequentially."""
+        found = {name: watch.switched for name, watch in self._watches.items()}
+        return {name: sizes for name, sizes in found.items() if sizes}
+
+    def reset(self) -> None:
+        """Forget what has been seen: every layer runs as `auto` says, and is watched anew."""
+        for watch in self._watches.values():
+            watch.reset()
+
+    def remove(self) -> None:
+        """Take it off the layers."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Adaptation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+class _Watch:
+    """The hooks on one layer in one direction: copied and pickled with it, less what is pending."""
+
+    def __init__(self, name: str, patience: int) -> None:
+        self.name, self.patience = name, patience
+        self.reset()
+
+    def reset(self) -> None:
+        self.slow: dict[Rows, int] = {}  # solves in a row
+        self.pending: tuple[Rows, int, _Count] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "pending": None}
+
+    def on(self, layer: DirectionalLayer) -> list[Any]:
+        before = layer.register_forward_pre_hook(self.before, with_kwargs=True)
+        return [before, layer.register_forward_hook(self.after, with_kwargs=True)]
+
+    @property
+    def switched(self) -> list[Rows]:
+        return [rows for rows, count in self.slow.items() if count >= self.patience]
+
+    def before(self, layer: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
+        """Where (B, T) has been slow for long, the loop."""
+        if not self.slow or not _is_open(options):
+            return None
+        if self.slow.get(_rows(inputs), 0) < self.patience:
+            return None
+        return inputs, options | {"solver": "sequential", "backend": "fused"}
+
+    def after(self, layer: DirectionalLayer, inputs: Any, options: Any, output: Any) -> None:
+        """Judge the solve whose counts have arrived, and send for those of this one."""
+        if not _is_open(options):
+            return
+        states, _, info = output
+        if info.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        if self.pending is not None:
+            rows, segments, count = self.pending
+            sweeps = count.arrived()
+            if sweeps is None:
+                return
+            self.pending = None
+            self.judge(layer, rows, sweeps, segments)
+        segments = _segments(layer, states[0], options)
+        if segments > 1:
+            self.pending = _rows(inputs), segments, _Count(info)
+
+    def judge(self, layer: DirectionalLayer, rows: Rows, sweeps: int, segments: int) -> None:
+        """Count a solve of (newton, fused)."""
+        self.slow[rows] = self.slow.get(rows, 0) + 1 if 2 * sweeps >= segments else 0
+        if self.slow[rows] == self.patience:
+            _LOG.warning(
+                "%s (%s) runs at (B, T) = %s by the loop from now on: %d solves in a row took half "
+                "as many sweeps as segments or more, at last %d of %d",
+                self.name or "the layer",
+                type(layer.cell).__name__,
+                rows,
+                self.patience,
+                sweeps,
+                segments,
+            )
+
+
+class _Count:
+    """A solve's sweeps, on their way to the host."""
+
+    def __init__(self, info: Tensor) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.host = info.detach()
+        if info.is_cuda:
+            self.host = torch.empty(info.shape, dtype=info.dtype, pin_memory=True)
+            self.host.copy_(info, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(info.device))
+
+    def arrived(self) -> int | None:
+        """The number, or None if it is not there yet."""
+        if self.event is not None and not self.event.query():
+            return None
+        return int(self.host[0])
+
+
+def _is_open(options: Mapping[str, Any]) -> bool:
+    """Whether it is `auto` that chooses between (newton, fused) and the loop, in eager code."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    asked = options.get("solver", "auto"), options.get("backend", "auto")
+    return asked in (("auto", "auto"), ("auto", "fused")) and split_asked(BY_RULE) == BY_RULE
+
+
+def _rows(inputs: Any) -> Rows:
+    return tuple(inputs[0].shape[:2])
+
+
+def _segments(layer: DirectionalLayer, output: Tensor, options: Mapping[str, Any]) -> int:
+    """Into how many segments the solve with this output (B, T, D) cut time: 1 if it did not."""
+    batch, steps, channels = output.shape
+    where = (program_of(layer.cell), (batch, steps, channels), output.dtype, output.device)
+    engine, _, split = choose(*where, "auto", options.get("backend", "auto"))
+    return 1 if engine.split is None else engine.split(*where, split).segments

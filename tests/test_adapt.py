@@ -1,0 +1,172 @@
+"""`adapt`: layers leave (newton, fused) where many solves in a row needed many sweeps."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import pararnn
+from pararnn.engines.split import Pin
+
+SHAPE, SIZE = (2, 128, 4), (2, 128, 6)
+SEGMENTS = 4
+
+
+@pytest.fixture
+def layer(newton_fused):
+    """A layer of which `auto` cuts time into SEGMENTS."""
+    layer = pararnn.ParaGRU(4, 6)
+    newton_fused.taken_by_auto(layer.cell, SIZE, Pin(SEGMENTS))
+    return layer
+
+
+def _pairs(layer, count, shape=SHAPE, **how):
+    """Whether each of `count` forward passes ran by Newton, as a string."""
+    seen = ""
+    for _ in range(count):
+        with torch.no_grad():
+            layer(torch.randn(shape), **how)
+        seen += "n" if layer.last_solve.sweeps.any() else "s"
+    return seen
+
+
+@pytest.mark.parametrize(("sweeps", "slow"), [(1, False), (2, True), (3, True)])
+def test_layers_switch_where_sweeps_persist(layer, newton_fused, caplog, sweeps, slow):
+    newton_fused.sweeps = sweeps
+    adaptation = pararnn.adapt(layer, patience=3)
+    # A solve is judged in the next forward pass, so the fourth is the last.
+    assert _pairs(layer, 8) == ("nnnnssss" if slow else "n" * 8)
+    assert adaptation.switched == ({"layers.0": [(2, 128)]} if slow else {})
+    assert caplog.text.count("layers.0 (GRUCell) runs at (B, T) = (2, 128) by the loop") == slow
+    adaptation.reset()
+    assert adaptation.switched == {}
+    assert _pairs(layer, 5) == ("nnnns" if slow else "nnnnn")
+    adaptation.remove()
+    assert _pairs(layer, 5) == "nnnnn"
+
+
+def test_only_solves_in_a_row_count(layer, newton_fused):
+    pararnn.adapt(layer, patience=3)
+    for sweeps in (2, 2, 1, 2, 2, 1):
+        newton_fused.sweeps = sweeps
+        assert _pairs(layer, 1) == "n"
+    newton_fused.sweeps = 2
+    assert _pairs(layer, 5) == "nnnns"
+
+
+def test_sizes_switch_each_by_itself(layer, newton_fused):
+    newton_fused.taken_by_auto(layer.cell, (1, 200, 6), Pin(50))
+    newton_fused.sweeps = 2
+    with pararnn.adapt(layer, patience=2):
+        for _ in range(5):
+            last = _pairs(layer, 1), _pairs(layer, 1, (1, 200, 4))
+        assert last == ("s", "n")
+    assert _pairs(layer, 3) == "nnn"
+
+
+def test_what_is_asked_for_is_left_alone(layer, newton_fused):
+    newton_fused.sweeps = 4
+    how = {"solver": "newton", "backend": "fused"}
+    adaptation = pararnn.adapt(layer, patience=2)
+    assert _pairs(layer, 5, **how) == "nnnnn"
+    with pararnn.using(**how):
+        assert _pairs(layer, 5) == "nnnnn"
+    with pararnn.using(segments=5):
+        assert _pairs(layer, 5) == "nnnnn"
+    assert adaptation.switched == {}
+    assert _pairs(layer, 4) == "nnns"
+    assert _pairs(layer, 2, **how) == "nn"
+    newton_fused.asked.clear()
+    _pairs(layer, 2, backend="torch")
+    assert layer.last_solve.sweeps.any()  # so it was (newton, torch), by the rule
+    assert not newton_fused.asked
+    assert layer.solver == "auto"
+    with pararnn.using(segments=5):
+        assert _pairs(layer, 2) == "nn"
+    own = pararnn.ParaGRU(4, 6, **how)
+    pararnn.adapt(own, patience=1)
+    assert _pairs(own, 4) == "nnnn"
+
+
+def test_layers_and_directions_switch_each_by_itself(newton_fused, monkeypatch):
+    model = torch.nn.Sequential(pararnn.ParaGRU(4, 6, bidirectional=True, num_layers=2))
+    newton_fused.taken_by_auto(model[0].cell, SIZE, Pin(SEGMENTS))
+    adaptation = pararnn.adapt(model, patience=2)
+    newton_fused.sweeps = 3
+
+    def quick_in_reverse(part, inputs, options):
+        newton_fused.sweeps = 1 if part.reverse else 3
+
+    for part in model[0]._parts():
+        part.register_forward_pre_hook(quick_in_reverse, with_kwargs=True)
+    _pairs(model[0], 5)
+    assert adaptation.switched == {"0.layers.0": [(2, 128)], "0.layers.1": [(2, 128)]}
+    assert model[0].last_solve.sweeps.tolist() == [0, 1, 0, 1]
+
+
+def test_training_goes_on_across_the_switch(layer, newton_fused):
+    newton_fused.sweeps = 4
+    pararnn.adapt(layer, patience=2)
+    x = torch.randn(SHAPE)
+    results = []
+    for _ in range(5):
+        output, _ = layer(x)
+        results.append(torch.autograd.grad(output.square().sum(), list(layer.parameters())))
+    assert [which for which, *_ in newton_fused.asked] == ["forward", "backward"] * 3
+    for first, last in zip(results[0], results[-1], strict=True):
+        assert torch.allclose(first, last, rtol=1e-4, atol=1e-5)
+
+
+def test_copies_and_pickles(layer, newton_fused):
+    newton_fused.sweeps = 4
+    pararnn.adapt(layer, patience=2)
+    assert _pairs(layer, 2) == "nn"
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert _pairs(other, 4) == "nnss"  # it had one, with another pending
+    assert _pairs(layer, 2) == "ns"
+
+
+def test_compiled_code_is_left_alone(layer, newton_fused):
+    torch.compiler.reset()
+    newton_fused.sweeps = 4
+    adaptation = pararnn.adapt(layer, patience=1)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for _ in range(4):
+        with torch.no_grad():
+            compiled(torch.randn(SHAPE))
+        assert layer.last_solve.sweeps.any()
+    assert adaptation.switched == {}
+    assert _pairs(layer, 3) == "nns"
+    with torch.no_grad():
+        compiled(torch.randn(SHAPE))
+    assert layer.last_solve.sweeps.any()
+    torch.compiler.reset()
+
+
+def test_transforms_are_left_alone(layer, newton_fused):
+    newton_fused.sweeps = 4
+    adaptation = pararnn.adapt(layer, patience=1)
+    parameters, x = dict(layer.named_parameters()), torch.randn(SHAPE)
+
+    def loss(parameters):
+        return torch.func.functional_call(layer, parameters, (x,))[0].square().mean()
+
+    for _ in range(3):
+        torch.func.grad(loss)(parameters)
+    assert adaptation.switched == {}
+    assert _pairs(layer, 3) == "nns"
+
+
+def test_other_engines_are_never_left():
+    layer = pararnn.ParaGRU(4, 6, backend="torch")
+    adaptation = pararnn.adapt(layer, patience=1)
+    assert _pairs(layer, 3) == "nnn"
+    assert adaptation.switched == {}
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="Linear holds no pararnn layer"):
+        pararnn.adapt(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="patience must be 1 or more solves, got 0"):
+        pararnn.adapt(pararnn.ParaGRU(2, 2), patience=0)
