@@ -29,7 +29,7 @@ napoleon_custom_sections = [("Class attributes", "params_style")]
 
 # Types that are documented elsewhere: PyTorch's, the standard library's, private aliases of ours.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|nn|collections|typing|dataclasses|abc)\..*"),
+    (r"py:.*", r"(torch|nn|collections|typing|dataclasses|abc|pathlib)\..*"),
     (r"py:class", r"Tensor|Optimizer|RemovableHandle|Any|ClassVar"),
     (r"py:class", r"pararnn\.layers\.direction\.DirectionalLayer"),
 ]

@@ -15,6 +15,9 @@ from pararnn.engines.table import choose
 from pararnn.layers import DirectionalLayer
 from pararnn.program import program_of
 
+SWEEP_COST = 2
+"""Measured by benchmarks/parallel.py (hard): what a step of a sweep takes, over one of the loop."""
+
 _LOG = logging.getLogger("pararnn")
 
 Rows = tuple[int, int]
@@ -53,7 +56,7 @@ class Adaptation:
 
     @property
     def switched(self) -> dict[str, list[Rows]]:
-        """By the name of a layer and direction: each (B, T) at which it runs sequentially."""
+        """Each (B, T) at which a layer and direction runs sequentially, by its name."""
         found = {name: watch.switched for name, watch in self._watches.items()}
         return {name: sizes for name, sizes in found.items() if sizes}
 
@@ -124,7 +127,7 @@ class _Watch:
 
     def judge(self, layer: DirectionalLayer, rows: Rows, sweeps: int, segments: int) -> None:
         """Count a solve of (newton, fused)."""
-        self.slow[rows] = self.slow.get(rows, 0) + 1 if 2 * sweeps >= segments else 0
+        self.slow[rows] = self.slow.get(rows, 0) + 1 if SWEEP_COST * sweeps >= segments else 0
         if self.slow[rows] == self.patience:
             _LOG.warning(
                 "%s (%s) runs at (B, T) = %s by the loop from now on: %d solves in a row took half "
