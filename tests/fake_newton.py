@@ -23,7 +23,7 @@ class FakeNewton:
         def forward(program, args, on_failure):
             self.asked.append(("forward", *args.split))
             solution = real.forward(program, args, on_failure)
-            return replace(solution, info=torch.tensor([self.sweeps, 0]))
+            return replace(solution, info=torch.tensor([[self.sweeps, 0]]))
 
         def backward(program, args, *rest):
             self.asked.append(("backward", *args.split))

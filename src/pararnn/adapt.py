@@ -15,7 +15,7 @@ from pararnn.engines.table import choose
 from pararnn.layers import DirectionalLayer
 from pararnn.program import program_of
 
-SWEEP_COST = 2
+SWEEP_COST = 1.5
 """Measured by benchmarks/parallel.py (hard): what a step of a sweep takes, over one of the loop."""
 
 _LOG = logging.getLogger("pararnn")
@@ -28,7 +28,7 @@ def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
     """Let the layers in `module` leave (newton, fused) where their data make it the slower choice.
 
     Where `auto` has taken (newton, fused), with W segments of time, and k sweeps were needed, that
-    is about 2 k / W of the time of the loop: so at 2 k >= W a solve is slow. After `patience` slow
+    is about 1.5 k / W of the time of the loop: so at 1.5 k >= W a solve is slow. After `patience` slow
     ones in a row of a layer and a direction at one (B, T), `auto` takes (sequential, fused) there
     from then on, and the logger "pararnn" says so. The counts of a solve are looked at in a later
     forward pass, when the GPU has long finished it: nothing waits.
@@ -130,8 +130,8 @@ class _Watch:
         self.slow[rows] = self.slow.get(rows, 0) + 1 if SWEEP_COST * sweeps >= segments else 0
         if self.slow[rows] == self.patience:
             _LOG.warning(
-                "%s (%s) runs at (B, T) = %s by the loop from now on: %d solves in a row took half "
-                "as many sweeps as segments or more, at last %d of %d",
+                "%s (%s) runs at (B, T) = %s by the loop from now on: %d solves in a row took so many "
+                "sweeps that the loop is faster, at last %d for %d segments",
                 self.name or "the layer",
                 type(layer.cell).__name__,
                 rows,
@@ -157,7 +157,7 @@ class _Count:
         """The number, or None if it is not there yet."""
         if self.event is not None and not self.event.query():
             return None
-        return int(self.host[0])
+        return int(self.host[:, 0].max())
 
 
 def _is_open(options: Mapping[str, Any]) -> bool:

@@ -22,13 +22,14 @@ def _results(cell, gates, **how):
 @pytest.fixture
 def splits(monkeypatch):
     """The splits that passes take."""
-    seen, real = [], fused_cuda.split_of
+    seen, real = [], fused_cuda.plan
 
     def record(*args):
-        seen.append(real(*args))
-        return seen[-1]
+        found = real(*args)
+        seen.append(found.split)
+        return found
 
-    monkeypatch.setattr(fused_cuda, "split_of", record)
+    monkeypatch.setattr(fused_cuda, "plan", record)
     return seen
 
 

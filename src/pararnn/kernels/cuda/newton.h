@@ -72,7 +72,8 @@ struct Segment {
 };
 
 // One warp runs what is left, from the first segment on that has moved: those before it are exact.
-PARARNN_FUNCTION void run_alone(const Pass& pass, const Shooting& s, const Place& at,
+// Returns how many segments it ran.
+PARARNN_FUNCTION int run_alone(const Pass& pass, const Shooting& s, const Place& at,
                                 const scalar* found, int length) {
   const int segments = (int)s.segments;
   Trajectory known;
@@ -83,7 +84,8 @@ PARARNN_FUNCTION void run_alone(const Pass& pass, const Shooting& s, const Place
   for (int n = 0; n < num_states; ++n)
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) state[n][c] = known.linear.start[n][c];
-  while (w < segments) {
+  int ran = 0;
+  for (; w < segments; ++ran) {
     Segment segment(s, at, length, w);
     segment.start_from(state);
     segment.sweep(pass);
@@ -94,10 +96,11 @@ PARARNN_FUNCTION void run_alone(const Pass& pass, const Shooting& s, const Place
       for (int n = 0; n < num_states; ++n)
 #pragma unroll
         for (int c = 0; c < per_lane; ++c) state[n][c] = known.end[n][c];
-      if (++w == segments) return;
+      if (++w == segments) return ran + 1;
       fits = !known.read(found + w * found_numbers * lanes) && known.follows(state, at);
     }
   }
+  return ran;
 }
 
 PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
@@ -137,8 +140,8 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
       trajectory.write(found + own * found_numbers * lanes, moved);
       meeting.publish();
       if (own > 0) return;
-      run_alone(pass, s, at, found, length);
-      pass.report(tile_number, round + 2, true);
+      const int sweeps = run_alone(pass, s, at, found, length);
+      pass.report(tile_number, round + 1 + sweeps, true);
       return;
     }
     furthest = most;
