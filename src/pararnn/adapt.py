@@ -28,10 +28,10 @@ def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
     """Let the layers in `module` leave (newton, fused) where their data make it the slower choice.
 
     Where `auto` has taken (newton, fused), with W segments of time, and k sweeps were needed, that
-    is about 1.5 k / W of the time of the loop: so at 1.5 k >= W a solve is slow. After `patience` slow
-    ones in a row of a layer and a direction at one (B, T), `auto` takes (sequential, fused) there
-    from then on, and the logger "pararnn" says so. The counts of a solve are looked at in a later
-    forward pass, when the GPU has long finished it: nothing waits.
+    is about 1.5 k / W of the time of the loop: so at 1.5 k >= W a solve is slow. After `patience`
+    slow ones in a row of a layer and a direction at one (B, T), `auto` takes (sequential, fused)
+    there from then on, and the logger "pararnn" says so. The counts of a solve are looked at in a
+    later forward pass, when the GPU has long finished it: nothing waits.
 
     The result then depends on data and timing, within the numerics contract; without `adapt` it
     never does. It leaves alone what a call, `using` or the layer asks for, a split included, and
@@ -130,8 +130,8 @@ class _Watch:
         self.slow[rows] = self.slow.get(rows, 0) + 1 if SWEEP_COST * sweeps >= segments else 0
         if self.slow[rows] == self.patience:
             _LOG.warning(
-                "%s (%s) runs at (B, T) = %s by the loop from now on: %d solves in a row took so many "
-                "sweeps that the loop is faster, at last %d for %d segments",
+                "%s (%s) runs at (B, T) = %s by the loop from now on: %d solves in a row took so "
+                "many sweeps that the loop is faster, at last %d for %d segments",
                 self.name or "the layer",
                 type(layer.cell).__name__,
                 rows,

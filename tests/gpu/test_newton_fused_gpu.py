@@ -9,6 +9,7 @@ from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case
 
 import pararnn
 from pararnn.contract import check_solve
+from pararnn.engines import plan_cuda
 
 HOW = {"solver": "newton", "backend": "fused"}
 CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
@@ -23,6 +24,16 @@ def _check(case):
 
 def _cut(segments, burn_in=16):
     return pararnn.using(segments=segments, burn_in=burn_in)
+
+
+@pytest.fixture(params=["cluster", "grid"])
+def meeting(request, monkeypatch):
+    """Segments meet in a cluster's shared memory, or in global memory."""
+    if request.param == "grid":
+        monkeypatch.setattr(plan_cuda, "CLUSTERS", (99, 0))
+    plan_cuda.plan.cache_clear()
+    yield request.param
+    plan_cuda.plan.cache_clear()
 
 
 @pytest.mark.parametrize("length", [0, 1, 17, 100])
@@ -81,7 +92,7 @@ def test_large_recurrent_weights(name, dtype, scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
-def test_slow_gates(dtype):
+def test_slow_gates(dtype, meeting):
     for bias in (-2.0, -4.0, -6.0):
         case = make_case(pararnn.GRUCell, dtype, 4000, channels=64)
         case.gates[:, :, 0] += bias
@@ -98,7 +109,7 @@ def _latches(case, share=0.05):
     return case._replace(gates=gates)
 
 
-def test_latches_are_mended_and_counted():
+def test_latches_are_mended_and_counted(meeting):
     case = _latches(make_case(pararnn.GRUCell, torch.float32, 2000, "initial", channels=640))
     with _cut(8):
         assert not failures(case, **HOW)
@@ -109,7 +120,22 @@ def test_latches_are_mended_and_counted():
         assert layer.last_solve.sweeps.item() >= 1
 
 
-def test_non_finite_inputs():
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("name", CELLS)
+def test_few_channels_are_mended(name, dtype):
+    """Two channels of a tile remember, or expand, and are mended with lanes over time."""
+    for variant in ("plain", "initial"):
+        case = make_case(pararnn.CELLS[name], dtype, 1500, variant, channels=40, device="cuda")
+        with torch.no_grad():
+            for parameter in case.cell.recurrent_parameters():
+                parameter[..., [3, 30]] *= 4
+            case.gates[:, :, 0, [7]] -= 10
+        for segments in (2, 8):
+            with _cut(segments, burn_in=150):
+                _check(case)
+
+
+def test_non_finite_inputs(meeting):
     for value in (math.nan, math.inf, -math.inf):
         case = make_case(pararnn.LSTMCell, torch.float32, 300, "resets", channels=5, device="cuda")
         case.gates[0, 140, 0, 2] = value
@@ -127,7 +153,7 @@ def test_non_finite_inputs():
             assert torch.equal(mine.isinf(), loop.isinf())
 
 
-def test_the_same_bits_every_time_even_under_load():
+def test_the_same_bits_every_time_even_under_load(meeting):
     case = _latches(make_case(pararnn.GRUCell, torch.float32, 700, "resets", channels=130))
     with _cut(7):
         first = run(case, "cuda", torch.float32, **HOW)
@@ -151,7 +177,7 @@ def test_the_same_bits_every_time_even_under_load():
         assert not wrong.item()
 
 
-def test_replays_of_a_graph():
+def test_replays_of_a_graph(meeting):
     case = make_case(pararnn.LSTMCell, torch.bfloat16, 900, channels=64, device="cuda")
     with _cut(9):
         pararnn.solve(case.cell, case.gates, **HOW)
