@@ -63,10 +63,10 @@ PARARNN_FUNCTION void send(const T* place, T value, const Mailbox& mailbox, int 
 }
 
 struct Desk {  // of one block
-  Mailbox ends_box, votes_box;
+  Mailbox ends_box, votes_box, distances_box;
   real ends[boundary_numbers][lanes];  // of the segment before
   unsigned votes[most_segments];       // by segment: whether it does not fit
-  unsigned furthest[2];                // by round % 2: bits of a distance; the first block's
+  unsigned distances[most_segments];   // by segment: bits of how far its start is from where it belongs
 };
 
 struct Meeting {
@@ -80,7 +80,7 @@ struct Meeting {
     if (lane() == 0) {
       desk.ends_box.open();
       desk.votes_box.open();
-      desk.furthest[0] = desk.furthest[1] = 0;
+      desk.distances_box.open();
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
@@ -107,11 +107,18 @@ struct Meeting {
     for (int i = 0; i < boundary_numbers; ++i) before[0][i] = desk.ends[i][lane()];
   }
 
+  // Every segment tells all of them a number; each lane returns that of one. What was told before has
+  // been read: who told it has been told since.
+  PARARNN_FUNCTION unsigned tell(unsigned (&told)[most_segments], Mailbox& box, int round,
+                                 unsigned number) {
+    if (lane() < segments) send(&told[own], number, box, lane());
+    box.await(round, segments * (int)sizeof(unsigned));
+    return lane() < segments ? told[lane()] : 0;
+  }
+
   // Whether any segment does not fit.
   PARARNN_FUNCTION bool any(int round, bool fits) {
-    if (lane() < segments) send(&desk.votes[own], (unsigned)!fits, desk.votes_box, lane());
-    desk.votes_box.await(round, segments * (int)sizeof(unsigned));
-    return __any_sync(~0u, lane() < segments && desk.votes[lane()] != 0);
+    return __any_sync(~0u, tell(desk.votes, desk.votes_box, round, !fits) != 0);
   }
 
   // What segments have written to global memory is seen by all.
@@ -122,15 +129,9 @@ struct Meeting {
 
   // The largest of all segments' distances.
   PARARNN_FUNCTION real most(int round, real far) {
-    unsigned* furthest;
-    asm("mapa.u64 %0, %1, 0;" : "=l"(furthest) : "l"(desk.furthest));
-    if (lane() == 0) {
-      atomicMax(furthest + round % 2, __float_as_uint((float)far));
-      if (own == 0) desk.furthest[(round + 1) % 2] = 0;  // all are done with what the round before left
-    }
-    __syncwarp();
-    publish();
-    return (real)__uint_as_float(*(const volatile unsigned*)(furthest + round % 2));
+    const unsigned bits = __float_as_uint((float)far);  // in the order of the numbers, from 0 on
+    const unsigned all = tell(desk.distances, desk.distances_box, round, bits);
+    return (real)__uint_as_float(__reduce_max_sync(~0u, all));
   }
 };
 
