@@ -128,6 +128,24 @@ def test_chunks_are_what_everything_is_aligned_to():
     assert chunk_of(4 * 7) == 4
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gru", torch.bfloat16), ("lstm", torch.float32), ("elman", torch.float64)],
+    ids=str,
+)
+def test_newton_kernels_compile(name, dtype, arch, tmp_path):
+    program, clusters = _program(name), arch != "sm_80"
+    variants = usual_variants(program, dtype, 1024, 256, solver="newton", clusters=clusters)
+    assert len(variants) == 2 * (1 + clusters)
+    for variant in variants:
+        found = _resources(program, variant, arch, tmp_path)
+        assert set(found) == set(KERNELS[variant.direction])
+        assert found["run"]["spilled"] == 0
+        assert found["run"]["shared"] <= cuda.SHARED_BYTES
+
+
 def test_rings_fill_shared_memory_and_no_more():
     for name in CELLS:
         program = _program(name)

@@ -164,8 +164,12 @@ def usual_variants(
     head_width: int,
     weight_dtype: torch.dtype | None = None,
     solver: str = "sequential",
+    clusters: bool = False,
 ) -> list[Variant]:
-    """What a layer's training and decoding run without resets: both passes, for all batch sizes."""
+    """What a layer's training and decoding run without resets: both passes, for all batch sizes.
+
+    `clusters`: also those of Newton's variants that meet in clusters.
+    """
     return [
         Variant(
             direction,
@@ -179,7 +183,9 @@ def usual_variants(
             broadcast=(False,) * len(program.fields),
             arriving=tuple(n == 0 and direction == "backward" for n in range(program.num_states)),
             solver=solver,
+            cluster=cluster,
         )
+        for cluster in ((False, True) if clusters and solver == "newton" else (False,))
         for direction in KERNELS
         for per_lane in sorted({1, most_per_lane(dtype)})
         if solver == "sequential" or per_lane == most_per_lane(dtype)

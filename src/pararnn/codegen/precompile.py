@@ -48,8 +48,9 @@ def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -
             for solver in cuda.SOLVERS:
                 check = partial(cuda.check_buildable, program, dtype, capability, solver)
                 jobs[program.key, dtype, solver] = check
+                clusters = capability >= nvrtc.CLUSTERS
                 usual = cuda.usual_variants(
-                    program, dtype, cell.hidden_size, width, own.dtype, solver
+                    program, dtype, cell.hidden_size, width, own.dtype, solver, clusters
                 )
                 for variant in usual:
                     make = partial(cuda.kernels_of, program, variant, capability)

@@ -98,16 +98,17 @@ struct Trajectory {
     return moved;
   }
 
-  // Whether it starts where the one before it ends.
+  // Whether channel c of the lane starts where the segment before it ends.
+  PARARNN_FUNCTION bool follows(const real (&before)[num_states][per_lane], int c) const {
+    real own_start[num_states], own_before[num_states];
+    column(linear.start, c, own_start);
+    column(before, c, own_before);
+    return distance(own_start, own_before, gain(c)) <= constant(1);
+  }
   PARARNN_FUNCTION bool follows(const real (&before)[num_states][per_lane], const Place& at) const {
     bool fits = true;
 #pragma unroll
-    for (int c = 0; c < per_lane; ++c) {
-      real own_start[num_states], own_before[num_states];
-      column(linear.start, c, own_start);
-      column(before, c, own_before);
-      fits &= c >= at.active || distance(own_start, own_before, gain(c)) <= constant(1);
-    }
+    for (int c = 0; c < per_lane; ++c) fits &= c >= at.active || follows(before, c);
     return __all_sync(~0u, fits);
   }
 };
@@ -214,9 +215,11 @@ PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_
   for (int c = 0; c < per_lane; ++c) {
 #pragma unroll
     for (int e = 0; e < entries; ++e) maps.of[c].a[e] = linear.product[c][e];
+    // A start that fits has no gap: where segments expand, rounding would become a shift.
+    const bool fits = own == 0 || trajectory.follows(before, c);
 #pragma unroll
     for (int n = 0; n < num_states; ++n) {
-      gap[c][n] = own > 0 ? before[n][c] - linear.start[n][c] : constant(0);
+      gap[c][n] = fits ? constant(0) : before[n][c] - linear.start[n][c];
       shift[c][n] = constant(0);
     }
     real ends[num_states];

@@ -38,7 +38,7 @@ PARARNN_FUNCTION bool move_lanes(real (&start)[num_states], const real (&end)[nu
 #pragma unroll
     for (int e = 0; e < entries; ++e) own.a[e] = before[e];
 #pragma unroll
-    for (int n = 0; n < num_states; ++n) own.b[n] = before_end[n] - start[n];
+    for (int n = 0; n < num_states; ++n) own.b[n] = fits ? constant(0) : before_end[n] - start[n];
   }
   scan_lanes(own, lanes);
   real shift[num_states], wanted[num_states];
