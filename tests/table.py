@@ -23,8 +23,8 @@ def has_compiler() -> bool:
 
 
 PLAIN, FUSED = ("sequential", "torch"), ("sequential", "fused")
-SCAN = ("newton", "scan")
-KERNEL_PAIRS = [FUSED, SCAN]
+SCAN, NEWTON_FUSED = ("newton", "scan"), ("newton", "fused")
+KERNEL_PAIRS = [FUSED, SCAN, NEWTON_FUSED]
 PAIRS = [PLAIN, ("newton", "torch"), *(KERNEL_PAIRS if has_compiler() else [])]
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 OPS = [pair for pair in PAIRS if pair != PLAIN]  # those behind the operator

@@ -27,7 +27,7 @@ torch.manual_seed(0)
 cell = pararnn.ElmanCell(5)
 program = pararnn.program_of(cell)
 begin = time.perf_counter()
-kernels_of(program, torch.float32)
+kernels_of(program, torch.float32, "sequential")
 seconds = time.perf_counter() - begin
 states, _ = pararnn.solve(cell, torch.randn(2, 9, 1, 5), backend="fused")
 print(f"{seconds:.6f} {states.double().sum().item():.12f}")

@@ -132,9 +132,9 @@ WRONG = {
     ),
     "unknown solver 'newtn'": (pararnn.EngineError, {"solver": "newtn"}),
     "unknown backend 'cuda'": (pararnn.EngineError, {"backend": "cuda"}),
-    r"\(newton, fused\) cannot run GRUCell on cpu: .*no such engine for cpu.* can: .*fused": (
+    r"\(sequential, scan\) cannot run GRUCell on cpu: .*no such engine for cpu.* can: .*fused": (
         pararnn.EngineError,
-        {"solver": "newton", "backend": "fused"},
+        {"solver": "sequential", "backend": "scan"},
     ),
     "on_failure must be one of": (ValueError, {"on_failure": "ignore"}),
 }

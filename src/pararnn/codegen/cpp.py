@@ -23,8 +23,11 @@ from pararnn.codegen.emit import IO_TYPES, source_file
 from pararnn.errors import EngineError
 from pararnn.program import Program
 
+SOLVERS = ("sequential", "newton")
+"""What runs both passes: each has a header of its name, and makes a library of its own."""
+
 Kernel = Callable[[Sequence[int], Sequence[int]], None]
-"""Takes sizes and addresses, in the order in which kernels/cpp/sequential.h reads them."""
+"""Takes sizes and addresses, in the order in which kernels/cpp reads them: see problem.h."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +38,23 @@ class Kernels:
     backward: Kernel
 
 
-_KERNELS: dict[tuple[str, torch.dtype], Kernels | EngineError] = {}
+_KERNELS: dict[tuple[str, torch.dtype, str], Kernels | EngineError] = {}
 
 
-def kernels_of(program: Program, dtype: torch.dtype) -> Kernels:
-    """The program's kernels for gates of `dtype`: compiled at the first use, kept on disk.
+def kernels_of(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
+    """The program's kernels for gates of `dtype` by one of SOLVERS: compiled at the first use, kept
+    on disk.
 
     Raises EngineError: no compiler, a compiler that fails, or an op that has no spelling. A failure
     is remembered for the life of the process.
     """
-    return remembered(_KERNELS, (program.key, dtype), lambda: _build(program, dtype))
+    return remembered(
+        _KERNELS, (program.key, dtype, solver), lambda: _build(program, dtype, solver)
+    )
 
 
-def _build(program: Program, dtype: torch.dtype) -> Kernels:
-    source = source_file(program, dtype, "cpp", "sequential.h")
+def _build(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
+    source = source_file(program, dtype, "cpp", f"{solver}.h")
     compiler = compiler_identity(find_compiler())
     key = "\n".join((source, headers.text("cpp"), compiler, *flags(), cpu_identity()))
     name = f"{program.cell_name}-{IO_TYPES[dtype]}"

@@ -41,7 +41,9 @@ def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -
         for dtype in (own.dtype,) if dtypes is None else dtypes:
             check_io_dtype(dtype, "dtypes")
             if own.device.type != "cuda":
-                jobs[program.key, dtype] = partial(cpp.kernels_of, program, dtype)
+                for solver in cpp.SOLVERS:
+                    build = partial(cpp.kernels_of, program, dtype, solver)
+                    jobs[program.key, dtype, solver] = build
                 continue
             capability = nvrtc.capability_of(own.device)
             width = cell.hidden_size // cell.num_heads

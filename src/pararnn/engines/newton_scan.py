@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.affine import AFFINE
-from pararnn.engines import fused_cuda, newton_torch, sequential_fused_cpu
+from pararnn.engines import fused_cpu, fused_cuda, newton_torch
 from pararnn.engines.base import Arguments, Engine
+from pararnn.engines.split import MIN_SEGMENTS
 from pararnn.program import Program, make_program
 from pararnn.structure import BlockDiagonal, Diagonal, Structure
 
-_KERNELS = {"cpu": sequential_fused_cpu.ENGINE, "cuda": fused_cuda.NEWTON}
+_KERNELS = {"cpu": (fused_cpu.SEQUENTIAL, fused_cpu.NEWTON), "cuda": (fused_cuda.NEWTON,)}
 
 
 def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
@@ -33,9 +34,18 @@ def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
         reset=None,
         reverse=False,
     )
-    program, engine = _affine(structure.num_states), _KERNELS[rhs.device.type]
+    program, engine = _affine(structure.num_states), _kernel(rhs)
     states = engine.forward(program, args, "raise").states
     return torch.cat([rhs[:, :1], torch.stack(states, 2)], 1)
+
+
+def _kernel(rhs: Tensor) -> Engine:
+    """What runs the recurrence (B, T, N, D): on a GPU (newton, fused), which serves all sizes."""
+    batch, steps, _, channels = rhs.shape
+    first, *rest = _KERNELS[rhs.device.type]
+    size = (batch, steps, channels)
+    split = rest and fused_cpu.segments_of(size, rhs.dtype, rhs.device) >= MIN_SEGMENTS
+    return rest[0] if split else first
 
 
 def _affine(num_states: int) -> Program:
@@ -58,10 +68,10 @@ def _why_not(program: Program) -> str | None:
 
 def _engine(device: str) -> Engine:
     def build(program: Program, dtype: torch.dtype) -> None:
-        kernel = _KERNELS[device].build
-        assert kernel is not None
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        kernel(_affine(program.num_states), wide)
+        for kernel in _KERNELS[device]:
+            assert kernel.build is not None
+            kernel.build(_affine(program.num_states), wide)
 
     return newton_torch.engine_of("scan", kernel_scan, _why_not, build)
 

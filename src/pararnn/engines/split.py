@@ -9,13 +9,16 @@ import torch
 MIN_LENGTH = 256
 """Steps below which cutting time takes longer than it saves."""
 MIN_SIZE = 32
-"""Steps of a segment, at least: below, its guess takes longer than the segment."""
+"""Steps of a segment on a GPU, at least: below, its guess takes longer than the segment."""
 BURN_IN = {torch.float64: 96, torch.float32: 48, torch.bfloat16: 32, torch.float16: 32}
 """Steps after which most cells have forgotten where they started, to rounding."""
 WARPS_A_CORE = 4
 """Warps that a multiprocessor should have: one a scheduler."""
 MOST = 2**30
 """What may be asked for: kernels take fewer steps."""
+MIN_SEGMENTS = 4
+"""Segments side by side from which on `auto` cuts time: with fewer, mending channels that do not
+forget costs what the others gain. Measured by benchmarks/parallel.py, and parallel_cpu.py there."""
 
 
 class Split(NamedTuple):
@@ -47,9 +50,9 @@ def pin(segments: int | None, burn_in: int | None) -> Pin:
     return Pin(segments, burn_in)
 
 
-def segments_for(length: int, columns: int, cores: int) -> int:
+def segments_for(length: int, columns: int, cores: int, min_size: int = MIN_SIZE) -> int:
     """How many segments `length` steps of `columns` tiles are worth: 1 where all cores are busy."""
-    return max(1, min(WARPS_A_CORE * cores // max(columns, 1), length // MIN_SIZE))
+    return max(1, min(WARPS_A_CORE * cores // max(columns, 1), length // min_size))
 
 
 def split_of(
@@ -60,15 +63,17 @@ def split_of(
     cores: int,
     capacity: int,
     asked: Pin = BY_RULE,
+    min_size: int = MIN_SIZE,
 ) -> Split:
     """The split of `length` steps for `columns` independent tiles of channels.
 
     Sizes and burn-ins are multiples of `steps`, what the kernel reads at once; all segments of all
-    columns fit on the device at once, which holds `capacity`, on `cores` multiprocessors. More
-    segments than fit, than `length` has stages of `steps`, or a longer burn-in than `length`, are
-    cut down to that, also where they were asked for.
+    columns fit on the device at once, which holds `capacity`, on `cores` multiprocessors. Segments
+    of fewer than `min_size` steps are not worth their guess. More segments than fit, than `length`
+    has stages of `steps`, or a longer burn-in than `length`, are cut down to that, also where they
+    were asked for.
     """
-    segments = asked.segments or segments_for(length, columns, cores)
+    segments = asked.segments or segments_for(length, columns, cores, min_size)
     burn_in = BURN_IN[dtype] if asked.burn_in is None else min(asked.burn_in, length)
     fitting = max(1, min(segments, capacity // max(columns, 1)))
     size = _rounded_up(max(_pieces(length, fitting), 1), steps)

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 
 from pararnn.engines import (
+    fused_cpu,
     fused_cuda,
     newton_scan,
     newton_torch,
-    sequential_fused_cpu,
     sequential_torch,
     tuned,
 )
 from pararnn.engines.base import Engine
-from pararnn.engines.split import BY_RULE, Pin
+from pararnn.engines.split import BY_RULE, MIN_SEGMENTS, Pin
 from pararnn.errors import BackendWarning, EngineError, warn_user
 from pararnn.program import Program, program_by_key
 
@@ -26,8 +26,9 @@ TABLE: dict[tuple[str, str, str], Engine] = {
     (engine.solver, engine.backend, ANY_DEVICE): engine
     for engine in (sequential_torch.ENGINE, newton_torch.ENGINE)
 } | {
-    ("sequential", "fused", "cpu"): sequential_fused_cpu.ENGINE,
+    ("sequential", "fused", "cpu"): fused_cpu.SEQUENTIAL,
     ("sequential", "fused", "cuda"): fused_cuda.SEQUENTIAL,
+    ("newton", "fused", "cpu"): fused_cpu.NEWTON,
     ("newton", "fused", "cuda"): fused_cuda.NEWTON,
     **{("newton", "scan", device): engine for device, engine in newton_scan.ENGINES.items()},
 }
@@ -145,10 +146,11 @@ def _candidates(
         return {(solver, backend): "it was asked for"}
     if backend in ("fused", "auto"):
         order = {"sequential": "a compiled loop beats every solver in PyTorch"}
-        if device.type == "cuda":
-            room = fused_cuda.segments_of(size, dtype, device) >= MIN_SEGMENTS
-            first = {"newton": "the GPU has room to run segments of time side by side"}
-            later = {"newton": "it was asked for, though batch and channels fill the GPU"}
+        if device.type in _PARALLEL:
+            what, segments_of = _PARALLEL[device.type]
+            first = {"newton": f"{what} room to run segments of time side by side"}
+            later = {"newton": "it was asked for, though the loop would leave little idle"}
+            room = segments_of(size, dtype, device) >= MIN_SEGMENTS
             order = {**first, **order} if room else {**order, **later}
         pairs |= {(s, "fused"): why for s, why in order.items() if solver in (s, "auto")}
     if backend in ("torch", "auto"):
@@ -158,6 +160,12 @@ def _candidates(
         else:
             pairs[solver, "torch"] = f"{solver} was asked for, and torch takes every cell"
     return pairs or {(solver, backend): "it was asked for"}
+
+
+_PARALLEL = {
+    "cpu": ("threads have", fused_cpu.segments_of),
+    "cuda": ("the GPU has", fused_cuda.segments_of),
+}
 
 
 def _why_not(program: Program, pair: tuple[str, str], device: torch.device) -> str | None:
@@ -202,10 +210,6 @@ def _say_once(message: str) -> None:
 _why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _say._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-
-# Measured by benchmarks/parallel.py: with fewer segments the mending of channels that do not
-# forget costs what the others gain.
-MIN_SEGMENTS = 4
 
 # Measured by benchmarks/auto_torch.py: Newton wins from MIN_LENGTH steps on, while the state
 # entries of a step (B N D) stay under MAX_WIDTH and, where channels are coupled, N D does too.

@@ -1,20 +1,36 @@
-"""(sequential, fused): layouts, tiles, threads, and random cells against the loop."""
+"""Kernels on a CPU: layouts, tiles, threads, and random cells against the loop, by both solvers."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_cells import random_cell, recipes
-from table import FUSED, PLAIN, Sum, dtype_name, gate_layouts, make_case, needs_compiler
+from table import (
+    FUSED,
+    NEWTON_FUSED,
+    PLAIN,
+    Sum,
+    dtype_name,
+    gate_layouts,
+    make_case,
+    needs_compiler,
+)
 
 import pararnn
 from pararnn.contract import check_solve
-from pararnn.engines import sequential_fused_cpu
+from pararnn.engines import fused_cpu
 
 pytestmark = needs_compiler
 
 HOW = {"solver": FUSED[0], "backend": FUSED[1]}
 LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
+
+
+@pytest.fixture(params=[FUSED, NEWTON_FUSED], ids="-".join)
+def how(request):
+    """Both solvers; Newton's in three segments."""
+    with pararnn.using(segments=3, burn_in=2):
+        yield dict(zip(("solver", "backend"), request.param, strict=True))
 
 
 def _outputs(case, gates, how):
@@ -35,24 +51,24 @@ def _run(case, how):
 
 @pytest.mark.parametrize("channels", [1, 15, 16, 17, 63, 130, 300, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=dtype_name)
-def test_any_number_of_channels(channels, dtype):
+def test_any_number_of_channels(how, channels, dtype):
     case = make_case(pararnn.LSTMCell, dtype, 9, "resets", batch=3, channels=channels)
-    result = check_solve(case.cell, case.gates, case.initial, **case.options, **HOW)
+    result = check_solve(case.cell, case.gates, case.initial, **case.options, **how)
     assert result.passed, [check for check in result.checks if not check.passed]
 
 
 @pytest.mark.parametrize("variant", ["plain", "packed", "reverse"])
 @pytest.mark.parametrize("openmp", [True, False], ids=["openmp", "own threads"])
-def test_bits_do_not_depend_on_threads(variant, openmp, monkeypatch):
+def test_bits_do_not_depend_on_threads(how, variant, openmp, monkeypatch):
     if not openmp:
-        monkeypatch.setattr(sequential_fused_cpu, "_openmp", lambda: 0)
+        monkeypatch.setattr(fused_cpu, "_openmp", lambda: 0)
     case = make_case(pararnn.GRUCell, torch.float32, 301, variant, batch=7, channels=331)
     results = []
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 5, 2):
             torch.set_num_threads(count)
-            results.append(_run(case, HOW))
+            results.append(_run(case, how))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -68,12 +84,12 @@ def test_long_sums_stay_exact():
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("width", [2, 16, 40])
-def test_gradients_keep_the_layout_of_the_gates(heads, width):
+def test_gradients_keep_the_layout_of_the_gates(how, heads, width):
     cell = pararnn.LSTMCell(heads * width, num_heads=heads, dtype=torch.float64)
     by_head = torch.randn(heads, 2, 30, 3, width, dtype=torch.float64).permute(1, 2, 3, 0, 4)
     for name, gates in gate_layouts(by_head).items():
         leaf = gates.detach().requires_grad_()
-        (h, _), _ = pararnn.solve(cell, leaf, **HOW)
+        (h, _), _ = pararnn.solve(cell, leaf, **how)
         (grad,) = torch.autograd.grad(h.square().sum(), leaf)
         (loop, _), _ = pararnn.solve(cell, leaf, **LOOP)
         (expected,) = torch.autograd.grad(loop.square().sum(), leaf)
@@ -125,15 +141,15 @@ def test_rounding_to_half_width_is_pytorchs(dtype):
     assert torch.equal(got[~got.isnan()], expected[~got.isnan()])
 
 
-def test_fields_by_step_by_channel_and_constant():
+def test_fields_by_step_by_channel_and_constant(how):
     case = make_case(pararnn.LRCCell, torch.float64, 20, channels=5)
     for value in (0.25, torch.rand(2, 20), torch.rand(2, 20, 5).double(), torch.rand(2, 20, 1)):
-        states, _ = pararnn.solve(case.cell, case.gates, fields={"dt": value}, **HOW)
+        states, _ = pararnn.solve(case.cell, case.gates, fields={"dt": value}, **how)
         loop, _ = pararnn.solve(case.cell, case.gates, fields={"dt": value}, **LOOP)
         assert torch.allclose(states, loop, atol=1e-13)
 
 
-def test_eight_states_and_no_more():
+def test_eight_states_and_no_more(how):
     def cell(count):
         class Chain(pararnn.Cell):
             states = tuple(f"h{i}" for i in range(count))
@@ -145,9 +161,9 @@ def test_eight_states_and_no_more():
         return Chain(3, dtype=torch.float64)
 
     gates = torch.randn(2, 12, 1, 3, dtype=torch.float64)
-    assert check_solve(cell(8), gates, **HOW).passed
+    assert check_solve(cell(8), gates, **how).passed
     with pytest.raises(pararnn.EngineError, match="has 9 states; kernels take 8"):
-        pararnn.solve(cell(9), gates, **HOW)
+        pararnn.solve(cell(9), gates, **how)
     pararnn.solve(cell(9), gates)  # auto has the other backend
 
 
@@ -157,9 +173,17 @@ def test_eight_states_and_no_more():
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-@given(recipes(), st.sampled_from([torch.float64, torch.float32]), st.integers(0, 99))
-def test_random_cells_obey_the_contract(recipe, dtype, seed):
+@given(
+    recipes(),
+    st.sampled_from([torch.float64, torch.float32]),
+    st.sampled_from([FUSED, NEWTON_FUSED]),
+    st.integers(0, 99),
+)
+def test_random_cells_obey_the_contract(recipe, dtype, pair, seed):
     counts, trees = recipe
     case = make_case(random_cell(counts, trees), dtype, 12, "resets", channels=5, seed=seed)
-    result = check_solve(case.cell, case.gates.clamp(-1, 1), case.initial, **case.options, **HOW)
+    solver, backend = pair
+    how = {"solver": solver, "backend": backend, **case.options}
+    with pararnn.using(segments=3, burn_in=2):
+        result = check_solve(case.cell, case.gates.clamp(-1, 1), case.initial, **how)
     assert result.passed, [check for check in result.checks if not check.passed]

@@ -42,10 +42,10 @@ def run(case, device, dtype, seed=0, **how):
     return {name: value.detach().cpu() for name, value in named.items()}
 
 
-def failures(case, **how):
-    """What the kernels on the GPU get wrong, beyond the contract's forward error."""
+def failures(case, device="cuda", **how):
+    """What the kernels on a device get wrong, beyond the contract's forward error."""
     dtype = case.gates.dtype
-    got = run(case, "cuda", dtype, **how)
+    got = run(case, device, dtype, **how)
     exact, loop = run(case, "cpu", torch.float64), run(case, "cpu", dtype)
     wrong = []
     for name, value in got.items():

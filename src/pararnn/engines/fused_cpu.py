@@ -1,0 +1,196 @@
+"""(sequential, fused) and (newton, fused) on the CPU: the whole solve, compiled."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from pararnn.codegen.cpp import SOLVERS, kernels_of
+from pararnn.codegen.emit import why_no_kernels
+from pararnn.engines.base import Arguments, Engine, Gradients, Solution
+from pararnn.engines.layouts import addresses, by_head, copied, narrow, unit_stride
+from pararnn.engines.split import BY_RULE, Pin, Split, split_of
+from pararnn.numerics import compute_dtype
+from pararnn.program import Program
+
+MIN_HEAD_CHANNELS = 16  # narrower heads waste vector lanes: their gates are copied side by side
+TILE_BYTES = 256
+"""Channels of a row that are worth a thread of their own: four of the widest vectors."""
+CORES = 16
+"""What a split is made for, at WARPS_A_CORE tasks each: so many segments of a tile at most."""
+MIN_SIZE = 256
+"""Steps of a segment, at least: below, its guess takes more than a fifth of its time."""
+
+
+def _forward(solver: str, program: Program, args: Arguments, on_failure: str) -> Solution:
+    gates = _by_head(args.gates)
+    prepared = _Prepared(args, gates)
+    size = (*gates.shape[:2], args.initial[0].shape[-1])
+    states = tuple(args.gates.new_empty(size) for _ in args.initial)
+    # Sequences without a step keep their initial state.
+    final = tuple(copied(h, args.dtype) for h in args.initial)
+    info = torch.zeros((1, 2), dtype=torch.int64)
+    _, cut, boundaries = _shooting(solver, program, args, info)
+    kernel = kernels_of(program, args.gates.dtype, solver).forward
+    tensors = [*states, *final, *boundaries]
+    kernel([*prepared.sizes, *cut], [*prepared.addresses, *addresses(tensors)])
+    return Solution(states, final, info)
+
+
+def _backward(
+    solver: str,
+    program: Program,
+    args: Arguments,
+    states: tuple[Tensor, ...],
+    grad_states: tuple[Tensor | None, ...],
+    grad_final: tuple[Tensor | None, ...],
+) -> Gradients:
+    gates = _by_head(args.gates)
+    prepared = _Prepared(args, gates)
+    channels = args.initial[0].shape[-1]
+    num_gates, weights = gates.shape[2], gates.shape[2] + len(args.params)
+    saved = [s.contiguous() for s in states]
+    arriving = [None if g is None else unit_stride(g) for g in grad_states]
+    arriving_final = [None if g is None else g.contiguous() for g in grad_final]
+    grad_gates = torch.empty_like(args.gates)
+    written = _by_head(grad_gates)
+    grad_fields = [gates.new_empty(f.shape, dtype=args.dtype) for f in args.fields]
+    grad_initial = [
+        torch.zeros(h.shape, dtype=args.dtype) if g is None else copied(g, args.dtype)
+        for h, g in zip(args.initial, grad_final, strict=True)
+    ]
+    info = torch.empty((1, 2), dtype=torch.int64)  # of the forward pass only
+    split, cut, boundaries = _shooting(solver, program, args, info)
+    spans = gates.shape[0] * split.segments
+    sums = gates.new_empty((spans, weights, channels), dtype=args.dtype)
+    grad_bias = gates.new_empty((num_gates, channels), dtype=args.dtype)
+    grad_params = [gates.new_empty(channels, dtype=args.dtype) for _ in args.params]
+    sizes = [*prepared.sizes, *_gate_strides(written)]
+    for grad in arriving:
+        sizes += (0, 0) if grad is None else grad.stride()[:2]
+    outputs = [written, *grad_fields, *grad_initial, sums, *grad_bias.unbind(), *grad_params]
+    tensors = [*saved, *arriving, *arriving_final, *outputs, *boundaries]
+    kernel = kernels_of(program, args.gates.dtype, solver).backward
+    kernel([*sizes, *cut], [*prepared.addresses, *addresses(tensors)])
+    if written.data_ptr() != grad_gates.data_ptr():
+        grad_gates.copy_(written.reshape(grad_gates.shape))
+    return Gradients(
+        gates=grad_gates,
+        bias=None if args.bias is None else grad_bias.to(args.bias.dtype),
+        fields=tuple(g.to(f.dtype) for g, f in zip(grad_fields, args.fields, strict=True)),
+        params=tuple(grad_params),
+        initial=tuple(g.to(h.dtype) for g, h in zip(grad_initial, args.initial, strict=True)),
+    )
+
+
+class _Prepared:
+    """What both kernels begin with: tensors in the layouts that they take, sizes and addresses."""
+
+    def __init__(self, args: Arguments, gates: Tensor) -> None:
+        batch, steps, _, heads, channels = gates.shape
+        fields = [narrow(f, args.dtype) for f in args.fields]
+        bias = None if args.bias is None else args.bias.to(args.dtype).contiguous()
+        seq = None if args.seq is None else args.seq.contiguous()
+        reset = None if args.reset is None else args.reset.contiguous()
+        params = [p.contiguous() for p in args.params]
+        initial = [h.to(args.dtype).contiguous() for h in args.initial]
+        self.tensors = [gates, bias, seq, reset, *fields, *params, *initial]  # keeps copies alive
+        self.sizes = [batch, steps, heads, channels, int(args.reverse), torch.get_num_threads()]
+        self.sizes += _gate_strides(gates)
+        for field in fields:
+            self.sizes += (*field.stride()[:2], int(field.shape[-1] > 1))
+        self.addresses = [_openmp(), *addresses(self.tensors)]
+
+
+def _shooting(
+    solver: str, program: Program, args: Arguments, info: Tensor
+) -> tuple[Split, list[int], list[Tensor]]:
+    """How a solver cuts time, and the sizes and tensors that it takes for that.
+
+    See kernels/cpp/shooting.h; the loop takes none. `info`: int64 (1, 2), which Newton writes.
+    """
+    batch, steps = args.gates.shape[:2]
+    if solver == "sequential":
+        return Split(1, steps, 0), [], []
+    split = split_for((batch, steps, args.channels), args.dtype, args.split)
+    new, zeros = args.gates.new_empty, args.gates.new_zeros
+    starts, ends, products = (
+        make((batch, split.segments, count, args.channels), dtype=args.dtype)
+        for make, count in ((new, program.num_states),) * 2 + ((zeros, program.num_states**2),)
+    )
+    return split, [*split], [starts, ends, products, info]
+
+
+def split_for(size: tuple[int, int, int], dtype: torch.dtype, asked: Pin = BY_RULE) -> Split:
+    """How (newton, fused) cuts time on a CPU; size is (B, T, D), dtype the compute dtype.
+
+    It does not depend on threads, so that bits do not.
+    """
+    steps, columns = max(1, size[1]), max(1, _columns(size, dtype))
+    return split_of(steps, columns, dtype, 1, CORES, columns * steps, asked, MIN_SIZE)
+
+
+def _split(
+    program: Program,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    asked: Pin,
+) -> Split:
+    return split_for(size, compute_dtype(dtype), asked)
+
+
+def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> int:
+    """The segments that (newton, fused) runs side by side, on threads that would idle otherwise.
+
+    size is (B, T, D), dtype the gates'.
+    """
+    wide = compute_dtype(dtype)
+    idle = _threads_as_constant() // max(1, _columns(size, wide))
+    return min(idle, split_for(size, wide).segments)
+
+
+def _columns(size: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """The threads that a batch keeps busy if time is not cut."""
+    batch, _, channels = size
+    return batch * -(-channels * dtype.itemsize // TILE_BYTES)
+
+
+def _threads_as_constant() -> int:
+    return torch.get_num_threads()
+
+
+# Compiled regions need not look into it: see pararnn.engines.table.
+_threads_as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _by_head(gates: Tensor) -> Tensor:
+    """Gates as kernels take them; narrow heads side by side."""
+    if gates.ndim == 5 and gates.shape[-1] < MIN_HEAD_CHANNELS:
+        gates = gates.flatten(3)
+    return by_head(gates)
+
+
+def _gate_strides(gates: Tensor) -> tuple[int, ...]:
+    return gates.stride()[:4]
+
+
+@cache
+def _openmp() -> int:
+    """The address of PyTorch's OpenMP entry, 0 where it has none that we can call."""
+    if not torch.backends.openmp.is_available():
+        return 0
+    entry = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    return 0 if entry is None else ctypes.cast(entry, ctypes.c_void_p).value or 0
+
+
+def _engine(solver: str) -> Engine:
+    forward, backward = partial(_forward, solver), partial(_backward, solver)
+    build, cut = partial(kernels_of, solver=solver), _split if solver == "newton" else None
+    return Engine(solver, "fused", forward, backward, why_no_kernels, build, split=cut)
+
+
+SEQUENTIAL, NEWTON = (_engine(solver) for solver in SOLVERS)

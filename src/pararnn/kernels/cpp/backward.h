@@ -1,0 +1,170 @@
+// The backward pass: the linear recurrence of the adjoint, from the last step to the first. Gates are
+// recomputed from the saved states, and every gradient is made here.
+#pragma once
+#include "problem.h"
+
+namespace pararnn {
+
+struct BackwardPass {
+  using Count = One;  // of spans: what the adjoint is multiplied by does not wait for it
+
+  Problem problem;
+  GateStrides gate_strides;
+  Strides state_strides[num_states];
+  const io* grad_states[num_states];     // arriving; null: none
+  const scalar* grad_final[num_states];  // arriving; null: none
+  io* grad_gates;
+  scalar* grad_fields[num_fields + 1];  // (row, time, channel)
+  scalar* grad_initial[num_states];
+  scalar* partial;                    // (row and span, weight, channel): sums over time
+  scalar* grad_weights[num_weights];  // (channel)
+
+  explicit BackwardPass(Reader& in) : problem(read_problem(in)) {
+    in.strides(gate_strides);
+    for (int n = 0; n < num_states; ++n) {
+      in.size(state_strides[n].row);
+      in.size(state_strides[n].time);
+    }
+    for (int n = 0; n < num_states; ++n) in.pointer(grad_states[n]);
+    for (int n = 0; n < num_states; ++n) in.pointer(grad_final[n]);
+    in.pointer(grad_gates);
+    for (int f = 0; f < num_fields; ++f) in.pointer(grad_fields[f]);
+    for (int n = 0; n < num_states; ++n) in.pointer(grad_initial[n]);
+    in.pointer(partial);
+    for (int i = 0; i < num_weights; ++i) in.pointer(grad_weights[i]);
+  }
+
+  // Runs spans of a tile's channels from `adjoint`, the gradient of the state after them, which becomes
+  // that of the state before them. `lesson` learns how the result depends on the adjoint at each span's
+  // first step. `slots`: of the spans' sums.
+  template <class Count, class Lesson>
+  void sweep(const Tile& tile, const Span* spans, Count count, Chains<num_states>& adjoint,
+             Lesson& lesson, const int64_t* slots) const {
+    const Problem& p = problem;
+    const int vectors = tile.vectors();
+    const int64_t row = tile.row, offset = tile.offset(), width = p.width();
+    Chains<num_weights> recent = {}, total = {};
+    const auto ready = [&] { lesson.begin(count * vectors, adjoint); };
+    const auto run_step = [&](int s, int64_t j, auto burning) PARARNN_INLINE {
+      constexpr bool burns = decltype(burning)::value, learns = Lesson::jacobians && !burns;
+      const int chain = s * vectors;
+      const int64_t l = p.length - 1 - j, t = p.time(l), sequence = p.sequence(row, l);
+      const int64_t start = sequence * width + offset;
+      io* to_gates[num_gates];
+      for (int g = 0; g < num_gates; ++g)
+        to_gates[g] = grad_gates + tile.gate_offset(gate_strides, g, t);
+      scalar* to_fields[num_fields + 1];
+      for (int f = 0; f < num_fields; ++f)
+        to_fields[f] = grad_fields[f] + (row * p.length + t) * width + offset;
+      if (sequence < 0) {
+        tile.for_each_vector([&](int v, int channels) {
+          for (int n = 0; n < num_states; ++n) adjoint[chain + v].items[n] = real{};
+          if (learns) lesson.forget(chain + v);
+          if (burns) return;
+          for (int g = 0; g < num_gates; ++g) store(to_gates[g] + v * lanes, real{}, channels);
+          for (int f = 0; f < num_fields; ++f) store(to_fields[f] + v * lanes, real{}, channels);
+        });
+        return;
+      }
+      const bool reset = p.is_reset(row, l), begins = sequence != p.sequence(row, l - 1);
+      if (sequence != p.sequence(row, l + 1))
+        tile.for_each_vector([&](int v, int channels) {
+          for (int n = 0; n < num_states; ++n)
+            adjoint[chain + v].items[n] =
+                grad_final[n] == nullptr ? real{}
+                                         : load(grad_final[n] + start + v * lanes, channels);
+          if (learns) lesson.forget(chain + v);
+        });
+      const Inputs inputs(tile, t, p.soon(true));
+      const io* arriving[num_states];
+      const io* saved[num_states];
+      for (int n = 0; n < num_states; ++n) {
+        const Strides& strides = state_strides[n];
+        arriving[n] = grad_states[n] == nullptr
+                          ? nullptr
+                          : grad_states[n] + row * strides.row + t * strides.time + offset;
+        saved[n] = reset || begins ? nullptr : p.state(n, row, l - 1) + offset;
+      }
+      tile.for_each_vector([&](int v, auto channels) {
+        const real* weights = tile.weights[v].items;
+        real previous[num_states], gate[num_gates], field[num_fields + 1];
+        Many<num_states>& own = adjoint[chain + v];
+        for (int n = 0; n < num_states; ++n) {
+          if (arriving[n] != nullptr)
+            own.items[n] += load_ahead(arriving[n] + v * lanes,
+                                       p.soon(true) * state_strides[n].time, channels);
+          previous[n] = saved[n] != nullptr
+                            ? load_ahead(saved[n] + v * lanes, p.soon(true) * width, channels)
+                        : reset ? real{}
+                                : load(p.initial[n] + start + v * lanes, channels);
+        }
+        inputs.load_vector(v, channels, weights, gate, field);
+        if constexpr (learns) {
+          real next[num_states], own_jacobian[num_states * num_states];
+          jacobian(previous, gate, field, weights + num_gates, next, own_jacobian);
+          lesson.follow_back(chain + v, own_jacobian);
+        }
+        real grad_previous[num_states], grad_gate[num_gates];
+        real grad_field[num_fields + 1], grad_param[num_params + 1];
+        vjp(previous, gate, field, weights + num_gates, own.items, grad_previous, grad_gate,
+            grad_field, grad_param);
+        for (int n = 0; n < num_states; ++n) own.items[n] = reset ? real{} : grad_previous[n];
+        if (burns) return;
+        for (int g = 0; g < num_gates; ++g) {
+          recent[chain + v].items[g] += grad_gate[g];
+          store(to_gates[g] + v * lanes, grad_gate[g], channels);
+        }
+        for (int f = 0; f < num_fields; ++f)
+          store(to_fields[f] + v * lanes, grad_field[f], channels);
+        for (int i = 0; i < num_params; ++i)
+          recent[chain + v].items[num_gates + i] += grad_param[i];
+      });
+      tile.for_each_vector([&](int v, int channels) {
+        if (!burns && begins)
+          for (int n = 0; n < num_states; ++n)
+            store(grad_initial[n] + start + v * lanes, adjoint[chain + v].items[n], channels);
+        if (learns && (reset || begins)) lesson.forget(chain + v);
+        if (!burns && l % sum_block == 0)
+          for (int i = 0; i < num_weights; ++i) {
+            total[chain + v].items[i] += recent[chain + v].items[i];
+            recent[chain + v].items[i] = real{};
+          }
+      });
+    };
+    for_each_step<Lesson::burn_in>(spans, count, ready, run_step);
+    for (int s = 0; s < count; ++s)
+      tile.for_each_vector([&](int v, int channels) {
+        const int chain = s * vectors + v;
+        for (int i = 0; i < num_weights; ++i)
+          store(partial + (slots[s] * num_weights + i) * width + offset + v * lanes,
+                total[chain].items[i] + recent[chain].items[i], channels);
+      });
+  }
+
+  // Every adjoint is made of all later ones: none obeys a step by itself.
+  real gain(const Tile&, int64_t, int, int, const real*) const { return real{}; }
+};
+
+// By halves, always the same ones, so that the bits do not depend on threads.
+inline real sum_rows(const scalar* column, int64_t stride, int64_t rows, int count) {
+  if (rows == 0) return real{};
+  if (rows == 1) return load(column, count);
+  const int64_t half = rows / 2;
+  return sum_rows(column, stride, half, count) +
+         sum_rows(column + half * stride, stride, rows - half, count);
+}
+
+// Adds up what the spans of all rows have summed.
+inline void sum_weights(const BackwardPass& pass, int64_t spans) {
+  const Problem& p = pass.problem;
+  const int64_t width = p.width(), stride = num_weights * width;
+  run_tasks(num_weights, threads_for(p, spans * stride), p.openmp, [&](int64_t i) {
+    for (int64_t d = 0; d < width; d += lanes) {
+      const int count = (int)std::min<int64_t>(lanes, width - d);
+      const scalar* column = pass.partial + i * width + d;
+      store(pass.grad_weights[i] + d, sum_rows(column, stride, spans, count), count);
+    }
+  });
+}
+
+}  // namespace pararnn

@@ -1,0 +1,90 @@
+// The forward pass: from the first step to the last.
+#pragma once
+#include "problem.h"
+
+namespace pararnn {
+
+struct ForwardPass {
+  using Count = int;  // of spans side by side, where a segment has few vectors
+
+  Problem problem;
+  scalar* final[num_states];  // (sequence, channel)
+
+  explicit ForwardPass(Reader& in) : problem(read_problem(in)) {
+    for (int n = 0; n < num_states; ++n) in.pointer(final[n]);
+  }
+
+  // Runs spans of a tile's channels from `state`, which becomes the last one. `lesson` learns how the
+  // result depends on the state at each span's first step.
+  template <class Count, class Lesson>
+  void sweep(const Tile& tile, const Span* spans, Count count, Chains<num_states>& state,
+             Lesson& lesson, const int64_t*) const {
+    const Problem& p = problem;
+    const int vectors = tile.vectors();
+    const int64_t row = tile.row, offset = tile.offset();
+    const auto ready = [&] { lesson.begin(count * vectors, state); };
+    const auto run_step = [&](int s, int64_t l, auto burning) PARARNN_INLINE {
+      constexpr bool burns = decltype(burning)::value, learns = Lesson::jacobians && !burns;
+      const int chain = s * vectors;
+      const int64_t sequence = p.sequence(row, l), start = sequence * p.width() + offset;
+      const bool zero = sequence < 0 || p.is_reset(row, l);
+      if (zero || sequence != p.sequence(row, l - 1))
+        tile.for_each_vector([&](int v, int channels) {
+          for (int n = 0; n < num_states; ++n)
+            state[chain + v].items[n] =
+                zero ? real{} : load(p.initial[n] + start + v * lanes, channels);
+          if (learns) lesson.forget(chain + v);
+        });
+      io* out[num_states];
+      for (int n = 0; n < num_states; ++n) out[n] = p.state(n, row, l) + offset;
+      const Inputs inputs(tile, p.time(l), p.soon(false));
+      tile.for_each_vector([&](int v, auto channels) {
+        Many<num_states> next = state[chain + v];
+        if (sequence >= 0) {
+          const real* weights = tile.weights[v].items;
+          real gate[num_gates], field[num_fields + 1];
+          inputs.load_vector(v, channels, weights, gate, field);
+          if constexpr (learns) {
+            real own[num_states * num_states];
+            jacobian(state[chain + v].items, gate, field, weights + num_gates, next.items, own);
+            lesson.follow(chain + v, own);
+          } else {
+            step(state[chain + v].items, gate, field, weights + num_gates, next.items);
+          }
+          state[chain + v] = next;
+        }
+        if (!burns)
+          for (int n = 0; n < num_states; ++n) store(out[n] + v * lanes, next.items[n], channels);
+      });
+      if (!burns && sequence >= 0 && sequence != p.sequence(row, l + 1))
+        tile.for_each_vector([&](int v, int channels) {
+          for (int n = 0; n < num_states; ++n)
+            store(final[n] + start + v * lanes, state[chain + v].items[n], channels);
+        });
+    };
+    for_each_step<Lesson::burn_in>(spans, count, ready, run_step);
+  }
+
+  // What step l makes of a small change of the state before it, of vector v: over 1 + |state|, on both
+  // sides of the step.
+  real gain(const Tile& tile, int64_t l, int v, int channels, const real* state) const {
+    const int64_t sequence = problem.sequence(tile.row, l);
+    if (sequence < 0 || sequence != problem.sequence(tile.row, l - 1)) return real{};
+    if (problem.is_reset(tile.row, l)) return real{};
+    const real* weights = tile.weights[v].items;
+    real gate[num_gates], field[num_fields + 1], next[num_states], own[num_states * num_states];
+    Inputs(tile, problem.time(l), 0).load_vector(v, channels, weights, gate, field);
+    jacobian(state, gate, field, weights + num_gates, next, own);
+    real most = {};
+    for (int i = 0; i < num_states; ++i) {
+      real sum = {};
+      for (int j = 0; j < num_states; ++j)
+        sum += abs(own[i * num_states + j]) * (constant(1) + abs(state[j]));
+      const real size = sum / (constant(1) + abs(next[i]));
+      most = select(size > most, size, most);
+    }
+    return most;
+  }
+};
+
+}  // namespace pararnn

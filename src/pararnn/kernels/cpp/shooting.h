@@ -1,0 +1,165 @@
+// Segments of time and the boundaries between them: what each starts from, what it ends at, how the end
+// depends on the start, and Newton's update of the starts.
+#pragma once
+#include "problem.h"
+
+namespace pararnn {
+
+constexpr int entries = num_states * num_states;
+
+// What a start may be away from where it belongs, over 1 + |state|: two units of rounding, as any step
+// makes, before and after the step that it is for.
+constexpr double allowance = wide ? 4.5e-16 : 2.4e-7;
+
+// Lessons of a sweep, for every chain of a task. A guess: what the segment starts from.
+struct Guess : Nothing {
+  static constexpr bool burn_in = true;
+  Chains<num_states> start;
+
+  void begin(int chains, const Chains<num_states>& state) { std::copy_n(state, chains, start); }
+};
+
+// The product of Jacobians over a segment: how its result depends on what it starts from.
+struct Linear {
+  static constexpr bool burn_in = false, jacobians = true;
+  Chains<entries> product;
+
+  void begin(int chains, const Chains<num_states>&) {
+    for (int i = 0; i < chains; ++i)
+      for (int e = 0; e < entries; ++e)
+        product[i].items[e] = constant(e % (num_states + 1) == 0);
+  }
+  void forget(int chain) { product[chain] = {}; }
+  void follow(int chain, const real* step) { multiply<false>(product[chain].items, step); }
+  void follow_back(int chain, const real* step) { multiply<true>(product[chain].items, step); }
+
+  template <bool transposed> static void multiply(real* product, const real* step) {
+    for (int j = 0; j < num_states; ++j) {
+      real own[num_states];
+      for (int i = 0; i < num_states; ++i) {
+        own[i] = step[transposed ? i : i * num_states] * product[j];
+        for (int k = 1; k < num_states; ++k)
+          own[i] = multiply_add(step[transposed ? k * num_states + i : i * num_states + k],
+                                product[k * num_states + j], own[i]);
+      }
+      for (int i = 0; i < num_states; ++i) product[i * num_states + j] = own[i];
+    }
+  }
+};
+
+// How far a start is from where it belongs, over what it may: above 1 is too far. `gain`: what its first
+// step makes of the difference.
+inline real distance(real start, real wanted, real gain) {
+  const real allowed = constant(allowance) * (constant(1) + abs(wanted));
+  const real apart = abs(start - wanted) * select(gain > constant(1), gain, constant(1)) / allowed;
+  const mask same_nothing = (start == wanted) | (isnan(start) & isnan(wanted));
+  return select(apart < constant(1e30), apart, select(same_nothing, real{}, constant(1e30)));
+}
+
+inline real larger(real a, real b) { return select(b > a, b, a); }
+
+inline scalar most_of_lanes(real x) {
+  scalar most = x[0];
+  for (int i = 1; i < lanes; ++i) most = std::max(most, x[i]);
+  return most;
+}
+
+struct Shooting {
+  int64_t segments, size, burn_in;  // how many, steps of one, steps of the guess
+  scalar* starts;                   // (row, segment, state, channel)
+  scalar* ends;                     // (row, segment, state, channel)
+  scalar* products;                 // (row, segment, entry, channel); zero at first
+  int64_t* info;                    // sweeps, mended tiles
+
+  explicit Shooting(Reader& in) {
+    for (int64_t* size : {&segments, &size, &burn_in}) in.size(*size);
+    for (scalar** array : {&starts, &ends, &products}) in.pointer(*array);
+    in.pointer(info);
+  }
+
+  template <int items>
+  scalar* place(scalar* array, const Tile& tile, int64_t w, int v) const {
+    return array + (tile.row * segments + w) * items * tile.problem.width() + tile.offset() + v * lanes;
+  }
+  template <int items>
+  Many<items> read(scalar* array, const Tile& tile, int64_t w, int v, int channels) const {
+    const scalar* from = place<items>(array, tile, w, v);
+    Many<items> x;
+    for (int i = 0; i < items; ++i) x.items[i] = load(from + i * tile.problem.width(), channels);
+    return x;
+  }
+  template <int items>
+  void write_vector(scalar* array, const Tile& tile, int64_t w, int v, int channels,
+                    const Many<items>& x) const {
+    scalar* to = place<items>(array, tile, w, v);
+    for (int i = 0; i < items; ++i) store(to + i * tile.problem.width(), x.items[i], channels);
+  }
+  template <int items>
+  void write(scalar* array, const Tile& tile, int64_t w, const Many<items>* x) const {
+    tile.for_each_vector([&](int v, int channels) {
+      write_vector(array, tile, w, v, channels, x[v]);
+    });
+  }
+  void read_states(scalar* array, const Tile& tile, int64_t w, Many<num_states>* x) const {
+    tile.for_each_vector([&](int v, int channels) {
+      x[v] = read<num_states>(array, tile, w, v, channels);
+    });
+  }
+};
+
+// How far the start of segment w is from `before`, where the one before it ends.
+template <class Pass>
+scalar distance_at(const Pass& pass, const Shooting& s, const Tile& tile, int64_t w,
+                   const Many<num_states>* before) {
+  real far = {};
+  tile.for_each_vector([&](int v, int channels) {
+    const Many<num_states> start = s.read<num_states>(s.starts, tile, w, v, channels);
+    const real gain = pass.gain(tile, w * s.size, v, channels, before[v].items);
+    for (int n = 0; n < num_states; ++n)
+      far = larger(far, distance(start.items[n], before[v].items[n], gain));
+  });
+  return most_of_lanes(far);
+}
+
+// Compares the end of every segment with the start of the next, and moves starts that are too far away:
+// by what they are off, and by what the move of the start before makes of the end (Newton's update;
+// what overflows is left out). `moved`, by segment, says which. Returns the largest distance, over what
+// is allowed.
+template <class Pass>
+scalar move_starts(const Pass& pass, const Shooting& s, const Tile& tile, char* moved) {
+  real furthest = {};
+  std::fill(moved, moved + s.segments, 0);
+  tile.for_each_vector([&](int v, int channels) {
+    Many<num_states> shift = {};
+    for (int64_t w = 1; w < s.segments; ++w) {
+      Many<num_states> wanted = s.read<num_states>(s.ends, tile, w - 1, v, channels);
+      Many<num_states> start = s.read<num_states>(s.starts, tile, w, v, channels);
+      const Many<entries> before = s.read<entries>(s.products, tile, w - 1, v, channels);
+      for (int i = 0; i < num_states; ++i) {
+        real change = {};
+        for (int j = 0; j < num_states; ++j) {
+          const real x = shift.items[j];
+          change = select(x != constant(0),
+                          multiply_add(before.items[i * num_states + j], x, change), change);
+        }
+        wanted.items[i] += select(abs(change) < constant(infinity), change, real{});
+      }
+      const real gain = pass.gain(tile, w * s.size, v, channels, wanted.items);
+      real far = {};
+      for (int n = 0; n < num_states; ++n)
+        far = larger(far, distance(start.items[n], wanted.items[n], gain));
+      const mask moves = far > constant(1);  // all states of a channel together
+      for (int n = 0; n < num_states; ++n) {
+        shift.items[n] = select(moves, wanted.items[n] - start.items[n], real{});
+        start.items[n] = select(moves, wanted.items[n], start.items[n]);
+      }
+      furthest = larger(furthest, far);
+      if (!(most_of_lanes(far) > 1)) continue;
+      moved[w] = 1;
+      s.write_vector(s.starts, tile, w, v, channels, start);
+    }
+  });
+  return most_of_lanes(furthest);
+}
+
+}  // namespace pararnn
