@@ -22,9 +22,9 @@ def test_solves_obey_the_contract(name, pair, length, dtype):
     solver, backend = pair
     for variant in VARIANTS:
         case = make_case(pararnn.CELLS[name], dtype, length, variant)
-        result = check_solve(
-            case.cell, case.gates, case.initial, solver=solver, backend=backend, **case.options
-        )
+        how = {"solver": solver, "backend": backend, **case.options}
+        with pararnn.using(segments=5, burn_in=3):  # of (newton, fused)
+            result = check_solve(case.cell, case.gates, case.initial, **how)
         failed = [check for check in result.checks if not check.passed]
         assert not failed, f"{variant}: {failed}"
         assert result.mended == 0 or pair == NEWTON_FUSED, variant  # there it is no failure

@@ -44,8 +44,7 @@ from pararnn.scan import scan
 from pararnn.solve import solve
 from pararnn.structure import BlockDiagonal, Dense, Diagonal, Structure, register_structure
 from pararnn.verify import Report, verify
-
-__version__ = "0.1.0"
+from pararnn.version import __version__
 
 __all__ = [
     "CELLS",

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import pararnn
 from pararnn.cells import Cell
 from pararnn.engines import tuned
 from pararnn.engines.base import Engine
@@ -24,6 +23,7 @@ from pararnn.layers import ParaRNN
 from pararnn.program import Program, program_by_key
 from pararnn.solve import prepare, run_engine
 from pararnn.timing import device_name, median_seconds, settled_seconds
+from pararnn.version import __version__
 
 SECONDS = 0.2
 """Time spent on each candidate that is not hopeless."""
@@ -113,7 +113,7 @@ def autotune(
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "backward": backward,
         "pairs": [list(pair) for pair in pairs_for(program, dtype, device)],
-        "versions": [pararnn.__version__, torch.__version__],
+        "versions": [__version__, torch.__version__],
     }
     path = tuned.path_of(program.cell_name, about)
     measured = None if remeasure else tuned.read(path, about)
