@@ -44,7 +44,7 @@ from pararnn.scan import scan
 from pararnn.solve import solve
 from pararnn.structure import BlockDiagonal, Dense, Diagonal, Structure, register_structure
 from pararnn.verify import Report, verify
-from pararnn.version import __version__
+from pararnn.version import __version__ as __version__
 
 __all__ = [
     "CELLS",
