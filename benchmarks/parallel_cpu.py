@@ -21,6 +21,7 @@ import torch
 from common import RESULTS, provenance, write_csv
 
 import pararnn
+from pararnn.engines.base import totals
 from pararnn.solve import solve_with_info
 
 Size = tuple[int, int, int]
@@ -88,7 +89,7 @@ def measured(cell: pararnn.Cell, gates: torch.Tensor, budget: float) -> dict[str
     both = in_turn([lambda s=s: backward(s) for s in SOLVERS], budget)  # type: ignore[misc]
     for what, times in (("forward", forward), ("both", both)):
         row |= {f"{s}_{what}_ms": round(ms, 4) for s, ms in zip(SOLVERS, times, strict=True)}
-    return row | dict(zip(("sweeps", "mended"), info.tolist(), strict=True))
+    return row | dict(zip(("sweeps", "mended"), totals(info).tolist(), strict=True))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from markdown_tables import Row, read, source, table
+from markdown_tables import Row, read, size, source, table
 from tables_cuda import (
     auto_cuda,
     kernels,
@@ -34,6 +34,9 @@ PAGES = (
     "docs/solvers-and-backends.md",
 )
 MARKED = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
+
+
+PASSES = {"forward": "forward", "both": "forward + backward"}
 
 
 def pair(row: Row, what: str) -> str:
@@ -157,9 +160,29 @@ def newton_iterations() -> str:
     return f"{text}\n\n{table(head, body)}"
 
 
+def auto_cpu() -> str:
+    """Both solvers' kernels on a CPU, by threads."""
+    rows = read("auto_cpu.csv")
+    threads = list(dict.fromkeys(row["threads"] for row in rows))
+    by_case: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        by_case.setdefault((row["cell"], row["what"], size(row)), []).append(row)
+    body = [
+        [f"{cell}, {what}" if what else cell, shape, *(pair(r, s) for r in own for s in PASSES)]
+        for (cell, what, shape), own in by_case.items()
+    ]
+    columns = [
+        f"{label}, {n} thread{'s' * (n != '1')}" for n in threads for label in PASSES.values()
+    ]
+    about = f"{rows[0]['device']}, PyTorch {rows[0]['torch']}, commit {rows[0]['commit']}"
+    text = f"Loop / Newton, ms ({about}; `benchmarks/results/auto_cpu.csv`):"
+    return f"{text}\n\n{table(['cell', 'B, T, D', *columns], body)}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "auto_torch": auto_torch,
+    "auto_cpu": auto_cpu,
     "auto_cuda": auto_cuda,
     "parallel": lambda: split_times("shapes", "cell"),
     "parallel_hard": lambda: split_times("hard", "GRU with", with_pass=False),

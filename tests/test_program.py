@@ -314,3 +314,25 @@ def test_graphs_keep_their_dtype(name, dtype):
     new, jacobian = linearise(program.step, program.structure, graphs, tensors)
     results = [*new, jacobian, *graphs.step(*tensors), *graphs.vjp(*tensors, *states)]
     assert {r.dtype for r in results if isinstance(r, torch.Tensor)} == {dtype}
+
+
+def test_the_first_use_may_be_within_transforms_and_devices():
+    class First(pararnn.ElmanCell):
+        pass
+
+    class Second(pararnn.ElmanCell):
+        pass
+
+    gates = torch.randn(1, 5, 1, 4, dtype=torch.float64)
+    first, second = (cls(4, dtype=torch.float64) for cls in (First, Second))
+
+    def loss(cell, gates):
+        return pararnn.solve(cell, gates, solver="sequential", backend="torch")[0].sum()
+
+    _, slope = torch.func.jvp(lambda g: loss(first, g), (gates,), (torch.ones_like(gates),))
+    with torch.device("meta"):
+        program = pararnn.program_of(second)
+    assert isinstance(program.structure, pararnn.Diagonal)
+    leaf = gates.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(loss(first, leaf), leaf)
+    torch.testing.assert_close(slope, grad.sum())
