@@ -52,22 +52,24 @@ def test_slow_gates_converge():
 def test_unconverged_columns_warn_once_and_equal_the_loop():
     case = _scaled("gru", torch.float32, 8)
     with pytest.warns(pararnn.ConvergenceWarning) as caught:
-        states, _ = pararnn.solve(case.cell, case.gates, solver="newton")
-    pararnn.solve(case.cell, case.gates, solver="newton")  # a second warning would be an error
+        states, _ = pararnn.solve(case.cell, case.gates, solver="newton", backend="torch")
+    pararnn.solve(
+        case.cell, case.gates, solver="newton", backend="torch"
+    )  # a second warning would be an error
     messages = [str(w.message) for w in caught if w.category is pararnn.ConvergenceWarning]
     assert len(messages) == 1
     assert caught[0].filename == __file__
     for part in ("GRUCell", f"T = {LONG}", "defect", "recurrent_clip", "solver='sequential'"):
         assert part in messages[0]
     assert states.isfinite().all()
-    defect = check_solve(case.cell, case.gates, solver="newton").checks[0]
+    defect = check_solve(case.cell, case.gates, solver="newton", backend="torch").checks[0]
     assert defect.passed
 
 
 def test_raise_on_failure():
     case = _scaled("gru", torch.float32, 8)
     with pytest.raises(pararnn.ConvergenceError, match="did not converge on"):
-        pararnn.solve(case.cell, case.gates, solver="newton", on_failure="raise")
+        pararnn.solve(case.cell, case.gates, solver="newton", backend="torch", on_failure="raise")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
@@ -95,7 +97,9 @@ def test_non_finite_inputs_spread_no_further_than_in_the_loop(name, pair, value)
 def test_a_non_finite_channel_is_no_failure():
     case = make_case(pararnn.GRUCell, torch.float32, 64)
     case.gates[0, 10] = float("nan")
-    states, _ = pararnn.solve(case.cell, case.gates, solver="newton", on_failure="raise")
+    states, _ = pararnn.solve(
+        case.cell, case.gates, solver="newton", backend="torch", on_failure="raise"
+    )
     assert states[0, 10:].isnan().all()
     assert states[0, :10].isfinite().all()
     assert states[1].isfinite().all()
@@ -209,6 +213,8 @@ def test_a_linear_cell_converges_in_one_iteration():
             return torch.sigmoid(gate.decay) * state.h + gate.x
 
     for dtype in (torch.float32, torch.float64):
-        result = check_solve(Linear(8), torch.randn(2, 300, 2, 8).to(dtype), solver="newton")
+        result = check_solve(
+            Linear(8), torch.randn(2, 300, 2, 8).to(dtype), solver="newton", backend="torch"
+        )
         assert result.passed
         assert result.sweeps == 1

@@ -12,7 +12,9 @@ from pararnn.solvers import newton as newton_module
 
 
 def test_a_right_module_passes():
-    model = nn.Sequential(nn.Linear(3, 4), pararnn.ParaLSTM(4, 6, num_layers=2, solver="newton"))
+    model = nn.Sequential(
+        nn.Linear(3, 4), pararnn.ParaLSTM(4, 6, num_layers=2, solver="newton", backend="torch")
+    )
     report = pararnn.verify(model, torch.randn(2, 80, 3))
     assert report
     assert report.passed
@@ -37,7 +39,7 @@ def test_auto_reports_what_ran():
     layers = {
         "sequential on fused": pararnn.ParaGRU(3, 4),
         "sequential on torch": pararnn.ParaGRU(3, 4, backend="torch"),
-        "newton on torch": pararnn.ParaGRU(3, 4, solver="newton"),
+        "newton on torch": pararnn.ParaGRU(3, 4, solver="newton", backend="torch"),
     }
     for ran, layer in layers.items():
         assert ran in str(pararnn.verify(layer, torch.randn(1, 10, 3)))
@@ -61,10 +63,10 @@ def test_nothing_to_verify():
 
 def test_a_solver_that_stops_early_is_caught(monkeypatch):
     case = make_case(pararnn.GRUCell, torch.float32, 200)
-    assert check_solve(case.cell, case.gates, solver="newton").passed
+    assert check_solve(case.cell, case.gates, solver="newton", backend="torch").passed
     monkeypatch.setattr(newton_module, "DEFECT_ULPS", 1e5)
     monkeypatch.setattr(newton_module, "FORWARD_TOLERANCE", {torch.float32: 1e3})
-    result = check_solve(case.cell, case.gates, solver="newton")
+    result = check_solve(case.cell, case.gates, solver="newton", backend="torch")
     failed = [check.name for check in result.checks if not check.passed]
     assert "defect in epsilons" in failed
     assert "h" in failed
@@ -76,7 +78,7 @@ def test_a_wrong_gradient_is_caught(monkeypatch):
     case = make_case(pararnn.GRUCell, torch.float32, 100)
     right = newton_torch.adjoint
     monkeypatch.setattr(newton_torch, "adjoint", lambda *a: right(*a) * (1 + 1e-3))
-    result = check_solve(case.cell, case.gates, solver="newton")
+    result = check_solve(case.cell, case.gates, solver="newton", backend="torch")
     failed = [check.name for check in result.checks if not check.passed]
     assert failed == ["grad gates", "grad initial h", "grad a_z", "grad a_r", "grad a_c"]
 
