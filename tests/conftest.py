@@ -1,6 +1,7 @@
-"""Shared set-up: one thread a process, as parallel test runs fill the cores; a cache of our own."""
+"""Shared set-up: one thread a process, as parallel test runs fill the cores; caches of our own."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from fake_newton import FakeNewton
 
 torch.set_num_threads(1)
 os.environ["PARARNN_CACHE_DIR"] = str(Path(__file__).parents[1] / ".kernels")
+# Inductor's key does not tell what the operator returns: code of an earlier commit must not be found.
+_INDUCTOR = tempfile.TemporaryDirectory(prefix="pararnn-inductor-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _INDUCTOR.name
 
 
 @pytest.fixture
