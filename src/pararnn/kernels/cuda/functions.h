@@ -65,29 +65,6 @@ PARARNN_FUNCTION real quotient(real a, real b) {
   return wide ? (real)::__ddiv_rn((double)a, (double)b) : (real)::__fdiv_rn((float)a, (float)b);
 }
 
-// The special function unit's 2^x and 1/x, each within two units in the last place.
-PARARNN_FUNCTION float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-PARARNN_FUNCTION float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// NaN stays NaN, other than by fminf.
-PARARNN_FUNCTION float least(float a, float b) {
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-PARARNN_FUNCTION float fast_tanh(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 constexpr float log2_e = 1.4426950408889634f;
 
 PARARNN_FUNCTION real sigmoid(real x) {

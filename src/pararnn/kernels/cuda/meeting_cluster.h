@@ -5,61 +5,32 @@
 
 namespace pararnn {
 
-constexpr int boundary_numbers = num_states * per_lane;
-
 struct Counters {};
 
 constexpr int most_segments = 16;
 
-PARARNN_FUNCTION unsigned shared_address(const void* place) {
-  return (unsigned)__cvta_generic_to_shared(place);
-}
-
-// The address, in the shared memory of the cluster, of what a place of this block's is in another.
-PARARNN_FUNCTION unsigned in_block(const void* place, int block) {
-  unsigned address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(place)), "r"(block));
-  return address;
-}
-
 // Counts bytes that other blocks send, one batch after the other.
 struct Mailbox {
-  unsigned long long barrier;
+  Barrier barrier;
 
-  PARARNN_FUNCTION void open() {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
-  }
   // Waits for the `bytes` of batch `number`, all lanes together.
   PARARNN_FUNCTION void await(int number, int bytes) {
-    if (lane() == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                       shared_address(&barrier)), "r"(bytes) : "memory");
-    unsigned done = 0;
-    while (!done)
-      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-                   "selp.u32 %0, 1, 0, p; }"
-                   : "=r"(done) : "r"(shared_address(&barrier)), "r"(number % 2) : "memory");
+    if (lane() == 0) expect_bytes(barrier, bytes);
+    while (!has_arrived(barrier, number)) {}
     __syncwarp();
   }
 };
 
+PARARNN_FUNCTION unsigned bits_of(unsigned x) { return x; }
+PARARNN_FUNCTION unsigned bits_of(float x) { return __float_as_uint(x); }
+PARARNN_FUNCTION unsigned long long bits_of(double x) {
+  return (unsigned long long)__double_as_longlong(x);
+}
+
 // Sends a value to the same place in another block, whose mailbox it counts in.
 template <class T>
 PARARNN_FUNCTION void send(const T* place, T value, const Mailbox& mailbox, int block) {
-  const unsigned to = in_block(place, block), box = in_block(&mailbox.barrier, block);
-  if constexpr (sizeof(T) == 8) {
-    unsigned long long bits;
-    if constexpr (same<T, double>::value) bits = (unsigned long long)__double_as_longlong(value);
-    else bits = (unsigned long long)value;
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
-                 "l"(bits), "r"(box) : "memory");
-  } else {
-    unsigned bits;
-    if constexpr (same<T, float>::value) bits = __float_as_uint(value);
-    else bits = (unsigned)value;
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
-                 "r"(bits), "r"(box) : "memory");
-  }
+  send_bits(in_block(place, block), bits_of(value), in_block(&mailbox.barrier, block));
 }
 
 struct Desk {  // of one block
@@ -78,26 +49,19 @@ struct Meeting {
   PARARNN_FUNCTION Meeting(const Counters&, char* memory, int, int segments, int own)
       : desk(*reinterpret_cast<Desk*>(memory)), segments(segments), own(own) {
     if (lane() == 0) {
-      desk.ends_box.open();
-      desk.votes_box.open();
-      desk.distances_box.open();
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      open_barrier(desk.ends_box.barrier);
+      open_barrier(desk.votes_box.barrier);
+      open_barrier(desk.distances_box.barrier);
+      show_barriers();
     }
     __syncwarp();
-    arrive();
+    arrive_in_cluster();
   }
 
-  PARARNN_FUNCTION void arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  }
-  PARARNN_FUNCTION void wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  }
-
-  // The end of the segment before, as a sweep of this round has found it; 0 for the first one.
+  // The end of the segment before, as a sweep of this round has found it; nothing for the first one.
   PARARNN_FUNCTION void exchange(int round, const real (&end)[boundary_numbers],
                                  real (&before)[1][boundary_numbers]) {
-    if (round == 0) wait();  // all desks are open
+    if (round == 0) wait_for_cluster();  // all desks are open
 #pragma unroll
     for (int i = 0; i < boundary_numbers; ++i)
       if (own + 1 < segments) send(&desk.ends[i][lane()], end[i], desk.ends_box, own + 1);
@@ -123,8 +87,8 @@ struct Meeting {
 
   // What segments have written to global memory is seen by all.
   PARARNN_FUNCTION void publish() {
-    arrive();
-    wait();
+    arrive_in_cluster();
+    wait_for_cluster();
   }
 
   // The largest of all segments' distances.

@@ -5,8 +5,6 @@
 
 namespace pararnn {
 
-constexpr int boundary_numbers = num_states * per_lane;
-
 struct Counters {    // zero at first
   Word* arrived;       // (row, tile): arrivals, and above 2^32 those of segments that do not fit
   Word* ends;          // (row, tile, segment): posts
@@ -41,7 +39,7 @@ struct Meeting {
     return word;
   }
 
-  // The end of the segment before, as a sweep of this round has found it; 0 for the first one.
+  // The end of the segment before, as a sweep of this round has found it; nothing for the first one.
   PARARNN_FUNCTION void exchange(int round, const real (&end)[boundary_numbers],
                                  real (&before)[1][boundary_numbers]) const {
     constexpr int size = post_words<boundary_numbers>;

@@ -5,19 +5,13 @@
 
 namespace pararnn {
 
-using Word = unsigned long long;
+constexpr int boundary_numbers = num_states * per_lane;  // a lane's states where two segments meet
 constexpr int words_a_number = wide ? 2 : 1;
 
 template <int count> constexpr int post_words = count * words_a_number * lanes;
 
 PARARNN_FUNCTION void post_word(Word* to, unsigned half, unsigned tag) {
-  const Word word = (Word)tag << 32 | half;
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
-}
-PARARNN_FUNCTION Word read_word(const Word* from) {
-  Word word;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-  return word;
+  write_word(to, (Word)tag << 32 | half);
 }
 
 // Every lane posts numbers of its own; tag 0 is for memory that nothing has been posted to.

@@ -2,8 +2,7 @@
 // float16), the type of tensors in memory, and PARARNN_WIDE (0 or 1), whether to compute in double.
 // Compiled by NVRTC, which has no standard headers.
 #pragma once
-
-#define PARARNN_FUNCTION __device__ __forceinline__
+#include "machine.h"
 
 #ifndef NAN
 #define NAN __int_as_float(0x7fffffff)
@@ -45,24 +44,12 @@ PARARNN_FUNCTION real number(mask m) { return m ? constant(1) : constant(0); }
 PARARNN_FUNCTION real widen(float x) { return x; }
 PARARNN_FUNCTION real widen(double x) { return (real)x; }
 PARARNN_FUNCTION real widen(bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
-PARARNN_FUNCTION real widen(float16 x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-  return y;
-}
+PARARNN_FUNCTION real widen(float16 x) { return from_float16(x.bits); }
 
 template <class T> PARARNN_FUNCTION T narrow(real x) {
-  if constexpr (same<T, bfloat16>::value) {
-    bfloat16 y;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"((float)x));
-    return y;
-  } else if constexpr (same<T, float16>::value) {
-    float16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"((float)x));
-    return y;
-  } else {
-    return (T)x;
-  }
+  if constexpr (same<T, bfloat16>::value) return T{to_bfloat16((float)x)};
+  else if constexpr (same<T, float16>::value) return T{to_float16((float)x)};
+  else return (T)x;
 }
 
 // `count` neighbours in memory, moved in one instruction.
@@ -86,9 +73,7 @@ template <class T, int count> PARARNN_FUNCTION void unpack(Pack<T, count> pack, 
 template <class T, int count> PARARNN_FUNCTION Pack<T, count> packed(const real (&x)[count]) {
   Pack<T, count> pack;
   if constexpr (same<T, bfloat16>::value && count == 2) {
-    unsigned word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"((float)x[1]), "f"((float)x[0]));
-    *reinterpret_cast<unsigned*>(&pack) = word;
+    *reinterpret_cast<unsigned*>(&pack) = to_bfloat16s((float)x[0], (float)x[1]);
   } else {
 #pragma unroll
     for (int i = 0; i < count; ++i) pack.items[i] = narrow<T>(x[i]);

@@ -12,23 +12,9 @@ constexpr int tile = lanes * per_lane;  // channels of a warp
 
 PARARNN_FUNCTION int lane() { return threadIdx.x; }
 
-// Copies `bytes` to shared memory, later; what the hardware has no asynchronous copy for, now.
-template <int bytes> PARARNN_FUNCTION void copy_async(unsigned to, const char* from) {
-  if constexpr (bytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
-  } else if constexpr (bytes >= 4) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(bytes));
-  } else {
-    const unsigned short value = *reinterpret_cast<const unsigned short*>(from);
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value));
-  }
-}
-
-PARARNN_FUNCTION void end_stage_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 // The oldest stage in flight has arrived, and every lane is done with the stage before it.
 PARARNN_FUNCTION void wait_for_stage() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(stages - 2) : "memory");
+  wait_for_copies<stages - 2>();
   __syncwarp();
 }
 
@@ -57,7 +43,7 @@ template <class T, int rows, int width, int chunk> struct Stream {
   PARARNN_FUNCTION void start(char* place, int64 time, const Source& source) {
     memory = place;
     const int sub = lane() % chunks, step = lane() / chunks;
-    to = (unsigned)__cvta_generic_to_shared(place) + step * step_bytes + sub * chunk;
+    to = shared_address(place) + step * step_bytes + sub * chunk;
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
       const T* address = source((sub + part * lanes) * (chunk / (int)sizeof(T)));
@@ -119,7 +105,7 @@ PARARNN_FUNCTION void for_each_step(Ring& ring, const Span& span, const Begin& b
   for (int stage = 0; stage < stages - 1; ++stage, left -= steps) {
 #pragma unroll
     for (int s = 0; s < steps; ++s) ring.copy(stage, s, left);
-    end_stage_of_copies();
+    end_group_of_copies();
     ring.next_stage();
   }
   int slot = 0, free_slot = stages - 1, j = span.begin;
@@ -135,7 +121,7 @@ PARARNN_FUNCTION void for_each_step(Ring& ring, const Span& span, const Begin& b
       if (s + 1 < steps) {
         ring.read(slot, s + 1, next);
       } else {
-        end_stage_of_copies();
+        end_group_of_copies();
         wait_for_stage();
         free_slot = slot;
         slot = slot + 1 < stages ? slot + 1 : 0;

@@ -1,0 +1,136 @@
+// The instructions that CUDA C++ has no names for.
+#pragma once
+
+#define PARARNN_FUNCTION __device__ __forceinline__
+
+namespace pararnn {
+
+// The special function unit's 2^x, 1/x and tanh.
+PARARNN_FUNCTION float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+PARARNN_FUNCTION float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+PARARNN_FUNCTION float fast_tanh(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// NaN stays NaN, other than by fminf.
+PARARNN_FUNCTION float least(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+PARARNN_FUNCTION float from_float16(unsigned short bits) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+  return y;
+}
+PARARNN_FUNCTION unsigned short to_float16(float x) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+PARARNN_FUNCTION unsigned short to_bfloat16(float x) {
+  unsigned short bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+// Two in a word, the second one in its upper half.
+PARARNN_FUNCTION unsigned to_bfloat16s(float first, float second) {
+  unsigned word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  return word;
+}
+
+// Copies `bytes` to shared memory, later; what the hardware has no asynchronous copy for, now.
+template <int bytes> PARARNN_FUNCTION void copy_async(unsigned to, const char* from) {
+  if constexpr (bytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+  } else if constexpr (bytes >= 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(bytes));
+  } else {
+    const unsigned short value = *reinterpret_cast<const unsigned short*>(from);
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value));
+  }
+}
+// The copies since the last call are one group.
+PARARNN_FUNCTION void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// All groups of this lane's have arrived but the last `count`.
+template <int count> PARARNN_FUNCTION void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(count) : "memory");
+}
+
+// Words of 64 bits in global memory that travel as one, in no order with other memory.
+using Word = unsigned long long;
+
+PARARNN_FUNCTION void write_word(Word* to, Word word) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+PARARNN_FUNCTION Word read_word(const Word* from) {
+  Word word;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+  return word;
+}
+
+PARARNN_FUNCTION unsigned shared_address(const void* place) {
+  return (unsigned)__cvta_generic_to_shared(place);
+}
+
+#if PARARNN_CLUSTER
+// The address, in the shared memory of the cluster, of what a place of this block's is in another.
+PARARNN_FUNCTION unsigned in_block(const void* place, int block) {
+  unsigned address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(place)), "r"(block));
+  return address;
+}
+
+// Barriers that count bytes which other blocks send, one batch after the other.
+using Barrier = unsigned long long;
+
+PARARNN_FUNCTION void open_barrier(Barrier& barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
+}
+// The cluster sees which barriers this lane has opened.
+PARARNN_FUNCTION void show_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+PARARNN_FUNCTION void expect_bytes(Barrier& barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(&barrier)), "r"(bytes) : "memory");
+}
+// Whether batch `number` has arrived; only one is under way.
+PARARNN_FUNCTION bool has_arrived(Barrier& barrier, int number) {
+  unsigned done;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+               "selp.u32 %0, 1, 0, p; }"
+               : "=r"(done) : "r"(shared_address(&barrier)), "r"(number % 2) : "memory");
+  return done;
+}
+// Sends bits to an address, and counts them in the barrier at another, both as in_block has them.
+PARARNN_FUNCTION void send_bits(unsigned to, unsigned long long bits, unsigned barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+               "l"(bits), "r"(barrier) : "memory");
+}
+PARARNN_FUNCTION void send_bits(unsigned to, unsigned bits, unsigned barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+               "r"(bits), "r"(barrier) : "memory");
+}
+
+// All blocks of the cluster: what has been written before is seen after.
+PARARNN_FUNCTION void arrive_in_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+PARARNN_FUNCTION void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+#endif
+
+}  // namespace pararnn
