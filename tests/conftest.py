@@ -10,7 +10,7 @@ from fake_newton import FakeNewton
 
 torch.set_num_threads(1)
 os.environ["PARARNN_CACHE_DIR"] = str(Path(__file__).parents[1] / ".kernels")
-# Inductor's key does not tell what the operator returns: code of an earlier commit must not be found.
+# Inductor's key does not tell what the operator returns: it may hold code of an earlier commit.
 _INDUCTOR = tempfile.TemporaryDirectory(prefix="pararnn-inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _INDUCTOR.name
 

@@ -87,12 +87,17 @@ def make_case(
 
 
 CELLS = list(pararnn.CELLS.items())
-# Every cell with every pair that takes it.
+
+
+def pairs_of(name: str) -> list[tuple[str, str]]:
+    """The pairs that take a cell."""
+    return [pair for pair in PAIRS if name not in COUPLED or pair not in KERNEL_PAIRS]
+
+
 ROWS = [
     pytest.param(name, pair, id="-".join((name, *pair)))
     for name in pararnn.CELLS
-    for pair in PAIRS
-    if name not in COUPLED or pair not in KERNEL_PAIRS
+    for pair in pairs_of(name)
 ]
 
 

@@ -46,19 +46,6 @@ def test_any_number_of_segments(segments, dtype):
             assert not failures(case, "cpu", **HOW), (channels, variant)
 
 
-@pytest.mark.parametrize("scale", [0.3, 1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=dtype_name)
-@pytest.mark.parametrize("name", CELLS)
-def test_large_recurrent_weights(name, dtype, scale):
-    case = make_case(pararnn.CELLS[name], dtype, 600, channels=16)
-    with torch.no_grad():
-        for parameter in case.cell.recurrent_parameters():
-            parameter.copy_(torch.randn_like(parameter) * scale)
-        case.gates.mul_(3)
-    with cut(8):
-        _check(case)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
 def test_slow_gates(dtype):
     for bias in (-2.0, -4.0, -6.0):

@@ -1,0 +1,121 @@
+"""CUDA kernels on a CPU: the engines for CUDA, with kernels compiled by emulator/machine.h.
+
+All but what that header defines is what runs on a GPU: the other headers, the emitted functions,
+the words of a launch, how time is cut, and how segments meet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from pararnn.codegen import cache as disk
+from pararnn.codegen import headers
+from pararnn.codegen.compiler import compiler_identity, find_compiler
+from pararnn.codegen.cuda import KERNELS, Variant, source_of
+from pararnn.engines import fused_cuda, plan_cuda, table
+
+EMULATOR = Path(__file__).parent / "emulator"
+CORES, BLOCKS_A_CORE = 4, 16
+# Hidden, as a name that two libraries share would be one shared memory for both.
+FLAGS = ["-std=c++17", "-O1", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-w"]
+FLAGS += ["-fvisibility=hidden", "-fPIC", "-shared", "-pthread"]
+
+
+class Kernel:
+    """Stands in for nvrtc.Kernel."""
+
+    def __init__(self, library: ctypes.CDLL, name: str, block: tuple[int, int]) -> None:
+        self.run = getattr(library, f"launch_{name}")
+        self.run.restype = ctypes.c_char_p
+        self.block = block
+
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        words: Sequence[int],
+        stream: int,
+        together: bool = False,
+        cluster: int = 0,
+    ) -> None:
+        problem = (ctypes.c_int64 * len(words))(*words)
+        at_once = cluster or (grid[0] * grid[1] if together else 1)
+        failure = self.run(problem, *grid, *self.block, at_once)
+        assert failure is None, failure.decode()
+
+    def most_in_cluster(self, device: int) -> int:
+        return 16
+
+    def blocks_a_core(self) -> int:
+        return BLOCKS_A_CORE
+
+
+def _build(file: Path, out: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder)
+        shutil.copytree(headers.KERNELS, copied, dirs_exist_ok=True)
+        for own in EMULATOR.glob("*.h"):
+            shutil.copy(own, copied / "cuda")
+        command = [find_compiler(), "-std=c++17", "-O1", "-march=native", "-ffp-contract=fast"]
+        command += [
+            "-fno-math-errno",
+            "-fvisibility=hidden",
+            "-fPIC",
+            "-shared",
+            "-pthread",
+            "-w",
+            f"-I{copied / 'cuda'}",
+        ]
+        done = subprocess.run([*command, str(file), "-o", str(out)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+
+
+def _launcher(name: str) -> str:
+    return (
+        f'extern "C" __attribute__((visibility("default"))) const char* launch_{name}'
+        "(const void* problem, int grid_x, int grid_y, int x, int y, int together) {\n"
+        f"  return emulator::launch({name}, problem, {{grid_x, grid_y}}, {{x, y}}, together);\n}}\n"
+    )
+
+
+@cache
+def kernels_of(program, variant: Variant, capability: tuple[int, int]) -> dict[str, Kernel]:
+    """Stands in for codegen.cuda.kernels_of."""
+    blocks = KERNELS[variant.direction]
+    source = source_of(program, variant) + "".join(_launcher(name) for name in blocks)
+    own = "\n".join(file.read_text() for file in sorted(EMULATOR.glob("*.h")))
+    key = "\n".join((source, headers.text("cuda"), own, compiler_identity(find_compiler())))
+    library = disk.load(disk.CPP, f"emulated-{program.cell_name}", key, source, _build)
+    return {name: Kernel(library, name, block) for name, block in blocks.items()}
+
+
+class Device(NamedTuple):
+    """A GPU that is not there."""
+
+    capability: tuple[int, int] = (9, 0)
+    cores: int = CORES
+
+    def install(self, monkeypatch) -> None:
+        """Run (sequential, fused) and (newton, fused) on a CPU as on this device."""
+        for module in (fused_cuda, plan_cuda):
+            monkeypatch.setattr(module, "on_device", _call)
+            monkeypatch.setattr(module, "cores_of", lambda _: self.cores)
+        monkeypatch.setattr(plan_cuda, "capability_of", lambda _: self.capability)
+        monkeypatch.setattr(plan_cuda, "kernels_of", kernels_of)
+        monkeypatch.setattr(plan_cuda, "plan", plan_cuda.plan.__wrapped__)
+        monkeypatch.setattr(fused_cuda, "plan", plan_cuda.plan)
+        monkeypatch.setattr(fused_cuda._Run, "_stream", lambda _: 0)
+        for engine in (fused_cuda.SEQUENTIAL, fused_cuda.NEWTON):
+            own = replace(engine, build=None)
+            monkeypatch.setitem(table.TABLE, (engine.solver, "fused", "cpu"), own)
+
+
+def _call(device, call, *args, **options):
+    return call(*args, **options)

@@ -1,0 +1,215 @@
+// Blocks of CUDA threads on a CPU: a block's threads are fibers of one thread of the host; blocks that
+// may wait for each other are threads that run at once. What would hang or be undefined on a GPU is an
+// error: lanes that do not meet, copies that nobody waits for, a block that has left, no progress.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+struct Index { int x = 0, y = 0; };
+static thread_local Index threadIdx, blockIdx;
+
+namespace emulator {
+
+using Clock = std::chrono::steady_clock;
+constexpr size_t stack_bytes = 256 * 1024;
+constexpr int warp = 32;
+constexpr auto patience = std::chrono::seconds(120);
+
+// Where the shared memory of a block is: all of it is at the same distance in every block.
+static thread_local char anchor;
+
+// Blocks that run at once.
+struct Gang {
+  const int blocks;
+  const Clock::time_point deadline = Clock::now() + patience;
+  std::atomic<const char*> failure{nullptr};
+  std::atomic<int> started{0}, left{0};
+  std::atomic<uint64_t> cluster_arrivals{0};
+  std::mutex mailboxes;
+  std::vector<char*> anchors;  // null: the block has left
+
+  explicit Gang(int blocks) : blocks(blocks), anchors(blocks) {}
+};
+
+struct Copy {
+  char* to;
+  const char* from;
+  int bytes;
+};
+
+struct Fiber {
+  ucontext_t context;
+  uint64_t meetings = 0, cluster_arrivals = 0;
+  bool returned = false;
+  std::vector<std::vector<Copy>> copies{1};  // in flight, by group; the last one is open
+};
+
+struct Block {
+  Gang& gang;
+  const Index size;
+  const int number;  // in the gang
+  std::vector<Fiber> fibers;
+  std::vector<uint64_t> slots[2];  // what threads show each other, meeting by meeting
+  ucontext_t home;
+  int current = 0, polls = 0;
+
+  Block(Gang& gang, Index size, int number)
+      : gang(gang), size(size), number(number), fibers(size.x * size.y) {
+    for (auto& each : slots) each.resize(fibers.size());
+  }
+};
+
+static thread_local Block* block;
+
+inline Fiber& fiber() { return block->fibers[block->current]; }
+
+// Ends the block, and with it the launch.
+inline void fail(const char* why) {
+  const char* none = nullptr;
+  block->gang.failure.compare_exchange_strong(none, why);
+  setcontext(&block->home);
+}
+
+inline void become(int thread) {
+  block->current = thread;
+  threadIdx = {thread % block->size.x, thread / block->size.x};
+}
+
+// The next thread of the block that still runs, which may be the current one; -1 for none.
+inline int next_thread() {
+  const int count = (int)block->fibers.size();
+  for (int i = 1; i <= count; ++i) {
+    const int next = (block->current + i) % count;
+    if (!block->fibers[next].returned) return next;
+  }
+  return -1;
+}
+
+// Lets the block's other threads run.
+inline void pause() {
+  if (block->gang.failure) fail("another block has failed");
+  const int own = block->current, next = next_thread();
+  if (next == own) return;
+  become(next);
+  swapcontext(&block->fibers[own].context, &block->fibers[next].context);
+  become(own);
+}
+
+// What a thread does while it waits for other blocks.
+inline void poll() {
+  if (++block->polls % 16 != 0) return;
+  if (Clock::now() > block->gang.deadline) fail("no progress: the blocks wait for each other");
+  pause();
+  std::this_thread::yield();
+}
+
+// All threads of the block meet, each showing a value. Returns those of the own warp.
+template <class T> const uint64_t* show(T value) {
+  const uint64_t meeting = ++fiber().meetings;
+  uint64_t& slot = block->slots[meeting % 2][block->current];
+  slot = 0;
+  std::memcpy(&slot, &value, sizeof value);
+  for (bool all = false; !all;) {
+    pause();
+    all = true;
+    for (const Fiber& each : block->fibers) {
+      if (each.meetings >= meeting) continue;
+      if (each.returned) fail("a thread has returned that others wait for");
+      all = false;
+    }
+  }
+  return block->slots[meeting % 2].data() + block->current / warp * warp;
+}
+
+template <class T> T read(uint64_t slot) {
+  T value;
+  std::memcpy(&value, &slot, sizeof value);
+  return value;
+}
+
+static thread_local void (*body)(const void*);
+static thread_local const void* argument;
+
+inline void run_fiber() {
+  body(argument);
+  for (const auto& group : fiber().copies)
+    if (!group.empty()) fail("a thread has returned before its copies have arrived");
+  fiber().returned = true;
+  const int next = next_thread();
+  if (next < 0) setcontext(&block->home);
+  become(next);
+  setcontext(&block->fibers[next].context);
+}
+
+inline void wait_for_all(std::atomic<int>& count, int all) {
+  for (++count; count < all;) std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
+
+inline void run_block(Gang& gang, Index index, Index size, int number) {
+  Block own(gang, size, number);
+  block = &own;
+  blockIdx = index;
+  gang.anchors[number] = &anchor;
+  wait_for_all(gang.started, gang.blocks);
+  const size_t bytes = own.fibers.size() * stack_bytes;
+  const int pages = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS;
+  char* stacks = static_cast<char*>(mmap(nullptr, bytes, pages, kind, -1, 0));
+  if (stacks == MAP_FAILED) {
+    gang.failure = "no memory for the threads' stacks";
+  } else {
+    for (size_t i = 0; i < own.fibers.size(); ++i) {
+      ucontext_t& context = own.fibers[i].context;
+      getcontext(&context);
+      context.uc_stack.ss_sp = stacks + i * stack_bytes;
+      context.uc_stack.ss_size = stack_bytes;
+      makecontext(&context, run_fiber, 0);
+    }
+    become(0);
+    volatile bool back = false;
+    getcontext(&own.home);
+    if (!back) {
+      back = true;
+      setcontext(&own.fibers[0].context);
+    }
+    munmap(stacks, bytes);
+  }
+  {
+    std::lock_guard<std::mutex> lock(gang.mailboxes);
+    gang.anchors[number] = nullptr;
+  }
+  wait_for_all(gang.left, gang.blocks);  // shared memory lives as long as its thread
+}
+
+// Launches a grid, `together` blocks at once. Returns what went wrong, or null.
+template <class Problem>
+const char* launch(void (*kernel)(Problem), const void* problem, Index grid, Index size,
+                   int together) {
+  static thread_local void (*entry)(Problem);
+  const int all = grid.x * grid.y;
+  for (int first = 0; first < all; first += together) {
+    Gang gang(std::min(together, all - first));
+    std::vector<std::thread> threads;
+    for (int i = 0; i < gang.blocks; ++i)
+      threads.emplace_back([&, i] {
+        entry = kernel;
+        body = [](const void* given) { entry(*static_cast<const std::decay_t<Problem>*>(given)); };
+        argument = problem;
+        run_block(gang, {(first + i) % grid.x, (first + i) / grid.x}, size, i);
+      });
+    for (auto& thread : threads) thread.join();
+    if (gang.failure) return gang.failure;
+  }
+  return nullptr;
+}
+
+}  // namespace emulator
