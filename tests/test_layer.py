@@ -180,7 +180,7 @@ def test_dropout_between_layers_in_training_only():
 
 
 def test_last_solve_counts():
-    layer = pararnn.ParaGRU(3, 5, num_layers=2, solver="newton")
+    layer = pararnn.ParaGRU(3, 5, num_layers=2, solver="newton", backend="torch")
     assert layer.last_solve is None
     layer(torch.randn(2, 100, 3))
     assert layer.last_solve.sweeps.shape == (2,)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments
@@ -83,25 +84,47 @@ def gradients_of(outputs: Sequence[Tensor], problem: Problem, leaves: Named) -> 
     return dict(zip(leaves, grads, strict=True))
 
 
+class OtherRounding(TorchDispatchMode):
+    """Rounds results of pointwise ops in `dtype` otherwise: noise of one epsilon, from a seed.
+
+    Of the gradients' ops too: what a rounded gate leaves of 1 - gate^2 is most of their error.
+    """
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.dtype, self.eps = dtype, torch.finfo(dtype).eps
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op, and shake what it returns."""
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.pointwise not in func.tags or getattr(out, "dtype", None) != self.dtype:
+            return out
+        noise = torch.rand(out.shape, generator=self.generator, dtype=self.dtype).to(out.device)
+        return out * (1 + self.eps * (2 * noise - 1))
+
+
 def run_loop(
     problem: Problem,
     *,
     at: tuple[Tensor, ...] | None = None,
-    jitter: float = 0.0,
+    rounding: int | None = None,
 ) -> tuple[Named, Named, Named]:
     """Values, gradients and gradient scales by a Python loop in the problem's dtype.
 
     `at`: states at which the steps are taken instead of the loop's own; gradients flow as if they
-    were. `jitter`: relative noise on states, inputs and parameters, in epsilons. The scale of a
-    parameter's gradient is its largest sum of |contributions|.
+    were. `rounding`: the number of another legal rounding than PyTorch's own, see OtherRounding.
+    The scale of a parameter's gradient is its largest sum of |contributions|.
     """
+    if rounding is not None:
+        with OtherRounding(problem.arguments().dtype, rounding):
+            return run_loop(problem, at=at)
     leaves = problem.leaves()
     args = problem.arguments()
     program = program_of(problem.cell)
     system, bounds = to_system(program, args)
-    noise = _noise(jitter, args.dtype)
-    inputs = [noise(x) for x in system.inputs]
-    params = [noise(p) for p in system.params]
     given = None if at is None else forward_order(args, at, args.dtype)
     size = (len(args.gates), system.length, *system.initial.shape[1:])
     nudge = system.initial.new_zeros(size).requires_grad_()
@@ -110,8 +133,8 @@ def run_loop(
         if system.fresh is not None and system.start is not None:
             states = torch.where(system.fresh[:, t, None], system.start[:, t], states)
         previous.append(states.detach())
-        step = program.step(states.unbind(1), [x[:, t] for x in inputs], params)
-        new = noise(torch.stack(step, 1)) + nudge[:, t]
+        step = program.step(states.unbind(1), [x[:, t] for x in system.inputs], system.params)
+        new = torch.stack(step, 1) + nudge[:, t]
         if given is not None:
             new = new + (given[:, t] - new).detach()
         if system.padding is not None:
@@ -129,19 +152,6 @@ def run_loop(
     if problem.bias is not None and problem.gates.numel():
         scales["bias"] = grads["gates"].abs().sum((0, 1)).max()
     return by_name(problem.cell, outputs, final), grads, scales
-
-
-def _noise(jitter: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Multiply by 1 + noise of `jitter` epsilons, or leave alone."""
-    generator = torch.Generator().manual_seed(0)
-
-    def noisy(tensor: Tensor) -> Tensor:
-        if not jitter:
-            return tensor
-        factor = torch.rand(tensor.shape, generator=generator, dtype=dtype).to(tensor.device)
-        return tensor * (1 + jitter * torch.finfo(dtype).eps * (2 * factor - 1))
-
-    return noisy
 
 
 def _scales(problem: Problem, system: Any, previous: Tensor, adjoint: Tensor) -> Named:
