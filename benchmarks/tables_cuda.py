@@ -7,7 +7,7 @@ from markdown_tables import Row, figure, read, size, source, table
 
 
 def resources() -> str:
-    """Registers of the CUDA kernels, by cell and architecture; and that nothing spills."""
+    """Registers of the CUDA kernels, by cell and architecture, and what they spill."""
     rows = [row for row in read("resources.csv") if row["kernel"] != "sum_weights"]
     keys = list(dict.fromkeys((row["dtype"], row["kernel"]) for row in rows))
     body = []

@@ -63,17 +63,8 @@ def _build(file: Path, out: Path) -> None:
         shutil.copytree(headers.KERNELS, copied, dirs_exist_ok=True)
         for own in EMULATOR.glob("*.h"):
             shutil.copy(own, copied / "cuda")
-        command = [find_compiler(), "-std=c++17", "-O1", "-march=native", "-ffp-contract=fast"]
-        command += [
-            "-fno-math-errno",
-            "-fvisibility=hidden",
-            "-fPIC",
-            "-shared",
-            "-pthread",
-            "-w",
-            f"-I{copied / 'cuda'}",
-        ]
-        done = subprocess.run([*command, str(file), "-o", str(out)], capture_output=True, text=True)
+        command = [find_compiler(), *FLAGS, f"-I{copied / 'cuda'}", str(file), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]
 
 
@@ -91,7 +82,7 @@ def kernels_of(program, variant: Variant, capability: tuple[int, int]) -> dict[s
     blocks = KERNELS[variant.direction]
     source = source_of(program, variant) + "".join(_launcher(name) for name in blocks)
     own = "\n".join(file.read_text() for file in sorted(EMULATOR.glob("*.h")))
-    key = "\n".join((source, headers.text("cuda"), own, compiler_identity(find_compiler())))
+    key = "\n".join((source, headers.text("cuda"), own, compiler_identity(find_compiler()), *FLAGS))
     library = disk.load(disk.CPP, f"emulated-{program.cell_name}", key, source, _build)
     return {name: Kernel(library, name, block) for name, block in blocks.items()}
 

@@ -86,6 +86,15 @@ def make_case(
     return Case(cell, gates, initial, options)
 
 
+def with_latches(case: Case, share: float, begin: int = 0) -> Case:
+    """Some channels never forget: their first gate, of updates, is shut from step `begin` on."""
+    gates = case.gates.clone()
+    generator = torch.Generator().manual_seed(1)
+    shut = torch.rand(gates.shape[-1], generator=generator) < share
+    gates[:, begin:, 0, shut.to(gates.device)] -= 30.0
+    return case._replace(gates=gates)
+
+
 CELLS = list(pararnn.CELLS.items())
 
 

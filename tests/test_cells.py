@@ -112,9 +112,9 @@ def test_nonlinearities_are_configurable_everywhere(name):
     from pararnn.contract import check_solve
 
     case = make_case(pararnn.GRUCell, torch.float64, 40, state_nonlinearity=name)
-    result = check_solve(case.cell, case.gates * 0.3, solver="newton")
+    result = check_solve(case.cell, case.gates * 0.3, solver="newton", backend="torch")
     assert result.passed, [check for check in result.checks if not check.passed]
-    h, _ = pararnn.solve(case.cell, case.gates[:, :1])
+    h, _ = pararnn.solve(case.cell, case.gates[:, :1], backend="torch")
     z, _, c = case.gates[:, 0].unbind(1)
     assert torch.allclose(h[:, 0], torch.sigmoid(z) * NONLINEARITIES[name](c), atol=1e-12)
 

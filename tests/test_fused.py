@@ -168,7 +168,7 @@ def test_eight_states_and_no_more(how):
 
 
 @settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

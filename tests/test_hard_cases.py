@@ -1,5 +1,7 @@
 """Inputs that break fixed-iteration solvers end right by the contract, or raise."""
 
+import itertools
+
 import pytest
 import torch
 from table import FUSED, OPS, PAIRS, PLAIN, ROWS, SCAN, make_case
@@ -30,8 +32,12 @@ def _scaled(name, dtype, scale, bias=0.0):
 
 
 @pytest.mark.filterwarnings("ignore::pararnn.ConvergenceWarning")
-@pytest.mark.parametrize("scale", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    # In float64 the claim is the same; loops and their other roundings take longest there.
+    [*itertools.product((torch.float32, torch.bfloat16), (1, 2, 4, 8)), (torch.float64, 2)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["gru", "lstm", "elman", "lem", "slstm", "lrc"])
 def test_large_recurrent_weights(name, dtype, scale):
     case = _scaled(name, dtype, scale)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from oracle import failures
-from table import COUPLED, NEWTON_FUSED, dtype_name, make_case, needs_compiler
+from table import COUPLED, NEWTON_FUSED, dtype_name, make_case, needs_compiler, with_latches
 
 import pararnn
 from pararnn.contract import check_solve
@@ -29,14 +29,6 @@ def _check(case):
     return result
 
 
-def _latches(case, share=0.05):
-    """Some channels never forget: their update gate is shut after the first twentieth."""
-    gates = case.gates.clone()
-    shut = torch.rand(gates.shape[-1], generator=torch.Generator().manual_seed(1)) < share
-    gates[:, gates.shape[1] // 20 :, 0, shut] -= 30.0
-    return case._replace(gates=gates)
-
-
 @pytest.mark.parametrize("segments", [2, 7, 64, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
 def test_any_number_of_segments(segments, dtype):
@@ -57,9 +49,9 @@ def test_slow_gates(dtype):
 
 
 def test_latches_are_mended_and_counted():
-    case = _latches(make_case(pararnn.GRUCell, torch.float32, 600, "initial", channels=320))
+    case = make_case(pararnn.GRUCell, torch.float32, 600, "initial", channels=320)
     with cut(8, 48):
-        result = _check(case)
+        result = _check(with_latches(case, 0.05, 30))
     # A guess, from its ends, for the Jacobians, and one update that is exact.
     assert result.sweeps == 4
     assert 0 < result.mended < 2 * 320 / 4

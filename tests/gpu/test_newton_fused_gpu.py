@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from oracle import failures, run
-from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case
+from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case, with_latches
 
 import pararnn
 from pararnn.contract import check_solve
@@ -101,16 +101,9 @@ def test_slow_gates(dtype, meeting):
                 assert not failures(case, **HOW), (bias, segments)
 
 
-def _latches(case, share=0.05):
-    """Some channels never forget: their update gate is almost shut."""
-    gates = case.gates.clone()
-    shut = torch.rand(gates.shape[-1], generator=torch.Generator().manual_seed(1)) < share
-    gates[:, :, 0, shut] -= 30.0
-    return case._replace(gates=gates)
-
-
 def test_latches_are_mended_and_counted(meeting):
-    case = _latches(make_case(pararnn.GRUCell, torch.float32, 2000, "initial", channels=640))
+    case = make_case(pararnn.GRUCell, torch.float32, 2000, "initial", channels=640)
+    case = with_latches(case, 0.05)
     with _cut(8):
         assert not failures(case, **HOW)
         cell, gates = case.cell.cuda(), case.gates.cuda()
@@ -154,7 +147,8 @@ def test_non_finite_inputs(meeting):
 
 
 def test_the_same_bits_every_time_even_under_load(meeting):
-    case = _latches(make_case(pararnn.GRUCell, torch.float32, 700, "resets", channels=130))
+    case = make_case(pararnn.GRUCell, torch.float32, 700, "resets", channels=130)
+    case = with_latches(case, 0.05)
     with _cut(7):
         first = run(case, "cuda", torch.float32, **HOW)
         again = run(case, "cuda", torch.float32, **HOW)

@@ -165,14 +165,14 @@ class Kernel:
         argument = (ctypes.c_int64 * len(words))(*words)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         places = ctypes.addressof(arguments)
-        launch = (*grid, 1, *self.block, 1, 0, stream, places)
         if cluster:
             config = self._clusters_of(grid, cluster, stream)
             call = functools.partial(self.driver.cuLaunchKernelEx, config, self.function, places, 0)
-        elif together:
-            call = functools.partial(self.driver.cuLaunchCooperativeKernel, self.function, *launch)
         else:
-            call = functools.partial(self.driver.cuLaunchKernel, self.function, *launch, 0)
+            launch = (self.function, *grid, 1, *self.block, 1, 0, stream, places)
+            call = functools.partial(self.driver.cuLaunchCooperativeKernel, *launch)
+            if not together:
+                call = functools.partial(self.driver.cuLaunchKernel, *launch, 0)
         self._in_context(call, f"launching the {self.name} kernel")
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - kernels live as long as the process

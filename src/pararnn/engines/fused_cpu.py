@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.codegen.cpp import SOLVERS, kernels_of
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.engines.base import Arguments, Engine, Gradients, Solution
-from pararnn.engines.layouts import addresses, by_head, copied, narrow, unit_stride
+from pararnn.engines.layouts import addresses, by_head, copied, gradients_like, narrow, unit_stride
 from pararnn.engines.split import BY_RULE, Pin, Split, split_of
 from pararnn.numerics import compute_dtype
 from pararnn.program import Program
@@ -75,15 +75,8 @@ def _backward(
     tensors = [*saved, *arriving, *arriving_final, *outputs, *boundaries]
     kernel = kernels_of(program, args.gates.dtype, solver).backward
     kernel([*sizes, *cut], [*prepared.addresses, *addresses(tensors)])
-    if written.data_ptr() != grad_gates.data_ptr():
-        grad_gates.copy_(written.reshape(grad_gates.shape))
-    return Gradients(
-        gates=grad_gates,
-        bias=None if args.bias is None else grad_bias.to(args.bias.dtype),
-        fields=tuple(g.to(f.dtype) for g, f in zip(grad_fields, args.fields, strict=True)),
-        params=tuple(grad_params),
-        initial=tuple(g.to(h.dtype) for g, h in zip(grad_initial, args.initial, strict=True)),
-    )
+    grads = (grad_bias, grad_fields, grad_params, grad_initial)
+    return gradients_like(args, grad_gates, written, *grads)
 
 
 class _Prepared:

@@ -20,7 +20,7 @@ from pararnn.codegen.cuda import (
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Solution
-from pararnn.engines.layouts import addresses, by_head, copied, narrow, unit_stride
+from pararnn.engines.layouts import addresses, by_head, copied, gradients_like, narrow, unit_stride
 from pararnn.engines.plan_cuda import cores_of, on_device, plan, shared_of
 from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Pin, Split, segments_for
 from pararnn.errors import EngineError
@@ -39,14 +39,13 @@ def _forward(solver: str, program: Program, args: Arguments, on_failure: str) ->
         final = tuple(new((args.sequences, inputs.channels), dtype=dtype) for _ in count)
     else:  # sequences without a step keep their initial state
         final = tuple(copied(h, dtype) for h in args.start(program.num_states))
-    if not inputs.blocks:
-        return Solution(states, final, new((INFO_SLOTS[solver], 2), dtype=torch.int64).zero_())
-    run = inputs.prepared("forward", chunk_of(*inputs.places))
-    # Where tiles share slots, these are zero at first.
     info = new((INFO_SLOTS[solver], 2), dtype=torch.int64)
-    if solver == "newton" and inputs.blocks > len(info):
+    # Slots that no tile writes, or that several share, are zero at first.
+    if not inputs.blocks or (solver == "newton" and inputs.blocks > len(info)):
         info.zero_()
-    run([*inputs.words, *addresses((*states, *final, info))])
+    if inputs.blocks:
+        run = inputs.prepared("forward", chunk_of(*inputs.places))
+        run([*inputs.words, *addresses((*states, *final, info))])
     return Solution(states, final, info)
 
 
@@ -100,15 +99,8 @@ def _backward(
         run(words)
         words = [spans, *addresses([sums_of, grad_bias, *_padded(grad_params)])]
         run.sum_weights(words, weights)
-    if written.data_ptr() != grad_gates.data_ptr():
-        grad_gates.copy_(written.reshape(grad_gates.shape))
-    return Gradients(
-        gates=grad_gates,
-        bias=None if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
-        fields=tuple(g.to(f.dtype) for g, f in zip(grad_fields, args.fields, strict=True)),
-        params=tuple(grad_params),
-        initial=tuple(g.to(h.dtype) for g, h in zip(grad_initial, args.initial, strict=True)),
-    )
+    grads = (grad_bias, grad_fields, grad_params, grad_initial)
+    return gradients_like(args, grad_gates, written, *grads)
 
 
 class _Inputs:
@@ -199,13 +191,8 @@ class _Run:
         if self.inputs.solver == "sequential":
             on_device(self.inputs.device, launch, grid, words, self._stream())
             return
-        shared = shared_of(
-            self.plan,
-            self.inputs.gates,
-            self.inputs.program,
-            self.inputs.blocks,
-            self.inputs.per_lane,
-        )
+        own = self.inputs
+        shared = shared_of(self.plan, own.gates, own.program, own.blocks, own.per_lane)
         together = not self.plan.cluster and self.split.segments > 1
         on_device(
             self.inputs.device,
@@ -219,10 +206,8 @@ class _Run:
 
     def sum_weights(self, words: Sequence[int], weights: int) -> None:
         """Add up what the spans of all rows have summed."""
-        grid, launch = (
-            (-(-self.inputs.channels // LANES), weights),
-            self.plan.kernels["sum_weights"],
-        )
+        grid = (_tiles(self.inputs.channels, 1), weights)
+        launch = self.plan.kernels["sum_weights"]
         on_device(self.inputs.device, launch, grid, words, self._stream())
 
     def _stream(self) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from pararnn.engines.base import Arguments, Gradients
 
 
 def by_head(gates: Tensor) -> Tensor:
@@ -28,6 +30,31 @@ def narrow(field: Tensor, dtype: torch.dtype) -> Tensor:
 def copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous copy."""
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+
+
+def gradients_like(
+    args: Arguments,
+    grad_gates: Tensor,
+    written: Tensor,
+    grad_bias: Tensor | None,
+    grad_fields: Sequence[Tensor],
+    grad_params: Sequence[Tensor],
+    grad_initial: Sequence[Tensor],
+) -> Gradients:
+    """What a kernel has written, in the dtypes of the arguments.
+
+    `written`: gradients of the gates as the kernel takes them, a view of `grad_gates` or to be
+    copied there.
+    """
+    if written.data_ptr() != grad_gates.data_ptr():
+        grad_gates.copy_(written.reshape(grad_gates.shape))
+    return Gradients(
+        gates=grad_gates,
+        bias=None if args.bias is None or grad_bias is None else grad_bias.to(args.bias.dtype),
+        fields=tuple(g.to(f.dtype) for g, f in zip(grad_fields, args.fields, strict=True)),
+        params=tuple(grad_params),
+        initial=tuple(g.to(h.dtype) for g, h in zip(grad_initial, args.initial, strict=True)),
+    )
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:

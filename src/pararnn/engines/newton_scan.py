@@ -13,6 +13,7 @@ from pararnn.program import Program, make_program
 from pararnn.structure import BlockDiagonal, Diagonal, Structure
 
 _KERNELS = {"cpu": (fused_cpu.SEQUENTIAL, fused_cpu.NEWTON), "cuda": (fused_cuda.NEWTON,)}
+"""By device: what runs a recurrence that does not fill it comes last; on a GPU it serves all."""
 
 
 def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
@@ -40,12 +41,13 @@ def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
 
 
 def _kernel(rhs: Tensor) -> Engine:
-    """What runs the recurrence (B, T, N, D): on a GPU (newton, fused), which serves all sizes."""
+    """What runs the recurrence (B, T, N, D)."""
     batch, steps, _, channels = rhs.shape
-    first, *rest = _KERNELS[rhs.device.type]
-    size = (batch, steps, channels)
-    split = rest and fused_cpu.segments_of(size, rhs.dtype, rhs.device) >= MIN_SEGMENTS
-    return rest[0] if split else first
+    kernels = _KERNELS[rhs.device.type]
+    if rhs.device.type == "cpu":
+        segments = fused_cpu.segments_of((batch, steps, channels), rhs.dtype, rhs.device)
+        return kernels[segments >= MIN_SEGMENTS]
+    return kernels[0]
 
 
 def _affine(num_states: int) -> Program:
