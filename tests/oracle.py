@@ -42,11 +42,8 @@ def run(case, device, dtype, seed=0, **how):
     return {name: value.detach().cpu() for name, value in named.items()}
 
 
-def failures(case, device="cuda", **how):
-    """What the kernels on a device get wrong, beyond the contract's forward error."""
-    dtype = case.gates.dtype
-    got = run(case, device, dtype, **how)
-    exact, loop = run(case, "cpu", torch.float64), run(case, "cpu", dtype)
+def beyond(got, exact, loop, dtype):
+    """What is further from the truth than the contract's forward error: name, error, the loop's."""
     wrong = []
     for name, value in got.items():
         error, own = (relative_error(v, exact[name]) for v in (value, loop[name]))
@@ -54,3 +51,10 @@ def failures(case, device="cuda", **how):
         if not error <= allowed + SEQUENTIAL_ERRORS * own:
             wrong.append((name, error, own))
     return wrong
+
+
+def failures(case, device="cuda", **how):
+    """What the kernels on a device get wrong, beyond the contract's forward error."""
+    dtype = case.gates.dtype
+    got = run(case, device, dtype, **how)
+    return beyond(got, run(case, "cpu", torch.float64), run(case, "cpu", dtype), dtype)

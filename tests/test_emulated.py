@@ -3,6 +3,7 @@
 import pytest
 import torch
 from emulated import Device
+from oracle import beyond, run
 from table import FUSED, NEWTON_FUSED, make_case, needs_compiler, with_latches
 
 import pararnn
@@ -44,3 +45,39 @@ def test_resets_in_half_precision(monkeypatch):
     MEETINGS["grid"].install(monkeypatch)
     case = make_case(pararnn.LSTMCell, torch.bfloat16, 411, "reverse", channels=33)
     _checked(case, segments=16)
+
+
+def _slow(length, bias, channels=6, **options):
+    """Some channels forget slowly: rounding moves the ends of their segments, rerun by rerun."""
+    case = make_case(
+        pararnn.GRUCell, torch.float32, length, "initial", channels=CHANNELS, **options
+    )
+    case.gates[:, :, 0, :channels] += bias
+    return case
+
+
+@pytest.mark.parametrize("bias", [-6.0, -8.0, -10.0])
+def test_slow_channels_meet_soon(bias, meeting):
+    result = _checked(_slow(1024, bias, batch=1), segments=8, burn_in=48)
+    assert result.sweeps <= 4
+
+
+@pytest.mark.parametrize("bias", [-8.0, -12.0])
+def test_gaps_of_slow_channels_do_not_add_up(bias, monkeypatch):
+    case = _slow(16384, bias, batch=1)
+    exact, loop = (run(case, "cpu", dtype) for dtype in (torch.float64, torch.float32))
+    MEETINGS["grid"].install(monkeypatch)
+    how = {"solver": NEWTON_FUSED[0], "backend": NEWTON_FUSED[1]}
+    with pararnn.using(segments=32):
+        got = run(case, "cpu", torch.float32, **how)
+    assert not beyond(got, exact, loop, torch.float32)
+
+
+@pytest.mark.parametrize("scale", [2, 4, 8])
+def test_large_weights(scale, monkeypatch):
+    MEETINGS["grid"].install(monkeypatch)
+    case = make_case(pararnn.GRUCell, torch.float32, 1024, channels=CHANNELS, batch=1)
+    with torch.no_grad():
+        for parameter in case.cell.recurrent_parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale)
+    _checked(case, segments=8)

@@ -72,7 +72,9 @@ class Shared(NamedTuple):
     memory: tuple[Tensor, ...]
 
 
-def shared_of(plan: Plan, gates: Tensor, program: Program, columns: int, per_lane: int) -> Shared:
+def shared_of(
+    plan: Plan, gates: Tensor, program: Program, columns: int, per_lane: int, direction: str
+) -> Shared:
     """What the segments of a Newton solve share: see kernels/cuda/boundaries.h, meeting_grid.h.
 
     Counted in words of 64 bits: one number of 32 bits that is posted, or two that are not.
@@ -85,7 +87,8 @@ def shared_of(plan: Plan, gates: Tensor, program: Program, columns: int, per_lan
     places = _places(shared, [board, found])
     if plan.cluster:
         return Shared([*places, 0], (shared,))  # an empty struct has a size
-    ends = spans * lanes * states * words
+    sizes = direction == "backward"  # of adjoints, posted with them
+    ends = spans * lanes * (states + sizes) * words
     zeros = gates.new_zeros(columns + ends + columns, dtype=torch.int64)
     return Shared([*places, *_places(zeros, [columns, ends, columns])], (shared, zeros))
 

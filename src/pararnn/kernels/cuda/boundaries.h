@@ -60,15 +60,46 @@ constexpr int board_words =
     2 * post_words<map_numbers> + post_words<boundary_numbers>;  // of one segment
 constexpr int found_numbers = per_lane * (2 * num_states + 2);
 
+// Where channels do not forget, rounding alone moves the end of a segment by more than a start may be off,
+// and every rerun is rounded otherwise. So there the forward pass bridges gaps, see mend.h, where they and
+// the shifts that follow from them are small: over what a start may be off. Limits also of what a segment
+// makes of a gap, and of channels, as each takes a few us.
+constexpr bool bridges = !backward && !events && (wide || same<io, float>::value);
+constexpr real bridged = 20, bridged_gain = 1.5;
+constexpr int most_bridges = 6;
+
+// Where a segment ends: the states, and the largest adjoint on the way (0 in the forward pass).
+struct End {
+  real state[num_states][per_lane], size[per_lane];
+
+  PARARNN_FUNCTION void get(real (&numbers)[end_numbers]) const {
+#pragma unroll
+    for (int i = 0; i < boundary_numbers; ++i) numbers[i] = state[i / per_lane][i % per_lane];
+#pragma unroll
+    for (int i = boundary_numbers; i < end_numbers; ++i) numbers[i] = size[i - boundary_numbers];
+  }
+  PARARNN_FUNCTION void set(const real (&numbers)[end_numbers]) {
+#pragma unroll
+    for (int i = 0; i < boundary_numbers; ++i) state[i / per_lane][i % per_lane] = numbers[i];
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c)
+      size[c] = backward ? numbers[end_numbers - per_lane + c] : constant(0);
+  }
+};
+
+// What became of a segment since its last sweep: nothing, its start has moved, or it has been bridged.
+enum class Status { as_it_was, moved, bridged };
+
 // What a segment starts from, ends at, and makes of a shift of its start.
 struct Trajectory {
   real end[num_states][per_lane];
-  Linear linear;  // and the start
+  Linear linear;      // and the start
+  bool roomy, bridging = false;  // whether there are steps enough for bridges; whether gaps get some
 
-  PARARNN_FUNCTION real gain(int c) const { return linear.product[c][entries]; }
+  PARARNN_FUNCTION real gain(int c) const { return linear.product[c][gain_at]; }
 
-  // For one warp that goes on alone; `moved`: the start has moved since.
-  PARARNN_FUNCTION void write(scalar* to, const Channels& moved) const {
+  // For one warp that goes on alone.
+  PARARNN_FUNCTION void write(scalar* to, Status status) const {
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) {
       scalar* own = to + c * (2 * num_states + 2) * lanes + lane();
@@ -78,12 +109,11 @@ struct Trajectory {
         __stcg(own + (num_states + n) * lanes, end[n][c]);
       }
       __stcg(own + 2 * num_states * lanes, gain(c));
-      __stcg(own + (2 * num_states + 1) * lanes, constant(moved.any()));
+      __stcg(own + (2 * num_states + 1) * lanes, constant((int)status));
     }
   }
-  // Returns whether the start has moved.
-  PARARNN_FUNCTION bool read(const scalar* from) {
-    bool moved = false;
+  PARARNN_FUNCTION Status read(const scalar* from) {
+    real status;
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) {
       const scalar* own = from + c * (2 * num_states + 2) * lanes + lane();
@@ -92,24 +122,52 @@ struct Trajectory {
         linear.start[n][c] = __ldcg(own + n * lanes);
         end[n][c] = __ldcg(own + (num_states + n) * lanes);
       }
-      linear.product[c][entries] = __ldcg(own + 2 * num_states * lanes);
-      moved |= __ldcg(own + (2 * num_states + 1) * lanes) != constant(0);
+      linear.product[c][gain_at] = __ldcg(own + 2 * num_states * lanes);
+      status = __ldcg(own + (2 * num_states + 1) * lanes);
     }
-    return moved;
+    return (Status)(int)status;
   }
 
-  // Whether channel c of the lane starts where the segment before it ends.
-  PARARNN_FUNCTION bool follows(const real (&before)[num_states][per_lane], int c) const {
+  PARARNN_FUNCTION End last() const {
+    End x;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) x.state[n][c] = end[n][c];
+      x.size[c] = size_of(linear.product[c]);
+    }
+    return x;
+  }
+
+  // How far channel c of the lane starts from where the segment before it ends, and how far it may.
+  PARARNN_FUNCTION real gap(const End& before, int c) const {
     real own_start[num_states], own_before[num_states];
     column(linear.start, c, own_start);
-    column(before, c, own_before);
-    return distance(own_start, own_before, gain(c)) <= constant(1);
+    column(before.state, c, own_before);
+    return distance(own_start, own_before, gain(c), before.size[c]);
   }
-  PARARNN_FUNCTION bool follows(const real (&before)[num_states][per_lane], const Place& at) const {
+  PARARNN_FUNCTION real limit(int c) const {
+    return bridging && gain(c) <= bridged_gain ? bridged : constant(1);
+  }
+  PARARNN_FUNCTION bool follows(const End& before, const Place& at) const {
     bool fits = true;
 #pragma unroll
-    for (int c = 0; c < per_lane; ++c) fits &= c >= at.active || follows(before, c);
+    for (int c = 0; c < per_lane; ++c) fits &= c >= at.active || gap(before, c) <= constant(1);
     return __all_sync(~0u, fits);
+  }
+
+  // The channels that a bridge would serve, or has to.
+  PARARNN_FUNCTION Channels gaps(const End& before, const Place& at) const {
+    Channels some;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      const real far = gap(before, c);
+      some.lanes_of[c] = __ballot_sync(~0u, c < at.active && far > constant(1) && far <= bridged);
+    }
+    return some;
+  }
+  PARARNN_FUNCTION void decide_on_bridges(const End& before, const Place& at) {
+    if constexpr (bridges) bridging = roomy && gaps(before, at).count() <= most_bridges;
   }
 };
 
@@ -183,7 +241,7 @@ PARARNN_FUNCTION void for_each_map(const Word* from, int64 apart, int some, unsi
 
 // What follows from a shift: whether it is worth a rerun; it is not if it is no number.
 PARARNN_FUNCTION bool too_far(const real (&start)[num_states], const real (&shift)[num_states],
-                              real gain) {
+                              real gain, real size, real limit) {
   real shifted[num_states];
   bool usable = true;
 #pragma unroll
@@ -191,15 +249,15 @@ PARARNN_FUNCTION bool too_far(const real (&start)[num_states], const real (&shif
     shifted[n] = start[n] + shift[n];
     usable &= finite(shift[n]);
   }
-  return usable && distance(start, shifted, gain) > constant(1);
+  return usable && distance(start, shifted, gain, size) > limit;
 }
 
 // Moves the start of segment `own` to where Newton has it, if that is too far away. `before`: the end of
-// the segment before it. Returns how far it was, and the channels that have moved. A segment whose start
+// the segment before it. Returns how far it was, 0 if it stays, and the channels that have moved. A segment whose start
 // stays is one whose end is believed: what follows it starts there, or is moved to there.
 PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_number, int own,
-                                 int round, const real (&before)[num_states][per_lane],
-                                 Trajectory& trajectory, Channels& moved) {
+                                 int round, const End& before, Trajectory& trajectory,
+                                 Channels& moved) {
   const int segments = (int)s.segments;
   int group = 1;  // segments of a group: about the square root of them all
   while (group * group < segments) group *= 2;
@@ -215,11 +273,13 @@ PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_
   for (int c = 0; c < per_lane; ++c) {
 #pragma unroll
     for (int e = 0; e < entries; ++e) maps.of[c].a[e] = linear.product[c][e];
-    // A start that fits has no gap: where segments expand, rounding would become a shift.
-    const bool fits = own == 0 || trajectory.follows(before, c);
+    // A start that fits has no gap: where segments expand, rounding would become a shift. But where gaps
+    // are bridged, they must not add up.
+    const real limit = trajectory.limit(c);
+    const bool fits = own == 0 || (limit == constant(1) && trajectory.gap(before, c) <= limit);
 #pragma unroll
     for (int n = 0; n < num_states; ++n) {
-      gap[c][n] = fits ? constant(0) : before[n][c] - linear.start[n][c];
+      gap[c][n] = fits ? constant(0) : before.state[n][c] - linear.start[n][c];
       shift[c][n] = constant(0);
     }
     real ends[num_states];
@@ -249,7 +309,8 @@ PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_
     column(trajectory.end, c, own_end);
 #pragma unroll
     for (int n = 0; n < num_states; ++n) shift[c][n] += gap[c][n];
-    shifted[c] = own > 0 && too_far(own_start, shift[c], trajectory.gain(c));
+    shifted[c] = own > 0 && too_far(own_start, shift[c], trajectory.gain(c), before.size[c],
+                                    trajectory.limit(c));
 #pragma unroll
     for (int n = 0; n < num_states; ++n) shift[c][n] = shifted[c] ? shift[c][n] : constant(0);
     newton_start(own_end, linear.product[c], shift[c], expected);
@@ -268,13 +329,13 @@ PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_
     column(linear.start, c, own_start);
     column(start, c, own_wanted);
     const bool exists = own > 0 && c < at.active;
-    const real far = exists ? distance(own_start, own_wanted, trajectory.gain(c)) : constant(0);
-    const bool moves = exists && (shifted[c] || far > constant(1));
+    const real far = distance(own_start, own_wanted, trajectory.gain(c), before.size[c]);
+    const bool moves = exists && (shifted[c] || far > trajectory.limit(c));
 #pragma unroll
     for (int n = 0; n < num_states; ++n)
       if (moves) linear.start[n][c] = own_wanted[n];
     moved.lanes_of[c] = __ballot_sync(~0u, moves);
-    furthest = larger(far, furthest);
+    furthest = larger(moves ? far : constant(0), furthest);
   }
   return most_of_lanes(furthest);
 }

@@ -146,12 +146,14 @@ struct ForwardPass {
       part<num_fields>(x, num_gates, field);
       jacobian(state, gate, field, own.param, next, own_jacobian);
       multiply<false>(own_jacobian, product);
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) state[n] = next[n];
+      put(j, state);
+    }
+    PARARNN_FUNCTION void put(int j, const real (&state)[num_states]) const {
       const int64 place = own.place(time_of(p.in, direction, j));
 #pragma unroll
-      for (int n = 0; n < num_states; ++n) {
-        state[n] = next[n];
-        p.states[n][place] = narrow<io>(next[n]);
-      }
+      for (int n = 0; n < num_states; ++n) p.states[n][place] = narrow<io>(state[n]);
     }
     // The end of a span: `state` is the last one.
     PARARNN_FUNCTION void finish(const Span& span, int64, const real (&state)[num_states],

@@ -6,7 +6,10 @@
 namespace pararnn {
 
 constexpr int entries = num_states * num_states;
-constexpr int kept = entries + 1;  // of a product: its entries, and the largest that there ever was
+constexpr bool backward = PARARNN_BACKWARD;
+// What is kept of a product of Jacobians: its entries, the largest that there ever was, and in the backward
+// pass the largest adjoint on the way.
+constexpr int gain_at = entries, size_at = entries + 1, kept = entries + 1 + backward;
 
 PARARNN_FUNCTION bool finite(real x) { return abs(x) < constant(INFINITY); }
 
@@ -20,7 +23,17 @@ PARARNN_FUNCTION real reciprocal_of(real x) {
 PARARNN_FUNCTION void begin_product(real (&product)[kept]) {
 #pragma unroll
   for (int e = 0; e < entries; ++e) product[e] = constant(e % (num_states + 1) == 0);
-  product[entries] = constant(1);
+  product[gain_at] = constant(1);
+  if constexpr (backward) product[size_at] = constant(0);
+}
+
+PARARNN_FUNCTION void note_size(real (&product)[kept], real x) {
+  if constexpr (backward)
+    product[size_at] = abs(x) > product[size_at] && finite(x) ? abs(x) : product[size_at];
+}
+PARARNN_FUNCTION real size_of(const real (&product)[kept]) {
+  if constexpr (backward) return product[size_at];
+  else return constant(0);
 }
 
 // `step` after `product`; `transposed`: the step's transpose.
@@ -40,7 +53,7 @@ PARARNN_FUNCTION void multiply(const real (&step)[count], real (&product)[kept])
 #pragma unroll
     for (int i = 0; i < num_states; ++i) {
       product[i * num_states + j] = own[i];
-      product[entries] = larger(abs(own[i]), product[entries]);
+      product[gain_at] = larger(abs(own[i]), product[gain_at]);
     }
   }
 }
@@ -61,45 +74,50 @@ struct Linear {
   }
   PARARNN_FUNCTION void forget() {
 #pragma unroll
-    for (int c = 0; c < per_lane; ++c)
+    for (int c = 0; c < per_lane; ++c) {
 #pragma unroll
       for (int e = 0; e < entries; ++e) product[c][e] = constant(0);
+      if constexpr (backward) product[c][size_at] = constant(0);
+    }
   }
   PARARNN_FUNCTION void follow(int c, const real (&step)[entries]) {
     multiply<false>(step, product[c]);
   }
-  PARARNN_FUNCTION void follow_back(int c, const real (&step)[entries]) {
+  // `adjoint`: what the step makes.
+  PARARNN_FUNCTION void follow_back(int c, const real (&step)[entries],
+                                    const real (&adjoint)[num_states]) {
     multiply<true>(step, product[c]);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) note_size(product[c], adjoint[n]);
   }
 };
 
-// What a start may be away from where it belongs, over 1 + |state|: two units of rounding, as any step
-// makes. Where tensors in memory are narrower, a small part of their rounding, over what the segment
-// makes of it.
-constexpr real rounding = wide ? (real)4.5e-16 : (real)2.4e-7;
-constexpr real allowance = wide || same<io, float>::value ? rounding
+// What a start may be away from where it belongs, over 1 + |state|, and over what its segment makes of the
+// difference: two units of rounding, as any step makes. Where tensors in memory are narrower, a small part of
+// their rounding. Adjoints are to have the error of a loop's only, where what rounding does is as large as
+// the largest adjoint so far, and adds up in channels that do not forget.
+constexpr real unit = wide ? (real)2.2e-16 : (real)1.2e-7;
+constexpr real allowance = wide || same<io, float>::value ? (backward ? 16 : 2) * unit
                            : same<io, bfloat16>::value ? (real)6.1e-5 : (real)7.6e-6;
 
-// How far a start is from where it belongs, over what it may: above 1 is too far. `gain`: what its
-// run of steps makes of the difference, at most.
-PARARNN_FUNCTION real distance(real start, real wanted, real gain) {
-  real allowed = rounding;
-  if constexpr (allowance != rounding) {
-    const real shared = allowance * reciprocal_of(gain);
-    allowed = shared > rounding ? shared : rounding;
-  }
-  const real apart = abs(start - wanted) * reciprocal_of(allowed * (constant(1) + abs(wanted)));
+// How far a start is from where it belongs, over what it may: above 1 is too far. `gain`: what its run of
+// steps makes of the difference, at most. `size`: of adjoints, the largest one before it.
+PARARNN_FUNCTION real distance(real start, real wanted, real gain, real size) {
+  const real shared = allowance * reciprocal_of(gain);
+  const real allowed = shared > unit ? shared : unit;
+  const real scale = constant(1) + (abs(wanted) > size ? abs(wanted) : size);
+  const real apart = abs(start - wanted) * reciprocal_of(allowed * scale);
   if (apart < constant(1e30)) return apart;
   const bool same_nothing = start == wanted || (isnan(start) && isnan(wanted));
   return same_nothing ? constant(0) : constant(1e30);
 }
 
 PARARNN_FUNCTION real distance(const real (&start)[num_states], const real (&wanted)[num_states],
-                               real gain) {
+                               real gain, real size) {
   real far = constant(0);
 #pragma unroll
   for (int n = 0; n < num_states; ++n) {
-    const real own = distance(start[n], wanted[n], gain);
+    const real own = distance(start[n], wanted[n], gain, size);
     far = own > far ? own : far;
   }
   return far;

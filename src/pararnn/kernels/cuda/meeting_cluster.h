@@ -35,7 +35,7 @@ PARARNN_FUNCTION void send(const T* place, T value, const Mailbox& mailbox, int 
 
 struct Desk {  // of one block
   Mailbox ends_box, votes_box, distances_box;
-  real ends[boundary_numbers][lanes];  // of the segment before
+  real ends[end_numbers][lanes];  // of the segment before
   unsigned votes[most_segments];       // by segment: whether it does not fit
   unsigned distances[most_segments];   // by segment: bits of how far its start is from where it belongs
 };
@@ -59,16 +59,16 @@ struct Meeting {
   }
 
   // The end of the segment before, as a sweep of this round has found it; nothing for the first one.
-  PARARNN_FUNCTION void exchange(int round, const real (&end)[boundary_numbers],
-                                 real (&before)[1][boundary_numbers]) {
+  PARARNN_FUNCTION void exchange(int round, const real (&end)[end_numbers],
+                                 real (&before)[1][end_numbers]) {
     if (round == 0) wait_for_cluster();  // all desks are open
 #pragma unroll
-    for (int i = 0; i < boundary_numbers; ++i)
+    for (int i = 0; i < end_numbers; ++i)
       if (own + 1 < segments) send(&desk.ends[i][lane()], end[i], desk.ends_box, own + 1);
     if (own == 0) return;
     desk.ends_box.await(round, sizeof desk.ends);
 #pragma unroll
-    for (int i = 0; i < boundary_numbers; ++i) before[0][i] = desk.ends[i][lane()];
+    for (int i = 0; i < end_numbers; ++i) before[0][i] = desk.ends[i][lane()];
   }
 
   // Every segment tells all of them a number; each lane returns that of one. What was told before has

@@ -40,9 +40,9 @@ struct Meeting {
   }
 
   // The end of the segment before, as a sweep of this round has found it; nothing for the first one.
-  PARARNN_FUNCTION void exchange(int round, const real (&end)[boundary_numbers],
-                                 real (&before)[1][boundary_numbers]) const {
-    constexpr int size = post_words<boundary_numbers>;
+  PARARNN_FUNCTION void exchange(int round, const real (&end)[end_numbers],
+                                 real (&before)[1][end_numbers]) const {
+    constexpr int size = post_words<end_numbers>;
     Word* place = counters.ends + (int64)(column * segments + own) * size;
     if (own + 1 < segments) post(place, end, round + 1);
     collect(place - size, 0, own > 0, round + 1, before);

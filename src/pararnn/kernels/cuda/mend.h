@@ -24,23 +24,32 @@ PARARNN_FUNCTION bool worth_mending(int count, int length) {
   return !events && count * mending_cost(length) < length + 40;
 }
 
+// Of what a segment's start may be away, what a lane's may: each gap, and what all of them add up to where a
+// channel does not forget.
+constexpr real share_of_gap = wide || same<io, float>::value ? 2 * unit / allowance : constant(1);
+constexpr real share_of_sum = 4 * share_of_gap;
+
 // Moves the lanes' starts by Newton's update; false where all fit already. `exists`: the lane has steps.
 PARARNN_FUNCTION bool move_lanes(real (&start)[num_states], const real (&end)[num_states],
                                  const real (&product)[kept], bool exists) {
   real before_end[num_states], before[kept];
   from_lane_before(end, 1, lanes, before_end);
   from_lane_before(product, 1, lanes, before);
-  const bool fits = lane() == 0 || !exists ||
-                    distance(start, before_end, product[entries]) <= constant(1);
-  if (__all_sync(~0u, fits)) return false;
+  const real gain = product[gain_at], size = size_of(before);
+  const bool known = lane() == 0 || !exists;
+  const bool meets = known || distance(start, before_end, gain, size) <= share_of_gap;
   Affine own;
   if (lane() > 0) {
 #pragma unroll
     for (int e = 0; e < entries; ++e) own.a[e] = before[e];
+    // As in move_start: a gap that fits is none where lanes expand.
 #pragma unroll
-    for (int n = 0; n < num_states; ++n) own.b[n] = fits ? constant(0) : before_end[n] - start[n];
+    for (int n = 0; n < num_states; ++n)
+      own.b[n] = known || (meets && gain > bridged_gain) ? constant(0) : before_end[n] - start[n];
   }
   scan_lanes(own, lanes);
+  const bool fits = meets && (known || !too_far(start, own.b, gain, size, share_of_sum));
+  if (__all_sync(~0u, fits)) return false;
   real shift[num_states], wanted[num_states];
   from_lane_before(own.b, 1, lanes, shift);
   newton_start(before_end, before, shift, wanted);
@@ -61,12 +70,13 @@ PARARNN_FUNCTION void append(real (&product)[kept], const real (&lane_product)[k
 #pragma unroll
   for (int e = 0; e < entries; ++e)
     if (lane() > 0) most = larger(abs(before[e]) * constant(num_states), most);
-  most = most_of_lanes(most * lane_product[entries]) * product[entries];
+  most = most_of_lanes(most * lane_product[gain_at]) * product[gain_at];
+  note_size(product, most_of_lanes(size_of(lane_product)));
   real step[entries];
 #pragma unroll
   for (int e = 0; e < entries; ++e) step[e] = __shfl_sync(~0u, own.a[e], lanes - 1);
   multiply<false>(step, product);
-  product[entries] = larger(most, product[entries]);
+  product[gain_at] = larger(most, product[gain_at]);
 }
 
 // What step k of the lane takes.
@@ -124,6 +134,25 @@ PARARNN_FUNCTION void mend(const Pass& pass, int channel, const Span& span, int6
   }
   strand.finish(span, slot, state, total);
   __syncwarp();
+}
+
+// Bridges the gap between a channel's start and `before`, where the segment before it ends: its first steps
+// run again from there, and what they make is faded into what they had made. So every step is off by a part
+// of the gap only, and nothing else moves. Of gaps that rounding has made, a segment's worth of it is more
+// than one step may be off, and a rerun would be rounded otherwise.
+template <class AnyPass>
+PARARNN_FUNCTION void bridge(const AnyPass& pass, int channel, int first, int64 slot,
+                             real (&before)[num_states]) {
+  const typename AnyPass::Strand strand(pass, channel);
+  const int own = first + lane();
+  real old[num_states], made[num_states], product[kept];
+  strand.guess(own + 1, old);
+  mend(pass, channel, Span{first, first, first + lanes}, slot, before, product);
+  strand.guess(own + 1, made);
+  const real weight = constant(lanes - 1 - lane()) / constant(lanes);
+#pragma unroll
+  for (int n = 0; n < num_states; ++n) made[n] = multiply_add(weight, made[n] - old[n], old[n]);
+  strand.put(own, made);
 }
 
 }  // namespace pararnn

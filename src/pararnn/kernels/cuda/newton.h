@@ -20,8 +20,22 @@ struct NewtonProblem {
   Shooting shooting;
 };
 
-// Newton goes on while a round brings the starts this much nearer.
-constexpr real enough_progress = 0.5;
+// Newton goes on while a round brings the starts this much nearer; or while they are so near that it is
+// rounding which keeps them apart, for some rounds: what is mended is rounded otherwise.
+constexpr real enough_progress = 0.5, near_enough = bridges ? 8 * bridged : 8;
+constexpr int patience = 8;
+
+// The states of one channel of the tile, by its place.
+PARARNN_FUNCTION void of_channel(const real (&x)[num_states][per_lane], int place,
+                                 real (&state)[num_states]) {
+#pragma unroll
+  for (int n = 0; n < num_states; ++n)
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      const real own = __shfl_sync(~0u, x[n][c], place / per_lane);
+      if (c == place % per_lane) state[n] = own;
+    }
+}
 
 // What a warp keeps of the segment that it runs.
 struct Segment {
@@ -31,7 +45,9 @@ struct Segment {
 
   PARARNN_FUNCTION Segment(const Shooting& s, const Place& at, int length, int w)
       : span{w * (int)s.size, w * (int)s.size, min((w + 1) * (int)s.size, length)},
-        slot(at.row * s.segments + w) {}
+        slot(at.row * s.segments + w) {
+    trajectory.roomy = span.end - span.first > lanes;
+  }
 
   PARARNN_FUNCTION void sweep(const Pass& pass) {
     pass.sweep(span, trajectory.end, trajectory.linear, slot);
@@ -44,20 +60,31 @@ struct Segment {
       for (int c = 0; c < per_lane; ++c) trajectory.end[n][c] = state[n][c];
   }
 
+  // Returns whether there were any gaps.
+  template <class AnyPass>
+  PARARNN_FUNCTION bool bridge_gaps(const AnyPass& pass, const Place& at, const End& before) const {
+    if constexpr (bridges) {
+      const Channels some = trajectory.gaps(before, at);
+      const int count = trajectory.bridging ? some.count() : 0;
+      for (int k = 0; k < count; ++k) {
+        const int place = some.nth(k);
+        real state[num_states];
+        of_channel(before.state, place, state);
+        bridge(pass, at.first + place, span.first, slot, state);
+      }
+      return count > 0;
+    }
+    return false;
+  }
+
   // Runs some channels again.
   PARARNN_FUNCTION void mend_channels(const Pass& pass, const Place& at, const Channels& some) {
     Linear& linear = trajectory.linear;
     const int count = some.count();
     for (int k = 0; k < count; ++k) {
-      const int place = some.nth(k), owner = place / per_lane;
+      const int place = some.nth(k);
       real state[num_states], product[kept];
-#pragma unroll
-      for (int n = 0; n < num_states; ++n)
-#pragma unroll
-        for (int c = 0; c < per_lane; ++c) {
-          const real start = __shfl_sync(~0u, linear.start[n][c], owner);
-          if (c == place % per_lane) state[n] = start;
-        }
+      of_channel(linear.start, place, state);
       mend(pass, at.first + place, span, slot, state, product);
 #pragma unroll
       for (int c = 0; c < per_lane; ++c) {
@@ -76,28 +103,27 @@ struct Segment {
 PARARNN_FUNCTION int run_alone(const Pass& pass, const Shooting& s, const Place& at,
                                 const scalar* found, int length) {
   const int segments = (int)s.segments;
+  const auto status_of = [&](Trajectory& own, int w) {
+    return own.read(found + w * found_numbers * lanes);
+  };
   Trajectory known;
-  int w = 1;
-  while (w < segments && !known.read(found + w * found_numbers * lanes)) ++w;
-  real state[num_states][per_lane];
-#pragma unroll
-  for (int n = 0; n < num_states; ++n)
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) state[n][c] = known.linear.start[n][c];
+  End last;
+  int w = 0;
+  for (Status own = status_of(known, 0); own != Status::moved; own = status_of(known, w)) {
+    last = known.last();
+    if (++w == segments) return 0;
+  }
   int ran = 0;
   for (; w < segments; ++ran) {
     Segment segment(s, at, length, w);
-    segment.start_from(state);
+    segment.start_from(last.state);
     segment.sweep(pass);
     known = segment.trajectory;
     bool fits = true;  // segments that fit as they are
     while (fits) {
-#pragma unroll
-      for (int n = 0; n < num_states; ++n)
-#pragma unroll
-        for (int c = 0; c < per_lane; ++c) state[n][c] = known.end[n][c];
+      last = known.last();
       if (++w == segments) return ran + 1;
-      fits = !known.read(found + w * found_numbers * lanes) && known.follows(state, at);
+      fits = status_of(known, w) == Status::as_it_was && known.follows(last, at);
     }
   }
   return ran;
@@ -124,10 +150,12 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
   segment.span.begin = segment.span.first;
   real furthest = constant(INFINITY);
   for (int round = 0;; ++round) {
-    real end[boundary_numbers], end_before[1][boundary_numbers], before[num_states][per_lane];
-    flatten(trajectory.end, end);
+    real end[end_numbers], end_before[1][end_numbers];
+    End before;
+    trajectory.last().get(end);
     meeting.exchange(round, end, end_before);
-    unflatten(end_before[0], before);
+    before.set(end_before[0]);
+    if (own > 0) trajectory.decide_on_bridges(before, at);
     if (!meeting.any(round, own == 0 || trajectory.follows(before, at))) {
       if (own == 0) pass.report(tile_number, round + 1, round > 0);
       return;
@@ -135,9 +163,17 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
     Channels moved;
     const real far = move_start(s, at, tile_number, own, round, before, trajectory, moved);
     const real most = meeting.most(round, far);
-    if (!(most <= enough_progress * furthest) || round >= segments) {
+    if (bridges && most == constant(0)) {
+      if (own > 0) segment.bridge_gaps(pass, at, before);
+      if (own == 0) pass.report(tile_number, round + 1, true);
+      return;
+    }
+    const bool nears = most <= enough_progress * furthest || (most < near_enough && round < patience);
+    if (!nears || round >= segments) {
       scalar* found = s.found + (int64)tile_number * segments * found_numbers * lanes;
-      trajectory.write(found + own * found_numbers * lanes, moved);
+      const bool bridged = own > 0 && !moved.any() && segment.bridge_gaps(pass, at, before);
+      const Status status = moved.any() ? Status::moved : bridged ? Status::bridged : Status::as_it_was;
+      trajectory.write(found + own * found_numbers * lanes, status);
       meeting.publish();
       if (own > 0) return;
       const int sweeps = run_alone(pass, s, at, found, length);
