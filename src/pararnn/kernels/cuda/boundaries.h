@@ -93,7 +93,7 @@ enum class Status { as_it_was, moved, bridged };
 // What a segment starts from, ends at, and makes of a shift of its start.
 struct Trajectory {
   real end[num_states][per_lane];
-  Linear linear;      // and the start
+  Linear linear;                 // and the start
   bool roomy, bridging = false;  // whether there are steps enough for bridges; whether gaps get some
 
   PARARNN_FUNCTION real gain(int c) const { return linear.product[c][gain_at]; }
@@ -330,12 +330,14 @@ PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_
     column(start, c, own_wanted);
     const bool exists = own > 0 && c < at.active;
     const real far = distance(own_start, own_wanted, trajectory.gain(c), before.size[c]);
-    const bool moves = exists && (shifted[c] || far > trajectory.limit(c));
+    const real limit = trajectory.limit(c);
+    // A gap that stays is no end: then the segment counts as moved, if only to where it is.
+    const bool moves = exists && (shifted[c] || far > limit || trajectory.gap(before, c) > limit);
 #pragma unroll
     for (int n = 0; n < num_states; ++n)
       if (moves) linear.start[n][c] = own_wanted[n];
     moved.lanes_of[c] = __ballot_sync(~0u, moves);
-    furthest = larger(moves ? far : constant(0), furthest);
+    furthest = larger(moves ? larger(far, constant(1)) : constant(0), furthest);
   }
   return most_of_lanes(furthest);
 }
