@@ -65,7 +65,7 @@ constexpr int found_numbers = per_lane * (2 * num_states + 2);
 // the shifts that follow from them are small: over what a start may be off. Limits also of what a segment
 // makes of a gap, and of channels, as each takes a few us.
 constexpr bool bridges = !backward && !events && (wide || same<io, float>::value);
-constexpr real bridged = 20, bridged_gain = 1.5;
+constexpr real bridged = 20, bridged_gain = 3;
 constexpr int most_bridges = 6;
 
 // Where a segment ends: the states, and the largest adjoint on the way (0 in the forward pass).

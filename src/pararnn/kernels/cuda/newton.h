@@ -20,10 +20,11 @@ struct NewtonProblem {
   Shooting shooting;
 };
 
-// Newton goes on while a round brings the starts this much nearer; or while they are so near that it is
-// rounding which keeps them apart, for some rounds: what is mended is rounded otherwise.
+// Newton goes on while a round brings the starts this much nearer; in its first rounds, where what a
+// distance is measured by may change too; and while starts are so near that it is rounding which keeps them
+// apart, for some rounds: what is mended is rounded otherwise.
 constexpr real enough_progress = 0.5, near_enough = bridges ? 8 * bridged : 8;
-constexpr int patience = 8;
+constexpr int first_rounds = 2, patience = 8;
 
 // The states of one channel of the tile, by its place.
 PARARNN_FUNCTION void of_channel(const real (&x)[num_states][per_lane], int place,
@@ -168,7 +169,8 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
       if (own == 0) pass.report(tile_number, round + 1, true);
       return;
     }
-    const bool nears = most <= enough_progress * furthest || (most < near_enough && round < patience);
+    const bool nears = most <= enough_progress * furthest || round < first_rounds ||
+                       (most < near_enough && round < patience);
     if (!nears || round >= segments) {
       scalar* found = s.found + (int64)tile_number * segments * found_numbers * lanes;
       const bool bridged = own > 0 && !moved.any() && segment.bridge_gaps(pass, at, before);
