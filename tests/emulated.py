@@ -20,6 +20,7 @@ from pararnn.codegen import cache as disk
 from pararnn.codegen import headers
 from pararnn.codegen.compiler import compiler_identity, find_compiler
 from pararnn.codegen.cuda import KERNELS, Variant, source_of
+from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.engines import fused_cuda, plan_cuda, table
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -51,7 +52,7 @@ class Kernel:
         assert failure is None, failure.decode()
 
     def most_in_cluster(self, device: int) -> int:
-        return 16
+        return MAX_CLUSTER
 
     def blocks_a_core(self) -> int:
         return BLOCKS_A_CORE

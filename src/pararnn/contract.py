@@ -140,6 +140,7 @@ class _Oracle:
         self.problem, self.dtype = problem, problem.gates.dtype
         self.plain = self._run("sequential", "torch", "warn")
         self.exact = problem.to(torch.float64)
+        self.plain_defect = _defect(self.exact, self.plain.states, self.dtype)
         self.values, self.grads, self.scales = run_loop(self.exact)
         self.another = functools.cache(lambda k: run_loop(problem, rounding=k)[0])
 
@@ -171,7 +172,7 @@ class _Oracle:
 
     def _check_defect(self, run: _Run) -> Check:
         """The largest defect over what rounding allows, evaluated in float64."""
-        defect, own = (_defect(self.exact, r.states, self.dtype) for r in (run, self.plain))
+        defect, own = _defect(self.exact, run.states, self.dtype), self.plain_defect
         for k in range(ROUNDINGS):
             if defect > max(DEFECT_ULPS, 2 * own):
                 values = self.another(k)
@@ -244,11 +245,11 @@ def _draw(like: Tensor, generator: torch.Generator) -> Tensor:
 def _defect(problem: Problem, states: Sequence[Tensor], dtype: torch.dtype) -> float:
     """The largest defect of states, in epsilons of `dtype`, evaluated in the problem's dtype."""
     with torch.no_grad():
-        args = problem.arguments()
-        system, _ = to_system(program_of(problem.cell), args)
+        args, program = problem.arguments(), program_of(problem.cell)
+        system, _ = to_system(program, args)
         at = forward_order(args, states, args.dtype)
         previous, inputs = system.previous(at).unbind(2), tuple(system.inputs)
-        new = program_of(problem.cell).step(previous, inputs, system.params)
+        new = program.step(previous, inputs, system.params)
         defect = (torch.stack(new, 2) - at).abs()
         if system.padding is not None:
             defect = defect.masked_fill(system.padding.unsqueeze(2), 0)

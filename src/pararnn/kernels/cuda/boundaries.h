@@ -68,19 +68,29 @@ constexpr bool bridges = !backward && !events && (wide || same<io, float>::value
 constexpr real bridged = 20, bridged_gain = 3;
 constexpr int most_bridges = 6;
 
+// States as the first of some numbers to post, and back.
+template <int count>
+PARARNN_FUNCTION void flatten(const real (&x)[num_states][per_lane], real (&out)[count]) {
+#pragma unroll
+  for (int i = 0; i < boundary_numbers; ++i) out[i] = x[i / per_lane][i % per_lane];
+}
+template <int count>
+PARARNN_FUNCTION void unflatten(const real (&x)[count], real (&out)[num_states][per_lane]) {
+#pragma unroll
+  for (int i = 0; i < boundary_numbers; ++i) out[i / per_lane][i % per_lane] = x[i];
+}
+
 // Where a segment ends: the states, and the largest adjoint on the way (0 in the forward pass).
 struct End {
   real state[num_states][per_lane], size[per_lane];
 
   PARARNN_FUNCTION void get(real (&numbers)[end_numbers]) const {
-#pragma unroll
-    for (int i = 0; i < boundary_numbers; ++i) numbers[i] = state[i / per_lane][i % per_lane];
+    flatten(state, numbers);
 #pragma unroll
     for (int i = boundary_numbers; i < end_numbers; ++i) numbers[i] = size[i - boundary_numbers];
   }
   PARARNN_FUNCTION void set(const real (&numbers)[end_numbers]) {
-#pragma unroll
-    for (int i = 0; i < boundary_numbers; ++i) state[i / per_lane][i % per_lane] = numbers[i];
+    unflatten(numbers, state);
 #pragma unroll
     for (int c = 0; c < per_lane; ++c)
       size[c] = backward ? numbers[end_numbers - per_lane + c] : constant(0);
@@ -156,7 +166,7 @@ struct Trajectory {
     return __all_sync(~0u, fits);
   }
 
-  // The channels that a bridge would serve, or has to.
+  // The channels with gaps that are small enough for a bridge.
   PARARNN_FUNCTION Channels gaps(const End& before, const Place& at) const {
     Channels some;
 #pragma unroll
@@ -170,17 +180,6 @@ struct Trajectory {
     if constexpr (bridges) bridging = roomy && gaps(before, at).count() <= most_bridges;
   }
 };
-
-PARARNN_FUNCTION void flatten(const real (&x)[num_states][per_lane],
-                              real (&out)[boundary_numbers]) {
-#pragma unroll
-  for (int i = 0; i < boundary_numbers; ++i) out[i] = x[i / per_lane][i % per_lane];
-}
-PARARNN_FUNCTION void unflatten(const real (&x)[boundary_numbers],
-                                real (&out)[num_states][per_lane]) {
-#pragma unroll
-  for (int i = 0; i < boundary_numbers; ++i) out[i / per_lane][i % per_lane] = x[i];
-}
 
 struct Maps {  // one a channel of the lane
   Affine of[per_lane];

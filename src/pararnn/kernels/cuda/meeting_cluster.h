@@ -35,7 +35,7 @@ PARARNN_FUNCTION void send(const T* place, T value, const Mailbox& mailbox, int 
 
 struct Desk {  // of one block
   Mailbox ends_box, votes_box, distances_box;
-  real ends[end_numbers][lanes];  // of the segment before
+  real ends[end_numbers][lanes];       // of the segment before
   unsigned votes[most_segments];       // by segment: whether it does not fit
   unsigned distances[most_segments];   // by segment: bits of how far its start is from where it belongs
 };

@@ -156,11 +156,11 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
     trajectory.last().get(end);
     meeting.exchange(round, end, end_before);
     before.set(end_before[0]);
-    if (own > 0) trajectory.decide_on_bridges(before, at);
     if (!meeting.any(round, own == 0 || trajectory.follows(before, at))) {
       if (own == 0) pass.report(tile_number, round + 1, round > 0);
       return;
     }
+    if (own > 0) trajectory.decide_on_bridges(before, at);
     Channels moved;
     const real far = move_start(s, at, tile_number, own, round, before, trajectory, moved);
     const real most = meeting.most(round, far);
