@@ -61,11 +61,12 @@ constexpr int board_words =
 constexpr int found_numbers = per_lane * (2 * num_states + 2);
 
 // Where channels do not forget, rounding alone moves the end of a segment by more than a start may be off,
-// and every rerun is rounded otherwise. So there the forward pass bridges gaps, see mend.h, where they and
-// the shifts that follow from them are small: over what a start may be off. Limits also of what a segment
-// makes of a gap, and of channels, as each takes a few us.
-constexpr bool bridges = !backward && !events && (wide || same<io, float>::value);
-constexpr real bridged = 20, bridged_gain = 3;
+// and every rerun is rounded otherwise, or cell functions are so coarse that Newton creeps. So there the
+// forward pass bridges gaps, see mend.h, where the shifts that follow from them are small: over what a start
+// may be off. Less is small where a segment makes more than `bridged_gain` of a shift. A limit also of
+// channels, as each takes a few us.
+constexpr bool bridges = !backward && !events;
+constexpr real bridged = 20, bridged_gain = 1.5 * allowance / unit;
 constexpr int most_bridges = 6;
 
 // States as the first of some numbers to post, and back.
@@ -149,15 +150,23 @@ struct Trajectory {
     return x;
   }
 
-  // How far channel c of the lane starts from where the segment before it ends, and how far it may.
+  // How far channel c of the lane starts from where the segment before it ends.
   PARARNN_FUNCTION real gap(const End& before, int c) const {
     real own_start[num_states], own_before[num_states];
     column(linear.start, c, own_start);
     column(before.state, c, own_before);
     return distance(own_start, own_before, gain(c), before.size[c]);
   }
+  // How large a shift may be that is not made.
   PARARNN_FUNCTION real limit(int c) const {
-    return bridging && gain(c) <= bridged_gain ? bridged : constant(1);
+    if (!bridging) return constant(1);
+    const real shared = bridged * bridged_gain * reciprocal_of(gain(c));
+    return shared > bridged ? bridged : larger(constant(1), shared);
+  }
+  // How long a gap may stay: as the two shifts that it lies between.
+  PARARNN_FUNCTION real longest_gap(int c) const {
+    const real own = limit(c);
+    return own > constant(1) ? 2 * own : own;
   }
   PARARNN_FUNCTION bool follows(const End& before, const Place& at) const {
     bool fits = true;
@@ -171,12 +180,14 @@ struct Trajectory {
     Channels some;
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) {
-      const real far = gap(before, c);
-      some.lanes_of[c] = __ballot_sync(~0u, c < at.active && far > constant(1) && far <= bridged);
+      const real far = gap(before, c), longest = bridging ? longest_gap(c) : bridged;
+      const bool small = far > constant(1) && far <= longest;
+      some.lanes_of[c] = __ballot_sync(~0u, c < at.active && small);
     }
     return some;
   }
   PARARNN_FUNCTION void decide_on_bridges(const End& before, const Place& at) {
+    bridging = false;
     if constexpr (bridges) bridging = roomy && gaps(before, at).count() <= most_bridges;
   }
 };
@@ -311,7 +322,8 @@ PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_
     shifted[c] = own > 0 && too_far(own_start, shift[c], trajectory.gain(c), before.size[c],
                                     trajectory.limit(c));
 #pragma unroll
-    for (int n = 0; n < num_states; ++n) shift[c][n] = shifted[c] ? shift[c][n] : constant(0);
+    for (int n = 0; n < num_states; ++n)
+      if (!shifted[c] && trajectory.limit(c) <= constant(1)) shift[c][n] = constant(0);
     newton_start(own_end, linear.product[c], shift[c], expected);
 #pragma unroll
     for (int n = 0; n < num_states; ++n) ends[n][c] = expected[n];
@@ -330,8 +342,9 @@ PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_
     const bool exists = own > 0 && c < at.active;
     const real far = distance(own_start, own_wanted, trajectory.gain(c), before.size[c]);
     const real limit = trajectory.limit(c);
-    // A gap that stays is no end: then the segment counts as moved, if only to where it is.
-    const bool moves = exists && (shifted[c] || far > limit || trajectory.gap(before, c) > limit);
+    // A gap that is too long is no end: then the segment counts as moved, if only to where it is.
+    const bool too_long = trajectory.gap(before, c) > trajectory.longest_gap(c);
+    const bool moves = exists && (shifted[c] || far > limit || too_long);
 #pragma unroll
     for (int n = 0; n < num_states; ++n)
       if (moves) linear.start[n][c] = own_wanted[n];

@@ -25,9 +25,9 @@ PARARNN_FUNCTION bool worth_mending(int count, int length) {
 }
 
 // Of what a segment's start may be away, what a lane's may: each gap, and what all of them add up to where a
-// channel does not forget.
+// channel does not forget. Gaps that fit do not add up where a lane makes more than `expanding` of one.
 constexpr real share_of_gap = wide || same<io, float>::value ? 2 * unit / allowance : constant(1);
-constexpr real share_of_sum = 4 * share_of_gap;
+constexpr real share_of_sum = 4 * share_of_gap, expanding = 3;
 
 // Moves the lanes' starts by Newton's update; false where all fit already. `exists`: the lane has steps.
 PARARNN_FUNCTION bool move_lanes(real (&start)[num_states], const real (&end)[num_states],
@@ -45,7 +45,7 @@ PARARNN_FUNCTION bool move_lanes(real (&start)[num_states], const real (&end)[nu
     // As in move_start: a gap that fits is none where lanes expand.
 #pragma unroll
     for (int n = 0; n < num_states; ++n)
-      own.b[n] = known || (meets && gain > bridged_gain) ? constant(0) : before_end[n] - start[n];
+      own.b[n] = known || (meets && gain > expanding) ? constant(0) : before_end[n] - start[n];
   }
   scan_lanes(own, lanes);
   const bool fits = meets && (known || !too_far(start, own.b, gain, size, share_of_sum));
