@@ -7,7 +7,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import pararnn
+from pararnn import contract
 from pararnn.contract import check_solve
+from pararnn.solve import solve_with_info
 from pararnn.solvers import newton as newton_module
 
 
@@ -97,3 +99,21 @@ def test_every_kind_of_sequence_is_checked():
         report = pararnn.verify(both, given, **options)
         assert report.passed
         assert len(report.layers) == 4
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_final_states_of_chaos_are_those_of_the_states(wrong, monkeypatch):
+    case = make_case(pararnn.GRUCell, torch.bfloat16, 300, channels=32)
+    with torch.no_grad():
+        for parameter in case.cell.recurrent_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 8)
+
+    def solve(*args, **how):
+        states, final, info = solve_with_info(*args, **how)
+        return states, tuple(f.flip(1) if wrong else f for f in final), info
+
+    monkeypatch.setattr(contract, "solve_with_info", solve)
+    result = check_solve(case.cell, case.gates, solver="sequential")
+    limits = {check.name: check for check in result.checks}
+    assert limits["h"].limit == float("inf")
+    assert limits["final h"].passed != wrong

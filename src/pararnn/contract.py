@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,7 +24,15 @@ from pararnn.numerics import (
     relative_error,
 )
 from pararnn.program import program_of
-from pararnn.reference import Named, Problem, by_name, forward_order, gradients_of, run_loop
+from pararnn.reference import (
+    Named,
+    Problem,
+    by_name,
+    forward_order,
+    gradients_of,
+    last_states,
+    run_loop,
+)
 from pararnn.solve import prepare, solve_with_info
 
 ROUNDINGS = 3
@@ -147,13 +156,9 @@ class _Oracle:
     def judge(self, pair: tuple[str, str], on_failure: str) -> SolveChecks:
         """Solve by a pair, and check the result."""
         run = self._run(*pair, on_failure)
-        compare = functools.partial(self._compare, scales=self.scales)
-        checks = [self._check_defect(run)]
-        for name, value in run.values.items():
-            loop, true = self.plain.values[name], self.values[name]
-            checks.append(compare(name, value, loop, true, self.another))
+        checks = [self._check_defect(run), *self._check_values(run)]
         judged = [
-            compare(name, value, self.plain.grads[name], self.grads[name])
+            self._compare(name, value, self.plain.grads[name], self.grads[name], scales=self.scales)
             for name, value in run.grads.items()
         ]
         stray = _stray_non_finite(run.grads, self.plain.grads)
@@ -179,6 +184,21 @@ class _Oracle:
                 states = [values[name] for name in self.problem.cell.states]
                 own = max(own, _defect(self.exact, states, self.dtype))
         return Check("defect in epsilons", defect, max(float(DEFECT_ULPS), 2 * own))
+
+    def _check_values(self, run: _Run) -> list[Check]:
+        """Forward errors. Where states have none that says anything, final states are theirs."""
+        checks: dict[str, Check] = {}
+        ends = last_states(self.problem, run.states)
+        for name, value in run.values.items():
+            state = checks.get(name.removeprefix("final "))
+            if state is not None and math.isinf(state.limit):
+                error = relative_error(value.to(self.dtype), ends[name])
+                checks[name] = Check(name, error, FORWARD_TOLERANCE[self.dtype])
+                continue
+            loop, true = self.plain.values[name], self.values[name]
+            scales, another = self.scales, self.another
+            checks[name] = self._compare(name, value, loop, true, another, scales=scales)
+        return list(checks.values())
 
     def _judge_gradients_at(self, run: _Run) -> tuple[list[Check], float]:
         """Gradients held against those at the returned states, and their stray entries."""

@@ -84,6 +84,14 @@ def gradients_of(outputs: Sequence[Tensor], problem: Problem, leaves: Named) -> 
     return dict(zip(leaves, grads, strict=True))
 
 
+def last_states(problem: Problem, states: Sequence[Tensor]) -> Named:
+    """The final states that sequences of states end with, by name."""
+    args = problem.arguments()
+    _, bounds = to_system(program_of(problem.cell), args)
+    ends = final_states(args, bounds, forward_order(args, states, problem.gates.dtype))
+    return {f"final {name}": end for name, end in zip(problem.cell.states, ends, strict=True)}
+
+
 class OtherRounding(TorchDispatchMode):
     """Rounds results of pointwise ops in `dtype` otherwise: noise of one epsilon, from a seed.
 
