@@ -36,6 +36,7 @@ from pararnn.train import DemoConfig
 
 F32, BF16 = torch.float32, torch.bfloat16
 MEDIUM, SHORT, WIDE = (8, 2048, 1024), (1, 512, 1024), (1, 2048, 2048)
+FEWER = (4, 2048, 1024)
 NARROW, LONG, BIG = (1, 65536, 64), (1, 65536, 1024), (32, 2048, 1024)
 ENGINES = {"newton": NEWTON, "sequential": SEQUENTIAL}
 MOST_SETS = 40
@@ -87,6 +88,7 @@ HARD = (
 )
 SPLIT = list(itertools.product((MEDIUM, LONG, NARROW), (F32, BF16)))
 """Sizes and dtypes at which it matters how fast channels forget."""
+TRAINED_SPLIT = [*SPLIT, (FEWER, F32), (FEWER, BF16)]
 TRAINED = DemoConfig(device="cuda", width=LONG[2], batch=32, length=512, learning_rate=2e-3)
 TILE = NARROW[2]
 GRID = list(itertools.product((1, 2, 8, 32), (128, 512, 2048, 8192), (64, 256, 1024)))
@@ -232,7 +234,7 @@ def layer_rows(
     print(about, flush=True)
     begin = about["slowest_channel"] // TILE * TILE
     rows = []
-    for size, dtype in SPLIT:
+    for size, dtype in TRAINED_SPLIT:
         channels = slice(begin, begin + TILE) if size == NARROW else slice(None)
         some = inputs(size, dtype, inputs_needed(cell, size, dtype), channels)
         for step in ("forward", "backward"):

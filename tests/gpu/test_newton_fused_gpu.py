@@ -36,16 +36,6 @@ def meeting(request, monkeypatch):
     plan_cuda.plan.cache_clear()
 
 
-@pytest.mark.parametrize("length", [0, 1, 17, 100])
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", CELLS)
-def test_solves_obey_the_contract(name, dtype, length):
-    for variant in VARIANTS:
-        for segments, burn_in in ((2, 0), (5, 8)):
-            with _cut(segments, burn_in):
-                _check(make_case(pararnn.CELLS[name], dtype, length, variant, device="cuda"))
-
-
 @pytest.mark.parametrize("segments", [2, 7, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("name", CELLS)
