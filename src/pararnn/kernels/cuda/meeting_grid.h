@@ -19,12 +19,12 @@ struct Meeting {
   unsigned arrivals = 0, unfit = 0;  // those of the meetings so far
 
   PARARNN_FUNCTION Meeting(const Counters& counters, char*, int column, int segments, int own)
-      : counters(counters), column(column), segments(segments), own(own) {}
+      : counters(counters), column(column), segments(segments), own(own) {
+    __threadfence();  // who sees this segment arrive sees its board cleared
+  }
 
-  // All segments arrive: what they have written is seen by all. Returns `arrived`, which may count some
-  // of the next meeting already.
+  // All segments arrive. Returns `arrived`, which may count some of the next meeting already.
   PARARNN_FUNCTION Word meet(bool fits) {
-    __threadfence();
     __syncwarp();
     arrivals += segments;
     Word word = 0;
@@ -34,9 +34,7 @@ struct Meeting {
       for (word = read_word(place); (unsigned)word < arrivals; word = read_word(place))
         __nanosleep(20);
     }
-    word = __shfl_sync(~0u, word, 0);
-    __threadfence();
-    return word;
+    return __shfl_sync(~0u, word, 0);
   }
 
   // The end of the segment before, as a sweep of this round has found it; nothing for the first one.
@@ -48,15 +46,22 @@ struct Meeting {
     collect(place - size, 0, own > 0, round + 1, before);
   }
 
-  // Whether any segment does not fit. None counts as unfit at the meeting that follows this one.
+  // Whether any segment does not fit. None counts as unfit at the meeting that follows this one. Does not
+  // wait until what a sweep has stored is seen by others, which takes a us: they read posts only.
   PARARNN_FUNCTION bool any(int, bool fits) {
     const unsigned now = (unsigned)(meet(fits) >> 32);
     const bool some = now != unfit;
     unfit = now;
+    if (some) __threadfence();
     return some;
   }
 
-  PARARNN_FUNCTION void publish() { meet(true); }
+  // What all segments have written is seen by all.
+  PARARNN_FUNCTION void publish() {
+    __threadfence();
+    meet(true);
+    __threadfence();
+  }
 
   // The largest of all segments' distances.
   PARARNN_FUNCTION real most(int round, real far) {
