@@ -46,6 +46,18 @@ struct Channels {
   }
 };
 
+// The states of one channel of the tile, by its place.
+PARARNN_FUNCTION void of_channel(const real (&x)[num_states][per_lane], int place,
+                                 real (&state)[num_states]) {
+#pragma unroll
+  for (int n = 0; n < num_states; ++n)
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      const real own = __shfl_sync(~0u, x[n][c], place / per_lane);
+      if (c == place % per_lane) state[n] = own;
+    }
+}
+
 constexpr int map_size = entries + num_states;
 constexpr int map_numbers = per_lane * map_size;
 
@@ -62,12 +74,11 @@ constexpr int found_numbers = per_lane * (2 * num_states + 2);
 
 // Where channels do not forget, rounding alone moves the end of a segment by more than a start may be off,
 // and every rerun is rounded otherwise, or cell functions are so coarse that Newton creeps. So there the
-// forward pass bridges gaps, see mend.h, where the shifts that follow from them are small: over what a start
-// may be off. Less is small where a segment makes more than `bridged_gain` of a shift. A limit also of
-// channels, as each takes a few us.
+// forward pass bridges gaps, see bridge.h, where the shifts that follow from them are small: over what a start
+// may be off. Less is small where a segment makes more than `bridged_gain` of a shift.
 constexpr bool bridges = !backward && !events;
 constexpr real bridged = 20, bridged_gain = 1.5 * allowance / unit;
-constexpr int most_bridges = 6;
+constexpr int bridge_steps = 32;
 
 // States as the first of some numbers to post, and back.
 template <int count>
@@ -105,7 +116,7 @@ enum class Status { as_it_was, moved, bridged };
 struct Trajectory {
   real end[num_states][per_lane];
   Linear linear;                 // and the start
-  bool roomy, bridging = false;  // whether there are steps enough for bridges; whether gaps get some
+  bool bridging = false;         // whether there are steps enough for bridges
 
   PARARNN_FUNCTION real gain(int c) const { return linear.product[c][gain_at]; }
 
@@ -180,15 +191,11 @@ struct Trajectory {
     Channels some;
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) {
-      const real far = gap(before, c), longest = bridging ? longest_gap(c) : bridged;
-      const bool small = far > constant(1) && far <= longest;
+      const real far = gap(before, c);
+      const bool small = far > constant(1) && far <= longest_gap(c);
       some.lanes_of[c] = __ballot_sync(~0u, c < at.active && small);
     }
     return some;
-  }
-  PARARNN_FUNCTION void decide_on_bridges(const End& before, const Place& at) {
-    bridging = false;
-    if constexpr (bridges) bridging = roomy && gaps(before, at).count() <= most_bridges;
   }
 };
 

@@ -136,23 +136,4 @@ PARARNN_FUNCTION void mend(const Pass& pass, int channel, const Span& span, int6
   __syncwarp();
 }
 
-// Bridges the gap between a channel's start and `before`, where the segment before it ends: its first steps
-// run again from there, and what they make is faded into what they had made. So every step is off by a part
-// of the gap only, and nothing else moves. Of gaps that rounding has made, a segment's worth of it is more
-// than one step may be off, and a rerun would be rounded otherwise.
-template <class AnyPass>
-PARARNN_FUNCTION void bridge(const AnyPass& pass, int channel, int first, int64 slot,
-                             real (&before)[num_states]) {
-  const typename AnyPass::Strand strand(pass, channel);
-  const int own = first + lane();
-  real old[num_states], made[num_states], product[kept];
-  strand.guess(own + 1, old);
-  mend(pass, channel, Span{first, first, first + lanes}, slot, before, product);
-  strand.guess(own + 1, made);
-  const real weight = constant(lanes - 1 - lane()) / constant(lanes);
-#pragma unroll
-  for (int n = 0; n < num_states; ++n) made[n] = multiply_add(weight, made[n] - old[n], old[n]);
-  strand.put(own, made);
-}
-
 }  // namespace pararnn

@@ -10,7 +10,7 @@
 // The segments of a tile meet after each sweep. What is decided depends on the values only, and all
 // segments decide alike.
 #pragma once
-#include "boundaries.h"
+#include "bridge.h"
 #include "mend.h"
 
 namespace pararnn {
@@ -26,18 +26,6 @@ struct NewtonProblem {
 constexpr real enough_progress = 0.5, near_enough = bridges ? 8 * bridged : 8;
 constexpr int first_rounds = 2, patience = 8;
 
-// The states of one channel of the tile, by its place.
-PARARNN_FUNCTION void of_channel(const real (&x)[num_states][per_lane], int place,
-                                 real (&state)[num_states]) {
-#pragma unroll
-  for (int n = 0; n < num_states; ++n)
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) {
-      const real own = __shfl_sync(~0u, x[n][c], place / per_lane);
-      if (c == place % per_lane) state[n] = own;
-    }
-}
-
 // What a warp keeps of the segment that it runs.
 struct Segment {
   Span span;
@@ -47,7 +35,7 @@ struct Segment {
   PARARNN_FUNCTION Segment(const Shooting& s, const Place& at, int length, int w)
       : span{w * (int)s.size, w * (int)s.size, min((w + 1) * (int)s.size, length)},
         slot(at.row * s.segments + w) {
-    trajectory.roomy = span.end - span.first > lanes;
+    trajectory.bridging = bridges && span.end - span.first > bridge_steps;
   }
 
   PARARNN_FUNCTION void sweep(const Pass& pass) {
@@ -66,14 +54,8 @@ struct Segment {
   PARARNN_FUNCTION bool bridge_gaps(const AnyPass& pass, const Place& at, const End& before) const {
     if constexpr (bridges) {
       const Channels some = trajectory.gaps(before, at);
-      const int count = trajectory.bridging ? some.count() : 0;
-      for (int k = 0; k < count; ++k) {
-        const int place = some.nth(k);
-        real state[num_states];
-        of_channel(before.state, place, state);
-        bridge(pass, at.first + place, span.first, slot, state);
-      }
-      return count > 0;
+      bridge_channels(pass, at, some, span.first, before);
+      return some.any();
     }
     return false;
   }
@@ -160,7 +142,6 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
       if (own == 0) pass.report(tile_number, round + 1, round > 0);
       return;
     }
-    if (own > 0) trajectory.decide_on_bridges(before, at);
     Channels moved;
     const real far = move_start(s, at, tile_number, own, round, before, trajectory, moved);
     const real most = meeting.most(round, far);
