@@ -89,8 +89,9 @@ def shared_of(
         return Shared([*places, 0], (shared,))  # an empty struct has a size
     sizes = direction == "backward"  # of adjoints, posted with them
     ends = spans * lanes * (states + sizes) * words
-    zeros = gates.new_zeros(columns + ends + columns, dtype=torch.int64)
-    return Shared([*places, *_places(zeros, [columns, ends, columns])], (shared, zeros))
+    parts = [columns, ends, columns, columns]
+    zeros = gates.new_zeros(sum(parts), dtype=torch.int64)
+    return Shared([*places, *_places(zeros, parts)], (shared, zeros))
 
 
 def _places(tensor: Tensor, sizes: Sequence[int]) -> list[int]:

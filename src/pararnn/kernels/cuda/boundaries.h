@@ -13,51 +13,6 @@
 
 namespace pararnn {
 
-// Some channels of a tile: bit `lane` of word c stands for the lane's channel c.
-struct Channels {
-  unsigned lanes_of[per_lane];
-
-  PARARNN_FUNCTION bool any() const {
-    unsigned all = 0;
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) all |= lanes_of[c];
-    return all != 0;
-  }
-  PARARNN_FUNCTION int count() const {
-    int sum = 0;
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) sum += __popc(lanes_of[c]);
-    return sum;
-  }
-  // The k-th of them, as its place in the tile.
-  PARARNN_FUNCTION int nth(int k) const {
-    int place = 0;
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) {
-      unsigned word = lanes_of[c];
-      const int own = __popc(word);
-      if (k >= 0 && k < own) {
-        for (int skipped = 0; skipped < k; ++skipped) word &= word - 1;
-        place = (__ffs(word) - 1) * per_lane + c;
-      }
-      k -= own;
-    }
-    return place;
-  }
-};
-
-// The states of one channel of the tile, by its place.
-PARARNN_FUNCTION void of_channel(const real (&x)[num_states][per_lane], int place,
-                                 real (&state)[num_states]) {
-#pragma unroll
-  for (int n = 0; n < num_states; ++n)
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) {
-      const real own = __shfl_sync(~0u, x[n][c], place / per_lane);
-      if (c == place % per_lane) state[n] = own;
-    }
-}
-
 constexpr int map_size = entries + num_states;
 constexpr int map_numbers = per_lane * map_size;
 
@@ -179,23 +134,26 @@ struct Trajectory {
     const real own = limit(c);
     return own > constant(1) ? 2 * own : own;
   }
-  PARARNN_FUNCTION bool follows(const End& before, const Place& at) const {
-    bool fits = true;
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) fits &= c >= at.active || gap(before, c) <= constant(1);
-    return __all_sync(~0u, fits);
-  }
-
-  // The channels with gaps that are small enough for a bridge.
+  // The channels that do not start where the segment before it ends.
   PARARNN_FUNCTION Channels gaps(const End& before, const Place& at) const {
-    Channels some;
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) {
+    return Channels::where([&](int c) { return c < at.active && !(gap(before, c) <= constant(1)); });
+  }
+  // Those whose gaps are small enough for a bridge.
+  PARARNN_FUNCTION Channels short_gaps(const End& before, const Place& at) const {
+    return Channels::where([&](int c) {
       const real far = gap(before, c);
-      const bool small = far > constant(1) && far <= longest_gap(c);
-      some.lanes_of[c] = __ballot_sync(~0u, c < at.active && small);
-    }
-    return some;
+      return c < at.active && far > constant(1) && far <= longest_gap(c);
+    });
+  }
+  // Channels that have moved start from elsewhere; where the whole segment runs again, also those that
+  // had not far to go, which so need no bridge.
+  PARARNN_FUNCTION void move(const real (&wanted)[num_states][per_lane], const Channels& moved,
+                             bool whole) {
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c)
+#pragma unroll
+      for (int n = 0; n < num_states; ++n)
+        if (moved.has(c) || (whole && limit(c) > constant(1))) linear.start[n][c] = wanted[n][c];
   }
 };
 
@@ -239,16 +197,16 @@ struct Maps {  // one a channel of the lane
 
 constexpr int together = map_numbers * words_a_number <= 4 ? 8 : map_numbers <= 12 ? 2 : 1;
 
-// Calls use(maps) for `some` posts, in their order.
+// Calls use(maps) for `some` posts, in their order, where the lane is concerned.
 template <class Use>
 PARARNN_FUNCTION void for_each_map(const Word* from, int64 apart, int some, unsigned tag,
-                                   const Use& use) {
+                                   bool concerned, const Use& use) {
   for (int first = 0; first < some; first += together) {
     real numbers[together][map_numbers];
-    collect(from + first * apart, apart, some - first, tag, numbers);
+    collect(from + first * apart, apart, concerned ? some - first : 0, tag, numbers);
 #pragma unroll
     for (int k = 0; k < together; ++k) {
-      if (first + k >= some) continue;
+      if (!concerned || first + k >= some) continue;
       Maps maps;
       maps.set(numbers[k]);
       use(maps);
@@ -269,12 +227,14 @@ PARARNN_FUNCTION bool too_far(const real (&start)[num_states], const real (&shif
   return usable && distance(start, shifted, gain, size) > limit;
 }
 
-// Moves the start of segment `own` to where Newton has it, if that is too far away. `before`: the end of
-// the segment before it. Returns how far it was, 0 if it stays, and the channels that have moved. A segment whose start
-// stays is one whose end is believed: what follows it starts there, or is moved to there.
-PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_number, int own,
-                                 int round, const End& before, Trajectory& trajectory,
-                                 Channels& moved) {
+// Where Newton wants segment `own` to start, and the channels that have to move there, as it is too far away.
+// `before`: the end of the segment before it; `open`: channels with a gap anywhere. Returns how far it is,
+// 0 if all stay. A segment whose start stays is one whose end is believed: what follows it starts there, or
+// is moved to there.
+PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int column_number, int own,
+                                    int round, const End& before, const Trajectory& trajectory,
+                                    const Channels& open, real (&wanted)[num_states][per_lane],
+                                    Channels& moved) {
   const int segments = (int)s.segments;
   int group = 1;  // segments of a group: about the square root of them all
   while (group * group < segments) group *= 2;
@@ -283,7 +243,10 @@ PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_
   Word* const mine = all + (int64)own * board_words;
   Word *const to_group = mine + post_words<map_numbers>, *const to_end =
       to_group + post_words<map_numbers>;
-  Linear& linear = trajectory.linear;
+  const Linear& linear = trajectory.linear;
+  bool concerned = false;  // the lane
+#pragma unroll
+  for (int c = 0; c < per_lane; ++c) concerned |= open.has(c);
   Maps maps, inside;
   real shift[per_lane][num_states], gap[per_lane][num_states];
 #pragma unroll
@@ -304,18 +267,18 @@ PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_
 #pragma unroll
     for (int n = 0; n < num_states; ++n) maps.of[c].b[n] = ends[n];
   }
-  maps.post_to(mine, tag);
+  if (concerned) maps.post_to(mine, tag);
   const int first = own - own % group;
-  for_each_map(all + (int64)first * board_words, board_words, own - first, tag,
+  for_each_map(all + (int64)first * board_words, board_words, own - first, tag, concerned,
                [&](const Maps& next) { inside.follow(next); });
   if (own == first + group - 1) {
     Maps whole = inside;
     whole.follow(maps);
-    whole.post_to(to_group, tag);
+    if (concerned) whole.post_to(to_group, tag);
   }
   const int64 group_apart = (int64)group * board_words;
   for_each_map(all + group_apart - board_words + post_words<map_numbers>, group_apart, own / group,
-               tag, [&](const Maps& next) { next.apply(shift); });
+               tag, concerned, [&](const Maps& next) { next.apply(shift); });
   inside.apply(shift);
   bool shifted[per_lane];
   real ends[num_states][per_lane];
@@ -335,29 +298,28 @@ PARARNN_FUNCTION real move_start(const Shooting& s, const Place& at, int column_
 #pragma unroll
     for (int n = 0; n < num_states; ++n) ends[n][c] = expected[n];
   }
-  real flat[boundary_numbers], wanted[1][boundary_numbers], start[num_states][per_lane];
+  real flat[boundary_numbers], posted[1][boundary_numbers];
   flatten(ends, flat);
-  if (own + 1 < segments) post(to_end, flat, tag);
-  collect(to_end - board_words, 0, own > 0, tag, wanted);
-  unflatten(wanted[0], start);
+  if (concerned && own + 1 < segments) post(to_end, flat, tag);
+  collect(to_end - board_words, 0, concerned && own > 0, tag, posted);
+  unflatten(posted[0], wanted);
   real furthest = constant(0);
-#pragma unroll
-  for (int c = 0; c < per_lane; ++c) {
+  moved = Channels::where([&](int c) {
     real own_start[num_states], own_wanted[num_states];
     column(linear.start, c, own_start);
-    column(start, c, own_wanted);
-    const bool exists = own > 0 && c < at.active;
+    column(wanted, c, own_wanted);
+    const bool exists = concerned && own > 0 && c < at.active;
     const real far = distance(own_start, own_wanted, trajectory.gain(c), before.size[c]);
     const real limit = trajectory.limit(c);
     // A gap that is too long is no end: then the segment counts as moved, if only to where it is.
     const bool too_long = trajectory.gap(before, c) > trajectory.longest_gap(c);
     const bool moves = exists && (shifted[c] || far > limit || too_long);
-#pragma unroll
-    for (int n = 0; n < num_states; ++n)
-      if (moves) linear.start[n][c] = own_wanted[n];
-    moved.lanes_of[c] = __ballot_sync(~0u, moves);
     furthest = larger(moves ? larger(far, constant(1)) : constant(0), furthest);
-  }
+    if (!exists)
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) wanted[n][c] = linear.start[n][c];
+    return moves;
+  });
   return most_of_lanes(furthest);
 }
 
