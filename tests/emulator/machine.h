@@ -47,9 +47,6 @@ template <class T> T atomicMax(T* place, T value) {
                                                      __ATOMIC_RELAXED)) {}
   return old;
 }
-template <class T> T atomicOr(T* place, T value) {
-  return __atomic_fetch_or(place, value, __ATOMIC_RELAXED);
-}
 template <class T> T atomicAdd(T* place, T value) {
   return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
 }

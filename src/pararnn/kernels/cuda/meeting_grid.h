@@ -9,7 +9,6 @@ struct Counters {    // zero at first
   Word* arrived;       // (row, tile): arrivals, and above 2^32 those of segments that do not fit
   Word* ends;          // (row, tile, segment): posts
   unsigned* furthest;  // (row, tile, round % 2): bits of a distance
-  unsigned* open;      // (row, tile, channel of a lane): lanes with a gap in any segment
 };
 
 struct Meeting {
@@ -47,26 +46,14 @@ struct Meeting {
     collect(place - size, 0, own > 0, round + 1, before);
   }
 
-  // Whether any segment has channels that do not fit: `channels`, which become those of all segments, now or
-  // before. No segment counts as unfit at the meeting that follows this one. Does not wait until what a
-  // sweep has stored is seen by others, which takes a us: they read posts only.
-  PARARNN_FUNCTION bool any(int, Channels& channels) {
-    unsigned* open = counters.open + column * per_lane;
-    const bool fits = !channels.any();
-    if (!fits) {
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c)
-        if (lane() == c) atomicOr(open + c, channels.lanes_of[c]);
-      __threadfence();
-    }
+  // Whether any segment does not fit. None counts as unfit at the meeting that follows this one. Does not
+  // wait until what a sweep has stored is seen by others, which takes a us: they read posts only.
+  PARARNN_FUNCTION bool any(int, bool fits) {
     const unsigned now = (unsigned)(meet(fits) >> 32);
     const bool some = now != unfit;
     unfit = now;
-    if (!some) return false;
-    __threadfence();
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) channels.lanes_of[c] = __ldcg(open + c);
-    return true;
+    if (some) __threadfence();
+    return some;
   }
 
   // What all segments have written is seen by all.

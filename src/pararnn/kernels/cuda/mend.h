@@ -13,9 +13,6 @@ using Strand = Pass::Strand;
 constexpr int fitting_steps = Pass::bytes / (lanes * Strand::words * (int)sizeof(real));
 constexpr int strand_steps = fitting_steps < 32 ? at_least_1(fitting_steps) : 32;
 
-// Steps whose inputs a lane waits for together.
-constexpr int at_once = 8;
-
 // What mending one channel takes, in steps of a warp.
 PARARNN_FUNCTION int mending_cost(int length) {
   const int each = min(strand_steps, (length + lanes - 1) / lanes);
@@ -28,9 +25,9 @@ PARARNN_FUNCTION bool worth_mending(int count, int length) {
 }
 
 // Of what a segment's start may be away, what a lane's may: each gap, and what all of them add up to where a
-// channel does not forget. Gaps that fit do not add up where a lane makes more than `expanding` of one.
+// channel does not forget. Gaps that fit do not add up where a lane makes more than `bridged_gain` of one.
 constexpr real share_of_gap = wide || same<io, float>::value ? 2 * unit / allowance : constant(1);
-constexpr real share_of_sum = 4 * share_of_gap, expanding = 3;
+constexpr real share_of_sum = 4 * share_of_gap;
 
 // Moves the lanes' starts by Newton's update; false where all fit already. `exists`: the lane has steps.
 PARARNN_FUNCTION bool move_lanes(real (&start)[num_states], const real (&end)[num_states],
@@ -45,10 +42,10 @@ PARARNN_FUNCTION bool move_lanes(real (&start)[num_states], const real (&end)[nu
   if (lane() > 0) {
 #pragma unroll
     for (int e = 0; e < entries; ++e) own.a[e] = before[e];
-    // As in move_start: a gap that fits is none where lanes expand.
+    // As in newton_update: a gap that fits is none where lanes expand.
 #pragma unroll
     for (int n = 0; n < num_states; ++n)
-      own.b[n] = known || (meets && gain > expanding) ? constant(0) : before_end[n] - start[n];
+      own.b[n] = known || (meets && gain > bridged_gain) ? constant(0) : before_end[n] - start[n];
   }
   scan_lanes(own, lanes);
   const bool fits = meets && (known || !too_far(start, own.b, gain, size, share_of_sum));
@@ -100,22 +97,18 @@ PARARNN_FUNCTION void mend(const Pass& pass, int channel, const Span& span, int6
     const int window = min(span.end - from, lanes * strand_steps);
     const int each = (window + lanes - 1) / lanes, first = from + lane() * each;
     const int count = max(0, min(each, from + window - first));
+    __syncwarp();
+#pragma unroll 8
+    for (int k = 0; k < count; ++k) {
+      real own[Strand::words];
+      strand.gather(first + k, own);
+#pragma unroll
+      for (int i = 0; i < Strand::words; ++i) inputs[(k * Strand::words + i) * lanes] = own[i];
+    }
     real start[num_states], end[num_states], own_product[kept];
 #pragma unroll
     for (int n = 0; n < num_states; ++n) start[n] = state[n];
     if (lane() > 0 && count > 0) strand.guess(first, start);
-    __syncwarp();
-    // Loads of whole batches, some of them twice: one after the other would each take a us.
-    for (int from_step = 0; from_step < count; from_step += at_once) {
-      real own[at_once][Strand::words];
-#pragma unroll
-      for (int k = 0; k < at_once; ++k) strand.gather(first + min(from_step + k, count - 1), own[k]);
-#pragma unroll
-      for (int k = 0; k < at_once; ++k)
-#pragma unroll
-        for (int i = 0; i < Strand::words; ++i)
-          inputs[(min(from_step + k, count - 1) * Strand::words + i) * lanes] = own[k][i];
-    }
     __syncwarp();  // before the lanes write what others have guessed from
     typename Strand::Sums sums;
     do {

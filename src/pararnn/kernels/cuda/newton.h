@@ -11,6 +11,7 @@
 // segments decide alike.
 #pragma once
 #include "bridge.h"
+#include "mend.h"
 
 namespace pararnn {
 
@@ -52,7 +53,7 @@ struct Segment {
   template <class AnyPass>
   PARARNN_FUNCTION bool bridge_gaps(const AnyPass& pass, const Place& at, const End& before) const {
     if constexpr (bridges) {
-      const Channels some = trajectory.short_gaps(before, at);
+      const Channels some = trajectory.gaps(before, at);
       bridge_channels(pass, at, some, span.first, before);
       return some.any();
     }
@@ -105,7 +106,7 @@ PARARNN_FUNCTION int run_alone(const Pass& pass, const Shooting& s, const Place&
     while (fits) {
       last = known.last();
       if (++w == segments) return ran + 1;
-      fits = status_of(known, w) == Status::as_it_was && !known.gaps(last, at).any();
+      fits = status_of(known, w) == Status::as_it_was && known.follows(last, at);
     }
   }
   return ran;
@@ -137,15 +138,13 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
     trajectory.last().get(end);
     meeting.exchange(round, end, end_before);
     before.set(end_before[0]);
-    Channels open = own > 0 ? trajectory.gaps(before, at) : Channels();
-    if (!meeting.any(round, open)) {
+    if (!meeting.any(round, own == 0 || trajectory.follows(before, at))) {
       if (own == 0) pass.report(tile_number, round + 1, round > 0);
       return;
     }
     real wanted[num_states][per_lane];
     Channels moved;
-    const real far = newton_update(s, at, tile_number, own, round, before, trajectory, open, wanted,
-                                   moved);
+    const real far = newton_update(s, at, tile_number, own, round, before, trajectory, wanted, moved);
     const real most = meeting.most(round, far);
     if (bridges && most == constant(0)) {
       if (own > 0) segment.bridge_gaps(pass, at, before);

@@ -1,7 +1,7 @@
 // Numbers that a warp posts in global memory for others to collect. Each travels in one word with the
 // number of the round that it belongs to, so that who waits for it needs no fence.
 #pragma once
-#include "channels.h"
+#include "linear.h"
 
 namespace pararnn {
 
