@@ -8,6 +8,8 @@ from table import FUSED, NEWTON_FUSED, make_case, needs_compiler, with_latches
 
 import pararnn
 from pararnn.contract import check_solves
+from pararnn.engines.base import totals
+from pararnn.solve import solve_with_info
 
 pytestmark = needs_compiler
 
@@ -71,6 +73,30 @@ def test_gaps_of_slow_channels_do_not_add_up(bias, monkeypatch):
     with pararnn.using(segments=32):
         got = run(case, "cpu", torch.float32, **how)
     assert not beyond(got, exact, loop, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_channels_that_forget_at_times_meet_soon(name, dtype, monkeypatch):
+    """As those of trained models do: segments differ in what they make of a shift."""
+    MEETINGS["grid"].install(monkeypatch)
+    segments, channels = 64, 64
+    case = make_case(pararnn.CELLS[name], dtype, 64 * segments, channels=channels, batch=1, seed=2)
+    kept = torch.rand(segments, channels).repeat_interleave(64, 0) * torch.linspace(4, 14, channels)
+    case.gates.mul_(2)[:, :, 0] += (-kept if name == "gru" else kept).to(dtype)
+    with pararnn.using(segments=segments), torch.no_grad():
+        _, _, info = solve_with_info(case.cell, case.gates, solver="newton", backend="fused")
+    assert totals(info)[0] <= 4
+
+
+def test_slow_segments_hand_little_on_to_those_that_expand(monkeypatch):
+    MEETINGS["grid"].install(monkeypatch)
+    case = make_case(pararnn.GRUCell, torch.bfloat16, 600, channels=16, seed=2)
+    with torch.no_grad():
+        for parameter in case.cell.recurrent_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 4)
+        case.gates.mul_(3)
+    _checked(case, segments=8)
 
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
