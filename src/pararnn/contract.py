@@ -188,16 +188,15 @@ class _Oracle:
     def _check_values(self, run: _Run) -> list[Check]:
         """Forward errors. Where states have none that says anything, final states are theirs."""
         checks: dict[str, Check] = {}
-        ends = last_states(self.problem, run.states)
         for name, value in run.values.items():
             state = checks.get(name.removeprefix("final "))
             if state is not None and math.isinf(state.limit):
-                error = relative_error(value.to(self.dtype), ends[name])
+                end = last_states(self.problem, run.states)[name]
+                error = relative_error(value.to(self.dtype), end)
                 checks[name] = Check(name, error, FORWARD_TOLERANCE[self.dtype])
                 continue
             loop, true = self.plain.values[name], self.values[name]
-            scales, another = self.scales, self.another
-            checks[name] = self._compare(name, value, loop, true, another, scales=scales)
+            checks[name] = self._compare(name, value, loop, true, self.another, scales=self.scales)
         return list(checks.values())
 
     def _judge_gradients_at(self, run: _Run) -> tuple[list[Check], float]:

@@ -3,28 +3,25 @@
 import pytest
 import torch
 from table import (
+    ALL_PAIRS,
     CELLS,
-    COUPLED,
     DTYPES,
-    KERNEL_PAIRS,
     NEWTON_FUSED,
-    PLAIN,
     VARIANTS,
     dtype_name,
     make_case,
+    pairs_of,
 )
 
 import pararnn
 from pararnn.contract import check_solve, check_solves
-
-ALL_PAIRS = [PLAIN, ("newton", "torch"), *KERNEL_PAIRS]
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 17, 100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("name", pararnn.CELLS)
 def test_solves_obey_the_contract(name, dtype, length):
-    pairs = [pair for pair in ALL_PAIRS if name not in COUPLED or pair not in KERNEL_PAIRS]
+    pairs = pairs_of(name, ALL_PAIRS)
     for variant in VARIANTS:
         case = make_case(pararnn.CELLS[name], dtype, length, variant, device="cuda")
         with pararnn.using(segments=5, burn_in=8):  # of (newton, fused)

@@ -192,8 +192,9 @@ class _Run:
             on_device(self.inputs.device, launch, grid, words, self._stream())
             return
         own = self.inputs
-        sizes = (own.blocks, own.per_lane, self.direction)
-        shared = shared_of(self.plan, own.gates, own.program, *sizes)
+        shared = shared_of(
+            self.plan, own.gates, own.program, own.blocks, own.per_lane, self.direction
+        )
         together = not self.plan.cluster and self.split.segments > 1
         on_device(
             self.inputs.device,
