@@ -46,6 +46,27 @@ class System:
             return shifted
         return torch.where(self.fresh.unsqueeze(2), self.start, shifted)
 
+    def sizes(self, states: Tensor) -> Tensor:
+        """The largest finite |state| so far of each channel's sequence, (B, T, N, D).
+
+        It has the states' own units, and is what a tolerance on them is relative to. A step that
+        starts afresh begins another count, with what it starts from.
+        """
+        both = torch.maximum(
+            states.abs().nan_to_num(0, 0), self.previous(states).abs().nan_to_num(0, 0)
+        )
+        if self.fresh is None:
+            return both.cummax(1).values if self.length else both
+        apart, reach = self.fresh.unsqueeze(2).expand_as(both), 1
+        while reach < self.length:  # by doubling: a count of its own for each sequence
+            further = torch.maximum(both[:, reach:], both[:, :-reach])
+            both = torch.cat(
+                [both[:, :reach], further.where(~apart[:, reach:], both[:, reach:])], 1
+            )
+            apart = torch.cat([apart[:, :reach], apart[:, reach:] | apart[:, :-reach]], 1)
+            reach *= 2
+        return both
+
     def advance(self, previous: Tensor) -> Tensor:
         """f(prev_l, x_l) for all l, (B, T, N, D)."""
         out = self._run("step", previous)
