@@ -110,11 +110,11 @@ def _shooting(
         return Split(1, steps, 0), [], []
     split = split_for((batch, steps, args.channels), args.dtype, args.split)
     new, zeros = args.gates.new_empty, args.gates.new_zeros
-    starts, ends, products = (
+    starts, ends, sizes, products = (
         make((batch, split.segments, count, args.channels), dtype=args.dtype)
-        for make, count in ((new, program.num_states),) * 2 + ((zeros, program.num_states**2),)
+        for make, count in ((new, program.num_states),) * 3 + ((zeros, program.num_states**2),)
     )
-    return split, [*split], [starts, ends, products, info]
+    return split, [*split], [starts, ends, sizes, products, info]
 
 
 def split_for(size: tuple[int, int, int], dtype: torch.dtype, asked: Pin = BY_RULE) -> Split:

@@ -59,7 +59,7 @@ struct BackwardPass {
       if (sequence < 0) {
         tile.for_each_vector([&](int v, int channels) {
           for (int n = 0; n < num_states; ++n) adjoint[chain + v].items[n] = real{};
-          if (learns) lesson.forget(chain + v);
+          if (!burns) lesson.forget(chain + v);
           if (burns) return;
           for (int g = 0; g < num_gates; ++g) store(to_gates[g] + v * lanes, real{}, channels);
           for (int f = 0; f < num_fields; ++f) store(to_fields[f] + v * lanes, real{}, channels);
@@ -73,7 +73,7 @@ struct BackwardPass {
             adjoint[chain + v].items[n] =
                 grad_final[n] == nullptr ? real{}
                                          : load(grad_final[n] + start + v * lanes, channels);
-          if (learns) lesson.forget(chain + v);
+          if (!burns) lesson.forget(chain + v);
         });
       const Inputs inputs(tile, t, p.soon(true));
       const io* arriving[num_states];
@@ -99,6 +99,7 @@ struct BackwardPass {
                                 : load(p.initial[n] + start + v * lanes, channels);
         }
         inputs.load_vector(v, channels, weights, gate, field);
+        if (!burns) lesson.note(chain + v, own.items);
         if constexpr (learns) {
           real next[num_states], own_jacobian[num_states * num_states];
           jacobian(previous, gate, field, weights + num_gates, next, own_jacobian);
@@ -123,7 +124,7 @@ struct BackwardPass {
         if (!burns && begins)
           for (int n = 0; n < num_states; ++n)
             store(grad_initial[n] + start + v * lanes, adjoint[chain + v].items[n], channels);
-        if (learns && (reset || begins)) lesson.forget(chain + v);
+        if (!burns && (reset || begins)) lesson.forget(chain + v);
         if (!burns && l % sum_block == 0)
           for (int i = 0; i < num_weights; ++i) {
             total[chain + v].items[i] += recent[chain + v].items[i];
@@ -142,7 +143,7 @@ struct BackwardPass {
   }
 
   // Every adjoint is made of all later ones: none obeys a step by itself.
-  real gain(const Tile&, int64_t, int, int, const real*) const { return real{}; }
+  void first_step(const Tile&, int64_t, int, int, const real*, const real*, real*, real*) const {}
 };
 
 // By halves, always the same ones, so that the bits do not depend on threads.

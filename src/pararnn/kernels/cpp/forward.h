@@ -33,7 +33,7 @@ struct ForwardPass {
           for (int n = 0; n < num_states; ++n)
             state[chain + v].items[n] =
                 zero ? real{} : load(p.initial[n] + start + v * lanes, channels);
-          if (learns) lesson.forget(chain + v);
+          if (!burns) lesson.forget(chain + v);
         });
       io* out[num_states];
       for (int n = 0; n < num_states; ++n) out[n] = p.state(n, row, l) + offset;
@@ -52,6 +52,7 @@ struct ForwardPass {
             step(state[chain + v].items, gate, field, weights + num_gates, next.items);
           }
           state[chain + v] = next;
+          if (!burns) lesson.note(chain + v, next.items);
         }
         if (!burns)
           for (int n = 0; n < num_states; ++n) store(out[n] + v * lanes, next.items[n], channels);
@@ -65,25 +66,20 @@ struct ForwardPass {
     for_each_step<Lesson::burn_in>(spans, count, ready, run_step);
   }
 
-  // What step l makes of a small change of the state before it, of vector v: over 1 + |state|, on both
-  // sides of the step.
-  real gain(const Tile& tile, int64_t l, int v, int channels, const real* state) const {
+  // What step l makes of small differences `apart` of the state before it, of vector v: at most `after`, of
+  // its result `next`. Nothing where it starts afresh.
+  void first_step(const Tile& tile, int64_t l, int v, int channels, const real* state,
+                  const real* apart, real* after, real* next) const {
     const int64_t sequence = problem.sequence(tile.row, l);
-    if (sequence < 0 || sequence != problem.sequence(tile.row, l - 1)) return real{};
-    if (problem.is_reset(tile.row, l)) return real{};
+    if (sequence < 0 || sequence != problem.sequence(tile.row, l - 1)) return;
+    if (problem.is_reset(tile.row, l)) return;
     const real* weights = tile.weights[v].items;
-    real gate[num_gates], field[num_fields + 1], next[num_states], own[num_states * num_states];
+    real gate[num_gates], field[num_fields + 1], own[num_states * num_states];
     Inputs(tile, problem.time(l), 0).load_vector(v, channels, weights, gate, field);
     jacobian(state, gate, field, weights + num_gates, next, own);
-    real most = {};
-    for (int i = 0; i < num_states; ++i) {
-      real sum = {};
+    for (int i = 0; i < num_states; ++i)
       for (int j = 0; j < num_states; ++j)
-        sum += abs(own[i * num_states + j]) * (constant(1) + abs(state[j]));
-      const real size = sum / (constant(1) + abs(next[i]));
-      most = select(size > most, size, most);
-    }
-    return most;
+        after[i] += select(apart[j] == real{}, real{}, abs(own[i * num_states + j]) * apart[j]);
   }
 };
 

@@ -60,8 +60,10 @@ void sweep_segments(const Pass& pass, const Shooting& s, const Tile& tile, const
     slots[i] = tile.row * s.segments + segments[i];
   }
   pass.sweep(tile, spans, typename Pass::Count(count), state, lesson, slots);
-  for (int i = 0; i < count; ++i)
+  for (int i = 0; i < count; ++i) {
     s.write(s.ends, tile, segments[i], state + i * tile.vectors());
+    s.write(s.sizes, tile, segments[i], lesson.size + i * tile.vectors());
+  }
 }
 
 template <class Pass>

@@ -221,6 +221,7 @@ struct Nothing {
   static constexpr bool burn_in = false, jacobians = false;
   void begin(int, const Chains<num_states>&) {}
   void forget(int) {}
+  void note(int, const real*) {}
   void follow(int, const real*) {}
   void follow_back(int, const real*) {}
 };

@@ -7,20 +7,34 @@ namespace pararnn {
 
 constexpr int entries = num_states * num_states;
 
-// What a start may be away from where it belongs, over 1 + |state|: two units of rounding, as any step
-// makes, before and after the step that it is for.
-constexpr double allowance = wide ? 4.5e-16 : 2.4e-7;
+// What a start may be away from where it belongs, over the largest state of the segment before it: two
+// units of rounding, as any step makes, before and after the step that it is for. Below `least`, rounding
+// itself has a unit.
+constexpr double allowance = wide ? 4.5e-16 : 2.4e-7, least = wide ? 2.3e-308 : 1.2e-38;
 
-// Lessons of a sweep, for every chain of a task. A guess: what the segment starts from.
-struct Guess : Nothing {
-  static constexpr bool burn_in = true;
+inline real larger(real a, real b) { return select(b > a, b, a); }
+
+// Lessons of a sweep, for every chain of a task. The largest states (adjoints) on the way.
+struct Sizes {
+  Chains<num_states> size = {};
+
+  void forget(int chain) { size[chain] = {}; }
+  void note(int chain, const real* state) {
+    for (int n = 0; n < num_states; ++n)
+      size[chain].items[n] = larger(size[chain].items[n], abs(state[n]));
+  }
+};
+
+// A guess: what the segment starts from.
+struct Guess : Sizes {
+  static constexpr bool burn_in = true, jacobians = false;
   Chains<num_states> start;
 
   void begin(int chains, const Chains<num_states>& state) { std::copy_n(state, chains, start); }
 };
 
 // The product of Jacobians over a segment: how its result depends on what it starts from.
-struct Linear {
+struct Linear : Sizes {
   static constexpr bool burn_in = false, jacobians = true;
   Chains<entries> product;
 
@@ -29,7 +43,10 @@ struct Linear {
       for (int e = 0; e < entries; ++e)
         product[i].items[e] = constant(e % (num_states + 1) == 0);
   }
-  void forget(int chain) { product[chain] = {}; }
+  void forget(int chain) {
+    Sizes::forget(chain);
+    product[chain] = {};
+  }
   void follow(int chain, const real* step) { multiply<false>(product[chain].items, step); }
   void follow_back(int chain, const real* step) { multiply<true>(product[chain].items, step); }
 
@@ -47,16 +64,30 @@ struct Linear {
   }
 };
 
-// How far a start is from where it belongs, over what it may: above 1 is too far. `gain`: what its first
-// step makes of the difference.
-inline real distance(real start, real wanted, real gain) {
-  const real allowed = constant(allowance) * (constant(1) + abs(wanted));
-  const real apart = abs(start - wanted) * select(gain > constant(1), gain, constant(1)) / allowed;
-  const mask same_nothing = (start == wanted) | (isnan(start) & isnan(wanted));
-  return select(apart < constant(1e30), apart, select(same_nothing, real{}, constant(1e30)));
+inline real over_allowed(real apart, real size) {
+  const real far = apart / larger(constant(least), constant(allowance) * size);
+  return select(far < constant(1e30), far, constant(1e30));
 }
 
-inline real larger(real a, real b) { return select(b > a, b, a); }
+// How far segment w starts from where it belongs, over what it may: above 1 is too far. `sizes`: the largest
+// states of the segment before it. What its first step makes of the difference counts as well.
+template <class Pass>
+real distance(const Pass& pass, const Tile& tile, int64_t first, int v, int channels,
+              const Many<num_states>& start, const Many<num_states>& wanted,
+              const Many<num_states>& sizes) {
+  real apart[num_states], after[num_states] = {}, next[num_states] = {}, far = {};
+  for (int n = 0; n < num_states; ++n) {
+    const real a = start.items[n], b = wanted.items[n];
+    apart[n] = select((a == b) | (isnan(a) & isnan(b)), real{}, abs(a - b));
+  }
+  pass.first_step(tile, first, v, channels, wanted.items, apart, after, next);
+  for (int n = 0; n < num_states; ++n) {
+    const real size = select(sizes.items[n] < constant(infinity), sizes.items[n], real{});
+    far = larger(far, over_allowed(apart[n], larger(size, abs(wanted.items[n]))));
+    far = larger(far, over_allowed(after[n], larger(size, abs(next[n]))));
+  }
+  return far;
+}
 
 inline scalar most_of_lanes(real x) {
   scalar most = x[0];
@@ -68,12 +99,13 @@ struct Shooting {
   int64_t segments, size, burn_in;  // how many, steps of one, steps of the guess
   scalar* starts;                   // (row, segment, state, channel)
   scalar* ends;                     // (row, segment, state, channel)
+  scalar* sizes;                    // (row, segment, state, channel)
   scalar* products;                 // (row, segment, entry, channel); zero at first
   int64_t* info;                    // sweeps, mended tiles
 
   explicit Shooting(Reader& in) {
     for (int64_t* size : {&segments, &size, &burn_in}) in.size(*size);
-    for (scalar** array : {&starts, &ends, &products}) in.pointer(*array);
+    for (scalar** array : {&starts, &ends, &sizes, &products}) in.pointer(*array);
     in.pointer(info);
   }
 
@@ -114,9 +146,8 @@ scalar distance_at(const Pass& pass, const Shooting& s, const Tile& tile, int64_
   real far = {};
   tile.for_each_vector([&](int v, int channels) {
     const Many<num_states> start = s.read<num_states>(s.starts, tile, w, v, channels);
-    const real gain = pass.gain(tile, w * s.size, v, channels, before[v].items);
-    for (int n = 0; n < num_states; ++n)
-      far = larger(far, distance(start.items[n], before[v].items[n], gain));
+    const Many<num_states> sizes = s.read<num_states>(s.sizes, tile, w - 1, v, channels);
+    far = larger(far, distance(pass, tile, w * s.size, v, channels, start, before[v], sizes));
   });
   return most_of_lanes(far);
 }
@@ -134,6 +165,7 @@ scalar move_starts(const Pass& pass, const Shooting& s, const Tile& tile, char* 
     for (int64_t w = 1; w < s.segments; ++w) {
       Many<num_states> wanted = s.read<num_states>(s.ends, tile, w - 1, v, channels);
       Many<num_states> start = s.read<num_states>(s.starts, tile, w, v, channels);
+      const Many<num_states> sizes = s.read<num_states>(s.sizes, tile, w - 1, v, channels);
       const Many<entries> before = s.read<entries>(s.products, tile, w - 1, v, channels);
       for (int i = 0; i < num_states; ++i) {
         real change = {};
@@ -144,10 +176,7 @@ scalar move_starts(const Pass& pass, const Shooting& s, const Tile& tile, char* 
         }
         wanted.items[i] += select(abs(change) < constant(infinity), change, real{});
       }
-      const real gain = pass.gain(tile, w * s.size, v, channels, wanted.items);
-      real far = {};
-      for (int n = 0; n < num_states; ++n)
-        far = larger(far, distance(start.items[n], wanted.items[n], gain));
+      const real far = distance(pass, tile, w * s.size, v, channels, start, wanted, sizes);
       const mask moves = far > constant(1);  // all states of a channel together
       for (int n = 0; n < num_states; ++n) {
         shift.items[n] = select(moves, wanted.items[n] - start.items[n], real{});
