@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.affine import Scan, affine_loop, affine_scan
-from pararnn.numerics import FORWARD_TOLERANCE, defect_limit
+from pararnn.numerics import FORWARD_TOLERANCE
 from pararnn.solvers.sequential import unroll
 from pararnn.solvers.system import System, column_mask, put_columns, take_columns
 
@@ -56,7 +56,7 @@ def newton(system: System, scan: Scan = affine_scan) -> NewtonResult:
     if zeros.numel() == 0:
         return NewtonResult(zeros, 0, 0, 0.0)
     guess = system.advance(system.previous(zeros))  # the paper's guess, f(0, x_l)
-    end = _iterate(system, scan, guess, _largest(guess), MAX_SWEEPS)
+    end = _iterate(system, scan, guess, MAX_SWEEPS)
     sweeps, unsolved = int(end.sweeps), ~end.done
     if not bool(unsolved.any()):
         return NewtonResult(end.states, sweeps, 0, 0.0)
@@ -76,12 +76,13 @@ class _Iterate(NamedTuple):
     defect: Tensor
 
 
-def _iterate(system: System, scan: Scan, states: Tensor, scale: Tensor, budget: int) -> _Iterate:
+def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterate:
     """Newton updates until every column is done or broken, or the budget is spent."""
     structure = system.program.structure
     assert structure is not None
     coupled = structure.couples_channels
     tolerance = ERROR_SHARE * FORWARD_TOLERANCE[system.dtype]
+    number = torch.finfo(system.dtype)
     done = broken = column_mask(torch.zeros_like(states, dtype=torch.bool), coupled)
     distance = last_size = torch.full_like(done, float("inf"), dtype=system.dtype)
     sweeps = torch.zeros((), dtype=torch.int64, device=states.device)
@@ -90,17 +91,17 @@ def _iterate(system: System, scan: Scan, states: Tensor, scale: Tensor, budget: 
         residual = new - states
         defect = _columns_max(residual.abs(), coupled)
         broken = broken | ~defect.isfinite()
-        above = residual.abs() > defect_limit(states, system.dtype, DEFECT_ULPS)
+        sizes = system.sizes(states)
+        above = residual.abs() > (DEFECT_ULPS * number.eps * sizes).clamp(min=number.tiny)
         settled = ~column_mask(above, coupled) & ~broken
         done = done | (settled & (distance <= tolerance))
         open_columns = ~(done | broken)
         count = int(open_columns.sum())
         if spent == budget or count == 0:
             break
-        scale = torch.maximum(scale, _largest(states))
         if spent >= SHRINK_AFTER and 2 * count <= open_columns.numel():
             part = take_columns(states, open_columns)
-            end = _iterate(system.columns(open_columns), scan, part, scale, budget - spent)
+            end = _iterate(system.columns(open_columns), scan, part, budget - spent)
             return _Iterate(
                 put_columns(states, open_columns, end.states),
                 sweeps + end.sweeps,
@@ -108,14 +109,15 @@ def _iterate(system: System, scan: Scan, states: Tensor, scale: Tensor, budget: 
                 put_columns(defect, open_columns, end.defect),
             )
         update = scan(structure, jacobian[:, 1:], residual)
-        size = _columns_max(update.abs() / scale, coupled)
-        # A settled column whose update is negligible was solved before: this sweep confirms it.
+        size = _columns_max(update.abs() / sizes.clamp(min=number.tiny), coupled)
+        # A settled column whose update is negligible was solved before: this sweep confirms it, and
+        # the states that were checked are kept.
         confirmed = settled & (size <= tolerance)
+        done = done | confirmed
         sweeps = sweeps + (open_columns & ~confirmed).any()
         rate = (size / last_size).nan_to_num(0.5).clamp(max=0.5)
         distance, last_size = size * rate / (1 - rate), size
         states = torch.where(_broadcast(done, states), states, states + update)
-        done = done | confirmed
     return _Iterate(states, sweeps, done, defect)
 
 
@@ -144,12 +146,6 @@ def adjoint(
 def _broadcast(columns: Tensor, like: Tensor) -> Tensor:
     """A mask of columns, (B, D) or (B,), at the size of `like` (B, T, N, D)."""
     return columns.reshape(len(columns), 1, 1, -1).expand_as(like)
-
-
-def _largest(states: Tensor) -> Tensor:
-    """The largest finite |h| of each state, (N, 1): the scale of the contract's forward error."""
-    largest = states.abs().nan_to_num(0.0, 0.0).amax((0, 1, 3))
-    return largest.clamp(min=torch.finfo(states.dtype).tiny).unsqueeze(-1)
 
 
 def _columns_max(values: Tensor, coupled: bool) -> Tensor:
