@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from pararnn.cells.base import Cell
-from pararnn.codegen.spelling import DIALECTS, MASK, REAL, SPELLINGS, Dialect, spelled
+from pararnn.codegen.spelling import DIALECTS, MASK, REAL, SPELLINGS, Dialect, may_jump, spelled
 from pararnn.errors import EngineError
 from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.program import Program, program_of
@@ -63,6 +63,30 @@ def reads_gates(program: Program, dtype: torch.dtype) -> bool:
     return any(node.users for node in inputs[first : first + len(program.gates)])
 
 
+def jumps(program: Program, dtype: torch.dtype) -> bool:
+    """Whether the step may jump: a state reaches a comparison, a rounding or the like."""
+    nodes = program.graphs[compute_dtype(dtype)].step.module.graph.nodes
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    reached = set(inputs[: program.num_states])
+    for node in nodes:
+        if reached.isdisjoint(node.all_input_nodes):
+            continue
+        reached.add(node)
+        if node.op == "call_function" and _jumps(node, reached):
+            return True
+    return False
+
+
+def _jumps(node: fx.Node, reached: set[fx.Node]) -> bool:
+    """Whether a call may jump where one of its arguments that are `reached` changes a little."""
+    name = node.target._schema.name  # type: ignore[union-attr]
+    if name == "aten::where":
+        return node.args[0] in reached
+    if name == "aten::_to_copy":
+        return not node.meta["val"].is_floating_point()
+    return may_jump(name, node.kwargs)
+
+
 def source_file(
     program: Program,
     dtype: torch.dtype,
@@ -86,6 +110,7 @@ def source_file(
         "",
         "namespace pararnn {",
         "",
+        f"constexpr bool jumps = {str(jumps(program, dtype)).lower()};",
         *constants,
         emit_program(program, compute, target),
         "}  // namespace pararnn",

@@ -8,7 +8,7 @@ folders of kernels/ defines them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,14 @@ class Spelling:
 
     `text`: a format string of the positional arguments, or a function of the call's arguments that
     returns the expression; tensors arrive spelled (str), numbers raw. `takes`: the kind that every
-    tensor argument is converted to.
+    tensor argument is converted to. `jumps`: whether a small change of an argument may change the
+    value by more; what gives truth values always may.
     """
 
     text: str | Callable[..., str]
     takes: str = REAL
     gives: str = REAL
+    jumps: bool = False
 
 
 def literal(value: float) -> str:
@@ -120,13 +122,9 @@ def _elu(x: str, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> 
     return f"select({x} < constant(0.0), {negative}, {x} * {literal(scale)})"
 
 
+_ROUNDING = ("sign", "floor", "ceil", "trunc", "round")
 _NAMED = (
     "abs",
-    "sign",
-    "floor",
-    "ceil",
-    "trunc",
-    "round",
     "exp",
     "exp2",
     "expm1",
@@ -152,13 +150,16 @@ _NAMED = (
     "erfc",
     "relu",
 )
-_NAMED_2 = ["maximum", "minimum", "fmax", "fmin", "atan2", "hypot", "fmod", "remainder"]
+_NAMED_2 = ["maximum", "minimum", "fmax", "fmin", "hypot"]
+_ROUNDING_2 = ["atan2", "fmod", "remainder"]
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 
 SPELLINGS: dict[str, Spelling] = {
     **{f"aten::{name}": Spelling(f"{name}({{0}})") for name in _NAMED},
     **{f"aten::{name}": Spelling(f"{name}({{0}}, {{1}})") for name in _NAMED_2},
+    **{f"aten::{name}": Spelling(f"{name}({{0}})", jumps=True) for name in _ROUNDING},
+    **{f"aten::{name}": Spelling(f"{name}({{0}}, {{1}})", jumps=True) for name in _ROUNDING_2},
     **{
         f"aten::{name}": Spelling(f"{{0}} {sign} {{1}}", gives=MASK)
         for name, sign in _COMPARISONS.items()
@@ -179,7 +180,7 @@ SPELLINGS: dict[str, Spelling] = {
     "aten::rsqrt": Spelling("constant(1.0) / sqrt({0})"),
     "aten::pow": Spelling(_power),
     "aten::ldexp": Spelling("{0} * exp2({1})"),
-    "aten::copysign": Spelling("with_sign({0}, {1})"),
+    "aten::copysign": Spelling("with_sign({0}, {1})", jumps=True),
     "aten::lerp": Spelling("lerp({0}, {1}, {2})"),
     "aten::clamp": Spelling(_clamp),
     "aten::hardtanh": Spelling(lambda x, low=-1.0, high=1.0: _clamp(x, low, high)),
@@ -198,13 +199,22 @@ SPELLINGS: dict[str, Spelling] = {
 """Schema name of an op (all its overloads) -> its spelling."""
 
 
-def register_spelling(op: str, text: str) -> None:
+def may_jump(op: str, options: Mapping[str, Any]) -> bool:
+    """Whether an op's value may jump; one that has no spelling may."""
+    spelling = SPELLINGS.get(op)
+    rounds = options.get("rounding_mode") is not None
+    return spelling is None or spelling.jumps or spelling.gives == MASK or rounds
+
+
+def register_spelling(op: str, text: str, *, jumps: bool = False) -> None:
     """Teach the emitter a pointwise op, for all targets.
 
     `op` is the schema name ("aten::erfinv"), `text` an expression of its arguments {0}, {1}, ... in
     terms of + - * / and the functions of the table, for example "{0} / (constant(1.0) + abs({0}))".
-    The op takes and gives floating-point values. Raises ValueError for names without a namespace.
+    The op takes and gives floating-point values. `jumps` says that its value may jump where an
+    argument changes a little, as rounding does: segments of time then meet to the bit. Raises
+    ValueError for names without a namespace.
     """
     if "::" not in op:
         raise ValueError(f"op must be a schema name such as 'aten::erfinv', got {op!r}")
-    SPELLINGS[op] = Spelling(text)
+    SPELLINGS[op] = Spelling(text, jumps=jumps)

@@ -182,7 +182,7 @@ class _Run:
 
     def __init__(self, inputs: _Inputs, variant: Variant) -> None:
         size = (inputs.blocks, inputs.length)
-        self.inputs, self.direction = inputs, variant.direction
+        self.inputs = inputs
         self.plan = plan(inputs.program, variant, size, inputs.device, inputs.split)
         self.split = self.plan.split
 
@@ -192,9 +192,7 @@ class _Run:
             on_device(self.inputs.device, launch, grid, words, self._stream())
             return
         own = self.inputs
-        shared = shared_of(
-            self.plan, own.gates, own.program, own.blocks, own.per_lane, self.direction
-        )
+        shared = shared_of(self.plan, own.gates, own.program, own.blocks, own.per_lane)
         together = not self.plan.cluster and self.split.segments > 1
         on_device(
             self.inputs.device,

@@ -72,23 +72,20 @@ class Shared(NamedTuple):
     memory: tuple[Tensor, ...]
 
 
-def shared_of(
-    plan: Plan, gates: Tensor, program: Program, columns: int, per_lane: int, direction: str
-) -> Shared:
+def shared_of(plan: Plan, gates: Tensor, program: Program, columns: int, per_lane: int) -> Shared:
     """What the segments of a Newton solve share: see kernels/cuda/boundaries.h, meeting_grid.h.
 
     Counted in words of 64 bits: one number of 32 bits that is posted, or two that are not.
     """
     states, words = program.num_states, compute_dtype(gates.dtype).itemsize // 4
-    lanes, spans, map_size = per_lane * LANES, columns * plan.split.segments, states**2 + states
+    lanes, spans, map_size = per_lane * LANES, columns * plan.split.segments, states**2 + 2 * states
     board = spans * lanes * (2 * map_size + states + 1) * words
-    found = spans * lanes * (2 * states + 2) * words // 2
+    found = spans * lanes * (3 * states + 2 * states**2 + 1) * words // 2
     shared = gates.new_empty(board + found, dtype=torch.int64)
     places = _places(shared, [board, found])
     if plan.cluster:
         return Shared([*places, 0], (shared,))  # an empty struct has a size
-    sizes = direction == "backward"  # of adjoints, posted with them
-    ends = spans * lanes * (states + sizes) * words
+    ends = spans * lanes * 2 * states * words
     zeros = gates.new_zeros(columns + ends + columns, dtype=torch.int64)
     return Shared([*places, *_places(zeros, [columns, ends, columns])], (shared, zeros))
 

@@ -6,6 +6,7 @@
 namespace pararnn {
 
 struct BackwardPass {
+  static constexpr bool exact = false;  // whether segments have to meet to the bit
   using Count = One;  // of spans: what the adjoint is multiplied by does not wait for it
 
   Problem problem;

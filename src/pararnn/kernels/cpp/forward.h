@@ -5,6 +5,7 @@
 namespace pararnn {
 
 struct ForwardPass {
+  static constexpr bool exact = jumps;  // whether segments have to meet to the bit
   using Count = int;  // of spans side by side, where a segment has few vectors
 
   Problem problem;

@@ -8,9 +8,9 @@ namespace pararnn {
 constexpr int entries = num_states * num_states;
 
 // What a start may be away from where it belongs, over the largest state of the segment before it: two
-// units of rounding, as any step makes, before and after the step that it is for. Below `least`, rounding
+// units of rounding, as any step makes, before and after the step that it is for. Below `smallest`, rounding
 // itself has a unit.
-constexpr double allowance = wide ? 4.5e-16 : 2.4e-7, least = wide ? 2.3e-308 : 1.2e-38;
+constexpr double allowance = wide ? 4.5e-16 : 2.4e-7, smallest = wide ? 2.3e-308 : 1.2e-38;
 
 inline real larger(real a, real b) { return select(b > a, b, a); }
 
@@ -64,13 +64,16 @@ struct Linear : Sizes {
   }
 };
 
-inline real over_allowed(real apart, real size) {
-  const real far = apart / larger(constant(least), constant(allowance) * size);
-  return select(far < constant(1e30), far, constant(1e30));
+// `exact`: any difference is too far.
+template <bool exact> real over_allowed(real apart, real size) {
+  const real far = apart / larger(constant(smallest), constant(allowance) * size);
+  const real most = select(far < constant(1e30), far, constant(1e30));
+  return exact ? select(apart == real{}, real{}, larger(most, constant(1.5))) : most;
 }
 
-// How far segment w starts from where it belongs, over what it may: above 1 is too far. `sizes`: the largest
-// states of the segment before it. What its first step makes of the difference counts as well.
+// How far a segment starts from where it belongs, over what it may: above 1 is too far. `sizes`: what its
+// states are measured by. What its first step makes of the difference counts as well; one that jumps
+// is to take just what the segment before it has ended with.
 template <class Pass>
 real distance(const Pass& pass, const Tile& tile, int64_t first, int v, int channels,
               const Many<num_states>& start, const Many<num_states>& wanted,
@@ -83,10 +86,22 @@ real distance(const Pass& pass, const Tile& tile, int64_t first, int v, int chan
   pass.first_step(tile, first, v, channels, wanted.items, apart, after, next);
   for (int n = 0; n < num_states; ++n) {
     const real size = select(sizes.items[n] < constant(infinity), sizes.items[n], real{});
-    far = larger(far, over_allowed(apart[n], larger(size, abs(wanted.items[n]))));
-    far = larger(far, over_allowed(after[n], larger(size, abs(next[n]))));
+    far = larger(far, over_allowed<Pass::exact>(apart[n], larger(size, abs(wanted.items[n]))));
+    far = larger(far, over_allowed<Pass::exact>(after[n], larger(size, abs(next[n]))));
   }
   return far;
+}
+
+// The largest states so far after a segment: of its `own` ones and those before it, but for states of which its
+// product says that they have forgotten all that was before, or does not say it yet.
+inline void pass_on_sizes(const Many<entries>& product, const Many<num_states>& before,
+                          Many<num_states>& own) {
+  for (int i = 0; i < num_states; ++i) {
+    mask remembers = product.items[i * num_states] != real{};
+    for (int j = 1; j < num_states; ++j)
+      remembers |= product.items[i * num_states + j] != real{};
+    own.items[i] = select(remembers, larger(own.items[i], before.items[i]), own.items[i]);
+  }
 }
 
 inline scalar most_of_lanes(real x) {
@@ -161,12 +176,14 @@ scalar move_starts(const Pass& pass, const Shooting& s, const Tile& tile, char* 
   real furthest = {};
   std::fill(moved, moved + s.segments, 0);
   tile.for_each_vector([&](int v, int channels) {
-    Many<num_states> shift = {};
+    Many<num_states> shift = {}, before_sizes = {};
     for (int64_t w = 1; w < s.segments; ++w) {
       Many<num_states> wanted = s.read<num_states>(s.ends, tile, w - 1, v, channels);
       Many<num_states> start = s.read<num_states>(s.starts, tile, w, v, channels);
-      const Many<num_states> sizes = s.read<num_states>(s.sizes, tile, w - 1, v, channels);
+      Many<num_states> sizes = s.read<num_states>(s.sizes, tile, w - 1, v, channels);
       const Many<entries> before = s.read<entries>(s.products, tile, w - 1, v, channels);
+      pass_on_sizes(before, before_sizes, sizes);
+      before_sizes = sizes;
       for (int i = 0; i < num_states; ++i) {
         real change = {};
         for (int j = 0; j < num_states; ++j) {

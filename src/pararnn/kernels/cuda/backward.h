@@ -206,7 +206,7 @@ struct BackwardPass {
         if constexpr (Linear::wanted && !burns) {
           real own_next[num_states], own_jacobian[num_states * num_states];
           jacobian(own_state, own_gate, own_field, own_param, own_next, own_jacobian);
-          linear.follow_back(c, own_jacobian, own_grad_state);
+          linear.follow_back(c, own_jacobian, own_cotangent);
         }
 #pragma unroll
         for (int n = 0; n < num_states; ++n) adjoint[n][c] = own_grad_state[n];
@@ -321,8 +321,7 @@ struct BackwardPass {
       vjp(previous, gate, field, own.param, cotangent, adjoint, grad_gate, grad_field, grad_param);
       jacobian(previous, gate, field, own.param, next, own_jacobian);
       multiply<true>(own_jacobian, product);
-#pragma unroll
-      for (int n = 0; n < num_states; ++n) note_size(product, adjoint[n]);
+      note_sizes(product, cotangent);
       const int64 t = time_of(p.in, direction, j);
       io* to = p.grad_gates + own.at.row * p.in.gate_row + t * p.in.time_stride() +
                p.in.gate_offset(own.number);

@@ -14,7 +14,7 @@
 
 namespace pararnn {
 
-constexpr int map_size = entries + num_states;
+constexpr int map_size = entries + 2 * num_states;
 constexpr int map_numbers = per_lane * map_size;
 
 struct Shooting {
@@ -26,13 +26,14 @@ struct Shooting {
 
 constexpr int board_words =
     2 * post_words<map_numbers> + post_words<boundary_numbers> + post_words<per_lane>;  // of a segment
-constexpr int found_numbers = per_lane * (2 * num_states + 2);
+constexpr int found_a_channel = 2 * num_states + kept + 1;
+constexpr int found_numbers = per_lane * found_a_channel;
 
 // Where channels do not forget, rounding alone moves the end of a segment by more than a start may be off,
 // and every rerun is rounded otherwise, or cell functions are so coarse that Newton creeps. So there the
 // forward pass bridges gaps, see bridge.h, where the shifts that follow from them are small: over what a start
 // may be off. Less is small where a segment, or the next one, makes more than `bridged_gain` of a shift.
-constexpr bool bridges = !backward && !events;
+constexpr bool bridges = !backward && !events && !exact;
 constexpr real bridged = 20, bridged_gain = 3;
 constexpr int bridge_steps = 32;
 
@@ -54,20 +55,21 @@ PARARNN_FUNCTION void unflatten(const real (&x)[count], real (&out)[num_states][
   for (int i = 0; i < boundary_numbers; ++i) out[i / per_lane][i % per_lane] = x[i];
 }
 
-// Where a segment ends: the states, and the largest adjoint on the way (0 in the forward pass).
+// Where a segment ends: the states, and the largest ones on the way.
 struct End {
-  real state[num_states][per_lane], size[per_lane];
+  real state[num_states][per_lane], size[num_states][per_lane];
 
   PARARNN_FUNCTION void get(real (&numbers)[end_numbers]) const {
     flatten(state, numbers);
 #pragma unroll
-    for (int i = boundary_numbers; i < end_numbers; ++i) numbers[i] = size[i - boundary_numbers];
+    for (int i = 0; i < boundary_numbers; ++i)
+      numbers[boundary_numbers + i] = size[i / per_lane][i % per_lane];
   }
   PARARNN_FUNCTION void set(const real (&numbers)[end_numbers]) {
     unflatten(numbers, state);
 #pragma unroll
-    for (int c = 0; c < per_lane; ++c)
-      size[c] = backward ? numbers[end_numbers - per_lane + c] : constant(0);
+    for (int i = 0; i < boundary_numbers; ++i)
+      size[i / per_lane][i % per_lane] = numbers[boundary_numbers + i];
   }
 };
 
@@ -78,37 +80,49 @@ enum class Status { as_it_was, moved, bridged };
 struct Trajectory {
   real end[num_states][per_lane];
   Linear linear;                 // and the start
+  real gain[per_lane];           // what it makes of a shift, by measure
   real next_gain[per_lane];      // of the segment that follows, by newton_update
   bool bridging = false;         // whether there are steps enough for bridges
 
-  PARARNN_FUNCTION real gain(int c) const { return linear.product[c][gain_at]; }
+  PARARNN_FUNCTION void measure(const End& before) {
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      real sizes[num_states];
+      column(before.size, c, sizes);
+      gain[c] = gain_of(linear.product[c], sizes);
+    }
+  }
 
   // For one warp that goes on alone.
   PARARNN_FUNCTION void write(scalar* to, Status status) const {
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) {
-      scalar* own = to + c * (2 * num_states + 2) * lanes + lane();
+      scalar* own = to + c * found_a_channel * lanes + lane();
 #pragma unroll
       for (int n = 0; n < num_states; ++n) {
         __stcg(own + n * lanes, linear.start[n][c]);
         __stcg(own + (num_states + n) * lanes, end[n][c]);
       }
-      __stcg(own + 2 * num_states * lanes, gain(c));
-      __stcg(own + (2 * num_states + 1) * lanes, constant((int)status));
+#pragma unroll
+      for (int k = 0; k < kept; ++k)
+        __stcg(own + (2 * num_states + k) * lanes, linear.product[c][k]);
+      __stcg(own + (found_a_channel - 1) * lanes, constant((int)status));
     }
   }
   PARARNN_FUNCTION Status read(const scalar* from) {
     real status;
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) {
-      const scalar* own = from + c * (2 * num_states + 2) * lanes + lane();
+      const scalar* own = from + c * found_a_channel * lanes + lane();
 #pragma unroll
       for (int n = 0; n < num_states; ++n) {
         linear.start[n][c] = __ldcg(own + n * lanes);
         end[n][c] = __ldcg(own + (num_states + n) * lanes);
       }
-      linear.product[c][gain_at] = __ldcg(own + 2 * num_states * lanes);
-      status = __ldcg(own + (2 * num_states + 1) * lanes);
+#pragma unroll
+      for (int k = 0; k < kept; ++k)
+        linear.product[c][k] = __ldcg(own + (2 * num_states + k) * lanes);
+      status = __ldcg(own + (found_a_channel - 1) * lanes);
     }
     return (Status)(int)status;
   }
@@ -118,30 +132,47 @@ struct Trajectory {
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) {
 #pragma unroll
-      for (int n = 0; n < num_states; ++n) x.state[n][c] = end[n][c];
-      x.size[c] = size_of(linear.product[c]);
+      for (int n = 0; n < num_states; ++n) {
+        x.state[n][c] = end[n][c];
+        x.size[n][c] = size_of(linear.product[c], n);
+      }
+    }
+    return x;
+  }
+  // The same, where the segment follows one that ends with `before`.
+  PARARNN_FUNCTION End last_after(const End& before) const {
+    End x = last();
+#pragma unroll
+    for (int c = 0; c < per_lane; ++c) {
+      real sizes[num_states], own[num_states];
+      column(before.size, c, sizes);
+      column(x.size, c, own);
+      pass_on_sizes(linear.product[c], sizes, own);
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) x.size[n][c] = own[n];
     }
     return x;
   }
 
   // How far channel c of the lane starts from where the segment before it ends.
   PARARNN_FUNCTION real gap(const End& before, int c) const {
-    real own_start[num_states], own_before[num_states];
+    real own_start[num_states], own_before[num_states], sizes[num_states];
     column(linear.start, c, own_start);
     column(before.state, c, own_before);
-    return distance(own_start, own_before, gain(c), before.size[c]);
+    column(before.size, c, sizes);
+    return distance(own_start, own_before, gain[c], sizes);
   }
   // Whether a gap may stay, and be bridged.
   PARARNN_FUNCTION bool bridgeable(int c) const {
-    return bridging && small_shift(gain(c)) > constant(1);
+    return bridging && small_shift(gain[c]) > constant(1);
   }
   // How long it may be: as the two shifts that it lies between.
   PARARNN_FUNCTION real longest_gap(int c) const {
-    return bridgeable(c) ? 2 * small_shift(gain(c)) : constant(1);
+    return bridgeable(c) ? 2 * small_shift(gain[c]) : constant(1);
   }
   // How large a shift may be that is not made.
   PARARNN_FUNCTION real limit(int c) const {
-    return bridgeable(c) ? small_shift(larger(next_gain[c], gain(c))) : constant(1);
+    return bridgeable(c) ? small_shift(larger(next_gain[c], gain[c])) : constant(1);
   }
   PARARNN_FUNCTION bool follows(const End& before, const Place& at) const {
     bool fits = true;
@@ -183,7 +214,10 @@ struct Maps {  // one a channel of the lane
 #pragma unroll
       for (int e = 0; e < entries; ++e) numbers[c * map_size + e] = of[c].a[e];
 #pragma unroll
-      for (int n = 0; n < num_states; ++n) numbers[c * map_size + entries + n] = of[c].b[n];
+      for (int n = 0; n < num_states; ++n) {
+        numbers[c * map_size + entries + n] = of[c].b[n];
+        numbers[c * map_size + entries + num_states + n] = of[c].size[n];
+      }
     }
     post(to, numbers, tag);
   }
@@ -193,16 +227,27 @@ struct Maps {  // one a channel of the lane
 #pragma unroll
       for (int e = 0; e < entries; ++e) of[c].a[e] = numbers[c * map_size + e];
 #pragma unroll
-      for (int n = 0; n < num_states; ++n) of[c].b[n] = numbers[c * map_size + entries + n];
+      for (int n = 0; n < num_states; ++n) {
+        of[c].b[n] = numbers[c * map_size + entries + n];
+        of[c].size[n] = numbers[c * map_size + entries + num_states + n];
+      }
     }
   }
-  PARARNN_FUNCTION void apply(real (&x)[per_lane][num_states]) const {
+  // To a shift, and to what states are measured by before it.
+  PARARNN_FUNCTION void apply(real (&x)[per_lane][num_states], End& at) const {
 #pragma unroll
     for (int c = 0; c < per_lane; ++c) {
-      real y[num_states];
+      real y[num_states], before[num_states], size[num_states];
       of[c].apply(x[c], y);
+      column(at.size, c, before);
 #pragma unroll
-      for (int n = 0; n < num_states; ++n) x[c][n] = y[n];
+      for (int n = 0; n < num_states; ++n) size[n] = of[c].size[n];
+      pass_on_sizes(of[c].a, before, size);
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) {
+        x[c][n] = y[n];
+        at.size[n][c] = size[n];
+      }
     }
   }
   PARARNN_FUNCTION void follow(const Maps& next) {
@@ -211,7 +256,7 @@ struct Maps {  // one a channel of the lane
   }
 };
 
-constexpr int together = map_numbers * words_a_number <= 4 ? 8 : map_numbers <= 12 ? 2 : 1;
+constexpr int together = map_numbers * words_a_number <= 6 ? 8 : map_numbers <= 16 ? 2 : 1;
 
 // Calls use(maps) for `some` posts, in their order.
 template <class Use>
@@ -232,7 +277,7 @@ PARARNN_FUNCTION void for_each_map(const Word* from, int64 apart, int some, unsi
 
 // What follows from a shift: whether it is worth a rerun; it is not if it is no number.
 PARARNN_FUNCTION bool too_far(const real (&start)[num_states], const real (&shift)[num_states],
-                              real gain, real size, real limit) {
+                              real gain, const real (&sizes)[num_states], real limit) {
   real shifted[num_states];
   bool usable = true;
 #pragma unroll
@@ -240,14 +285,15 @@ PARARNN_FUNCTION bool too_far(const real (&start)[num_states], const real (&shif
     shifted[n] = start[n] + shift[n];
     usable &= finite(shift[n]);
   }
-  return usable && distance(start, shifted, gain, size) > limit;
+  return usable && distance(start, shifted, gain, sizes) > limit;
 }
 
 // Where Newton wants segment `own` to start, and the channels that have to move there, as it is too far away.
-// `before`: the end of the segment before it. Returns how far it is, 0 if all stay. A segment whose start
-// stays is one whose end is believed: what follows it starts there, or is moved to there.
+// `before`: the end of the segment before it, whose sizes become those of all segments before. Returns how far
+// it is, 0 if all stay. A segment whose start stays is one whose end is believed: what follows it starts
+// there, or is moved to there.
 PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int column_number, int own,
-                                    int round, const End& before, Trajectory& trajectory,
+                                    int round, End& before, Trajectory& trajectory,
                                     real (&wanted)[num_states][per_lane], Channels& moved) {
   const int segments = (int)s.segments;
   int group = 1;  // segments of a group: about the square root of them all
@@ -260,10 +306,8 @@ PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int colu
   const Linear& linear = trajectory.linear;
   if constexpr (bridges) {
     Word* const to_gains = to_end + post_words<boundary_numbers>;
-    real gains[per_lane], next[1][per_lane];
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) gains[c] = trajectory.gain(c);
-    if (own > 0) post(to_gains, gains, tag);
+    real next[1][per_lane];
+    if (own > 0) post(to_gains, trajectory.gain, tag);
     collect(to_gains + board_words, 0, own + 1 < segments, tag, next);
 #pragma unroll
     for (int c = 0; c < per_lane; ++c)
@@ -287,7 +331,10 @@ PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int colu
     real ends[num_states];
     maps.of[c].apply(gap[c], ends);
 #pragma unroll
-    for (int n = 0; n < num_states; ++n) maps.of[c].b[n] = ends[n];
+    for (int n = 0; n < num_states; ++n) {
+      maps.of[c].b[n] = ends[n];
+      maps.of[c].size[n] = size_of(linear.product[c], n);
+    }
   }
   maps.post_to(mine, tag);
   const int first = own - own % group;
@@ -298,20 +345,23 @@ PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int colu
     whole.follow(maps);
     whole.post_to(to_group, tag);
   }
+  clear(before.size);
   const int64 group_apart = (int64)group * board_words;
   for_each_map(all + group_apart - board_words + post_words<map_numbers>, group_apart, own / group,
-               tag, [&](const Maps& next) { next.apply(shift); });
-  inside.apply(shift);
+               tag, [&](const Maps& next) { next.apply(shift, before); });
+  inside.apply(shift, before);
+  trajectory.measure(before);
   bool shifted[per_lane];
   real ends[num_states][per_lane];
 #pragma unroll
   for (int c = 0; c < per_lane; ++c) {
-    real own_start[num_states], own_end[num_states], expected[num_states];
+    real own_start[num_states], own_end[num_states], expected[num_states], sizes[num_states];
+    column(before.size, c, sizes);
     column(linear.start, c, own_start);
     column(trajectory.end, c, own_end);
 #pragma unroll
     for (int n = 0; n < num_states; ++n) shift[c][n] += gap[c][n];
-    shifted[c] = own > 0 && too_far(own_start, shift[c], trajectory.gain(c), before.size[c],
+    shifted[c] = own > 0 && too_far(own_start, shift[c], trajectory.gain[c], sizes,
                                     trajectory.limit(c));
     // What stays unmade, the next segment may make up for if a bridge may lead there.
     const bool passes_on = trajectory.bridgeable(c) && small_shift(trajectory.next_gain[c]) > constant(1);
@@ -330,11 +380,12 @@ PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int colu
   real furthest = constant(0);
 #pragma unroll
   for (int c = 0; c < per_lane; ++c) {
-    real own_start[num_states], own_wanted[num_states];
+    real own_start[num_states], own_wanted[num_states], sizes[num_states];
+    column(before.size, c, sizes);
     column(linear.start, c, own_start);
     column(wanted, c, own_wanted);
     const bool exists = own > 0 && c < at.active;
-    const real far = distance(own_start, own_wanted, trajectory.gain(c), before.size[c]);
+    const real far = distance(own_start, own_wanted, trajectory.gain[c], sizes);
     const real limit = trajectory.limit(c);
     // A gap that is too long is no end: then the segment counts as moved, if only to where it is.
     const bool too_long = trajectory.gap(before, c) > trajectory.longest_gap(c);

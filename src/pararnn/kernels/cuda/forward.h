@@ -89,7 +89,7 @@ struct ForwardPass {
         if constexpr (Linear::wanted && !burns) {
           real own_jacobian[num_states * num_states];
           jacobian(own_state, own_gate, own_field, own_param, own_next, own_jacobian);
-          linear.follow(c, own_jacobian);
+          linear.follow(c, own_jacobian, own_next);
         } else {
           step(own_state, own_gate, own_field, own_param, own_next);
         }
@@ -146,6 +146,7 @@ struct ForwardPass {
       part<num_fields>(x, num_gates, field);
       jacobian(state, gate, field, own.param, next, own_jacobian);
       multiply<false>(own_jacobian, product);
+      note_sizes(product, next);
 #pragma unroll
       for (int n = 0; n < num_states; ++n) state[n] = next[n];
       put(j, state);

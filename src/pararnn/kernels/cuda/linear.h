@@ -7,14 +7,19 @@ namespace pararnn {
 
 constexpr int entries = num_states * num_states;
 constexpr bool backward = PARARNN_BACKWARD;
-// What is kept of a product of Jacobians: its entries, the largest that there ever was, and in the backward
-// pass the largest adjoint on the way.
-constexpr int gain_at = entries, size_at = entries + 1, kept = entries + 1 + backward;
+constexpr bool exact = jumps && !backward;  // whether segments have to meet to the bit
+// What is kept of a product of Jacobians: its entries, the largest that each of them ever was, and the largest
+// states (adjoints) on the way.
+constexpr int gains_at = entries, sizes_at = 2 * entries, kept = 2 * entries + num_states;
 
 PARARNN_FUNCTION bool finite(real x) { return abs(x) < constant(INFINITY); }
 
 // The larger one, or what is not a number.
 PARARNN_FUNCTION real larger(real x, real y) { return x <= y ? y : x; }
+// The larger one of two numbers, without those that are none.
+PARARNN_FUNCTION real largest(real x, real y) {
+  return wide ? (real)::fmax((double)x, (double)y) : (real)::fmaxf((float)x, (float)y);
+}
 
 PARARNN_FUNCTION real reciprocal_of(real x) {
   return wide ? (real)(1.0 / (double)x) : (real)fast_reciprocal((float)x);
@@ -22,18 +27,20 @@ PARARNN_FUNCTION real reciprocal_of(real x) {
 
 PARARNN_FUNCTION void begin_product(real (&product)[kept]) {
 #pragma unroll
-  for (int e = 0; e < entries; ++e) product[e] = constant(e % (num_states + 1) == 0);
-  product[gain_at] = constant(1);
-  if constexpr (backward) product[size_at] = constant(0);
+  for (int e = 0; e < entries; ++e)
+    product[e] = product[gains_at + e] = constant(e % (num_states + 1) == 0);
+#pragma unroll
+  for (int n = 0; n < num_states; ++n) product[sizes_at + n] = constant(0);
 }
 
-PARARNN_FUNCTION void note_size(real (&product)[kept], real x) {
-  if constexpr (backward)
-    product[size_at] = abs(x) > product[size_at] && finite(x) ? abs(x) : product[size_at];
+PARARNN_FUNCTION void note_sizes(real (&product)[kept], const real (&x)[num_states]) {
+#pragma unroll
+  for (int n = 0; n < num_states; ++n)
+    product[sizes_at + n] = largest(product[sizes_at + n], abs(x[n]));
 }
-PARARNN_FUNCTION real size_of(const real (&product)[kept]) {
-  if constexpr (backward) return product[size_at];
-  else return constant(0);
+// What has been noted; nothing where it is infinite.
+PARARNN_FUNCTION real size_of(const real (&product)[kept], int n) {
+  return finite(product[sizes_at + n]) ? product[sizes_at + n] : constant(0);
 }
 
 // `step` after `product`; `transposed`: the step's transpose.
@@ -52,14 +59,15 @@ PARARNN_FUNCTION void multiply(const real (&step)[count], real (&product)[kept])
     }
 #pragma unroll
     for (int i = 0; i < num_states; ++i) {
-      product[i * num_states + j] = own[i];
-      product[gain_at] = larger(abs(own[i]), product[gain_at]);
+      const int e = i * num_states + j;
+      product[e] = own[i];
+      product[gains_at + e] = larger(abs(own[i]), product[gains_at + e]);
     }
   }
 }
 
-// What the lane's channels started from, and the product of Jacobians since. The largest entry on the
-// way says how much a segment makes of a small change of its start, anywhere in it.
+// What the lane's channels started from, and the product of Jacobians since. The largest entries on the
+// way say how much a segment makes of a small change of its start, anywhere in it.
 struct Linear {
   static constexpr bool wanted = true;
   real start[num_states][per_lane], product[per_lane][kept];
@@ -77,47 +85,65 @@ struct Linear {
     for (int c = 0; c < per_lane; ++c) {
 #pragma unroll
       for (int e = 0; e < entries; ++e) product[c][e] = constant(0);
-      if constexpr (backward) product[c][size_at] = constant(0);
+#pragma unroll
+      for (int n = 0; n < num_states; ++n) product[c][sizes_at + n] = constant(0);
     }
   }
-  PARARNN_FUNCTION void follow(int c, const real (&step)[entries]) {
+  // `state`: what the step makes.
+  PARARNN_FUNCTION void follow(int c, const real (&step)[entries], const real (&state)[num_states]) {
     multiply<false>(step, product[c]);
+    note_sizes(product[c], state);
   }
-  // `adjoint`: what the step makes.
+  // `adjoint`: what the step takes.
   PARARNN_FUNCTION void follow_back(int c, const real (&step)[entries],
                                     const real (&adjoint)[num_states]) {
     multiply<true>(step, product[c]);
-#pragma unroll
-    for (int n = 0; n < num_states; ++n) note_size(product[c], adjoint[n]);
+    note_sizes(product[c], adjoint);
   }
 };
 
-// What a start may be away from where it belongs, over 1 + |state|, and over what its segment makes of the
-// difference: two units of rounding, as any step makes. Where tensors in memory are narrower, a small part of
-// their rounding. Adjoints are to have the error of a loop's only, where what rounding does is as large as
-// the largest adjoint so far, and adds up in channels that do not forget.
+// What a start may be away from where it belongs, over the largest state (adjoint) of the segment before it,
+// and over what its own segment makes of the difference: two units of rounding, as any step makes. Where
+// tensors in memory are narrower, a small part of their rounding. Adjoints are to have the error of a loop's
+// only, where what rounding does is as large as the largest adjoint so far, and adds up in channels that do
+// not forget. Below `smallest`, rounding itself has a unit.
 constexpr real unit = wide ? (real)2.2e-16 : (real)1.2e-7;
 constexpr real allowance = wide || same<io, float>::value ? (backward ? 16 : 2) * unit
                            : same<io, bfloat16>::value ? (real)6.1e-5 : (real)7.6e-6;
+constexpr real smallest = wide ? (real)2.3e-308 : (real)1.2e-38;
+
+// What a run of steps makes of a difference at its start, at most, each over the size of its own state.
+// `sizes`: those before it.
+PARARNN_FUNCTION real gain_of(const real (&product)[kept], const real (&sizes)[num_states]) {
+  real gain = constant(1);
+#pragma unroll
+  for (int i = 0; i < num_states; ++i)
+#pragma unroll
+    for (int j = 0; j < num_states; ++j) {
+      const real own = product[gains_at + i * num_states + j];
+      const real ratio = i == j ? constant(1) : sizes[j] / larger(sizes[i], size_of(product, i));
+      gain = larger(own == constant(0) ? constant(0) : own * ratio, gain);
+    }
+  return gain;
+}
 
 // How far a start is from where it belongs, over what it may: above 1 is too far. `gain`: what its run of
-// steps makes of the difference, at most. `size`: of adjoints, the largest one before it.
+// steps makes of the difference. `sizes`: of the states before it. A step that jumps is to take just that.
 PARARNN_FUNCTION real distance(real start, real wanted, real gain, real size) {
+  if (start == wanted || (isnan(start) && isnan(wanted))) return constant(0);
   const real shared = allowance * reciprocal_of(gain);
-  const real allowed = shared > unit ? shared : unit;
-  const real scale = constant(1) + (abs(wanted) > size ? abs(wanted) : size);
-  const real apart = abs(start - wanted) * reciprocal_of(allowed * scale);
-  if (apart < constant(1e30)) return apart;
-  const bool same_nothing = start == wanted || (isnan(start) && isnan(wanted));
-  return same_nothing ? constant(0) : constant(1e30);
+  const real allowed = (shared > unit ? shared : unit) * largest(abs(wanted), size);
+  const real apart = abs(start - wanted) * reciprocal_of(largest(allowed, smallest));
+  const real far = apart < constant(1e30) ? apart : constant(1e30);
+  return exact ? largest(far, constant(1.5)) : far;
 }
 
 PARARNN_FUNCTION real distance(const real (&start)[num_states], const real (&wanted)[num_states],
-                               real gain, real size) {
+                               real gain, const real (&sizes)[num_states]) {
   real far = constant(0);
 #pragma unroll
   for (int n = 0; n < num_states; ++n) {
-    const real own = distance(start[n], wanted[n], gain, size);
+    const real own = distance(start[n], wanted[n], gain, sizes[n]);
     far = own > far ? own : far;
   }
   return far;
@@ -129,15 +155,29 @@ PARARNN_FUNCTION real most_of_lanes(real x) {
   return x;
 }
 
-// x -> a x + b.
+// The largest states so far after a run of steps: of its `own` ones and those before it, but for states of which
+// its product `a` says that they have forgotten all that was before.
+template <int count>
+PARARNN_FUNCTION void pass_on_sizes(const real (&a)[count], const real (&before)[num_states],
+                                    real (&own)[num_states]) {
+#pragma unroll
+  for (int i = 0; i < num_states; ++i) {
+    bool forgets = true;
+#pragma unroll
+    for (int j = 0; j < num_states; ++j) forgets &= a[i * num_states + j] == constant(0);
+    own[i] = forgets ? own[i] : largest(own[i], before[i]);
+  }
+}
+
+// x -> a x + b, of a run of steps, and the largest states on its way.
 struct Affine {
-  real a[entries], b[num_states];
+  real a[entries], b[num_states], size[num_states];
 
   PARARNN_FUNCTION Affine() {
 #pragma unroll
     for (int e = 0; e < entries; ++e) a[e] = constant(e % (num_states + 1) == 0);
 #pragma unroll
-    for (int n = 0; n < num_states; ++n) b[n] = constant(0);
+    for (int n = 0; n < num_states; ++n) b[n] = size[n] = constant(0);
   }
 
   PARARNN_FUNCTION void apply(const real (&x)[num_states], real (&y)[num_states]) const {
@@ -153,6 +193,9 @@ struct Affine {
   PARARNN_FUNCTION Affine after(const Affine& before) const {
     Affine both;
     apply(before.b, both.b);
+#pragma unroll
+    for (int n = 0; n < num_states; ++n) both.size[n] = size[n];
+    pass_on_sizes(a, before.size, both.size);
 #pragma unroll
     for (int i = 0; i < num_states; ++i)
 #pragma unroll

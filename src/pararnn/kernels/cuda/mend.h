@@ -29,15 +29,32 @@ PARARNN_FUNCTION bool worth_mending(int count, int length) {
 constexpr real share_of_gap = wide || same<io, float>::value ? 2 * unit / allowance : constant(1);
 constexpr real share_of_sum = 4 * share_of_gap;
 
+// The largest states (adjoints) before each lane: those of the lanes before it, and `first`, those before
+// all of them.
+PARARNN_FUNCTION void sizes_before(const real (&product)[kept], const real (&first)[num_states],
+                                   real (&sizes)[num_states]) {
+#pragma unroll
+  for (int n = 0; n < num_states; ++n) {
+    real most = size_of(product, n);
+#pragma unroll
+    for (int by = 1; by < lanes; by *= 2) most = largest(most, __shfl_up_sync(~0u, most, by, lanes));
+    const real before = __shfl_up_sync(~0u, most, 1, lanes);
+    sizes[n] = lane() > 0 ? largest(before, first[n]) : first[n];
+  }
+}
+
 // Moves the lanes' starts by Newton's update; false where all fit already. `exists`: the lane has steps.
+// `first`: the sizes before all lanes.
 PARARNN_FUNCTION bool move_lanes(real (&start)[num_states], const real (&end)[num_states],
-                                 const real (&product)[kept], bool exists) {
-  real before_end[num_states], before[kept];
+                                 const real (&product)[kept], const real (&first)[num_states],
+                                 bool exists) {
+  real before_end[num_states], before[kept], sizes[num_states];
   from_lane_before(end, 1, lanes, before_end);
   from_lane_before(product, 1, lanes, before);
-  const real gain = product[gain_at], size = size_of(before);
+  sizes_before(product, first, sizes);
+  const real gain = gain_of(product, sizes);
   const bool known = lane() == 0 || !exists;
-  const bool meets = known || distance(start, before_end, gain, size) <= share_of_gap;
+  const bool meets = known || distance(start, before_end, gain, sizes) <= share_of_gap;
   Affine own;
   if (lane() > 0) {
 #pragma unroll
@@ -48,7 +65,7 @@ PARARNN_FUNCTION bool move_lanes(real (&start)[num_states], const real (&end)[nu
       own.b[n] = known || (meets && gain > bridged_gain) ? constant(0) : before_end[n] - start[n];
   }
   scan_lanes(own, lanes);
-  const bool fits = meets && (known || !too_far(start, own.b, gain, size, share_of_sum));
+  const bool fits = meets && (known || !too_far(start, own.b, gain, sizes, share_of_sum));
   if (__all_sync(~0u, fits)) return false;
   real shift[num_states], wanted[num_states];
   from_lane_before(own.b, 1, lanes, shift);
@@ -59,24 +76,49 @@ PARARNN_FUNCTION bool move_lanes(real (&start)[num_states], const real (&end)[nu
   return true;
 }
 
+// What the entries of |a| |b| are, at most those of |a b|.
+template <int count>
+PARARNN_FUNCTION void sizes_of_product(const real (&a)[entries], const real (&b)[count],
+                                       real (&out)[entries]) {
+#pragma unroll
+  for (int i = 0; i < num_states; ++i)
+#pragma unroll
+    for (int j = 0; j < num_states; ++j) {
+      real sum = constant(0);
+#pragma unroll
+      for (int k = 0; k < num_states; ++k)
+        sum = multiply_add(abs(a[i * num_states + k]), abs(b[k * num_states + j]), sum);
+      out[i * num_states + j] = sum;
+    }
+}
+
 // Appends what the lanes have done, one after the other, to `product`.
 PARARNN_FUNCTION void append(real (&product)[kept], const real (&lane_product)[kept]) {
   Affine own;
 #pragma unroll
   for (int e = 0; e < entries; ++e) own.a[e] = lane_product[e];
   scan_lanes(own, lanes);
-  real before[entries], most = constant(1);
+  real before[entries], gains[entries], reach[entries], whole[entries];
   from_lane_before(own.a, 1, lanes, before);
 #pragma unroll
-  for (int e = 0; e < entries; ++e)
-    if (lane() > 0) most = larger(abs(before[e]) * constant(num_states), most);
-  most = most_of_lanes(most * lane_product[gain_at]) * product[gain_at];
-  note_size(product, most_of_lanes(size_of(lane_product)));
-  real step[entries];
+  for (int e = 0; e < entries; ++e) {
+    if (lane() == 0) before[e] = constant(e % (num_states + 1) == 0);
+    gains[e] = lane_product[gains_at + e];
+  }
+  sizes_of_product(gains, before, reach);
+#pragma unroll
+  for (int e = 0; e < entries; ++e) reach[e] = most_of_lanes(reach[e]);
+  sizes_of_product(reach, product, whole);
+  real sizes[num_states], step[entries];
+#pragma unroll
+  for (int n = 0; n < num_states; ++n) sizes[n] = most_of_lanes(size_of(lane_product, n));
+  note_sizes(product, sizes);
 #pragma unroll
   for (int e = 0; e < entries; ++e) step[e] = __shfl_sync(~0u, own.a[e], lanes - 1);
   multiply<false>(step, product);
-  product[gain_at] = larger(most, product[gain_at]);
+#pragma unroll
+  for (int e = 0; e < entries; ++e)
+    product[gains_at + e] = larger(whole[e], product[gains_at + e]);
 }
 
 // What step k of the lane takes.
@@ -86,9 +128,10 @@ PARARNN_FUNCTION void take(const real* inputs, int k, real (&x)[Strand::words]) 
 }
 
 // Runs one channel of a span from `state`, which becomes the last one; `product` as Linear has it.
-// `slot`: of the span's sums.
+// `slot`: of the span's sums. `sizes`: of the states before it.
 PARARNN_FUNCTION void mend(const Pass& pass, int channel, const Span& span, int64 slot,
-                           real (&state)[num_states], real (&product)[kept]) {
+                           const real (&sizes)[num_states], real (&state)[num_states],
+                           real (&product)[kept]) {
   real* const inputs = reinterpret_cast<real*>(pass.memory) + lane();
   const Strand strand(pass, channel);
   typename Strand::Sums total;
@@ -105,9 +148,12 @@ PARARNN_FUNCTION void mend(const Pass& pass, int channel, const Span& span, int6
 #pragma unroll
       for (int i = 0; i < Strand::words; ++i) inputs[(k * Strand::words + i) * lanes] = own[i];
     }
-    real start[num_states], end[num_states], own_product[kept];
+    real start[num_states], end[num_states], own_product[kept], first_sizes[num_states];
 #pragma unroll
-    for (int n = 0; n < num_states; ++n) start[n] = state[n];
+    for (int n = 0; n < num_states; ++n) {
+      start[n] = state[n];
+      first_sizes[n] = largest(sizes[n], size_of(product, n));
+    }
     if (lane() > 0 && count > 0) strand.guess(first, start);
     __syncwarp();  // before the lanes write what others have guessed from
     typename Strand::Sums sums;
@@ -125,7 +171,7 @@ PARARNN_FUNCTION void mend(const Pass& pass, int channel, const Span& span, int6
 #pragma unroll
         for (int i = 0; i < Strand::words; ++i) own[i] = next[i];
       }
-    } while (move_lanes(start, end, own_product, count > 0));
+    } while (move_lanes(start, end, own_product, first_sizes, count > 0));
     total.add(sums);
     append(product, own_product);
 #pragma unroll

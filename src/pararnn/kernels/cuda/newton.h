@@ -61,14 +61,16 @@ struct Segment {
   }
 
   // Runs some channels again.
-  PARARNN_FUNCTION void mend_channels(const Pass& pass, const Place& at, const Channels& some) {
+  PARARNN_FUNCTION void mend_channels(const Pass& pass, const Place& at, const Channels& some,
+                                      const End& before) {
     Linear& linear = trajectory.linear;
     const int count = some.count();
     for (int k = 0; k < count; ++k) {
       const int place = some.nth(k);
-      real state[num_states], product[kept];
+      real state[num_states], sizes[num_states], product[kept];
       of_channel(linear.start, place, state);
-      mend(pass, at.first + place, span, slot, state, product);
+      of_channel(before.size, place, sizes);
+      mend(pass, at.first + place, span, slot, sizes, state, product);
 #pragma unroll
       for (int c = 0; c < per_lane; ++c) {
         if (lane() * per_lane + c != place) continue;
@@ -91,9 +93,10 @@ PARARNN_FUNCTION int run_alone(const Pass& pass, const Shooting& s, const Place&
   };
   Trajectory known;
   End last;
+  clear(last.size);
   int w = 0;
   for (Status own = status_of(known, 0); own != Status::moved; own = status_of(known, w)) {
-    last = known.last();
+    last = known.last_after(last);
     if (++w == segments) return 0;
   }
   int ran = 0;
@@ -104,9 +107,11 @@ PARARNN_FUNCTION int run_alone(const Pass& pass, const Shooting& s, const Place&
     known = segment.trajectory;
     bool fits = true;  // segments that fit as they are
     while (fits) {
-      last = known.last();
+      last = known.last_after(last);
       if (++w == segments) return ran + 1;
-      fits = status_of(known, w) == Status::as_it_was && known.follows(last, at);
+      fits = status_of(known, w) == Status::as_it_was;
+      known.measure(last);
+      fits = fits && known.follows(last, at);
     }
   }
   return ran;
@@ -138,6 +143,7 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
     trajectory.last().get(end);
     meeting.exchange(round, end, end_before);
     before.set(end_before[0]);
+    trajectory.measure(before);
     if (!meeting.any(round, own == 0 || trajectory.follows(before, at))) {
       if (own == 0) pass.report(tile_number, round + 1, round > 0);
       return;
@@ -146,7 +152,7 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
     Channels moved;
     const real far = newton_update(s, at, tile_number, own, round, before, trajectory, wanted, moved);
     const real most = meeting.most(round, far);
-    if (bridges && most == constant(0)) {
+    if (most == constant(0)) {
       if (own > 0) segment.bridge_gaps(pass, at, before);
       if (own == 0) pass.report(tile_number, round + 1, true);
       return;
@@ -169,7 +175,7 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
     const bool few = worth_mending(moved.count(), segment.span.end - segment.span.first);
     trajectory.move(wanted, moved, !few);
     if (few) {
-      segment.mend_channels(pass, at, moved);
+      segment.mend_channels(pass, at, moved, before);
     } else {
       segment.start_from(trajectory.linear.start);
       segment.sweep(pass);

@@ -6,7 +6,7 @@
 namespace pararnn {
 
 constexpr int boundary_numbers = num_states * per_lane;  // a lane's states where two segments meet
-constexpr int end_numbers = boundary_numbers + (backward ? per_lane : 0);  // and their sizes
+constexpr int end_numbers = 2 * boundary_numbers;  // and their sizes
 constexpr int words_a_number = wide ? 2 : 1;
 
 template <int count> constexpr int post_words = count * words_a_number * lanes;
