@@ -61,7 +61,7 @@ PARARNN_FUNCTION void multiply(const real (&step)[count], real (&product)[kept])
     for (int i = 0; i < num_states; ++i) {
       const int e = i * num_states + j;
       product[e] = own[i];
-      product[gains_at + e] = larger(abs(own[i]), product[gains_at + e]);
+      product[gains_at + e] = largest(product[gains_at + e], abs(own[i]));
     }
   }
 }
@@ -121,7 +121,7 @@ PARARNN_FUNCTION real gain_of(const real (&product)[kept], const real (&sizes)[n
 #pragma unroll
     for (int j = 0; j < num_states; ++j) {
       const real own = product[gains_at + i * num_states + j];
-      const real ratio = i == j ? constant(1) : sizes[j] / larger(sizes[i], size_of(product, i));
+      const real ratio = i == j ? constant(1) : sizes[j] / largest(sizes[i], size_of(product, i));
       gain = larger(own == constant(0) ? constant(0) : own * ratio, gain);
     }
   return gain;

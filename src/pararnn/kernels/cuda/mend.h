@@ -118,7 +118,7 @@ PARARNN_FUNCTION void append(real (&product)[kept], const real (&lane_product)[k
   multiply<false>(step, product);
 #pragma unroll
   for (int e = 0; e < entries; ++e)
-    product[gains_at + e] = larger(whole[e], product[gains_at + e]);
+    product[gains_at + e] = largest(product[gains_at + e], whole[e]);
 }
 
 // What step k of the lane takes.
