@@ -30,7 +30,7 @@ def _loop(structure, jacobian, rhs):
     return torch.cat(out, 1) if out else rhs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(
         [("diagonal", 1), ("block_diagonal", 2), ("block_diagonal", 5), ("dense", 2)]
