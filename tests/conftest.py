@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from fake_newton import FakeNewton
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 os.environ["PARARNN_CACHE_DIR"] = str(Path(__file__).parents[1] / ".kernels")
 # Inductor's key does not tell what the operator returns: it may hold code of an earlier commit.
 _INDUCTOR = tempfile.TemporaryDirectory(prefix="pararnn-inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _INDUCTOR.name
+# A busy machine is slow.
+settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-speed")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,14 +13,29 @@ import pararnn
 from pararnn import Cell
 from pararnn.codegen.compiler import find_compiler
 
+HANGS_AFTER = 15 * 60
+"""Seconds after which a process hangs, however busy the machine: no bound on how long it takes."""
+
+
+def there(missing: Exception | None) -> bool:
+    """Whether nothing is missing that tests are skipped without.
+
+    RuntimeError where PARARNN_REQUIRE_KERNELS says that none may be.
+    """
+    if missing is not None and os.environ.get("PARARNN_REQUIRE_KERNELS", "0") != "0":
+        raise RuntimeError(
+            f"PARARNN_REQUIRE_KERNELS is set, and kernels cannot be built here: {missing}"
+        )
+    return missing is None
+
 
 def has_compiler() -> bool:
     """Whether this machine can build kernels."""
     try:
         find_compiler()
-    except pararnn.EngineError:
-        return False
-    return True
+    except pararnn.EngineError as error:
+        return there(error)
+    return there(None)
 
 
 PLAIN, FUSED = ("sequential", "torch"), ("sequential", "fused")

@@ -20,17 +20,15 @@ from pararnn.codegen import cache, compiler, cpp
 from pararnn.engines import table
 
 RUN = """
-import sys, time
+import sys
 import torch, pararnn
-from pararnn.codegen.cpp import kernels_of
+from pararnn.codegen import cpp
+if sys.argv[1:] == ["warm"]:
+    cpp.compile_library = None  # a compilation would fail
 torch.manual_seed(0)
 cell = pararnn.ElmanCell(5)
-program = pararnn.program_of(cell)
-begin = time.perf_counter()
-kernels_of(program, torch.float32, "sequential")
-seconds = time.perf_counter() - begin
 states, _ = pararnn.solve(cell, torch.randn(2, 9, 1, 5), backend="fused")
-print(f"{seconds:.6f} {states.double().sum().item():.12f}")
+print(f"{states.double().sum().item():.12f}")
 """
 
 
@@ -172,22 +170,26 @@ def test_processes_and_threads_at_once(folder):
     ]
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(_solve, [inputs] * 3))
-    sums = {process.communicate()[0].split()[1] for process in started}
+    sums = {process.communicate()[0].strip() for process in started}
     assert all(process.returncode == 0 for process in started)
     assert sums == {f"{results[0].double().sum().item():.12f}"}
     _entry(folder)
 
 
 @needs_compiler
-def test_warm_loads_are_quick(folder):
+def test_a_new_process_compiles_nothing(folder):
     environment = {**os.environ, "PARARNN_CACHE_DIR": str(folder)}
-    run = [sys.executable, "-c", RUN]
     cold, warm = (
-        subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
+        subprocess.run(
+            [sys.executable, "-c", RUN, how],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for how in ("cold", "warm")
     )
-    # Without claims about the machine: compiling takes seconds, loading milliseconds.
-    assert float(warm.split()[0]) < 0.25 * float(cold.split()[0])
+    assert cold == warm
 
 
 @needs_compiler

@@ -1,6 +1,5 @@
 """CUDA sources, rings and the toolchain, as far as they can be checked without a GPU."""
 
-import importlib.util
 import logging
 import sys
 import warnings
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from table import COUPLED
+from table import COUPLED, there
 
 import pararnn
 from pararnn.codegen import cache, cuda, headers, nvrtc
@@ -22,13 +21,11 @@ MAX_REGISTERS = 168  # three warps a scheduler: what hides the latency of memory
 
 
 def _has_nvrtc():
-    if importlib.util.find_spec("cuda") is None:
-        return False
     try:
         nvrtc.identity()
-    except pararnn.EngineError:
-        return False
-    return True
+    except pararnn.EngineError as error:
+        return there(error)
+    return there(None)
 
 
 needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC (the extra cu12 or cu13)")

@@ -169,7 +169,6 @@ def test_eight_states_and_no_more(how):
 
 @settings(
     max_examples=12,
-    deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from table import FUSED, PLAIN, dtype_name, has_compiler
+from table import FUSED, HANGS_AFTER, PLAIN, dtype_name, has_compiler
 from torch.utils.checkpoint import checkpoint
 
 import pararnn
@@ -98,7 +98,7 @@ def run_fresh(*lines, given):
     """Run a script in a process of its own, with a path."""
     script = "\n".join(["import sys, torch", "torch.set_num_threads(1)", *lines])
     command = [sys.executable, "-c", script, str(given)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_AFTER)
     assert done.returncode == 0, done.stderr
 
 

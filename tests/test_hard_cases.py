@@ -162,6 +162,29 @@ def test_empty_batches_and_sequences(name, size, pair):
         assert all(torch.equal(h.grad, torch.ones_like(h)) for h in initial)
 
 
+@pytest.mark.parametrize("initial", [False, True], ids=["zero", "initial"])
+@pytest.mark.parametrize(
+    ("length", "cuts"), [(0, None), (0, [0]), (0, [0, 0, 0]), (5, [0])], ids=str
+)
+@pytest.mark.parametrize(("name", "pair"), ROWS)
+def test_what_no_step_made_still_has_gradients(name, length, cuts, initial, pair):
+    case = make_case(pararnn.CELLS[name], torch.float32, length, batch=1)
+    sequences = 1 if cuts is None else len(cuts) - 1
+    where = {} if cuts is None else {"cu_seqlens": torch.tensor(cuts)}
+    gates = case.gates.requires_grad_()
+    start = [torch.randn(sequences, 4, requires_grad=True) for _ in case.cell.states]
+    how = {"solver": pair[0], "backend": pair[1], **case.options, **where}
+    states, final = pararnn.solve(case.cell, gates, start if initial else None, **how)
+    states = states if isinstance(states, tuple) else (states,)
+    final = final if isinstance(final, tuple) else (final,)
+    assert all(t.requires_grad for t in (*states, *final))
+    sum(t.sum() for t in (*states, *final)).backward()
+    for leaf in (gates, *case.cell.parameters()):
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+    if initial:
+        assert all(torch.equal(h.grad, torch.ones_like(h)) for h in start)
+
+
 @pytest.mark.parametrize(("name", "pair"), ROWS)
 def test_one_channel_and_odd_lengths(name, pair):
     for length in (1, 5, 31, 33, 63, 65):

@@ -110,7 +110,7 @@ def test_packed_sequence(device, pair, enforce_sorted, bidirectional):
     assert padded.shape == (4, 7, 12 if bidirectional else 6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
 def test_packed_sequences_of_any_lengths(lengths):
     layer = _layer("cpu")

@@ -1,13 +1,18 @@
 """A solver is chosen by the call, else by the context, else by the layer; `explain` says which."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 import pararnn
+from pararnn.engines import newton_torch
 from pararnn.engines import request as requests
 from pararnn.engines.request import Request, chosen
+from pararnn.engines.table import ANY_DEVICE, TABLE
 
 
 def _ran(layer, **call):
@@ -44,7 +49,48 @@ def test_a_context_ends_with_an_error_too():
 
     with pytest.raises(RuntimeError, match="stop"):
         fail()
-    assert [requests.Context()] == requests._CONTEXTS
+    assert [requests.Context()] == requests._HERE.contexts
+
+
+def _in_a_thread(call):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def test_a_context_holds_in_its_own_thread():
+    def asked():
+        return chosen(Request(), Request())
+
+    other = pararnn.using("sequential")
+    with ThreadPoolExecutor(1) as pool:
+        with pararnn.using("newton", "torch"):
+            assert pool.submit(asked).result() == ("auto", "auto")
+            pool.submit(other.__enter__).result()
+            assert asked() == ("newton", "torch")
+        assert asked() == ("auto", "auto")  # the first to enter is the first to leave
+        assert pool.submit(asked).result() == ("sequential", "auto")
+        pool.submit(other.__exit__, None, None, None).result()
+        assert pool.submit(asked).result() == ("auto", "auto")
+    assert [requests.Context()] == requests._HERE.contexts
+
+
+def test_a_backward_pass_in_another_thread_stays_with_its_forward_pass():
+    ran = []
+    backward = newton_torch.ENGINE.backward
+
+    def record(*args):
+        ran.append("newton")
+        return backward(*args)
+
+    gates = torch.randn(2, 20, 3, 4, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        recording = replace(newton_torch.ENGINE, backward=record)
+        patch.setitem(TABLE, ("newton", "torch", ANY_DEVICE), recording)
+        with pararnn.using("newton", "torch"):
+            states, _ = pararnn.solve(pararnn.GRUCell(4), gates)
+        with pararnn.using("sequential", "torch"):
+            _in_a_thread(states.sum().backward)
+    assert ran == ["newton"]
 
 
 def test_solve_follows_the_context():
@@ -82,6 +128,25 @@ def test_compiled_code_follows_the_context():
             compiled(x)
         counts.append(compiled._orig_mod.last_solve.sweeps.item())
     assert counts[0] == counts[2] == 0 < counts[1]
+
+
+def test_compiled_code_follows_the_context_of_the_thread_that_calls():
+    torch._dynamo.reset()
+    layer = pararnn.ParaGRU(4, 6)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 20, 4)
+
+    def sweeps(solver=None):
+        with pararnn.using(solver, "torch") if solver else nullcontext():
+            compiled(x)
+        return bool(layer.last_solve.sweeps.any())
+
+    assert sweeps("newton")
+    assert not _in_a_thread(lambda: sweeps("sequential"))
+    assert sweeps("newton")
+    with pararnn.using("newton", "torch"):
+        assert not _in_a_thread(sweeps)  # where auto takes the loop at T = 20
+        assert sweeps()
 
 
 @pytest.mark.parametrize("mode", pararnn.MODES)

@@ -75,7 +75,7 @@ def test_dtypes(dtype):
     check_scan(_inputs(2, dtype=dtype, scale=0.3))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 3), st.integers(0, 40), st.integers(1, 70), st.sampled_from(KINDS))
 def test_any_size(batch, steps, channels, kind):
     a, b, h = _inputs(kind, batch=batch, steps=steps, channels=channels, scale=0.2)

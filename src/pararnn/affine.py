@@ -39,12 +39,3 @@ def affine_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
     if length > 2:
         out[:, 2::2] = rhs[:, 2::2] + structure.apply(to_even, odd[:, : (length - 1) // 2])
     return out
-
-
-def affine_loop(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
-    """The same recurrence one step after the other: exact where composed Jacobians overflow."""
-    out = [rhs[:, :1]] if rhs.shape[1] else []
-    for step in range(1, rhs.shape[1]):
-        carried = structure.apply(jacobian[:, step - 1 : step], out[-1])
-        out.append(rhs[:, step : step + 1] + carried)
-    return torch.cat(out, 1) if out else rhs

@@ -184,7 +184,7 @@ def test_non_finite_inputs():
     assert not kernel.isnan().all()
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(recipes(), st.sampled_from([torch.float64, torch.float32]), st.integers(0, 99))
 def test_random_cells_obey_the_contract(recipe, dtype, seed):
     cell = random_cell(*recipe)

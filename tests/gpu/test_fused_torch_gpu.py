@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -210,7 +209,7 @@ def test_demo_generates_on_the_kernels():
     assert pararnn.verify(model, torch.randn(2, 33, 32, device="cuda"))
 
 
-def test_first_use_says_so_and_the_next_is_quick(tmp_path, monkeypatch, caplog):
+def test_first_use_says_so_and_the_next_compiles_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda, "_KERNELS", {})
     layer, x = _layer(pararnn.ParaGRU)
@@ -219,9 +218,8 @@ def test_first_use_says_so_and_the_next_is_quick(tmp_path, monkeypatch, caplog):
     assert str(tmp_path) in caplog.text
     caplog.clear()
     monkeypatch.setattr(cuda, "_KERNELS", {})
-    begin = time.perf_counter()
+    monkeypatch.setattr(cuda, "compile_cubin", None)  # a compilation would fail
     _grads(layer, x)
-    assert time.perf_counter() - begin < 1
     assert not caplog.text  # precompile has made what the layer runs
 
 

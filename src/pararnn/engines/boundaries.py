@@ -50,11 +50,12 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Boundaries]:
     last = (seq != torch.cat([seq[:, 1:], edge], 1)) & ~padding
     if reset is not None:
         begins = begins & ~reset
-    fresh = begins if reset is None else begins | reset
-    rows = initial[seq.clamp(min=0).long()] if len(initial) else initial.new_zeros(1)
-    start = torch.where(begins[..., None, None], rows, 0.0)
+    fresh = begins | padding if reset is None else begins | padding | reset
     nothing = initial.new_zeros(batch, *initial.shape[1:])
+    rows = initial[seq.clamp(min=0).long()] if len(initial) else nothing.unsqueeze(1)
+    start = torch.where(begins[..., None, None], rows, 0.0)
     masks = (fresh.unsqueeze(-1), start, padding.unsqueeze(-1))
+    inputs = _without_padding(inputs, padding)
     system = System(program, inputs, args.params, nothing, *masks)
     return system, Boundaries(seq, begins, last)
 
@@ -63,7 +64,8 @@ def final_states(args: Arguments, bounds: Boundaries, states: Tensor) -> tuple[T
     """The last state of each sequence, (S, D) a state; an empty sequence's is its initial state."""
     initial = torch.stack([h.to(states.dtype) for h in args.initial], 1)
     if bounds.seq is None or bounds.last is None:
-        return tuple((states[:, -1] if states.shape[1] else initial).unbind(1))
+        # Without a step too they hang on all that the states do.
+        return tuple((states[:, -1] if states.shape[1] else initial + states.sum(1)).unbind(1))
     ids = bounds.seq[bounds.last].long()
     return tuple(initial.index_put((ids,), states[bounds.last]).unbind(1))
 
@@ -91,8 +93,8 @@ def state_cotangent(
         if bounds.seq is None or bounds.last is None:
             cotangent[:, -1, n] += grad
         else:
-            at_end = grad[bounds.seq.clamp(min=0).long()].to(like.dtype)
-            cotangent[:, :, n] += at_end.masked_fill(~bounds.last.unsqueeze(-1), 0)
+            at_end = grad[bounds.seq[bounds.last].long()]
+            cotangent[:, :, n][bounds.last] += at_end.to(like.dtype)
     return cotangent
 
 
@@ -168,6 +170,23 @@ def _grad_initial(
                 grad = grad + final.masked_fill(used, 0)
         out.append(grad.to(initial.dtype))
     return tuple(out)
+
+
+def _without_padding(inputs: tuple[Tensor, ...], padding: Tensor) -> tuple[Tensor, ...]:
+    """Inputs (B, T, D) with those at padding (B, T) replaced by those of the first real step.
+
+    A step is taken at padding too, and 0 times what is not finite there is NaN, in the gradients of
+    parameters. Where a step is taken anyway, it may be taken once more: zeros might not do.
+    """
+    if not padding.numel():
+        return inputs
+    first = (~padding).flatten().to(torch.uint8).argmax(0, keepdim=True)
+
+    def filled(x: Tensor) -> Tensor:
+        real = x.detach().flatten(0, 1).index_select(0, first).nan_to_num(0, 0, 0)
+        return torch.where(padding.unsqueeze(-1), real, x)
+
+    return tuple(filled(x) for x in inputs)
 
 
 def _in_order(x: Tensor, reverse: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
@@ -54,8 +55,17 @@ class Context(NamedTuple):
     split: Pin = BY_RULE
 
 
-# A list, which compiled code guards on, and so one for all threads.
-_CONTEXTS = [Context()]
+class _Here(threading.local):
+    """The contexts that this thread is in, the innermost last.
+
+    Made anew for each thread that looks. Compiled code guards on it, in the thread that calls.
+    """
+
+    def __init__(self) -> None:
+        self.contexts = [Context()]
+
+
+_HERE = _Here()
 
 
 @contextmanager
@@ -70,8 +80,9 @@ def using(
     """Within this context layers take this solver, backend, or mode of the paper, not their own.
 
     An argument of the call itself comes first; `pararnn.solve` takes the context's where it is
-    given "auto". Contexts nest, part by part, and hold for the whole process, other threads
-    included. A backward pass outside the context stays with what its forward pass took.
+    given "auto". Contexts nest, part by part, and hold for the thread that entered them, as those
+    of `torch.no_grad` do. A backward pass stays with what its forward pass took, outside of the
+    context and in autograd's own threads too.
 
     `segments` and `burn_in` concern (newton, fused) alone, where it runs: how many pieces time is
     cut into, 1 or more, and the steps from which each guesses its start, 0 or more. More segments
@@ -80,13 +91,14 @@ def using(
 
     Raises EngineError as `request`, ValueError for impossible numbers.
     """
-    outer = _CONTEXTS[-1]
+    contexts = _HERE.contexts
+    outer = contexts[-1]
     pair, split = request(solver, backend, mode), pin(segments, burn_in)
-    _CONTEXTS.append(Context(_over(pair, outer.pair), _over(split, outer.split)))
+    contexts.append(Context(_over(pair, outer.pair), _over(split, outer.split)))
     try:
         yield
     finally:
-        _CONTEXTS.pop()
+        contexts.pop()
 
 
 def _over(inner: _Asked, outer: _Asked) -> _Asked:
@@ -97,7 +109,7 @@ def _over(inner: _Asked, outer: _Asked) -> _Asked:
 
 def split_asked(default: Pin) -> Pin:
     """What the context asks of the split; `default` where it asks for nothing."""
-    asked = _CONTEXTS[-1].split
+    asked = _HERE.contexts[-1].split
     return default if asked == BY_RULE else asked
 
 
@@ -109,6 +121,6 @@ def left_open(solver: str, backend: str) -> tuple[str, str]:
 
 def chosen(call: Request, default: Request) -> tuple[str, str]:
     """The pair to ask the table for: the call's parts, else the context's, else the default's."""
-    context = _CONTEXTS[-1].pair
+    context = _HERE.contexts[-1].pair
     solver = call.solver or context.solver or default.solver or "auto"
     return solver, call.backend or context.backend or default.backend or "auto"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.affine import Scan, affine_loop, affine_scan
+from pararnn.affine import Scan, affine_scan
 from pararnn.numerics import FORWARD_TOLERANCE
 from pararnn.solvers.sequential import unroll
 from pararnn.solvers.system import System, column_mask, put_columns, take_columns
@@ -127,20 +127,38 @@ def adjoint(
 ) -> Tensor:
     """Total gradients of the states, l_t = g_t + J_{t+1}^T l_{t+1} (paper, eq. rnn_bwd_seq).
 
-    `previous` and `cotangent` are (B, T, N, D), as is the result. Columns in which composed
-    Jacobians overflow are redone one step after the other.
+    `previous` and `cotangent` are (B, T, N, D), as is the result; it is zero at padding. Columns
+    that are not finite are redone one step after the other: composed Jacobians overflow, and the
+    zeros between sequences do not stop a NaN.
     """
     structure = system.program.structure
     assert structure is not None
     _, jacobian = system.linearise(previous)
     backward = structure.transpose(jacobian)[:, 1:].flip(1)
-    cotangent = cotangent.flip(1)
-    total = scan(structure, backward, cotangent)
+    if system.padding is not None:
+        cotangent = cotangent.masked_fill(system.padding.unsqueeze(2), 0)
+    total = scan(structure, backward, cotangent.flip(1)).flip(1)
     mask = column_mask(~total.isfinite(), structure.couples_channels)
     if bool(mask.any()):
-        columns = (take_columns(backward, mask), take_columns(cotangent, mask))
-        total = put_columns(total, mask, affine_loop(structure, *columns))
-    return total.flip(1)
+        columns = (take_columns(previous, mask), take_columns(cotangent, mask))
+        total = put_columns(total, mask, _adjoint_loop(system.columns(mask), *columns))
+    return total
+
+
+def _adjoint_loop(system: System, previous: Tensor, cotangent: Tensor) -> Tensor:
+    """`adjoint` as the loop's own gradients have it: NaN and inf where those do, and no further.
+
+    By the step's gradient, not by its Jacobian: 0 in the one multiplies, in the other is not there.
+    """
+    out, carried = [], torch.zeros_like(cotangent[:, :1])
+    for t in reversed(range(system.length)):
+        total = cotangent[:, t : t + 1] + carried
+        step = system.at(t)
+        carried = step.pull_back(previous[:, t : t + 1], total)[0]
+        if step.fresh is not None:
+            carried = carried.masked_fill(step.fresh.unsqueeze(2), 0)
+        out.append(total)
+    return torch.cat(out[::-1], 1)
 
 
 def _broadcast(columns: Tensor, like: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ def unroll(system: System) -> Tensor:
             states = tuple(s.masked_fill(padding[t], 0) for s in states)
         out.append(states)
     if not out:
+        # No entries, but a graph to all that entries hang on.
+        leaves = torch.stack([x.sum() for x in (system.initial, *system.inputs, *system.params)])
         batch, num_states, channels = system.initial.shape
-        return system.initial.new_zeros(batch, 0, num_states, channels)
+        return leaves.sum().expand(batch, 0, num_states, channels)
     return torch.stack([torch.stack(series, 1) for series in zip(*out, strict=True)], 2)

@@ -18,7 +18,8 @@ class System:
 
     inputs: gates (biases added) and fields, each (B, T, D). params: (D,) or as the cell shapes
     them. initial: the states before step 0, (B, N, D). fresh (B, T, 1 or D): steps that start from
-    `start` (B, T, N, D) instead of h_{l-1}. padding (B, T, 1 or D): steps whose state is zero.
+    `start` (B, T, N, D) instead of h_{l-1}. padding (B, T, 1 or D): steps whose state is zero; they
+    are among the fresh ones, so that nothing passes them.
     """
 
     program: Program
@@ -80,9 +81,9 @@ class System:
         new, jacobian = linearise(self.program.step, structure, graphs, self._tensors(previous))
         if structure.couples_channels:
             jacobian = jacobian.unflatten(0, previous.shape[:2])
-        cut = self._cut()
-        if cut is not None:
-            where = cut.reshape(*cut.shape[:2], *[1] * (jacobian.ndim - 3), cut.shape[2])
+        if self.fresh is not None:
+            batch, steps, width = self.fresh.shape
+            where = self.fresh.reshape(batch, steps, *[1] * (jacobian.ndim - 3), width)
             jacobian = jacobian.masked_fill(where, 0)
         return self._stack(new, previous), jacobian
 
@@ -95,16 +96,33 @@ class System:
         grads = self._run("vjp", previous, cotangent)
         states, size = self.program.num_states, self.inputs[0].shape
         rows = states + len(self.inputs)
-        per_step = [
-            expand_entry(g, cotangent, self._rows(size)).reshape(size) for g in grads[:rows]
-        ]
+
+        def at_steps(grad: object) -> Tensor:
+            full = expand_entry(grad, cotangent, self._rows(size)).reshape(size)
+            return full if self.padding is None else full.masked_fill(self.padding, 0)
+
+        per_step = [at_steps(g) for g in grads[:rows]]
         summed = tuple(
-            expand_entry(g, cotangent, self._rows(size)).reshape(size).sum((0, 1))
-            if not self.program.couples_channels
-            else expand_entry(g, cotangent, tuple(p.shape))
+            expand_entry(g, cotangent, tuple(p.shape))
+            if self.program.couples_channels
+            else at_steps(g).sum((0, 1))
             for g, p in zip(grads[rows:], self.params, strict=True)
         )
         return torch.stack(per_step[:states], 2), tuple(per_step[states:]), summed
+
+    def at(self, step: int) -> System:
+        """The system of one step alone; the state before it is not its own to know."""
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[:, step : step + 1]
+
+        return replace(
+            self,
+            inputs=tuple(x[:, step : step + 1] for x in self.inputs),
+            fresh=cut(self.fresh),
+            start=cut(self.start),
+            padding=cut(self.padding),
+        )
 
     def columns(self, mask: Tensor) -> System:
         """The part of the system in the columns that `mask` names: see `take_columns`."""
@@ -130,11 +148,6 @@ class System:
             start=None if self.start is None else take_columns(self.start, mask),
             padding=take(self.padding),
         )
-
-    def _cut(self) -> Tensor | None:
-        if self.fresh is None or self.padding is None:
-            return self.fresh if self.padding is None else self.padding
-        return self.fresh | self.padding
 
     def _rows(self, size: torch.Size) -> tuple[int, ...]:
         """Coupled programs run on rows (B*T, D), elementwise ones on any leading sizes."""
