@@ -58,7 +58,7 @@ HOOKS = {
     Tensor.register_hook: "register_hook",
     Tensor.retain_grad: "retain_grad",
     Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
-    Tensor.grad_fn.__get__: "grad_fn",  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: "grad_fn",  # type: ignore[union-attr]
 }
 
 
