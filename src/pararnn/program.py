@@ -128,8 +128,9 @@ def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Prog
         warn_user(warning, CellCostWarning)
     digest = hashlib.sha256(config_text.encode())
     for dtype in COMPUTE_DTYPES if graphs else ():
-        for graph in (graphs[dtype].step, graphs[dtype].jacobian, graphs[dtype].vjp):
-            digest.update(graph.text.encode())
+        traced = graphs[dtype]
+        for graph in (traced.step, traced.jacobian, traced.vjp, traced.by_hand):
+            digest.update(graph.text.encode() if graph is not None else b"")
     return Program(
         key=f"{cls.__module__}:{cls.__qualname__}|{config_text}|{digest.hexdigest()[:16]}",
         cell_name=cls.__name__,
