@@ -116,6 +116,9 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
     trace = make_fx(_tupled(function), tracing_mode="symbolic")
     module = _guarded(what, lambda: trace(*inputs))
     _check_ops(module, inputs[0].dtype, what)
+    for name, constant in vars(module).items():
+        if isinstance(constant, Tensor):  # the user's own, who may write into it
+            setattr(module, name, constant.clone())
     for node in module.graph.nodes:
         if "device" in node.kwargs and node.kwargs["device"] is not None:
             raise CellError(
@@ -132,6 +135,8 @@ def canonical_text(graph: fx.Graph) -> str:
     for node in graph.nodes:
         names[node] = f"%{len(names)}"
         args = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
+        if node.op == "get_attr":
+            args = getattr(graph.owning_module, node.target)  # a number, kept as a tensor
         lines.append(
             f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}"
         )
@@ -164,6 +169,13 @@ def _guarded(what: str, trace: Callable[[], fx.GraphModule]) -> fx.GraphModule:
         raise BranchError(str(error)) from error
     except (AttributeError, IndexError) as error:
         raise CellError(f"{what} fails: {error}") from error
+    except AssertionError as error:
+        if "FakeTensor" not in str(error):
+            raise
+        raise CellError(
+            f"{what} reads a tensor from outside, which a step that mixes channels may not: make "
+            "it a number, a Param (trainable=False for a constant) or a field"
+        ) from error
     except RuntimeError as error:
         if "_local_scalar_dense" in str(error) or "data-dependent" in str(error):
             raise BranchError(str(error)) from error
