@@ -54,13 +54,14 @@ _MISSING = _Missing()
 class Reads:
     """The places that a step reads, with what was found there.
 
-    attributes: (owner, name, value). items: (mapping, key, value). contents: (container, the
-    entries that it held). text: what was read, in words that are the same in every process.
+    attributes: (owner, name, value). items: (mapping, key, value). contents: (container, its keys if
+    it has any, the entries that it held). text: what was read, in words that are the same in every
+    process.
     """
 
     attributes: tuple[tuple[Any, str, Any], ...]
     items: tuple[tuple[Mapping[Any, Any], Any, Any], ...]
-    contents: tuple[tuple[Any, tuple[Any, ...]], ...]
+    contents: tuple[tuple[Any, list[Any] | None, list[Any]], ...]
     text: str
 
     def changed(self) -> str | None:
@@ -73,9 +74,10 @@ class Reads:
             now = mapping.get(key, _MISSING)
             if now is not value and not _same(now, value):
                 return _said(str(key), value, now)
-        for container, entries in self.contents:
-            now = _entries(container)
-            if len(now) != len(entries) or not all(map(operator.is_, now, entries)):
+        for container, keys, entries in self.contents:
+            now = container if keys is None else container.values()
+            same = len(now) == len(entries) and all(map(operator.is_, now, entries))
+            if not same or (keys is not None and [*container] != keys):
                 return f"the entries of a {type(container).__name__} ({_short(container)})"
         return None
 
@@ -117,7 +119,7 @@ class _Follower:
         self.own = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"torch"}
         self.attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self.items: dict[tuple[int, Any], tuple[Mapping[Any, Any], Any, Any]] = {}
-        self.contents: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self.contents: dict[int, tuple[Any, list[Any] | None, list[Any]]] = {}
         self.names: dict[str, None] = {}
         self.owners: list[Any] = []
         self.seen: dict[int, Any] = {}
@@ -210,9 +212,10 @@ class _Follower:
 
     def container(self, value: Any, name: str) -> None:
         """The entries of a container, and that they stay."""
-        entries = _entries(value)
-        self.contents[id(value)] = (value, entries)
-        self.fixed(entries, name)
+        keys = [*value] if isinstance(value, dict) else None
+        entries = [*value] if keys is None else [*value.values()]
+        self.contents[id(value)] = (value, keys, entries)
+        self.fixed([*(keys or ()), *entries], name)
 
     def tensor(self, value: Tensor, name: str) -> None:
         """A tensor is as old as its version."""
@@ -314,12 +317,6 @@ def _digest(code: CodeType) -> str:
     ]
     parts = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _entries(container: Any) -> tuple[Any, ...]:
-    if isinstance(container, dict):
-        return (*container, *container.values())
-    return tuple(container)
 
 
 def _content(cell: Any) -> Any:
