@@ -54,9 +54,8 @@ _MISSING = _Missing()
 class Reads:
     """The places that a step reads, with what was found there.
 
-    attributes: (owner, name, value). items: (mapping, key, value). contents: (container, its keys if
-    it has any, the entries that it held). text: what was read, in words that are the same in every
-    process.
+    attributes: (owner, name, value). items: (mapping, key, value). contents: (container, its keys
+    if it has any, the entries that it held). text: what was read, the same in every process.
     """
 
     attributes: tuple[tuple[Any, str, Any], ...]
