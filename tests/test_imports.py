@@ -15,7 +15,7 @@ FLOW = [
     ["structure"],
     ["affine"],
     ["cells"],
-    ["trace"],
+    ["reads", "trace"],
     ["derive"],
     ["program"],
     ["solvers"],

@@ -140,6 +140,72 @@ def test_steps_that_break_the_contract_raise(message):
         pararnn.program_of(cell(8))
 
 
+class Surrogate(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return torch.tanh(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 0.5 * grad
+
+
+HOOKED = torch.nn.Tanh()
+HOOKED.register_full_backward_hook(lambda module, before, after: (0.5 * before[0],))
+
+
+def halved(tensor):
+    if tensor.requires_grad:  # as one writes it, and as a trace without gradients passes by it
+        tensor.register_hook(lambda grad: 0.5 * grad)
+    return tensor
+
+
+def kept(tensor):
+    if tensor.requires_grad:
+        tensor.retain_grad()
+    return tensor
+
+
+def halved_before(tensor):
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.register_hook(lambda before, after: (0.5 * before[0],))
+    return tensor
+
+
+GRADIENTS_OF_THEIR_OWN = {
+    "hook on the state": ("uses register_hook", lambda h, x: torch.tanh(0.9 * halved(h) + x)),
+    "hook on the result": ("uses register_hook", lambda h, x: halved(torch.tanh(0.9 * h + x))),
+    "hook in any mode": (
+        "step uses register_hook",
+        lambda h, x: h.register_hook(lambda grad: None) and torch.tanh(h + x),
+    ),
+    "kept gradient": ("uses retain_grad", lambda h, x: kept(torch.tanh(0.9 * h + x))),
+    "node": ("uses grad_fn", lambda h, x: torch.tanh(0.9 * halved_before(h) + x)),
+    "function": ("calls a torch.autograd.Function", lambda h, x: Surrogate.apply(0.9 * h + x)),
+    "module": ("calls a torch.autograd.Function", lambda h, x: HOOKED(0.9 * h + x)),
+}
+
+
+@pytest.mark.parametrize("structure", [None, "dense"])
+@pytest.mark.parametrize("name", list(GRADIENTS_OF_THEIR_OWN))
+def test_hooks_and_gradients_of_a_steps_own_are_refused(name, structure):
+    message, function = GRADIENTS_OF_THEIR_OWN[name]
+
+    def step(self, state, gate, param):
+        return function(state.h, gate.x)
+
+    with pytest.raises(pararnn.CellError, match=f"{message}.*structure = 'sequential'"):
+        pararnn.program_of(make_cell(step, structure=structure)(3))
+    gates = torch.randn(1, 9, 1, 3, requires_grad=True)
+    if name != "hook in any mode":
+        states, _ = pararnn.solve(make_cell(step, structure="sequential")(3), gates)
+        assert torch.autograd.grad(states.sum(), gates)[0].isfinite().all()
+
+
 def test_a_step_may_read_nothing_but_config():
     def reads_param(self, state, gate, param):
         return state.h * self.a + gate.x
@@ -213,8 +279,10 @@ class HandWritten(pararnn.GRUCell):
 def test_hand_written_jacobian_is_used_and_checked():
     result = check_solve(HandWritten(4), torch.randn(2, 50, 3, 4), solver="newton")
     assert result.passed
-    own = pararnn.program_of(HandWritten(4)).graphs[torch.float32].jacobian.text
-    assert own != pararnn.program_of(pararnn.GRUCell(4)).graphs[torch.float32].jacobian.text
+    own = pararnn.program_of(HandWritten(4)).graphs[torch.float32]
+    derived = pararnn.program_of(pararnn.GRUCell(4)).graphs[torch.float32]
+    assert own.by_hand.text != derived.jacobian.text
+    assert (own.jacobian.text, own.vjp.text) == (derived.jacobian.text, derived.vjp.text)
 
     class Misprint(HandWritten):
         def jacobian(self, state, gate, param):

@@ -188,3 +188,14 @@ def test_auto_depends_on_sizes_and_cell_only():
     assert chosen(program, 8, 512, 256, backend="torch") == ("sequential", "torch")
     assert chosen(program, 1, 8, 64, backend="torch") == ("sequential", "torch")
     assert chosen(dense, 1, 2048, 256) == ("sequential", "torch")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fields_that_are_numbers_are_not_rounded(dtype):
+    cell, gates = pararnn.LRCCell(3), torch.randn(1, 300, 3, 3, dtype=dtype)
+    gap = torch.full((1, 300), 0.1003)
+    expected = pararnn.solve(cell, gates, fields={"dt": gap})[1]
+    assert torch.equal(pararnn.solve(cell, gates, fields={"dt": 0.1003})[1], expected)
+    steps = torch.full((1, 300), 257)  # 256 or 258 in bfloat16
+    expected = pararnn.solve(cell, gates, fields={"dt": steps.float()})[1]
+    assert torch.equal(pararnn.solve(cell, gates, fields={"dt": steps})[1], expected)

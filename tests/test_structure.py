@@ -123,3 +123,70 @@ def test_a_registered_structure_with_a_jacobian_by_hand():
 
     with pytest.raises(pararnn.StructureError, match="jacobian is wrong"):
         pararnn.program_of(Wrong(6))
+
+
+class Clamped(pararnn.Cell):
+    """Its Jacobian by hand forgets the clamp, which no random point reaches."""
+
+    states = ("h",)
+    gates = ("x",)
+    params = {"a": pararnn.Param(std=0.0, mean=0.9)}
+
+    def step(self, state, gate, param):
+        h = param.a * state.h + gate.x
+        return torch.minimum(h, 0 * h + 6)
+
+    def jacobian(self, state, gate, param):
+        return param.a + 0 * state.h
+
+
+class DenseClamped(Clamped):
+    structure = "dense"
+
+    def jacobian(self, state, gate, param):
+        return torch.diag_embed(super().jacobian(state, gate, param))
+
+
+class Drifting(pararnn.Cell):
+    """Its Jacobian by hand says that states beyond 2 are forgotten, so any are near enough."""
+
+    states = ("h",)
+    gates = ("x",)
+
+    def step(self, state, gate, param):
+        return state.h + 0.01 * gate.x + 5e-7 * torch.sin(state.h)
+
+    def jacobian(self, state, gate, param):
+        return torch.where(state.h > 2, 0 * state.h, 1 + 5e-7 * torch.cos(state.h))
+
+
+@pytest.mark.parametrize(
+    ("cls", "backend"),
+    [
+        (Clamped, "torch"),
+        (Clamped, "scan"),
+        (Clamped, "fused"),
+        (DenseClamped, "torch"),
+        (Drifting, "torch"),
+        (Drifting, "scan"),
+    ],
+)
+def test_a_wrong_jacobian_by_hand_changes_no_result(cls, backend):
+    torch.manual_seed(0)
+    slow = cls is Drifting
+    gates = 0.2 * torch.rand(1, 2000, 1, 4) if slow else 3 * torch.randn(2, 200, 1, 4)
+    start = torch.full((len(gates), 4), 1.9)
+    result = check_solve(cls(4), gates, start, solver="newton", backend=backend)
+    assert result.passed, [check for check in result.checks if not check.passed]
+    assert not result.mended or backend == "fused"
+
+
+@pytest.mark.usefixtures("_circulant")
+def test_derived_jacobians_of_a_structure_are_made_in_parts(monkeypatch):
+    gates = torch.randn(2, 40, 1, 6, dtype=torch.float64)
+    whole = pararnn.solve(Wave(6, dtype=torch.float64), gates, solver="newton")[0]
+    monkeypatch.setattr("pararnn.derive.DENSE_NUMBERS", 7 * 36)
+    cell = Wave(6, dtype=torch.float64)
+    result = check_solve(cell, gates, solver="newton")
+    assert result.passed, [check for check in result.checks if not check.passed]
+    torch.testing.assert_close(pararnn.solve(cell, gates, solver="newton")[0], whole)

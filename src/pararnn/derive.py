@@ -18,6 +18,8 @@ TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend
 TRACE_ROWS = 6
 PROBES = 3
 JACOBIAN_TOLERANCE = 1e-9
+DENSE_NUMBERS = 1 << 24
+"""How many entries of dense Jacobians are held at once on the way to another structure."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,15 @@ class Graphs:
     """The graphs of one compute dtype, functions of flat tensors (states, inputs, params).
 
     step: -> new states. vjp: with a cotangent for each state -> gradients of all arguments.
-    jacobian: -> new states and the structure's entries; where channels are coupled and the
-    Jacobian is not written by hand it is instead, with cotangents, -> gradients of the states, from
-    which the Jacobian's rows are pulled back.
+    jacobian: -> new states and the structure's entries, derived from the step; where channels are
+    coupled it is instead, with cotangents, -> gradients of the states, from which the Jacobian's
+    rows are pulled back. by_hand: -> new states and the entries that the class writes itself.
     """
 
     step: Graph
     jacobian: Graph
     vjp: Graph
+    by_hand: Graph | None = None
 
 
 def flat(step: Step, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +124,7 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
             out += pull(torch.ones_like(new))
         return out
 
-    def by_hand(*t: Tensor) -> list[Tensor]:
+    def written(*t: Tensor) -> list[Tensor]:
         entries = flat(step, lambda s, x, p: step.call("jacobian", s, x, p))(*t)
         if isinstance(entries, Tensor):
             entries = ((entries,),)
@@ -129,19 +132,15 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
 
     name = step.cls.__name__
     what = f"{name}'s Jacobian"
-    if step.has_jacobian:
-        jacobian = trace(by_hand, tensors, what)
-    elif coupled:
-        jacobian = trace(states_vjp, [*tensors, *cotangents], what)
-    else:
-        jacobian = trace(rows, tensors, what)
     graphs = Graphs(
         trace(call, tensors, f"{name}.step"),
-        jacobian,
+        trace(states_vjp, [*tensors, *cotangents], what) if coupled else trace(rows, tensors, what),
         trace(vjp, [*tensors, *cotangents], f"{name}'s gradient"),
+        trace(written, tensors, f"{name}.jacobian") if step.has_jacobian else None,
     )
-    for graph, what in ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient")):
-        if not coupled and graph.mixing_op is not None:
+    named = ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient"), (graphs.by_hand, "jacobian"))
+    for graph, what in named:
+        if not coupled and graph is not None and graph.mixing_op is not None:
             raise StructureError(
                 f"{name}'s {what} is not elementwise ({graph.mixing_op}) although its step is; "
                 "declare structure = 'dense'"
@@ -150,18 +149,30 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
 
 
 def linearise(
-    step: Step, structure: Structure, graphs: Graphs, tensors: Sequence[Tensor]
+    step: Step,
+    structure: Structure,
+    graphs: Graphs,
+    tensors: Sequence[Tensor],
+    by_hand: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """New states and the Jacobian's representation at flat tensors (states, inputs, params).
 
-    Elementwise: tensors (..., D). Coupled channels: rows (R, D).
+    Elementwise: tensors (..., D). Coupled channels: rows (R, D). `by_hand`: by the class's own
+    Jacobian, where it writes one.
     """
     states, size = len(step.cls.states), tensors[0].shape
     like = tensors[0]
-    if structure.couples_channels and not step.has_jacobian:
+    graph = graphs.by_hand if by_hand and graphs.by_hand is not None else graphs.jacobian
+    if structure.couples_channels and graph is not graphs.by_hand:
         new = [expand_entry(s, like, size) for s in graphs.step(*tensors)]
-        return new, structure.from_dense(_pulled_back(step, graphs, tensors))
-    out = graphs.jacobian(*tensors)
+        split = states + len(step.cls.gates) + len(step.cls.fields)
+        rows = max(1, DENSE_NUMBERS // (states * size[1]) ** 2)
+        parts = [
+            structure.from_dense(_pulled_back(step, graphs, [*part, *tensors[split:]]))
+            for part in zip(*(x.split(rows) for x in tensors[:split]), strict=True)
+        ]
+        return new, torch.cat(parts)
+    out = graph(*tensors)
     new, entries = [expand_entry(s, like, size) for s in out[:states]], out[states:]
     if structure.couples_channels:
         return new, entries[0]
@@ -177,7 +188,7 @@ def expand_entry(entry: Any, like: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
-    """Compare the Jacobian that solvers will use with autograd's at random points, in float64.
+    """Compare the Jacobians that solvers will use with autograd's at random points, in float64.
 
     Catches a hand-written Jacobian that is wrong and a registered structure that the step does not
     have. Raises StructureError naming the entry.
@@ -194,22 +205,31 @@ def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
 
         with torch.enable_grad():
             derived = torch.func.jacrev(stacked)(torch.cat([x[0] for x in t[:states]]))
-        given = structure.to_dense(linearise(step, structure, graphs, t)[1])[0]
-        error = (given - derived).abs()
-        if given.shape != derived.shape or not float(error.max()) <= JACOBIAN_TOLERANCE:
-            i, j = divmod(int(error.argmax()), derived.shape[1])
-            entry = f"d {cls.states[i // channels]}[{i % channels}] / d "
-            entry += f"{cls.states[j // channels]}[{j % channels}]"
-            if not step.has_jacobian:
-                raise StructureError(
-                    f"{cls.__name__} declares structure = {structure.name!r}, but the traced "
-                    f"step's Jacobian does not have it: {entry} is {derived[i, j]:.9g}, the "
-                    f"structure holds {given[i, j]:.9g}; declare 'dense' or mend the step"
-                )
-            raise StructureError(
-                f"{cls.__name__}.jacobian is wrong: {entry} is {given[i, j]:.9g} by hand and "
-                f"{derived[i, j]:.9g} by autograd at a random point"
-            )
+        for by_hand in (True, False) if step.has_jacobian else (False,):
+            representation = linearise(step, structure, graphs, t, by_hand)[1]
+            _compare(cls, structure, structure.to_dense(representation)[0], derived, by_hand)
+
+
+def _compare(
+    cls: type, structure: Structure, given: Tensor, derived: Tensor, by_hand: bool
+) -> None:
+    error = (given - derived).abs()
+    if given.shape == derived.shape and float(error.max()) <= JACOBIAN_TOLERANCE:
+        return
+    i, j = divmod(int(error.argmax()), derived.shape[1])
+    channels, names = TRACE_CHANNELS[0], cls.states  # type: ignore[attr-defined]
+    entry = f"d {names[i // channels]}[{i % channels}] / d "
+    entry += f"{names[j // channels]}[{j % channels}]"
+    if not by_hand:
+        raise StructureError(
+            f"{cls.__name__} declares structure = {structure.name!r}, but the traced "
+            f"step's Jacobian does not have it: {entry} is {derived[i, j]:.9g}, the "
+            f"structure holds {given[i, j]:.9g}; declare 'dense' or mend the step"
+        )
+    raise StructureError(
+        f"{cls.__name__}.jacobian is wrong: {entry} is {given[i, j]:.9g} by hand and "
+        f"{derived[i, j]:.9g} by autograd at a random point"
+    )
 
 
 def _pulled_back(step: Step, graphs: Graphs, tensors: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.split import Pin
 from pararnn.engines.table import find
 from pararnn.errors import EngineError
-from pararnn.program import Program, program_by_key
+from pararnn.program import Program, program_by_key, program_in_use
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
 
@@ -177,7 +177,7 @@ def _forward_op(
     key: str, solver: str, backend: str, *given: Any
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     *inputs, on_failure = given
-    args, program = _arguments(*inputs), program_by_key(key)
+    args, program = _arguments(*inputs), program_in_use(key)
     engine = _engine(solver, backend, args.gates.device)
     if not engine.completes:
         args = args.completed(program.num_states)

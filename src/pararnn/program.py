@@ -1,4 +1,4 @@
-"""One frozen Program a cell class and config: the step's graphs, its Jacobian and its VJP.
+"""One frozen Program a cell class, config and what the step reads: its graphs, Jacobian and VJP.
 
 The Program holds no sizes and no parameters. Elementwise steps become graphs of pointwise ops that
 broadcast over (..., D); steps that mix channels become graphs over rows (R, D) with symbolic sizes.
@@ -21,6 +21,7 @@ import torch
 from pararnn.cells.base import Cell, Step, resolve_config
 from pararnn.derive import Graphs, check_structure, derive, mixing_op
 from pararnn.errors import CellCostWarning, CellError, StructureError, warn_user
+from pararnn.reads import Reads, reads_of
 from pararnn.structure import STRUCTURES, Structure, make_structure
 from pararnn.trace import BranchError
 
@@ -32,7 +33,9 @@ class Program:
     """What solvers and kernels know of a cell.
 
     `structure` is None for sequential-only steps, and `why_sequential` then says why.
-    `step` is the Python step on flat tensors, differentiable by autograd.
+    `step` is the Python step on flat tensors, differentiable by autograd. `reads` is what it read
+    outside its arguments when it was traced. A copy is the Program itself; a pickle finds it by its
+    key, and nothing in a process that has not traced it.
     """
 
     key: str
@@ -45,6 +48,13 @@ class Program:
     structure: Structure | None
     why_sequential: str | None
     graphs: Mapping[torch.dtype, Graphs]
+    reads: Reads
+
+    def __deepcopy__(self, memo: Any) -> Program:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _known, (self.key,)
 
     @property
     def num_states(self) -> int:
@@ -57,27 +67,34 @@ class Program:
         return self.structure is None or self.structure.couples_channels
 
 
-_BY_CLASS: dict[Any, Program] = {}
+_BY_CLASS: dict[tuple[type[Cell], str], list[Program]] = {}
 _BY_KEY: dict[str, Program] = {}
 _TRACING = threading.RLock()  # PyTorch traces for one thread at a time
+MANY_TRACES = 8
+"""Traces of a class and config after which a warning names what changes; each takes a second."""
 
 
 def program_of(cell: Cell) -> Program:
-    """The cell's Program, traced at the first call for its class and config.
+    """The cell's Program, traced at the first call for its class, config and what its step reads.
 
-    Raises CellError and StructureError where the step breaks the contract; warns once with
-    CellCostWarning where an undeclared structure rules out the fast paths.
+    A change of what the step reads (code, globals, closures, class attributes) leads to another
+    Program. In a compiled region the cell keeps the one that it has, and the operators raise where
+    its step has changed. Raises CellError and StructureError where the step breaks the contract;
+    warns once with CellCostWarning where an undeclared structure rules out the fast paths.
     """
-    key = cell.__dict__.get("_program_key")
-    if key not in _BY_KEY:
-        if torch.compiler.is_compiling():
+    program: Program | None = cell.__dict__.get("_program")
+    if torch.compiler.is_compiling():
+        if program is None:
             raise CellError(
                 f"{type(cell).__name__} is used for the first time inside a compiled region; make "
                 "its layer, or call pararnn.program_of(cell), before compiling"
             )
-        key = make_program(type(cell), cell.config_values()).key
-        cell.__dict__["_program_key"] = key
-    return _BY_KEY[key]
+        return program
+    # Wrappers (parametrisations, FSDP) give a module a class made of its own: the step is the same.
+    cls = program.step.cls if program and isinstance(cell, program.step.cls) else type(cell)
+    if program is None or cls is not program.step.cls or program.reads.changed():
+        program = cell.__dict__["_program"] = make_program(cls, cell.config_values())
+    return program
 
 
 def program_by_key(key: str) -> Program:
@@ -86,8 +103,7 @@ def program_by_key(key: str) -> Program:
     Raises CellError where the class cannot be imported or its step has changed.
     """
     if key not in _BY_KEY:
-        path, _, rest = key.partition("|")
-        config = rest.rpartition("|")[0]
+        path, config = _parts(key)
         module, _, qualname = path.partition(":")
         try:
             target: Any = importlib.import_module(module)
@@ -98,24 +114,71 @@ def program_by_key(key: str) -> Program:
                 f"cannot import the cell {path}: define it at a module's top level to use it in "
                 "another process"
             ) from error
-        found = make_program(target, json.loads(config))
+        found = make_program(target, config)
         if found.key != key:
             raise CellError(f"the step of {path} has changed since this was exported; export again")
     return _BY_KEY[key]
 
 
+def program_in_use(key: str) -> Program:
+    """The Program that `key` names, for a forward pass: its step must still be what it was.
+
+    Compiled and exported code holds the key alone. Raises CellError where the step reads something
+    else by now, and names it.
+    """
+    program = program_by_key(key)
+    change = program.reads.changed()
+    if change is None:
+        return program
+    path, config = _parts(key)
+    make_program(program.step.cls, config)  # under the same key, if the change makes no difference
+    for other in [p for traced in _BY_CLASS.values() for p in traced if p.key == key]:
+        if other.reads.changed() is None:
+            _BY_KEY[key] = other
+            return other
+    raise CellError(
+        f"the step of {path} reads {change}, since this was compiled or exported: call "
+        "pararnn.program_of(cell), which compiled code takes notice of, or export again"
+    )
+
+
 def make_program(cls: type[Cell], config: Mapping[str, Any]) -> Program:
-    """Trace a cell class under a config; cached by class, methods and config."""
+    """Trace a cell class under a config; cached by class, config and what the step reads."""
     resolved = resolve_config(cls, config)
     text = json.dumps(resolved, sort_keys=True)
-    declared = STRUCTURES.get(cls.structure or "")
-    cache_key = (cls, cls.step, getattr(cls, "jacobian", None), declared, text)
-    if cache_key not in _BY_CLASS:
+    traced = _BY_CLASS.setdefault((cls, text), [])
+    program = _current(traced)
+    if program is None:
         with _TRACING:
-            if cache_key not in _BY_CLASS:
+            program = _current(traced)
+            if program is None:
                 program = _build(cls, resolved, text)
-                _BY_CLASS[cache_key] = _BY_KEY[program.key] = program
-    return _BY_CLASS[cache_key]
+                if len(traced) == MANY_TRACES:
+                    warn_user(
+                        f"{cls.__name__} is traced anew, in a second or so, whenever what its step "
+                        f"reads changes, last {traced[-1].reads.changed()}. Pass it in as a field "
+                        "or a Param, or make it config",
+                        CellCostWarning,
+                    )
+                traced.append(program)
+                _BY_KEY[program.key] = program
+    return program
+
+
+def _current(traced: list[Program]) -> Program | None:
+    """The one whose step reads what is there now."""
+    return next((p for p in reversed(traced) if p.reads.changed() is None), None)
+
+
+def _known(key: str) -> Program | None:
+    return _BY_KEY.get(key)
+
+
+def _parts(key: str) -> tuple[str, dict[str, Any]]:
+    """Where a key's class is, and the config."""
+    path, _, rest = key.partition("|")
+    config: dict[str, Any] = json.loads(rest.rpartition("|")[0])
+    return path, config
 
 
 def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Program:
@@ -126,10 +189,15 @@ def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Prog
         structure, why, warning, graphs = thread.submit(_traced, step).result()
     if warning is not None:
         warn_user(warning, CellCostWarning)
-    digest = hashlib.sha256(config_text.encode())
+    reads = reads_of(cls, STRUCTURES, cls.structure or "")
+    names = (cls.states, cls.gates, cls.fields, tuple(cls.params))
+    digest = hashlib.sha256(f"{config_text} {names}".encode())
     for dtype in COMPUTE_DTYPES if graphs else ():
-        for graph in (graphs[dtype].step, graphs[dtype].jacobian, graphs[dtype].vjp):
-            digest.update(graph.text.encode())
+        traced = graphs[dtype]
+        for graph in (traced.step, traced.jacobian, traced.vjp, traced.by_hand):
+            digest.update(graph.text.encode() if graph is not None else b"")
+    if not graphs:
+        digest.update(reads.text.encode())
     return Program(
         key=f"{cls.__module__}:{cls.__qualname__}|{config_text}|{digest.hexdigest()[:16]}",
         cell_name=cls.__name__,
@@ -141,6 +209,7 @@ def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Prog
         structure=structure,
         why_sequential=why,
         graphs=graphs,
+        reads=reads,
     )
 
 

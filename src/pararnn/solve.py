@@ -14,7 +14,7 @@ from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.request import left_open, split_asked
 from pararnn.engines.split import Pin
 from pararnn.engines.table import choose
-from pararnn.numerics import check_io_dtype
+from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.op import apply_engine
 from pararnn.program import Program, program_of
 from pararnn.sequences import Sequences, of_cu_seqlens
@@ -219,12 +219,14 @@ def _fields(cell: Cell, gates: Tensor, fields: Mapping[str, Tensor | float]) -> 
 
 
 def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...]) -> Tensor:
+    # What has no float dtype of its own arrives unrounded, as a float32 tensor would.
+    wide = compute_dtype(gates.dtype)
     if not isinstance(value, Tensor):
-        return gates.new_tensor(float(value)).expand(size)
+        return gates.new_tensor(float(value), dtype=wide).expand(size)
     if value.device != gates.device:
         raise ValueError(f"field {name!r} is on {value.device}, gates on {gates.device}")
     if not value.is_floating_point():
-        value = value.to(gates.dtype)
+        value = value.to(wide)
     full = value.unsqueeze(-1) if value.ndim == 2 else value
     if tuple(full.shape) not in (size, (*size[:2], 1)):
         raise ValueError(

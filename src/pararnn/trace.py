@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 
 from pararnn.errors import CellError
 
@@ -51,6 +52,16 @@ UNTAGGED = {
 UNDECOMPOSED = (aten.lerp.Tensor, aten.lerp.Scalar)
 
 
+# What hangs a function on a tensor, or keeps its gradient: a graph of the step's ops has no such
+# tensor, and in a loop it sees the gradient from outside the step too.
+HOOKS = {
+    Tensor.register_hook: "register_hook",
+    Tensor.retain_grad: "retain_grad",
+    Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+    Tensor.grad_fn.__get__: "grad_fn",  # type: ignore[union-attr]
+}
+
+
 class BranchError(Exception):
     """The step reads a tensor's value in Python (a branch, .item()): it cannot be traced."""
 
@@ -75,7 +86,8 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     """Trace at these inputs' sizes into functional core ATen, constants folded, repeats shared.
 
     `function` returns a tensor or a tuple of them. Raises BranchError for data-dependent Python,
-    CellError for randomness, complex numbers, captured tensors and lost precision.
+    CellError for randomness, complex numbers, captured tensors, lost precision, hooks and
+    gradients of the step's own.
     """
     from torch.func import functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -104,6 +116,9 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
     trace = make_fx(_tupled(function), tracing_mode="symbolic")
     module = _guarded(what, lambda: trace(*inputs))
     _check_ops(module, inputs[0].dtype, what)
+    for name, constant in vars(module).items():
+        if isinstance(constant, Tensor):  # the user's own, who may write into it
+            setattr(module, name, constant.clone())
     for node in module.graph.nodes:
         if "device" in node.kwargs and node.kwargs["device"] is not None:
             raise CellError(
@@ -120,6 +135,8 @@ def canonical_text(graph: fx.Graph) -> str:
     for node in graph.nodes:
         names[node] = f"%{len(names)}"
         args = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
+        if node.op == "get_attr":
+            args = getattr(graph.owning_module, node.target)  # a number, kept as a tensor
         lines.append(
             f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}"
         )
@@ -146,15 +163,49 @@ def _guarded(what: str, trace: Callable[[], fx.GraphModule]) -> fx.GraphModule:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     try:
-        return trace()
+        with _HooksRefused(what):
+            return trace()
     except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         raise BranchError(str(error)) from error
     except (AttributeError, IndexError) as error:
         raise CellError(f"{what} fails: {error}") from error
+    except AssertionError as error:
+        if "FakeTensor" not in str(error):
+            raise
+        raise CellError(
+            f"{what} reads a tensor from outside, which a step that mixes channels may not: make "
+            "it a number, a Param (trainable=False for a constant) or a field"
+        ) from error
     except RuntimeError as error:
         if "_local_scalar_dense" in str(error) or "data-dependent" in str(error):
             raise BranchError(str(error)) from error
+        if "autograd.Function" in str(error) or "custom_function_call" in str(error):
+            raise CellError(
+                f"{what} calls a torch.autograd.Function (a module's backward hook is one too), "
+                "whose gradient cannot be traced: write the step with PyTorch's own functions, or "
+                "declare structure = 'sequential'"
+            ) from error
         raise CellError(f"{what} cannot be traced: {error}") from error
+
+
+class _HooksRefused(TorchFunctionMode):
+    """Raises CellError where the step hangs a hook on a tensor."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of PyTorch's that is no hook."""
+        if func in HOOKS:
+            raise CellError(
+                f"{self.what} uses {HOOKS[func]}: a parallel solver runs a graph of the step, "
+                "where tensors carry no hooks. Hang it on what goes into the solve or comes out of "
+                "it (gates, parameters, the layer's output), or declare structure = 'sequential'"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _check_ops(module: fx.GraphModule, dtype: torch.dtype, what: str) -> None:

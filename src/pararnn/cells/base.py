@@ -61,8 +61,9 @@ class Cell(nn.Module):
     D must be a multiple), device, dtype and config values. Raises CellError for malformed classes
     and values; the step itself is checked when a layer or `solve` first takes the cell.
 
-    A step may read config (and call methods and functions), nothing else of `self`: parameters
-    arrive as `param`. It must broadcast over leading dimensions. A method
+    Of `self`, a step may read config, class attributes and methods: parameters arrive as `param`.
+    What else it reads is frozen when it is traced, and traced anew when it has changed: see
+    `pararnn.reads`. It must broadcast over leading dimensions. A method
     `jacobian(self, state, gate, param)` may override the derived Jacobian: it returns the
     structure's entries (a tensor for one state, N rows of N tensors for N states, a registered
     structure's representation) and is checked against the derived one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -56,8 +56,14 @@ def newton(system: System, scan: Scan = affine_scan) -> NewtonResult:
     if zeros.numel() == 0:
         return NewtonResult(zeros, 0, 0, 0.0)
     guess = system.advance(system.previous(zeros))  # the paper's guess, f(0, x_l)
-    end = _iterate(system, scan, guess, MAX_SWEEPS)
-    sweeps, unsolved = int(end.sweeps), ~end.done
+    states, before = guess, 0
+    if system.program.step.has_jacobian:
+        # One written by hand may be wrong where nobody has tried it, and then so is the distance to
+        # the solution that it estimates: the step's own goes on from where it ends.
+        end = _iterate(replace(system, by_hand=True), scan, guess, MAX_SWEEPS)
+        states, before = torch.where(end.states.isfinite(), end.states, guess), int(end.sweeps)
+    end = _iterate(system, scan, states, MAX_SWEEPS)
+    sweeps, unsolved = before + int(end.sweeps), ~end.done
     if not bool(unsolved.any()):
         return NewtonResult(end.states, sweeps, 0, 0.0)
     part = unroll(system.columns(unsolved))

@@ -20,6 +20,7 @@ class System:
     them. initial: the states before step 0, (B, N, D). fresh (B, T, 1 or D): steps that start from
     `start` (B, T, N, D) instead of h_{l-1}. padding (B, T, 1 or D): steps whose state is zero; they
     are among the fresh ones, so that nothing passes them.
+    by_hand: linearise by the Jacobian that the class writes itself, if it does.
     """
 
     program: Program
@@ -29,6 +30,7 @@ class System:
     fresh: Tensor | None = None
     start: Tensor | None = None
     padding: Tensor | None = None
+    by_hand: bool = False
 
     @property
     def length(self) -> int:
@@ -78,7 +80,8 @@ class System:
         structure = self.program.structure
         assert structure is not None
         graphs = self.program.graphs[self.dtype]
-        new, jacobian = linearise(self.program.step, structure, graphs, self._tensors(previous))
+        tensors = self._tensors(previous)
+        new, jacobian = linearise(self.program.step, structure, graphs, tensors, self.by_hand)
         if structure.couples_channels:
             jacobian = jacobian.unflatten(0, previous.shape[:2])
         if self.fresh is not None:
