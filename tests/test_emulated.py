@@ -5,6 +5,8 @@ import torch
 from emulated import Device
 from oracle import beyond, run
 from table import FUSED, NEWTON_FUSED, make_case, needs_compiler, with_latches
+from test_hard_cases import assert_no_jump_is_missed, threshold_case
+from test_scales import SLOW, slow_case, solved
 
 import pararnn
 from pararnn.contract import check_solves
@@ -107,3 +109,32 @@ def test_large_weights(scale, monkeypatch):
         for parameter in case.cell.recurrent_parameters():
             parameter.copy_(torch.randn_like(parameter) * scale)
     _checked(case, segments=8)
+
+
+def test_steps_that_jump_take_the_states_that_are_returned(monkeypatch):
+    MEETINGS["grid"].install(monkeypatch)
+    cell, gates = threshold_case(4096, CHANNELS, -10.0)
+    with pararnn.using("newton", "fused", segments=16):
+        (h, y), _ = pararnn.solve(cell, gates)
+    assert_no_jump_is_missed(h, y)
+
+
+def test_a_nan_before_a_reset_does_not_hide_what_is_wrong(monkeypatch):
+    MEETINGS["grid"].install(monkeypatch)
+    case = make_case(pararnn.GRUCell, torch.float64, 48, channels=1, batch=1)
+    options = {"cu_seqlens": torch.tensor([0, 28, 48]), "reset": torch.arange(48)[None] == 35}
+    loop, _ = pararnn.solve(case.cell, case.gates, solver="sequential", backend="torch", **options)
+    gates = case.gates.clone()
+    gates[:, 30] = float("nan")
+    with pararnn.using("newton", "fused", segments=4, burn_in=2):
+        got, _ = pararnn.solve(case.cell, gates, **options)
+    assert torch.allclose(got[:, :28], loop[:, :28], atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_the_scale_of_the_loss_scales_gradients(name, monkeypatch):
+    MEETINGS["grid"].install(monkeypatch)
+    case = slow_case(pararnn.CELLS[name], torch.bfloat16, SLOW.get(name, -4.0))
+    usual, scaled = (solved(case, NEWTON_FUSED, scale)[1] for scale in (1.0, 2.0**-30))
+    for one, other in zip(usual, scaled, strict=True):
+        assert torch.equal(one.double() * 2.0**-30, other.double())

@@ -1,6 +1,7 @@
 """Inputs that break fixed-iteration solvers end right by the contract, or raise."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -246,3 +247,39 @@ def test_a_linear_cell_converges_in_one_iteration():
         )
         assert result.passed
         assert result.sweeps == 1
+
+
+class Threshold(pararnn.Cell):
+    """A slow state, and an output that jumps with its last bits."""
+
+    states = ("h", "y")
+    gates = ("x", "keep")
+
+    def step(self, state, gate, param):
+        h = torch.lerp(state.h, torch.tanh(gate.x), torch.sigmoid(gate.keep))
+        fine = state.h * 4096
+        return h, 2 * (fine - torch.floor(fine) >= 0.5).to(h.dtype) - 1
+
+
+def threshold_case(length, channels, shift):
+    """Gates of which channels forget slowly."""
+    gates = torch.randn(1, length, 2, channels)
+    gates[:, :, 1] += torch.linspace(0, shift, channels)
+    return Threshold(channels), gates
+
+
+def assert_no_jump_is_missed(h, y):
+    """Every y is what the step makes of the state before it, as it was returned."""
+    before = torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1) * 4096
+    assert torch.equal(y, 2 * (before - before.floor() >= 0.5).float() - 1)
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_steps_that_jump_take_the_states_that_are_returned(pair):
+    cell, gates = threshold_case(4096, 32, -10.0)
+    with pararnn.using(*pair, segments=16), warnings.catch_warnings():
+        warnings.simplefilter("ignore", pararnn.ConvergenceWarning)
+        (h, y), _ = pararnn.solve(cell, gates)
+    loop, _ = pararnn.solve(cell, gates, solver="sequential", backend="torch")
+    assert_no_jump_is_missed(h, y)
+    assert (h - loop[0]).abs().max() < 1e-5
