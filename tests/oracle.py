@@ -5,12 +5,20 @@ import copy
 import torch
 
 import pararnn
-from pararnn.numerics import FORWARD_TOLERANCE, SEQUENTIAL_ERRORS, compute_dtype, relative_error
+from pararnn.claims import QUIET, finite, gap, peak
+from pararnn.numerics import (
+    CHANNEL_FACTOR,
+    FORWARD_TOLERANCE,
+    LARGEST_PART,
+    SEQUENTIAL_ERRORS,
+    compute_dtype,
+    relative_error,
+)
 
 HOW = {"solver": "sequential", "backend": "fused"}
 
 
-def run(case, device, dtype, seed=0, **how):
+def run(case, device, dtype, seed=0, loss_scale=1.0, **how):
     """Outputs and all gradients of a case by name, on a device, with its numbers in `dtype`."""
 
     def leaf(tensor):
@@ -31,7 +39,8 @@ def run(case, device, dtype, seed=0, **how):
     cotangents = []
     for output in (*states, *final):
         own = case.gates.dtype if output.ndim == 3 else compute_dtype(case.gates.dtype)
-        drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(own)
+        drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        drawn = (loss_scale * drawn).to(own)
         cotangents.append(drawn.to(device, output.dtype))
     leaves = {"gates": gates, **fields, **dict(cell.named_parameters())}
     leaves |= {f"initial {i}": h for i, h in enumerate(initial or ())}
@@ -50,11 +59,21 @@ def beyond(got, exact, loop, dtype):
         allowed = max(FORWARD_TOLERANCE[dtype], FORWARD_TOLERANCE[value.dtype])
         if not error <= allowed + SEQUENTIAL_ERRORS * own:
             wrong.append((name, error, own))
+        elif value.ndim > 2:  # a series: each channel by its own largest value
+            apart, noise = (
+                peak(gap(v, exact[name], loop[name]), True) for v in (value, loop[name])
+            )
+            size = peak(finite(exact[name].double().abs()), True)
+            limit = CHANNEL_FACTOR * (allowed * size + SEQUENTIAL_ERRORS * noise)
+            over = apart > torch.minimum(limit, LARGEST_PART * size)
+            if bool((over & (noise <= QUIET * size)).any()):
+                wrong.append((f"{name} by channels", float((apart / size)[over].max()), own))
     return wrong
 
 
-def failures(case, device="cuda", **how):
+def failures(case, device="cuda", loss_scale=1.0, **how):
     """What the kernels on a device get wrong, beyond the contract's forward error."""
     dtype = case.gates.dtype
-    got = run(case, device, dtype, **how)
-    return beyond(got, run(case, "cpu", torch.float64), run(case, "cpu", dtype), dtype)
+    got = run(case, device, dtype, loss_scale=loss_scale, **how)
+    exact = run(case, "cpu", torch.float64, loss_scale=loss_scale)
+    return beyond(got, exact, run(case, "cpu", dtype, loss_scale=loss_scale), dtype)

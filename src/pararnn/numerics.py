@@ -1,8 +1,8 @@
 """The numerics contract: which dtype computes, and how far a result may be off.
 
-Two claims hold for every solve. Backward error: each returned step obeys the recurrence to
+Three claims hold for every solve. Backward error: each returned step obeys the recurrence to
 rounding. Forward error: outputs and gradients lie within the dtype's tolerance of a float64
-sequential run.
+sequential run. No units: every tolerance is relative to the quantity's own values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 DEFECT_ULPS = 8
-"""Largest defect allowed in a returned step, in machine epsilons of its dtype times (1 + |h|)."""
+"""Largest defect allowed in a returned step, in roundings of its channel's largest |h| so far."""
 
 FORWARD_TOLERANCE = {
     torch.float64: 1e-12,
@@ -23,6 +23,12 @@ FORWARD_TOLERANCE = {
 
 SEQUENTIAL_ERRORS = 4
 """How many times the same-dtype sequential run's own error is allowed on top of the tolerance."""
+
+CHANNEL_FACTOR = 100
+"""How many times that a single channel may be off, relative to its own values."""
+
+LARGEST_PART = 0.25
+"""What no allowance exceeds: what may be off by its own size could as well be zero."""
 
 
 def compute_dtype(io_dtype: torch.dtype) -> torch.dtype:
@@ -40,6 +46,21 @@ def check_io_dtype(dtype: torch.dtype, what: str) -> None:
 def defect_limit(states: Tensor, dtype: torch.dtype, ulps: float = DEFECT_ULPS) -> Tensor:
     """Elementwise bound on |h_l - f(h_{l-1}, x_l)| for states returned in `dtype`."""
     return ulps * torch.finfo(dtype).eps * (1 + states.abs())
+
+
+def underflow(dtype: torch.dtype) -> float:
+    """The size below which rounding to `dtype` is absolute.
+
+    The smallest normal number, below which kernels may flush to zero; for float16, whose results
+    are rounded from float32, the smallest step between two numbers.
+    """
+    info = torch.finfo(dtype)
+    return info.tiny * info.eps if dtype == torch.float16 else info.tiny
+
+
+def rounding(sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """What rounding to `dtype` may do to values of such sizes: eps of them, or `underflow`."""
+    return (torch.finfo(dtype).eps * sizes).clamp(min=underflow(dtype))
 
 
 def relative_error(value: Tensor, reference: Tensor, scale: Tensor | None = None) -> float:

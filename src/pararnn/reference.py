@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +17,22 @@ from pararnn.engines.base import Arguments
 from pararnn.engines.boundaries import final_states, output_states, to_system
 from pararnn.program import program_of
 from pararnn.solve import prepare
+from pararnn.solvers.system import System
 
 Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A solve's inputs, with the leaves that gradients are taken of, and for which cotangents."""
+    """A solve's inputs, with the leaves that gradients are taken of, and for which cotangents.
+
+    `initial` is None where the call gives no initial states, and they are zero.
+    """
 
     cell: Cell
     gates: Tensor
     bias: Tensor | None
-    initial: tuple[Tensor, ...]
+    initial: tuple[Tensor, ...] | None
     fields: dict[str, Tensor]
     options: dict[str, Any]
     cotangents: tuple[Tensor, ...]
@@ -43,7 +48,7 @@ class Problem:
             cell=copy.deepcopy(self.cell).to(dtype),
             gates=leaf(self.gates),
             bias=None if self.bias is None else leaf(self.bias),
-            initial=tuple(leaf(h) for h in self.initial),
+            initial=None if self.initial is None else tuple(leaf(h) for h in self.initial),
             fields={name: leaf(value) for name, value in self.fields.items()},
         )
 
@@ -59,7 +64,8 @@ class Problem:
         if self.bias is not None:
             named["bias"] = self.bias
         names = self.cell.states
-        named |= {f"initial {n}": h for n, h in zip(names, self.initial, strict=True)}
+        given = zip(names, self.initial, strict=True) if self.initial else ()
+        named |= {f"initial {n}": h for n, h in given}
         named |= dict(self.cell.named_parameters())
         return {name: leaf for name, leaf in named.items() if leaf.requires_grad}
 
@@ -72,24 +78,24 @@ def by_name(cell: Cell, states: Sequence[Tensor], final: Sequence[Tensor]) -> Na
 
 def gradients_of(outputs: Sequence[Tensor], problem: Problem, leaves: Named) -> Named:
     """The gradients of a problem's results by leaf."""
-    pairs = zip(outputs, problem.cotangents, strict=True)
-    needed = [(o, c) for o, c in pairs if o.requires_grad]
-    grads = torch.autograd.grad(
-        [o for o, _ in needed],
-        list(leaves.values()),
-        [c.to(o.dtype) for o, c in needed],
-        allow_unused=True,
-        materialize_grads=True,
-    )
+    grads = _pull(outputs, list(leaves.values()), problem.cotangents)
     return dict(zip(leaves, grads, strict=True))
 
 
-def last_states(problem: Problem, states: Sequence[Tensor]) -> Named:
-    """The final states that sequences of states end with, by name."""
+@torch.no_grad()
+def results(problem: Problem, states: Tensor) -> Named:
+    """States (B, T, N, D) in the order of processing as what a solve returns, by name."""
     args = problem.arguments()
     _, bounds = to_system(program_of(problem.cell), args)
-    ends = final_states(args, bounds, forward_order(args, states, problem.gates.dtype))
-    return {f"final {name}": end for name, end in zip(problem.cell.states, ends, strict=True)}
+    outputs = output_states(args, states)
+    return by_name(problem.cell, outputs, final_states(args, bounds, states))
+
+
+def last_states(cell: Cell, args: Arguments, states: Tensor) -> Named:
+    """What sequences of (B, T, N, D) end with, by the final states' names."""
+    _, bounds = to_system(program_of(cell), args)
+    ends = final_states(args, bounds, states)
+    return {f"final {name}": end for name, end in zip(cell.states, ends, strict=True)}
 
 
 class OtherRounding(TorchDispatchMode):
@@ -114,74 +120,216 @@ class OtherRounding(TorchDispatchMode):
         return out * (1 + self.eps * (2 * noise - 1))
 
 
-def run_loop(
-    problem: Problem,
-    *,
-    at: tuple[Tensor, ...] | None = None,
-    rounding: int | None = None,
-) -> tuple[Named, Named, Named]:
-    """Values, gradients and gradient scales by a Python loop in the problem's dtype.
+@torch.no_grad()
+def run_loop(problem: Problem) -> Tensor:
+    """All states (B, T, N, D) by a Python loop in the problem's dtype, in the order of processing.
 
-    `at`: states at which the steps are taken instead of the loop's own; gradients flow as if they
-    were. `rounding`: the number of another legal rounding than PyTorch's own, see OtherRounding.
-    The scale of a parameter's gradient is its largest sum of |contributions|.
+    Under OtherRounding it is a loop that rounds otherwise.
     """
-    if rounding is not None:
-        with OtherRounding(problem.arguments().dtype, rounding):
-            return run_loop(problem, at=at)
-    leaves = problem.leaves()
-    args = problem.arguments()
     program = program_of(problem.cell)
-    system, bounds = to_system(program, args)
-    given = None if at is None else forward_order(args, at, args.dtype)
-    size = (len(args.gates), system.length, *system.initial.shape[1:])
-    nudge = system.initial.new_zeros(size).requires_grad_()
-    states, out, previous = system.initial, [], []
+    system, _ = to_system(program, problem.arguments())
+    states, out = system.initial, []
     for t in range(system.length):
         if system.fresh is not None and system.start is not None:
             states = torch.where(system.fresh[:, t, None], system.start[:, t], states)
-        previous.append(states.detach())
-        step = program.step(states.unbind(1), [x[:, t] for x in system.inputs], system.params)
-        new = torch.stack(step, 1) + nudge[:, t]
-        if given is not None:
-            new = new + (given[:, t] - new).detach()
+        inputs = [x[:, t] for x in system.inputs]
+        states = torch.stack(program.step(states.unbind(1), inputs, system.params), 1)
         if system.padding is not None:
-            new = new.masked_fill(system.padding[:, t, None], 0)
-        states = new
-        out.append(new)
-    stacked = torch.stack(out, 1) if out else torch.zeros_like(nudge)
-    outputs = output_states(args, stacked)
-    final = final_states(args, bounds, stacked)
-    grads = gradients_of((*outputs, *final), problem, {**leaves, "nudge": nudge})
-    adjoint = grads.pop("nudge")
-    scales: Named = {}
-    if system.length and len(args.gates):
-        scales = _scales(problem, system, torch.stack(previous, 1), adjoint)
-    if problem.bias is not None and problem.gates.numel():
-        scales["bias"] = grads["gates"].abs().sum((0, 1)).max()
-    return by_name(problem.cell, outputs, final), grads, scales
+            states = states.masked_fill(system.padding[:, t, None], 0)
+        out.append(states)
+    if not out:
+        batch, num_states, channels = system.initial.shape
+        return system.initial.new_zeros(batch, 0, num_states, channels)
+    return torch.stack(out, 1)
 
 
-def _scales(problem: Problem, system: Any, previous: Tensor, adjoint: Tensor) -> Named:
-    """The largest sum of |contributions| of each parameter's gradient."""
-    cell, step = problem.cell, system.program.step
-    params = tuple(p.detach() for p in system.params)
+def steps(
+    system: System, previous: Tensor, inputs: Sequence[Tensor], params: Sequence[Tensor]
+) -> Tensor:
+    """f(prev_l, x_l) for all l, (B, T, N, D), by the Python step; differentiable."""
+    step = system.program.step
+    if system.program.structure is None and system.length:  # it may branch on its state
+        each = [
+            torch.stack(step(previous[:, t].unbind(1), [x[:, t] for x in inputs], params), 1)
+            for t in range(system.length)
+        ]
+        return torch.stack(each, 1)
+    return torch.stack(step(previous.unbind(2), inputs, params), 2)
 
-    def contribution(state: Tensor, inputs: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
-        def of_params(*values: Tensor) -> Tensor:
-            return torch.stack(step(state.unbind(0), inputs.unbind(0), values))
 
-        return torch.func.vjp(of_params, *params)[1](cotangent)
+@torch.no_grad()
+def advance(problem: Problem, states: Tensor) -> Tensor:
+    """f(h_{l-1}, x_l) for all l at given states (B, T, N, D), in the problem's dtype."""
+    system, _ = to_system(program_of(problem.cell), problem.arguments())
+    new = steps(system, system.previous(states), system.inputs, system.params)
+    return new if system.padding is None else new.masked_fill(system.padding.unsqueeze(2), 0)
 
-    rows = [previous, torch.stack(system.inputs, 2).detach(), adjoint]
-    parts = torch.func.vmap(contribution)(*(r.flatten(0, 1) for r in rows)) if params else ()
-    scales = {}
-    for (name, kind), part in zip(type(cell).params.items(), parts, strict=True):
-        total = part.abs().sum(0)
-        if kind.shape == "H":
-            total = total.unflatten(0, (cell.num_heads, -1)).sum(1)
-        scales[name] = total.sum() if kind.shape == "" else total.max()
-    return scales
+
+def local_defects(problem: Problem, states: Tensor) -> Tensor:
+    """f(h_{l-1}, x_l) - h_l at given states; 0 at padding, whose states are 0."""
+    return advance(problem, states) - states
+
+
+class Reverse(NamedTuple):
+    """Gradients at given states, by leaf, and what errors of them are relative to.
+
+    amounts: by leaf the |contributions| to a gradient, summed; of initial states, the largest
+    |adjoint| of their channel. units: what an entry would be if every adjoint were as large as its
+    channel's largest among the steps behind it, those that the reverse pass comes from.
+    """
+
+    grads: Named
+    amounts: Named
+    units: Named
+
+
+def reverse(problem: Problem, states: Tensor, seed: int = 0) -> Reverse:
+    """The reverse pass at given states (B, T, N, D), step by step in the problem's dtype.
+
+    `seed`: 0 for PyTorch's own rounding, another for another, see OtherRounding.
+    """
+    leaves, args = problem.leaves(), problem.arguments()
+    system, bounds = to_system(program_of(problem.cell), args)
+    at = states.detach().requires_grad_()
+    final = final_states(args, bounds, at)
+    (arriving,) = _pull((*output_states(args, at), *final), [at], problem.cotangents)
+    previous = system.previous(states.detach())
+    coupled = system.program.couples_channels
+    size = (*at.shape[:2], at.shape[-1])
+    params = [p if coupled else p.expand(size) for p in system.params]
+    arranged = [previous, *system.inputs, *params]
+    rows = [_blank(t, system) for t in arranged[: 1 + len(system.inputs)]]
+    rows = [t.detach().requires_grad_() for t in [*rows, *params]]
+    walk = _walk_coupled if coupled else _walk
+    shaken = nullcontext() if not seed else OtherRounding(system.dtype, seed)
+    pulled, amounts, units = walk(system, rows, arriving.detach(), shaken)
+
+    def to_leaves(pieces: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Named:
+        found = _pull((*arranged, *final), list(leaves.values()), (*pieces, *cotangents))
+        return dict(zip(leaves, found, strict=True))
+
+    ends = problem.cotangents[len(final) :]
+    bare = [c.abs() for c in ends]
+    return Reverse(to_leaves(pulled, ends), to_leaves(amounts, bare), to_leaves(units, bare))
+
+
+Pieces = list[Tensor]
+
+
+def _walk(
+    system: System, rows: Pieces, arriving: Tensor, shaken: AbstractContextManager[Any]
+) -> tuple[Pieces, Pieces, Pieces]:
+    """Pulls back to rows (previous states, inputs, params a step), all steps' Jacobians at once."""
+    count, num_states = 1 + len(system.inputs), system.program.num_states
+    with shaken, torch.enable_grad():
+        new = steps(system, rows[0], rows[1:count], rows[count:])
+        ones = torch.ones_like(new[:, :, 0])
+        jacobian = [_pull([new[:, :, n]], rows, [ones]) for n in range(num_states)]
+    entries = torch.stack([row[0] for row in jacobian], 2)  # (B, T, N of new, N of previous, D)
+    adjoint, carry = torch.zeros_like(arriving), torch.zeros_like(system.initial)
+    cut = boundaries(system)
+    for t in reversed(range(system.length)):
+        adjoint[:, t] = _uncut(system.padding, t, arriving[:, t] + carry)
+        carry = _uncut(cut, t, (entries[:, t] * adjoint[:, t].unsqueeze(2)).sum(1))
+    largest = running(adjoint.abs(), cut)
+    pulled = _combined(jacobian, adjoint)
+    sizes = [[piece.abs() for piece in row] for row in jacobian]
+    units = _combined(sizes, largest)
+    amounts = [torch.maximum(largest, pulled[0].abs()), *(p.abs() for p in pulled[1:])]
+    return pulled, amounts, units
+
+
+def _walk_coupled(
+    system: System, rows: Pieces, arriving: Tensor, shaken: AbstractContextManager[Any]
+) -> tuple[Pieces, Pieces, Pieces]:
+    """As `_walk` where channels mix: pulls back a step after the other, and units are amounts."""
+    count, step = 1 + len(system.inputs), system.program.step
+    series, params = rows[:count], rows[count:]
+    pulled, amounts = ([torch.zeros_like(r) for r in rows] for _ in range(2))
+    adjoint, carry = torch.zeros_like(arriving), torch.zeros_like(system.initial)
+    cut = boundaries(system)
+    for t in reversed(range(system.length)):
+        adjoint[:, t] = _uncut(system.padding, t, arriving[:, t] + carry)
+        here = [s[:, t].detach().requires_grad_() for s in series]
+        with shaken, torch.enable_grad():
+            new = torch.stack(step(here[0].unbind(1), here[1:], params), 1)
+            parts = _pull([new], [*here, *params], [adjoint[:, t]])
+        for i, part in enumerate(parts):
+            (pulled[i][:, t] if i < count else pulled[i]).add_(part)
+            (amounts[i][:, t] if i < count else amounts[i]).add_(part.abs())
+        carry = _uncut(cut, t, parts[0])
+    amounts[0] = torch.maximum(running(adjoint.abs(), cut), amounts[0])
+    return pulled, amounts, amounts
+
+
+def boundaries(system: System) -> Tensor | None:
+    """Steps (B, T, 1 or D) that hand nothing back to the step before them."""
+    if system.fresh is None or system.padding is None:
+        return system.fresh if system.padding is None else system.padding
+    return system.fresh | system.padding
+
+
+def running(values: Tensor, cut: Tensor | None) -> Tensor:
+    """The largest of (B, T, ..., D) from each step to its sequence's end; at `cut` one begins."""
+    if cut is None:
+        return values.flip(1).cummax(1).values.flip(1) if values.shape[1] else values
+    out = values.clone()
+    for t in reversed(range(values.shape[1] - 1)):
+        out[:, t] = torch.maximum(out[:, t], _uncut(cut, t + 1, out[:, t + 1]))
+    return out
+
+
+def _uncut(mask: Tensor | None, t: int, values: Tensor) -> Tensor:
+    """Values (B, ..., D) of a step, zero where the mask (B, T, 1 or D) holds."""
+    if mask is None:
+        return values
+    here = mask[:, t]
+    return values.masked_fill(here.reshape(len(here), *[1] * (values.ndim - 2), -1), 0)
+
+
+def _blank(tensor: Tensor, system: System) -> Tensor:
+    """Zero at padding, which may hold anything."""
+    if system.padding is None:
+        return tensor
+    return tensor.masked_fill(
+        system.padding.unsqueeze(2) if tensor.ndim == 4 else system.padding, 0
+    )
+
+
+def _combined(jacobian: list[Pieces], cotangent: Tensor) -> Pieces:
+    """Derivatives of each new state by rows, times cotangents (B, T, N, D), summed over states."""
+    out = []
+    for pieces in zip(*jacobian, strict=True):
+        parts = [p * _like(cotangent[:, :, n], p) for n, p in enumerate(pieces)]
+        out.append(torch.stack(parts).sum(0))
+    return out
+
+
+def _like(tensor: Tensor, row: Tensor) -> Tensor:
+    """(B, T, D) at the rank of a row of previous states or of others."""
+    return tensor.unsqueeze(2) if row.ndim == 4 else tensor
+
+
+def _pull(
+    outputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+) -> list[Tensor]:
+    """The outputs' cotangents at leaves, zero where nothing depends on one."""
+    pairs = zip(outputs, cotangents, strict=True)
+    needed = [(o, c.to(o.dtype)) for o, c in pairs if o.requires_grad]
+    if not needed:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    with torch.autograd.set_multithreading_enabled(False):
+        found = torch.autograd.grad(
+            [o for o, _ in needed],
+            leaves,
+            [c for _, c in needed],
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    return list(found)
 
 
 def forward_order(args: Arguments, states: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

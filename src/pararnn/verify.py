@@ -30,20 +30,25 @@ class Report:
         lines = [f"pararnn.verify: {'PASS' if self.passed else 'FAIL'}"]
         for name, what, checks in self.layers:
             lines.append(f"{name}: {what}, {checks.sweeps} sweeps, {checks.mended} columns mended")
+            count, step = checks.non_finite
+            if count:
+                also = "as in the loop" if checks.no_strays else "and not just as in the loop"
+                lines.append(f"  non-finite in {count} channels from step {step}, {also}")
             for check in checks.checks:
                 verdict = "ok" if check.passed else "FAIL"
-                lines.append(
-                    f"  {check.name:<26} {check.error:10.2e}  limit {check.limit:9.2e}  {verdict}"
-                )
+                numbers = f"{check.error:10.2e}  limit {check.limit:9.2e}  {verdict}"
+                note = f"  ({check.note})" if check.note else ""
+                lines.append(f"  {check.name:<26} {numbers}{note}")
         return "\n".join(lines)
 
 
 def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Report:
     """Run `module(*args, **kwargs)` and check every pararnn solve in it against the contract.
 
-    For each layer, forward and backward with the layer's own solver and backend, on the inputs
-    that it sees in this call: the defect, the forward errors of states, final states and each
-    gradient against a float64 loop, and the solver's counts. Takes a few float64 loops over T.
+    For each layer, the same call that the module makes, forward and backward, on the inputs that
+    the layer sees: the defect, the forward errors of states, final states and each gradient against
+    a float64 loop, and the solver's counts. The gradients that arrive are as large as those of a
+    mean over the layer's output. Takes a few loops over T in PyTorch.
     Raises ValueError when the call runs no pararnn layer. Parameters' .grad are left alone.
     """
     calls: list[tuple[str, DirectionalLayer, tuple[Any, ...], dict[str, Any]]] = []
@@ -70,11 +75,18 @@ def _check(
     name: str, layer: DirectionalLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
 ) -> tuple[str, str, SolveChecks]:
     x, initial = inputs
-    options = {**options, "reverse": layer.reverse}
-    options.pop("output_only", None)
     with torch.no_grad():
         gates: Tensor = layer.proj(x)
-    checks = check_solve(layer.cell, gates, initial, bias=layer.bias, seed=seed, **options)
+    entries = gates.shape[0] * gates.shape[1] * layer.cell.hidden_size
+    checks = check_solve(
+        layer.cell,
+        gates,
+        initial,
+        bias=layer.bias,
+        seed=seed,
+        loss_scale=1 / max(entries, 1),
+        **{**options, "reverse": layer.reverse},
+    )
     what = (
         f"{type(layer.cell).__name__} (B, T, D) = {(*gates.shape[:2], layer.cell.hidden_size)}, "
         f"{gates.dtype}, {checks.pair[0]} on {checks.pair[1]}"

@@ -1,0 +1,147 @@
+"""Claims of the numerics contract: errors, their limits, and what could not be judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pararnn.numerics import CHANNEL_FACTOR, LARGEST_PART, SEQUENTIAL_ERRORS, underflow
+
+QUIET = LARGEST_PART / SEQUENTIAL_ERRORS
+"""What is moved by more than this part of itself by rounding alone has no forward error."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim: a measured error and its limit; `note` says what could not be judged, and why."""
+
+    name: str
+    error: float
+    limit: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is a number within the limit."""
+        return self.error <= self.limit
+
+    @property
+    def part(self) -> float:
+        """The part of the limit that is used up."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.limit if self.limit else float("inf")
+
+
+@dataclass(frozen=True)
+class SolveChecks:
+    """All checks of one solve, with the solver's counts.
+
+    `expanding`: rounding moves gradients by more than the tolerance, so that some are judged at the
+    returned states only. `pair`: the (solver, backend) that ran. `non_finite`: how many channels
+    the sequential run itself is not finite in, and from which step on.
+    """
+
+    checks: tuple[Check, ...]
+    sweeps: int
+    mended: int
+    expanding: bool
+    pair: tuple[str, str]
+    non_finite: tuple[int, int]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def no_strays(self) -> bool:
+        """Whether what is not finite is so in the sequential run too."""
+        return self.checks[-1].passed
+
+
+def finite(values: Tensor) -> Tensor:
+    """The values, 0 where they are not finite."""
+    return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+def peak(values: Tensor, series: bool) -> Tensor:
+    """A series' largest of each channel over time, (B, 1, ...); others as they are."""
+    return values.amax(1, keepdim=True) if series and values.shape[1] else values
+
+
+def gap(value: Tensor, truth: Tensor, loop: Tensor) -> Tensor:
+    """|value - truth| in float64 where the truth and the loop are finite: inf if the value is not.
+
+    Elsewhere 0: there is nothing to be near to, and what is not finite is compared by itself.
+    """
+    value, truth, loop = (t.detach().double().cpu() for t in (value, truth, loop))
+    apart = (value - truth).abs().nan_to_num(float("inf"), float("inf"))
+    return apart.masked_fill(~(truth.isfinite() & loop.isfinite()), 0.0)
+
+
+def stored_rounding(dtype: torch.dtype, true: Tensor, carry: torch.dtype) -> Tensor:
+    """What storing a gradient in a lower precision than it was computed in does to its entries."""
+    half = torch.finfo(dtype).eps / 2 if torch.finfo(dtype).eps > torch.finfo(carry).eps else 0.0
+    return half * finite(true.double().cpu().abs()) + underflow(dtype)
+
+
+def compare(
+    name: str,
+    error: Tensor,
+    size: Tensor,
+    noises: Iterable[Tensor],
+    tolerance: float,
+    floor: Tensor | float,
+    what: str = "channels",
+    quiet: float = QUIET,
+) -> Check:
+    """Errors against sizes, all of a tensor and each of its channels (or entries) by itself.
+
+    noises: what rounding alone does, a sample after the other, as many as it takes to pass.
+    """
+    check, own = Check(name, 0.0, tolerance), torch.zeros_like(error)
+    for noise in noises:
+        own = torch.maximum(own, noise)
+        check = _held(name, (error - floor).clamp(min=0), size, own, tolerance, what, quiet)
+        if check.passed:
+            break
+    return check
+
+
+def _held(
+    name: str,
+    error: Tensor,
+    size: Tensor,
+    own: Tensor,
+    tolerance: float,
+    what: str,
+    most: float,
+) -> Check:
+    known = size.isfinite() & own.isfinite()
+    judged = known & (own <= most * size)
+    held = [Check(name, 0.0, tolerance)]
+    for part in (judged, judged & (own <= tolerance * size)):
+        if bool(part.any()) and float(size[part].max()) > 0:
+            scale = float(size[part].max())
+            limit = tolerance + SEQUENTIAL_ERRORS * float(own[part].max()) / scale
+            held.append(Check(name, float(error[part].max()) / scale, limit))
+    if bool(judged.any()):
+        allowed = CHANNEL_FACTOR * (tolerance * size + SEQUENTIAL_ERRORS * own)
+        allowed = torch.minimum(allowed, LARGEST_PART * size)
+        held.append(worst(name, error[judged], allowed[judged], size[judged]))
+    noisy = int((known & ~judged).sum())
+    why = f"{noisy} of {judged.numel()} {what} not judged: rounding alone moves them"
+    return replace(max(held, key=lambda c: c.part), note=why if noisy else "")
+
+
+def worst(name: str, error: Tensor, limit: Tensor, unit: Tensor) -> Check:
+    """The entry that uses up most of its limit, both in its unit."""
+    used = torch.where(error > 0, error / limit, torch.zeros_like(error))
+    at = int(used.argmax())
+    worst, allowed, scale = (float(t.flatten()[at]) for t in (error, limit, unit))
+    scale = scale or allowed or 1.0
+    return Check(name, worst / scale, allowed / scale)

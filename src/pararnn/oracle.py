@@ -1,0 +1,395 @@
+"""The oracle that solves are held against, for `verify` and for the tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.base import Cell
+from pararnn.claims import Check, SolveChecks, compare, finite, gap, peak, stored_rounding, worst
+from pararnn.engines.base import totals
+from pararnn.engines.boundaries import to_system
+from pararnn.engines.table import engine_for
+from pararnn.numerics import (
+    DEFECT_ULPS,
+    FORWARD_TOLERANCE,
+    compute_dtype,
+    rounding,
+    underflow,
+)
+from pararnn.program import program_of
+from pararnn.reference import (
+    Named,
+    OtherRounding,
+    Problem,
+    Reverse,
+    advance,
+    boundaries,
+    by_name,
+    forward_order,
+    gradients_of,
+    last_states,
+    local_defects,
+    results,
+    reverse,
+    run_loop,
+    running,
+)
+from pararnn.solve import prepare, solve_with_info
+
+ROUNDINGS = 3
+"""Other roundings of the loop that are looked at, where its own error says too little."""
+
+NEAR_OVERFLOW = 1e-3
+"""Beyond this part of the largest number, one order of evaluation overflows, another does not."""
+
+REVERSE_TOLERANCE = {
+    torch.float64: 1e-11,
+    torch.float32: 2e-4,
+    torch.bfloat16: 2e-3,
+    torch.float16: 2e-3,
+}
+"""As FORWARD_TOLERANCE, for gradients held against those at the returned states, step by step.
+
+Rounding of the states is no excuse there; what 16-bit kernels on a GPU may approximate is."""
+
+REVERSE_QUIET = 1e-3
+"""As QUIET, for these: where steps expand errors, samples of rounding differ by large factors."""
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+class Run(NamedTuple):
+    """Values and gradients by name, and the solver's counts."""
+
+    values: Named
+    grads: Named
+    info: Tensor
+
+
+class Oracle:
+    """What solves of a problem are held against: loops in its own dtype and in float64."""
+
+    def __init__(self, problem: Problem, output_only: bool = False) -> None:
+        self.problem, self.output_only = problem, output_only
+        self._names = problem.cell.states
+        self.dtype, self.carry = problem.gates.dtype, compute_dtype(problem.gates.dtype)
+        self.exact, self.rounded = problem.to(torch.float64), problem.to(self.carry)
+        with torch.no_grad():
+            self.args = self.exact.arguments()
+            self.system, _ = to_system(program_of(problem.cell), self.args)
+        self.carried = run_loop(self.rounded)
+        self.states = run_loop(self.exact) if self.carry != torch.float64 else self.carried
+        self.truth = results(self.exact, self.states)
+        self.loop = self._returned(self.carried)
+        self._there: _There | None = None
+        self._loops, self._reverses = {0: self.loop}, dict[int, Named]()
+        self.loop_at = self._at(self.loop)
+        sizes = results(self.exact, self.system.sizes(self.states))
+        self.sizes = {
+            name: peak(finite(size.abs().cpu()), self._series(name)) for name, size in sizes.items()
+        }
+
+    @classmethod
+    def of(
+        cls,
+        cell: Cell,
+        gates: Tensor,
+        initial_state: Tensor | Sequence[Tensor] | None = None,
+        *,
+        bias: Tensor | None = None,
+        fields: Mapping[str, Tensor | float] | None = None,
+        seed: int = 0,
+        loss_scale: float = 1.0,
+        output_only: bool = False,
+        **options: Any,
+    ) -> Oracle:
+        """The oracle of a call of `pararnn.solve`, with a layer's bias (G, D) and `output_only`.
+
+        The gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
+        """
+        given = prepare(cell, gates, initial_state, bias=bias, fields=fields, **options)
+        args = given.completed(len(cell.states))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            example = args.fields[0] if args.fields else args.gates.flatten(3)[:, :, 0]
+
+        def draw(like: Tensor, scale: float) -> Tensor:
+            drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+            return (scale * drawn).to(like.device)
+
+        read = [loss_scale if n == 0 or not output_only else 0.0 for n in range(len(cell.states))]
+        series = [draw(example, scale).to(gates.dtype) for scale in read]
+        ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
+        problem = Problem(
+            cell=copy.deepcopy(cell),
+            gates=_leaf(gates),
+            bias=None if bias is None else _leaf(bias),
+            initial=tuple(_leaf(h) for h in given.initial) or None,
+            fields={n: _leaf(f) for n, f in zip(cell.fields, args.fields, strict=True)},
+            options=options,
+            cotangents=(*series, *ends),
+        )
+        return cls(problem, output_only)
+
+    def sequential(self) -> Run:
+        """The loop in the problem's dtype, as an engine with a backward would return it."""
+        return Run(self.loop, self._loop_grads(0), torch.zeros(1, 2, dtype=torch.int64))
+
+    def run(self, solver: str, backend: str, on_failure: str = "warn") -> Run:
+        """Solve by a pair, forward and backward."""
+        problem = self.problem
+        states, final, info = solve_with_info(
+            problem.cell,
+            problem.gates,
+            problem.initial,
+            bias=problem.bias,
+            fields=problem.fields,
+            **problem.options,
+            solver=solver,
+            backend=backend,
+            on_failure=on_failure,
+            output_only=self.output_only,
+        )
+        grads = gradients_of((*states, *final), problem, problem.leaves())
+        values = by_name(problem.cell, states, final)
+        return Run({name: v.detach() for name, v in values.items()}, grads, info)
+
+    def judge(self, run: Run, pair: tuple[str, str]) -> SolveChecks:
+        """Hold a run by a pair against the contract."""
+        problem, at = self.problem, self._at(run.values)
+        size = (*problem.gates.shape[:2], problem.cell.hidden_size)
+        program = program_of(problem.cell)
+        engine = engine_for(program, size, self.dtype, problem.gates.device, *pair)
+        checks = [self._check_defect(at), *self._check_values(run.values, at)]
+        # What autograd differentiates by itself has its gradients at the states that it carried.
+        there = at if engine.backward is not None else self.carried.double()
+        checks += self._check_gradients(run, there)
+        bad = ~self.carried.isfinite().all(2)
+        first = int(bad.any(2).any(0).int().argmax()) if bad.numel() else 0
+        return SolveChecks(
+            checks=tuple(checks),
+            sweeps=int(totals(run.info)[0]),
+            mended=int(totals(run.info)[1]),
+            expanding=any(self._expands(name) for name in run.grads),
+            pair=(engine.solver, engine.backend),
+            non_finite=(int(bad.any(1).sum()), first),
+        )
+
+    def _check_defect(self, at: Tensor) -> Check:
+        """The defect that uses up most of what rounding allows, evaluated in float64."""
+        defect = finite(local_defects(self.exact, at).abs())
+        unit = rounding(self.system.sizes(at), self.dtype)
+        own = finite(local_defects(self.exact, self.loop_at).abs())
+        check = Check("defect in epsilons", 0.0, float(DEFECT_ULPS))
+        for k in range(ROUNDINGS + 1 if defect.numel() else 0):
+            limit = torch.maximum(DEFECT_ULPS * unit, 2 * own.amax(1, keepdim=True))
+            check = worst(check.name, defect, limit, unit)
+            if check.passed:
+                break
+            own = torch.maximum(own, self._shaken_defect(at, k))
+        return check
+
+    def _shaken_defect(self, at: Tensor, seed: int) -> Tensor:
+        """The defects of a loop that rounds otherwise, each step from the states that it is given.
+
+        Where the returned states are rounded to 16 bits, so is what a step starts from.
+        """
+        half = torch.finfo(self.dtype).eps / 2 if self.carry != self.dtype else 0.0
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.rand(at.shape, generator=generator, dtype=at.dtype).to(at.device)
+        moved = (at * (1 + half * (2 * noise - 1))).to(self.carry)
+        with OtherRounding(self.carry, seed):
+            shaken = advance(self.rounded, moved)
+        return finite((shaken.double() - advance(self.exact, at)).abs() + half * at.abs())
+
+    def _check_values(self, values: Named, at: Tensor) -> list[Check]:
+        """Forward errors; final states are also those that the returned sequences end with."""
+        ends, checks = results(self.exact, at), []
+        tolerance = FORWARD_TOLERANCE[self.dtype]
+        for name, value in values.items():
+            size, floor = self.sizes[name], underflow(value.dtype)
+            error = self._gap(name, value)
+            check = compare(name, error, size, self._noise(name), tolerance, floor)
+            if not self._series(name):
+                apart = gap(value.to(self.dtype), ends[name], self.loop[name])
+                exactly = compare(name, apart, size, [0 * size], tolerance, floor)
+                check = replace(max(check, exactly, key=lambda c: c.part), note=check.note)
+            checks.append(check)
+        return checks
+
+    def _gap(self, name: str, value: Tensor) -> Tensor:
+        return peak(gap(value, self.truth[name], self.loop[name]), self._series(name))
+
+    def _noise(self, name: str) -> Iterator[Tensor]:
+        """What rounding makes of a value: in the loop, and in loops that round otherwise.
+
+        Of a final state, what it makes of its channel up to there: its own error is one of many.
+        """
+        nowhere = tuple(torch.zeros_like(h) for h in self.args.initial)
+        for seed in range(ROUNDINGS + 1):
+            if self._series(name):
+                yield self._gap(name, self._another(seed)[name])
+                continue
+            parts = [gap(self._another(seed)[n], self.truth[n], self.loop[n]) for n in self._names]
+            so_far = forward_order(self.args, parts, torch.float64)
+            so_far = so_far.cummax(1).values if so_far.numel() else so_far
+            ends = last_states(self.problem.cell, replace(self.args, initial=nowhere), so_far)
+            yield torch.maximum(ends[name].cpu(), self._gap(name, self._another(seed)[name]))
+
+    def _another(self, seed: int) -> Named:
+        """A loop that rounds otherwise; 0 is the loop itself."""
+        if seed not in self._loops:
+            with OtherRounding(self.carry, seed):
+                self._loops[seed] = self._returned(run_loop(self.rounded))
+        return self._loops[seed]
+
+    @cached_property
+    def _reverse(self) -> Reverse:
+        return reverse(self.exact, self.states)
+
+    @cached_property
+    def _size(self) -> Named:
+        """By leaf, what the forward error of its gradient is relative to, channel by channel."""
+        sizes = {}
+        for name, grad in self._reverse.grads.items():
+            series = self._series(name)
+            sizes[name] = peak(
+                (grad if series else self._reverse.amounts[name]).abs().cpu(), series
+            )
+        return sizes
+
+    def _loop_grads(self, seed: int) -> Named:
+        """The gradients of a loop; 0 is the loop itself."""
+        if seed not in self._reverses:
+            at = self._at(self._another(seed)).to(self.carry)
+            self._reverses[seed] = self.stored(reverse(self.rounded, at, seed=seed).grads)
+        return self._reverses[seed]
+
+    def _own(self, name: str, seed: int = 0) -> Tensor:
+        """A loop's own error of a gradient, channel by channel."""
+        grads = (self._loop_grads(seed), self._reverse.grads, self._loop_grads(0))
+        return peak(gap(*(g[name] for g in grads)), self._series(name))
+
+    def _expands(self, name: str) -> bool:
+        own, size = self._own(name), finite(self._size[name])
+        return bool(own.numel() and own.max() > FORWARD_TOLERANCE[self.dtype] * size.max())
+
+    def _check_gradients(self, run: Run, at: Tensor) -> list[Check]:
+        """Gradients against those of the true states, where rounding leaves them alone, and
+        against those at the returned states; and the entries that are finite in one run only."""
+        if self._there is None or not torch.equal(self._there.at, at):
+            self._there = _There(self, at)  # engines that return the same states share it
+        there, checks = self._there, []
+        for name, value in run.grads.items():
+            error = self._in_order(name, gap(value, there.true.grads[name], there.loop(0)[name]))
+            carry, true = self.carry, there.true.grads[name]
+            floor = self._in_order(name, stored_rounding(value.dtype, true, carry))
+            tolerance, units = REVERSE_TOLERANCE[self.dtype], there.units[name]
+            noise = (there.noise(name, k) for k in range(ROUNDINGS + 1))
+            both = (
+                self._check_forward_gradient(name, value),
+                compare(name, error, units, noise, tolerance, floor, "entries", REVERSE_QUIET),
+            )
+            most = max(both, key=lambda c: c.part)
+            checks.append(replace(most, name=f"grad {name}", note=both[1].note))
+        return [*checks, self._check_strays(run, there)]
+
+    def _check_forward_gradient(self, name: str, value: Tensor) -> Check:
+        """The forward error of a gradient, in the channels that rounding leaves alone."""
+        true, loop = self._reverse.grads[name], self._loop_grads(0)[name]
+        # A parameter kept in a lower precision than the gates has its gradient in that precision.
+        tolerance = max(FORWARD_TOLERANCE[self.dtype], FORWARD_TOLERANCE[value.dtype])
+        error = peak(gap(value, true, loop), self._series(name))
+        noise = (self._own(name, seed) for seed in range(ROUNDINGS + 1))
+        floor, size = underflow(value.dtype), self._size[name]
+        check = compare(name, error, size, noise, tolerance, floor, quiet=tolerance)
+        return replace(check, note="")  # what it leaves out is judged at the returned states
+
+    def _check_strays(self, run: Run, there: _There) -> Check:
+        """Entries that are finite in the run and not in the sequential one, or the other way round.
+
+        Near the largest number either may overflow a step earlier than the other.
+        """
+        largest = NEAR_OVERFLOW * min(torch.finfo(d).max for d in (self.dtype, self.carry))
+        near = results(self.exact, (self.system.sizes(self.loop_at) > largest).double())
+        stray = 0
+        for name, value in run.values.items():
+            differs = value.isfinite() != self.loop[name].isfinite()
+            stray += int((differs & (near[name] == 0)).sum())
+        overflows = any(bool(mask.any()) for mask in near.values())
+        finite_states = bool(there.at.isfinite().all())
+        loop = there.loop(0) if finite_states else self.run("sequential", "torch").grads
+        for name, value in run.grads.items():
+            unit = there.units[name]
+            exempt = unit > largest
+            if overflows:
+                exempt |= ~unit.isfinite()
+            differs = self._in_order(name, value.isfinite() != loop[name].isfinite()).cpu()
+            stray += int((differs & ~exempt).sum())
+        return Check("stray non-finite entries", float(stray), 0.0)
+
+    def _series(self, name: str) -> bool:
+        """Whether a value or gradient has a time axis, its second one."""
+        return name in (*self.problem.cell.states, *self.problem.cell.fields, "gates")
+
+    def _in_order(self, name: str, values: Tensor) -> Tensor:
+        """A series in the order of processing, with flat channels; others as they are."""
+        if not self._series(name):
+            return values
+        flat = values.flatten(3) if values.ndim == 5 else values
+        return flat.flip(1) if self.args.reverse else flat
+
+    def behind(self, name: str, values: Tensor) -> Tensor:
+        """A series' largest from each step to the end of its sequence; others as they are."""
+        values = self._in_order(name, values)
+        if not self._series(name):
+            return values
+        cut = boundaries(self.system)
+        return running(values, None if cut is None else cut.to(values.device))
+
+    def _at(self, values: Named) -> Tensor:
+        states = [values[name] for name in self.problem.cell.states]
+        return forward_order(self.args, states, torch.float64)
+
+    def _returned(self, states: Tensor) -> Named:
+        """A loop's states as an engine returns them, and its final states."""
+        named = results(self.rounded, states)
+        return {n: v.to(self.dtype) if self._series(n) else v for n, v in named.items()}
+
+    def stored(self, grads: Named) -> Named:
+        """Gradients in their leaves' own dtypes."""
+        return {name: grads[name].to(leaf.dtype) for name, leaf in self.problem.leaves().items()}
+
+
+class _There:
+    """Reverse passes at given states: the true one, and others as rounding makes them."""
+
+    def __init__(self, oracle: Oracle, at: Tensor) -> None:
+        self.oracle, self.at = oracle, at
+        self.true = reverse(oracle.exact, at)
+        self.units = {n: oracle.behind(n, unit.cpu()) for n, unit in self.true.units.items()}
+        self._loops: dict[int, Named] = {}
+        self._noises: dict[tuple[str, int], Tensor] = {}
+
+    def loop(self, seed: int) -> Named:
+        """Gradients in the problem's dtype, by a rounding of the step's derivatives."""
+        if seed not in self._loops:
+            at = self.at.to(self.oracle.carry)
+            self._loops[seed] = self.oracle.stored(reverse(self.oracle.rounded, at, seed).grads)
+        return self._loops[seed]
+
+    def noise(self, name: str, seed: int) -> Tensor:
+        """What such a rounding does to a gradient, at a step or behind it."""
+        if (name, seed) not in self._noises:
+            apart = gap(self.loop(seed)[name], self.true.grads[name], self.loop(0)[name])
+            self._noises[name, seed] = self.oracle.behind(name, apart)
+        return self._noises[name, seed]

@@ -1,0 +1,151 @@
+"""The checks can fail: a right result passes, and each mutant of it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from table import COUPLED, DTYPES, dtype_name, make_case
+from torch import Tensor
+
+import pararnn
+from pararnn.oracle import Oracle, Run
+
+LENGTH, SHORT = 128, 32  # dense cells take longest
+ANY = ("newton", "torch")  # whose gradients are those of the returned states
+SCALED = {torch.float64: 1.01, torch.float32: 1.01, torch.bfloat16: 1.04, torch.float16: 1.01}
+# A sum of many contributions says little of a few percent, where 16 bits may be off by 2e-3 of it.
+SCALED_SUM = {torch.float64: 1.01, torch.float32: 1.01, torch.bfloat16: 2.0, torch.float16: 2.0}
+
+
+def _oracle(name: str, dtype: torch.dtype, weights: float, loss_scale: float, length: int):
+    case = make_case(pararnn.CELLS[name], dtype, length, "initial", channels=8)
+    with torch.no_grad():
+        for parameter in case.cell.recurrent_parameters():
+            parameter.copy_(torch.randn_like(parameter) * weights)
+    how = {"loss_scale": loss_scale, **case.options}
+    return Oracle.of(case.cell, case.gates, case.initial, **how)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """The channel of the largest entry, and its neighbour."""
+    order = list(range(x.shape[-1]))
+    one = int(x.abs().flatten(0, -2).amax(0).argmax()) if x.ndim > 1 else int(x.abs().argmax())
+    two = one - 1 if one else 1
+    order[one], order[two] = two, one
+    return x[..., order]
+
+
+def _dropped(x: Tensor) -> Tensor:
+    segment = x.shape[1] // 8
+    out = x.clone()
+    out[:, 4 * segment : 5 * segment] = 0
+    return out
+
+
+def _nudged(x: Tensor) -> Tensor:
+    """One step, that of the largest state, off by 16 epsilons of itself."""
+    out, step = x.clone(), int(x.abs().amax((0, 2)).argmax())
+    out[:, step] *= 1 + 16 * torch.finfo(x.dtype).eps
+    return out
+
+
+def _shifted(x: Tensor) -> Tensor:
+    return x.roll(1, 1)
+
+
+def _mutants(oracle: Oracle, factor: float):
+    """(what was done to what, the run that has it); sums are scaled by `factor`."""
+    run, cell = oracle.sequential(), oracle.problem.cell
+    dtype = oracle.dtype
+    whole = {"zeroed": torch.zeros_like, "swapped": _swapped}
+    steps = {"shifted": _shifted, "dropped": _dropped}
+    grads = {"gates": {**whole, **steps, "scaled": lambda x: x * SCALED[dtype]}}
+    for name in (f"initial {cell.states[0]}", next(iter(cell.params))):
+        grads[name] = {**whole, "scaled": lambda x: x * factor}
+    states = {"nudged": _nudged, "shifted": _shifted, "swapped": _swapped}
+    for name, kinds in grads.items():
+        for kind, change in kinds.items():
+            changed = {**run.grads, name: change(run.grads[name])}
+            yield f"grad {name} {kind}", Run(run.values, changed, run.info)
+    for kind, change in states.items():
+        name = cell.states[0]
+        changed = {**run.values, name: change(run.values[name])}
+        yield f"{name} {kind}", Run(changed, run.grads, run.info)
+
+
+def _survivors(oracle: Oracle, factor: float | None = None) -> list[str]:
+    right = oracle.judge(oracle.sequential(), ANY)
+    assert right.passed, [check for check in right.checks if not check.passed]
+    mutants = _mutants(oracle, factor or SCALED_SUM[oracle.dtype])
+    return [what for what, run in mutants if oracle.judge(run, ANY).passed]
+
+
+# Weights' standard deviations and scales of the loss. Gradients in float16 lie between 6e-8 and
+# 65504: it is trained with a scaled loss.
+ALL = [(1, 1.0), (4, 1.0), (8, 1.0), (1, 1e-7), (4, 1e-7), (8, 1e-7)]
+GRID = {
+    torch.float64: [(1, 1e-7), (8, 1.0)],
+    torch.float32: ALL,
+    torch.bfloat16: [(1, 1e-7), (4, 1.0), (8, 1e-7)],
+    torch.float16: [(1, 1e-2), (8, 1e-3)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("name", pararnn.CELLS)
+def test_mutants_fail(name, dtype):
+    for weights, loss_scale in GRID[dtype]:
+        length = SHORT if name in COUPLED else LENGTH
+        survivors = _survivors(_oracle(name, dtype, weights, loss_scale, length))
+        assert not survivors, (weights, loss_scale)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("gru", 8), ("lstm", 8), ("slstm", 8), ("lem", 4)])
+def test_mutants_fail_where_rounding_moves_everything(name, weights):
+    oracle = _oracle(name, torch.float32, weights, 1.0, 1024)
+    # What is left of an initial state's or a parameter's gradient is known to a few percent.
+    assert not _survivors(oracle, 1.3)
+
+
+class Small(pararnn.Cell):
+    """An Elman cell whose state is in another unit."""
+
+    states = ("h",)
+    gates = ("x",)
+    params = {"a": pararnn.Param()}
+    config = {"unit": 1.0}
+
+    def step(self, state, gate, param):
+        return self.unit * torch.tanh(gate.x + param.a * (state.h / self.unit))
+
+
+@pytest.mark.parametrize("power", [-20, -80, 60])
+def test_units_change_nothing(power):
+    """Neither a state's nor the loss's, in powers of two; and mutants fail in any."""
+    found = []
+    for exponent in (0, power):
+        torch.manual_seed(0)
+        cell, unit = Small(8, unit=2.0**exponent), 2.0**exponent
+        gates, start = torch.randn(2, LENGTH, 1, 8), unit * torch.randn(2, 8)
+        oracle = Oracle.of(cell, gates, start, loss_scale=1 / unit)
+        assert not _survivors(oracle)
+        checks = oracle.judge(oracle.sequential(), ANY).checks
+        found.append([number for check in checks for number in (check.error, check.limit)])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_a_small_state_beside_a_large_one():
+    """What is wrong with a memory of 1e-9 does not hide behind a state of 1e9."""
+
+    class Two(pararnn.Cell):
+        states = ("large", "small")
+        gates = ("x", "y")
+
+        def step(self, state, gate, param):
+            return 0.5 * state.large + 1e9 * gate.x, 0.9 * state.small + 1e-9 * gate.y
+
+    oracle = Oracle.of(Two(4), torch.randn(2, LENGTH, 2, 4))
+    run = oracle.sequential()
+    wrong = run.values | {"small": run.values["small"] * (1 + 1e-3 * torch.randn(2, LENGTH, 4))}
+    failed = [c.name for c in oracle.judge(run._replace(values=wrong), ANY).checks if not c.passed]
+    assert failed[:2] == ["defect in epsilons", "small"]
