@@ -43,11 +43,6 @@ def check_io_dtype(dtype: torch.dtype, what: str) -> None:
         raise TypeError(f"{what} must have one of the dtypes {allowed}, got {dtype}")
 
 
-def defect_limit(states: Tensor, dtype: torch.dtype, ulps: float = DEFECT_ULPS) -> Tensor:
-    """Elementwise bound on |h_l - f(h_{l-1}, x_l)| for states returned in `dtype`."""
-    return ulps * torch.finfo(dtype).eps * (1 + states.abs())
-
-
 def underflow(dtype: torch.dtype) -> float:
     """The size below which rounding to `dtype` is absolute.
 
