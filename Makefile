@@ -52,7 +52,7 @@ bench: $(VENV)/.dev
 	@set -e; for script in $(BENCH); do echo "==> $$script"; $(BIN)/python $$script $(ARGS); done
 
 clean:
-	rm -rf build dist .kernels docs/_build .pytest_cache .hypothesis .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf build dist docs/_build .pytest_cache .hypothesis .mypy_cache .ruff_cache src/*.egg-info
 	find benchmarks src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "==> $(VENV) is left in place; remove it with: rm -r $(VENV)"
 
