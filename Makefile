@@ -27,9 +27,10 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/pararnn demo $(ARGS)
 
-# One thread a process: the processes already fill the cores.
+# One thread a process: the processes already fill the cores. Neighbours stay with one process, which
+# has traced their cells.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
