@@ -27,9 +27,10 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/pararnn demo $(ARGS)
 
-# One thread a process: the processes already fill the cores.
+# One thread a process: the processes already fill the cores. Neighbours stay with one process, which
+# has traced their cells.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -52,7 +53,7 @@ bench: $(VENV)/.dev
 	@set -e; for script in $(BENCH); do echo "==> $$script"; $(BIN)/python $$script $(ARGS); done
 
 clean:
-	rm -rf build dist .kernels docs/_build .pytest_cache .hypothesis .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf build dist docs/_build .pytest_cache .hypothesis .mypy_cache .ruff_cache src/*.egg-info
 	find benchmarks src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "==> $(VENV) is left in place; remove it with: rm -r $(VENV)"
 

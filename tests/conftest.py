@@ -4,25 +4,47 @@ import os
 import tempfile
 from pathlib import Path
 
+import kept
 import pytest
 import torch
 from fake_newton import FakeNewton
 from hypothesis import HealthCheck, settings
 
+from pararnn.codegen import cpp
+from pararnn.engines import tuned
+
 torch.set_num_threads(1)
-os.environ["PARARNN_CACHE_DIR"] = str(Path(__file__).parents[1] / ".kernels")
+os.environ["PARARNN_CACHE_DIR"] = str(kept.folder())
+# Half the time that -O3 takes; `as_shipped` is for the tests that are about it.
+os.environ.setdefault("PARARNN_CXXFLAGS", "-O1")
+_OWN = tempfile.TemporaryDirectory(prefix="pararnn-tests-")
 # Inductor's key does not tell what the operator returns: it may hold code of an earlier commit.
-_INDUCTOR = tempfile.TemporaryDirectory(prefix="pararnn-inductor-")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = _INDUCTOR.name
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _OWN.name
 # A busy machine is slow.
 settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-speed")
+# What autotune measured before decides nothing here.
+tuned.cache_folder = lambda: Path(_OWN.name)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Once a run, by the process that starts the others."""
+    kept.folder().mkdir(parents=True, exist_ok=True)
+    if not hasattr(session.config, "workerinput"):
+        kept.prune(kept.folder())
 
 
 @pytest.fixture
 def device() -> str:
     """Where tests that run on any device do: tests/gpu has a fixture of this name of its own."""
     return "cpu"
+
+
+@pytest.fixture
+def as_shipped(monkeypatch) -> None:
+    """C++ kernels are compiled with the flags that users have."""
+    monkeypatch.delenv("PARARNN_CXXFLAGS", raising=False)
+    monkeypatch.setattr(cpp, "_KERNELS", {})
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pararnn.codegen import cache as disk
 from pararnn.codegen import headers
-from pararnn.codegen.compiler import compiler_identity, find_compiler
+from pararnn.codegen.compiler import compiler_identity, cpu_identity, find_compiler
 from pararnn.codegen.cuda import KERNELS, Variant, source_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.engines import fused_cuda, plan_cuda, table
@@ -83,7 +83,8 @@ def kernels_of(program, variant: Variant, capability: tuple[int, int]) -> dict[s
     blocks = KERNELS[variant.direction]
     source = source_of(program, variant) + "".join(_launcher(name) for name in blocks)
     own = "\n".join(file.read_text() for file in sorted(EMULATOR.glob("*.h")))
-    key = "\n".join((source, headers.text("cuda"), own, compiler_identity(find_compiler()), *FLAGS))
+    machine = (compiler_identity(find_compiler()), *FLAGS, cpu_identity())
+    key = "\n".join((source, headers.text("cuda"), own, *machine))
     library = disk.load(disk.CPP, f"emulated-{program.cell_name}", key, source, _build)
     return {name: Kernel(library, name, block) for name, block in blocks.items()}
 

@@ -237,6 +237,13 @@ def test_keys_follow_source_compiler_flags_and_processor(folder, monkeypatch):
     assert len(set(names)) == len(changes) + 1
 
 
+def test_flags_of_the_environment_come_last(monkeypatch):
+    monkeypatch.delenv("PARARNN_CXXFLAGS", raising=False)
+    ours = compiler.flags()
+    monkeypatch.setenv("PARARNN_CXXFLAGS", "-O1 '-DNAME=two words'")
+    assert compiler.flags() == (*ours, "-O1", "-DNAME=two words")
+
+
 def test_without_a_compiler(folder, monkeypatch):
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(folder))
@@ -280,8 +287,9 @@ def _agrees_with_the_loop():
         assert torch.allclose(h, loop, atol=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", ["g++", "clang++"])
-def test_known_compilers(name, folder, monkeypatch):
+def test_known_compilers(name, monkeypatch):
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
     monkeypatch.setenv("CXX", name)
@@ -289,9 +297,10 @@ def test_known_compilers(name, folder, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
 @pytest.mark.parametrize("target", ["x86-64", "x86-64-v3"])
-def test_narrower_vectors(target, folder, monkeypatch):
+def test_narrower_vectors(target, monkeypatch):
     """16 and 32 bytes, with and without fused multiply-add."""
     if target == "x86-64-v3" and "avx2" not in compiler.cpu_identity():
         pytest.skip("this processor has no AVX2")

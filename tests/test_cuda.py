@@ -1,5 +1,8 @@
 """CUDA sources, rings and the toolchain, as far as they can be checked without a GPU."""
 
+import functools
+import hashlib
+import inspect
 import logging
 import sys
 import warnings
@@ -41,22 +44,40 @@ def _variant(program, direction, dtype=torch.float32, **changes):
     return wanted[-1]._replace(**changes)
 
 
-def _resources(program, variant, arch, folder):
-    source, output = folder / "kernels.cu", folder / "kernels.cubin"
-    source.write_text(source_of(program, variant), encoding="utf-8")
-    report = nvrtc.compile_cubin(source, headers.folder("cuda"), output, arch)
-    assert output.read_bytes()[:4] == b"\x7fELF"
-    return nvrtc.resources(report)
+REPORT = cache.Kind("report.txt", "kernels.cu", Path.read_text)
+
+
+@functools.cache
+def _compiler():
+    """What a report depends on besides the source: all of NVRTC, and how it is called."""
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    library = Path(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path).read_bytes()
+    return f"{hashlib.sha256(library).hexdigest()} {nvrtc.identity()} {inspect.getsource(nvrtc)}"
+
+
+def _resources(program, variant, arch):
+    """What the compiler reports of a variant's kernels: asked once for all test runs."""
+
+    def build(source, output):
+        code = output.with_suffix(".cubin")
+        report = nvrtc.compile_cubin(source, headers.folder("cuda"), code, arch)
+        assert code.read_bytes()[:4] == b"\x7fELF"
+        output.write_text(report)
+
+    source = source_of(program, variant)
+    key = "\n".join((source, headers.text("cuda"), _compiler(), arch))
+    name = f"report-{program.cell_name}-{arch}"
+    return nvrtc.resources(cache.load(REPORT, name, key, source, build))
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CELLS)
-def test_kernels_compile_without_spills(name, dtype, arch, tmp_path):
+def test_kernels_compile_without_spills(name, dtype, arch):
     program = _program(name)
     for direction, kernels in KERNELS.items():
-        found = _resources(program, _variant(program, direction, dtype), arch, tmp_path)
+        found = _resources(program, _variant(program, direction, dtype), arch)
         assert set(found) == set(kernels)
         for kernel, used in found.items():
             assert used["spilled"] == used["stack"] == 0, (kernel, used)
@@ -79,22 +100,22 @@ CHANGES = {
 
 @needs_nvrtc
 @pytest.mark.parametrize("change", CHANGES)
-def test_variants_compile(change, tmp_path):
+def test_variants_compile(change):
     program = _program("lstm")
     for direction in KERNELS:
         variant = _variant(program, direction, torch.bfloat16, **CHANGES[change])
-        found = _resources(program, variant, "sm_90", tmp_path)
+        found = _resources(program, variant, "sm_90")
         assert all(used["spilled"] == 0 for used in found.values()), found
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_fields_and_other_dtypes_compile(dtype, broadcast, tmp_path):
+def test_fields_and_other_dtypes_compile(dtype, broadcast):
     program = _program("lrc")
     for direction in KERNELS:
         variant = _variant(program, direction, dtype, broadcast=(broadcast,))
-        assert _resources(program, variant, "sm_80", tmp_path)
+        assert _resources(program, variant, "sm_80")
 
 
 def test_source_says_what_it_is_specialised_on():
@@ -135,12 +156,12 @@ def test_chunks_are_what_everything_is_aligned_to():
     ],
     ids=str,
 )
-def test_newton_kernels_compile(name, dtype, arch, tmp_path):
+def test_newton_kernels_compile(name, dtype, arch):
     program, clusters = _program(name), arch != "sm_80"
     variants = usual_variants(program, dtype, 1024, 256, solver="newton", clusters=clusters)
     assert len(variants) == 2 * (1 + clusters)
     for variant in variants:
-        found = _resources(program, variant, arch, tmp_path)
+        found = _resources(program, variant, arch)
         assert set(found) == set(KERNELS[variant.direction])
         assert found["run"]["spilled"] == 0
         assert found["run"]["shared"] <= cuda.SHARED_BYTES

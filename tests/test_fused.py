@@ -6,6 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_cells import random_cell, recipes
 from table import (
+    COUPLED,
+    DTYPES,
     FUSED,
     NEWTON_FUSED,
     PLAIN,
@@ -17,11 +19,13 @@ from table import (
 )
 
 import pararnn
+from pararnn.codegen import compiler
 from pararnn.contract import check_solve
 from pararnn.engines import fused_cpu
 
 pytestmark = needs_compiler
 
+ELEMENTWISE = [name for name in pararnn.CELLS if name not in COUPLED]
 HOW = {"solver": FUSED[0], "backend": FUSED[1]}
 LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
 
@@ -165,6 +169,17 @@ def test_eight_states_and_no_more(how):
     with pytest.raises(pararnn.EngineError, match="has 9 states; kernels take 8"):
         pararnn.solve(cell(9), gates, **how)
     pararnn.solve(cell(9), gates)  # auto has the other backend
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_kernels_as_shipped(name, how):
+    """Other tests run kernels that the compiler optimised less."""
+    dtype = DTYPES[ELEMENTWISE.index(name) % len(DTYPES)]
+    case = make_case(pararnn.CELLS[name], dtype, 100, "reverse", channels=37)
+    result = check_solve(case.cell, case.gates, case.initial, **case.options, **how)
+    assert result.passed, [check for check in result.checks if not check.passed]
+    assert not [flag for flag in compiler.flags() if flag.startswith("-O") and flag != "-O3"]
 
 
 @settings(

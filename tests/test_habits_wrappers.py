@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._inductor.config
 from table import FUSED, PLAIN
 from test_habits import (
     agree,
@@ -71,6 +72,15 @@ def test_compile_with_lengths(cls, pair, device):
     _unseen_sizes(layer, _compiled(layer), lengths=_lengths)
 
 
+@pytest.fixture
+def few_compilations():
+    """Precompiled headers take longer than the three or four files that would include them."""
+    own = {"cpp_cache_precompile_headers": False, "aot_inductor.precompile_headers": False}
+    with torch._inductor.config.patch(own):
+        yield
+
+
+@pytest.mark.usefixtures("few_compilations")
 @layers
 def test_compile_by_inductor(cls, device):
     layer = layer_of(cls, FUSED, device, num_layers=1, num_heads=1)
@@ -127,6 +137,7 @@ def test_export(tmp_path, device):
     )
 
 
+@pytest.mark.usefixtures("few_compilations")
 def test_aot_inductor(tmp_path, device):
     if device == "cuda":
         pytest.skip("PyTorch 2.11 crashes where it loads such a package")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -74,9 +75,10 @@ def cpu_identity() -> str:
 
 
 def flags() -> tuple[str, ...]:
-    """FLAGS and the one that tunes for this processor."""
+    """FLAGS, the one that tunes for this processor, and those of $PARARNN_CXXFLAGS, which win."""
     arm = platform.machine().lower() in ("arm64", "aarch64")
-    return (*FLAGS, "-mcpu=native" if arm else "-march=native")
+    own = shlex.split(os.environ.get("PARARNN_CXXFLAGS", ""))
+    return (*FLAGS, "-mcpu=native" if arm else "-march=native", *own)
 
 
 def compile_library(source: Path, include: Path, output: Path) -> None:

@@ -1,0 +1,54 @@
+"""What test runs keep: compiled kernels, in one folder for all clones of the repository.
+
+The cache checks each entry's key and checksum where it is loaded. Entries are dropped here once
+they are old, or too many, whether they are still in use or not: they are made anew then.
+"""
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+
+DAYS, BYTES = 30, 2 << 30
+UNFINISHED = ".building-", ".dropped-"
+"""Folders that a process works in: left over by one that was killed, if they are a day old."""
+
+
+def folder() -> Path:
+    """`pararnn-tests` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pararnn-tests"
+
+
+def prune(kept: Path, most: int = BYTES) -> None:
+    """Drop what was made DAYS ago, and the oldest of the rest, so that `most` bytes are left.
+
+    Other processes may do so at the same time, and may use what is dropped.
+    """
+    now, size = time.time(), 0
+    ages = {entry: now - made for entry in kept.iterdir() if (made := _made(entry)) is not None}
+    for entry, age in sorted(ages.items(), key=lambda item: item[1]):
+        unfinished = entry.name.startswith(UNFINISHED)
+        size += sum(_sizes(entry))
+        if age > (1 if unfinished else DAYS) * 24 * 3600 or (size > most and not unfinished):
+            _drop(entry)
+
+
+def _made(entry: Path) -> float | None:
+    with contextlib.suppress(FileNotFoundError):  # another process has dropped it
+        return entry.stat().st_mtime
+    return None
+
+
+def _sizes(entry: Path) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):
+        return [file.stat().st_size for file in entry.rglob("*")]
+    return []
+
+
+def _drop(entry: Path) -> None:
+    """Out of the way at once, so that nobody meets half of an entry."""
+    away = entry.with_name(f"{UNFINISHED[1]}{os.getpid()}-{entry.name}")
+    with contextlib.suppress(FileNotFoundError):
+        entry.rename(away)
+        shutil.rmtree(away, ignore_errors=True)  # another process may be at it too
