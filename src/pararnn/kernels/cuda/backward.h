@@ -201,12 +201,13 @@ struct BackwardPass {
         column(values.step.field, c, own_field);
         column(weights.params, c, own_param);
         column(cotangent, c, own_cotangent);
+        if constexpr (!burns) linear.note(c, own_cotangent);
         vjp(own_state, own_gate, own_field, own_param, own_cotangent, own_grad_state,
             own_grad_gate, own_grad_field, own_grad_param);
         if constexpr (Linear::wanted && !burns) {
           real own_next[num_states], own_jacobian[num_states * num_states];
           jacobian(own_state, own_gate, own_field, own_param, own_next, own_jacobian);
-          linear.follow_back(c, own_jacobian, own_cotangent);
+          linear.follow_back(c, own_jacobian);
         }
 #pragma unroll
         for (int n = 0; n < num_states; ++n) adjoint[n][c] = own_grad_state[n];

@@ -256,7 +256,10 @@ struct Maps {  // one a channel of the lane
   }
 };
 
-constexpr int together = map_numbers * words_a_number <= 6 ? 8 : map_numbers <= 16 ? 2 : 1;
+// Maps that are waited for together, as many as registers hold.
+constexpr int together = map_numbers * words_a_number <= 6              ? 8
+                         : map_numbers <= (backward ? 12 : 16) ? 2
+                                                                 : 1;
 
 // Calls use(maps) for `some` posts, in their order.
 template <class Use>

@@ -89,7 +89,8 @@ struct ForwardPass {
         if constexpr (Linear::wanted && !burns) {
           real own_jacobian[num_states * num_states];
           jacobian(own_state, own_gate, own_field, own_param, own_next, own_jacobian);
-          linear.follow(c, own_jacobian, own_next);
+          linear.follow(c, own_jacobian);
+          linear.note(c, own_next);
         } else {
           step(own_state, own_gate, own_field, own_param, own_next);
         }

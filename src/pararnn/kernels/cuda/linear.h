@@ -89,16 +89,15 @@ struct Linear {
       for (int n = 0; n < num_states; ++n) product[c][sizes_at + n] = constant(0);
     }
   }
-  // `state`: what the step makes.
-  PARARNN_FUNCTION void follow(int c, const real (&step)[entries], const real (&state)[num_states]) {
-    multiply<false>(step, product[c]);
+  // A state that a step makes, or an adjoint that it takes.
+  PARARNN_FUNCTION void note(int c, const real (&state)[num_states]) {
     note_sizes(product[c], state);
   }
-  // `adjoint`: what the step takes.
-  PARARNN_FUNCTION void follow_back(int c, const real (&step)[entries],
-                                    const real (&adjoint)[num_states]) {
+  PARARNN_FUNCTION void follow(int c, const real (&step)[entries]) {
+    multiply<false>(step, product[c]);
+  }
+  PARARNN_FUNCTION void follow_back(int c, const real (&step)[entries]) {
     multiply<true>(step, product[c]);
-    note_sizes(product[c], adjoint);
   }
 };
 

@@ -8,8 +8,9 @@ struct NotLinear {
   static constexpr bool wanted = false;
   PARARNN_FUNCTION void begin(const real (&)[num_states][per_lane]) {}
   PARARNN_FUNCTION void forget() {}
-  PARARNN_FUNCTION void follow(int, const real*, const real*) {}
-  PARARNN_FUNCTION void follow_back(int, const real*, const real*) {}
+  PARARNN_FUNCTION void note(int, const real*) {}
+  PARARNN_FUNCTION void follow(int, const real*) {}
+  PARARNN_FUNCTION void follow_back(int, const real*) {}
 };
 
 PARARNN_FUNCTION void run_sequential(const Pass::Problem& p) {
