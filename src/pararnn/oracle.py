@@ -49,6 +49,11 @@ ROUNDINGS = 3
 NEAR_OVERFLOW = 1e-3
 """Beyond this part of the largest number, one order of evaluation overflows, another does not."""
 
+APPROXIMATED = 2.0**-10
+"""What kernels for bfloat16 on a GPU may be off in a function: the hardware's tanh is, by half that.
+
+In samples of rounding it counts as rounding does: dynamics that expand errors expand these too."""
+
 REVERSE_TOLERANCE = {
     torch.float64: 1e-11,
     torch.float32: 2e-4,
@@ -81,6 +86,8 @@ class Oracle:
     def __init__(self, problem: Problem, output_only: bool = False) -> None:
         self.problem, self.output_only = problem, output_only
         self._names = problem.cell.states
+        kernels = (problem.gates.device.type, problem.gates.dtype)
+        self._approximates = APPROXIMATED if kernels == ("cuda", torch.bfloat16) else 0.0
         self.dtype, self.carry = problem.gates.dtype, compute_dtype(problem.gates.dtype)
         self.exact, self.rounded = problem.to(torch.float64), problem.to(self.carry)
         with torch.no_grad():
@@ -242,13 +249,14 @@ class Oracle:
             parts = [gap(self._another(seed)[n], self.truth[n], self.loop[n]) for n in self._names]
             so_far = forward_order(self.args, parts, torch.float64)
             so_far = so_far.cummax(1).values if so_far.numel() else so_far
-            ends = last_states(self.problem.cell, replace(self.args, initial=nowhere), so_far)
+            args = replace(self.args, initial=nowhere)
+            ends = last_states(self.problem.cell, args, so_far.to(args.gates.device))
             yield torch.maximum(ends[name].cpu(), self._gap(name, self._another(seed)[name]))
 
     def _another(self, seed: int) -> Named:
         """A loop that rounds otherwise; 0 is the loop itself."""
         if seed not in self._loops:
-            with OtherRounding(self.carry, seed):
+            with OtherRounding(self.carry, seed, self._approximates):
                 self._loops[seed] = self._returned(run_loop(self.rounded))
         return self._loops[seed]
 

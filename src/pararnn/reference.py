@@ -102,11 +102,12 @@ class OtherRounding(TorchDispatchMode):
     """Rounds results of pointwise ops in `dtype` otherwise: noise of one epsilon, from a seed.
 
     Of the gradients' ops too: what a rounded gate leaves of 1 - gate^2 is most of their error.
+    `at_least`: the size of the noise, where that is more.
     """
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, at_least: float = 0.0) -> None:
         super().__init__()
-        self.dtype, self.eps = dtype, torch.finfo(dtype).eps
+        self.dtype, self.eps = dtype, max(torch.finfo(dtype).eps, at_least)
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
