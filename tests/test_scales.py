@@ -24,9 +24,9 @@ def newton_pairs(name):
     return [pair for pair in pairs_of(name) if pair[0] == "newton"]
 
 
-def slow_case(cell_class, dtype, shift, batch=1, length=LENGTH):
+def slow_case(cell_class, dtype, shift, length=LENGTH, device="cpu"):
     """Inputs of a solve in which channels forget slowly; no initial state."""
-    case = make_case(cell_class, dtype, length, channels=CHANNELS, batch=batch)
+    case = make_case(cell_class, dtype, length, channels=CHANNELS, batch=1, device=device)
     case.gates[:, :, 0] += shift
     return case
 
@@ -34,7 +34,8 @@ def slow_case(cell_class, dtype, shift, batch=1, length=LENGTH):
 def solved(case, pair, loss_scale, units=()):
     """States, and the gradients of a mean-like loss on the first of them, by one pair."""
     gates = case.gates.clone().requires_grad_()
-    weights = torch.randn(gates[:, :, 0].shape, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(gates[:, :, 0].shape, generator=generator).to(gates.device)
     with pararnn.using(*pair, segments=SEGMENTS):
         states, _ = pararnn.solve(case.cell, gates, **case.options)
     states = states if isinstance(states, tuple) else (states,)

@@ -30,6 +30,11 @@ CHANNEL_FACTOR = 100
 LARGEST_PART = 0.25
 """What no allowance exceeds: what may be off by its own size could as well be zero."""
 
+APPROXIMATED = 2.0**-10
+"""What kernels for bfloat16 on a GPU may be off in a function: twice what the hardware's tanh is.
+
+In samples of rounding it counts as rounding does: dynamics that expand errors expand these too."""
+
 
 def compute_dtype(io_dtype: torch.dtype) -> torch.dtype:
     """The dtype that carries the states for gates of `io_dtype`: float64 for it, else float32."""

@@ -17,6 +17,7 @@ from pararnn.engines.base import totals
 from pararnn.engines.boundaries import to_system
 from pararnn.engines.table import engine_for
 from pararnn.numerics import (
+    APPROXIMATED,
     DEFECT_ULPS,
     FORWARD_TOLERANCE,
     compute_dtype,
@@ -48,11 +49,6 @@ ROUNDINGS = 3
 
 NEAR_OVERFLOW = 1e-3
 """Beyond this part of the largest number, one order of evaluation overflows, another does not."""
-
-APPROXIMATED = 2.0**-10
-"""What kernels for bfloat16 on a GPU may be off in a function: the hardware's tanh is, by half that.
-
-In samples of rounding it counts as rounding does: dynamics that expand errors expand these too."""
 
 REVERSE_TOLERANCE = {
     torch.float64: 1e-11,
