@@ -9,6 +9,8 @@ from table import (
     ROWS,
     SCAN,
     VARIANTS,
+    case_of,
+    covering,
     dtype_name,
     make_case,
     pairs_of,
@@ -16,6 +18,7 @@ from table import (
 
 import pararnn
 from pararnn.contract import check_solves
+from pararnn.engines import fused_cpu
 
 LONG = 1000
 # (newton, scan) is (newton, torch) with another scan: what is longer repeats that one's rows.
@@ -37,6 +40,18 @@ def test_solves_obey_the_contract(name, dtype, length):
             assert not failed, f"{pair}, {variant}: {failed}"
             assert result.mended == 0 or pair == NEWTON_FUSED, (pair, variant)  # no failure there
             assert not result.expanding, (pair, variant)
+
+
+@pytest.mark.parametrize(("row", "name", "dtype"), covering())
+def test_rows_obey_the_contract(row, name, dtype, monkeypatch):
+    # Threads that would idle: with them (newton, scan) cuts the time of its scan, too.
+    monkeypatch.setattr(fused_cpu, "_threads_as_constant", lambda: 64)
+    case, pairs = case_of(row, name, dtype), pairs_of(name)
+    with pararnn.using(segments=row.segments, burn_in=3):
+        results = check_solves(case.cell, case.gates, case.initial, pairs=pairs, **case.options)
+    for pair, result in zip(pairs, results, strict=True):
+        failed = [check for check in result.checks if not check.passed]
+        assert not failed, f"{pair}: {failed}"
 
 
 @pytest.mark.parametrize(("name", "pair"), ROWS)
