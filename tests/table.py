@@ -153,7 +153,7 @@ ROWS = [
 class Row(NamedTuple):
     """Conditions of one solve; what a row does not name is as usual.
 
-    `unit`: of the gates and of the first state; the next one has 1 / unit, and so in turn.
+    `unit`: of the gates and of the first state; `others`: of the other states.
     `shift`: how much more the first gate keeps. `once`: each cell meets the row in one dtype, the
     first cell in this one and the others in the next, in turn; None: in all.
     """
@@ -166,6 +166,7 @@ class Row(NamedTuple):
     initial: bool = True
     loss: float = 1.0
     unit: float = 1.0
+    others: float = 1.0
     shift: float = 0.0
     segments: int = 5
     once: torch.dtype | None = None
@@ -176,8 +177,17 @@ COVERING = [
     Row(24, channels=33, bias=True, loss=1e-9, shift=4.0, variant="reverse"),
     Row(24, channels=66, heads=3, loss=1e9, initial=False, variant="packed"),
     Row(13, channels=65, heads=5, bias=True, loss=1e-6, segments=2),
-    Row(40, channels=5, loss=1e-9, unit=1e-12, initial=False, variant="resets", once=F32),
-    Row(40, heads=2, bias=True, loss=1e9, unit=1e12, shift=4.0, once=F32),
+    Row(
+        40,
+        channels=5,
+        loss=1e-9,
+        unit=1e-12,
+        others=1e-12,
+        initial=False,
+        variant="resets",
+        once=F32,
+    ),
+    Row(40, heads=2, bias=True, loss=1e9, unit=1e12, others=1e-12, shift=4.0, once=F32),
     Row(2048, channels=33, loss=1e-9, shift=4.0, initial=False, segments=16, once=F16),
 ]
 FORGETS = {"lstm": -1.0}  # where it is the larger first gate that forgets less
@@ -203,9 +213,9 @@ def row_name(row: Row) -> str:
 
 def case_of(row: Row, name: str, dtype: torch.dtype, device: str = "cpu") -> Case:
     """A row's inputs for a cell; numbers of float16 have less room for scales."""
-    loss, unit = row.loss, row.unit
+    loss, unit, others = row.loss, row.unit, row.others
     if dtype == torch.float16:
-        loss, unit = (min(max(scale, 1e-3), 1e3) for scale in (loss, unit))
+        loss, unit, others = (min(max(scale, 1e-3), 1e3) for scale in (loss, unit, others))
     usual = pararnn.CELLS[name]
     cell_class = usual if unit == 1.0 else in_units(usual)
     how = {"channels": row.channels, "num_heads": row.heads, "device": device}
@@ -215,7 +225,7 @@ def case_of(row: Row, name: str, dtype: torch.dtype, device: str = "cpu") -> Cas
     if row.heads > 1:
         gates = by_head(gates, row.heads)
     if unit != 1.0:
-        units = [unit if n % 2 == 0 else 1 / unit for n in range(len(usual.states))]
+        units = [unit, *[others] * (len(usual.states) - 1)]
         names = cell_class.fields[len(usual.fields) :]
         options["fields"] = {**options["fields"], **dict(zip(names, [*units, unit], strict=True))}
         initial = tuple(h * u for h, u in zip(initial, units, strict=True))
