@@ -1,8 +1,13 @@
-"""The table that drives the property tests: cell x (solver, backend) x dtype x length x variant."""
+"""The tables that drive the property tests.
+
+Cell x (solver, backend) x dtype x length x variant in full, and of what else there is rows that
+cover it: see `Row`.
+"""
 
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +17,7 @@ from torch import Tensor
 import pararnn
 from pararnn import Cell
 from pararnn.codegen.compiler import find_compiler
+from pararnn.contract import SolveChecks, check_solves
 
 HANGS_AFTER = 15 * 60
 """Seconds after which a process hangs, however busy the machine: no bound on how long it takes."""
@@ -53,12 +59,30 @@ BATCH, CHANNELS = 2, 4
 
 
 class Case(NamedTuple):
-    """Inputs of one solve."""
+    """Inputs of one solve; `options` also holds those of the check."""
 
     cell: Cell
     gates: Tensor
     initial: tuple[Tensor, ...] | None
     options: dict[str, Any]
+
+
+def checked(
+    case: Case, pairs: list[tuple[str, str]], segments: int, burn_in: int = 3
+) -> list[SolveChecks]:
+    """Solves by all pairs, held against the contract; (newton, fused) cuts time as said."""
+    with pararnn.using(segments=segments, burn_in=burn_in):
+        return check_solves(case.cell, case.gates, case.initial, pairs=pairs, **case.options)
+
+
+def broken(results: list[SolveChecks]) -> list[tuple[tuple[str, str], Any]]:
+    """Claims that do not hold, and what Newton on the whole sequence left to the loop."""
+    wrong: list[tuple[tuple[str, str], Any]] = []
+    for result in results:
+        wrong += [(result.pair, check) for check in result.checks if not check.passed]
+        if result.mended and result.pair != NEWTON_FUSED:
+            wrong.append((result.pair, f"{result.mended} columns mended"))
+    return wrong
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -112,6 +136,24 @@ def with_latches(case: Case, share: float, begin: int = 0) -> Case:
     return case._replace(gates=gates)
 
 
+@cache
+def in_units(cell_class: type[Cell]) -> type[Cell]:
+    """The cell with each state, and its gates, in a unit of its own: fields, the gates' is last."""
+
+    class InUnits(cell_class):  # type: ignore[misc, valid-type]
+        fields = (*cell_class.fields, *(f"unit_{s}" for s in cell_class.states), "unit_gates")
+
+        def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, ...]:
+            units = [getattr(gate, f"unit_{name}") for name in self.states]
+            plain = (s / u for s, u in zip(state, units, strict=True))
+            inputs = gate._replace(**{g: getattr(gate, g) / gate.unit_gates for g in self.gates})
+            new = super().step(type(state)(*plain), inputs, param)
+            new = (new,) if isinstance(new, Tensor) else new
+            return tuple(s * u for s, u in zip(new, units, strict=True))
+
+    return InUnits
+
+
 CELLS = list(pararnn.CELLS.items())
 
 
@@ -125,6 +167,89 @@ ROWS = [
     for name in pararnn.CELLS
     for pair in pairs_of(name)
 ]
+
+
+class Row(NamedTuple):
+    """Conditions of one solve; what a row does not name is as usual.
+
+    `unit`: of the gates and of the first state; `others`: of the other states.
+    `shift`: how much more the first gate keeps. `once`: each cell meets the row in one dtype, the
+    first cell in this one and the others in the next, in turn; None: in all.
+    """
+
+    length: int
+    channels: int = CHANNELS
+    heads: int = 1
+    bias: bool = False
+    variant: str = "initial"
+    initial: bool = True
+    loss: float = 1.0
+    unit: float = 1.0
+    others: float = 1.0
+    shift: float = 0.0
+    segments: int = 5
+    once: torch.dtype | None = None
+
+
+SLOW, TINY, HUGE = {"shift": 4.0}, {"unit": 1e-12, "others": 1e-12}, {"unit": 1e12, "others": 1e-12}
+COVERING = [
+    Row(24, channels=33, bias=True, loss=1e-9, variant="reverse", **SLOW),
+    Row(24, channels=66, heads=3, loss=1e9, variant="packed", initial=False),
+    Row(13, channels=65, heads=5, bias=True, loss=1e-6, segments=2),
+    Row(300, channels=33, loss=1e6, variant="packed", segments=7, **SLOW),
+    Row(40, channels=5, loss=1e-9, variant="resets", initial=False, once=torch.float32, **TINY),
+    Row(40, heads=2, bias=True, loss=1e9, once=torch.float32, **SLOW, **HUGE),
+    Row(2048, channels=33, loss=1e-9, initial=False, segments=16, once=torch.float64, **SLOW),
+]
+FORGETS = {"lstm": -1.0}  # where it is the larger first gate that forgets less
+
+
+def covering() -> list[Any]:
+    """(row, cell, dtype) of every solve of the rows, for parametrize."""
+    solves = []
+    for row in COVERING:
+        for n, name in enumerate(pararnn.CELLS):
+            turn = DTYPES.index(row.once) + n if row.once else 0
+            for dtype in [DTYPES[turn % len(DTYPES)]] if row.once else DTYPES:
+                how = f"{row_name(row)}-{name}-{dtype_name(dtype)}"
+                solves.append(pytest.param(row, name, dtype, id=how))
+    return solves
+
+
+def row_name(row: Row) -> str:
+    """What is unusual in it."""
+    usual = Row(0)._replace(once=row.once)._asdict()
+    return ",".join(f"{k}={v}" for k, v in row._asdict().items() if v != usual[k])
+
+
+def case_of(row: Row, name: str, dtype: torch.dtype, device: str = "cpu") -> Case:
+    """A row's inputs for a cell; numbers of float16 have less room for scales."""
+    loss, unit, others = row.loss, row.unit, row.others
+    if dtype == torch.float16:
+        loss, unit, others = (min(max(scale, 1e-3), 1e3) for scale in (loss, unit, others))
+    usual = pararnn.CELLS[name]
+    cell_class = usual if unit == 1.0 else in_units(usual)
+    how = {"channels": row.channels, "num_heads": row.heads, "device": device}
+    case = make_case(cell_class, dtype, row.length, row.variant, **how)
+    case.gates[:, :, 0] -= FORGETS.get(name, 1.0) * row.shift
+    gates, initial, options = case.gates * unit, case.initial, {**case.options, "loss_scale": loss}
+    if row.heads > 1:
+        gates = by_head(gates, row.heads)
+    if unit != 1.0:
+        units = [unit, *[others] * (len(usual.states) - 1)]
+        names = cell_class.fields[len(usual.fields) :]
+        options["fields"] = {**options["fields"], **dict(zip(names, [*units, unit], strict=True))}
+        initial = tuple(h * u for h, u in zip(initial, units, strict=True))
+    if row.bias:
+        drawn = torch.randn(gates.shape[2], row.channels, device=device)
+        options["bias"] = drawn.to(dtype) * unit
+    return Case(case.cell, gates, initial if row.initial else None, options)
+
+
+def by_head(gates: Tensor, heads: int) -> Tensor:
+    """Gates (B, T, G, H, D/H) as a headwise projection leaves them: its heads outermost."""
+    split = gates.unflatten(3, (heads, -1))
+    return split.permute(3, 0, 1, 2, 4).contiguous().permute(1, 2, 3, 0, 4)
 
 
 class Sum(pararnn.Cell):

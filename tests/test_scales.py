@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from table import PLAIN, make_case, pairs_of
+from table import PLAIN, in_units, make_case, pairs_of
 
 import pararnn
 
@@ -61,36 +61,20 @@ def test_the_scale_of_the_loss_scales_gradients(name, dtype, exponent):
             assert torch.equal(one.double() * 2.0**exponent, other.double()), pair
 
 
-@cache
-def in_units(cell_class):
-    """The cell with each state in a unit of its own, which is a field."""
-    names = tuple(f"unit_{state}" for state in cell_class.states)
-
-    class InUnits(cell_class):
-        fields = (*cell_class.fields, *names)
-
-        def step(self, state, gate, param):
-            units = [getattr(gate, name) for name in names]
-            plain = type(state)(*(s / u for s, u in zip(state, units, strict=True)))
-            new = super().step(plain, gate, param)
-            new = (new,) if isinstance(new, torch.Tensor) else new
-            return tuple(s * u for s, u in zip(new, units, strict=True))
-
-    return InUnits, names
-
-
 UNITS = [(0, 0, 0, 0), (-20, 30, 35, -25), (-50, 1, 10, 40)]  # exponents of two, by state
 
 
 @pytest.mark.parametrize(("name", "dtype"), ROWS, ids=str)
 def test_units_of_states_scale_states(name, dtype):
-    cell_class, names = in_units(pararnn.CELLS[name])
+    usual = pararnn.CELLS[name]
+    cell_class = in_units(usual)
+    names = cell_class.fields[len(usual.fields) :]
     for pair in newton_pairs(name):
         results = []
         for exponents in UNITS:
-            units = [2.0**e for e in exponents[: len(names)]]
+            units = [2.0**e for e in exponents[: len(usual.states)]]
             case = slow_case(cell_class, dtype, SLOW.get(name, -4.0))
-            given = {**case.options["fields"], **dict(zip(names, units, strict=True))}
+            given = {**case.options["fields"], **dict(zip(names, [*units, 1.0], strict=True))}
             case.options["fields"] = given
             states, grads = solved(case, pair, 1.0, units)
             plain = [s.double() / u for s, u in zip(states, units, strict=True)]

@@ -6,15 +6,18 @@ from table import (
     ALL_PAIRS,
     CELLS,
     DTYPES,
-    NEWTON_FUSED,
     VARIANTS,
+    broken,
+    case_of,
+    checked,
+    covering,
     dtype_name,
     make_case,
     pairs_of,
 )
 
 import pararnn
-from pararnn.contract import check_solve, check_solves
+from pararnn.contract import check_solve
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 17, 100])
@@ -24,12 +27,13 @@ def test_solves_obey_the_contract(name, dtype, length):
     pairs = pairs_of(name, ALL_PAIRS)
     for variant in VARIANTS:
         case = make_case(pararnn.CELLS[name], dtype, length, variant, device="cuda")
-        with pararnn.using(segments=5, burn_in=8):  # of (newton, fused)
-            results = check_solves(case.cell, case.gates, case.initial, pairs=pairs, **case.options)
-        for pair, result in zip(pairs, results, strict=True):
-            failed = [check for check in result.checks if not check.passed]
-            assert not failed, f"{pair}, {variant}: {failed}"
-            assert result.mended == 0 or pair == NEWTON_FUSED, (pair, variant)
+        assert not broken(checked(case, pairs, segments=5, burn_in=8)), variant
+
+
+@pytest.mark.parametrize(("row", "name", "dtype"), covering())
+def test_rows_obey_the_contract(row, name, dtype):
+    case = case_of(row, name, dtype, device="cuda")
+    assert not broken(checked(case, pairs_of(name, ALL_PAIRS), row.segments, burn_in=8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
