@@ -105,7 +105,7 @@ def compare(
     """
     check, own = Check(name, 0.0, tolerance), torch.zeros_like(error)
     for noise in noises:
-        own = torch.maximum(own, noise)
+        own = torch.maximum(own, (noise - floor).clamp(min=0))
         check = _held(name, (error - floor).clamp(min=0), size, own, tolerance, what, quiet)
         if check.passed:
             break

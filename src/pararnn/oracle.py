@@ -238,15 +238,15 @@ class Oracle:
         Of a final state, what it makes of its channel up to there: its own error is one of many.
         """
         nowhere = tuple(torch.zeros_like(h) for h in self.args.initial)
+        args = replace(self.args, initial=nowhere)
+        system, _ = to_system(self.system.program, args)
         for seed in range(ROUNDINGS + 1):
             if self._series(name):
                 yield self._gap(name, self._another(seed)[name])
                 continue
             parts = [gap(self._another(seed)[n], self.truth[n], self.loop[n]) for n in self._names]
-            so_far = forward_order(self.args, parts, torch.float64)
-            so_far = so_far.cummax(1).values if so_far.numel() else so_far
-            args = replace(self.args, initial=nowhere)
-            ends = last_states(self.problem.cell, args, so_far.to(args.gates.device))
+            moved = forward_order(args, parts, torch.float64).to(args.gates.device)
+            ends = last_states(self.problem.cell, args, system.sizes(moved))
             yield torch.maximum(ends[name].cpu(), self._gap(name, self._another(seed)[name]))
 
     def _another(self, seed: int) -> Named:
