@@ -92,14 +92,14 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
     done = broken = column_mask(torch.zeros_like(states, dtype=torch.bool), coupled)
     distance = last_size = torch.full_like(done, float("inf"), dtype=system.dtype)
     sweeps = torch.zeros((), dtype=torch.int64, device=states.device)
+    better, updated = states, torch.zeros_like(done)
     for spent in range(budget + 1):
         new, jacobian = system.linearise(system.previous(states))
         residual = new - states
         defect = _columns_max(residual.abs(), coupled)
         broken = broken | ~defect.isfinite()
         sizes = system.sizes(states)
-        above = residual.abs() > (DEFECT_ULPS * number.eps * sizes).clamp(min=number.tiny)
-        settled = ~column_mask(above, coupled) & ~broken
+        settled = _settled(residual, sizes, coupled) & ~broken
         done = done | (settled & (distance <= tolerance))
         open_columns = ~(done | broken)
         count = int(open_columns.sum())
@@ -109,22 +109,41 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
             part = take_columns(states, open_columns)
             end = _iterate(system.columns(open_columns), scan, part, budget - spent)
             return _Iterate(
-                put_columns(states, open_columns, end.states),
+                put_columns(_best(system, states, better, updated), open_columns, end.states),
                 sweeps + end.sweeps,
                 put_columns(done, open_columns, end.done),
                 put_columns(defect, open_columns, end.defect),
             )
         update = scan(structure, jacobian[:, 1:], residual)
         size = _columns_max(update.abs() / sizes.clamp(min=number.tiny), coupled)
-        # A settled column whose update is negligible was solved before: this sweep confirms it, and
-        # the states that were checked are kept.
-        confirmed = settled & (size <= tolerance)
-        done = done | confirmed
+        # A settled column whose update is negligible was solved before: this sweep confirms it.
+        confirmed = open_columns & settled & (size <= tolerance)
+        done, updated = done | confirmed, updated | confirmed
+        better = torch.where(_broadcast(confirmed, states), states + update, better)
         sweeps = sweeps + (open_columns & ~confirmed).any()
         rate = (size / last_size).nan_to_num(0.5).clamp(max=0.5)
         distance, last_size = size * rate / (1 - rate), size
         states = torch.where(_broadcast(done, states), states, states + update)
-    return _Iterate(states, sweeps, done, defect)
+    return _Iterate(_best(system, states, better, updated), sweeps, done, defect)
+
+
+def _settled(residual: Tensor, sizes: Tensor, coupled: bool) -> Tensor:
+    """Columns whose defect is at rounding level everywhere."""
+    number = torch.finfo(sizes.dtype)
+    limit = (DEFECT_ULPS * number.eps * sizes).clamp(min=number.tiny)
+    return ~column_mask(residual.abs() > limit, coupled)
+
+
+def _best(system: System, states: Tensor, better: Tensor, updated: Tensor) -> Tensor:
+    """The updates that confirmed a column, where their defect is still at rounding level.
+
+    A step that jumps may not have it: the states that were checked are kept there.
+    """
+    if not bool(updated.any()):
+        return states
+    residual = system.advance(system.previous(better)) - better
+    settled = _settled(residual, system.sizes(better), system.program.couples_channels)
+    return torch.where(_broadcast(updated & settled, states), better, states)
 
 
 @torch.no_grad()
