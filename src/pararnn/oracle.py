@@ -89,6 +89,9 @@ class Oracle:
         with torch.no_grad():
             self.args = self.exact.arguments()
             self.system, _ = to_system(program_of(problem.cell), self.args)
+        self._near_overflow = NEAR_OVERFLOW * min(
+            torch.finfo(d).max for d in (self.dtype, self.carry)
+        )
         self.carried = run_loop(self.rounded)
         self.states = run_loop(self.exact) if self.carry != torch.float64 else self.carried
         self.truth = results(self.exact, self.states)
@@ -298,6 +301,7 @@ class Oracle:
             carry, true = self.carry, there.true.grads[name]
             floor = self._in_order(name, stored_rounding(value.dtype, true, carry))
             tolerance, units = REVERSE_TOLERANCE[self.dtype], there.units[name]
+            error = error.masked_fill(~error.isfinite() & (units > self._near_overflow), 0)
             noise = (there.noise(name, k) for k in range(ROUNDINGS + 1))
             both = (
                 self._check_forward_gradient(name, value),
@@ -315,6 +319,7 @@ class Oracle:
         error = peak(gap(value, true, loop), self._series(name))
         noise = (self._own(name, seed) for seed in range(ROUNDINGS + 1))
         floor, size = underflow(value.dtype), self._size[name]
+        error = error.masked_fill(~error.isfinite() & (size > self._near_overflow), 0)
         check = compare(name, error, size, noise, tolerance, floor, quiet=tolerance)
         return replace(check, note="")  # what it leaves out is judged at the returned states
 
@@ -323,8 +328,8 @@ class Oracle:
 
         Near the largest number either may overflow a step earlier than the other.
         """
-        largest = NEAR_OVERFLOW * min(torch.finfo(d).max for d in (self.dtype, self.carry))
-        near = results(self.exact, (self.system.sizes(self.loop_at) > largest).double())
+        beyond = self.system.sizes(self.loop_at) > self._near_overflow
+        near = results(self.exact, beyond.double())
         stray = 0
         for name, value in run.values.items():
             differs = value.isfinite() != self.loop[name].isfinite()
@@ -334,7 +339,7 @@ class Oracle:
         loop = there.loop(0) if finite_states else self.run("sequential", "torch").grads
         for name, value in run.grads.items():
             unit = there.units[name]
-            exempt = unit > largest
+            exempt = unit > self._near_overflow
             if overflows:
                 exempt |= ~unit.isfinite()
             differs = self._in_order(name, value.isfinite() != loop[name].isfinite()).cpu()
