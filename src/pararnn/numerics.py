@@ -35,6 +35,24 @@ APPROXIMATED = 2.0**-10
 
 In samples of rounding it counts as rounding does: dynamics that expand errors expand these too."""
 
+NEAR_OVERFLOW = 1e-3
+"""Beyond this part of the largest number, one order of evaluation overflows, another does not."""
+
+REVERSE_TOLERANCE = {
+    torch.float64: 1e-11,
+    torch.float32: 2e-4,
+    torch.bfloat16: 2e-3,
+    torch.float16: 2e-3,
+}
+"""As FORWARD_TOLERANCE, for gradients held against those at the returned states, step by step.
+
+Rounding of the states is no excuse there; what 16-bit kernels on a GPU may approximate is."""
+
+REVERSE_QUIET = 1e-3
+"""What is moved by more than this part of itself is not held against them.
+
+Where steps expand errors, samples of rounding differ by large factors."""
+
 
 def compute_dtype(io_dtype: torch.dtype) -> torch.dtype:
     """The dtype that carries the states for gates of `io_dtype`: float64 for it, else float32."""

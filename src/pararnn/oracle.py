@@ -20,6 +20,9 @@ from pararnn.numerics import (
     APPROXIMATED,
     DEFECT_ULPS,
     FORWARD_TOLERANCE,
+    NEAR_OVERFLOW,
+    REVERSE_QUIET,
+    REVERSE_TOLERANCE,
     compute_dtype,
     rounding,
     underflow,
@@ -46,22 +49,6 @@ from pararnn.solve import prepare, solve_with_info
 
 ROUNDINGS = 3
 """Other roundings of the loop that are looked at, where its own error says too little."""
-
-NEAR_OVERFLOW = 1e-3
-"""Beyond this part of the largest number, one order of evaluation overflows, another does not."""
-
-REVERSE_TOLERANCE = {
-    torch.float64: 1e-11,
-    torch.float32: 2e-4,
-    torch.bfloat16: 2e-3,
-    torch.float16: 2e-3,
-}
-"""As FORWARD_TOLERANCE, for gradients held against those at the returned states, step by step.
-
-Rounding of the states is no excuse there; what 16-bit kernels on a GPU may approximate is."""
-
-REVERSE_QUIET = 1e-3
-"""As QUIET, for these: where steps expand errors, samples of rounding differ by large factors."""
 
 
 def _leaf(tensor: Tensor) -> Tensor:
