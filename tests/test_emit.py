@@ -9,7 +9,7 @@ import torch
 from table import needs_compiler
 
 import pararnn
-from pararnn.codegen import headers
+from pararnn.codegen import emit, headers, spelling
 from pararnn.codegen.compiler import compile_library
 from pararnn.codegen.spelling import SPELLINGS, literal
 from pararnn.derive import expand_entry
@@ -191,3 +191,36 @@ def test_wrong_requests():
         pararnn.emitted(pararnn.DenseGRUCell(4))
     with pytest.raises(TypeError, match="dtype must have one of the dtypes"):
         pararnn.emitted(pararnn.GRUCell(4), dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("of_state", "jumps"),
+    {
+        torch.relu: False,
+        torch.abs: False,
+        torch.tanh: False,
+        torch.nn.functional.softplus: True,  # PyTorch writes it by a condition
+        torch.floor: True,
+        torch.sign: True,
+        torch.nn.functional.hardshrink: True,
+        lambda h: torch.div(h, 0.5, rounding_mode="trunc"): True,
+        lambda h: (h > 0.5).to(h.dtype): True,
+        lambda h: torch.where(h > 0, h, 0.1 * h): True,
+    }.items(),
+)
+def test_steps_that_may_jump_where_their_state_moves_a_little(of_state, jumps):
+    class Reading(pararnn.Cell):
+        states = ("h",)
+        gates = ("x",)
+
+        def step(self, state, gate, param):
+            return 0.5 * of_state(state.h) + torch.floor(gate.x)  # inputs may be as they like
+
+    assert emit.jumps(pararnn.program_of(Reading(4)), torch.float32) == jumps
+
+
+def test_a_registered_op_says_whether_it_jumps(monkeypatch):
+    monkeypatch.setattr(spelling, "SPELLINGS", dict(spelling.SPELLINGS))
+    for jumps in (False, True):
+        pararnn.register_spelling("aten::frac", "{0} - trunc({0})", jumps=jumps)
+        assert spelling.may_jump("aten::frac", {}) == jumps

@@ -257,7 +257,7 @@ class Threshold(pararnn.Cell):
 
     def step(self, state, gate, param):
         h = torch.lerp(state.h, torch.tanh(gate.x), torch.sigmoid(gate.keep))
-        fine = state.h * 2**18
+        fine = state.h * 2**22
         return h, 2 * (fine - torch.floor(fine) >= 0.5).to(h.dtype) - 1
 
 
@@ -270,7 +270,7 @@ def threshold_case(length, channels, shift):
 
 def assert_no_jump_is_missed(h, y):
     """Every y is what the step makes of the state before it, as it was returned."""
-    before = torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1) * 2**18
+    before = torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1) * 2**22
     assert torch.equal(y, 2 * (before - before.floor() >= 0.5).float() - 1)
 
 

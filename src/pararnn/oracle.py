@@ -34,7 +34,6 @@ from pararnn.reference import (
     Problem,
     Reverse,
     advance,
-    boundaries,
     by_name,
     forward_order,
     gradients_of,
@@ -349,7 +348,7 @@ class Oracle:
         values = self._in_order(name, values)
         if not self._series(name):
             return values
-        cut = boundaries(self.system)
+        cut = self.system.fresh
         return running(values, None if cut is None else cut.to(values.device))
 
     def _at(self, values: Named) -> Tensor:

@@ -228,7 +228,7 @@ def _walk(
         jacobian = [_pull([new[:, :, n]], rows, [ones]) for n in range(num_states)]
     entries = torch.stack([row[0] for row in jacobian], 2)  # (B, T, N of new, N of previous, D)
     adjoint, carry = torch.zeros_like(arriving), torch.zeros_like(system.initial)
-    cut = boundaries(system)
+    cut = system.fresh
     for t in reversed(range(system.length)):
         adjoint[:, t] = _uncut(system.padding, t, arriving[:, t] + carry)
         carry = _uncut(cut, t, (entries[:, t] * adjoint[:, t].unsqueeze(2)).sum(1))
@@ -248,7 +248,7 @@ def _walk_coupled(
     series, params = rows[:count], rows[count:]
     pulled, amounts = ([torch.zeros_like(r) for r in rows] for _ in range(2))
     adjoint, carry = torch.zeros_like(arriving), torch.zeros_like(system.initial)
-    cut = boundaries(system)
+    cut = system.fresh
     for t in reversed(range(system.length)):
         adjoint[:, t] = _uncut(system.padding, t, arriving[:, t] + carry)
         here = [s[:, t].detach().requires_grad_() for s in series]
@@ -261,13 +261,6 @@ def _walk_coupled(
         carry = _uncut(cut, t, parts[0])
     amounts[0] = torch.maximum(running(adjoint.abs(), cut), amounts[0])
     return pulled, amounts, amounts
-
-
-def boundaries(system: System) -> Tensor | None:
-    """Steps (B, T, 1 or D) that hand nothing back to the step before them."""
-    if system.fresh is None or system.padding is None:
-        return system.fresh if system.padding is None else system.padding
-    return system.fresh | system.padding
 
 
 def running(values: Tensor, cut: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.affine import Scan, affine_scan
-from pararnn.numerics import FORWARD_TOLERANCE
+from pararnn.numerics import FORWARD_TOLERANCE, rounding, underflow
 from pararnn.solvers.sequential import unroll
 from pararnn.solvers.system import System, column_mask, put_columns, take_columns
 
@@ -88,7 +88,6 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
     assert structure is not None
     coupled = structure.couples_channels
     tolerance = ERROR_SHARE * FORWARD_TOLERANCE[system.dtype]
-    number = torch.finfo(system.dtype)
     done = broken = column_mask(torch.zeros_like(states, dtype=torch.bool), coupled)
     distance = last_size = torch.full_like(done, float("inf"), dtype=system.dtype)
     sweeps = torch.zeros((), dtype=torch.int64, device=states.device)
@@ -115,7 +114,7 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
                 put_columns(defect, open_columns, end.defect),
             )
         update = scan(structure, jacobian[:, 1:], residual)
-        size = _columns_max(update.abs() / sizes.clamp(min=number.tiny), coupled)
+        size = _columns_max(update.abs() / sizes.clamp(min=underflow(system.dtype)), coupled)
         # A settled column whose update is negligible was solved before: this sweep confirms it.
         confirmed = open_columns & settled & (size <= tolerance)
         done, updated = done | confirmed, updated | confirmed
@@ -129,8 +128,7 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
 
 def _settled(residual: Tensor, sizes: Tensor, coupled: bool) -> Tensor:
     """Columns whose defect is at rounding level everywhere."""
-    number = torch.finfo(sizes.dtype)
-    limit = (DEFECT_ULPS * number.eps * sizes).clamp(min=number.tiny)
+    limit = rounding(DEFECT_ULPS * sizes, sizes.dtype)
     return ~column_mask(residual.abs() > limit, coupled)
 
 
