@@ -1,0 +1,84 @@
+"""What a language model is made of, as one frozen record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+NORMS = ("rms", "layer")
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """A language model's sizes and parts; names are those of Hugging Face's configs.
+
+    vocab_size: tokens. hidden_size: channels d of the residual stream and of every mixer.
+    intermediate_size: channels h of the SwiGLU; None is 256 ceil(8d/3/256). num_hidden_layers:
+    blocks. mixers: the name in `MIXERS` of every block's mixer; None is "rnn" throughout.
+    tie_word_embeddings: whether the head is the embedding. norm: of blocks, "rms" or "layer" (a
+    LayerNorm with gain only, DCLM's); norm_eps: of all norms.
+
+    Recurrent mixers: cell (a name in `pararnn.CELLS` or an import path, "package.module:Class"),
+    cell_config (its config), num_heads (of its input projection), conv_kernel_size (taps of the
+    causal convolution; 1 for none), solver and backend (as in `pararnn.solve`), recurrent_clip and
+    recompute_gates (as in `pararnn.RecurrentLayer`).
+
+    Attention: num_attention_heads, rope_theta (base of the rotary frequencies), qk_norm.
+
+    Initialisation: projection_gain and recurrent_std of cells (as in `pararnn.RecurrentLayer`); the
+    rest is DCLM's, see `pararnn.lm.init`.
+
+    Raises ValueError for impossible values; names of mixers and cells are looked up where the model
+    is made.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int = 50_432
+    intermediate_size: int | None = None
+    mixers: tuple[str, ...] | None = None
+    tie_word_embeddings: bool = False
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    cell: str = "gru"
+    cell_config: Mapping[str, Any] = field(default_factory=dict)
+    num_heads: int = 1
+    conv_kernel_size: int = 4
+    solver: str = "auto"
+    backend: str = "auto"
+    recurrent_clip: float | None = 0.5
+    recompute_gates: bool = False
+    num_attention_heads: int = 8
+    rope_theta: float = 10_000.0
+    qk_norm: bool = True
+    projection_gain: float = 1.0
+    recurrent_std: float | None = None
+
+    def __post_init__(self) -> None:
+        set_once = object.__setattr__  # the record is frozen for its users
+        if self.intermediate_size is None:
+            set_once(self, "intermediate_size", 256 * -(-8 * self.hidden_size // (3 * 256)))
+        if self.mixers is None:
+            set_once(self, "mixers", ("rnn",) * self.num_hidden_layers)
+        set_once(self, "mixers", tuple(self.mixers or ()))
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("num_heads", "conv_kernel_size", "num_attention_heads"):
+            _at_least_one(name, getattr(self, name))
+        if len(self.mixers or ()) != self.num_hidden_layers:
+            raise ValueError(
+                f"mixers must name one mixer for each of the {self.num_hidden_layers} blocks, got "
+                f"{len(self.mixers or ())}"
+            )
+        if self.norm not in NORMS:
+            raise ValueError(f"norm must be one of {NORMS}, got {self.norm!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self) | {"mixers": list(self.mixers or ())}
+
+
+def _at_least_one(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
