@@ -1,201 +1,139 @@
-"""A language model on bytes: blocks of a ParaRNN layer and an MLP, each behind an RMSNorm."""
+"""A language model in plain PyTorch: embedding, backbone and head."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.cells import Cell
-from pararnn.layers import ParaRNN, States
-
-BYTES = 256
-"""The vocabulary: every byte is a token."""
-
-
-class Block(nn.Module):
-    """x + ParaRNN(RMSNorm(x)), then x + MLP(RMSNorm(x)), on (B, T, width)."""
-
-    def __init__(
-        self,
-        cell_class: type[Cell],
-        width: int,
-        mlp_width: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.rnn_norm = nn.RMSNorm(width, **factory)
-        self.rnn = ParaRNN(cell_class, width, width, **factory, **options)
-        self.mlp_norm = nn.RMSNorm(width, **factory)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, mlp_width, **factory),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(mlp_width, width, **factory),
-        )
-        # Every per-step input that a cell names is a time gap or a weight whose neutral value is 1.
-        self.fields = dict.fromkeys(cell_class.fields, 1.0)
-
-    def forward(self, x: Tensor, state: States | None) -> tuple[Tensor, States]:
-        return self._finish(x, *self.rnn(self.rnn_norm(x), state, fields=self.fields))
-
-    def step(self, x: Tensor, state: States | None) -> tuple[Tensor, States]:
-        """One time step: x (B, width)."""
-        return self._finish(x, *self.rnn.step(self.rnn_norm(x), state, fields=self.fields))
-
-    def _finish(self, x: Tensor, out: Tensor, state: States) -> tuple[Tensor, States]:
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x)), state
+from pararnn.layers import RecurrentLayer
+from pararnn.lm.backbone import Backbone
+from pararnn.lm.cache import LMCache
+from pararnn.lm.config import LMConfig
+from pararnn.lm.loss import causal_lm_loss
+from pararnn.lm.mixers import input_draw
+from pararnn.lm.rows import rows_of
+from pararnn.parameters import Draw, draw_anew
 
 
-class ByteLM(nn.Module):
-    """A byte-level language model with a recurrence of any cell.
+class LanguageModel(nn.Module):
+    """A language model (paper, section 5.2 and Appendix C) with any cell, attention, or both.
 
     Args:
-        cell_class: the `Cell` subclass; fields that it names are 1 at every step.
-        width: channels D of the residual stream and of every layer's states.
-        num_layers: blocks.
-        num_heads: heads of each layer's input projection; width must be a multiple.
-        mlp_ratio: hidden channels of the MLP over width.
-        solver, backend: as in `pararnn.solve`.
-        device, dtype: of the parameters.
-        config: the cell's config.
+        config: its sizes and parts.
+        device, dtype: of the parameters; those of cells are float32 in 16-bit models.
 
-    Raises CellError for a malformed cell or config, ValueError for impossible sizes and options.
+    Raises ValueError and CellError for a config that names unknown mixers and cells, or sizes that
+    do not divide.
     """
 
     def __init__(
         self,
-        cell_class: type[Cell],
-        width: int,
-        num_layers: int = 2,
-        num_heads: int = 1,
+        config: LMConfig,
         *,
-        mlp_ratio: float = 2.0,
-        solver: str = "auto",
-        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **config: Any,
     ) -> None:
         super().__init__()
-        mlp_width = round(width * mlp_ratio)
-        for name, value in (("num_layers", num_layers), ("width * mlp_ratio", mlp_width)):
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
-        self.cell_class = cell_class
-        self.options: dict[str, Any] = {
-            "width": width,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "mlp_ratio": mlp_ratio,
-            "solver": solver,
-            "backend": backend,
-            **config,
-        }
+        self.config = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embedding = nn.Embedding(BYTES, width, **factory)
-        rnn_options = {"num_heads": num_heads, "solver": solver, "backend": backend, **config}
-        self.blocks = nn.ModuleList(
-            Block(cell_class, width, mlp_width, **factory, **rnn_options) for _ in range(num_layers)
-        )
-        self.norm = nn.RMSNorm(width, **factory)
-        self.head = nn.Linear(width, BYTES, bias=False, **factory)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
+        self.backbone = Backbone(config, **factory)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise anew: Gaussians of 1/sqrt(inputs), outputs of an MLP smaller by the depth."""
-        nn.init.normal_(self.embedding.weight)
-        for block in self._blocks():
-            block.rnn.reset_parameters()
-            first, last = cast(nn.Linear, block.mlp[0]), cast(nn.Linear, block.mlp[2])
-            shrink = 1 / math.sqrt(2 * len(self.blocks))
-            for linear, gain in ((first, 1.0), (last, shrink)):
-                nn.init.normal_(linear.weight, std=gain / math.sqrt(linear.in_features))
-                nn.init.zeros_(linear.bias)
-        nn.init.zeros_(self.head.weight)  # the first prediction is uniform: 8 bits per byte
+        """Initialise anew, see `draws`."""
+        for module, name, how in draws(self.embed_tokens, self.backbone, self.lm_head):
+            draw_anew(module, {name: how})
 
     def forward(
-        self, tokens: Tensor, state: Sequence[States] | None = None
-    ) -> tuple[Tensor, tuple[States, ...]]:
-        """Logits of the next byte after every byte.
+        self,
+        tokens: Tensor,
+        cache: LMCache | None = None,
+        *,
+        padding_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of the next token after every token.
 
         Args:
-            tokens: (B, T), any integer dtype, values below 256.
-            state: what an earlier call returned, to go on from there; None is the zero state.
+            tokens: (B, T), any integer dtype.
+            cache: of `new_cache`: go on from the tokens that it holds, and keep these there.
+            padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding. With a cache padding
+                is on the left.
+            position_ids: int (B, T); documents packed into one row begin where they are 0.
+            cu_seq_lens: int (S + 1,), the starts of S documents packed into one row (B = 1) and the
+                end of the last.
 
-        Returns:
-            (logits, state): (B, T, 256); the states after the last byte, one entry a block.
+        Returns (B, T, vocab_size). Raises ValueError for packed documents with a cache, and for
+        sizes that do not fit.
         """
-        x = self.embedding(tokens.long())
-        new = []
-        for block, before in zip(self._blocks(), self._per_block(state), strict=True):
-            x, after = block(x, before)
-            new.append(after)
-        return self.head(self.norm(x)), tuple(new)
+        args = {"padding_mask": padding_mask, "position_ids": position_ids}
+        return self.lm_head(self.hidden(tokens, cache, **args, cu_seq_lens=cu_seq_lens))
 
-    def step(
-        self, token: Tensor, state: Sequence[States] | None = None
-    ) -> tuple[Tensor, tuple[States, ...]]:
-        """One time step of `forward`: token (B,), logits (B, 256), states as there."""
-        x = self.embedding(token.long())
-        new = []
-        for block, before in zip(self._blocks(), self._per_block(state), strict=True):
-            x, after = block.step(x, before)
-            new.append(after)
-        return self.head(self.norm(x)), tuple(new)
-
-    @torch.no_grad()
-    def generate(
-        self,
-        prompt: Tensor,
-        length: int,
-        temperature: float = 1.0,
-        generator: torch.Generator | None = None,
+    def hidden(
+        self, tokens: Tensor, cache: LMCache | None = None, **rows: Tensor | None
     ) -> Tensor:
-        """Sample `length` bytes after each prompt: (B, T) with T >= 1 to uint8 (B, length).
-
-        Temperature 0 takes the likeliest byte. `generator` lives on the model's device. Raises
-        ValueError for an empty prompt, a negative length or a negative temperature.
-        """
-        if prompt.ndim != 2 or prompt.shape[1] == 0:
-            raise ValueError(f"prompt must be (B, T) with T >= 1, got {tuple(prompt.shape)}")
-        if length < 0 or temperature < 0:
+        """What the head reads, (B, T, hidden_size); arguments as in `forward`."""
+        packed = [name for name in ("position_ids", "cu_seq_lens") if rows.get(name) is not None]
+        if cache is not None and packed:
             raise ValueError(
-                f"length and temperature may not be negative, got {length} and {temperature}"
+                f"packed documents ({packed[0]}) cannot be kept in a cache: give each its own row, "
+                "padded on the left, or no cache"
             )
-        logits, state = self(prompt)
-        logits = logits[:, -1]
-        out = prompt.new_empty(len(prompt), length, dtype=torch.uint8)
-        for index in range(length):
-            token = _sample(logits, temperature, generator)
-            out[:, index] = token
-            logits, state = self.step(token, state)
+        batch, steps = tokens.shape
+        past = 0 if cache is None else cache.length
+        attention = self.backbone.needs_positions
+        cut = rows_of(batch, steps, tokens.device, past=past, attention=attention, **rows)
+        x = self.embed_tokens(tokens.long())
+        out = self.backbone(x, cut, None if cache is None else cache.layers)
+        if cache is not None:
+            cache.length += steps
         return out
 
-    def layers(self) -> list[ParaRNN]:
-        """The recurrent layers, one a block."""
-        return [block.rnn for block in self._blocks()]
+    def loss(
+        self, tokens: Tensor, labels: Tensor | None = None, *, z_loss: float = 0.0, **rows: Any
+    ) -> Tensor:
+        """Mean cross-entropy in nats of every next token, without ever making all logits.
 
-    def _blocks(self) -> list[Block]:
-        return cast(list[Block], list(self.blocks))
+        labels (B, T) are the tokens themselves (None: `tokens`), -100 where none is asked for.
+        Other arguments as in `forward`, z_loss as in `causal_lm_loss`.
+        """
+        labels = tokens.long() if labels is None else labels
+        hidden = self.hidden(tokens, **rows)
+        return causal_lm_loss(hidden, self.lm_head.weight, labels, z_loss=z_loss)
 
-    def _per_block(self, state: Sequence[States] | None) -> Sequence[States | None]:
-        if state is None:
-            return [None] * len(self.blocks)
-        if len(state) != len(self.blocks):
-            raise ValueError(
-                f"state must hold one entry for each of the {len(self.blocks)} blocks, got "
-                f"{len(state)}"
-            )
-        return state
+    def new_cache(self) -> LMCache:
+        """An empty cache for `forward`."""
+        return LMCache(len(self.backbone.layers))
+
+    def recurrent_layers(self) -> list[RecurrentLayer]:
+        """The recurrent layers, from the first block on."""
+        return [part for part in self.modules() if isinstance(part, RecurrentLayer)]
+
+
+def draws(
+    embedding: nn.Embedding, backbone: Backbone, head: nn.Linear
+) -> Iterator[tuple[nn.Module, str, Draw]]:
+    """How every parameter of a language model starts: module, name there, draw.
+
+    Outside the cells as DCLM does, by Gaussians cut at three standard deviations: 1/sqrt(d) for the
+    embedding, the head and input projections; 1/sqrt(h) for the last matrix of an MLP; that matrix
+    and output projections smaller by sqrt(2 (layer + 1)), layers counted from 0. Cells: see
+    `pararnn.RecurrentLayer`.
+    """
+    yield embedding, "weight", input_draw(embedding.embedding_dim)
+    if head.weight is not embedding.weight:
+        yield head, "weight", input_draw(head.in_features)
+    yield from backbone.draws()
 
 
 def bits_per_byte(logits: Tensor, targets: Tensor) -> Tensor:
@@ -205,14 +143,7 @@ def bits_per_byte(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def set_solver(model: nn.Module, solver: str, backend: str = "auto") -> None:
-    """Let every ParaRNN in `model` use another pair; names as in `pararnn.solve`."""
+    """Let every recurrent layer in `model` use another pair; names as in `pararnn.solve`."""
     for part in model.modules():
-        if isinstance(part, ParaRNN):
+        if isinstance(part, RecurrentLayer):
             part.solver, part.backend = solver, backend
-
-
-def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1)
-    chances = (logits.float() / temperature).softmax(-1)
-    return torch.multinomial(chances, 1, generator=generator).squeeze(-1)

@@ -1,0 +1,55 @@
+"""Cells by name: those of the table, and any class by its import path."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from pararnn.cells.base import Cell
+from pararnn.errors import CellError
+
+
+def find_cell(name: str, table: Mapping[str, type[Cell]]) -> type[Cell]:
+    """The cell class of a name in `table`, or of an import path "package.module:Class".
+
+    Raises CellError where there is none, with what to do.
+    """
+    if name in table:
+        return table[name]
+    module_name, colon, class_name = name.partition(":")
+    if not colon:
+        raise CellError(
+            f"there is no cell {name!r}: name one of {', '.join(table)}, or a class of your own by "
+            "its import path, such as 'mypackage.cells:MyCell'"
+        )
+    try:
+        found = importlib.import_module(module_name)
+    except ImportError as error:
+        raise CellError(
+            f"the cell {name!r} cannot be imported ({error}): install the package that defines it, "
+            f"or put the folder that holds {module_name.partition('.')[0]} on PYTHONPATH"
+        ) from error
+    for part in class_name.split("."):
+        found = getattr(found, part, None)  # type: ignore[assignment]
+    if not (isinstance(found, type) and issubclass(found, Cell)):
+        raise CellError(
+            f"the cell {name!r} cannot be used: {module_name} has no subclass of pararnn.Cell "
+            f"called {class_name!r}"
+        )
+    return found
+
+
+def cell_name(cell_class: type[Cell], table: Mapping[str, type[Cell]]) -> str:
+    """The name under which `find_cell` finds a class, in other processes too.
+
+    Raises CellError for a class that is defined inside a function, which nobody can import.
+    """
+    for name, known in table.items():
+        if known is cell_class:
+            return name
+    if "<locals>" in cell_class.__qualname__:
+        raise CellError(
+            f"{cell_class.__qualname__} is defined inside a function, so that no other process can "
+            "import it: move it to the top level of a module"
+        )
+    return f"{cell_class.__module__}:{cell_class.__qualname__}"

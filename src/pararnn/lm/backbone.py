@@ -1,0 +1,123 @@
+"""The backbone: blocks of norm, mixer, residual and norm, SwiGLU, residual; and a final norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pararnn.lm.cache import LayerCache
+from pararnn.lm.config import LMConfig
+from pararnn.lm.mixers import Mixer, input_draw, make_mixer, make_norm, output_draw, rotary_tables
+from pararnn.lm.rows import Rows
+from pararnn.parameters import Draw
+
+
+class SwiGLU(nn.Module):
+    """V (silu(W x) * U x), with W and U side by side in one matrix, no biases."""
+
+    def __init__(self, width: int, hidden: int, **factory: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(width, 2 * hidden, bias=False, **factory)
+        self.down_proj = nn.Linear(hidden, width, bias=False, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """s x + mixer(norm(x)), then x + SwiGLU(norm(x)), on (B, T, d).
+
+    s are learnable factors, one a channel, 1 at first, where the mixer wants them (paper, Appendix
+    C: "a residual connection with a learnable scaling of the input").
+    """
+
+    def __init__(self, name: str, config: LMConfig, **factory: Any) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.mixer_norm = make_norm(config, **factory)
+        self.mixer = make_mixer(name, config, **factory)
+        scale = nn.Parameter(torch.empty(width, **factory)) if self.mixer.scales_residual else None
+        self.residual_scale = scale
+        self.mlp_norm = make_norm(config, **factory)
+        self.mlp = SwiGLU(width, cast(int, config.intermediate_size), **factory)
+
+    def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+        """See the class; `rows` and `cache` as in `Mixer.forward`."""
+        mixed = self.mixer(self.mixer_norm(x), rows, cache)
+        x = mixed + (x if self.residual_scale is None else x * self.residual_scale)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def draws(self, layer: int) -> Iterator[tuple[nn.Module, str, Draw]]:
+        """How each parameter starts: the module that owns it, its name there, and the draw."""
+        ones = Draw("constant", mean=1)
+        yield self.mixer_norm, "weight", ones
+        yield self.mlp_norm, "weight", ones
+        if self.residual_scale is not None:
+            yield self, "residual_scale", ones
+        up, down = self.mlp.gate_up_proj, self.mlp.down_proj
+        yield up, "weight", input_draw(up.in_features)
+        yield down, "weight", output_draw(down.in_features, layer)
+        for name, draw in self.mixer.draws(layer).items():
+            owner, _, own = name.rpartition(".")
+            yield self.mixer.get_submodule(owner), own, draw
+
+
+class Backbone(nn.Module):
+    """A language model without its embedding and its head: (B, T, d) to (B, T, d)."""
+
+    def __init__(self, config: LMConfig, **factory: Any) -> None:
+        super().__init__()
+        self.config = config
+        mixers = cast(tuple[str, ...], config.mixers)
+        self.layers = nn.ModuleList(Block(name, config, **factory) for name in mixers)
+        self.norm = make_norm(config, **factory)
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Any] = partial(
+            checkpoint, use_reentrant=False
+        )
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks, typed."""
+        return cast(list[Block], list(self.layers))
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether a mixer reads positions and masks, so that they have to be made."""
+        return any(block.mixer.needs_positions for block in self.blocks)
+
+    def forward(
+        self,
+        x: Tensor,
+        rows: Rows,
+        cache: Sequence[LayerCache] | None = None,
+        seen: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Args: x, embedded tokens (B, T, d); rows, see `rows_of`; cache, an entry a block; seen,
+        called with the residual stream before each block.
+        """
+        if rows.rotary is None and self.needs_positions:
+            size = self.config.hidden_size // self.config.num_attention_heads
+            tables = rotary_tables(rows.positions, size, self.config.rope_theta)
+            rows = rows._replace(rotary=tuple(table.to(x.dtype) for table in tables))
+        for index, block in enumerate(self.blocks):
+            if seen is not None:
+                seen(x)
+            if self.gradient_checkpointing and self.training and cache is None:
+                x = self._gradient_checkpointing_func(block.__call__, x, rows)
+            else:
+                x = block(x, rows, None if cache is None else cache[index])
+        return self.norm(x)
+
+    def draws(self) -> Iterator[tuple[nn.Module, str, Draw]]:
+        """How each parameter starts; as `Block.draws`."""
+        for layer, block in enumerate(self.blocks):
+            yield from block.draws(layer)
+        yield self.norm, "weight", Draw("constant", mean=1)

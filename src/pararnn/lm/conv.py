@@ -1,0 +1,57 @@
+"""A causal depthwise convolution that does not look over the borders of documents."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pararnn.lm.rows import Rows
+from pararnn.parameters import Draw
+
+
+class CausalConv(nn.Module):
+    """y_t = sum_k w_k * u_(t - k) + b, channel by channel, over `taps` tokens of one document.
+
+    (B, T, d) to (B, T, d). The weight is (taps, d), the newest token's first.
+    """
+
+    def __init__(self, channels: int, taps: int, **factory: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(taps, channels, **factory))
+        self.bias = nn.Parameter(torch.empty(channels, **factory))
+
+    def forward(self, u: Tensor, rows: Rows, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The result, and what a later call needs: the last taps - 1 inputs, (B, d, taps - 1).
+
+        `before` is what an earlier call returned; None is zeros. Of these inputs those at padding
+        and of documents that have ended are 0.
+        """
+        reach, steps = len(self.weight) - 1, u.shape[1]
+        if before is None:
+            padded = nn.functional.pad(u, (0, 0, reach, 0))
+        else:
+            padded = torch.cat([before.transpose(1, 2).to(u.dtype), u], 1)
+        y = u * self.weight[0] + self.bias
+        for lag in range(1, reach + 1):
+            shifted = padded[:, reach - lag : reach - lag + steps]
+            if rows.since is not None:
+                shifted = shifted.masked_fill((rows.since < lag).unsqueeze(-1), 0)
+            y = y + shifted * self.weight[lag]
+        return y, self._tail(padded[:, steps:], rows)
+
+    def _tail(self, last: Tensor, rows: Rows) -> Tensor:
+        if rows.since is not None:
+            age = torch.arange(last.shape[1] - 1, -1, -1, device=last.device)
+            last = last.masked_fill((age > rows.since[:, -1:]).unsqueeze(-1), 0)
+        if rows.real is not None:
+            real = nn.functional.pad(rows.real, (last.shape[1], 0), value=True)[:, -last.shape[1] :]
+            last = last.masked_fill(~real.unsqueeze(-1), 0)
+        return last.transpose(1, 2)
+
+    def draws(self) -> dict[str, Draw]:
+        """torch.nn.Conv1d's weights, as in Mamba; no bias at first."""
+        spread = 1 / math.sqrt(len(self.weight))
+        return {"weight": Draw("uniform", spread=spread), "bias": Draw("constant")}

@@ -1,0 +1,62 @@
+"""transformers' caches, as mixers know them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, StaticCache, StaticLayer
+
+
+
+class LayerView:
+    """One layer of a transformers cache as a `LayerCache`."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def read(self) -> tuple[Tensor | None, Tensor | None]:
+        """As in `LayerCache`."""
+        if not self.layer.has_previous_state[0]:
+            return None, None
+        return self.layer.conv_states[0], self.layer.recurrent_states[0]
+
+    def keep(self, inputs: Tensor | None, states: Tensor) -> None:
+        """As in `LayerCache`; RuntimeError where the cache is to be cropped later."""
+        if self.layer.record_past:
+            raise RuntimeError(
+                "this cache records the past in order to be cropped, and a recurrent state cannot "
+                "go back to an earlier token: assisted generation and cropping are for attention. "
+                "Use a cache without activate_past_recording()"
+            )
+        if inputs is None:  # a layer without convolution: the cache counts by its state
+            inputs = states.new_zeros(len(states), states.shape[2], 0)
+        self.layer.update_conv_state(inputs, conv_kernel_size=inputs.shape[-1])
+        self.layer.update_recurrent_state(states)
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """As in `LayerCache`."""
+        return self.layer.update(keys, values)
+
+
+def counted(cache: Cache) -> Cache:
+    """A cache that knows how many tokens it holds.
+
+    Recurrent layers do not know, and `generate` asks. A model without attention gets one layer of
+    keys without channels, which nobody attends to.
+    """
+    if any(hasattr(layer, "get_seq_length") for layer in cache.layers):
+        return cache
+    static = isinstance(cache, StaticCache)
+    # The counter takes no memory, so a static one may be as long as any row will ever be.
+    layer: Any = StaticLayer(max_cache_len=1 << 24) if static else DynamicLayer()
+    cache.layers.append(layer)
+    return cache
+
+
+def count(cache: Cache, layers: int, x: Tensor) -> None:
+    """Tell the counter of `counted`, which stands behind the model's layers, of x (B, T, d)."""
+    if len(cache.layers) > layers:
+        empty = torch.empty(x.shape[0], 1, x.shape[1], 0, dtype=x.dtype, device=x.device)
+        cache.layers[layers].update(empty, empty)

@@ -1,0 +1,70 @@
+"""What users hand to transformers' models, as rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def documents_restart(position_ids: Tensor, attention_mask: Any) -> bool:
+    """Whether positions go back to 0 within a row, which is how packed documents are said.
+
+    Looks at the values, and so waits for the device; compiled code takes them as not packed where
+    there is padding, as packed otherwise.
+    """
+    if position_ids.shape[-1] == 1 or isinstance(attention_mask, dict):
+        return False
+    again = position_ids[:, 1:] == 0
+    if attention_mask is not None:
+        real = attention_mask[:, -position_ids.shape[-1] :].bool()
+        again = again & real[:, 1:] & real[:, :-1]
+    if torch.compiler.is_compiling():
+        return attention_mask is None
+    return bool(again.any())
+
+
+def local_padding(attention_mask: Tensor | None, steps: int) -> Tensor | None:
+    """The mask of the last `steps` tokens; None where nothing is padding.
+
+    Raises ValueError for padding behind real tokens: a cache would go on from it.
+    """
+    if attention_mask is None or steps == 1:
+        return None
+    known = attention_mask.bool()
+    real = known[:, -steps:]
+    if torch.compiler.is_compiling():
+        return real
+    if bool(real.all()):
+        return None
+    if bool((known[:, :-1] & ~known[:, 1:]).any()):
+        raise ValueError(
+            "rows are padded on the right, and a cache would go on from the padding: pad on the "
+            "left (tokenizer.padding_side = 'left'), or pass use_cache=False"
+        )
+    return real
+
+
+def left_aligned(
+    inputs: Tensor | None, kwargs: dict[str, Any], pad_token: Any
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """`generate`'s prompts with their padding on the left."""
+    name = next((n for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None), None)
+    given = kwargs[name] if inputs is None and name else inputs
+    mask = kwargs.get("attention_mask")
+    if given is None or kwargs.get("past_key_values") is not None:
+        return inputs, kwargs
+    if mask is None and isinstance(pad_token, int) and given.ndim == 2:
+        mask = (given != pad_token).long()
+        if bool(mask[:, -1].all()):
+            return inputs, kwargs
+    if mask is None or mask.ndim != 2 or bool(mask[:, -1].all()):
+        return inputs, kwargs
+    order = mask.bool().int().argsort(dim=1, stable=True)
+    index = order if given.ndim == 2 else order.unsqueeze(-1).expand_as(given)
+    moved, mask = given.gather(1, index), mask.gather(1, order)
+    kwargs = {**kwargs, "attention_mask": mask}
+    if inputs is None and name:
+        return None, {**kwargs, name: moved}
+    return moved, kwargs

@@ -1,0 +1,260 @@
+"""The language models as transformers has them: a thin adapter around the backbone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from pararnn.lm.backbone import Backbone
+from pararnn.lm.hf.cache import LayerView, count, counted
+from pararnn.lm.hf.config import ParaRNNConfig
+from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding
+from pararnn.lm.loss import causal_lm_loss
+from pararnn.lm.mixers import input_draw
+from pararnn.lm.rows import Rows, rows_of, starts_of
+from pararnn.parameters import draw
+
+
+class ParaRNNPreTrainedModel(PreTrainedModel):
+    """What both models share: how they are loaded, initialised and spread over devices."""
+
+    config_class = ParaRNNConfig
+    config: ParaRNNConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    # A recurrent state cannot go back: assisted generation would differ from greedy, and say nothing.
+    _is_stateful = True
+    # What a solve carries is float32 whatever the model's dtype (the numerics contract).
+    _keep_in_fp32_modules_strict = ["cell"]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw what was not loaded, parameter by parameter; see `pararnn.lm.model.draws`."""
+        how = self._draws().get(id(module), {})
+        with torch.no_grad():
+            for name, each in how.items():
+                parameter = getattr(module, name)
+                if not getattr(parameter, "_is_hf_initialized", False):
+                    draw(parameter, each)
+
+    def _draws(self) -> dict[int, dict[str, Any]]:
+        """How parameters start, by the identity of the module that owns them."""
+        found: dict[int, dict[str, Any]] = {}
+        for part in self.modules():
+            if isinstance(part, Backbone):
+                for module, name, how in part.draws():
+                    found.setdefault(id(module), {})[name] = how
+            elif isinstance(part, nn.Embedding):
+                found[id(part)] = {"weight": input_draw(part.embedding_dim)}
+        head = getattr(self, "lm_head", None)
+        if head is not None and not self.config.tie_word_embeddings:
+            found[id(head)] = {"weight": input_draw(head.in_features)}
+        return found
+
+
+class ParaRNNModel(ParaRNNPreTrainedModel):
+    """The model without a head: token ids to hidden states."""
+
+    def __init__(self, config: ParaRNNConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.backbone = Backbone(config.to_lm())
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Hidden states (B, T, hidden_size) after the last norm.
+
+        Args:
+            input_ids: (B, T); or inputs_embeds (B, T, hidden_size).
+            attention_mask: (B, tokens in the cache + T), 0 at padding, which is on one side; on the
+                left where a cache is used. What `generate` makes for static caches is taken too.
+            position_ids: (B or 1, T); without a cache documents begin where they are 0.
+            past_key_values: a transformers cache to go on from; DynamicCache(config=config).
+            use_cache: whether to return a cache; None is the config's, but never in training, nor
+                for packed documents.
+            cu_seq_lens_q, seq_idx: documents packed into rows, as DataCollatorWithFlattening says
+                it.
+
+        Raises ValueError for packed documents with a cache, and for padding on the right of rows
+        that a cache is to go on from.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        packed = cu_seq_lens_q is not None or seq_idx is not None
+        if not packed and position_ids is not None:
+            packed = documents_restart(position_ids, attention_mask)
+        if packed and (past_key_values is not None or use_cache):
+            raise ValueError(
+                "packed documents cannot be kept in a cache: give each its own row, padded on the "
+                "left, or use_cache=False"
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not packed
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = DynamicCache(config=self.config)
+        views = None
+        if cache is None:
+            rows = self._rows(x, attention_mask, position_ids, cu_seq_lens_q, seq_idx)
+        else:
+            rows = self._cached_rows(x, attention_mask, position_ids, counted(cache))
+            views = [LayerView(layer) for layer in cache.layers[: len(self.backbone.layers)]]
+        seen: list[Tensor] | None = [] if output_hidden_states else None
+        out = self.backbone(x, rows, views, None if seen is None else seen.append)
+        if cache is not None:
+            count(cache, len(self.backbone.layers), x)
+        result = BaseModelOutputWithPast(
+            last_hidden_state=out,
+            past_key_values=cache,
+            hidden_states=None if seen is None else (*seen, out),
+        )
+        return result.to_tuple() if return_dict is False else result
+
+    def _rows(
+        self,
+        x: Tensor,
+        padding: Any,
+        position_ids: Tensor | None,
+        cu_seq_lens: Tensor | None,
+        seq_idx: Tensor | None,
+    ) -> Rows:
+        """Rows that nothing came before."""
+        return rows_of(
+            *x.shape[:2],
+            x.device,
+            padding_mask=padding,
+            position_ids=position_ids,
+            cu_seq_lens=cu_seq_lens,
+            document=seq_idx,
+            attention=self.backbone.needs_positions,
+        )
+
+    def _cached_rows(
+        self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache
+    ) -> Rows:
+        """Rows after those of a cache; attention's masks are transformers', which know its kinds."""
+        attend = None
+        if isinstance(mask, dict):
+            real, attend = mask.get("linear_attention"), mask.get("full_attention")
+        else:
+            real = local_padding(mask, x.shape[1])
+        past = cache.get_seq_length()
+        if position_ids is None:
+            position_ids = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
+        if self.backbone.needs_positions and not isinstance(mask, dict):
+            attend = create_causal_mask(
+                config=self.config,
+                inputs_embeds=x,
+                attention_mask=mask,
+                past_key_values=cache,
+                position_ids=position_ids,
+            )
+        real = None if real is None else real.bool()
+        start, since = starts_of(real)
+        return Rows(position_ids, start, since, real, attend)
+
+
+class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
+    """The language model: token ids to logits, loss and generated text."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: ParaRNNConfig) -> None:
+        super().__init__(config)
+        self.model = ParaRNNModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits (B, T, vocab_size), and with labels the loss.
+
+        Args:
+            labels: (B, T), the tokens themselves, -100 where none is asked for. In training the
+                loss is computed without ever making all logits: `logits` is None then.
+            logits_to_keep: only the last so many positions, or those of an index; 0 is all.
+            num_items_in_batch: the number of labels that the loss is divided by, over all batches
+                of an optimizer step; None is the number in this batch.
+            others: as in `ParaRNNModel.forward`.
+        """
+        out = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden = out.last_hidden_state
+        loss = logits = None
+        if labels is not None:
+            loss = causal_lm_loss(
+                hidden,
+                self.lm_head.weight,
+                labels,
+                z_loss=self.config.z_loss,
+                num_items=num_items_in_batch,
+            )
+        if labels is None or not self.training:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, keep])
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+        )
+        return result.to_tuple() if return_dict is False else result
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `GenerationMixin.generate`; rows padded on the right are padded on the left first.
+
+        What comes back begins with the prompts as they were continued: padded on the left.
+        """
+        inputs, kwargs = left_aligned(inputs, kwargs, self.generation_config.pad_token_id)
+        return super().generate(inputs, *args, **kwargs)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
+    ) -> Any:
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if model_kwargs.get("past_key_values") is not None:
+            counted(model_kwargs["past_key_values"])
+        return result

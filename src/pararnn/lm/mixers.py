@@ -1,0 +1,205 @@
+"""Mixers: the parts of a block that look at other tokens. A table that users can add to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pararnn.cells import CELLS
+from pararnn.cells.find import find_cell
+from pararnn.layers import RecurrentLayer
+from pararnn.lm.cache import LayerCache
+from pararnn.lm.config import LMConfig
+from pararnn.lm.conv import CausalConv
+from pararnn.lm.rows import Rows
+from pararnn.parameters import Draw
+
+
+class Mixer(nn.Module):
+    """A mixer: (B, T, d) to (B, T, d), made of the model's config.
+
+    `scales_residual` says whether its block multiplies the residual by learnable factors, one a
+    channel. `needs_positions` says whether it reads `Rows.rotary` and `Rows.attend`.
+    """
+
+    scales_residual: ClassVar[bool] = False
+    needs_positions: ClassVar[bool] = False
+
+    def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+        """The rows' tokens, each mixed with those before it; `cache` holds earlier ones."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward")
+
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """How its own parameters start, by name, in the layer of this number, from 0."""
+        raise NotImplementedError(f"{type(self).__name__} must define draws")
+
+
+def output_draw(inputs: int, layer: int) -> Draw:
+    """DCLM's for what is added to the residual stream: smaller the deeper it stands."""
+    return Draw("normal", spread=1 / math.sqrt(2 * inputs * (layer + 1)), cut=3)
+
+
+def input_draw(inputs: int) -> Draw:
+    """DCLM's for other matrices: 1/sqrt(inputs), cut at three standard deviations."""
+    return Draw("normal", spread=1 / math.sqrt(inputs), cut=3)
+
+
+class RNNMixer(Mixer):
+    """The paper's recurrent block (Appendix C, Figure 9), for any cell.
+
+    u, z = W x; u = silu(conv(u)); h = cell(u), by heads; y = norm(h * silu(z)); the result is V y.
+    """
+
+    scales_residual = True
+
+    def __init__(self, config: LMConfig, **factory: Any) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.in_proj = nn.Linear(width, 2 * width, bias=False, **factory)
+        taps = config.conv_kernel_size
+        self.conv = CausalConv(width, taps, **factory) if taps > 1 else None
+        cell_class = find_cell(config.cell, CELLS)
+        self.rnn = RecurrentLayer(
+            cell_class,
+            width,
+            width,
+            num_heads=config.num_heads,
+            solver=config.solver,
+            backend=config.backend,
+            recurrent_clip=config.recurrent_clip,
+            recompute_gates=config.recompute_gates,
+            **factory,
+            **config.cell_config,
+        )
+        self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
+        # What a solve carries is float32 whatever the model's dtype (the numerics contract).
+        if factory.get("dtype") in (torch.bfloat16, torch.float16):
+            self.rnn.cell.float()
+        self.norm = nn.RMSNorm(width, eps=config.norm_eps, **factory)
+        self.out_proj = nn.Linear(width, width, bias=False, **factory)
+        # Every per-step input that a cell names is a time gap or a weight whose neutral value is 1.
+        self.fields = dict.fromkeys(cell_class.fields, 1.0)
+
+    def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+        """As `Mixer.forward`."""
+        u, z = self.in_proj(x).chunk(2, -1)
+        inputs, states = (None, None) if cache is None else cache.read()
+        initial = None if states is None else states.unbind(1)
+        tail = None
+        if self.conv is not None:
+            u, tail = self.conv(u, rows, inputs)
+        u = F.silu(u)
+        if u.shape[1] == 1 and rows.real is None and rows.start is None:
+            h, final = self.rnn.step(u.squeeze(1), _one(initial), fields=self.fields)
+            h = h.unsqueeze(1)
+        else:
+            h, final = self.rnn(
+                u, _one(initial), fields=self.fields, reset=rows.start, sequences=rows.sequences
+            )
+        if cache is not None:
+            cache.keep(tail, torch.stack((final,) if torch.is_tensor(final) else final, 1))
+        return self.out_proj(self.norm(h * F.silu(z)))
+
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """As `Mixer.draws`."""
+        width, rnn = self.out_proj.in_features, self.rnn
+        own = {
+            "in_proj.weight": input_draw(width),
+            "norm.weight": Draw("constant", mean=1),
+            "out_proj.weight": output_draw(width, layer),
+        }
+        parts = {
+            "rnn.": rnn.draws(),
+            "rnn.proj.": rnn.proj.draws(self.projection_gain),
+            "rnn.cell.": rnn.cell.draws(self.recurrent_std),
+            "conv.": {} if self.conv is None else self.conv.draws(),
+        }
+        return own | {at + name: draw for at, draws in parts.items() for name, draw in draws.items()}
+
+
+def _one(states: tuple[Tensor, ...] | None) -> Any:
+    """Initial states as `RecurrentLayer` takes them: one is no tuple."""
+    return states[0] if states is not None and len(states) == 1 else states
+
+
+class Attention(Mixer):
+    """DCLM's attention: rotary positions, normed queries and keys, no biases."""
+
+    needs_positions = True
+
+    def __init__(self, config: LMConfig, **factory: Any) -> None:
+        super().__init__()
+        width, heads = config.hidden_size, config.num_attention_heads
+        if width % heads or width // heads % 2:
+            raise ValueError(
+                f"hidden_size must be an even multiple of num_attention_heads, got {width} and "
+                f"{heads}"
+            )
+        self.heads = heads
+        self.qkv_proj = nn.Linear(width, 3 * width, bias=False, **factory)
+        self.q_norm = make_norm(config, **factory) if config.qk_norm else nn.Identity()
+        self.k_norm = make_norm(config, **factory) if config.qk_norm else nn.Identity()
+        self.out_proj = nn.Linear(width, width, bias=False, **factory)
+
+    def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+        """As `Mixer.forward`."""
+        assert rows.rotary is not None
+        q, k, v = self.qkv_proj(x).chunk(3, -1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        q, k = rotated(q, *rows.rotary), rotated(k, *rows.rotary)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        causal = rows.attend is None and q.shape[2] > 1
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.attend, is_causal=causal)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """As `Mixer.draws`."""
+        width = self.out_proj.in_features
+        norms = [name for name in ("q_norm", "k_norm") if hasattr(getattr(self, name), "weight")]
+        return {
+            "qkv_proj.weight": input_draw(width),
+            "out_proj.weight": output_draw(width, layer),
+        } | {f"{name}.weight": Draw("constant", mean=1) for name in norms}
+
+
+def make_norm(config: LMConfig, **factory: Any) -> nn.Module:
+    """A norm over the channels, as the config says: no biases."""
+    if config.norm == "layer":
+        return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=False, **factory)
+    return nn.RMSNorm(config.hidden_size, eps=config.norm_eps, **factory)
+
+
+def rotary_tables(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B or 1, 1, T, size), float32: each channel pair turns with the position."""
+    powers = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
+    angles = positions.unsqueeze(-1).float() * base**-powers
+    angles = torch.cat([angles, angles], -1).unsqueeze(1)
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, H, T, D/H) turned by its positions; channel i pairs with i + D/2H."""
+    first, second = x.chunk(2, -1)
+    turned = torch.cat([-second, first], -1)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+MIXERS: dict[str, Callable[..., Mixer]] = {"rnn": RNNMixer, "attention": Attention}
+"""Mixers by the names of `LMConfig.mixers`; each is made by (config, device=, dtype=)."""
+
+
+def make_mixer(name: str, config: LMConfig, **factory: Any) -> Mixer:
+    """The mixer of a name; ValueError for one that is not in the table."""
+    if name not in MIXERS:
+        raise ValueError(
+            f"there is no mixer {name!r}: name one of {', '.join(MIXERS)}, or add yours to "
+            "pararnn.lm.MIXERS"
+        )
+    return cast(Mixer, MIXERS[name](config, **factory))

@@ -1,0 +1,149 @@
+"""How the rows of a batch are cut: padding, documents and what came before them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.sequences import Sequences
+
+
+class Rows(NamedTuple):
+    """The rows of a batch (B, T), as mixers read them; None is "nothing of the kind".
+
+    positions: int (B or 1, T), of each token in its document. start: bool (B, T), the first tokens
+    of documents, where states start from zero. since: int (B, T), steps since the last such token,
+    larger than any convolution where there was none. real: bool (B, T), False at padding. attend:
+    bool (B, 1, T, S), which of S keys each token sees; None is the causal order. rotary: cosines
+    and sines, made once for all layers.
+    """
+
+    positions: Tensor
+    start: Tensor | None = None
+    since: Tensor | None = None
+    real: Tensor | None = None
+    attend: Tensor | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def sequences(self) -> Sequences | None:
+        """Padding, as solvers know it: a row is one sequence, wherever it begins and ends."""
+        if self.real is None:
+            return None
+        rows = torch.arange(len(self.real), device=self.real.device, dtype=torch.int32)
+        seq = rows.unsqueeze(1).where(self.real, -1)
+        return Sequences(seq, len(self.real))
+
+
+def rows_of(
+    batch: int,
+    steps: int,
+    device: torch.device,
+    *,
+    past: int = 0,
+    padding_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens: Tensor | None = None,
+    document: Tensor | None = None,
+    attention: bool = True,
+) -> Rows:
+    """The rows of a batch.
+
+    Args:
+        past: tokens of each row that were seen before, in a cache.
+        padding_mask: (B, past + T), 0 at padding, which is on one side of the tokens.
+        position_ids: int (B, T) or (1, T); documents begin where they are 0.
+        cu_seq_lens: int (S + 1,), the starts of S documents packed into one row and the end of the
+            last.
+        document: int (B, T), another number for every document of a row.
+        attention: whether to make what attention needs: `attend`.
+
+    Raises ValueError for sizes that do not fit, and for packed documents with padding.
+    """
+    _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens)
+    known = None if padding_mask is None else padding_mask.to(device).bool()
+    real = None if known is None else known[:, past:]
+    marks = []
+    if cu_seq_lens is not None:
+        border = torch.zeros(steps + 1, dtype=torch.bool, device=device)
+        marks.append(border.index_fill(0, cu_seq_lens.to(device).long(), True)[:-1].unsqueeze(0))
+    if document is not None:
+        marks.append(document != torch.nn.functional.pad(document, (1, 0), value=-1)[:, :-1])
+    if position_ids is not None and not marks:
+        marks.append((position_ids == 0).expand(batch, steps))
+    start, since = starts_of(real, *marks)
+    if position_ids is None and marks and since is not None:
+        position_ids = since
+    elif position_ids is None and known is not None:
+        position_ids = (known.long().cumsum(1) - 1).clamp_min(0)[:, past:]
+    elif position_ids is None:
+        position_ids = (torch.arange(steps, device=device) + past).unsqueeze(0)
+    attend = None
+    if attention and (start is not None or (past and steps > 1)):
+        attend = _attend(steps, past, start if marks else None, known, device)
+    return Rows(position_ids, start, since, real, attend)
+
+
+def starts_of(real: Tensor | None, *marks: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """`Rows.start` and `Rows.since`, of padding and of marks bool (B, T) at first tokens.
+
+    The first real token of a row starts a document unless it is the row's first: what was before,
+    padding or the tokens of a cache, is then for the cache to say.
+    """
+    found = list(marks)
+    if real is not None:
+        found.append(real & ~torch.nn.functional.pad(real, (1, 0), value=True)[:, :-1])
+    if not found:
+        return None, None
+    start = torch.stack(torch.broadcast_tensors(*found)).any(0)
+    start = start if real is None else start & real
+    index = torch.arange(start.shape[1], device=start.device)
+    last = torch.where(start, index, -(1 << 20)).cummax(1).values
+    return start, index - last
+
+
+def _attend(
+    steps: int, past: int, start: Tensor | None, known: Tensor | None, device: torch.device
+) -> Tensor:
+    """The causal order over S = past + T keys, within documents and without padding."""
+    keys = torch.arange(past + steps, device=device)
+    own = keys[past:].unsqueeze(1)
+    seen = (keys <= own).unsqueeze(0)
+    if start is not None:
+        document = torch.nn.functional.pad(start.long().cumsum(1), (past, 0))
+        seen = seen & (document.unsqueeze(1) == document[:, past:].unsqueeze(2))
+    if known is not None:
+        # A token sees itself even where it is padding: a row that sees nothing is NaN.
+        seen = seen & (known.unsqueeze(1) | (keys == own))
+    return seen.unsqueeze(1)
+
+
+def _check(
+    batch: int,
+    steps: int,
+    past: int,
+    padding_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+) -> None:
+    if padding_mask is not None and tuple(padding_mask.shape) != (batch, past + steps):
+        raise ValueError(
+            f"the padding mask must be {(batch, past + steps)}, one entry for each token that was "
+            f"seen before and now, got {tuple(padding_mask.shape)}"
+        )
+    if position_ids is not None and tuple(position_ids.shape) not in ((batch, steps), (1, steps)):
+        raise ValueError(
+            f"position_ids must be {(batch, steps)} or {(1, steps)}, got "
+            f"{tuple(position_ids.shape)}"
+        )
+    if cu_seq_lens is None:
+        return
+    if padding_mask is not None:
+        raise ValueError("packed documents (cu_seq_lens) have no padding: give one of the two")
+    if batch != 1 or cu_seq_lens.ndim != 1:
+        raise ValueError(
+            "cu_seq_lens is (S + 1,) and packs all documents into one row, got "
+            f"{tuple(cu_seq_lens.shape)} and a batch of {batch}"
+        )

@@ -1,0 +1,55 @@
+"""Drawing text from a language model, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pararnn.lm.model import LanguageModel
+
+
+@torch.no_grad()
+def sample(
+    model: LanguageModel,
+    prompt: Tensor,
+    length: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`length` tokens after each prompt: (B, T) with T >= 1 to int64 (B, length).
+
+    Temperature 0 takes the likeliest token. `generator` lives on the model's device. Raises
+    ValueError for an empty prompt, a negative length or a negative temperature.
+    """
+    if prompt.ndim != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt must be (B, T) with T >= 1, got {tuple(prompt.shape)}")
+    if length < 0 or temperature < 0:
+        raise ValueError(
+            f"length and temperature may not be negative, got {length} and {temperature}"
+        )
+    drawn = list(_tokens(model, prompt, length, temperature, generator))
+    return torch.stack(drawn, 1) if drawn else prompt.new_empty(len(prompt), 0, dtype=torch.long)
+
+
+def _tokens(
+    model: LanguageModel,
+    prompt: Tensor,
+    length: int,
+    temperature: float,
+    generator: torch.Generator | None,
+) -> Iterator[Tensor]:
+    cache, tokens = model.new_cache(), prompt
+    for _ in range(length):
+        logits = model.lm_head(model.hidden(tokens, cache)[:, -1])
+        token = _draw(logits, temperature, generator)
+        yield token
+        tokens = token.unsqueeze(1)
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    chances = (logits.float() / temperature).softmax(-1)
+    return torch.multinomial(chances, 1, generator=generator).squeeze(-1)
