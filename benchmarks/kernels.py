@@ -37,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
 from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.fused_cuda import SEQUENTIAL
-from pararnn.layers import DirectionalLayer
+from pararnn.layers import RecurrentLayer
 from pararnn.program import Program, program_of
 from pararnn.solve import prepare
 
@@ -369,7 +369,7 @@ def host_rows(run: Run) -> list[Row]:
     for heads, dtype in itertools.product((1, HEADS), (torch.float32, torch.bfloat16)):
         layer = ParaGRU(64, 64, num_heads=heads, device="cuda", dtype=dtype)
         x = torch.randn(2, 16, 64, device="cuda", dtype=dtype)
-        part = cast(DirectionalLayer, layer.layers[0])
+        part = cast(RecurrentLayer, layer.layers[0])
         row: Row = {"heads": heads, "dtype": str(dtype).split(".")[1], "B": 2, "T": 16, "D": 64}
         row["layer_us"] = round(host_us(partial(layer, x)), 1)
         row["projection_us"] = round(host_us(partial(part.proj, x)), 1)

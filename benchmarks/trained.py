@@ -11,7 +11,7 @@ from torch import Tensor
 import pararnn
 from pararnn import Cell
 from pararnn.engines.base import Arguments
-from pararnn.layers import DirectionalLayer, ParaRNN
+from pararnn.layers import ParaRNN, RecurrentLayer
 from pararnn.lm import ByteLM
 from pararnn.solve import prepare
 from pararnn.tasks import Corpus
@@ -39,7 +39,7 @@ def solves_of(model: ByteLM, tokens: Tensor) -> list[Arguments]:
     given: list[Arguments] = []
 
     def record(layer: ParaRNN, inputs: tuple[Tensor, ...]) -> None:
-        part = cast(DirectionalLayer, layer.layers[0])
+        part = cast(RecurrentLayer, layer.layers[0])
         given.append(prepare(part.cell, part.proj(inputs[0]), bias=part.bias))
 
     hooks = [layer.register_forward_pre_hook(record) for layer in model.layers()]

@@ -31,7 +31,6 @@ napoleon_custom_sections = [("Class attributes", "params_style")]
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|nn|collections|typing|dataclasses|abc|pathlib)\..*"),
     (r"py:class", r"Tensor|Optimizer|RemovableHandle|Any|ClassVar"),
-    (r"py:class", r"pararnn\.layers\.direction\.DirectionalLayer"),
 ]
 
 

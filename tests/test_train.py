@@ -7,11 +7,12 @@ import torch
 from table import COUPLED, FUSED, KERNEL_PAIRS, PAIRS
 
 import pararnn
+from pararnn.errors import MissingExtra
+from pararnn.extras import require
 from pararnn.lm import ByteLM, load_checkpoint
 from pararnn.tasks import Corpus, bigram_bits, spread_windows, unigram_bits
 from pararnn.train import DemoConfig, Recipe, Record, evaluate, loop, run_demo, train
 from pararnn.train.demo import make_model, printable
-from pararnn.train.extras import MissingExtra, require
 from pararnn.train.loop import make_optimizer, schedule
 from pararnn.train.measure import (
     LOOP,

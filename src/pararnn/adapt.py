@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pararnn.engines.request import split_asked
+from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import BY_RULE
 from pararnn.engines.table import choose
-from pararnn.layers import DirectionalLayer
+from pararnn.layers import RecurrentLayer
 from pararnn.program import program_of
 
 SWEEP_COST = 1.5
@@ -41,7 +41,7 @@ def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
     """
     if patience < 1:
         raise ValueError(f"patience must be 1 or more solves, got {patience}")
-    parts = [(n, p) for n, p in module.named_modules() if isinstance(p, DirectionalLayer)]
+    parts = [(n, p) for n, p in module.named_modules() if isinstance(p, RecurrentLayer)]
     if not parts:
         raise ValueError(f"{type(module).__name__} holds no pararnn layer: nothing to adapt")
     return Adaptation(parts, patience)
@@ -50,7 +50,7 @@ def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
 class Adaptation:
     """What `adapt` has put on layers; a context, at whose end it is removed."""
 
-    def __init__(self, parts: list[tuple[str, DirectionalLayer]], patience: int) -> None:
+    def __init__(self, parts: list[tuple[str, RecurrentLayer]], patience: int) -> None:
         self._watches = {name: _Watch(name, patience) for name, _ in parts}
         self._handles = [handle for name, part in parts for handle in self._watches[name].on(part)]
 
@@ -91,7 +91,7 @@ class _Watch:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "pending": None}
 
-    def on(self, layer: DirectionalLayer) -> list[Any]:
+    def on(self, layer: RecurrentLayer) -> list[Any]:
         before = layer.register_forward_pre_hook(self.before, with_kwargs=True)
         return [before, layer.register_forward_hook(self.after, with_kwargs=True)]
 
@@ -99,19 +99,19 @@ class _Watch:
     def switched(self) -> list[Rows]:
         return [rows for rows, count in self.slow.items() if count >= self.patience]
 
-    def before(self, layer: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
+    def before(self, layer: RecurrentLayer, inputs: Any, options: dict[str, Any]) -> Any:
         """Where (B, T) has been slow for long, the loop."""
-        if not self.slow or not _is_open(options):
+        if not self.slow or not _is_open(layer, options):
             return None
         if self.slow.get(_rows(inputs), 0) < self.patience:
             return None
         return inputs, options | {"solver": "sequential", "backend": "fused"}
 
-    def after(self, layer: DirectionalLayer, inputs: Any, options: Any, output: Any) -> None:
+    def after(self, layer: RecurrentLayer, inputs: Any, options: Any, output: Any) -> None:
         """Judge the solve whose counts have arrived, and send for those of this one."""
-        if not _is_open(options):
+        info = layer.counts
+        if not _is_open(layer, options) or info is None:
             return
-        states, _, info = output
         if info.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         if self.pending is not None:
@@ -121,11 +121,11 @@ class _Watch:
                 return
             self.pending = None
             self.judge(layer, rows, sweeps, segments)
-        segments = _segments(layer, states[0], options)
+        segments = _segments(layer, output[0], options)
         if segments > 1:
             self.pending = _rows(inputs), segments, _Count(info)
 
-    def judge(self, layer: DirectionalLayer, rows: Rows, sweeps: int, segments: int) -> None:
+    def judge(self, layer: RecurrentLayer, rows: Rows, sweeps: int, segments: int) -> None:
         """Count a solve of (newton, fused)."""
         self.slow[rows] = self.slow.get(rows, 0) + 1 if SWEEP_COST * sweeps >= segments else 0
         if self.slow[rows] == self.patience:
@@ -160,11 +160,17 @@ class _Count:
         return int(self.host[:, 0].max())
 
 
-def _is_open(options: Mapping[str, Any]) -> bool:
+def _pair(layer: RecurrentLayer, options: Mapping[str, Any]) -> tuple[str, str]:
+    """The pair that a call of the layer asks for."""
+    asked = request(*(options.get(part) for part in ("solver", "backend", "mode")))
+    return chosen(asked, Request(layer.solver, layer.backend))
+
+
+def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:
     """Whether it is `auto` that chooses between (newton, fused) and the loop, in eager code."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    asked = options.get("solver", "auto"), options.get("backend", "auto")
+    asked = _pair(layer, options)
     return asked in (("auto", "auto"), ("auto", "fused")) and split_asked(BY_RULE) == BY_RULE
 
 
@@ -172,9 +178,9 @@ def _rows(inputs: Any) -> Rows:
     return tuple(inputs[0].shape[:2])
 
 
-def _segments(layer: DirectionalLayer, output: Tensor, options: Mapping[str, Any]) -> int:
+def _segments(layer: RecurrentLayer, output: Tensor, options: Mapping[str, Any]) -> int:
     """Into how many segments the solve with this output (B, T, D) cut time: 1 if it did not."""
     batch, steps, channels = output.shape
     where = (program_of(layer.cell), (batch, steps, channels), output.dtype, output.device)
-    engine, _, split = choose(*where, "auto", options.get("backend", "auto"))
+    engine, _, split = choose(*where, *_pair(layer, options))
     return 1 if engine.split is None else engine.split(*where, split).segments

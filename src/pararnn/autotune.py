@@ -19,7 +19,7 @@ from pararnn.engines.split import BY_RULE, Pin
 from pararnn.engines.table import choose, find, pairs_for
 from pararnn.engines.tuned import Measured, Problem
 from pararnn.explain import problem_of
-from pararnn.layers import ParaRNN
+from pararnn.layers import ParaRNN, RecurrentLayer
 from pararnn.program import Program, program_by_key
 from pararnn.solve import prepare, run_engine
 from pararnn.timing import device_name, median_seconds, settled_seconds
@@ -75,7 +75,7 @@ class Tuning:
 
 
 def autotune(
-    module: ParaRNN | Cell,
+    module: ParaRNN | RecurrentLayer | Cell,
     shape: tuple[int, ...],
     *,
     dtype: torch.dtype | None = None,
@@ -103,7 +103,7 @@ def autotune(
     Raises as `explain`. Warns with BackendWarning where a record cannot be used, or not be kept.
     """
     program, size, dtype, device = problem_of(module, shape, dtype, device)
-    cell = module.cell if isinstance(module, ParaRNN) else module
+    cell = module if isinstance(module, Cell) else module.cell
     problem = Problem(program.key, size, dtype, device)
     about = {
         "cell": program.key,

@@ -25,6 +25,10 @@ class ConvergenceError(PararnnError, RuntimeError):
     """A parallel solve did not reach the numerics contract under `on_failure="raise"`."""
 
 
+class MissingExtra(PararnnError, ImportError):
+    """A package of an optional extra cannot be imported; the message names the extra."""
+
+
 class ConvergenceWarning(UserWarning):
     """A parallel solve did not reach the contract everywhere and was finished sequentially."""
 

@@ -10,7 +10,7 @@ from pararnn.cells import Cell
 from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_not
-from pararnn.layers import ParaRNN
+from pararnn.layers import ParaRNN, RecurrentLayer
 from pararnn.program import Program, program_of
 
 
@@ -46,7 +46,7 @@ class Explanation:
 
 
 def explain(
-    module: ParaRNN | Cell,
+    module: ParaRNN | RecurrentLayer | Cell,
     shape: tuple[int, ...],
     *,
     dtype: torch.dtype | None = None,
@@ -69,7 +69,7 @@ def explain(
     """
     program, size, dtype, device = problem_of(module, shape, dtype, device)
     default = Request()
-    if isinstance(module, ParaRNN):
+    if not isinstance(module, Cell):
         default = Request(module.solver, module.backend)
     asked = chosen(request(solver, backend, mode), default)
     engine, why, split = choose(program, size, dtype, device, *asked)
@@ -82,16 +82,14 @@ def explain(
 
 
 def problem_of(
-    module: ParaRNN | Cell,
+    module: ParaRNN | RecurrentLayer | Cell,
     shape: tuple[int, ...],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> tuple[Program, tuple[int, int, int], torch.dtype, torch.device]:
     """The program, (B, T, D), dtype and device that `explain`'s arguments mean; errors as there."""
-    if isinstance(module, ParaRNN):
-        cell, batch_first = module.cell, module.batch_first
-    else:
-        cell, batch_first = module, True
+    cell = module if isinstance(module, Cell) else module.cell
+    batch_first = not isinstance(module, ParaRNN) or module.batch_first
     if len(shape) < 2:
         raise ValueError(f"shape must hold batch and time, or time and channels, got {shape}")
     if len(shape) == 2:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.parameters import assign
+from pararnn.parameters import Draw, draw_anew
 
 
 def headwise_product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -90,17 +90,26 @@ class HeadwiseLinear(nn.Module):
         num_heads: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        gain: float = 1.0,
     ) -> None:
         super().__init__()
         self.num_gates, self.num_heads = num_gates, num_heads
         size = (num_heads, num_gates * hidden_size // num_heads, input_size // num_heads)
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.reset_parameters(gain)
 
-    def reset_parameters(self) -> None:
-        """Kaiming uniform with gain 1 (paper, Appendix C): unit-variance inputs give such gates."""
-        bound = math.sqrt(3 / self.weight.shape[2])
-        assign(self, "weight", torch.empty_like(self.weight).uniform_(-bound, bound))
+    def draws(self, gain: float = 1.0) -> dict[str, Draw]:
+        """How the weight is drawn: Kaiming uniform (paper, Appendix C), by head.
+
+        The paper gives no gain. With 1 inputs of unit variance give gates of unit variance;
+        Kaiming's own is sqrt(2), for layers that a rectifier follows.
+        """
+        return {"weight": Draw("uniform", spread=gain * math.sqrt(3 / self.weight.shape[2]))}
+
+    def reset_parameters(self, gain: float = 1.0) -> None:
+        """Draw the weight anew, as `draws` says."""
+        draw_anew(self, self.draws(gain))
 
     def forward(self, x: Tensor) -> Tensor:
         heads, gates, weight = self.num_heads, self.num_gates, self.weight

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pararnn.contract import SolveChecks, check_solve
-from pararnn.layers import DirectionalLayer
+from pararnn.layers import RecurrentLayer
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
     mean over the layer's output. Takes a few loops over T in PyTorch.
     Raises ValueError when the call runs no pararnn layer. Parameters' .grad are left alone.
     """
-    calls: list[tuple[str, DirectionalLayer, tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[str, RecurrentLayer, tuple[Any, ...], dict[str, Any]]] = []
     hooks = []
     for name, part in module.named_modules():
-        if isinstance(part, DirectionalLayer):
+        if isinstance(part, RecurrentLayer):
 
             def record(part: Any, inputs: Any, options: Any, name: str = name) -> None:
                 calls.append((name, part, inputs, options))
@@ -72,9 +73,12 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
 
 
 def _check(
-    name: str, layer: DirectionalLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
+    name: str, layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
 ) -> tuple[str, str, SolveChecks]:
-    x, initial = inputs
+    call = signature(layer.forward).bind(*inputs, **options)
+    call.apply_defaults()
+    initial = call.arguments.pop("initial")
+    x, how = layer.problem(**call.arguments)
     with torch.no_grad():
         gates: Tensor = layer.proj(x)
     entries = gates.shape[0] * gates.shape[1] * layer.cell.hidden_size
@@ -85,7 +89,7 @@ def _check(
         bias=layer.bias,
         seed=seed,
         loss_scale=1 / max(entries, 1),
-        **{**options, "reverse": layer.reverse},
+        **how,
     )
     what = (
         f"{type(layer.cell).__name__} (B, T, D) = {(*gates.shape[:2], layer.cell.hidden_size)}, "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.errors import CellError
-from pararnn.parameters import assign
+from pararnn.parameters import Draw, draw_anew
 
 PARAM_SHAPES = ("D", "H", "", "D,D")
 
@@ -124,11 +124,23 @@ class Cell(nn.Module):
                 self.register_buffer(name, value)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draw every parameter anew from its Param's Gaussian (paper, Appendix C)."""
-        for name, param in type(self).params.items():
-            std = 1 / math.sqrt(self.hidden_size) if param.std is None else param.std
-            assign(self, name, torch.empty_like(getattr(self, name)).normal_(param.mean, std))
+    def draws(self, recurrent_std: float | None = None) -> dict[str, Draw]:
+        """How each parameter is drawn: its Param's Gaussian (paper, Appendix C: Xavier's).
+
+        `recurrent_std` is that of Params with `std=None`. By default it is 1/sqrt(D): Xavier's
+        Gaussian for a matrix D x D, sqrt(2 / (D + D)), of which a vector is the diagonal. The paper
+        does not say how it reads Xavier for a vector.
+        """
+        if recurrent_std is None:
+            recurrent_std = 1 / math.sqrt(self.hidden_size)
+        return {
+            name: Draw("normal", param.mean, recurrent_std if param.std is None else param.std)
+            for name, param in type(self).params.items()
+        }
+
+    def reset_parameters(self, recurrent_std: float | None = None) -> None:
+        """Draw every parameter anew, as `draws` says."""
+        draw_anew(self, self.draws(recurrent_std))
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor | tuple[Tensor, ...]:
         """One time step: previous state(s), gates and fields, parameters -> new state(s)."""

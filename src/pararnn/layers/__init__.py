@@ -1,15 +1,15 @@
 """Recurrent layers: torch.nn.Modules with torch.nn.GRU's habits."""
 
 from pararnn.layers.clip import clip_after_step
-from pararnn.layers.direction import DirectionalLayer
 from pararnn.layers.paper import load_paper_weights, paper_weights
-from pararnn.layers.rnn import ParaGRU, ParaLSTM, ParaRNN, SolveInfo, States
+from pararnn.layers.recurrent import RecurrentLayer, SolveInfo, States
+from pararnn.layers.rnn import ParaGRU, ParaLSTM, ParaRNN
 
 __all__ = [
-    "DirectionalLayer",
     "ParaGRU",
     "ParaLSTM",
     "ParaRNN",
+    "RecurrentLayer",
     "SolveInfo",
     "States",
     "clip_after_step",

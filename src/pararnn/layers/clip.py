@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from pararnn.layers.rnn import ParaRNN
+from pararnn.layers.recurrent import RecurrentLayer
 
 
 def clip_after_step(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
@@ -20,8 +20,8 @@ def clip_after_step(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
     that a parametrisation computes.
     """
 
-    def layers() -> list[ParaRNN]:
-        return [part for part in module.modules() if isinstance(part, ParaRNN)]
+    def layers() -> list[RecurrentLayer]:
+        return [part for part in module.modules() if isinstance(part, RecurrentLayer)]
 
     def clip(*_: Any) -> None:
         for layer in layers():

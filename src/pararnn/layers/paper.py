@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.cells import Cell, GRUCell, LSTMCell
-from pararnn.layers.direction import DirectionalLayer
+from pararnn.layers.recurrent import RecurrentLayer
 from pararnn.layers.rnn import ParaRNN
 from pararnn.parameters import assign
 
@@ -18,7 +18,7 @@ ROWS: dict[type[Cell], tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def load_paper_weights(
-    layer: ParaRNN | DirectionalLayer, A: Tensor, B: Tensor, b: Tensor, C: Tensor | None = None
+    layer: ParaRNN | RecurrentLayer, A: Tensor, B: Tensor, b: Tensor, C: Tensor | None = None
 ) -> None:
     """Copy one layer's weights from the plain tensors of the paper's interface.
 
@@ -61,7 +61,7 @@ def load_paper_weights(
         assign(module, name, value)
 
 
-def paper_weights(layer: ParaRNN | DirectionalLayer) -> dict[str, Tensor]:
+def paper_weights(layer: ParaRNN | RecurrentLayer) -> dict[str, Tensor]:
     """One layer's weights as `load_paper_weights` takes them: A, B, b, and C for the LSTM.
 
     Detached copies; with several heads B is (G, H, D/H, input/H). A layer without biases has zeros.
@@ -81,8 +81,8 @@ def paper_weights(layer: ParaRNN | DirectionalLayer) -> dict[str, Tensor]:
     return named
 
 
-def _part_of(layer: nn.Module) -> DirectionalLayer:
-    if isinstance(layer, DirectionalLayer):
+def _part_of(layer: nn.Module) -> RecurrentLayer:
+    if isinstance(layer, RecurrentLayer):
         return layer
     if isinstance(layer, ParaRNN) and layer.num_layers == 1 and not layer.bidirectional:
         return layer.get_submodule("layers.0")  # type: ignore[return-value]

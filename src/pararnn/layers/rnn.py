@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,24 +12,28 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.engines.base import totals
-from pararnn.engines.request import Request, chosen, request
-from pararnn.engines.table import PAIRS
-from pararnn.layers.direction import DirectionalLayer
 from pararnn.layers.layout import BATCH_FIRST, UNBATCHED, Layout, layout_of
-from pararnn.projection import HeadwiseLinear
+from pararnn.layers.recurrent import (
+    Fields,
+    RecurrentLayer,
+    SolveInfo,
+    States,
+    decoding_pair,
+    without_padding,
+)
 
-States = Tensor | tuple[Tensor, ...]
-Fields = Mapping[str, Any]
 
+def _shared(name: str) -> Any:
+    """An attribute that all parts of a stack have: the first one's is read, all are set."""
 
-class SolveInfo(NamedTuple):
-    """What the last forward pass's solvers did, int64, an entry a layer and direction.
+    def read(stack: ParaRNN) -> Any:
+        return getattr(stack.layers[0], name)
 
-    sweeps: Newton updates. mended: columns finished by the sequential solver.
-    """
+    def write(stack: ParaRNN, value: Any) -> None:
+        for part in stack._parts():
+            setattr(part, name, value)
 
-    sweeps: Tensor
-    mended: Tensor
+    return property(read, write)
 
 
 class ParaRNN(nn.Module):
@@ -51,12 +55,19 @@ class ParaRNN(nn.Module):
         recurrent_clip: bound that `clip_after_step` clamps recurrent parameters to; None for none.
         recompute_gates: do not keep the gates (B, T, G, D) for the backward pass, but project the
             input anew there: a layer then keeps its input and its states only.
+        projection_gain, recurrent_std: of the initialisation, as in `RecurrentLayer`.
         config: the cell's config.
+
+    It is a stack of `RecurrentLayer`, in `layers` (and `reverse_layers`), and its attributes
+    solver, backend, on_failure and recurrent_clip are theirs: setting one sets it on all of them.
 
     `proj_size` of torch.nn.LSTM is refused: it would mix channels within the recurrence. Raises
     CellError for a malformed cell, ValueError for impossible sizes, EngineError for an unknown
     solver, backend or mode.
     """
+
+    solver, backend = _shared("solver"), _shared("backend")
+    on_failure, recurrent_clip = _shared("on_failure"), _shared("recurrent_clip")
 
     def __init__(
         self,
@@ -79,18 +90,13 @@ class ParaRNN(nn.Module):
         on_failure: str = "warn",
         recurrent_clip: float | None = 0.5,
         recompute_gates: bool = False,
+        projection_gain: float = 1.0,
+        recurrent_std: float | None = None,
         **config: Any,
     ) -> None:
         super().__init__()
-        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_heads": num_heads}
-        for name, value in {**sizes, "num_layers": num_layers}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if input_size % num_heads or hidden_size % num_heads:
-            raise ValueError(
-                f"input_size and hidden_size must be multiples of num_heads = {num_heads}, got "
-                f"{input_size} and {hidden_size}"
-            )
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be positive, got {num_layers}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, got {dropout}")
         if proj_size:
@@ -98,22 +104,30 @@ class ParaRNN(nn.Module):
                 f"proj_size must be 0, got {proj_size}: projected states would mix channels within "
                 "the recurrence, which could not run in parallel then; put a Linear behind it"
             )
-        pair = request(solver, backend, mode)
-        self.solver, self.backend = pair.solver or "auto", pair.backend or "auto"
-        self.on_failure, self.recurrent_clip = on_failure, recurrent_clip
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.num_heads, self.batch_first, self.dropout = num_heads, batch_first, dropout
         self.bidirectional = bidirectional
-        self._infos: tuple[Tensor, ...] = ()
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        gates = len(cell_class.gates)
 
-        def part(index: int, reverse: bool) -> DirectionalLayer:
-            inputs = hidden_size * (1 + bidirectional) if index else input_size
-            proj = HeadwiseLinear(inputs, gates, hidden_size, num_heads, **factory)
-            cell = cell_class(hidden_size, num_heads=num_heads, **factory, **config)
-            options: dict[str, Any] = {"reverse": reverse, "recompute_gates": recompute_gates}
-            return DirectionalLayer(proj, cell, bias, **options, **factory)
+        def part(index: int, reverse: bool) -> RecurrentLayer:
+            return RecurrentLayer(
+                cell_class,
+                hidden_size * (1 + bidirectional) if index else input_size,
+                hidden_size,
+                bias,
+                num_heads=num_heads,
+                reverse=reverse,
+                solver=solver,
+                backend=backend,
+                mode=mode,
+                on_failure=on_failure,
+                recurrent_clip=recurrent_clip,
+                recompute_gates=recompute_gates,
+                projection_gain=projection_gain,
+                recurrent_std=recurrent_std,
+                device=device,
+                dtype=dtype,
+                **config,
+            )
 
         self.layers = nn.ModuleList(part(index, False) for index in range(num_layers))
         if bidirectional:
@@ -122,14 +136,14 @@ class ParaRNN(nn.Module):
     @property
     def cell(self) -> Cell:
         """The first layer's cell."""
-        return cast(DirectionalLayer, self.layers[0]).cell
+        return cast(RecurrentLayer, self.layers[0]).cell
 
     @property
     def last_solve(self) -> SolveInfo | None:
-        """What the solvers of the last forward pass did; None before it."""
-        if not self._infos:
-            return None
-        return SolveInfo(*torch.stack([totals(info) for info in self._infos], 1))
+        """What the solvers of the last eager call did; None before it: see `RecurrentLayer`."""
+        counts = [part.counts for part in self._parts()]
+        found = [totals(count) for count in counts if count is not None]
+        return SolveInfo(*torch.stack(found, 1)) if len(found) == len(counts) else None
 
     def forward(
         self,
@@ -178,7 +192,7 @@ class ParaRNN(nn.Module):
         else:
             self._check_rank(x, (2, 3))
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
-        asked = chosen(request(solver, backend, mode), Request(self.solver, self.backend))
+        asked = {"solver": solver, "backend": backend, "mode": mode}
         return self._run(x, h_0, layout, asked, fields or {}, reset, all_states)
 
     def step(
@@ -198,8 +212,8 @@ class ParaRNN(nn.Module):
         layout, time = (BATCH_FIRST, 1) if x_t.ndim == 2 else (UNBATCHED, 0)
         given = fields or {}
         fields = {k: v.unsqueeze(time) if torch.is_tensor(v) else v for k, v in given.items()}
-        _, backend = chosen(Request(), Request(backend=self.backend))
-        asked = ("sequential", backend if ("sequential", backend) in PAIRS else "auto")
+        solver, backend = decoding_pair(self.backend)
+        asked = {"solver": solver, "backend": backend}
         x, finals = self._run(x_t.unsqueeze(time), state, layout, asked, fields, None, False)
         return x.squeeze(time), finals
 
@@ -208,45 +222,38 @@ class ParaRNN(nn.Module):
         given: Any,
         h_0: States | None,
         layout: Layout,
-        pair: tuple[str, str],
+        asked: Mapping[str, str | None],
         fields: Fields,
         reset: Any,
         all_states: bool,
     ) -> Any:
-        """All layers; records what their solvers did."""
+        """All layers; `asked`: the request of this call."""
         into, back = layout.into, layout.back
         x = into(given)
         if layout.sequences is not None and isinstance(given, Tensor):
-            # Padding may hold anything, and 0 * NaN is NaN. A PackedSequence has ours, which is 0.
-            x = x.masked_fill((layout.sequences.seq < 0).unsqueeze(-1), 0)
+            x = without_padding(x, layout.sequences)  # a PackedSequence has ours, which is 0
         options: dict[str, Any] = {
             "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in fields.items()},
             "reset": None if reset is None else into(reset),
             "sequences": layout.sequences,
-            "solver": pair[0],
-            "backend": pair[1],
-            "on_failure": self.on_failure,
-            "output_only": not all_states,
+            "all_states": all_states,
+            **asked,
         }
         initial = self._per_part(h_0, x, layout)
         finals: list[tuple[Tensor, ...]] = []
-        infos: list[Tensor] = []
         series: list[tuple[Tensor, ...]] = []
-        directions = 1 + self.bidirectional
+        parts, directions = self._parts(), 1 + self.bidirectional
         for index in range(self.num_layers):
             if index and self.dropout and self.training:
                 # On CUDA the mask follows the layout, which would depend on the engine.
                 x = F.dropout(x.contiguous(), self.dropout)
             outputs = []
-            for part in self._parts()[index * directions : (index + 1) * directions]:
-                states, final, info = part(x, initial[len(finals)], **options)
-                outputs.append(states[0])
-                finals.append(final)
-                infos.append(info)
-                series.append(states)
+            for part in parts[index * directions : (index + 1) * directions]:
+                output, final, *states = part(x, initial[len(finals)], **options)
+                outputs.append(output)
+                finals.append(final if isinstance(final, tuple) else (final,))
+                series.extend(states)
             x = outputs[0] if directions == 1 else self._merged(outputs, index)
-        if not _in_transform():
-            self._infos = tuple(infos)
         results = back(x), self._stacked(finals, layout.batched)
         if not all_states:
             return results
@@ -276,10 +283,8 @@ class ParaRNN(nn.Module):
 
         Raises ValueError as `recurrent_parameters`.
         """
-        if self.recurrent_clip is not None:
-            with torch.no_grad():
-                for parameter in self.recurrent_parameters():
-                    parameter.clamp_(-self.recurrent_clip, self.recurrent_clip)
+        for part in self._parts():
+            part.clip_recurrent()
 
     def flatten_parameters(self) -> None:
         """Nothing: for code written for torch.nn.GRU, whose cuDNN wants weights in one piece."""
@@ -289,12 +294,12 @@ class ParaRNN(nn.Module):
         options = [f"{name}={getattr(self, name)!r}" for name in (*shown, "solver", "backend")]
         return ", ".join([str(self.input_size), str(self.hidden_size), *options])
 
-    def _parts(self) -> list[DirectionalLayer]:
+    def _parts(self) -> list[RecurrentLayer]:
         """Layers in the order of their states: layer 0 forward, layer 0 reverse, layer 1 ..."""
-        layers = cast(list[DirectionalLayer], list(self.layers))
+        layers = cast(list[RecurrentLayer], list(self.layers))
         if not self.bidirectional:
             return layers
-        reverse = cast(list[DirectionalLayer], list(self.reverse_layers))
+        reverse = cast(list[RecurrentLayer], list(self.reverse_layers))
         return [part for pair in zip(layers, reverse, strict=True) for part in pair]
 
     def _check_rank(self, x: Tensor, ranks: tuple[int, ...]) -> None:
@@ -326,7 +331,7 @@ class ParaRNN(nn.Module):
             )
         if not layout.batched:
             given = tuple(state.unsqueeze(1) for state in given)
-        return list(zip(*given, strict=True))
+        return list(zip(*(state.unbind() for state in given), strict=True))
 
     def _stacked(self, finals: list[tuple[Tensor, ...]], batched: bool) -> States:
         if len(finals) == 1:
@@ -336,13 +341,6 @@ class ParaRNN(nn.Module):
         if not batched:
             stacked = tuple(state.squeeze(1) for state in stacked)
         return stacked[0] if len(stacked) == 1 else stacked
-
-
-def _in_transform() -> bool:
-    """Whether tensors are those of an export or of torch.func, which may not outlive it."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
-    return torch._C._are_functorch_transforms_active()
 
 
 class ParaGRU(ParaRNN):

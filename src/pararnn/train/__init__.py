@@ -1,7 +1,7 @@
 """Training: a loop with a time budget, and the demo."""
 
+from pararnn.errors import MissingExtra
 from pararnn.train.demo import DemoConfig, run_demo
-from pararnn.train.extras import MissingExtra
 from pararnn.train.loop import History, Recipe, Record, evaluate, train
 
 __all__ = [

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import pararnn
 from pararnn.cells import CELLS, Cell
+from pararnn.extras import require
 from pararnn.lm import ByteLM, save_checkpoint
 from pararnn.program import program_of
 from pararnn.tasks import (
@@ -25,7 +26,6 @@ from pararnn.tasks import (
     unigram_bits,
 )
 from pararnn.timing import device_name
-from pararnn.train.extras import require
 from pararnn.train.loop import History, Recipe, evaluate, train
 from pararnn.train.measure import (
     LOOP,

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.extras import require
 from pararnn.layers import clip_after_step
 from pararnn.lm import ByteLM, bits_per_byte
 from pararnn.tasks import Corpus, random_windows, spread_windows
-from pararnn.train.extras import require
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pararnn.train.extras import require
+from pararnn.extras import require
 from pararnn.train.loop import History, Record
 
 

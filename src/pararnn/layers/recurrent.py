@@ -1,0 +1,298 @@
+"""One layer in one direction: projection, bias and cell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from pararnn.cells import Cell
+from pararnn.engines.base import totals
+from pararnn.engines.request import Request, chosen, request
+from pararnn.engines.table import PAIRS
+from pararnn.parameters import Draw, draw_anew
+from pararnn.program import program_of
+from pararnn.projection import HeadwiseLinear
+from pararnn.sequences import Sequences, of_cu_seqlens
+from pararnn.solve import solve_with_info
+
+States = Tensor | tuple[Tensor, ...]
+Fields = Mapping[str, Any]
+
+
+class SolveInfo(NamedTuple):
+    """What the solvers of the last eager call did, int64, an entry a layer and direction.
+
+    sweeps: Newton updates. mended: columns finished by the sequential solver.
+    """
+
+    sweeps: Tensor
+    mended: Tensor
+
+
+class RecurrentLayer(nn.Module):
+    """One layer in one direction: what `ParaRNN` is a stack of, and models put into their blocks.
+
+    Args:
+        cell_class: the `Cell` subclass.
+        input_size, hidden_size: channels in and out; multiples of num_heads.
+        bias: whether gates have biases.
+        num_heads: heads of the input projection (block-diagonal; paper, Appendix C).
+        reverse: run from the last step to the first.
+        solver, backend, on_failure: as in `pararnn.solve`.
+        mode: one of the paper's modes (`MODES`) in place of a solver and a backend.
+        recurrent_clip: bound that `clip_after_step` clamps recurrent parameters to; None for none.
+        recompute_gates: do not keep the gates (B, T, G, D) for the backward pass, but project the
+            input anew there: a layer then keeps its input and its states only.
+        projection_gain: Kaiming's gain of the projection, see `HeadwiseLinear.draws`.
+        recurrent_std: standard deviation of the recurrent parameters, see `Cell.draws`.
+        device, dtype: of the parameters.
+        config: the cell's config.
+
+    Raises CellError for a malformed cell, ValueError for impossible sizes, EngineError for an
+    unknown solver, backend or mode.
+    """
+
+    bias: nn.Parameter | None
+    cell: Cell
+
+    def __init__(
+        self,
+        cell_class: type[Cell],
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        *,
+        num_heads: int = 1,
+        reverse: bool = False,
+        solver: str | None = None,
+        backend: str | None = None,
+        mode: str | None = None,
+        on_failure: str = "warn",
+        recurrent_clip: float | None = 0.5,
+        recompute_gates: bool = False,
+        projection_gain: float = 1.0,
+        recurrent_std: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **config: Any,
+    ) -> None:
+        super().__init__()
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_heads": num_heads}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if input_size % num_heads or hidden_size % num_heads:
+            raise ValueError(
+                f"input_size and hidden_size must be multiples of num_heads = {num_heads}, got "
+                f"{input_size} and {hidden_size}"
+            )
+        pair = request(solver, backend, mode)
+        self.solver, self.backend = pair.solver or "auto", pair.backend or "auto"
+        self.on_failure, self.recurrent_clip = on_failure, recurrent_clip
+        self.input_size, self.hidden_size, self.num_heads = input_size, hidden_size, num_heads
+        self.reverse, self.recompute_gates = reverse, recompute_gates
+        self.projection_gain, self.recurrent_std = projection_gain, recurrent_std
+        self.counts: Tensor | None = None  # of the last eager call, as `solve_with_info` has them
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        gates = len(cell_class.gates)
+        self.proj = HeadwiseLinear(
+            input_size, gates, hidden_size, num_heads, gain=projection_gain, **factory
+        )
+        size = (gates, hidden_size)
+        self.bias = nn.Parameter(torch.zeros(size, **factory)) if bias else None
+        self.cell = cell_class(hidden_size, num_heads=num_heads, **factory, **config)
+        if recurrent_std is not None:
+            self.cell.reset_parameters(recurrent_std)
+        program_of(self.cell)  # now, because tracing cannot happen inside a compiled region
+
+    @property
+    def last_solve(self) -> SolveInfo | None:
+        """What the solver of the last eager call did; None before it.
+
+        Compiled, exported and transformed (torch.func) calls leave it as it is: to record from
+        there would be a side effect, which activation checkpointing forbids.
+        """
+        return None if self.counts is None else SolveInfo(*totals(self.counts).unsqueeze(1))
+
+    def forward(
+        self,
+        x: Tensor,
+        initial: States | None = None,
+        *,
+        fields: Fields | None = None,
+        reset: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        sequences: Sequences | None = None,
+        all_states: bool = False,
+        solver: str | None = None,
+        backend: str | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Run over whole sequences.
+
+        Args:
+            x: (B, T, input_size).
+            initial: (B, hidden_size), a tuple of N for N states; None is zero. S in place of B with
+                `cu_seqlens`, `sequences.total` with `sequences`.
+            fields: the cell's fields by name, each (B, T), (B, T, hidden_size) or a number.
+            reset: bool (B, T); such a step starts from the zero state, in the order of processing.
+            cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1) and the
+                end of the last; steps beyond it are padding, where x may hold anything.
+            sequences: rows cut into sequences in another way, by `pararnn.sequences.Sequences`:
+                the number of each step's sequence, int32 (B, T), -1 at padding, and how many there
+                are. x must be finite at padding.
+            all_states: return all states at all steps too.
+            solver, backend, mode: for this call; else those of `using`, else the layer's own.
+
+        Returns:
+            (output, final): the first state (B, T, hidden_size) in the dtype of the projection's
+            result, 0 at padding; the final states, like `initial`, in float32 (or float64). With
+            `all_states` a third item: a tuple of N tensors like the output.
+        """
+        x, options = self.problem(
+            x, fields, reset, cu_seqlens, sequences, all_states, solver, backend, mode
+        )
+        if self.recompute_gates and torch.is_grad_enabled():
+            contexts = partial(create_selective_checkpoint_contexts, _keep_states)
+            states, final, counts = checkpoint(
+                self._solve, x, initial, options, use_reentrant=False, context_fn=contexts
+            )
+        else:
+            states, final, counts = self._solve(x, initial, options)
+        if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+            self.__dict__["counts"] = counts  # nn.Module's way takes a microsecond longer
+        results = states[0], final[0] if len(final) == 1 else final
+        return (*results, states) if all_states else results
+
+    def problem(
+        self,
+        x: Tensor,
+        fields: Fields | None,
+        reset: Tensor | None,
+        cu_seqlens: Tensor | None,
+        sequences: Sequences | None,
+        all_states: bool,
+        solver: str | None,
+        backend: str | None,
+        mode: str | None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What `forward` projects, and the options with which it calls `solve_with_info`."""
+        if x.ndim != 3 or x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"RecurrentLayer: Expected input to be (B, T, {self.input_size}), got "
+                f"{tuple(x.shape)}"
+            )
+        if cu_seqlens is not None:
+            if sequences is not None:
+                raise ValueError(
+                    "cu_seqlens and sequences both say where sequences start: give one"
+                )
+            sequences = of_cu_seqlens(cu_seqlens, len(x), x.shape[1], x.device)
+            x = without_padding(x, sequences)
+        asked = chosen(request(solver, backend, mode), Request(self.solver, self.backend))
+        return x, {
+            "fields": fields,
+            "reset": reset,
+            "sequences": sequences,
+            "reverse": self.reverse,
+            "solver": asked[0],
+            "backend": asked[1],
+            "on_failure": self.on_failure,
+            "output_only": not all_states,
+        }
+
+    def _solve(
+        self, x: Tensor, initial: States | None, options: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        return solve_with_info(self.cell, self.proj(x), initial, bias=self.bias, **options)
+
+    def step(
+        self, x_t: Tensor, state: States | None = None, *, fields: Fields | None = None
+    ) -> tuple[Tensor, States]:
+        """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
+
+        It is `forward` at T = 1 by the sequential solver; fields are (B,), (B, hidden_size) or
+        numbers. Raises ValueError for a reverse layer.
+        """
+        if self.reverse:
+            raise ValueError(
+                "a reverse layer cannot decode step by step: it starts from the last step"
+            )
+        if x_t.ndim != 2:
+            raise ValueError(
+                f"RecurrentLayer: Expected input to be (B, {self.input_size}), got "
+                f"{tuple(x_t.shape)}"
+            )
+        fields = {k: v.unsqueeze(1) if torch.is_tensor(v) else v for k, v in (fields or {}).items()}
+        solver, backend = decoding_pair(self.backend)
+        x, final = self(x_t.unsqueeze(1), state, fields=fields, solver=solver, backend=backend)
+        return x.squeeze(1), final
+
+    def recurrent_parameters(self) -> list[Tensor]:
+        """The parameters that clipping concerns.
+
+        Raises ValueError for one that a parametrisation computes, which cannot be clamped.
+        """
+        cell = self.cell
+        for name, param in type(cell).params.items():
+            if param.recurrent and param.trainable and is_parametrized(cell, name):
+                raise ValueError(
+                    f"{name} of {program_of(cell).cell_name} is computed by a parametrisation: "
+                    "clamping it would change nothing; set recurrent_clip=None on the layer or let "
+                    "the parametrisation bound it"
+                )
+        return list(cell.recurrent_parameters())
+
+    @torch.no_grad()
+    def clip_recurrent(self) -> None:
+        """Clamp the recurrent parameters elementwise to [-recurrent_clip, recurrent_clip].
+
+        Raises ValueError as `recurrent_parameters`.
+        """
+        if self.recurrent_clip is not None:
+            for parameter in self.recurrent_parameters():
+                parameter.clamp_(-self.recurrent_clip, self.recurrent_clip)
+
+    def draws(self) -> dict[str, Draw]:
+        """How the layer's own parameter is drawn: biases are zero. Its parts have theirs."""
+        return {} if self.bias is None else {"bias": Draw("constant")}
+
+    def reset_parameters(self) -> None:
+        """Initialise anew (paper, Appendix C): see `HeadwiseLinear` and `Param`; zero biases."""
+        self.proj.reset_parameters(self.projection_gain)
+        std = self.recurrent_std
+        self.cell.reset_parameters(*(() if std is None else (std,)))  # a cell's own takes none
+        draw_anew(self, self.draws())
+
+    def extra_repr(self) -> str:
+        shown = ("num_heads", "reverse", "solver", "backend")
+        options = [f"{name}={getattr(self, name)!r}" for name in shown]
+        return ", ".join([str(self.input_size), str(self.hidden_size), *options])
+
+
+def without_padding(x: Tensor, sequences: Sequences) -> Tensor:
+    """x with 0 at padding: it may hold anything there, and 0 * NaN is NaN."""
+    return x.masked_fill((sequences.seq < 0).unsqueeze(-1), 0)
+
+
+def decoding_pair(backend: str) -> tuple[str, str]:
+    """The pair for a single step of a layer with this backend."""
+    _, backend = chosen(Request(), Request(backend=backend))
+    return "sequential", backend if ("sequential", backend) in PAIRS else "auto"
+
+
+def _keep_states(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What is kept for the backward pass where gates are recomputed: the states."""
+    if op is torch.ops.pararnn.forward.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

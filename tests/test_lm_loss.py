@@ -1,0 +1,316 @@
+"""The chunked loss beside PyTorch's: values, gradients, dtypes, and what is never made."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pararnn.errors import MissingExtra
+from pararnn.lm import causal_lm_loss, loss
+from pararnn.numerics import relative_error
+
+VOCAB = 37
+PER_CHUNK = 16
+"""Rows of a chunk here: 3 x 21 tokens are three chunks and a last one of 15 rows."""
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", PER_CHUNK * VOCAB + 5)
+
+
+def tensors(*shape: int, dtype=torch.float32, width: int = 8, scale: float = 1.0):
+    """Hidden, weight, and labels of which every fifth is ignored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*shape, width, generator=generator, dtype=torch.float64) * scale
+    weight = torch.randn(VOCAB, width, generator=generator, dtype=torch.float64)
+    labels = torch.randint(VOCAB, shape, generator=generator)
+    labels.view(-1)[::5] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
+
+
+def reference(hidden, weight, labels, shift=True, z_loss=0.0, num_items=None):
+    """The same in plain PyTorch, with all logits at once."""
+    logits = F.linear(hidden, weight)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if shift:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    logits, labels = logits.reshape(-1, VOCAB), labels.reshape(-1)
+    divisor = (labels != -100).sum() if num_items is None else num_items
+    squares = logits[labels != -100].logsumexp(-1).square().sum()
+    return (F.cross_entropy(logits, labels, reduction="sum") + z_loss * squares) / divisor
+
+
+def results(function, hidden, weight, labels, factor=1.0, **options):
+    value = function(hidden, weight, labels, **options)
+    return value.detach(), *torch.autograd.grad(value * factor, (hidden, weight))
+
+
+def assert_same(args, tolerance=1e-6, **options):
+    ours, theirs = results(causal_lm_loss, *args, **options), results(reference, *args, **options)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == other.dtype
+        assert mine.shape == other.shape
+        assert other.abs().max() > 0
+        assert relative_error(mine, other) < tolerance
+
+
+OPTIONS = {
+    "plain": {},
+    "own positions": {"shift": False},
+    "z-loss": {"z_loss": 0.1},
+    "divided": {"num_items": 1000, "z_loss": 0.1},
+    "divided by a tensor": {"num_items": torch.tensor(3), "z_loss": 0.1},
+    "scaled": {"factor": 2.5, "z_loss": 0.1},
+    "a mean's gradients": {"factor": 1e-6, "z_loss": 1e-4},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", [(3, 21), (63,), (1, 16), (40, 2)], ids=str)
+def test_equals_cross_entropy(shape, options):
+    assert_same(tensors(*shape), **options)
+
+
+def test_many_tokens():
+    assert_same(tensors(8, 1024), z_loss=1e-4)
+
+
+def test_large_logits():
+    hidden, weight, labels = tensors(4, 50, scale=40.0)
+    ours, plain = (
+        results(function, hidden, weight, labels, z_loss=1e-2)
+        for function in (causal_lm_loss, reference)
+    )
+    exact = results(reference, hidden.double(), weight.double(), labels, z_loss=1e-2)
+    for mine, other, right in zip(ours, plain, exact, strict=True):
+        assert relative_error(mine, right) < max(1e-6, 2 * relative_error(other, right))
+
+
+def test_a_vocabulary_larger_than_a_chunk(monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 5)
+    assert_same(tensors(2, 5), z_loss=0.1)
+
+
+def test_gradcheck_in_float64():
+    *leaves, labels = tensors(2, 10, dtype=torch.float64, width=3)
+    assert torch.autograd.gradcheck(
+        lambda *args: causal_lm_loss(*args, labels, z_loss=0.1), leaves, atol=1e-7, rtol=1e-6
+    )
+    assert causal_lm_loss(*leaves, labels).dtype == torch.float64
+
+
+def test_z_loss_is_the_mean_of_squares():
+    hidden, weight, labels = tensors(2, 30)
+    lse = F.linear(hidden, weight)[:, :-1].logsumexp(-1)[labels[:, 1:] != -100]
+    added = causal_lm_loss(hidden, weight, labels, z_loss=0.3) - causal_lm_loss(
+        hidden, weight, labels
+    )
+    torch.testing.assert_close(added, 0.3 * lse.square().mean(), rtol=1e-5, atol=0)
+
+
+def test_labels_are_left_alone_and_of_any_integer_dtype():
+    hidden, weight, labels = tensors(2, 30)
+    before = labels.clone()
+    value = causal_lm_loss(hidden, weight, labels)
+    assert torch.equal(labels, before)
+    assert torch.equal(causal_lm_loss(hidden, weight, labels.to(torch.int16)), value)
+
+
+def test_nothing_to_predict():
+    hidden, weight, labels = tensors(2, 30)
+    ignored = torch.full_like(labels, -100)
+    assert causal_lm_loss(hidden, weight, ignored, z_loss=1.0).isnan()
+    value, *grads = results(causal_lm_loss, hidden, weight, ignored, num_items=7, z_loss=1.0)
+    assert value == 0
+    assert not any(grad.any() for grad in grads)
+    for steps in (0, 1):  # a row of one token predicts nothing
+        empty = causal_lm_loss(hidden[:, :steps], weight, labels[:, :steps], num_items=7)
+        assert empty == 0
+
+
+def test_ignored_rows_may_hold_anything():
+    hidden, weight, labels = tensors(30)
+    spoilt = hidden.detach().clone()
+    spoilt[labels == -100] = torch.inf
+    spoilt.requires_grad_()
+    weight = weight.detach()
+    grads = []
+    for leaf in (hidden, spoilt):
+        value = causal_lm_loss(leaf, weight, labels, shift=False, z_loss=0.1)
+        grads += torch.autograd.grad(value, leaf)
+    assert torch.equal(*grads)
+    assert not grads[0][labels == -100].any()
+
+
+def test_tied_weights_add_up():
+    _, weight, labels = tensors(2, 30)
+    tokens = labels.clamp(min=0)
+
+    def through_embedding(function):
+        return torch.autograd.grad(function(F.embedding(tokens, weight), weight, labels), weight)
+
+    ours, theirs = through_embedding(causal_lm_loss), through_embedding(reference)
+    assert relative_error(ours[0], theirs[0]) < 1e-6
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    *leaves, labels = tensors(2, 30)
+    leaves[frozen].requires_grad_(False)
+    other = leaves[1 - frozen]
+    (grad,) = torch.autograd.grad(causal_lm_loss(*leaves, labels), other)
+    (right,) = torch.autograd.grad(reference(*leaves, labels), other)
+    assert relative_error(grad, right) < 1e-6
+
+
+class Made(TorchDispatchMode):
+    """The sizes of all floating tensors that operations return, and how many products they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.products = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if torch.is_tensor(tensor) and tensor.is_floating_point():
+                self.sizes.append(tensor.numel())
+        self.products += func is torch.ops.aten.mm.default
+        return out
+
+
+def test_logits_of_one_chunk_at_a_time():
+    hidden, weight, labels = tensors(20, 21)
+    with Made() as made:
+        causal_lm_loss(hidden, weight, labels, z_loss=0.1).backward()
+    assert max(made.sizes) == max(hidden.numel(), PER_CHUNK * VOCAB)
+    assert hidden.numel() < labels.numel() * VOCAB / 4
+
+
+def test_only_what_is_asked_for_is_computed():
+    hidden, weight, labels = tensors(2 * PER_CHUNK)
+    products = {}
+    with Made() as made, torch.no_grad():
+        assert not causal_lm_loss(hidden, weight, labels).requires_grad
+    products["no grad"] = made.products
+    for name, leaves in {
+        "neither": (hidden.detach(), weight.detach()),
+        "hidden": (hidden, weight.detach()),
+        "weight": (hidden.detach(), weight),
+        "both": (hidden, weight),
+    }.items():
+        with Made() as made:
+            causal_lm_loss(*leaves, labels)
+        products[name] = made.products
+    assert products == {"no grad": 2, "neither": 2, "hidden": 4, "weight": 4, "both": 6}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype):
+    tolerance = 2 * torch.finfo(dtype).eps
+    args = tensors(4, 50, dtype=dtype)
+    assert causal_lm_loss(*args).dtype == torch.float32
+    assert_same(args, tolerance, z_loss=1e-2)
+
+
+def test_gradients_are_scaled_without_rounding_the_scale():
+    args = tensors(64, dtype=torch.bfloat16)
+    options = {"shift": False, "num_items": 1}
+    _, *whole = results(causal_lm_loss, *args, **options)
+    _, *third = results(causal_lm_loss, *args, factor=1 / 3, **options)
+    for grad, part in zip(whole, third, strict=True):
+        error = (part.double() * 3 - grad.double()).abs() / grad.double().abs().clamp_min(1e-30)
+        assert error.max() <= 2**-7  # both are rounded once
+        ours, right = part.double().flatten() * 3, grad.double().flatten()
+        assert abs(ours @ right / (right @ right) - 1) < 2**-11  # 1/3 in bfloat16 is 2^-9 off
+
+
+def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32(monkeypatch):
+    rows, width = 4096, 2
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", VOCAB)  # a row a chunk
+    hidden = torch.ones(rows, width, dtype=torch.bfloat16)
+    weight = torch.zeros(VOCAB, width, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(rows, dtype=torch.long)
+    (grad,) = torch.autograd.grad(causal_lm_loss(hidden, weight, labels, shift=False), weight)
+    right = torch.full((VOCAB, width), 1 / VOCAB)
+    right[0] -= 1
+    torch.testing.assert_close(grad.float(), right, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(hidden_dtype):
+    hidden, weight, labels = tensors(4, 50)
+    hidden = hidden.detach().to(hidden_dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = results(causal_lm_loss, hidden, weight, labels, z_loss=1e-2)
+    half = (hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16())
+    theirs = results(reference, half[0], half[1].requires_grad_(), labels, z_loss=1e-2)
+    assert [out.dtype for out in ours] == [torch.float32, hidden_dtype, torch.float32]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert relative_error(mine, other) < 2**-7
+    assert not torch.equal(ours[2], ours[2].bfloat16().float())  # a sum in float32, not rounded
+
+
+def test_autocast_leaves_float64_alone():
+    args = tensors(2, 20, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = results(causal_lm_loss, *args)
+    for mine, other in zip(ours, results(reference, *args), strict=True):
+        assert relative_error(mine, other) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_caller():
+    args = tensors(2, 30)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def step(hidden, weight, labels):
+        return causal_lm_loss(hidden * 2, weight, labels, z_loss=0.1) + 1
+
+    def plain(hidden, weight, labels):
+        return reference(hidden * 2, weight, labels, z_loss=0.1) + 1
+
+    for mine, other in zip(results(step, *args), results(plain, *args), strict=True):
+        assert relative_error(mine, other) < 1e-6
+
+
+WRONG = {
+    "labels must be": {"labels": torch.zeros(2, 3, dtype=torch.long)},
+    "hidden must be": {"weight": torch.zeros(VOCAB, 9)},
+    "one dtype outside of autocast": {"weight": torch.zeros(VOCAB, 8, dtype=torch.bfloat16)},
+    "num_items must be positive": {"num_items": 0},
+    "backend must be one of": {"backend": "cuda"},
+    "takes CUDA tensors": {"backend": "liger"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_does_not_fit_raises(message):
+    args = dict(zip(("hidden", "weight", "labels"), tensors(2, 30), strict=True))
+    with pytest.raises(ValueError, match=message):
+        causal_lm_loss(**args | WRONG[message])
+
+
+def test_liger_that_is_missing_says_how_to_install_it(monkeypatch):
+    hidden, weight, labels = tensors(30)
+    monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'pararnn\[lm\]'"):
+        loss._liger_sum(hidden, weight, labels, 0.0, torch.float32)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_auto_takes_liger_where_it_runs(monkeypatch, installed):
+    found = object() if installed else None
+    monkeypatch.setattr(loss.importlib.util, "find_spec", lambda name: found)
+    on_gpu = torch.empty(2, 3, device="meta").as_subclass(OnGpu)
+    assert loss._chosen("auto", on_gpu, torch.bfloat16) == ("liger" if installed else "chunked")
+    assert loss._chosen("auto", on_gpu, torch.float64) == "chunked"
+    assert loss._chosen("auto", torch.empty(2, 3), torch.bfloat16) == "chunked"
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda")
