@@ -1,14 +1,18 @@
 """Language models on top of the layers."""
 
-from pararnn.lm.checkpoint import load_checkpoint, save_checkpoint
+from pararnn.lm.config import LMConfig
 from pararnn.lm.loss import causal_lm_loss
-from pararnn.lm.model import ByteLM, bits_per_byte, set_solver
+from pararnn.lm.mixers import MIXERS, Mixer
+from pararnn.lm.model import LanguageModel, bits_per_byte, set_solver
+from pararnn.lm.sample import sample
 
 __all__ = [
-    "ByteLM",
+    "MIXERS",
+    "LMConfig",
+    "LanguageModel",
+    "Mixer",
     "bits_per_byte",
     "causal_lm_loss",
-    "load_checkpoint",
-    "save_checkpoint",
+    "sample",
     "set_solver",
 ]

@@ -19,16 +19,16 @@ from pararnn.parameters import Draw
 
 
 class SwiGLU(nn.Module):
-    """V (silu(W x) * U x), with W and U side by side in one matrix, no biases."""
+    """V (silu(W x) * U x), no biases."""
 
     def __init__(self, width: int, hidden: int, **factory: Any) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(width, 2 * hidden, bias=False, **factory)
+        self.gate_proj = nn.Linear(width, hidden, bias=False, **factory)
+        self.up_proj = nn.Linear(width, hidden, bias=False, **factory)
         self.down_proj = nn.Linear(hidden, width, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -61,8 +61,9 @@ class Block(nn.Module):
         yield self.mlp_norm, "weight", ones
         if self.residual_scale is not None:
             yield self, "residual_scale", ones
-        up, down = self.mlp.gate_up_proj, self.mlp.down_proj
-        yield up, "weight", input_draw(up.in_features)
+        for linear in (self.mlp.gate_proj, self.mlp.up_proj):
+            yield linear, "weight", input_draw(linear.in_features)
+        down = self.mlp.down_proj
         yield down, "weight", output_draw(down.in_features, layer)
         for name, draw in self.mixer.draws(layer).items():
             owner, _, own = name.rpartition(".")

@@ -30,17 +30,15 @@ class CausalConv(nn.Module):
         and of documents that have ended are 0.
         """
         reach, steps = len(self.weight) - 1, u.shape[1]
-        if before is None:
-            padded = nn.functional.pad(u, (0, 0, reach, 0))
-        else:
-            padded = torch.cat([before.transpose(1, 2).to(u.dtype), u], 1)
+        known = u if before is None else torch.cat([before.transpose(1, 2).to(u.dtype), u], 1)
         y = u * self.weight[0] + self.bias
         for lag in range(1, reach + 1):
-            shifted = padded[:, reach - lag : reach - lag + steps]
+            # Each lag is padded by itself: compilers then read u itself, and keep no padded copy.
+            shifted = _last(known, lag, steps)
             if rows.since is not None:
                 shifted = shifted.masked_fill((rows.since < lag).unsqueeze(-1), 0)
             y = y + shifted * self.weight[lag]
-        return y, self._tail(padded[:, steps:], rows)
+        return y, self._tail(_last(known, 0, reach), rows)
 
     def _tail(self, last: Tensor, rows: Rows) -> Tensor:
         if rows.since is not None:
@@ -55,3 +53,11 @@ class CausalConv(nn.Module):
         """torch.nn.Conv1d's weights, as in Mamba; no bias at first."""
         spread = 1 / math.sqrt(len(self.weight))
         return {"weight": Draw("uniform", spread=spread), "bias": Draw("constant")}
+
+
+def _last(inputs: Tensor, lag: int, count: int) -> Tensor:
+    """`count` steps up to the last but `lag`; zeros before the first."""
+    end = max(inputs.shape[1] - lag, 0)
+    kept = inputs[:, max(end - count, 0) : end]
+    missing = count - kept.shape[1]
+    return nn.functional.pad(kept, (0, 0, missing, 0)) if missing else kept

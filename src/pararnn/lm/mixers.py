@@ -53,6 +53,7 @@ class RNNMixer(Mixer):
     """The paper's recurrent block (Appendix C, Figure 9), for any cell.
 
     u, z = W x; u = silu(conv(u)); h = cell(u), by heads; y = norm(h * silu(z)); the result is V y.
+    W is two matrices: compiled, the gradient of one result cut in two is slower than two products.
     """
 
     scales_residual = True
@@ -60,7 +61,8 @@ class RNNMixer(Mixer):
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
         width = config.hidden_size
-        self.in_proj = nn.Linear(width, 2 * width, bias=False, **factory)
+        self.in_proj = nn.Linear(width, width, bias=False, **factory)
+        self.gate_proj = nn.Linear(width, width, bias=False, **factory)
         taps = config.conv_kernel_size
         self.conv = CausalConv(width, taps, **factory) if taps > 1 else None
         cell_class = find_cell(config.cell, CELLS)
@@ -87,7 +89,7 @@ class RNNMixer(Mixer):
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """As `Mixer.forward`."""
-        u, z = self.in_proj(x).chunk(2, -1)
+        u, z = self.in_proj(x), self.gate_proj(x)
         inputs, states = (None, None) if cache is None else cache.read()
         initial = None if states is None else states.unbind(1)
         tail = None
@@ -110,6 +112,7 @@ class RNNMixer(Mixer):
         width, rnn = self.out_proj.in_features, self.rnn
         own = {
             "in_proj.weight": input_draw(width),
+            "gate_proj.weight": input_draw(width),
             "norm.weight": Draw("constant", mean=1),
             "out_proj.weight": output_draw(width, layer),
         }
@@ -141,7 +144,9 @@ class Attention(Mixer):
                 f"{heads}"
             )
         self.heads = heads
-        self.qkv_proj = nn.Linear(width, 3 * width, bias=False, **factory)
+        self.q_proj = nn.Linear(width, width, bias=False, **factory)
+        self.k_proj = nn.Linear(width, width, bias=False, **factory)
+        self.v_proj = nn.Linear(width, width, bias=False, **factory)
         self.q_norm = make_norm(config, **factory) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config, **factory) if config.qk_norm else nn.Identity()
         self.out_proj = nn.Linear(width, width, bias=False, **factory)
@@ -149,8 +154,7 @@ class Attention(Mixer):
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """As `Mixer.forward`."""
         assert rows.rotary is not None
-        q, k, v = self.qkv_proj(x).chunk(3, -1)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
         q, k = rotated(q, *rows.rotary), rotated(k, *rows.rotary)
         if cache is not None:
@@ -163,10 +167,9 @@ class Attention(Mixer):
         """As `Mixer.draws`."""
         width = self.out_proj.in_features
         norms = [name for name in ("q_norm", "k_norm") if hasattr(getattr(self, name), "weight")]
-        return {
-            "qkv_proj.weight": input_draw(width),
-            "out_proj.weight": output_draw(width, layer),
-        } | {f"{name}.weight": Draw("constant", mean=1) for name in norms}
+        inputs = {f"{name}_proj.weight": input_draw(width) for name in "qkv"}
+        ones = {f"{name}.weight": Draw("constant", mean=1) for name in norms}
+        return inputs | ones | {"out_proj.weight": output_draw(width, layer)}
 
 
 def make_norm(config: LMConfig, **factory: Any) -> nn.Module:
