@@ -138,8 +138,8 @@ def test_left_padding_by_sequences():
     _close(final[1:2], alone[1])
     _close(final[2], initial[2])
     assert not output[1, :7].any()
+    row = Sequences(sequences.seq[:1], 1)
     with pytest.raises(ValueError, match="cu_seqlens and sequences both"):
-        row = Sequences(sequences.seq[:1], 1)
         layer(x[:1], cu_seqlens=torch.tensor([0, 9]), sequences=row)
 
 
@@ -280,7 +280,7 @@ def test_kinds_of_draws():
     assert 2.9 < uniform.max() <= 3
     assert -1 <= uniform.min() < -0.9
     assert (draw(torch.empty(3), Draw("constant", 7.0)) == 7).all()
-    with pytest.raises(ValueError, match="kind must be one of .* got 'gaussian'"):
+    with pytest.raises(ValueError, match=r"kind must be one of .* got 'gaussian'"):
         Draw("gaussian")
 
 
