@@ -55,6 +55,7 @@ def test_it_is_projection_bias_and_solve(name):
     _close(final, end)
     assert type(final) is type(initial)
     assert torch.equal(states[0], output)
+    assert all(state.requires_grad for state in states)
     assert {s.dtype for s in _tuple(final)} == {torch.float32}
     assert [name for name, _ in layer.named_parameters()][:2] == ["bias", "proj.weight"]
 
