@@ -10,6 +10,7 @@ import torch
 from fake_newton import FakeNewton
 from hypothesis import HealthCheck, settings
 
+from pararnn import op
 from pararnn.codegen import cpp
 from pararnn.engines import tuned
 
@@ -46,6 +47,19 @@ def as_shipped(monkeypatch) -> None:
     """C++ kernels are compiled with the flags that users have."""
     monkeypatch.delenv("PARARNN_CXXFLAGS", raising=False)
     monkeypatch.setattr(cpp, "_KERNELS", {})
+
+
+@pytest.fixture
+def operators(monkeypatch) -> list[tuple[str, str]]:
+    """The pairs whose operators have run, of compiled code too; the plain loop has none."""
+    ran, run = [], op.find
+
+    def record(solver, backend, device):
+        ran.append((solver, backend))
+        return run(solver, backend, device)
+
+    monkeypatch.setattr(op, "find", record)
+    return ran
 
 
 @pytest.fixture

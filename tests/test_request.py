@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import pararnn
-from pararnn import op
 from pararnn.engines import newton_torch
 from pararnn.engines import request as requests
 from pararnn.engines.request import Request, chosen
@@ -30,19 +29,6 @@ def _ran(layer, **call):
         patch.setattr(recurrent, "solve_with_info", record)
         layer(torch.randn(2, 20, 4), **call)
     return pairs[0]
-
-
-@pytest.fixture
-def operators(monkeypatch):
-    """The pairs whose operators have run, of compiled code too; the plain loop has none."""
-    ran, run = [], op.find
-
-    def record(solver, backend, device):
-        ran.append((solver, backend))
-        return run(solver, backend, device)
-
-    monkeypatch.setattr(op, "find", record)
-    return ran
 
 
 def test_precedence():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pararnn.cells.base import unwrapped
 from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import BY_RULE
 from pararnn.engines.table import choose
@@ -133,7 +134,7 @@ class _Watch:
                 "%s (%s) runs at (B, T) = %s by the loop from now on: %d solves in a row took so "
                 "many sweeps that the loop is faster, at last %d for %d segments",
                 self.name or "the layer",
-                type(layer.cell).__name__,
+                type(unwrapped(layer.cell)).__name__,
                 rows,
                 self.patience,
                 sweeps,
@@ -181,6 +182,11 @@ def _rows(inputs: Any) -> Rows:
 def _segments(layer: RecurrentLayer, output: Tensor, options: Mapping[str, Any]) -> int:
     """Into how many segments the solve with this output (B, T, D) cut time: 1 if it did not."""
     batch, steps, channels = output.shape
-    where = (program_of(layer.cell), (batch, steps, channels), output.dtype, output.device)
+    where = (
+        program_of(unwrapped(layer.cell)),
+        (batch, steps, channels),
+        output.dtype,
+        output.device,
+    )
     engine, _, split = choose(*where, *_pair(layer, options))
     return 1 if engine.split is None else engine.split(*where, split).segments

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pararnn.cells import Cell
+from pararnn.cells.base import unwrapped
 from pararnn.engines import tuned
 from pararnn.engines.base import Engine
 from pararnn.engines.split import BY_RULE, Pin
@@ -103,7 +104,7 @@ def autotune(
     Raises as `explain`. Warns with BackendWarning where a record cannot be used, or not be kept.
     """
     program, size, dtype, device = problem_of(module, shape, dtype, device)
-    cell = module if isinstance(module, Cell) else module.cell
+    cell = unwrapped(module if isinstance(module, Cell) else module.cell)
     problem = Problem(program.key, size, dtype, device)
     about = {
         "cell": program.key,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pararnn.cells import Cell
+from pararnn.cells.base import unwrapped
 from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_not
@@ -88,7 +89,7 @@ def problem_of(
     device: torch.device | str | None,
 ) -> tuple[Program, tuple[int, int, int], torch.dtype, torch.device]:
     """The program, (B, T, D), dtype and device that `explain`'s arguments mean; errors as there."""
-    cell = module if isinstance(module, Cell) else module.cell
+    cell = unwrapped(module if isinstance(module, Cell) else module.cell)
     batch_first = not isinstance(module, ParaRNN) or module.batch_first
     if len(shape) < 2:
         raise ValueError(f"shape must hold batch and time, or time and channels, got {shape}")

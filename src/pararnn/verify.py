@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pararnn.cells.base import unwrapped
 from pararnn.contract import SolveChecks, check_solve
 from pararnn.layers import RecurrentLayer
 
@@ -81,9 +82,10 @@ def _check(
     x, how = layer.problem(**call.arguments)
     with torch.no_grad():
         gates: Tensor = layer.proj(x)
-    entries = gates.shape[0] * gates.shape[1] * layer.cell.hidden_size
+    cell = unwrapped(layer.cell)
+    entries = gates.shape[0] * gates.shape[1] * cell.hidden_size
     checks = check_solve(
-        layer.cell,
+        cell,
         gates,
         initial,
         bias=layer.bias,
@@ -92,7 +94,7 @@ def _check(
         **how,
     )
     what = (
-        f"{type(layer.cell).__name__} (B, T, D) = {(*gates.shape[:2], layer.cell.hidden_size)}, "
+        f"{type(cell).__name__} (B, T, D) = {(*gates.shape[:2], cell.hidden_size)}, "
         f"{gates.dtype}, {checks.pair[0]} on {checks.pair[1]}"
     )
     return name or "module", what, checks

@@ -148,6 +148,11 @@ class Cell(nn.Module):
             f"{type(self).__name__} must define step(self, state, gate, param)"
         )
 
+    @property
+    def itself(self) -> Cell:
+        """This cell, also when asked of a module in its place: see `unwrapped`."""
+        return self
+
     def config_values(self) -> dict[str, Any]:
         """The config that this cell was made with."""
         return {name: getattr(self, name) for name in type(self).config}
@@ -204,6 +209,15 @@ class Cell(nn.Module):
     def extra_repr(self) -> str:
         items = {"num_heads": self.num_heads, **self.config_values()}
         return ", ".join([str(self.hidden_size), *(f"{k}={v!r}" for k, v in items.items())])
+
+
+def unwrapped(module: nn.Module) -> Cell:
+    """The cell in use, out of a module that stands in its place and hands attributes on.
+
+    So peft wraps what `modules_to_save` names.
+    """
+    cell: Cell = module if isinstance(module, Cell) else module.itself  # type: ignore[assignment]
+    return cell
 
 
 _VIEW = "_is_view"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.cells import Cell, GRUCell, LSTMCell
+from pararnn.cells.base import unwrapped
 from pararnn.layers.recurrent import RecurrentLayer
 from pararnn.layers.rnn import ParaRNN
 from pararnn.parameters import assign
@@ -34,7 +35,7 @@ def load_paper_weights(
     Raises TypeError for other cells and ValueError for wrong sizes.
     """
     part = _part_of(layer)
-    cell, heads = part.cell, part.proj.num_heads
+    cell, heads = unwrapped(part.cell), part.proj.num_heads
     recurrent, peepholes = _rows(cell)
     gates, channels, inputs = len(cell.gates), cell.hidden_size, part.proj.weight.shape[2]
     if (C is None) == bool(peepholes):
@@ -67,7 +68,7 @@ def paper_weights(layer: ParaRNN | RecurrentLayer) -> dict[str, Tensor]:
     Detached copies; with several heads B is (G, H, D/H, input/H). A layer without biases has zeros.
     """
     part = _part_of(layer)
-    cell, heads = part.cell, part.proj.num_heads
+    cell, heads = unwrapped(part.cell), part.proj.num_heads
     recurrent, peepholes = _rows(cell)
     gates, channels, inputs = len(cell.gates), cell.hidden_size, part.proj.weight.shape[2]
     weight = part.proj.weight.detach().reshape(heads, gates, channels // heads, inputs)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from pararnn.cells import Cell
+from pararnn.cells.base import unwrapped
 from pararnn.engines.base import totals
 from pararnn.engines.request import Request, chosen, request
 from pararnn.engines.table import PAIRS
@@ -214,7 +215,8 @@ class RecurrentLayer(nn.Module):
     def _solve(
         self, x: Tensor, initial: States | None, options: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        return solve_with_info(self.cell, self.proj(x), initial, bias=self.bias, **options)
+        gates = self.proj(x)
+        return solve_with_info(unwrapped(self.cell), gates, initial, bias=self.bias, **options)
 
     def step(
         self, x_t: Tensor, state: States | None = None, *, fields: Fields | None = None
@@ -243,7 +245,7 @@ class RecurrentLayer(nn.Module):
 
         Raises ValueError for one that a parametrisation computes, which cannot be clamped.
         """
-        cell = self.cell
+        cell = unwrapped(self.cell)
         for name, param in type(cell).params.items():
             if param.recurrent and param.trainable and is_parametrized(cell, name):
                 raise ValueError(

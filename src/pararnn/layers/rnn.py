@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pararnn.cells import Cell, GRUCell, LSTMCell
+from pararnn.cells.base import unwrapped
 from pararnn.engines.base import totals
 from pararnn.layers.layout import BATCH_FIRST, UNBATCHED, Layout, layout_of
 from pararnn.layers.recurrent import (
@@ -136,7 +137,7 @@ class ParaRNN(nn.Module):
     @property
     def cell(self) -> Cell:
         """The first layer's cell."""
-        return cast(RecurrentLayer, self.layers[0]).cell
+        return unwrapped(cast(RecurrentLayer, self.layers[0]).cell)
 
     @property
     def last_solve(self) -> SolveInfo | None:
