@@ -18,6 +18,7 @@ from tables_cuda import (
     kernels,
     kernels_layers,
     kernels_memory,
+    lm_step,
     resources,
     scaling,
     speedup_cuda,
@@ -197,6 +198,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "kernels_memory": kernels_memory,
     "speedup_cuda": speedup_cuda,
     "resources": resources,
+    "lm_step": lm_step,
 }
 
 

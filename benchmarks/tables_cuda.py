@@ -187,3 +187,24 @@ def scaling() -> str:
     head = ["", "by", *(f"T = {int(length):,}" for length in lengths)]
     text = f"ms, B = 1, D = {rows[0]['D']}, float32 {source(rows, 'scaling.csv')}:"
     return f"{text}\n\n{table(head, body)}"
+
+
+def lm_step() -> str:
+    """Steps of language models, forward and backward, by length."""
+    rows = read("lm_step.csv")
+    head = ["model", "B x T", "ms", "minimum", "tokens/s", "MFU", "GiB"]
+    body = [
+        [
+            row["model"],
+            f"{row['B']} x {int(row['T']):,}",
+            f"{float(row['median_ms']):.1f}",
+            f"{float(row['min_ms']):.1f}",
+            f"{int(row['tokens_per_s']):,}",
+            f"{float(row['mfu_percent']):.0f}%",
+            figure(row, "peak_GiB"),
+        ]
+        for row in rows
+    ]
+    return f"Medians of {rows[0]['repeats']} steps {source(rows, 'lm_step.csv')}:\n\n" + table(
+        head, body
+    )

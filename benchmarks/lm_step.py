@@ -1,0 +1,169 @@
+"""A step of the paper's language models: forward and backward in bfloat16, without an optimizer.
+
+Models at initialisation on random tokens; every block compiled by itself, the head and its loss in
+chunks (liger-kernel where it is installed, see the column). Times by CUDA events, gradients
+dropped before every step. Memory: the most that was allocated, parameters and gradients
+included. MFU: 6 x parameters x tokens, attention's products over time left out, over what the
+GPU's bfloat16 can do (H100 and H200). Writes results/lm_step.csv.
+
+    python benchmarks/lm_step.py [--only gru-400M] [--repeats 20] [--out FOLDER] [--smoke]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import itertools
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from common import RESULTS, provenance, write_csv
+
+from pararnn.lm import LanguageModel, preset
+from pararnn.lm.config import LMConfig
+
+ARCHITECTURES = ("gru", "lstm", "transformer")
+TOKENS = {"400M": 32_768, "1B": 16_384}
+LENGTHS = (2_048, 8_192, 32_768)
+PEAK_FLOPS = 989e12
+"""Of dense bfloat16 products a second, H100 SXM and H200."""
+
+
+class Case(NamedTuple):
+    """A model, and the size of its batch."""
+
+    name: str
+    config: LMConfig
+    batch: int
+    length: int
+    z_loss: float = 1e-4
+
+
+def cases() -> list[Case]:
+    """All that is measured: tokens of a step are the same at every length."""
+    return [
+        Case(found.name, cast(LMConfig, found.model), tokens // length, length, found.z_loss)
+        for scale, tokens in TOKENS.items()
+        for found in (preset(architecture, scale) for architecture in ARCHITECTURES)
+        for length in LENGTHS
+        if length <= tokens
+    ]
+
+
+def smoke_cases() -> list[Case]:
+    """Tiny models, for a CPU."""
+    gru = LMConfig(16, 2, vocab_size=50)
+    attention = LMConfig(16, 2, vocab_size=50, mixers=("attention",) * 2, num_attention_heads=2)
+    return [Case("gru-tiny", gru, 2, 32), Case("transformer-tiny", attention, 2, 32)]
+
+
+def step_times(
+    model: LanguageModel, case: Case, device: torch.device, warmup: int, repeats: int
+) -> list[float]:
+    """ms of each of `repeats` steps, after some that are not counted."""
+    shape = (case.batch, case.length)
+    tokens = torch.randint(case.config.vocab_size, shape, device=device)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model.loss(tokens, tokens, z_loss=case.z_loss).backward()
+
+    for _ in range(warmup):
+        step()
+    if device.type == "cpu":
+        clock = [time.perf_counter()]
+        for _ in range(repeats):
+            step()
+            clock.append(time.perf_counter())
+        return [(end - begin) * 1e3 for begin, end in itertools.pairwise(clock)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
+
+
+def measure(
+    case: Case, device: torch.device, compiled: bool, warmup: int, repeats: int
+) -> dict[str, Any]:
+    """A case's row."""
+    torch.manual_seed(0)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    model = LanguageModel(case.config, device=device, dtype=torch.bfloat16)
+    if compiled:
+        torch.compiler.reset()  # code of another length would be made anew for any
+        for block in model.backbone.layers:
+            block.compile(fullgraph=True)
+    times = step_times(model, case, device, warmup, repeats)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "model": case.name,
+        "B": case.batch,
+        "T": case.length,
+        "parameters": parameters,
+        "compiled": compiled,
+        "repeats": repeats,
+        **figures(times, parameters, case.batch * case.length),
+        "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else "",
+    }
+
+
+def figures(times: list[float], parameters: int, tokens: int) -> dict[str, float]:
+    """What follows from the steps' ms: median, minimum, and of the median tokens/s and MFU."""
+    median = statistics.median(times)
+    flops = 6 * parameters * tokens / median * 1e3
+    return {
+        "median_ms": round(median, 3),
+        "min_ms": round(min(times), 3),
+        "tokens_per_s": round(tokens / median * 1e3),
+        "mfu_percent": round(100 * flops / PEAK_FLOPS, 2),
+    }
+
+
+def about(device: torch.device) -> dict[str, str]:
+    """What all rows share."""
+    installed = importlib.util.find_spec("liger_kernel") is not None and device.type == "cuda"
+    liger = importlib.metadata.version("liger-kernel") if installed else ""
+    return {**provenance(device), "liger": liger}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="models whose names begin so")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU, not compiled")
+    parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
+    args = parser.parse_args()
+    device = torch.device("cpu" if args.smoke else "cuda")
+    every = smoke_cases() if args.smoke else cases()
+    chosen = [case for case in every if case.name.startswith(args.only)]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(case.name for case in every))
+        parser.error(f"--only {args.only}: no such model; there are {names}")
+    out = args.out or (None if args.only or args.smoke else RESULTS)
+    shared = about(device)
+    print(shared, flush=True)
+    rows = []
+    for case in chosen:
+        row = measure(case, device, not args.smoke, args.warmup, args.repeats)
+        rows.append({**shared, **row})
+        print(*row.values(), sep="\t", flush=True)
+        if out is not None:
+            write_csv(out / "lm_step.csv", rows)  # now: a later case may fail
+    print(f"written to {out or 'nowhere (see --out)'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The benchmark of language models' steps: what it measures, and what follows from times."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import lm_step
+import markdown_tables
+import tables
+from common import write_csv
+
+
+def test_language_models_have_steps(tmp_path, monkeypatch) -> None:
+    cpu = torch.device("cpu")
+    rows = [
+        {**lm_step.about(cpu), **lm_step.measure(case, cpu, False, warmup=1, repeats=2)}
+        for case in lm_step.smoke_cases()
+    ]
+    assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows)
+    assert [row["B"] * row["T"] for row in rows] == [64, 64]
+    write_csv(tmp_path / "lm_step.csv", rows)
+    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
+    lines = tables.FIGURES["lm_step"]().splitlines()
+    assert [line.split(" | ")[0] for line in lines[-2:]] == ["| gru-tiny", "| transformer-tiny"]
+
+
+def test_steps_of_a_size_have_the_same_tokens() -> None:
+    found = lm_step.cases()
+    sizes = {(case.name.split("-")[1], case.batch * case.length) for case in found}
+    assert sizes == {("400M", 32_768), ("1B", 16_384)}
+    assert len(found) == 3 * 3 + 3 * 2
+
+
+def test_what_follows_from_the_times_of_steps() -> None:
+    found = lm_step.figures([100.0, 90.0, 200.0], 400_000_000, 32_768)
+    assert found == {
+        "median_ms": 100.0,
+        "min_ms": 90.0,
+        "tokens_per_s": 327_680,
+        "mfu_percent": pytest.approx(6 * 4e8 * 327_680 / 989e12 * 100, abs=0.01),
+    }
