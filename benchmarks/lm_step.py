@@ -1,10 +1,9 @@
 """A step of the paper's language models: forward and backward in bfloat16, without an optimizer.
 
 Models at initialisation on random tokens; every block compiled by itself, the head and its loss in
-chunks (liger-kernel where it is installed, see the column). Times by CUDA events, gradients
-dropped before every step. Memory: the most that was allocated, parameters and gradients
-included. MFU: 6 x parameters x tokens, attention's products over time left out, over what the
-GPU's bfloat16 can do (H100 and H200). Writes results/lm_step.csv.
+chunks. Times by CUDA events, gradients dropped before every step. Memory: the most that was
+allocated, parameters and gradients included. MFU: 6 x parameters x tokens, attention's products
+over time left out, over what the GPU's bfloat16 can do (H100 and H200). Writes results/lm_step.csv.
 
     python benchmarks/lm_step.py [--only gru-400M] [--repeats 20] [--out FOLDER] [--smoke]
 """
@@ -12,8 +11,6 @@ GPU's bfloat16 can do (H100 and H200). Writes results/lm_step.csv.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import itertools
 import statistics
 import time
@@ -129,13 +126,6 @@ def figures(times: list[float], parameters: int, tokens: int) -> dict[str, float
     }
 
 
-def about(device: torch.device) -> dict[str, str]:
-    """What all rows share."""
-    installed = importlib.util.find_spec("liger_kernel") is not None and device.type == "cuda"
-    liger = importlib.metadata.version("liger-kernel") if installed else ""
-    return {**provenance(device), "liger": liger}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -153,7 +143,7 @@ def main() -> None:
         names = ", ".join(dict.fromkeys(case.name for case in every))
         parser.error(f"--only {args.only}: no such model; there are {names}")
     out = args.out or (None if args.only or args.smoke else RESULTS)
-    shared = about(device)
+    shared = provenance(device)
     print(shared, flush=True)
     rows = []
     for case in chosen:

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pararnn.errors import MissingExtra
 from pararnn.lm import causal_lm_loss, loss
 from pararnn.numerics import relative_error
 
@@ -16,7 +15,7 @@ PER_CHUNK = 16
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", PER_CHUNK * VOCAB + 5)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", {"cpu": PER_CHUNK * VOCAB + 5})
 
 
 def tensors(*shape: int, dtype=torch.float32, width: int = 8, scale: float = 1.0):
@@ -88,7 +87,7 @@ def test_large_logits():
 
 
 def test_a_vocabulary_larger_than_a_chunk(monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", 5)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", {"cpu": 5})
     assert_same(tensors(2, 5), z_loss=0.1)
 
 
@@ -176,7 +175,7 @@ class Made(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if torch.is_tensor(tensor) and tensor.is_floating_point():
                 self.sizes.append(tensor.numel())
-        self.products += func is torch.ops.aten.mm.default
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
         return out
 
 
@@ -228,7 +227,7 @@ def test_gradients_are_scaled_without_rounding_the_scale():
 
 def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32(monkeypatch):
     rows, width = 4096, 2
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", VOCAB)  # a row a chunk
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", {"cpu": VOCAB})  # a row a chunk
     hidden = torch.ones(rows, width, dtype=torch.bfloat16)
     weight = torch.zeros(VOCAB, width, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.zeros(rows, dtype=torch.long)
@@ -281,8 +280,6 @@ WRONG = {
     "hidden must be": {"weight": torch.zeros(VOCAB, 9)},
     "one dtype outside of autocast": {"weight": torch.zeros(VOCAB, 8, dtype=torch.bfloat16)},
     "num_items must be positive": {"num_items": 0},
-    "backend must be one of": {"backend": "cuda"},
-    "takes CUDA tensors": {"backend": "liger"},
 }
 
 
@@ -291,26 +288,3 @@ def test_what_does_not_fit_raises(message):
     args = dict(zip(("hidden", "weight", "labels"), tensors(2, 30), strict=True))
     with pytest.raises(ValueError, match=message):
         causal_lm_loss(**args | WRONG[message])
-
-
-def test_liger_that_is_missing_says_how_to_install_it(monkeypatch):
-    hidden, weight, labels = tensors(30)
-    monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'pararnn\[lm\]'"):
-        loss._liger_sum(hidden, weight, labels, 0.0, torch.float32)
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_auto_takes_liger_where_it_runs(monkeypatch, installed):
-    found = object() if installed else None
-    monkeypatch.setattr(loss.importlib.util, "find_spec", lambda name: found)
-    on_gpu = torch.empty(2, 3, device="meta").as_subclass(OnGpu)
-    assert loss._chosen("auto", on_gpu, torch.bfloat16) == ("liger" if installed else "chunked")
-    assert loss._chosen("auto", on_gpu, torch.float64) == "chunked"
-    assert loss._chosen("auto", torch.empty(2, 3), torch.bfloat16) == "chunked"
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
-
-    device = torch.device("cuda")

@@ -17,7 +17,7 @@ from common import write_csv
 def test_language_models_have_steps(tmp_path, monkeypatch) -> None:
     cpu = torch.device("cpu")
     rows = [
-        {**lm_step.about(cpu), **lm_step.measure(case, cpu, False, warmup=1, repeats=2)}
+        {**lm_step.provenance(cpu), **lm_step.measure(case, cpu, False, warmup=1, repeats=2)}
         for case in lm_step.smoke_cases()
     ]
     assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pararnn.errors import MissingExtra
 
-EXTRAS = {"liger_kernel": "lm", "matplotlib": "demo", "tqdm": "demo"}
+EXTRAS = {"matplotlib": "demo", "tqdm": "demo"}
 """By package: the extra of pararnn that installs it."""
 
 

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LMConfig
-from pararnn.lm.mixers import Mixer, input_draw, make_mixer, make_norm, output_draw, rotary_tables
+from pararnn.lm.mixers import input_draw, make_mixer, make_norm, output_draw, rotary_tables
+from pararnn.lm.recompute import keeping_products
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
 
@@ -50,9 +51,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """See the class; `rows` and `cache` as in `Mixer.forward`."""
-        mixed = self.mixer(self.mixer_norm(x), rows, cache)
+        if self.mixer.keeps_products and cache is None:
+            mixed = keeping_products(self._mixed, x, rows)
+        else:
+            mixed = self._mixed(x, rows, cache)
         x = mixed + (x if self.residual_scale is None else x * self.residual_scale)
         return x + self.mlp(self.mlp_norm(x))
+
+    def _mixed(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+        return self.mixer(self.mixer_norm(x), rows, cache)
 
     def draws(self, layer: int) -> Iterator[tuple[nn.Module, str, Draw]]:
         """How each parameter starts: the module that owns it, its name there, and the draw."""

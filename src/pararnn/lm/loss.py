@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pararnn.extras import require
-
 IGNORED = -100
 """The label of a position that has none."""
 
-CHUNK_LOGITS = 2**26
-"""Logits that a chunk of rows has at most, where one row has no more: 256 MB in float32."""
-
-BACKENDS = ("auto", "liger", "chunked")
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+"""Logits that a chunk of rows has at most, where one row has no more: 64 MB in float32, 256 MB in
+bfloat16, and as much again for their gradient."""
 
 
 def causal_lm_loss(
@@ -28,7 +27,6 @@ def causal_lm_loss(
     shift: bool = True,
     z_loss: float = 0.0,
     num_items: Tensor | int | None = None,
-    backend: str = "auto",
 ) -> Tensor:
     """Mean cross-entropy of the logits `hidden @ weight.T`, plus z_loss * mean(logsumexp²).
 
@@ -47,14 +45,11 @@ def causal_lm_loss(
         num_items: what both sums are divided by, as a gradient accumulated over batches needs it;
             None is the number of labels with a loss. Without any of these the loss is NaN, as it is
             in PyTorch; with `num_items` it is 0.
-        backend: "liger" (the package liger-kernel; CUDA, not float64), "chunked" (PyTorch, any
-            device), or "auto": liger where it can run and is installed.
 
     Returns:
         A scalar in float32, or float64 for float64.
 
-    Raises ValueError for shapes, dtypes or a backend that do not fit, MissingExtra for "liger"
-    without liger-kernel.
+    Raises ValueError for shapes and dtypes that do not fit.
     """
     _check(hidden, weight, labels, num_items)
     if shift:
@@ -64,8 +59,7 @@ def causal_lm_loss(
     if not torch.is_grad_enabled():  # or gradients would be computed, and dropped
         rows, weight = rows.detach(), weight.detach()
     dtype = _compute_dtype(hidden, weight)
-    summed = {"liger": _liger_sum, "chunked": _ChunkedSum.apply}[_chosen(backend, hidden, dtype)]
-    total = summed(rows, weight, flat, z_loss, dtype)
+    total = _ChunkedSum.apply(rows, weight, flat, z_loss, dtype)
     return total / ((flat != IGNORED).sum() if num_items is None else num_items)
 
 
@@ -96,38 +90,6 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _chosen(backend: str, hidden: Tensor, dtype: torch.dtype) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-    can_run = hidden.device.type == "cuda" and dtype != torch.float64
-    if backend == "liger" and not can_run:
-        raise ValueError(
-            f"backend 'liger' takes CUDA tensors other than float64, got {dtype} on "
-            f"{hidden.device}; take 'chunked'"
-        )
-    if backend == "auto":
-        installed = importlib.util.find_spec("liger_kernel") is not None
-        return "liger" if can_run and installed else "chunked"
-    return backend
-
-
-def _liger_sum(
-    rows: Tensor, weight: Tensor, labels: Tensor, z_loss: float, dtype: torch.dtype
-) -> Tensor:
-    functional = require("liger_kernel.transformers.functional")
-    with torch.autocast(rows.device.type, enabled=False):  # it would round its float32 sums
-        total = functional.liger_fused_linear_cross_entropy(
-            rows.to(dtype),
-            weight.to(dtype),
-            labels,
-            ignore_index=IGNORED,
-            lse_square_scale=z_loss,
-            reduction="sum",
-            accum_dtype=torch.float32,
-        )
-    return total.float()
-
-
 class _ChunkedSum(torch.autograd.Function):
     """The sum over labels of cross-entropy and z-loss; forward has the gradients already."""
 
@@ -146,18 +108,18 @@ class _ChunkedSum(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
         total = rows.new_zeros((), dtype=wide)
         head = weight.to(dtype)
-        size = max(1, CHUNK_LOGITS // len(weight))
+        differentiate = _differentiation(rows.device.type)
+        size = _chunk_size(rows.device.type, len(weight))
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             chunk = rows[part].to(dtype)
-            logits = (chunk @ head.T).to(wide)
-            total += _loss_into_gradient(logits, labels[part], z_loss)
-            gradient = logits.to(dtype)
+            loss, gradient = differentiate(chunk @ head.T, labels[part], z_loss)
+            total += loss
             if grad_rows is not None:
                 grad_rows[part] = gradient @ head
             if grad_weight is not None:
-                grad_weight += gradient.T @ chunk
-            del logits, gradient  # or the next chunk's would be beside them
+                grad_weight = _plus_product(grad_weight, gradient.T, chunk)
+            del gradient  # or the next chunk's would be beside it
         ctx.save_for_backward(grad_rows, grad_weight)
         ctx.dtypes = rows.dtype, weight.dtype
         return total
@@ -169,20 +131,39 @@ class _ChunkedSum(torch.autograd.Function):
         return *(_scaled(grad, upstream, dtype) for grad, dtype in pairs), None, None, None
 
 
-def _loss_into_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
-    """The summed loss of logits (N, V), which become its gradient: no second tensor of the size."""
-    has_loss = labels != IGNORED
-    targets = labels.where(has_loss, 0)[:, None]
-    largest = logits.amax(1, keepdim=True)
-    logits -= largest
-    of_targets = logits.gather(1, targets)
-    sums = logits.exp_().sum(1, keepdim=True)
-    lse = largest + sums.log()
-    loss = (sums.log() - of_targets + z_loss * lse.square()).squeeze(1).where(has_loss, 0.0).sum()
-    logits *= (1 + 2 * z_loss * lse) / sums
-    logits.scatter_add_(1, targets, logits.new_full((), -1.0).expand_as(targets))
-    logits.masked_fill_(~has_loss[:, None], 0.0)
-    return loss
+def _chunk_size(device: str, vocabulary: int) -> int:
+    """Rows of a chunk: whole tiles of a matrix product where there is room for some."""
+    rows = max(1, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cpu"]) // vocabulary)
+    return rows - rows % 256 if rows > 256 else rows
+
+
+def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """The summed loss of logits (N, V) and its gradient, computed in float32 or wider."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    has_loss = (labels != IGNORED).unsqueeze(1)
+    target = labels.unsqueeze(1).where(has_loss, 0)
+    lse = wide.logsumexp(1, keepdim=True)
+    loss = (lse - wide.gather(1, target) + z_loss * lse.square()).where(has_loss, 0.0).sum()
+    is_target = torch.arange(wide.shape[1], device=wide.device) == target
+    gradient = (wide - lse).exp() * (1 + 2 * z_loss * lse) - is_target.to(wide.dtype)
+    return loss, gradient.where(has_loss, 0.0).to(logits.dtype)
+
+
+@cache
+def _differentiation(device: str) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """`loss_and_gradient`, on a GPU as two passes over the logits where Triton can make them."""
+    if device == "cuda" and importlib.util.find_spec("triton") is not None:
+        return torch.compile(loss_and_gradient, dynamic=False)
+    return loss_and_gradient
+
+
+def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b, the sum in total's dtype."""
+    if total.dtype == a.dtype:
+        return total.addmm_(a, b)
+    if total.is_cuda:
+        return torch.addmm(total, a, b, out_dtype=total.dtype)
+    return total.add_(a @ b)
 
 
 def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:

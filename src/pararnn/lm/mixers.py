@@ -25,10 +25,13 @@ class Mixer(nn.Module):
 
     `scales_residual` says whether its block multiplies the residual by learnable factors, one a
     channel. `needs_positions` says whether it reads `Rows.rotary` and `Rows.attend`.
+    `keeps_products` says whether compiled code keeps no more than matrix products and solves of it
+    for the backward pass, see `pararnn.lm.recompute`.
     """
 
     scales_residual: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False
+    keeps_products: bool = False
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """The rows' tokens, each mixed with those before it; `cache` holds earlier ones."""
@@ -78,6 +81,7 @@ class RNNMixer(Mixer):
             **factory,
             **config.cell_config,
         )
+        self.keeps_products = not config.recompute_gates  # which keeps less in a way of its own
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         # What a solve carries is float32 whatever the model's dtype (the numerics contract).
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
@@ -122,7 +126,9 @@ class RNNMixer(Mixer):
             "rnn.cell.": rnn.cell.draws(self.recurrent_std),
             "conv.": {} if self.conv is None else self.conv.draws(),
         }
-        return own | {at + name: draw for at, draws in parts.items() for name, draw in draws.items()}
+        return own | {
+            at + name: draw for at, draws in parts.items() for name, draw in draws.items()
+        }
 
 
 def _one(states: tuple[Tensor, ...] | None) -> Any:
