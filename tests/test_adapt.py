@@ -105,6 +105,22 @@ def test_layers_and_directions_switch_each_by_itself(newton_fused, monkeypatch):
     assert model[0].last_solve.sweeps.tolist() == [0, 1, 0, 1]
 
 
+def test_a_layer_alone_switches_however_it_is_called(newton_fused):
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6, backend="fused")
+    newton_fused.taken_by_auto(layer.cell, SIZE, Pin(SEGMENTS))
+    newton_fused.sweeps = 3
+    adaptation = pararnn.adapt(layer, patience=2)
+    x = torch.randn(SHAPE)
+    for _ in range(2):
+        layer(x, mode="PARALLEL_FUSED")  # not judged
+    for call in (lambda: layer(x), lambda: layer(x=x), lambda: layer(x, mode=None)):
+        call()
+        assert layer.last_solve.sweeps.item() == 3
+    assert adaptation.switched == {"": [(2, 128)]}
+    layer(x=x)
+    assert layer.last_solve.sweeps.item() == 0
+
+
 def test_training_goes_on_across_the_switch(layer, newton_fused):
     newton_fused.sweeps = 4
     pararnn.adapt(layer, patience=2)

@@ -101,6 +101,23 @@ def _fsdp_decoding(rank):
         assert torch.allclose(shared.step(x)[0], alone.step(x)[0])
 
 
+def _fsdp_of_a_layer(rank):
+    """Which steps by its own call, so that nothing needs to be registered, but may be."""
+    x = torch.randn(2, 9, 4, dtype=torch.float64)
+    for registered in (False, True):
+        torch.manual_seed(0)
+        alone = pararnn.RecurrentLayer(pararnn.LSTMCell, 4, 6, dtype=torch.float64)
+        shared = fully_shard(copy.deepcopy(alone), mesh=_mesh())
+        if registered:
+            register_fsdp_forward_method(shared, "step")
+        assert torch.allclose(shared.step(x[:, 0])[0], alone.step(x[:, 0])[0])
+        for module in (alone, shared):
+            module(x)[0].square().sum().backward()
+        for name, parameter in alone.named_parameters():
+            grad = _whole(shared.get_parameter(name).grad)
+            assert torch.allclose(grad, parameter.grad, rtol=1e-8, atol=1e-12), name
+
+
 def _fsdp_of_parts(rank):
     x = torch.randn(2, 9, 4, dtype=torch.float64)
     for case in CASES:
@@ -123,6 +140,10 @@ def test_fsdp(tmp_path):
 
 def test_fsdp_decoding(tmp_path):
     _on_two_processes(_fsdp_decoding, tmp_path)
+
+
+def test_fsdp_of_a_layer(tmp_path):
+    _on_two_processes(_fsdp_of_a_layer, tmp_path)
 
 
 def test_fsdp_of_a_cell_alone_says_what_to_shard(tmp_path):

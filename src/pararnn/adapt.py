@@ -104,7 +104,7 @@ class _Watch:
         """Where (B, T) has been slow for long, the loop."""
         if not self.slow or not _is_open(layer, options):
             return None
-        if self.slow.get(_rows(inputs), 0) < self.patience:
+        if self.slow.get(_rows(inputs, options), 0) < self.patience:
             return None
         return inputs, options | {"solver": "sequential", "backend": "fused"}
 
@@ -124,7 +124,7 @@ class _Watch:
             self.judge(layer, rows, sweeps, segments)
         segments = _segments(layer, output[0], options)
         if segments > 1:
-            self.pending = _rows(inputs), segments, _Count(info)
+            self.pending = _rows(inputs, options), segments, _Count(info)
 
     def judge(self, layer: RecurrentLayer, rows: Rows, sweeps: int, segments: int) -> None:
         """Count a solve of (newton, fused)."""
@@ -175,8 +175,9 @@ def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:
     return asked in (("auto", "auto"), ("auto", "fused")) and split_asked(BY_RULE) == BY_RULE
 
 
-def _rows(inputs: Any) -> Rows:
-    return tuple(inputs[0].shape[:2])
+def _rows(inputs: Any, options: Mapping[str, Any]) -> Rows:
+    x = inputs[0] if inputs else options["x"]
+    return tuple(x.shape[:2])
 
 
 def _segments(layer: RecurrentLayer, output: Tensor, options: Mapping[str, Any]) -> int:
