@@ -7,7 +7,13 @@ from typing import Any
 
 from pararnn.errors import MissingExtra
 
-EXTRAS = {"liger_kernel": "lm", "matplotlib": "demo", "tqdm": "demo"}
+EXTRAS = {
+    "liger_kernel": "lm",
+    "matplotlib": "demo",
+    "safetensors": "demo",
+    "tqdm": "demo",
+    "transformers": "hf",
+}
 """By package: the extra of pararnn that installs it."""
 
 
