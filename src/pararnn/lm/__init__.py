@@ -16,7 +16,9 @@ from pararnn.lm.sample import sample
 from pararnn.lm.tokens import BYTES, save_byte_tokenizer
 
 if TYPE_CHECKING:
-    from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM, ParaRNNModel
+    from pararnn.lm.hf import ParaRNNConfig as ParaRNNConfig
+    from pararnn.lm.hf import ParaRNNForCausalLM as ParaRNNForCausalLM
+    from pararnn.lm.hf import ParaRNNModel as ParaRNNModel
 
 __all__ = [
     "BYTES",
@@ -26,9 +28,6 @@ __all__ = [
     "LMConfig",
     "LanguageModel",
     "Mixer",
-    "ParaRNNConfig",
-    "ParaRNNForCausalLM",
-    "ParaRNNModel",
     "bits_per_byte",
     "causal_lm_loss",
     "load_checkpoint",
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 HF = ("ParaRNNConfig", "ParaRNNForCausalLM", "ParaRNNModel")
-"""Names that need transformers; MissingExtra without it."""
+"""Names that need transformers, not in __all__ for that reason; MissingExtra without it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -17,10 +17,7 @@ def save_byte_tokenizer(folder: Path | str) -> None:
     """
     files = {
         "tokenizer.json": byte_tokenizer(),
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-        },
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
     }
     for name, content in files.items():
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
