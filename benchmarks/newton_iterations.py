@@ -4,7 +4,7 @@ The paper's Appendix A says 2 to 4. For the inputs that the layers of a byte-lev
 see on held-out text: the solver's own count until the numerics contract holds, and the residual
 max |h_l - f(h_{l-1}, x_l)| after each update, in float32, the largest in a batch of 8.
 
-    python benchmarks/newton_iterations.py [runs/demo/checkpoint.pt ...]
+    python benchmarks/newton_iterations.py [runs/demo ...]
 
 Without checkpoints it trains a GRU and an LSTM for --seconds each.
 """
@@ -25,8 +25,8 @@ from trained import solves_of, trained_model
 from pararnn.affine import affine_scan
 from pararnn.engines.base import Arguments
 from pararnn.engines.boundaries import to_system
-from pararnn.layers import ParaRNN
-from pararnn.lm import ByteLM, load_checkpoint, set_solver
+from pararnn.layers import RecurrentLayer
+from pararnn.lm import LanguageModel, load_checkpoint, set_solver
 from pararnn.program import program_of
 from pararnn.solvers.system import System
 from pararnn.tasks import spread_windows, stdlib_corpus
@@ -38,14 +38,14 @@ UPDATES = 8
 CELLS = ("gru", "lstm")
 
 
-def fresh_model(trained: ByteLM, seed: int = 0) -> ByteLM:
+def fresh_model(trained: LanguageModel, seed: int = 0) -> LanguageModel:
     """The same model at initialisation."""
     torch.manual_seed(seed)
-    return ByteLM(trained.cell_class, **trained.options).eval()
+    return LanguageModel(trained.config).eval()
 
 
-def system_of(layer: ParaRNN, args: Arguments) -> System:
-    """The nonlinear system of a one-layer ParaRNN's solve."""
+def system_of(layer: RecurrentLayer, args: Arguments) -> System:
+    """The nonlinear system of a layer's solve."""
     program = program_of(layer.cell)
     return to_system(program, args.completed(program.num_states))[0]
 
@@ -67,13 +67,13 @@ def residual_history(system: System, updates: int) -> list[float]:
     return history
 
 
-def measure(model: ByteLM, stage: str, valid: Tensor) -> Iterator[dict[str, Any]]:
+def measure(model: LanguageModel, stage: str, valid: Tensor) -> Iterator[dict[str, Any]]:
     """One row a length, layer and update; the counts are repeated on each."""
     set_solver(model, "newton", "torch")
     for steps in LENGTHS:
         tokens = spread_windows(valid, BATCH, steps)[:, :-1]
         solves = solves_of(model, tokens)
-        for index, (layer, args) in enumerate(zip(model.layers(), solves, strict=True)):
+        for index, (layer, args) in enumerate(zip(model.recurrent_layers(), solves, strict=True)):
             assert layer.last_solve is not None
             counts = {
                 "cell": type(layer.cell).__name__,
@@ -117,7 +117,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Newton's iterations on real text.")
-    parser.add_argument("checkpoints", nargs="*", type=Path, help="checkpoint.pt of demo runs")
+    parser.add_argument("checkpoints", nargs="*", type=Path, help="folders of demo runs")
     parser.add_argument("--seconds", type=float, default=60, help="training where none is given")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for csv and png")
     options = parser.parse_args()

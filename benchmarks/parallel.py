@@ -28,7 +28,7 @@ from pararnn.cells.affine import AFFINE
 from pararnn.engines.base import Arguments, totals
 from pararnn.engines.fused_cuda import NEWTON, SEQUENTIAL
 from pararnn.engines.table import engine_for
-from pararnn.lm import ByteLM
+from pararnn.lm import LanguageModel
 from pararnn.program import Program, program_of
 from pararnn.solve import prepare
 from pararnn.tasks import random_windows, stdlib_corpus
@@ -204,21 +204,21 @@ def trained_rows(run: Run) -> list[Row]:
             "train_steps": last.step,
         }
         about |= {"bits_validation": round(last.bits, 3)}
-        for index in range(len(model.layers())):
+        for index in range(len(model.recurrent_layers())):
             rows += layer_rows(run, model, name, index, corpus.valid, about)
     return rows
 
 
 def layer_rows(
-    run: Run, model: ByteLM, name: str, index: int, text: Tensor, about: Row
+    run: Run, model: LanguageModel, name: str, index: int, text: Tensor, about: Row
 ) -> list[Row]:
     """One layer of a model at all sizes; the narrow one is the tile of its slowest channel."""
-    cell = model.layers()[index].cell
+    cell = model.recurrent_layers()[index].cell
     generator = torch.Generator().manual_seed(index)
 
     def inputs(size: Size, dtype: torch.dtype, count: int, channels: slice) -> list[Arguments]:
         windows = random_windows(text, count * size[0], size[1], generator)[:, :-1]
-        device = model.head.weight.device
+        device = model.lm_head.weight.device
         read = (solves_of(model, tokens.to(device)) for tokens in windows.split(size[0]))
         return [part_of(solves[index], channels, dtype) for solves in read]
 

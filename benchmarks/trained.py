@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from torch import Tensor
 import pararnn
 from pararnn import Cell
 from pararnn.engines.base import Arguments
-from pararnn.layers import ParaRNN, RecurrentLayer
-from pararnn.lm import ByteLM
+from pararnn.layers import RecurrentLayer
+from pararnn.lm import LanguageModel
 from pararnn.solve import prepare
 from pararnn.tasks import Corpus
 from pararnn.train import DemoConfig, History, train
@@ -26,7 +25,7 @@ MERGED = 1e-6
 
 def trained_model(
     config: DemoConfig, corpus: Corpus, show_progress: bool = False
-) -> tuple[ByteLM, History]:
+) -> tuple[LanguageModel, History]:
     """The demo's model after the config's training."""
     torch.manual_seed(config.seed)
     model = make_model(config)
@@ -34,15 +33,14 @@ def trained_model(
 
 
 @torch.no_grad()
-def solves_of(model: ByteLM, tokens: Tensor) -> list[Arguments]:
+def solves_of(model: LanguageModel, tokens: Tensor) -> list[Arguments]:
     """What each recurrent layer's solve is given when the model reads tokens (B, T)."""
     given: list[Arguments] = []
 
-    def record(layer: ParaRNN, inputs: tuple[Tensor, ...]) -> None:
-        part = cast(RecurrentLayer, layer.layers[0])
-        given.append(prepare(part.cell, part.proj(inputs[0]), bias=part.bias))
+    def record(layer: RecurrentLayer, inputs: tuple[Tensor, ...]) -> None:
+        given.append(prepare(layer.cell, layer.proj(inputs[0]), bias=layer.bias))
 
-    hooks = [layer.register_forward_pre_hook(record) for layer in model.layers()]
+    hooks = [layer.register_forward_pre_hook(record) for layer in model.recurrent_layers()]
     try:
         model(tokens)
     finally:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pararnn import GRUCell, LSTMCell
-from pararnn.lm import ByteLM
+from pararnn import GRUCell
+from pararnn.lm import LanguageModel, LMConfig
 from pararnn.program import program_of
 from pararnn.solve import prepare, run
 
@@ -38,16 +38,17 @@ def test_steps_to_merge_tell_latches_from_what_forgets() -> None:
     assert steps.tolist() == [[0, 100, halvings]] * 3
 
 
-@pytest.mark.parametrize("cell_class", [GRUCell, LSTMCell])
-def test_solves_are_those_of_the_models_layers(cell_class: type) -> None:
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_solves_are_those_of_the_models_layers(cell: str) -> None:
     torch.manual_seed(0)
-    model = ByteLM(cell_class, 8).eval()
+    config = LMConfig(vocab_size=256, hidden_size=8, num_hidden_layers=2, cell=cell)
+    model = LanguageModel(config).eval()
     outputs: list[Tensor] = []
-    for layer in model.layers():
+    for layer in model.recurrent_layers():
         layer.register_forward_hook(lambda _, __, result: outputs.append(result[0]))
     solves = trained.solves_of(model, torch.randint(256, (2, 30)))
     assert len(solves) == len(outputs) == 2
-    for layer, args, output in zip(model.layers(), solves, outputs, strict=True):
+    for layer, args, output in zip(model.recurrent_layers(), solves, outputs, strict=True):
         program = program_of(layer.cell)
         torch.testing.assert_close(run(program, args, "auto", "auto")[0][0], output)
         part = trained.part_of(args, slice(4, 6), torch.float32)

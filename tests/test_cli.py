@@ -1,3 +1,4 @@
+import io
 import subprocess
 import sys
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 
 from pararnn import cli
+from pararnn.lm import LanguageModel, LMConfig, sample, save_byte_tokenizer, save_checkpoint
 from pararnn.train import DemoConfig
 
 
@@ -56,6 +58,18 @@ def test_a_failed_verification_is_exit_code_1(monkeypatch):
         ("demo --device meta", "'meta' is not supported"),
         ("demo --device cuda:99", "'cuda:99' is not here"),
         ("demo --wdith 3", "unrecognized arguments: --wdith 3"),
+        ("generate --prompt a", "required: --model"),
+        ("generate --model m", "required: --prompt"),
+        ("generate --model m --prompt=", "--prompt: must have some text"),
+        ("generate --model m --prompt \udcff", "--prompt: must be UTF-8"),
+        ("generate --model m --prompt a --max-new-tokens 0", "must be at least 1, got '0'"),
+        ("generate --model m --prompt a --temperature -1", "must be 0 or a positive number"),
+        ("generate --model m --prompt a --temperature nan", "must be 0 or a positive number"),
+        ("generate --model m --prompt a --top-k 0", "--top-k: must be at least 1, got '0'"),
+        ("generate --model m --prompt a --top-p 0", "must be above 0 and at most 1, got '0'"),
+        ("generate --model m --prompt a --top-p 1.5", "must be above 0 and at most 1"),
+        ("generate --model m --prompt a --dtype float8", "invalid choice: 'float8'"),
+        ("generate --model m --prompt a --device tpu", "'tpu' is not a device"),
     ],
 )
 def test_bad_values_give_one_line_and_exit_code_2(options, message, configs, capsys):
@@ -104,6 +118,95 @@ def test_a_missing_extra_gives_one_line(monkeypatch, capsys):
         cli.main(["demo"])
     assert stopped.value.code == 2
     assert "pip install 'pararnn[demo]'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model of ASCII letters in a folder, with its tokenizer."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    model = LanguageModel(LMConfig(vocab_size=256, **sizes)).eval()
+    with torch.no_grad():
+        model.lm_head.weight[:65] = model.lm_head.weight[91:] = 0
+    save_checkpoint(model, tmp_path)
+    save_byte_tokenizer(tmp_path)
+    return model
+
+
+def written(options: str, folder, capsys) -> str:
+    assert cli.main(["generate", "--model", str(folder), "--device", "cpu", *options.split()]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def test_generate_writes_the_prompt_and_what_follows(model, tmp_path, capsys, monkeypatch):
+    prompt = "hé你"
+    tokens = torch.tensor([list(prompt.encode())])
+    expected = prompt + bytes(sample(model, tokens, 30, 0)[0].tolist()).decode() + "\n"
+    greedy = "--max-new-tokens 30 --temperature 0"
+    assert written(f"--prompt {prompt} {greedy}", tmp_path, capsys) == expected
+    stdin = io.TextIOWrapper(io.BytesIO(prompt.encode()), "ascii")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert written(f"--prompt - {greedy}", tmp_path, capsys) == expected
+    drawn = f"--prompt {prompt} --max-new-tokens 30"
+    assert written(f"{drawn} --top-k 1 --seed 3", tmp_path, capsys) == expected
+    assert written(f"{drawn} --top-p 1e-6", tmp_path, capsys) == expected
+    first = written(f"{drawn} --temperature 2", tmp_path, capsys)
+    assert first == written(f"{drawn} --temperature 2", tmp_path, capsys)
+    assert first != written(f"{drawn} --temperature 2 --seed 1", tmp_path, capsys)
+    assert written(f"{drawn} --dtype bfloat16", tmp_path, capsys).startswith(prompt)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", None, "there is no model in"),
+        ("config.json", "{", "is no JSON"),
+        ("config.json", '{"model_type": "unheard-of"}', "cannot be loaded"),
+        ("config.json", '{"model_type": "pararnn", "num_hidden_layers": 0}', "cannot be loaded"),
+        ("config.json", '{"model_type": "pararnn", "cell": "a.b:C"}', "cannot be imported"),
+        ("model.safetensors", None, "cannot be loaded"),
+        ("model.safetensors", "no weights", "cannot be loaded"),
+        ("config.json", '{"model_type": "pararnn", "hidden_size": 8}', "cannot be loaded"),
+        ("tokenizer.json", None, "cannot be loaded"),
+    ],
+)
+def test_folders_without_a_model_give_one_line(name, content, message, model, tmp_path, capsys):
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    if name == "tokenizer.json":
+        (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["generate", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu"])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_weights_that_are_missing_are_not_drawn(model, tmp_path, capsys):
+    torch_files = pytest.importorskip("safetensors.torch")
+    weights = torch_files.load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    torch_files.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["generate", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu"])
+    assert stopped.value.code == 2
+    assert "misses the weight lm_head.weight" in capsys.readouterr().err
+
+
+def test_generate_needs_transformers(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["generate", "--model", "m", "--prompt", "a"])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr().err
+    assert "pip install 'pararnn[hf]'" in printed
+    assert printed.count("\n") == 1
 
 
 def test_the_command_runs_as_a_program():

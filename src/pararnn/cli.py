@@ -1,18 +1,24 @@
-"""The command line: `pararnn demo`."""
+"""The command line: `pararnn demo` and `pararnn generate`."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from pararnn.cells import CELLS
-from pararnn.tasks import TextError
-from pararnn.train import DemoConfig, MissingExtra, run_demo
+from pararnn.errors import PararnnError
+from pararnn.extras import require
+from pararnn.train import DemoConfig, run_demo
+
+ABSENT = argparse.SUPPRESS
+"""The default of options whose function has its own, and whose help is to name none."""
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,44 +29,98 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0, 1 when the demo's verification fails, or exit code 2 for bad values."""
+    """Run a command; 0, 1 when the demo's verification fails, or exit code 2 for bad values."""
     parser = make_parser()
-    config = DemoConfig(
-        **{k: v for k, v in vars(parser.parse_args(argv)).items() if k != "command"}
-    )
+    options = vars(parser.parse_args(argv))
+    run: Callable[..., int] = options.pop("run")
     try:
-        metrics = run_demo(config)
-    except (TextError, MissingExtra, OSError) as error:
+        return run(**options)
+    except (PararnnError, OSError) as error:
         parser.error(str(error))
-    return 0 if metrics["verified"] else 1
+
+
+def demo(**options: Any) -> int:
+    """`pararnn demo`: options are fields of `DemoConfig`."""
+    return 0 if run_demo(DemoConfig(**options))["verified"] else 1
+
+
+def generate(model: str, **options: Any) -> int:
+    """`pararnn generate`: options as in `pararnn.lm.hf.generate.stream_text`."""
+    require("transformers")
+    from pararnn.lm.hf.generate import stream_text  # seconds, which other commands do not wait for
+
+    stream_text(model, **options)
+    return 0
 
 
 def make_parser() -> Parser:
-    """The parser; a command's options have the names of its config's fields."""
+    """The parser; a command's options have the names of its function's arguments."""
     parser = Parser(prog="pararnn", description="Nonlinear RNNs trained in parallel, exactly.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    demo = commands.add_parser(
-        "demo",
-        help="train a small language model, then measure and check its solver",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, run, text, add_options in (
+        ("demo", demo, "train a small language model, then measure and check its solver", add_demo),
+        ("generate", generate, "let a language model go on with a text", add_generate),
+    ):
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        command.add_argument("--device", type=_device, default=device, help="cpu, cuda or cuda:N")
+        add_options(command)
+        command.set_defaults(run=run)
+    return parser
+
+
+def add_demo(command: argparse.ArgumentParser) -> None:
+    """The options of `pararnn demo`."""
     default = DemoConfig()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    demo.add_argument("--device", type=_device, default=device, help="cpu, cuda or cuda:N")
-    absent = argparse.SUPPRESS  # then the config's own default holds, and help names none
-    demo.add_argument(
-        "--text", metavar="FILE", default=absent, help="learn this file, not Python's library"
+    command.add_argument(
+        "--text", metavar="FILE", default=ABSENT, help="learn this file, not Python's library"
     )
-    demo.add_argument("--cell", choices=list(CELLS), default=default.cell, help="the recurrence")
-    demo.add_argument(
+    command.add_argument("--cell", choices=list(CELLS), default=default.cell, help="the recurrence")
+    command.add_argument(
         "--seconds", type=_positive, default=default.seconds, help="time to train for"
     )
-    demo.add_argument(
-        "--steps", type=_count, default=absent, help="train for at most so many steps"
+    command.add_argument(
+        "--steps", type=_count, default=ABSENT, help="train for at most so many steps"
     )
-    demo.add_argument("--out", metavar="DIR", default=default.out, help="folder for the results")
-    demo.add_argument("--seed", type=_seed, default=default.seed, help="of all random numbers")
-    return parser
+    command.add_argument("--out", metavar="DIR", default=default.out, help="folder for the results")
+    command.add_argument("--seed", type=_seed, default=default.seed, help="of all random numbers")
+
+
+def add_generate(command: argparse.ArgumentParser) -> None:
+    """The options of `pararnn generate`."""
+    command.add_argument(
+        "--model", metavar="DIR", required=True, default=ABSENT, help="folder of the model"
+    )
+    command.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        type=_prompt,
+        required=True,
+        default=ABSENT,
+        help="text to go on with; - reads it from the standard input",
+    )
+    command.add_argument("--max-new-tokens", type=_count, default=200, help="how many to write")
+    command.add_argument(
+        "--temperature", type=_temperature, default=0.8, help="0 takes the likeliest token"
+    )
+    command.add_argument(
+        "--top-k", type=_count, default=ABSENT, help="draw among so many likeliest tokens"
+    )
+    command.add_argument(
+        "--top-p",
+        type=_chance,
+        default=ABSENT,
+        help="draw among the likeliest tokens that together have this chance",
+    )
+    command.add_argument("--seed", type=_seed, default=0, help="of the draws")
+    command.add_argument(
+        "--dtype", choices=DTYPES, default=ABSENT, help="of the weights, if not as they are stored"
+    )
 
 
 def _device(text: str) -> str:
@@ -81,6 +141,30 @@ def _positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
     return value
+
+
+def _temperature(text: str) -> float:
+    value = _number(text, float)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be 0 or a positive number, got {text!r}")
+    return value
+
+
+def _chance(text: str) -> float:
+    value = _number(text, float)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
+    return value
+
+
+def _prompt(text: str) -> str:
+    data = sys.stdin.buffer.read() if text == "-" else os.fsencode(text)
+    if not data:
+        raise argparse.ArgumentTypeError("must have some text to go on with")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"must be UTF-8: {error}") from None
 
 
 def _count(text: str) -> int:

@@ -7,7 +7,12 @@ from typing import Any
 
 from pararnn.errors import MissingExtra
 
-EXTRAS = {"matplotlib": "demo", "tqdm": "demo"}
+EXTRAS = {
+    "matplotlib": "demo",
+    "safetensors": "demo",
+    "tqdm": "demo",
+    "transformers": "hf",
+}
 """By package: the extra of pararnn that installs it."""
 
 

@@ -1,22 +1,57 @@
 """Language models on top of the layers."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pararnn.extras import require
+from pararnn.lm.auto import register_auto_classes
+from pararnn.lm.cache import LMCache
+from pararnn.lm.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from pararnn.lm.config import LMConfig
 from pararnn.lm.loss import causal_lm_loss
 from pararnn.lm.mixers import MIXERS, Mixer
 from pararnn.lm.model import LanguageModel, bits_per_byte, set_solver
 from pararnn.lm.presets import PRESETS, Preset, preset
 from pararnn.lm.sample import sample
+from pararnn.lm.tokens import BYTES, save_byte_tokenizer
+
+if TYPE_CHECKING:
+    from pararnn.lm.hf import ParaRNNConfig as ParaRNNConfig
+    from pararnn.lm.hf import ParaRNNForCausalLM as ParaRNNForCausalLM
+    from pararnn.lm.hf import ParaRNNModel as ParaRNNModel
 
 __all__ = [
+    "BYTES",
     "MIXERS",
     "PRESETS",
+    "CheckpointError",
+    "LMCache",
     "LMConfig",
     "LanguageModel",
     "Mixer",
     "Preset",
     "bits_per_byte",
     "causal_lm_loss",
+    "load_checkpoint",
     "preset",
     "sample",
+    "save_byte_tokenizer",
+    "save_checkpoint",
     "set_solver",
 ]
+
+HF = ("ParaRNNConfig", "ParaRNNForCausalLM", "ParaRNNModel")
+"""Names that need transformers, not in __all__ for that reason; MissingExtra without it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require("transformers")
+    from pararnn.lm import hf
+
+    return getattr(hf, name)
+
+
+register_auto_classes()

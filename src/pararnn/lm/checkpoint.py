@@ -1,51 +1,158 @@
-"""A trained model as one file of plain types and tensors."""
+"""A trained model as a folder in Hugging Face's format, without their transformers."""
 
 from __future__ import annotations
 
-import pickle
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pararnn.cells import CELLS
-from pararnn.errors import PararnnError
-from pararnn.lm.model import ByteLM
+from pararnn.errors import CellError, PararnnError
+from pararnn.extras import require
+from pararnn.lm.config import LAYER_TYPES, LMConfig
+from pararnn.lm.model import LanguageModel
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MODEL_TYPE = "pararnn"
+BODY = "model."
+"""What stands before the names of all parameters but the head's, in Hugging Face's models."""
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 class CheckpointError(PararnnError, ValueError):
-    """A model cannot be written as a checkpoint, or a file is not one."""
+    """A model cannot be written as a checkpoint, or a folder does not hold one."""
 
 
-def save_checkpoint(model: ByteLM, path: Path) -> None:
-    """Write the model's class of cell, options and parameters.
+def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
+    """Write config.json and model.safetensors into a folder, which is made where there is none.
 
-    Raises CheckpointError for a cell that is not in `pararnn.CELLS`, under whose name the file
-    would have to record it.
+    They are what `ParaRNNForCausalLM.save_pretrained` writes. Raises CheckpointError for mixers
+    that transformers has no word for, MissingExtra without safetensors.
     """
-    names = [name for name, cell_class in CELLS.items() if cell_class is model.cell_class]
-    if not names:
+    config = {
+        **_to_hf(model.config),
+        "architectures": ["ParaRNNForCausalLM"],
+        "model_type": MODEL_TYPE,
+        "dtype": str(model.embed_tokens.weight.dtype).removeprefix("torch."),
+    }
+    tied = model.config.tie_word_embeddings
+    weights = {
+        name if name == HEAD else BODY + name: tensor.detach().contiguous()
+        for name, tensor in model.state_dict().items()
+        if not (tied and name == HEAD)
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+    require("safetensors.torch").save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> LanguageModel:
+    """The model that a folder holds, in evaluation mode on `device`.
+
+    From `save_checkpoint` or `ParaRNNForCausalLM.save_pretrained`, in one file or several. Raises
+    CheckpointError where there is none or the files do not fit together, CellError for a cell that
+    cannot be imported, MissingExtra without safetensors.
+    """
+    folder = Path(folder)
+    content = read_config(folder)
+    if content.get("model_type") != MODEL_TYPE:
         raise CheckpointError(
-            f"{model.cell_class.__name__} has no name in pararnn.CELLS; add it there first"
+            f"{folder} holds a model of type {content.get('model_type')!r}, not {MODEL_TYPE!r}: "
+            "load it by transformers' Auto classes"
         )
-    content = {"cell": names[0], "options": model.options, "state_dict": model.state_dict()}
-    torch.save(content, path)
-
-
-def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> ByteLM:
-    """The model that `save_checkpoint` wrote, in evaluation mode on `device`.
-
-    Runs no code from the file (weights_only). Raises OSError where there is no such file,
-    CheckpointError when it holds something else.
-    """
     try:
-        content: Any = torch.load(path, map_location=device, weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint: {error}") from error
-    if not isinstance(content, dict) or set(content) != {"cell", "options", "state_dict"}:
-        raise CheckpointError(f"{path} is not a checkpoint of a pararnn language model")
-    if content["cell"] not in CELLS:
-        raise CheckpointError(f"{path} needs the cell {content['cell']!r}: add it to pararnn.CELLS")
-    model = ByteLM(CELLS[content["cell"]], device=device, **content["options"])
-    model.load_state_dict(content["state_dict"])
+        config = _of_hf(content)
+        dtype = getattr(torch, content.get("dtype") or "float32")
+        model = LanguageModel(config, device=device, dtype=dtype)
+    except CellError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{folder / CONFIG} describes no model: {error}") from error
+    weights = {
+        name.removeprefix(BODY): tensor
+        for file in _weight_files(folder)
+        for name, tensor in _read(file)
+    }
+    if config.tie_word_embeddings and EMBEDDING in weights:
+        weights[HEAD] = weights[EMBEDDING]
+    _check(folder, model.state_dict(), weights)
+    model.load_state_dict(weights)
     return model.eval()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What a folder's config.json says; CheckpointError where there is none."""
+    if folder.suffix == ".pt":
+        raise CheckpointError(
+            f"{folder} is of an older version: a model is now a folder with {CONFIG} and "
+            f"{WEIGHTS}; train it again, as the model itself has changed"
+        )
+    try:
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"there is no model in {folder}: it has no {CONFIG}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{folder / CONFIG} must be a JSON object, got {content!r:.40}")
+    return content
+
+
+def _to_hf(config: LMConfig) -> dict[str, Any]:
+    """A config under transformers' names."""
+    words = {mixer: word for word, mixer in LAYER_TYPES.items()}
+    content = config.to_dict()
+    mixers = content.pop("mixers")
+    unknown = [name for name in mixers if name not in words]
+    if unknown:
+        raise CheckpointError(
+            f"the mixer {unknown[0]!r} has no word in transformers' configs, which know "
+            f"{', '.join(words)}: save the model's config and state_dict() yourself"
+        )
+    return {**content, "layer_types": [words[name] for name in mixers]}
+
+
+def _of_hf(content: Mapping[str, Any]) -> LMConfig:
+    """The other way; fields that are not ours are transformers' own."""
+    own = {field.name: content[field.name] for field in fields(LMConfig) if field.name in content}
+    return LMConfig(**own, mixers=tuple(LAYER_TYPES[word] for word in content["layer_types"]))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: one, or those of an index."""
+    if not (folder / INDEX).exists():
+        return [folder / WEIGHTS]
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+
+
+def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        yield from require("safetensors.torch").load_file(file).items()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there are no weights: {file} is missing") from error
+    except require("safetensors").SafetensorError as error:
+        raise CheckpointError(f"{file} holds no weights: {error}") from error
+
+
+def _check(folder: Path, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Names and shapes are the model's, or CheckpointError names the first that are not."""
+    faults = {
+        "misses the weight": [name for name in wanted if name not in found],
+        "holds a weight that the model has not": [name for name in found if name not in wanted],
+        "holds a weight of another shape": [
+            f"{name} {tuple(tensor.shape)}, which must be {tuple(wanted[name].shape)},"
+            for name, tensor in found.items()
+            if name in wanted and tensor.shape != wanted[name].shape
+        ],
+    }
+    for fault, names in faults.items():
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(f"{folder} {fault}: {names[0]}{more}")

@@ -8,6 +8,9 @@ from typing import Any
 
 NORMS = ("rms", "layer")
 
+LAYER_TYPES = {"linear_attention": "rnn", "full_attention": "attention"}
+"""transformers' words for a layer's cache, and the mixers that we have for them."""
+
 
 @dataclass(frozen=True)
 class LMConfig:
@@ -27,7 +30,7 @@ class LMConfig:
     Attention: num_attention_heads, rope_theta (base of the rotary frequencies), qk_norm.
 
     Initialisation: projection_gain and recurrent_std of cells (as in `pararnn.RecurrentLayer`); the
-    rest is DCLM's, see `pararnn.lm.init`.
+    rest is DCLM's, see `pararnn.lm.model.draws`.
 
     Raises ValueError for impossible values; names of mixers and cells are looked up where the model
     is made.

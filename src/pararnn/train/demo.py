@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ from torch import Tensor
 import pararnn
 from pararnn.cells import CELLS, Cell
 from pararnn.extras import require
-from pararnn.lm import ByteLM, save_checkpoint
+from pararnn.lm import (
+    BYTES,
+    LanguageModel,
+    LMConfig,
+    sample,
+    save_byte_tokenizer,
+    save_checkpoint,
+)
 from pararnn.program import program_of
 from pararnn.tasks import (
     Corpus,
@@ -40,6 +48,8 @@ from pararnn.train.plot import averaged, plot_history
 
 # Validating more often than this would take up much of a short budget.
 SECONDS_A_VALIDATION = 5
+MLP_RATIO = 2
+"""Hidden channels of the SwiGLU over width: 256 would be the backbone's least, wide for 32."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +94,12 @@ class DemoConfig:
 def run_demo(config: DemoConfig) -> dict[str, Any]:
     """Run the demo: prints what it finds and writes the same to `config.out`.
 
-    Writes loss.png, checkpoint.pt (see `pararnn.lm.load_checkpoint`) and metrics.json, whose
-    content is the result. Raises MissingExtra without tqdm or matplotlib, TextError when the text
-    is missing or too short, ValueError for an unknown cell and impossible sizes.
+    Writes loss.png, metrics.json, whose content is the result, and the model with its tokenizer
+    (see `pararnn.lm.load_checkpoint`; `pararnn generate` takes the folder). Raises MissingExtra
+    without tqdm, matplotlib or safetensors, TextError when the text is missing or too short,
+    ValueError for an unknown cell and impossible sizes.
     """
-    for module in ("tqdm", "matplotlib"):
+    for module in ("tqdm", "matplotlib", "safetensors"):
         require(module)  # now, not after a training run
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -130,10 +141,11 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
             verified = False
             print(report)
 
-    sample = make_sample(model, corpus, config)
-    print(f"sample:\n{indented(sample)}")
+    text = make_sample(model, corpus, config)
+    print(f"sample:\n{indented(text)}")
     plot_history(history, baselines, f"{config.cell} on {corpus.name}", out / "loss.png")
-    save_checkpoint(model, out / "checkpoint.pt")
+    save_checkpoint(model, out)
+    save_byte_tokenizer(out)
     metrics = {
         "config": asdict(config),
         "environment": environment,
@@ -151,27 +163,31 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
         "timings": [asdict(timing) for timing in timings],
         "agreement": [asdict(each) for each in agreement],
         "verified": verified,
-        "sample": sample,
+        "sample": text,
     }
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote loss.png, checkpoint.pt and metrics.json to {out}")
+    print(f"wrote loss.png, metrics.json and the model to {out}; it goes on with a text of yours:")
+    print(f"  pararnn generate --model {shlex.quote(str(out))} --prompt 'def '")
     return metrics
 
 
-def make_model(config: DemoConfig) -> ByteLM:
+def make_model(config: DemoConfig) -> LanguageModel:
     """The config's model on its device, drawn from torch's global generator."""
     if config.cell not in CELLS:
         raise ValueError(f"unknown cell {config.cell!r}; known: {', '.join(CELLS)}")
     cell_class = CELLS[config.cell]
-    return ByteLM(
-        cell_class,
-        default_width(cell_class) if config.width is None else config.width,
-        config.num_layers,
-        config.num_heads,
+    width = default_width(cell_class) if config.width is None else config.width
+    parts = LMConfig(
+        vocab_size=BYTES,
+        hidden_size=width,
+        intermediate_size=MLP_RATIO * width,
+        num_hidden_layers=config.num_layers,
+        cell=config.cell,
+        num_heads=config.num_heads,
         solver=config.solver,
         backend=config.backend,
-        device=config.device,
     )
+    return LanguageModel(parts, device=config.device)
 
 
 def make_recipe(config: DemoConfig) -> Recipe:
@@ -219,11 +235,11 @@ def describe_environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def make_sample(model: ByteLM, corpus: Corpus, config: DemoConfig, prompt: int = 64) -> str:
+def make_sample(model: LanguageModel, corpus: Corpus, config: DemoConfig, prompt: int = 64) -> str:
     """The first bytes of the held-out text and the model's continuation, as printable text."""
     start = corpus.valid[:prompt].unsqueeze(0)
     generator = seeded(config, config.device)
-    more = model.generate(start.to(config.device), config.sample_bytes, 0.8, generator).cpu()
+    more = sample(model, start.to(config.device), config.sample_bytes, 0.8, generator).cpu()
     return printable(torch.cat([start, more], 1)[0])
 
 

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pararnn.cells import Cell
 from pararnn.extras import require
 from pararnn.layers import clip_after_step
-from pararnn.lm import ByteLM, bits_per_byte
+from pararnn.lm import LanguageModel, bits_per_byte
+from pararnn.projection import HeadwiseLinear
 from pararnn.tasks import Corpus, random_windows, spread_windows
+
+MIXES = (nn.Embedding, nn.Linear, HeadwiseLinear, Cell)
+"""Modules whose matrices lead from tokens or channels to channels."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,9 @@ class Recipe:
     seconds: wall-clock budget, validation included. steps: optimizer steps at most; None for no
     bound. batch, length: windows a step (B) and bytes of each (T). learning_rate: the peak;
     it rises over the first `warmup` of the run and falls to `final` of the peak by a cosine.
-    weight_decay: of matrices. grad_norm: gradients are scaled down to it. validations: how often
-    to validate, evenly over the run; valid_windows, valid_length: on how much. seed: of windows.
+    weight_decay: of matrices, see `make_optimizer`. grad_norm: gradients are scaled down to it.
+    validations: how often to validate, evenly over the run; valid_windows, valid_length: on how
+    much. seed: of windows.
     """
 
     seconds: float
@@ -57,13 +63,15 @@ class History(NamedTuple):
     valid: tuple[Record, ...]
 
 
-def train(model: ByteLM, corpus: Corpus, recipe: Recipe, show_progress: bool = False) -> History:
+def train(
+    model: LanguageModel, corpus: Corpus, recipe: Recipe, show_progress: bool = False
+) -> History:
     """Train `model` in place; it ends in evaluation mode. At least one step is made.
 
     Raises MissingExtra when progress is to be shown without tqdm, TextError when the corpus is
     shorter than a window.
     """
-    device = model.head.weight.device
+    device = model.lm_head.weight.device
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizer = make_optimizer(model, recipe)
     clipping = clip_after_step(optimizer, model)
@@ -96,11 +104,10 @@ def train(model: ByteLM, corpus: Corpus, recipe: Recipe, show_progress: bool = F
 
 
 def update(
-    model: ByteLM, optimizer: torch.optim.Optimizer, windows: Tensor, grad_norm: float
+    model: LanguageModel, optimizer: torch.optim.Optimizer, windows: Tensor, grad_norm: float
 ) -> float:
     """One optimizer step on windows (B, T + 1) on the model's device; the loss in bits per byte."""
-    logits, _ = model(windows[:, :-1])
-    loss = bits_per_byte(logits, windows[:, 1:])
+    loss = bits_per_byte(model(windows[:, :-1]), windows[:, 1:])
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), grad_norm)
@@ -110,25 +117,29 @@ def update(
 
 
 @torch.no_grad()
-def evaluate(model: ByteLM, windows: Tensor, batch: int = 32) -> float:
+def evaluate(model: LanguageModel, windows: Tensor, batch: int = 32) -> float:
     """Bits per byte of windows (B, T + 1) on any device, each read from the zero state."""
     model.eval()
-    device = model.head.weight.device
+    device = model.lm_head.weight.device
     total = 0.0
     for part in windows.split(batch):
         part = part.to(device)
-        logits, _ = model(part[:, :-1])
-        total += len(part) * bits_per_byte(logits, part[:, 1:]).item()
+        total += len(part) * bits_per_byte(model(part[:, :-1]), part[:, 1:]).item()
     return total / len(windows)
 
 
-def make_optimizer(model: ByteLM, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW that decays the matrices only: not biases, norms or recurrent weights (D,)."""
-    decayed: list[Tensor] = []
-    kept: list[Tensor] = []
-    for name, parameter in model.named_parameters():
-        is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
-        (decayed if is_matrix else kept).append(parameter)
+def make_optimizer(model: LanguageModel, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW that decays the matrices of `MIXES` only.
+
+    Not what acts on each channel by itself: norms, biases, convolutions, recurrent weights (D,).
+    """
+    found = [
+        (parameter, isinstance(part, MIXES) and parameter.ndim >= 2)
+        for part in model.modules()
+        for parameter in part.parameters(recurse=False)
+    ]
+    decayed = list(dict.fromkeys(parameter for parameter, mixes in found if mixes))
+    kept = [parameter for parameter, mixes in found if not mixes]
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": recipe.weight_decay},
         {"params": kept, "weight_decay": 0.0},

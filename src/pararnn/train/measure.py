@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pararnn.engines.table import engine_for, pairs_for
-from pararnn.lm import ByteLM, bits_per_byte, set_solver
+from pararnn.lm import LanguageModel, bits_per_byte, set_solver
 from pararnn.program import program_of
 from pararnn.timing import median_seconds
 
@@ -51,24 +51,24 @@ class Agreement:
 
 
 @contextmanager
-def solver_set_to(model: ByteLM, solver: str, backend: str = "auto") -> Iterator[None]:
+def solver_set_to(model: LanguageModel, solver: str, backend: str = "auto") -> Iterator[None]:
     """Run a block with every layer on a pair, then put the model's own back."""
     set_solver(model, solver, backend)
     try:
         yield
     finally:
-        set_solver(model, model.options["solver"], model.options["backend"])
+        set_solver(model, model.config.solver, model.config.backend)
 
 
-def pairs_of(model: ByteLM) -> list[Pair]:
+def pairs_of(model: LanguageModel) -> list[Pair]:
     """The pairs that run the model's cell on its device, the loop last."""
-    weight = model.head.weight
-    program = program_of(model.layers()[0].cell)
+    weight = model.lm_head.weight
+    program = program_of(model.recurrent_layers()[0].cell)
     pairs = pairs_for(program, weight.dtype, weight.device)
     return sorted(pairs, key=lambda pair: pair == LOOP)
 
 
-def time_pair(model: ByteLM, windows: Tensor, pair: Pair, repeats: int) -> Timing:
+def time_pair(model: LanguageModel, windows: Tensor, pair: Pair, repeats: int) -> Timing:
     """Time a pair on windows (B, T + 1) on the model's device: the median of `repeats`."""
 
     @torch.no_grad()
@@ -78,23 +78,23 @@ def time_pair(model: ByteLM, windows: Tensor, pair: Pair, repeats: int) -> Timin
     with solver_set_to(model, *pair):
         seconds = median_seconds(forward, windows.device, repeats)
         both = median_seconds(lambda: _gradients(model, windows), windows.device, repeats)
-    infos = [layer.last_solve for layer in model.layers()]
+    infos = [layer.last_solve for layer in model.recurrent_layers()]
     sweeps = max(int(info.sweeps.max()) for info in infos if info is not None)
     batch, length = len(windows), windows.shape[1] - 1
     auto = pair == auto_pair(model, batch, length)
     return Timing(*pair, batch, length, seconds, both, sweeps, auto)
 
 
-def auto_pair(model: ByteLM, batch: int, length: int) -> Pair:
+def auto_pair(model: LanguageModel, batch: int, length: int) -> Pair:
     """The pair that "auto" takes for the model's layers at (B, T) on its device."""
-    layer, weight = model.layers()[0], model.head.weight
+    layer, weight = model.recurrent_layers()[0], model.lm_head.weight
     size = (batch, length, layer.hidden_size)
     program = program_of(layer.cell)
     engine = engine_for(program, size, weight.dtype, weight.device, "auto", "auto")
     return engine.solver, engine.backend
 
 
-def compare_to_loop(model: ByteLM, windows: Tensor, pair: Pair) -> Agreement:
+def compare_to_loop(model: LanguageModel, windows: Tensor, pair: Pair) -> Agreement:
     """How far a pair is from the loop on windows (B, T + 1) on the model's device."""
     results = []
     for each in (pair, LOOP):
@@ -108,8 +108,8 @@ def compare_to_loop(model: ByteLM, windows: Tensor, pair: Pair) -> Agreement:
     return Agreement(float((logits - loop_logits).abs().max()), max(differences))
 
 
-def _gradients(model: ByteLM, windows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _gradients(model: LanguageModel, windows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Logits, and the gradients of all parameters."""
-    logits, _ = model(windows[:, :-1])
+    logits = model(windows[:, :-1])
     loss = bits_per_byte(logits, windows[:, 1:])
     return logits.detach(), torch.autograd.grad(loss, list(model.parameters()))

@@ -10,10 +10,7 @@ from transformers import PretrainedConfig
 
 from pararnn.cells import CELLS, Cell
 from pararnn.cells.find import cell_name
-from pararnn.lm.config import LMConfig
-
-LAYER_TYPES = {"linear_attention": "rnn", "full_attention": "attention"}
-"""transformers' words for a layer's cache, and the mixers that we have for them."""
+from pararnn.lm.config import LAYER_TYPES, LMConfig
 
 
 class ParaRNNConfig(PretrainedConfig):
@@ -63,9 +60,7 @@ class ParaRNNConfig(PretrainedConfig):
         types = ["linear_attention"] * num_hidden_layers if layer_types is None else layer_types
         unknown = sorted(set(types) - set(LAYER_TYPES))
         if unknown:
-            raise ValueError(
-                f"layer_types may hold {', '.join(LAYER_TYPES)}, got {unknown[0]!r}"
-            )
+            raise ValueError(f"layer_types may hold {', '.join(LAYER_TYPES)}, got {unknown[0]!r}")
         if len(types) != num_hidden_layers:
             raise ValueError(
                 f"layer_types must name one type for each of num_hidden_layers = "

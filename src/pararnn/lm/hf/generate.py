@@ -1,0 +1,72 @@
+"""Text from a model in a folder, written to stdout as it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import logging
+
+from pararnn.lm.checkpoint import CheckpointError, read_config
+
+
+def stream_text(
+    folder: Path | str,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "auto",
+) -> None:
+    """Write the prompt and what a model says next to stdout.
+
+    Args:
+        folder: what `save_pretrained` of a causal language model and of its tokenizer wrote, ours
+            or another's, or the demo.
+        temperature: 0 takes the likeliest token.
+        top_k: draw among so many likeliest tokens; None is all.
+        top_p: draw among the likeliest tokens that together have this chance.
+        dtype: of the weights; "auto" is the folder's.
+
+    Raises CheckpointError where the folder holds no such model, CellError for a cell that cannot be
+    imported, ValueError for an empty prompt.
+    """
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    model, tokenizer = _load(Path(folder), dtype)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("the prompt has no tokens: give some text to go on with")
+    draw: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        draw |= {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
+    torch.manual_seed(seed)
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+    model.to(device).eval().generate(
+        **inputs.to(device), max_new_tokens=max_new_tokens, streamer=streamer, **draw
+    )
+
+
+def _load(folder: Path, dtype: str) -> tuple[Any, Any]:
+    """The model and its tokenizer, and nothing drawn at random."""
+    read_config(folder)  # a name that is no folder would be looked for on the Hub
+    auto_model: Any = AutoModelForCausalLM
+    try:
+        model, info = auto_model.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{folder} misses the weight {missing[0]}, {len(missing)} in all")
+    return model, tokenizer

@@ -1,0 +1,268 @@
+"""A model as a folder: written and read with transformers and without."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import pararnn
+from pararnn.errors import MissingExtra
+from pararnn.lm import (
+    MIXERS,
+    CheckpointError,
+    LanguageModel,
+    LMConfig,
+    load_checkpoint,
+    save_byte_tokenizer,
+    save_checkpoint,
+)
+from pararnn.lm.mixers import RNNMixer
+from pararnn.lm.tokens import byte_tokenizer
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+SIZES = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+TEXTS = [
+    "",
+    "do n't , or . \n",
+    "plain  text\n\ttabs\r\n",
+    "é ß 你好 🎉\u00ad\u00a0",
+    "\x00\x1b\x7f'll <|endoftext|>",
+]
+
+
+class OwnCell(pararnn.Cell):
+    """A user's, found by its import path."""
+
+    states = ("h", "slow", "slower")
+    gates = ("x", "f")
+    params = {"a": pararnn.Param("D", std=0.1)}
+    config = {"rate": 0.5}
+
+    def step(self, state, gates, p):
+        h, slow, slower = state
+        f = torch.sigmoid(gates.f)
+        new = f * h + (1 - f) * torch.tanh(gates.x + p.a * slower)
+        slow = slow + self.rate * (new - slow)
+        return new, slow, slower + self.rate * (slow - slower)
+
+
+OWN = f"{__name__}:OwnCell"
+
+
+def make_lm(dtype: torch.dtype | None = None, **options) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(LMConfig(**(SIZES | options)), dtype=dtype).eval()
+
+
+def tokens() -> Tensor:
+    return torch.randint(256, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_checkpoint(make_lm(), tmp_path / "deep" / "model")
+    return tmp_path / "deep" / "model"
+
+
+def edit(folder, **changes) -> None:
+    """Change fields of a folder's config.json; None takes one away."""
+    path = folder / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+CONFIGS = {
+    **{cell: {"cell": cell} for cell in pararnn.CELLS},
+    "config": {"cell": "lem", "cell_config": {"dt": 0.25}},
+    "own": {"cell": OWN, "cell_config": {"rate": 0.25}},
+    "tied": {"tie_word_embeddings": True},
+    "hybrid": {"mixers": ("attention", "rnn"), "norm": "layer", "num_heads": 2},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_folder_rebuilds_the_model(name, tmp_path):
+    model = make_lm(**CONFIGS[name])
+    save_checkpoint(model, tmp_path)
+    loaded = load_checkpoint(tmp_path)
+    assert not loaded.training
+    assert loaded.config == model.config
+    assert [p.dtype for p in loaded.parameters()] == [p.dtype for p in model.parameters()]
+    assert (loaded.lm_head.weight is loaded.embed_tokens.weight) == (name == "tied")
+    assert torch.equal(loaded(tokens()), model(tokens()))
+
+
+@pytest.mark.parametrize("name", ["gru", "slstm", "own", "tied", "hybrid", "bfloat16"])
+@torch.no_grad()
+def test_transformers_reads_and_writes_the_same_folder(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = make_lm(**CONFIGS[name])
+    save_checkpoint(model, tmp_path / "ours")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(theirs).__name__ == "ParaRNNForCausalLM"
+    assert torch.equal(theirs(tokens()).logits, model(tokens()))
+    theirs.save_pretrained(tmp_path / "theirs")
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    assert not (tmp_path / "shards" / "model.safetensors").exists()
+    for kind in ("theirs", "shards"):
+        loaded = load_checkpoint(tmp_path / kind)
+        assert loaded.config == model.config
+        assert torch.equal(loaded(tokens()), model(tokens()))
+    ours, written = (
+        json.loads((tmp_path / kind / "config.json").read_text()) for kind in ("ours", "theirs")
+    )
+    assert ours.items() <= written.items()
+
+
+def test_the_byte_tokenizers_ids_are_bytes(folder):
+    transformers = pytest.importorskip("transformers")
+    save_byte_tokenizer(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == 256
+    every = "".join(chr(code) for code in range(1, 0x3000, 7))
+    for text in [*TEXTS, every]:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == list(text.encode())
+        assert tokenizer.decode(ids) == text
+    tokenizer.save_pretrained(folder)
+    again = transformers.AutoTokenizer.from_pretrained(folder)
+    assert again(TEXTS[3])["input_ids"] == list(TEXTS[3].encode())
+
+
+def test_streams_hold_back_characters_that_are_not_complete(folder):
+    transformers = pytest.importorskip("transformers")
+    save_byte_tokenizer(folder)
+    pieces = []
+
+    class Streamer(transformers.TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            pieces.append(text)
+
+    streamer = Streamer(transformers.AutoTokenizer.from_pretrained(folder))
+    text = "héllo wörld 你好吗 🎉🎉 ende\nß"
+    for byte in text.encode():
+        streamer.put(torch.tensor([byte]))
+    streamer.end()
+    assert "".join(pieces) == text
+    assert len([piece for piece in pieces if piece]) > 5
+
+
+def test_every_byte_has_a_character_of_its_own():
+    vocabulary = byte_tokenizer()["model"]["vocab"]
+    assert sorted(vocabulary.values()) == list(range(256))
+    assert all(character.isprintable() and not character.isspace() for character in vocabulary)
+    assert (vocabulary["a"], vocabulary["Ġ"], vocabulary["Ċ"]) == (97, 32, 10)
+
+
+def test_what_holds_no_model_is_refused(folder, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no model in .*absent: it has no config\.json"):
+        load_checkpoint(tmp_path / "absent")
+    for name in ("absent.pt", "there.pt"):
+        (tmp_path / "there.pt").write_bytes(b"PK")
+        with pytest.raises(CheckpointError, match="older version: a model is now a folder"):
+            load_checkpoint(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"no model in .*config\.json"):
+        load_checkpoint(folder / "config.json")
+    (folder / "config.json").write_text("no JSON")
+    with pytest.raises(CheckpointError, match="is no JSON"):
+        load_checkpoint(folder)
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"must be a JSON object, got \[1\]"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "a model of type 'llama', not 'pararnn'"),
+        ({"model_type": None}, "a model of type None"),
+        ({"hidden_size": 0}, "describes no model: hidden_size must be a positive integer"),
+        ({"hidden_size": None}, "describes no model: .*hidden_size"),
+        ({"layer_types": ["sliding_attention"] * 2}, "describes no model: .*sliding_attention"),
+        ({"dtype": "float99"}, "describes no model: .*float99"),
+        ({"num_hidden_layers": 1}, "describes no model: mixers must name one"),
+        ({"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}, "misses the weight"),
+        ({"conv_kernel_size": 1}, r"holds a weight that the model has not: \S+conv\S+ and 3 more"),
+        ({"intermediate_size": 32}, r"another shape: \S+ \(16, 24\), which must be \(16, 32\)"),
+    ],
+)
+def test_folders_that_do_not_fit_are_refused_in_one_line(changes, message, folder):
+    edit(folder, **changes)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_checkpoint(folder)
+    assert "\n" not in str(raised.value)
+
+
+def test_weights_that_cannot_be_read_are_refused(folder):
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors holds no weights"):
+        load_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no weights: .*model\.safetensors is missing"):
+        load_checkpoint(folder)
+
+
+def test_a_cell_that_cannot_be_imported_is_named(folder):
+    edit(folder, cell="own")
+    with pytest.raises(pararnn.CellError, match="there is no cell 'own'"):
+        load_checkpoint(folder)
+    edit(folder, cell="not_installed_cells:Own")
+    with pytest.raises(pararnn.CellError, match="install the package that defines it"):
+        load_checkpoint(folder)
+
+
+def test_mixers_without_a_word_of_transformers_are_not_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(MIXERS, "mine", RNNMixer)
+    with pytest.raises(CheckpointError, match=r"'mine' has no word.*state_dict\(\) yourself"):
+        save_checkpoint(make_lm(mixers=("mine", "rnn")), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_missing_packages_are_named(folder, monkeypatch):
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "safetensors", None)
+        without.delitem(sys.modules, "safetensors.torch")
+        with pytest.raises(MissingExtra, match=r"safetensors .*pip install 'pararnn\[demo\]'"):
+            load_checkpoint(folder)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtra, match=r"transformers .*pip install 'pararnn\[hf\]'"):
+        _ = pararnn.lm.ParaRNNConfig
+    with pytest.raises(AttributeError, match="no attribute 'ParaRNN'"):
+        _ = pararnn.lm.ParaRNN
+
+
+@pytest.mark.parametrize("first", ["pararnn.lm", "transformers"])
+def test_auto_classes_know_the_models_in_either_order(first, folder):
+    pytest.importorskip("transformers")
+    code = f"""
+import importlib, importlib.util, sys
+importlib.import_module({first!r})
+if {first!r} == "pararnn.lm":
+    assert "transformers" not in sys.modules
+    assert importlib.util.find_spec("transformers") is not None  # looking is not importing
+import pararnn.lm
+from transformers import AutoConfig, AutoModelForCausalLM
+assert type(AutoConfig.for_model("pararnn")) is pararnn.lm.ParaRNNConfig
+assert type(AutoModelForCausalLM.from_pretrained({str(folder)!r})) is pararnn.lm.ParaRNNForCausalLM
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_transformers_that_is_too_old_is_left_in_peace(tmp_path):
+    (tmp_path / "transformers.py").write_text("__version__ = '4.0'\n")
+    code = f"""
+import sys, warnings
+sys.path.insert(0, {str(tmp_path)!r})
+import pararnn.lm
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import transformers
+assert transformers.__version__ == "4.0"
+assert ["pip install 'pararnn[hf]'" in str(one.message) for one in seen] == [True], seen
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
