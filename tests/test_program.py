@@ -86,7 +86,7 @@ def test_a_dense_cell_of_two_states():
 
     for size in (1, 2, 5):
         gates = torch.randn(2, 33, 2, size, dtype=torch.float64)
-        result = check_solve(Pair(size), gates, solver="newton")
+        result = check_solve(Pair(size, dtype=torch.float64), gates, solver="newton")
         assert result.passed, [check for check in result.checks if not check.passed]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from pararnn.extras import require
-from pararnn.lm.auto import register_auto_classes
 from pararnn.lm.cache import LMCache
 from pararnn.lm.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from pararnn.lm.config import LMConfig
@@ -54,4 +54,6 @@ def __getattr__(name: str) -> Any:
     return getattr(hf, name)
 
 
-register_auto_classes()
+if importlib.util.find_spec("transformers") is not None:
+    # Its Auto classes know our models from here on.
+    from pararnn.lm import hf as hf

@@ -83,9 +83,10 @@ class RNNMixer(Mixer):
         )
         self.keeps_products = not config.recompute_gates  # which keeps less in a way of its own
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
-        # What a solve carries is float32 whatever the model's dtype (the numerics contract).
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
+            # What is per channel stays float32, as solvers read it (the numerics contract).
             self.rnn.cell.float()
+            self.rnn.bias = nn.Parameter(cast(Tensor, self.rnn.bias).float())
         self.norm = nn.RMSNorm(width, eps=config.norm_eps, **factory)
         self.out_proj = nn.Linear(width, width, bias=False, **factory)
         # Every per-step input that a cell names is a time gap or a weight whose neutral value is 1.
@@ -186,7 +187,7 @@ def make_norm(config: LMConfig, **factory: Any) -> nn.Module:
 
 
 def rotary_tables(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (B or 1, 1, T, size), float32: each channel pair turns with the position."""
+    """Cosines and sines (B or 1, 1, T, size) in float32: pairs of channels turn with positions."""
     powers = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     angles = positions.unsqueeze(-1).float() * base**-powers
     angles = torch.cat([angles, angles], -1).unsqueeze(1)

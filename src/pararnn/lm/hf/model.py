@@ -34,8 +34,8 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     # A recurrent state cannot go back: assisted generation would differ from greedy, and say nothing.
     _is_stateful = True
-    # What a solve carries is float32 whatever the model's dtype (the numerics contract).
-    _keep_in_fp32_modules_strict = ["cell"]
+    # What is per channel stays float32, as solvers read it (the numerics contract).
+    _keep_in_fp32_modules_strict = ["cell", "rnn.bias"]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw what was not loaded, parameter by parameter; see `pararnn.lm.model.draws`."""

@@ -1,0 +1,248 @@
+"""Time of a token when the paper's language models decode, in bfloat16.
+
+Ways: "eager", PyTorch calling kernels one by one; "graph", a step of compiled blocks as a CUDA
+graph; "generate", transformers' generate with a static cache, which compiles the step itself: the
+time of 64 more tokens. Context: tokens that attention's cache holds; recurrent layers hold one
+state, whatever came before. The weights are read once a token: `weights_ms` is the time of that at
+the GPU's copy bandwidth, measured here. Writes results/lm_decode.csv.
+
+    python benchmarks/lm_decode.py [--only gru-1B] [--out FOLDER] [--smoke]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from common import RESULTS, provenance, write_csv
+from torch import Tensor
+
+from pararnn.lm import LanguageModel, preset
+from pararnn.lm.cache import LMCache, PlainCache
+from pararnn.lm.config import LMConfig
+
+MORE = 64
+
+
+class Case(NamedTuple):
+    """What decodes, and how."""
+
+    name: str
+    config: LMConfig
+    way: str
+    batch: int
+    context: int
+
+
+class FixedCache(PlainCache):
+    """A cache whose tensors stay where they are, as CUDA graphs need it; keys are random."""
+
+    def __init__(self, batch: int, context: int, config: LMConfig, like: Tensor) -> None:
+        super().__init__()
+        heads = config.num_attention_heads
+        size = (batch, heads, context, config.hidden_size // heads)
+        kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        self.keys, self.values = torch.randn(size, **kind), torch.randn(size, **kind)
+
+    def keep(self, inputs: Tensor | None, states: Tensor) -> None:
+        if self.states is None:
+            super().keep(None if inputs is None else inputs.clone(), states.clone())
+            return
+        self.states.copy_(states)
+        if inputs is not None:
+            cast(Tensor, self.inputs).copy_(inputs)
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[:, :, -1:], self.values[:, :, -1:] = keys, values
+        return self.keys, self.values
+
+
+def cases() -> list[Case]:
+    """All that is measured."""
+    found = []
+    for name, contexts in {"gru": (2048,), "lstm": (2048,), "transformer": (2048, 32_768)}.items():
+        config = cast(LMConfig, preset(name, "1B").model)
+        for way, batch, context in itertools.product(("eager", "graph"), (1, 64), contexts):
+            if batch * context <= 2**18:  # keys and values of more do not fit beside the weights
+                found.append(Case(f"{name}-1B", config, way, batch, context))
+        if name == "gru":
+            found += [Case(f"{name}-1B", config, "generate", batch, 2048) for batch in (1, 64)]
+    return found
+
+
+def smoke_cases() -> list[Case]:
+    """Tiny models, for a CPU."""
+    gru = LMConfig(16, 2, vocab_size=50)
+    attention = LMConfig(16, 2, vocab_size=50, mixers=("attention",) * 2, num_attention_heads=2)
+    eager = [
+        Case("gru-tiny", gru, "eager", 2, 8),
+        Case("transformer-tiny", attention, "eager", 2, 8),
+    ]
+    return [*eager, Case("gru-tiny", gru, "generate", 1, 8)]
+
+
+def step_of(model: LanguageModel, case: Case) -> Callable[[], None]:
+    """A step that reads the token that the last one wrote."""
+    weight = model.lm_head.weight
+    cache = LMCache(0)
+    cache.layers = [
+        FixedCache(case.batch, case.context if mixer == "attention" else 1, case.config, weight)
+        for mixer in case.config.mixers or ()
+    ]
+    token = torch.zeros(case.batch, 1, dtype=torch.long, device=weight.device)
+
+    @torch.no_grad()
+    def step() -> None:
+        cache.length = case.context
+        token.copy_(model(token, cache)[:, -1].argmax(-1, keepdim=True))
+
+    return step
+
+
+def as_graph(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def clocked(step: Callable[[], None], device: torch.device, steps: int, rounds: int) -> list[float]:
+    """ms of a step: the means of some rounds."""
+    found = []
+    for _ in range(rounds + 1):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        _wait(device)
+        found.append((time.perf_counter() - begin) / steps * 1e3)
+    return found[1:]
+
+
+def generated(model: LanguageModel, case: Case, rounds: int) -> list[float]:
+    """ms of a token by transformers' generate."""
+    from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
+
+    weight = model.lm_head.weight
+    with torch.device("meta"):
+        adapted = ParaRNNForCausalLM(ParaRNNConfig.of_lm(case.config))
+    state = {
+        name if name.startswith("lm_head") else f"model.{name}": value
+        for name, value in model.state_dict().items()
+    }
+    adapted.load_state_dict(state, assign=True)
+    prompt = torch.zeros(case.batch, 8, dtype=torch.long, device=weight.device)
+
+    def seconds(tokens: int) -> float:
+        _wait(weight.device)
+        begin = time.perf_counter()
+        adapted.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            do_sample=False,
+            cache_implementation="static",
+            max_cache_len=8 + 3 * MORE,
+        )
+        _wait(weight.device)
+        return time.perf_counter() - begin
+
+    for _ in range(2):
+        seconds(2 * MORE)
+    return [(seconds(2 * MORE) - seconds(MORE)) / MORE * 1e3 for _ in range(rounds)]
+
+
+def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
+    """A case's row."""
+    device = model.lm_head.weight.device
+    if case.way == "generate":
+        times = generated(model, case, rounds)
+    else:
+        step = step_of(model, case)
+        if case.way == "graph":
+            for block in model.backbone.layers:
+                block.compile(fullgraph=True)
+            step = as_graph(step)
+        times = clocked(step, device, 10 if case.way == "eager" else 100, rounds)
+    read = sum(
+        value.numel() * value.element_size()
+        for name, value in model.named_parameters()
+        if not name.startswith("embed")
+    )
+    return {
+        "model": case.name,
+        "way": case.way,
+        "B": case.batch,
+        "context": case.context,
+        "median_ms": round(statistics.median(times), 4),
+        "min_ms": round(min(times), 4),
+        "weights_GB": round(read / 1e9, 3),
+    }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a copy reads and writes, together."""
+    size = 2**30 if device.type == "cuda" else 2**20
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = clocked(lambda: cast(None, target.copy_(source)), device, 10, 5)
+    return 2 * size / min(times) * 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="models whose names begin so")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
+    parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
+    args = parser.parse_args()
+    device = torch.device("cpu" if args.smoke else "cuda")
+    every = smoke_cases() if args.smoke else cases()
+    chosen = [case for case in every if case.name.startswith(args.only)]
+    out = args.out or (None if args.only or args.smoke else RESULTS)
+    shared = provenance(device)
+    bandwidth = copy_bandwidth(device)
+    print(shared, f"copies {bandwidth / 1e12:.2f} TB/s", flush=True)
+    rows = []
+    for _, group in itertools.groupby(chosen, key=lambda case: case.name):
+        same = list(group)
+        torch.manual_seed(0)
+        model = LanguageModel(same[0].config, device=device, dtype=torch.bfloat16).eval()
+        for case in same:
+            torch.compiler.reset()
+            for block in model.backbone.layers:
+                block._compiled_call_impl = None
+            row = measure(case, model, args.rounds)
+            row["weights_ms"] = round(row["weights_GB"] * 1e9 / bandwidth * 1e3, 4)
+            rows.append({**shared, **row})
+            print(*row.values(), sep="\t", flush=True)
+            if out is not None:
+                write_csv(out / "lm_decode.csv", rows)
+    print(f"written to {out or 'nowhere (see --out)'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Language models on a GPU: every way to run them says the same."""
+
+import pytest
+import torch
+
+from pararnn.lm import LMConfig, LanguageModel
+
+KINDS = {
+    "gru": {"cell": "gru"},
+    "lstm": {"cell": "lstm"},
+    "attention": {"mixers": ("attention",) * 3},
+    "hybrid": {"mixers": ("rnn", "attention", "rnn")},
+}
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.15}
+"""On logits of unit variance; bfloat16 rounds the residual stream of every block anew."""
+VOCAB = 211
+
+
+def make(kind, dtype, **options):
+    torch.manual_seed(0)
+    config = LMConfig(256, 3, VOCAB, num_heads=4, num_attention_heads=4, **KINDS[kind], **options)
+    return LanguageModel(config, device="cuda", dtype=dtype)
+
+
+def tokens(*size):
+    generator = torch.Generator("cuda").manual_seed(1)
+    return torch.randint(VOCAB, size, device="cuda", generator=generator)
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_all_ways_agree(kind, dtype):
+    model, given, limit = make(kind, dtype), tokens(3, 300), LIMITS[dtype]
+    whole = model(given)
+    cache = model.new_cache()
+    parts = [model(part, cache) for part in given.split([100, 1, 70, 129], 1)]
+    assert (torch.cat(parts, 1) - whole).abs().max() < limit
+    cache = model.new_cache()
+    steps = [model(given[:, t : t + 1], cache) for t in range(40)]
+    assert (torch.cat(steps, 1) - whole[:, :40]).abs().max() < limit
+    lengths = [300, 171, 2]
+    padded, mask = torch.zeros_like(given), torch.zeros_like(given)
+    for row, length in enumerate(lengths):
+        padded[row, 300 - length :] = given[row, :length]
+        mask[row, 300 - length :] = 1
+    left = model(padded, padding_mask=mask)
+    packed = torch.cat([given[row, :length] for row, length in enumerate(lengths)])[None]
+    borders = torch.tensor([0, 300, 471, 473], device="cuda")
+    row_of = model(packed, cu_seq_lens=borders)[0]
+    for row, length in enumerate(lengths):
+        wanted = whole[row, :length]
+        assert (left[row, 300 - length :] - wanted).abs().max() < limit
+        assert (row_of[borders[row] : borders[row + 1]] - wanted).abs().max() < limit
+
+
+@pytest.mark.parametrize("steps", [2048, 16_384])
+@pytest.mark.parametrize("kind", ["gru", "lstm", "hybrid"])
+@torch.no_grad()
+def test_documents_of_a_row_are_alone(kind, steps):
+    model = make(kind, torch.bfloat16)
+    first, second = tokens(1, steps), tokens(1, steps)
+    second[:, steps // 3 : steps // 2] = (second[:, steps // 3 : steps // 2] + 1) % VOCAB
+    borders = torch.tensor([0, steps // 3, steps // 2, steps], device="cuda")
+    one, other = model(first, cu_seq_lens=borders), model(second, cu_seq_lens=borders)
+    assert not torch.equal(one, other)
+    for part in (slice(0, steps // 3), slice(steps // 2, steps)):
+        assert torch.equal(one[:, part], other[:, part])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_blocks_give_the_same_loss_and_gradients(kind):
+    model, given = make(kind, torch.float32), tokens(4, 130)
+    wanted = model.loss(given, z_loss=1e-4)
+    wanted.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for block in model.backbone.layers:
+        block.compile(fullgraph=True)
+    got = model.loss(given, z_loss=1e-4)
+    got.backward()
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
+    for name, p in model.named_parameters():
+        scale = grads[name].abs().max()
+        assert (p.grad - grads[name]).abs().max() <= 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+@torch.no_grad()
+def test_generate_with_a_static_cache(kind):
+    pytest.importorskip("transformers")
+    from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
+
+    torch.manual_seed(0)
+    config = ParaRNNConfig.of_lm(make(kind, torch.float32).config)
+    model = ParaRNNForCausalLM(config).cuda().eval()
+    prompt = tokens(2, 9)
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    plain = model.generate(prompt, **options)
+    static = model.generate(prompt, cache_implementation="static", **options)
+    assert torch.equal(plain, static)
