@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pararnn.lm import LMConfig, LanguageModel
+from pararnn.lm import LanguageModel, LMConfig
 
 KINDS = {
     "gru": {"cell": "gru"},
