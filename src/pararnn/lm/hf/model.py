@@ -120,7 +120,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         if cache is None:
             rows = self._rows(x, attention_mask, position_ids, cu_seq_lens_q, seq_idx)
         else:
-            rows = self._cached_rows(x, attention_mask, position_ids, counted(cache))
+            rows = self._cached_rows(x, attention_mask, position_ids, counted(cache, self.config.layer_types))
             views = [LayerView(layer) for layer in cache.layers[: len(self.backbone.layers)]]
         seen: list[Tensor] | None = [] if output_hidden_states else None
         out = self.backbone(x, rows, views, None if seen is None else seen.append)
@@ -256,5 +256,5 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
     ) -> Any:
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         if model_kwargs.get("past_key_values") is not None:
-            counted(model_kwargs["past_key_values"])
+            counted(model_kwargs["past_key_values"], self.config.layer_types)
         return result
