@@ -35,11 +35,12 @@ def disturbed(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     return model.eval()
 
 
-def plain(kind: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+def plain(kind: str, dtype: torch.dtype = torch.float32, **more) -> LanguageModel:
     torch.manual_seed(0)
-    model = disturbed(LanguageModel(LMConfig(**options(kind))))
+    config = LMConfig(**options(kind) | more)
+    model = disturbed(LanguageModel(config))
     if dtype != torch.float32:
-        narrow = LanguageModel(LMConfig(**options(kind)), dtype=dtype)
+        narrow = LanguageModel(config, dtype=dtype)
         narrow.load_state_dict(model.state_dict())
         return narrow.eval()
     return model
@@ -78,14 +79,14 @@ def hugging(kind: str, dtype: torch.dtype = torch.float32, **more):
     """The model of `plain`, as transformers has it."""
     from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 
-    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    model = plain(kind, dtype)
-    config = ParaRNNConfig.of_lm(model.config, dtype=dtype, **tokens, **more)
-    theirs = ParaRNNForCausalLM(config).to(dtype)
-    for layer in theirs.model.backbone.blocks:
-        if hasattr(layer.mixer, "rnn"):
-            layer.mixer.rnn.cell.float()
-    head = {"lm_head.weight": model.lm_head.weight}
-    body = {f"model.{name}": p for name, p in model.state_dict().items() if "lm_head" not in name}
-    theirs.load_state_dict(body | head)
+    special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    model = plain(kind, dtype, **more)
+    theirs = ParaRNNForCausalLM(ParaRNNConfig.of_lm(model.config, **special)).to(dtype)
+    if dtype != torch.float32:
+        for layer in theirs.model.backbone.blocks:
+            if hasattr(layer.mixer, "rnn"):
+                layer.mixer.rnn.cell.float()
+    values = {f"model.{name}": value for name, value in model.state_dict().items()}
+    values["lm_head.weight"] = values.pop("model.lm_head.weight")
+    theirs.load_state_dict(values)
     return theirs.eval()

@@ -161,7 +161,9 @@ def test_padding_and_batches_change_no_token(kind):
     model = model_of(kind)
     lengths = (torch.arange(200) * 7 % 23 + 1).tolist()
     prompts = documents(lengths)
-    alone = torch.stack([generate(model, row[None], max_new_tokens=3)[0, len(row) :] for row in prompts])
+    alone = torch.stack(
+        [generate(model, row[None], max_new_tokens=3)[0, len(row) :] for row in prompts]
+    )
     assert len(alone.unique()) > 10
     for side in ("left", "right"):
         for size in (8, 200):
@@ -244,13 +246,18 @@ def test_generate_goes_on_from_a_cache(kind):
 
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid"])
-def test_prompts_of_padding_and_of_one_token(kind):
-    model, prompts = model_of(kind), documents([5, 1])
-    batch, mask = padded(prompts, "left")
-    want = torch.stack([greedy(model, prompt, 6) for prompt in prompts])
-    for how in ({}, {"cache_implementation": "static"}):
-        got = generate(model, batch, attention_mask=mask, prefill_chunk_size=1, **how)
-        assert torch.equal(got[:, 5:], want)
+def test_prompts_may_go_in_one_by_one(kind):
+    model, (batch, mask) = model_of(kind), padded(documents([5, 1]), "left")
+    results = []
+    for how in (
+        {"use_cache": False},
+        {"prefill_chunk_size": 1},
+        {"prefill_chunk_size": 1, "cache_implementation": "static"},
+    ):
+        how = {"output_logits": True, "return_dict_in_generate": True, **how}
+        results.append(torch.stack(generate(model, batch, attention_mask=mask, **how).logits))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-4)
 
 
 @torch.no_grad()

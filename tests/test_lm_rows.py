@@ -55,7 +55,11 @@ def test_all_ways_give_the_same_logits(kind, dtype):
         got[name] = torch.cat([run_in_pieces(model, rows[0][None], list(cuts))[0], want[last:]])
     for name, logits in got.items():
         torch.testing.assert_close(
-            logits.float(), want.float(), rtol=0, atol=BOUNDS[dtype], msg=lambda m, n=name: f"{n}: {m}"
+            logits.float(),
+            want.float(),
+            rtol=0,
+            atol=BOUNDS[dtype],
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
@@ -89,9 +93,7 @@ def test_any_chunks_of_padded_rows_give_the_full_pass(cuts, lengths, kind):
     model, rows = model_of(kind), documents([*lengths, 16])
     batch, mask = padded(rows, "left")
     result = run_in_pieces(model, batch, sorted(cuts), mask)
-    torch.testing.assert_close(
-        unpadded(result, mask), own_logits(model, rows), rtol=0, atol=1e-4
-    )
+    torch.testing.assert_close(unpadded(result, mask), own_logits(model, rows), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm", "user's", "attention", "hybrid"])
@@ -117,6 +119,11 @@ def test_documents_in_a_row_do_not_see_each_other(kind):
     assert torch.equal(before, after)
     for one, other in zip(gradients, others, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
+
+
+def test_a_tied_head_is_the_embedding():
+    model = plain("tied")
+    assert model.lm_head.weight is model.embed_tokens.weight
 
 
 @torch.no_grad()

@@ -79,9 +79,7 @@ class LanguageModel(nn.Module):
         args = {"padding_mask": padding_mask, "position_ids": position_ids}
         return self.lm_head(self.hidden(tokens, cache, **args, cu_seq_lens=cu_seq_lens))
 
-    def hidden(
-        self, tokens: Tensor, cache: LMCache | None = None, **rows: Tensor | None
-    ) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: LMCache | None = None, **rows: Tensor | None) -> Tensor:
         """What the head reads, (B, T, hidden_size); arguments as in `forward`."""
         packed = [name for name in ("position_ids", "cu_seq_lens") if rows.get(name) is not None]
         if cache is not None and packed:

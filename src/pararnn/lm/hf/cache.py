@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+
 class LayerView:
     """One layer of a transformers cache as a `LayerCache`."""
 

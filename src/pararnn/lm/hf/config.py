@@ -63,9 +63,7 @@ class ParaRNNConfig(PretrainedConfig):
         types = ["linear_attention"] * num_hidden_layers if layer_types is None else layer_types
         unknown = sorted(set(types) - set(LAYER_TYPES))
         if unknown:
-            raise ValueError(
-                f"layer_types may hold {', '.join(LAYER_TYPES)}, got {unknown[0]!r}"
-            )
+            raise ValueError(f"layer_types may hold {', '.join(LAYER_TYPES)}, got {unknown[0]!r}")
         if len(types) != num_hidden_layers:
             raise ValueError(
                 f"layer_types must name one type for each of num_hidden_layers = "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from pararnn.lm.backbone import Backbone
@@ -120,7 +120,9 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         if cache is None:
             rows = self._rows(x, attention_mask, position_ids, cu_seq_lens_q, seq_idx)
         else:
-            rows = self._cached_rows(x, attention_mask, position_ids, counted(cache, self.config.layer_types))
+            rows = self._cached_rows(
+                x, attention_mask, position_ids, counted(cache, self.config.layer_types)
+            )
             views = [LayerView(layer) for layer in cache.layers[: len(self.backbone.layers)]]
         seen: list[Tensor] | None = [] if output_hidden_states else None
         out = self.backbone(x, rows, views, None if seen is None else seen.append)
@@ -152,9 +154,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             attention=self.backbone.needs_positions,
         )
 
-    def _cached_rows(
-        self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache
-    ) -> Rows:
+    def _cached_rows(self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache) -> Rows:
         """Rows after those of a cache; attention's masks are transformers', which know its kinds."""
         attend = None
         if isinstance(mask, dict):
@@ -233,7 +233,9 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
                 num_items=num_items_in_batch,
             )
         if labels is None or not self.training:
-            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            keep = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
             logits = self.lm_head(hidden[:, keep])
         result = CausalLMOutputWithPast(
             loss=loss,
@@ -250,6 +252,16 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         """
         inputs, kwargs = left_aligned(inputs, kwargs, self.generation_config.pad_token_id)
         return super().generate(inputs, *args, **kwargs)
+
+    def create_masks_for_generate(self, **kwargs: Any) -> Any:
+        """What `generate` hands to `forward` with a static cache, by layer type.
+
+        transformers' own takes single tokens for real, also where a prompt goes in one by one.
+        """
+        masks, padding = create_masks_for_generate(**kwargs), kwargs.get("attention_mask")
+        if kwargs.get("is_first_iteration") and padding is not None and padding.ndim == 2:
+            masks["linear_attention"] = padding[:, -kwargs["inputs_embeds"].shape[1] :]
+        return masks
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
