@@ -122,9 +122,7 @@ class RNNMixer(Mixer):
             "rnn.cell.": rnn.cell.draws(self.recurrent_std),
             "conv.": {} if self.conv is None else self.conv.draws(),
         }
-        return own | {
-            at + name: draw for at, draws in parts.items() for name, draw in draws.items()
-        }
+        return own | {at + name: draw for at, draws in parts.items() for name, draw in draws.items()}
 
 
 def _one(states: tuple[Tensor, ...] | None) -> Any:

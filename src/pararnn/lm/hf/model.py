@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.hf.cache import LayerView, count, counted
 from pararnn.lm.hf.config import ParaRNNConfig
@@ -61,6 +62,22 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
         return found
 
 
+def _fetch(layer: nn.Module, args: Any) -> None:
+    """Bring a cell's parameters from where accelerate has put them.
+
+    It does so when a module is called, and layers read their cells' parameters without a call.
+    """
+    hook = getattr(layer.cell, "_hf_hook", None)
+    if hook is not None:
+        hook.pre_forward(layer.cell)
+
+
+def _put_back(layer: nn.Module, args: Any, result: Any) -> None:
+    hook = getattr(layer.cell, "_hf_hook", None)
+    if hook is not None:
+        hook.post_forward(layer.cell, None)
+
+
 class ParaRNNModel(ParaRNNPreTrainedModel):
     """The model without a head: token ids to hidden states."""
 
@@ -68,6 +85,10 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.backbone = Backbone(config.to_lm())
+        for part in self.backbone.modules():
+            if isinstance(part, RecurrentLayer):
+                part.register_forward_pre_hook(_fetch)
+                part.register_forward_hook(_put_back)
         self.post_init()
 
     def forward(
