@@ -6,7 +6,6 @@ import pytest
 import torch
 from lm_kinds import (
     KINDS,
-    VOCABULARY,
     borders,
     hugging,
     padded,
@@ -169,7 +168,7 @@ def test_padding_and_batches_change_no_token(kind):
         for size in (8, 200):
             for start in range(0, 200, size):
                 batch, mask = padded(prompts[start : start + size], side)
-                got = generate(model, batch, attention_mask=mask, max_new_tokens=3)
+                got = generate(model, batch, attention_mask=mask, **how)
                 assert torch.equal(got[:, -3:], alone[start : start + size]), (side, start)
 
 
@@ -286,7 +285,7 @@ def test_what_cannot_be_right_raises():
         generate(model, left, attention_mask=left_mask, prompt_lookup_num_tokens=2)
     with pytest.raises(ValueError, match="stateful"):
         generate(model, left[:1], assistant_model=model_of("gru"))
-    with pytest.raises(ValueError, match="padded on the right.*left"):
+    with pytest.raises(ValueError, match=r"padded on the right.*left"):
         model(right, attention_mask=right_mask)
     with pytest.raises(ValueError, match="packed documents cannot be kept"):
         model(left, position_ids=positions([3, 2]), use_cache=True)
@@ -314,7 +313,7 @@ def test_caches_cannot_be_cropped():
 def test_configs_say_what_is_wrong():
     with pytest.raises(ValueError, match="num_hidden_layers = 3 layers, got 2"):
         ParaRNNConfig(num_hidden_layers=3, layer_types=["full_attention"] * 2)
-    with pytest.raises(ValueError, match="layer_types may hold.*'mamba'"):
+    with pytest.raises(ValueError, match=r"layer_types may hold.*'mamba'"):
         ParaRNNConfig(num_hidden_layers=1, layer_types=["mamba"])
     plainly = LMConfig(hidden_size=8, num_hidden_layers=1, mixers=("mine",))
     with pytest.raises(ValueError, match="'mine'"):

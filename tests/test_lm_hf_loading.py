@@ -84,7 +84,7 @@ def test_a_cell_that_is_not_there_says_what_to_do(saved):
     assert config.cell == "user_cells:Memory"
     assert config.cell_config == {"decay": 0.75}
     config.cell = "nowhere.cells:Mine"
-    with pytest.raises(CellError, match="nowhere.cells.*PYTHONPATH"):
+    with pytest.raises(CellError, match=r"nowhere.cells.*PYTHONPATH"):
         AutoModelForCausalLM.from_config(config)
 
 

@@ -53,14 +53,10 @@ def test_all_ways_give_the_same_logits(kind, dtype):
         result = run_in_pieces(model, left, list(cuts), left_mask)
         got[f"{name}, padded"] = unpadded(result, left_mask)
         got[name] = torch.cat([run_in_pieces(model, rows[0][None], list(cuts))[0], want[last:]])
+    got = {name: logits.float() for name, logits in got.items()}
     for name, logits in got.items():
-        torch.testing.assert_close(
-            logits.float(),
-            want.float(),
-            rtol=0,
-            atol=BOUNDS[dtype],
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+        error = float((logits - want.float()).abs().max())
+        assert error <= BOUNDS[dtype], name
 
 
 @pytest.mark.parametrize("kind", KINDS)

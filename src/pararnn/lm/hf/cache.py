@@ -69,7 +69,8 @@ def counted(cache: Cache, layer_types: Sequence[str]) -> Cache:
 def count(cache: Cache, layers: int, x: Tensor) -> None:
     """Tell the counter of `counted`, which stands behind the model's layers, of x (B, T, d)."""
     if len(cache.layers) > layers:
-        counter, keys = cache.layers[layers], x[:, None]
+        counter: Any = cache.layers[layers]
+        keys = x[:, None]
         # A dynamic layer takes keys without channels for none at all.
         width = 0 if isinstance(counter, StaticLayer) else 1
         counter.update(keys[..., :width], keys[..., :0])

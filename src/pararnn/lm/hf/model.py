@@ -166,7 +166,8 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
     ) -> Rows:
         """Rows that nothing came before."""
         return rows_of(
-            *x.shape[:2],
+            x.shape[0],
+            x.shape[1],
             x.device,
             padding_mask=padding,
             position_ids=position_ids,
@@ -266,7 +267,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         )
         return result.to_tuple() if return_dict is False else result
 
-    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(self: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `GenerationMixin.generate`; rows padded on the right are padded on the left first.
 
         What comes back begins with the prompts as they were continued: padded on the left.
@@ -277,11 +278,12 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(self, **kwargs: Any) -> Any:
         """What `generate` hands to `forward` with a static cache, by layer type.
 
-        transformers' own takes single tokens for real, also where a prompt goes in one by one.
+        transformers' own takes a single token for real, also where padding comes one by one.
         """
-        masks, padding = create_masks_for_generate(**kwargs), kwargs.get("attention_mask")
-        if kwargs.get("is_first_iteration") and padding is not None and padding.ndim == 2:
-            masks["linear_attention"] = padding[:, -kwargs["inputs_embeds"].shape[1] :]
+        masks, padding = create_masks_for_generate(**kwargs), kwargs["attention_mask"]
+        if kwargs["inputs_embeds"].shape[1] == 1 and padding is not None:
+            now = padding[:, -1:]
+            masks["linear_attention"] = None if bool(now.all()) else now
         return masks
 
     def _prepare_cache_for_generation(
