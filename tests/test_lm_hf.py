@@ -160,9 +160,8 @@ def test_padding_and_batches_change_no_token(kind):
     model = model_of(kind)
     lengths = (torch.arange(200) * 7 % 23 + 1).tolist()
     prompts = documents(lengths)
-    alone = torch.stack(
-        [generate(model, row[None], max_new_tokens=3)[0, len(row) :] for row in prompts]
-    )
+    how = {"max_new_tokens": 3}
+    alone = torch.stack([generate(model, row[None], **how)[0, len(row) :] for row in prompts])
     assert len(alone.unique()) > 10
     for side in ("left", "right"):
         for size in (8, 200):

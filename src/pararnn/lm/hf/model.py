@@ -33,7 +33,7 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
-    # A recurrent state cannot go back: assisted generation would differ from greedy, and say nothing.
+    # A recurrent state cannot go back: assisted generation would silently differ from greedy.
     _is_stateful = True
     # What a solve carries is float32 whatever the model's dtype (the numerics contract).
     _keep_in_fp32_modules_strict = ["cell"]
@@ -177,7 +177,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         )
 
     def _cached_rows(self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache) -> Rows:
-        """Rows after those of a cache; attention's masks are transformers', which know its kinds."""
+        """Rows after those of a cache; transformers makes attention's masks for its kinds of it."""
         attend = None
         if isinstance(mask, dict):
             real, attend = mask.get("linear_attention"), mask.get("full_attention")
@@ -267,13 +267,14 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         )
         return result.to_tuple() if return_dict is False else result
 
-    def generate(self: Any, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `GenerationMixin.generate`; rows padded on the right are padded on the left first.
 
         What comes back begins with the prompts as they were continued: padded on the left.
         """
         inputs, kwargs = left_aligned(inputs, kwargs, self.generation_config.pad_token_id)
-        return super().generate(inputs, *args, **kwargs)
+        parent: Any = super()  # its annotations ask for a protocol that mypy does not find here
+        return parent.generate(inputs, *args, **kwargs)
 
     def create_masks_for_generate(self, **kwargs: Any) -> Any:
         """What `generate` hands to `forward` with a static cache, by layer type.
@@ -289,7 +290,8 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
     ) -> Any:
-        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        parent: Any = super()
+        result = parent._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         if model_kwargs.get("past_key_values") is not None:
             counted(model_kwargs["past_key_values"], self.config.layer_types)
         return result
