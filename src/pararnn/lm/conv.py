@@ -26,8 +26,8 @@ class CausalConv(nn.Module):
     def forward(self, u: Tensor, rows: Rows, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The result, and what a later call needs: the last taps - 1 inputs, (B, d, taps - 1).
 
-        `before` is what an earlier call returned; None is zeros. Of these inputs those at padding
-        and of documents that have ended are 0.
+        `before` is what an earlier call returned; None is zeros. Inputs at padding are returned as
+        0. (Packed documents, of which only the last goes on, are not for later calls.)
         """
         reach, steps = len(self.weight) - 1, u.shape[1]
         known = u if before is None else torch.cat([before.transpose(1, 2).to(u.dtype), u], 1)
@@ -41,9 +41,6 @@ class CausalConv(nn.Module):
         return y, self._tail(_last(known, 0, reach), rows)
 
     def _tail(self, last: Tensor, rows: Rows) -> Tensor:
-        if rows.since is not None:
-            age = torch.arange(last.shape[1] - 1, -1, -1, device=last.device)
-            last = last.masked_fill((age > rows.since[:, -1:]).unsqueeze(-1), 0)
         if rows.real is not None:
             real = nn.functional.pad(rows.real, (last.shape[1], 0), value=True)[:, -last.shape[1] :]
             last = last.masked_fill(~real.unsqueeze(-1), 0)

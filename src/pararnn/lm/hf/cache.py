@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, StaticCache, StaticLayer
-
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+    StaticLayer,
+)
 
 
 class LayerView:
@@ -40,16 +45,22 @@ class LayerView:
         return self.layer.update(keys, values)
 
 
-def counted(cache: Cache) -> Cache:
-    """A cache that knows how many tokens it holds.
+def counted(cache: Cache, layer_types: Sequence[str]) -> Cache:
+    """A cache that knows how many tokens it holds, for layers of these types.
 
     Recurrent layers do not know, and `generate` asks. A model without attention gets one layer of
-    keys without channels, which nobody attends to.
+    keys that nobody attends to. Raises ValueError for a cache that was made for other layers.
     """
+    recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers]
+    if recurrent[: len(layer_types)] != [word == "linear_attention" for word in layer_types]:
+        raise ValueError(
+            f"this cache is for other layers than the model's, got {cache}: make it by "
+            "DynamicCache(config=model.config), or StaticCache(config=model.config, ...)"
+        )
     if any(hasattr(layer, "get_seq_length") for layer in cache.layers):
         return cache
     static = isinstance(cache, StaticCache)
-    # The counter takes no memory, so a static one may be as long as any row will ever be.
+    # Without channels it takes no memory, and may be as long as any row will ever be.
     layer: Any = StaticLayer(max_cache_len=1 << 24) if static else DynamicLayer()
     cache.layers.append(layer)
     return cache
@@ -58,5 +69,8 @@ def counted(cache: Cache) -> Cache:
 def count(cache: Cache, layers: int, x: Tensor) -> None:
     """Tell the counter of `counted`, which stands behind the model's layers, of x (B, T, d)."""
     if len(cache.layers) > layers:
-        empty = torch.empty(x.shape[0], 1, x.shape[1], 0, dtype=x.dtype, device=x.device)
-        cache.layers[layers].update(empty, empty)
+        counter: Any = cache.layers[layers]
+        keys = x[:, None]
+        # A dynamic layer takes keys without channels for none at all.
+        width = 0 if isinstance(counter, StaticLayer) else 1
+        counter.update(keys[..., :width], keys[..., :0])

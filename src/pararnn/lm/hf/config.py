@@ -81,7 +81,7 @@ class ParaRNNConfig(PretrainedConfig):
         self.z_loss, self.use_cache = z_loss, use_cache
         self.tie_word_embeddings = tie_word_embeddings
         self.intermediate_size = self.to_lm().intermediate_size
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(**kwargs)
 
     def to_lm(self) -> LMConfig:
         """The same model's config in plain PyTorch."""

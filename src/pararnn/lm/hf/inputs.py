@@ -30,7 +30,7 @@ def local_padding(attention_mask: Tensor | None, steps: int) -> Tensor | None:
 
     Raises ValueError for padding behind real tokens: a cache would go on from it.
     """
-    if attention_mask is None or steps == 1:
+    if attention_mask is None:
         return None
     known = attention_mask.bool()
     real = known[:, -steps:]

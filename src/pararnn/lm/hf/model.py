@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.hf.cache import LayerView, count, counted
 from pararnn.lm.hf.config import ParaRNNConfig
@@ -32,7 +33,7 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
-    # A recurrent state cannot go back: assisted generation would differ from greedy, and say nothing.
+    # A recurrent state cannot go back: assisted generation would silently differ from greedy.
     _is_stateful = True
     # What is per channel stays float32, as solvers read it (the numerics contract).
     _keep_in_fp32_modules_strict = ["cell", "rnn.bias"]
@@ -61,6 +62,22 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
         return found
 
 
+def _fetch(layer: nn.Module, args: Any) -> None:
+    """Bring a cell's parameters from where accelerate has put them.
+
+    It does so when a module is called, and layers read their cells' parameters without a call.
+    """
+    hook = getattr(layer.cell, "_hf_hook", None)
+    if hook is not None:
+        hook.pre_forward(layer.cell)
+
+
+def _put_back(layer: nn.Module, args: Any, result: Any) -> None:
+    hook = getattr(layer.cell, "_hf_hook", None)
+    if hook is not None:
+        hook.post_forward(layer.cell, None)
+
+
 class ParaRNNModel(ParaRNNPreTrainedModel):
     """The model without a head: token ids to hidden states."""
 
@@ -68,6 +85,10 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.backbone = Backbone(config.to_lm())
+        for part in self.backbone.modules():
+            if isinstance(part, RecurrentLayer):
+                part.register_forward_pre_hook(_fetch)
+                part.register_forward_hook(_put_back)
         self.post_init()
 
     def forward(
@@ -120,7 +141,9 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         if cache is None:
             rows = self._rows(x, attention_mask, position_ids, cu_seq_lens_q, seq_idx)
         else:
-            rows = self._cached_rows(x, attention_mask, position_ids, counted(cache))
+            rows = self._cached_rows(
+                x, attention_mask, position_ids, counted(cache, self.config.layer_types)
+            )
             views = [LayerView(layer) for layer in cache.layers[: len(self.backbone.layers)]]
         seen: list[Tensor] | None = [] if output_hidden_states else None
         out = self.backbone(x, rows, views, None if seen is None else seen.append)
@@ -143,7 +166,8 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
     ) -> Rows:
         """Rows that nothing came before."""
         return rows_of(
-            *x.shape[:2],
+            x.shape[0],
+            x.shape[1],
             x.device,
             padding_mask=padding,
             position_ids=position_ids,
@@ -152,10 +176,8 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             attention=self.backbone.needs_positions,
         )
 
-    def _cached_rows(
-        self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache
-    ) -> Rows:
-        """Rows after those of a cache; attention's masks are transformers', which know its kinds."""
+    def _cached_rows(self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache) -> Rows:
+        """Rows after those of a cache; transformers makes attention's masks for its kinds of it."""
         attend = None
         if isinstance(mask, dict):
             real, attend = mask.get("linear_attention"), mask.get("full_attention")
@@ -233,7 +255,9 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
                 num_items=num_items_in_batch,
             )
         if labels is None or not self.training:
-            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            keep = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
             logits = self.lm_head(hidden[:, keep])
         result = CausalLMOutputWithPast(
             loss=loss,
@@ -249,12 +273,25 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         What comes back begins with the prompts as they were continued: padded on the left.
         """
         inputs, kwargs = left_aligned(inputs, kwargs, self.generation_config.pad_token_id)
-        return super().generate(inputs, *args, **kwargs)
+        parent: Any = super()  # its annotations ask for a protocol that mypy does not find here
+        return parent.generate(inputs, *args, **kwargs)
+
+    def create_masks_for_generate(self, **kwargs: Any) -> Any:
+        """What `generate` hands to `forward` with a static cache, by layer type.
+
+        transformers' own takes a single token for real, also where padding comes one by one.
+        """
+        masks, padding = create_masks_for_generate(**kwargs), kwargs["attention_mask"]
+        if kwargs["inputs_embeds"].shape[1] == 1 and padding is not None:
+            now = padding[:, -1:]
+            masks["linear_attention"] = None if bool(now.all()) else now
+        return masks
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
     ) -> Any:
-        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        parent: Any = super()
+        result = parent._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         if model_kwargs.get("past_key_values") is not None:
-            counted(model_kwargs["past_key_values"])
+            counted(model_kwargs["past_key_values"], self.config.layer_types)
         return result

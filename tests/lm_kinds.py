@@ -1,0 +1,92 @@
+"""Small language models of every kind, whose every parameter counts."""
+
+import torch
+
+from pararnn.lm.config import LMConfig
+from pararnn.lm.model import LanguageModel
+
+ATTENTION = ("attention", "attention")
+KINDS = {
+    "gru": {},
+    "lstm": {"cell": "lstm"},
+    "user's": {"cell": "user_cells:Memory", "cell_config": {"decay": 0.75}},
+    "attention": {"mixers": ATTENTION},
+    "hybrid": {"num_hidden_layers": 4, "mixers": ("rnn", "rnn", "rnn", "attention")},
+    "no convolution": {"conv_kernel_size": 1},
+    "tied": {"tie_word_embeddings": True},
+    "layer norm": {"mixers": ("attention", "rnn"), "qk_norm": False, "norm": "layer"},
+}
+VOCABULARY = 48
+
+
+def options(kind: str) -> dict:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+    heads = {"num_heads": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+    return {**sizes, **heads, **KINDS[kind]}
+
+
+def disturbed(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """The model with noise on every parameter: biases that are 0 would hide what padding does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise.to(parameter.dtype), alpha=0.2)
+    return model.eval()
+
+
+def plain(kind: str, dtype: torch.dtype = torch.float32, **more) -> LanguageModel:
+    torch.manual_seed(0)
+    config = LMConfig(**options(kind) | more)
+    model = disturbed(LanguageModel(config))
+    if dtype != torch.float32:
+        narrow = LanguageModel(config, dtype=dtype)
+        narrow.load_state_dict(model.state_dict())
+        return narrow.eval()
+    return model
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Token 0 is for padding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, shape, generator=generator)
+
+
+def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (T,) as a batch, with random tokens at padding, and its mask."""
+    longest = max(len(row) for row in rows)
+    batch, mask = tokens(len(rows), longest, seed=2), torch.zeros(len(rows), longest).long()
+    for index, row in enumerate(rows):
+        at = slice(longest - len(row), None) if side == "left" else slice(len(row))
+        batch[index, at], mask[index, at] = row, 1
+    return batch, mask
+
+
+def unpadded(results: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The results of real tokens, one row after the other, (N, ...)."""
+    return results[mask.bool()]
+
+
+def borders(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def positions(lengths: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def hugging(kind: str, dtype: torch.dtype = torch.float32, **more):
+    """The model of `plain`, as transformers has it."""
+    from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
+
+    special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    model = plain(kind, dtype, **more)
+    theirs = ParaRNNForCausalLM(ParaRNNConfig.of_lm(model.config, **special)).to(dtype)
+    if dtype != torch.float32:
+        for layer in theirs.model.backbone.blocks:
+            if hasattr(layer.mixer, "rnn"):
+                layer.mixer.rnn.cell.float()
+    values = {f"model.{name}": value for name, value in model.state_dict().items()}
+    values["lm_head.weight"] = values.pop("model.lm_head.weight")
+    theirs.load_state_dict(values)
+    return theirs.eval()

@@ -1,0 +1,324 @@
+"""Language models as transformers has them: results, caches, generate."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from lm_kinds import (
+    KINDS,
+    borders,
+    hugging,
+    padded,
+    plain,
+    positions,
+    tokens,
+    unpadded,
+)
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache  # noqa: E402
+from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer  # noqa: E402
+
+from pararnn.errors import CellError  # noqa: E402
+from pararnn.lm.config import LMConfig  # noqa: E402
+from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM, ParaRNNModel  # noqa: E402
+
+LENGTHS = [19, 12, 2, 1]
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.08}  # as in test_lm_rows.py
+GENERATED = ["gru", "user's", "attention", "hybrid", "no convolution"]
+
+model_of = lru_cache(maxsize=None)(hugging)
+
+
+def documents(lengths):
+    return [tokens(length, seed=7 + index) for index, length in enumerate(lengths)]
+
+
+def run_in_pieces(model, batch, cuts, mask=None, cache=None):
+    cache, pieces = DynamicCache(config=model.config) if cache is None else cache, []
+    for start, stop in zip([0, *cuts], [*cuts, batch.shape[1]], strict=True):
+        seen = None if mask is None else mask[:, :stop]
+        out = model(batch[:, start:stop], attention_mask=seen, past_key_values=cache)
+        pieces.append(out.logits)
+    assert int(cache.get_seq_length()) == batch.shape[1]
+    return torch.cat(pieces, 1)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_all_ways_give_the_plain_models_logits(kind, dtype):
+    model, reference, rows = model_of(kind, dtype), plain(kind, dtype), documents(LENGTHS)
+    want = torch.cat([reference(row[None])[0] for row in rows])
+    batch, mask = padded(rows, "left")
+    right, right_mask = padded(rows, "right")
+    packed, last, where = torch.cat(rows)[None], LENGTHS[0], positions(LENGTHS)
+    number = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)])[None].int()
+    once = {"use_cache": False}
+    ways = {
+        "left padded": (batch, mask, {"attention_mask": mask}),
+        "left padded, no cache": (batch, mask, {"attention_mask": mask, **once}),
+        "left padded, positions": (
+            batch,
+            mask,
+            {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
+        ),
+        "left padded, positions 1, no cache": (
+            batch,
+            mask,
+            {
+                "attention_mask": mask,
+                "position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1),
+                **once,
+            },
+        ),
+        "right padded": (right, right_mask, {"attention_mask": right_mask, **once}),
+        "positions": (packed, None, {"position_ids": where}),
+        "positions and a mask of ones": (
+            packed,
+            None,
+            {"position_ids": where, "attention_mask": torch.ones_like(packed)},
+        ),
+        "borders": (packed, None, {"cu_seq_lens_q": borders(LENGTHS).int()}),
+        "all that the collator gives": (
+            packed,
+            None,
+            {
+                "cu_seq_lens_q": borders(LENGTHS).int(),
+                "cu_seq_lens_k": borders(LENGTHS).int(),
+                "max_length_q": 19,
+                "max_length_k": 19,
+                "position_ids": where,
+                "seq_idx": number,
+            },
+        ),
+        "numbers": (packed, None, {"seq_idx": number}),
+    }
+    got = {}
+    for name, (ids, real, how) in ways.items():
+        logits = model(ids, **how).logits
+        got[name] = logits[0] if real is None else unpadded(logits, real)
+    static = StaticCache(config=model.config, max_cache_len=24)
+    for name, cuts, cache in (
+        ("steps", range(1, last), None),
+        ("chunks", (7, 9, 18), None),
+        ("static", (7, 17, 18), static),
+    ):
+        if static is not cache:
+            got[f"{name}, padded"] = unpadded(run_in_pieces(model, batch, [*cuts], mask), mask)
+        result = run_in_pieces(model, rows[0][None], [*cuts], cache=cache)[0]
+        got[name] = torch.cat([result, want[last:]])
+    for name, logits in got.items():
+        torch.testing.assert_close(
+            logits.float(),
+            want.float(),
+            rtol=0,
+            atol=BOUNDS[dtype],
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+@torch.no_grad()
+def greedy(model, prompt, count):
+    """The likeliest tokens (count,) after one prompt (T,), without any cache."""
+    row = prompt[None]
+    for _ in range(count):
+        row = torch.cat([row, model(row, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return row[0, len(prompt) :]
+
+
+def generate(model, inputs=None, **how):
+    how = {"max_new_tokens": 6, "do_sample": False, **how}
+    return model.generate(inputs, **how)
+
+
+@pytest.mark.parametrize("kind", GENERATED)
+def test_generate_is_greedy_search(kind):
+    model, prompts = model_of(kind), documents([7, 4, 1])
+    want = torch.stack([greedy(model, prompt, 6) for prompt in prompts])
+    assert len(want.unique()) > 4
+    batch, mask = padded(prompts, "left")
+    for how in (
+        {},
+        {"use_cache": False},
+        {"prefill_chunk_size": 3},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "static", "prefill_chunk_size": 3},
+    ):
+        got = generate(model, batch, attention_mask=mask, **how)
+        assert torch.equal(got, torch.cat([batch, want], 1)), how
+    embedded = model.model.embed_tokens(batch)
+    assert torch.equal(generate(model, inputs_embeds=embedded, attention_mask=mask), want)
+    row = prompts[0][None]
+    assert torch.equal(generate(model, row)[0, 7:], want[0])
+    assert torch.equal(generate(model, inputs_embeds=embedded[:1])[0], want[0])
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+def test_padding_and_batches_change_no_token(kind):
+    model = model_of(kind)
+    lengths = (torch.arange(200) * 7 % 23 + 1).tolist()
+    prompts = documents(lengths)
+    how = {"max_new_tokens": 3}
+    alone = torch.stack([generate(model, row[None], **how)[0, len(row) :] for row in prompts])
+    assert len(alone.unique()) > 10
+    for side in ("left", "right"):
+        for size in (8, 200):
+            for start in range(0, 200, size):
+                batch, mask = padded(prompts[start : start + size], side)
+                got = generate(model, batch, attention_mask=mask, **how)
+                assert torch.equal(got[:, -3:], alone[start : start + size]), (side, start)
+
+
+@pytest.mark.parametrize("kind", ["gru", "user's", "hybrid"])
+def test_beams_and_samples_need_no_cache(kind):
+    model, (batch, mask) = model_of(kind), padded(documents([7, 4, 1]), "left")
+    for how in (
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"do_sample": True},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": True, "num_beams": 2, "temperature": 2.0},
+    ):
+        results = []
+        for cached in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+            torch.manual_seed(0)
+            results.append(generate(model, batch, attention_mask=mask, **how, **cached))
+        assert torch.equal(results[0], results[2]), how
+        assert torch.equal(results[1], results[2]), how
+
+
+class Collected(BaseStreamer):
+    def __init__(self):
+        self.pieces = []
+
+    def put(self, value):
+        self.pieces.append(value.flatten())
+
+    def end(self):
+        self.pieces = torch.cat(self.pieces)
+
+
+class Letters:
+    """A tokenizer, as streamers need it."""
+
+    def decode(self, ids, **kwargs):
+        return "".join(chr(65 + int(token)) for token in ids)
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+def test_streams_give_the_tokens(kind):
+    model, prompt = model_of(kind), tokens(1, 5)
+    want = greedy(model, prompt[0], 6)
+    streamer, text = Collected(), TextIteratorStreamer(Letters(), skip_prompt=True)
+    generate(model, prompt, streamer=streamer)
+    assert torch.equal(streamer.pieces, torch.cat([prompt[0], want]))
+    generate(model, prompt, streamer=text)
+    assert "".join(text) == Letters().decode(want)
+
+
+@pytest.mark.parametrize("kind", GENERATED)
+def test_generate_goes_on_from_a_cache(kind):
+    model, (batch, mask) = model_of(kind), padded(documents([7, 4, 1]), "left")
+    more = tokens(3, 4, seed=9)
+    static = StaticCache(config=model.config, max_cache_len=24)
+    for how in ({}, {"prefill_chunk_size": 3}, {"past_key_values": static}):
+        first = generate(
+            model, batch, attention_mask=mask, return_dict_in_generate=True, max_new_tokens=3, **how
+        )
+        row = torch.cat([first.sequences, more], 1)
+        seen = torch.cat([mask, torch.ones(3, 7).long()], 1)
+        want = generate(model, row, attention_mask=seen, use_cache=False)
+        # The last token was drawn and never read.
+        assert int(first.past_key_values.get_seq_length()) == 9
+        # Of a row that is known in part, or of its new tokens and the mask of all.
+        cache, known = first.past_key_values, how.get("prefill_chunk_size", 0)
+        new = row if not known else row[:, 9:]
+        got = generate(model, new, attention_mask=seen, past_key_values=cache)
+        assert torch.equal(got[:, new.shape[1] :], want[:, row.shape[1] :])
+        cache.reset()
+        if how.get("past_key_values") is static:
+            again = generate(model, batch, attention_mask=mask, past_key_values=cache)
+            assert torch.equal(again[:, :10], first.sequences)
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+def test_prompts_may_go_in_one_by_one(kind):
+    model, (batch, mask) = model_of(kind), padded(documents([5, 1]), "left")
+    results = []
+    for how in (
+        {"use_cache": False},
+        {"prefill_chunk_size": 1},
+        {"prefill_chunk_size": 1, "cache_implementation": "static"},
+    ):
+        how = {"output_logits": True, "return_dict_in_generate": True, **how}
+        results.append(torch.stack(generate(model, batch, attention_mask=mask, **how).logits))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_forwards_other_results():
+    model, row = model_of("hybrid"), tokens(2, 9)
+    out = model(row, output_hidden_states=True, return_dict=True)
+    assert len(out.hidden_states) == 5
+    assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
+    assert torch.equal(out.hidden_states[0], model.model.embed_tokens(row))
+    hidden, cache = model.model(row, return_dict=False)
+    assert torch.equal(hidden, out.hidden_states[-1])
+    assert int(cache.get_seq_length()) == 9
+    torch.testing.assert_close(model(row, logits_to_keep=2).logits, out.logits[:, -2:])
+    some = torch.tensor([0, 4])
+    torch.testing.assert_close(model(row, logits_to_keep=some).logits, out.logits[:, some])
+    assert model(row, use_cache=False).past_key_values is None
+    torch.testing.assert_close(
+        model(inputs_embeds=model.model.embed_tokens(row)).logits, out.logits
+    )
+
+
+def test_what_cannot_be_right_raises():
+    model, (left, left_mask) = model_of("hybrid"), padded(documents([5, 3]), "left")
+    right, right_mask = padded(documents([5, 3]), "right")
+    with pytest.raises(ValueError, match="stateful"):
+        generate(model, left, attention_mask=left_mask, prompt_lookup_num_tokens=2)
+    with pytest.raises(ValueError, match="stateful"):
+        generate(model, left[:1], assistant_model=model_of("gru"))
+    with pytest.raises(ValueError, match=r"padded on the right.*left"):
+        model(right, attention_mask=right_mask)
+    with pytest.raises(ValueError, match="packed documents cannot be kept"):
+        model(left, position_ids=positions([3, 2]), use_cache=True)
+    with pytest.raises(ValueError, match="packed documents cannot be kept"):
+        model(left[:1], cu_seq_lens_q=borders([3, 2]), past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="exactly one"):
+        model()
+    with pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\)"):
+        model(left, past_key_values=DynamicCache())
+
+
+def test_caches_cannot_be_cropped():
+    model, row = model_of("hybrid"), tokens(1, 6)
+    cache = model(row).past_key_values
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-2)
+    cache.activate_past_recording()
+    with pytest.raises(RuntimeError, match="cannot go back"):
+        model(row[:, :1], past_key_values=cache)
+    cache.crop(-2)
+    with pytest.raises(RuntimeError, match="cannot go back"):
+        model(row[:, :1], past_key_values=cache)
+
+
+def test_configs_say_what_is_wrong():
+    with pytest.raises(ValueError, match="num_hidden_layers = 3 layers, got 2"):
+        ParaRNNConfig(num_hidden_layers=3, layer_types=["full_attention"] * 2)
+    with pytest.raises(ValueError, match=r"layer_types may hold.*'mamba'"):
+        ParaRNNConfig(num_hidden_layers=1, layer_types=["mamba"])
+    plainly = LMConfig(hidden_size=8, num_hidden_layers=1, mixers=("mine",))
+    with pytest.raises(ValueError, match="'mine'"):
+        ParaRNNConfig.of_lm(plainly)
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 5}
+    with pytest.raises(CellError, match="PYTHONPATH"):
+        ParaRNNForCausalLM(ParaRNNConfig(cell="nowhere.cells:Mine", **small))
+    with pytest.raises(CellError, match="name one of"):
+        ParaRNNModel(ParaRNNConfig(cell="nothing", **small))

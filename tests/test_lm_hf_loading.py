@@ -1,0 +1,188 @@
+"""Language models as transformers has them: written, loaded, initialised, spread over devices."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from lm_kinds import hugging, plain, tokens
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+
+from pararnn.errors import CellError  # noqa: E402
+from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM, ParaRNNModel  # noqa: E402
+
+ROW = tokens(2, 9)
+SAVED = ["user's", "hybrid", "tied"]
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(ROW, use_cache=False).logits
+
+
+def new_process(code, *args, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for kind in SAVED:
+        hugging(kind).save_pretrained(root / kind, max_shard_size="5KB")
+    return root
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_loading_gives_the_same_bits(kind, saved):
+    model = hugging(kind)
+    assert len(list((saved / kind).glob("*.safetensors"))) > 2
+    loaded, info = AutoModelForCausalLM.from_pretrained(saved / kind, output_loading_info=True)
+    assert not any(info.values())
+    assert isinstance(loaded, ParaRNNForCausalLM)
+    assert torch.equal(logits_of(loaded), logits_of(model))
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == (kind == "tied")
+    assert loaded.config.to_lm() == model.config.to_lm()
+    body = AutoModel.from_pretrained(saved / kind)
+    assert isinstance(body, ParaRNNModel)
+    with torch.no_grad():
+        assert torch.equal(loaded.lm_head(body(ROW).last_hidden_state), logits_of(model))
+
+
+def test_a_new_process_gives_the_same_bits(saved, tmp_path):
+    code = """
+import sys, torch
+import pararnn.lm.hf
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+root, out, *kinds = sys.argv[1:]
+row = torch.load(out + "/row.pt")
+with torch.no_grad():
+    models = {kind: AutoModelForCausalLM.from_pretrained(f"{root}/{kind}") for kind in kinds}
+    torch.save({kind: model(row, use_cache=False).logits for kind, model in models.items()},
+               out + "/logits.pt")
+"""
+    torch.save(ROW, tmp_path / "row.pt")
+    done = new_process(code, saved, tmp_path, *SAVED)
+    assert done.returncode == 0, done.stderr
+    for kind, logits in torch.load(tmp_path / "logits.pt").items():
+        assert torch.equal(logits, logits_of(hugging(kind)))
+
+
+def test_a_cell_that_is_not_there_says_what_to_do(saved):
+    config = AutoConfig.from_pretrained(saved / "user's")
+    assert config.cell == "user_cells:Memory"
+    assert config.cell_config == {"decay": 0.75}
+    config.cell = "nowhere.cells:Mine"
+    with pytest.raises(CellError, match=r"nowhere.cells.*PYTHONPATH"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_missing_tensors_alone_are_drawn(tmp_path):
+    model = hugging("hybrid", hidden_size=64, intermediate_size=96, num_hidden_layers=4)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    block, attention = "model.backbone.layers.1", "model.backbone.layers.3"
+    fixed = {
+        f"{block}.mixer.rnn.bias": 0.0,
+        f"{block}.mixer.conv.bias": 0.0,
+        f"{block}.residual_scale": 1.0,
+        f"{block}.mixer.norm.weight": 1.0,
+        f"{attention}.mixer.q_norm.weight": 1.0,
+        "model.backbone.norm.weight": 1.0,
+    }
+    spreads = {
+        f"{block}.mixer.rnn.cell.a_z": 1 / 8,
+        f"{block}.mixer.conv.weight": 0.5 / math.sqrt(3),
+        f"{block}.mixer.in_proj.weight": 1 / 8,
+        f"{block}.mixer.out_proj.weight": 1 / 8 / math.sqrt(4),
+        f"{block}.mlp.down_proj.weight": 1 / math.sqrt(96 * 4),
+        f"{attention}.mixer.out_proj.weight": 1 / 8 / math.sqrt(8),
+        "model.embed_tokens.weight": 1 / 8,
+        "lm_head.weight": 1 / 8,
+    }
+    for name in {**fixed, **spreads}:
+        del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    found = dict(loaded.named_parameters())
+    assert set(found) == set(weights) | set(fixed) | set(spreads)
+    for name, value in weights.items():
+        assert torch.equal(found[name], value), name
+    for name, value in fixed.items():
+        assert (found[name] == value).all(), name
+    for name, spread in spreads.items():
+        error = 4 * spread / math.sqrt(2 * found[name].numel())
+        assert found[name].std().item() == pytest.approx(spread * 0.987, abs=error + 0.02 * spread)
+
+
+@pytest.mark.parametrize("kind", ["user's", "hybrid"])
+def test_new_models_are_drawn_as_plain_ones(kind):
+    wide = {"hidden_size": 64, "intermediate_size": 96}
+    torch.manual_seed(1)
+    want = plain(kind, **wide)
+    want.reset_parameters()
+    config = ParaRNNConfig.of_lm(want.config)
+    with torch.device("meta"):
+        empty = ParaRNNForCausalLM(config)
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    theirs = AutoModelForCausalLM.from_config(config)
+    expected = {name: p.detach() for name, p in want.named_parameters()}
+    assert len(expected) == len(dict(theirs.named_parameters()))
+    for name, value in theirs.named_parameters():
+        other, error = expected[name.removeprefix("model.")], 6 / math.sqrt(value.numel())
+        spread = float(other.std()) if other.numel() > 1 else 1.0
+        assert value.mean().item() == pytest.approx(float(other.mean()), abs=error * spread), name
+        if value.numel() > 1:
+            assert value.std().item() == pytest.approx(spread, rel=error), name
+
+
+def test_what_carries_stays_float32(saved):
+    for kind in SAVED:
+        model = AutoModelForCausalLM.from_pretrained(saved / kind, dtype=torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            wanted = torch.float32 if ".cell." in name else torch.bfloat16
+            assert parameter.dtype == wanted, name
+        reference = plain(kind, torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(logits_of(model), reference(ROW))
+            cache = model(ROW).past_key_values
+        assert cache.layers[0].recurrent_states[0].dtype == torch.float32
+        assert cache.layers[0].conv_states[0].dtype == torch.bfloat16
+
+
+def test_models_are_spread_over_devices(saved, tmp_path):
+    pytest.importorskip("accelerate")
+    for kind in SAVED:
+        want = logits_of(hugging(kind))
+        little = {"max_memory": {"cpu": "10KB"}, "offload_folder": tmp_path / kind}
+        for how in ({"device_map": {"": "cpu"}}, {"device_map": "auto", **little}):
+            model = AutoModelForCausalLM.from_pretrained(saved / kind, **how)
+            if "max_memory" in how:
+                assert "disk" in model.hf_device_map.values()
+            assert torch.equal(logits_of(model), want)
+            got = model.generate(ROW, max_new_tokens=3, do_sample=False)
+            assert torch.equal(got, hugging(kind).generate(ROW, max_new_tokens=3, do_sample=False))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+def test_linear_layers_may_be_int8():
+    for kind in ("user's", "hybrid"):
+        model = hugging(kind)
+        want = logits_of(model)
+        narrow = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8)
+        error = (logits_of(narrow) - want).std() / want.std()
+        assert 1e-3 < error < 0.2
+        row = narrow.generate(ROW, max_new_tokens=4, do_sample=False)
+        again = narrow.generate(ROW, max_new_tokens=4, do_sample=False, use_cache=False)
+        assert row.shape == again.shape == (2, 13)

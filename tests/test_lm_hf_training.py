@@ -1,0 +1,228 @@
+"""Language models as transformers has them, in training: loss, checkpointing, compiled, adapted."""
+
+import copy
+
+import pytest
+import torch
+from lm_kinds import VOCABULARY, hugging, tokens
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import StaticCache, set_seed  # noqa: E402
+
+KINDS = ["gru", "user's", "hybrid"]
+ROW = tokens(4, 13)
+
+
+def gradients(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def close(found, wanted, tolerance):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        bound = tolerance * float(value.abs().max())
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=bound, msg=lambda m, n=name: n + m
+        )
+
+
+def direct_loss(logits, labels, z_loss):
+    logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    nats = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
+    return nats + z_loss * logits.logsumexp(1)[labels != -100].square().mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_that_of_the_logits(kind):
+    model, labels = hugging(kind), ROW.clone()
+    labels[0, :5] = labels[1, -3:] = -100
+    model.config.z_loss = 0.01
+    evaluated = model(ROW, labels=labels)
+    want = direct_loss(evaluated.logits, labels, 0.01)
+    torch.testing.assert_close(evaluated.loss, want)
+    want.backward()
+    wanted = gradients(model)
+    model.train()
+    out = model(ROW, labels=labels)
+    assert out.logits is None
+    assert out.past_key_values is None
+    torch.testing.assert_close(out.loss, want)
+    out.loss.backward()
+    close(gradients(model), wanted, 1e-4)
+
+
+def test_accumulated_batches_are_one_batch():
+    model, labels = hugging("gru").train(), ROW.clone()
+    model.config.z_loss = 0.01
+    labels[1, 4:] = -100
+    count = (labels[:, 1:] != -100).sum()
+    whole = model(ROW, labels=labels, num_items_in_batch=count).loss
+    torch.testing.assert_close(whole, model(ROW, labels=labels).loss)
+    whole.backward()
+    wanted, parts = gradients(model), []
+    for row, label in zip(ROW.split(1), labels.split(1), strict=True):
+        loss = model(row, labels=label, num_items_in_batch=count).loss
+        loss.backward()
+        parts.append(loss.detach())
+    torch.testing.assert_close(sum(parts), whole.detach(), rtol=1e-6, atol=0)
+    close(gradients(model), wanted, 1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointing_changes_no_bit(kind, compiled):
+    model = hugging(kind).train()
+    results = []
+    if compiled:
+        torch._dynamo.reset()
+        for block in model.model.backbone.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    for checkpointing in (False, True):
+        if checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+            calls = count_calls(model.model.backbone.blocks[0].mixer)
+        loss = model(ROW, labels=ROW).loss
+        loss.backward()
+        results.append((loss.detach(), gradients(model)))
+    if not compiled:
+        assert len(calls) == 2
+    (loss, wanted), (again, found) = results
+    assert torch.equal(loss, again)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def count_calls(module):
+    calls = []
+    module.register_forward_hook(lambda *args: calls.append(1))
+    return calls
+
+
+@torch.no_grad()
+def test_blocks_compile_after_hidden_states_were_asked_for():
+    model = hugging("hybrid")
+    want = model(ROW, output_hidden_states=True).logits
+    torch._dynamo.reset()
+    for block in model.model.backbone.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(model(ROW).logits, want)
+    torch.testing.assert_close(model(ROW, output_hidden_states=True).logits, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+def test_a_decoding_step_is_one_graph(kind):
+    model = hugging(kind)
+    row = tokens(2, 30)
+    want = model(row).logits
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    model(row[:, :4], past_key_values=cache)
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got = [step(row[:, at : at + 1], past_key_values=cache).logits for at in (4, 5)]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        got += [step(row[:, at : at + 1], past_key_values=cache).logits for at in range(6, 30)]
+    torch.testing.assert_close(torch.cat(got, 1), want[:, 4:], rtol=0, atol=1e-4)
+
+
+def trained(model, steps=3):
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(wanted, lr=0.1)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ROW, labels=ROW).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1e-3
+    return model.eval()
+
+
+ADAPTERS = {
+    "all-linear": {"target_modules": "all-linear"},
+    "named": {"target_modules": ["in_proj", "gate_proj", "up_proj", "down_proj", "out_proj"]},
+    "headwise": {"target_modules": [], "target_parameters": ["rnn.proj.weight"]},
+}
+
+
+@pytest.mark.parametrize("how", ADAPTERS)
+@pytest.mark.parametrize("kind", ["user's", "hybrid"])
+def test_adapters_train_merge_and_reload(kind, how, tmp_path):
+    peft = pytest.importorskip("peft")
+    set_seed(0)
+    base = hugging(kind)
+    before = base(ROW).logits.detach()
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, **ADAPTERS[how])
+    model = peft.get_peft_model(copy.deepcopy(base), config).train()
+    names = {name.split(".lora_")[0] for name, _ in model.named_parameters() if "lora_" in name}
+    assert len(names) >= 2
+    trained(model)
+    with torch.no_grad():
+        want = model(ROW).logits
+        drawn = model.generate(input_ids=ROW, max_new_tokens=4, do_sample=False)
+        assert (want - before).abs().max() > 1e-2
+        model.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+        assert torch.equal(again(ROW).logits, want)
+        merged = again.merge_and_unload()
+        torch.testing.assert_close(merged(ROW).logits, want, rtol=0, atol=1e-4)
+        assert torch.equal(merged.generate(ROW, max_new_tokens=4, do_sample=False), drawn)
+
+
+@torch.no_grad()
+def test_the_loss_of_packed_rows_is_that_of_their_documents():
+    from transformers import DataCollatorWithFlattening
+
+    model = hugging("hybrid")
+    rows = [tokens(1, length, seed=length) for length in (3, 9, 6)]
+    batch = [{"input_ids": row[0].tolist(), "labels": row[0].tolist()} for row in rows]
+    parts = [model(row, labels=row).loss * (row.numel() - 1) for row in rows]
+    for options in ({}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}):
+        packed = DataCollatorWithFlattening(**options)(batch)
+        torch.testing.assert_close(model(**packed).loss, sum(parts) / 15)
+
+
+def test_trainer_takes_packed_rows(tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+    rows = [tokens(length, seed=length).tolist() for length in range(3, 27)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    model, seen = hugging("hybrid"), []
+
+    def record(module, args, how, out):
+        packed = (how["position_ids"] == 0).sum().item()
+        seen.append((module.training, packed, out.logits is None, out.past_key_values is None))
+
+    model.register_forward_hook(record, with_kwargs=True)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        learning_rate=1e-2,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=data,
+        eval_dataset=data[:8],
+        data_collator=DataCollatorWithFlattening(),
+    )
+    first = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < first
+    assert seen.count((True, 4, True, True)) == 6
+    assert {entry[:2] for entry in seen} == {(True, 4), (False, 4)}
+    assert {entry[2] for entry in seen if not entry[0]} == {False}
+    predictions = trainer.predict(data[:1]).predictions
+    assert predictions.shape == (1, 3, VOCABULARY)

@@ -1,0 +1,21 @@
+"""A cell as users write them, in a module of theirs."""
+
+import torch
+
+from pararnn import Cell, Param
+
+
+class Memory(Cell):
+    """Three states, a field, a constant, and parameters by channel and by head."""
+
+    states = ("h", "c", "m")
+    gates = ("i", "f", "o")
+    fields = ("gap",)
+    params = {"a_i": Param("D"), "a_f": Param("D"), "b": Param("H", mean=0.5)}
+    config = {"decay": 0.5}
+
+    def step(self, state, gate, param):
+        kept = torch.sigmoid(gate.f + param.a_f * state.h)
+        c = kept * state.c + (1 - kept) * torch.tanh(gate.i + param.a_i * state.h) * gate.gap
+        m = self.decay * state.m + c
+        return torch.sigmoid(gate.o) * torch.tanh(c + param.b * m), c, m
