@@ -240,11 +240,8 @@ def test_missing_packages_are_named(folder, monkeypatch):
 def test_auto_classes_know_the_models_in_either_order(first, folder):
     pytest.importorskip("transformers")
     code = f"""
-import importlib, importlib.util, sys
+import importlib
 importlib.import_module({first!r})
-if {first!r} == "pararnn.lm":
-    assert "transformers" not in sys.modules
-    assert importlib.util.find_spec("transformers") is not None  # looking is not importing
 import pararnn.lm
 from transformers import AutoConfig, AutoModelForCausalLM
 assert type(AutoConfig.for_model("pararnn")) is pararnn.lm.ParaRNNConfig
@@ -258,11 +255,9 @@ def test_a_transformers_that_is_too_old_is_left_in_peace(tmp_path):
     code = f"""
 import sys, warnings
 sys.path.insert(0, {str(tmp_path)!r})
-import pararnn.lm
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
-    import transformers
-assert transformers.__version__ == "4.0"
+    import pararnn.lm
 assert ["pip install 'pararnn[hf]'" in str(one.message) for one in seen] == [True], seen
 """
     subprocess.run([sys.executable, "-c", code], check=True)

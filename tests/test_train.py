@@ -73,7 +73,7 @@ def test_training_learns_more_than_counting(corpus):
     history = train(model, corpus, recipe)
     unigram = unigram_bits(corpus.train, corpus.valid)
     bigram = bigram_bits(corpus.train, corpus.valid)
-    assert history.train[0].bits == pytest.approx(8.7, abs=0.5)  # logits of unit variance
+    assert 7.5 < history.train[0].bits < 9.5  # 8.7 with logits of unit variance
     assert history.valid[-1].bits < bigram < unigram
     assert history.valid[-1].bits == pytest.approx(
         evaluate(model, spread_windows(corpus.valid, recipe.valid_windows, 100))
@@ -132,7 +132,9 @@ def test_only_matrices_decay():
         "backbone.layers.0.mixer.in_proj.weight",
         "backbone.layers.0.mixer.rnn.proj.weight",
         "backbone.layers.0.mixer.out_proj.weight",
-        "backbone.layers.0.mlp.gate_up_proj.weight",
+        "backbone.layers.0.mixer.gate_proj.weight",
+        "backbone.layers.0.mlp.gate_proj.weight",
+        "backbone.layers.0.mlp.up_proj.weight",
         "backbone.layers.0.mlp.down_proj.weight",
         "lm_head.weight",
     }

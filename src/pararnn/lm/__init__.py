@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from pararnn.extras import require
@@ -55,5 +56,10 @@ def __getattr__(name: str) -> Any:
 
 
 if importlib.util.find_spec("transformers") is not None:
-    # Its Auto classes know our models from here on.
-    from pararnn.lm import hf as hf
+    try:  # so that its Auto classes know our models
+        from pararnn.lm import hf as hf
+    except ImportError as error:  # of a version that is too old, which plain models do not need
+        warnings.warn(
+            f"transformers is too old for pararnn's models ({error}): pip install 'pararnn[hf]'",
+            stacklevel=2,
+        )

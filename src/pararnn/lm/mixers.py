@@ -212,4 +212,4 @@ def make_mixer(name: str, config: LMConfig, **factory: Any) -> Mixer:
             f"there is no mixer {name!r}: name one of {', '.join(MIXERS)}, or add yours to "
             "pararnn.lm.MIXERS"
         )
-    return cast(Mixer, MIXERS[name](config, **factory))
+    return MIXERS[name](config, **factory)
