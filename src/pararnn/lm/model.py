@@ -25,7 +25,8 @@ class LanguageModel(nn.Module):
 
     Args:
         config: its sizes and parts.
-        device, dtype: of the parameters; what cells hold, and their biases, is float32 in 16-bit models.
+        device, dtype: of the parameters; those of cells, and their biases, are float32 in 16-bit
+            models.
 
     Raises ValueError and CellError for a config that names unknown mixers and cells, or sizes that
     do not divide.
@@ -67,8 +68,8 @@ class LanguageModel(nn.Module):
         Args:
             tokens: (B, T), any integer dtype.
             cache: of `new_cache`: go on from the tokens that it holds, and keep these there.
-            padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding, which is on the left
-                where there is a cache.
+            padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding, which is on the
+                left where there is a cache.
             position_ids: int (B, T); documents packed into one row begin where they are 0.
             cu_seq_lens: int (S + 1,), the starts of S documents packed into one row (B = 1) and the
                 end of the last.
