@@ -109,7 +109,9 @@ class RNNMixer(Mixer):
                 u, _one(initial), fields=self.fields, reset=rows.start, sequences=rows.sequences
             )
         if cache is not None:
-            cache.keep(tail, torch.stack((final,) if torch.is_tensor(final) else final, 1))
+            # A single state needs no copy.
+            kept = final.unsqueeze(1) if torch.is_tensor(final) else torch.stack(final, 1)
+            cache.keep(tail, kept)
         return self.out_proj(self.norm(h * F.silu(z)))
 
     def draws(self, layer: int) -> dict[str, Draw]:
