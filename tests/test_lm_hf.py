@@ -272,6 +272,11 @@ def test_forwards_other_results():
     some = torch.tensor([0, 4])
     torch.testing.assert_close(model(row, logits_to_keep=some).logits, out.logits[:, some])
     assert model(row, use_cache=False).past_key_values is None
+    model.config.return_dict, model.config.output_hidden_states = False, True
+    logits, cache, hidden = model(row)
+    model.config.return_dict, model.config.output_hidden_states = True, False
+    assert torch.equal(logits, out.logits)
+    assert len(hidden) == 5
     torch.testing.assert_close(
         model(inputs_embeds=model.model.embed_tokens(row)).logits, out.logits
     )
@@ -294,6 +299,29 @@ def test_what_cannot_be_right_raises():
         model()
     with pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\)"):
         model(left, past_key_values=DynamicCache())
+
+
+def test_masks_of_another_size_raise():
+    model, row = model_of("gru"), tokens(2, 6)
+    cache = model(row).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask must be \(2, 7\)"):
+        model(row[:, :1], attention_mask=torch.ones(2, 1), past_key_values=cache)
+    for how in ({}, {"use_cache": False}):
+        with pytest.raises(ValueError, match=r"mask must be \(2, 6\)"):
+            model(row, attention_mask=torch.ones(2, 1, 6, 6), **how)
+
+
+def test_a_prompt_may_end_as_rows_are_padded():
+    # As in GPT-NeoX, whose padding is its end of text: no mask can be made out of that.
+    model, row = model_of("hybrid"), tokens(1, 6)
+    row[:, -1] = row[:, 2] = 0
+    want = greedy(model, row[0], 4)
+    how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": 0, "min_new_tokens": 4}
+    got = model.generate(row, pad_token_id=0, **how)[0, 6:]
+    assert (want != 0).all()
+    assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="padded on the right"):
+        generate(model, row)
 
 
 def test_caches_cannot_be_cropped():
