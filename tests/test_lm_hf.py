@@ -301,6 +301,29 @@ def test_what_cannot_be_right_raises():
         model(left, past_key_values=DynamicCache())
 
 
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+def test_padding_on_the_right_is_moved_or_raises(kind):
+    model, prompts = model_of(kind), documents([7, 4, 1])
+    (right, mask), (left, left_mask) = padded(prompts, "right"), padded(prompts, "left")
+    how = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+    want = generate(model, left, attention_mask=left_mask, **how).logits
+    embedded = model.model.embed_tokens(right)
+    for rows in (
+        {"inputs": right},
+        {"input_ids": right},
+        {"inputs_embeds": embedded},
+        {"inputs": right, "inputs_embeds": embedded},
+        {"inputs": right, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
+        {"inputs": right, "cache_implementation": "static"},
+        {"inputs": right, "use_cache": False},
+    ):
+        got = generate(model, attention_mask=mask, **rows, **how).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=16)):
+        with pytest.raises(ValueError, match="padded on the right"):
+            generate(model, right, attention_mask=mask, past_key_values=cache)
+
+
 def test_masks_of_another_size_raise():
     model, row = model_of("gru"), tokens(2, 6)
     cache = model(row).past_key_values

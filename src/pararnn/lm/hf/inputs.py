@@ -58,18 +58,17 @@ def local_padding(
 def left_aligned(
     inputs: Tensor | None, kwargs: dict[str, Any]
 ) -> tuple[Tensor | None, dict[str, Any]]:
-    """`generate`'s prompts with their padding on the left."""
-    name = next((n for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None), None)
-    given = kwargs[name] if inputs is None and name else inputs
+    """`generate`'s prompts with their padding on the left; those after a cache as they are."""
     mask = kwargs.get("attention_mask")
-    if given is None or mask is None or kwargs.get("past_key_values") is not None:
+    if mask is None or mask.ndim != 2 or kwargs.get("past_key_values") is not None:
         return inputs, kwargs
-    if mask.ndim != 2 or bool(mask[:, -1].all()):
+    if bool(mask[:, -1].all()):
         return inputs, kwargs
     order = mask.bool().int().argsort(dim=1, stable=True)
-    index = order if given.ndim == 2 else order.unsqueeze(-1).expand_as(given)
-    moved, mask = given.gather(1, index), mask.gather(1, order)
-    kwargs = {**kwargs, "attention_mask": mask}
-    if inputs is None and name:
-        return None, {**kwargs, name: moved}
-    return moved, kwargs
+
+    def moved(part: Tensor) -> Tensor:
+        return part.gather(1, order if part.ndim == 2 else order.unsqueeze(-1).expand_as(part))
+
+    names = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
+    rows = {name: moved(kwargs[name]) for name in names if kwargs.get(name) is not None}
+    return None if inputs is None else moved(inputs), kwargs | rows

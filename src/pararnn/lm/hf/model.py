@@ -272,13 +272,15 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(self, **kwargs: Any) -> Any:
         """What `generate` hands to `forward` with a static cache, by layer type.
 
-        transformers' own takes a single token for real, also where padding comes one by one.
+        transformers' own takes single tokens for real, and padding on either side.
         """
-        masks, padding = create_masks_for_generate(**kwargs), kwargs["attention_mask"]
-        if kwargs["inputs_embeds"].shape[1] == 1 and padding is not None:
-            now = padding[:, -1:]
-            masks["linear_attention"] = None if bool(now.all()) else now
-        return masks
+        masks, (batch, steps) = (
+            create_masks_for_generate(**kwargs),
+            kwargs["inputs_embeds"].shape[:2],
+        )
+        past = kwargs["past_key_values"].get_seq_length()
+        real = local_padding(kwargs["attention_mask"], batch, steps, past)
+        return {**masks, "linear_attention": real}
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
