@@ -282,6 +282,31 @@ def test_forwards_other_results():
     )
 
 
+@torch.no_grad()
+def test_what_says_nothing_makes_no_mask(monkeypatch):
+    model, row, masks = model_of("hybrid"), tokens(2, 9), []
+    want, attend = model(row).logits, torch.nn.functional.scaled_dot_product_attention
+
+    def record(*args, attn_mask=None, **how):
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    for how in (
+        {"position_ids": torch.arange(9)[None]},
+        {"position_ids": torch.arange(9).expand(2, 9) + 5},
+        {"attention_mask": torch.ones(2, 9)},
+    ):
+        for cached in (True, False):
+            got = model(row, **how, use_cache=cached).logits
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert masks == [None] * 6
+    uneven = model(row, position_ids=torch.arange(9)[None] * 3, use_cache=False).logits
+    cached = model(row, position_ids=torch.arange(9)[None] * 3).logits
+    assert (uneven - want).abs().max() > 1e-2
+    torch.testing.assert_close(cached, uneven, rtol=0, atol=1e-4)
+
+
 def test_what_cannot_be_right_raises():
     model, (left, left_mask) = model_of("hybrid"), padded(documents([5, 3]), "left")
     right, right_mask = padded(documents([5, 3]), "right")

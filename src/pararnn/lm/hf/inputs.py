@@ -25,6 +25,12 @@ def documents_restart(position_ids: Tensor, attention_mask: Any, cached: bool) -
     return bool(again.any())
 
 
+def unless_all(real: Any) -> Any:
+    """A mask of real tokens, None where all are; compiled code does not look."""
+    skip = real is None or torch.compiler.is_compiling() or not bool(real.all())
+    return real if skip else None
+
+
 def local_padding(
     attention_mask: Tensor | None, batch: int, steps: int, past: Tensor | int
 ) -> Tensor | None:
@@ -42,11 +48,9 @@ def local_padding(
             f"cache and now, got {size}"
         )
     known = attention_mask.bool()
-    real = known[:, -steps:]
-    if torch.compiler.is_compiling():
+    real = unless_all(known[:, -steps:])
+    if real is None or torch.compiler.is_compiling():
         return real
-    if bool(real.all()):
-        return None
     if bool((known[:, :-1] & ~known[:, 1:]).any()):
         raise ValueError(
             "rows are padded on the right, and a cache would go on from the padding: pad on the "

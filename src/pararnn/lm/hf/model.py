@@ -16,7 +16,7 @@ from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.hf.cache import LayerView, count, counted
 from pararnn.lm.hf.config import ParaRNNConfig
-from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding
+from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding, unless_all
 from pararnn.lm.loss import causal_lm_loss
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of, starts_of
@@ -132,7 +132,18 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             cache = DynamicCache(config=self.config)
         views = None
         if cache is None:
-            rows = self._rows(x, attention_mask, position_ids, cu_seq_lens_q, seq_idx)
+            rows = rows_of(
+                x.shape[0],
+                x.shape[1],
+                x.device,
+                padding_mask=unless_all(attention_mask),
+                position_ids=position_ids if packed else None,
+                cu_seq_lens=cu_seq_lens_q,
+                document=seq_idx,
+                attention=self.backbone.needs_positions,
+            )
+            if position_ids is not None:
+                rows = rows._replace(positions=position_ids)
         else:
             rows = self._cached_rows(
                 x, attention_mask, position_ids, counted(cache, self.config.layer_types)
@@ -148,26 +159,6 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             last_hidden_state=out,
             past_key_values=cache,
             hidden_states=None if seen is None else (*seen, out),
-        )
-
-    def _rows(
-        self,
-        x: Tensor,
-        padding: Any,
-        position_ids: Tensor | None,
-        cu_seq_lens: Tensor | None,
-        seq_idx: Tensor | None,
-    ) -> Rows:
-        """Rows that nothing came before."""
-        return rows_of(
-            x.shape[0],
-            x.shape[1],
-            x.device,
-            padding_mask=padding,
-            position_ids=position_ids,
-            cu_seq_lens=cu_seq_lens,
-            document=seq_idx,
-            attention=self.backbone.needs_positions,
         )
 
     def _cached_rows(self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache) -> Rows:
