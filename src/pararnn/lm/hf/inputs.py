@@ -25,10 +25,15 @@ def documents_restart(position_ids: Tensor, attention_mask: Any, cached: bool) -
     return bool(again.any())
 
 
-def unless_all(real: Any) -> Any:
-    """A mask of real tokens, None where all are; compiled code does not look."""
-    skip = real is None or torch.compiler.is_compiling() or not bool(real.all())
-    return real if skip else None
+def padding(attention_mask: Tensor | None, batch: int, steps: int) -> Tensor | None:
+    """The mask of rows that nothing came before; None where nothing is padding.
+
+    Raises ValueError for a mask of another size than (batch, steps).
+    """
+    if attention_mask is None:
+        return None
+    _check_size(attention_mask, batch, steps)
+    return _unless_all(attention_mask)
 
 
 def local_padding(
@@ -41,14 +46,9 @@ def local_padding(
     """
     if attention_mask is None:
         return None
-    size = tuple(attention_mask.shape)
-    if len(size) != 2 or (isinstance(past, int) and size != (batch, past + steps)):
-        raise ValueError(
-            f"attention_mask must be ({batch}, {past + steps}), one entry for each token in the "
-            f"cache and now, got {size}"
-        )
+    _check_size(attention_mask, batch, past + steps if isinstance(past, int) else None)
     known = attention_mask.bool()
-    real = unless_all(known[:, -steps:])
+    real = _unless_all(known[:, -steps:])
     if real is None or torch.compiler.is_compiling():
         return real
     if bool((known[:, :-1] & ~known[:, 1:]).any()):
@@ -57,6 +57,20 @@ def local_padding(
             "left (tokenizer.padding_side = 'left'), or pass use_cache=False"
         )
     return real
+
+
+def _check_size(mask: Tensor, batch: int, length: int | None) -> None:
+    size = tuple(mask.shape)
+    if len(size) != 2 or size[0] != batch or length not in (None, size[1]):
+        raise ValueError(
+            f"attention_mask must be {(batch, length or 'T')}, one entry for each token in the "
+            f"cache and now, got {size}"
+        )
+
+
+def _unless_all(real: Tensor) -> Tensor | None:
+    """None where all are real; compiled code does not look."""
+    return real if torch.compiler.is_compiling() or not bool(real.all()) else None
 
 
 def left_aligned(

@@ -16,7 +16,7 @@ from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.hf.cache import LayerView, count, counted
 from pararnn.lm.hf.config import ParaRNNConfig
-from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding, unless_all
+from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding, padding
 from pararnn.lm.loss import causal_lm_loss
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of, starts_of
@@ -117,6 +117,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        batch, steps = x.shape[:2]
         packed = cu_seq_lens_q is not None or seq_idx is not None
         if not packed and position_ids is not None:
             packed = documents_restart(position_ids, attention_mask, past_key_values is not None)
@@ -132,11 +133,12 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             cache = DynamicCache(config=self.config)
         views = None
         if cache is None:
+            mask: Any = attention_mask
             rows = rows_of(
-                x.shape[0],
-                x.shape[1],
+                batch,
+                steps,
                 x.device,
-                padding_mask=unless_all(attention_mask),
+                padding_mask=padding(mask, batch, steps),
                 position_ids=position_ids if packed else None,
                 cu_seq_lens=cu_seq_lens_q,
                 document=seq_idx,
