@@ -272,9 +272,39 @@ def test_forwards_other_results():
     some = torch.tensor([0, 4])
     torch.testing.assert_close(model(row, logits_to_keep=some).logits, out.logits[:, some])
     assert model(row, use_cache=False).past_key_values is None
+    model.config.return_dict, model.config.output_hidden_states = False, True
+    logits, cache, hidden = model(row)
+    model.config.return_dict, model.config.output_hidden_states = True, False
+    assert torch.equal(logits, out.logits)
+    assert len(hidden) == 5
     torch.testing.assert_close(
         model(inputs_embeds=model.model.embed_tokens(row)).logits, out.logits
     )
+
+
+@torch.no_grad()
+def test_what_says_nothing_makes_no_mask(monkeypatch):
+    model, row, masks = model_of("hybrid"), tokens(2, 9), []
+    want, attend = model(row).logits, torch.nn.functional.scaled_dot_product_attention
+
+    def record(*args, attn_mask=None, **how):
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    for how in (
+        {"position_ids": torch.arange(9)[None]},
+        {"position_ids": torch.arange(9).expand(2, 9) + 5},
+        {"attention_mask": torch.ones(2, 9)},
+    ):
+        for cached in (True, False):
+            got = model(row, **how, use_cache=cached).logits
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert masks == [None] * 6
+    uneven = model(row, position_ids=torch.arange(9)[None] * 3, use_cache=False).logits
+    cached = model(row, position_ids=torch.arange(9)[None] * 3).logits
+    assert (uneven - want).abs().max() > 1e-2
+    torch.testing.assert_close(cached, uneven, rtol=0, atol=1e-4)
 
 
 def test_what_cannot_be_right_raises():
@@ -294,6 +324,52 @@ def test_what_cannot_be_right_raises():
         model()
     with pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\)"):
         model(left, past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+def test_padding_on_the_right_is_moved_or_raises(kind):
+    model, prompts = model_of(kind), documents([7, 4, 1])
+    (right, mask), (left, left_mask) = padded(prompts, "right"), padded(prompts, "left")
+    how = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+    want = generate(model, left, attention_mask=left_mask, **how).logits
+    embedded = model.model.embed_tokens(right)
+    for rows in (
+        {"inputs": right},
+        {"input_ids": right},
+        {"inputs_embeds": embedded},
+        {"inputs": right, "inputs_embeds": embedded},
+        {"inputs": right, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
+        {"inputs": right, "cache_implementation": "static"},
+        {"inputs": right, "use_cache": False},
+    ):
+        got = generate(model, attention_mask=mask, **rows, **how).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=16)):
+        with pytest.raises(ValueError, match="padded on the right"):
+            generate(model, right, attention_mask=mask, past_key_values=cache)
+
+
+def test_masks_of_another_size_raise():
+    model, row = model_of("gru"), tokens(2, 6)
+    cache = model(row).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask must be \(2, 7\)"):
+        model(row[:, :1], attention_mask=torch.ones(2, 1), past_key_values=cache)
+    for how in ({}, {"use_cache": False}):
+        with pytest.raises(ValueError, match=r"mask must be \(2, 6\)"):
+            model(row, attention_mask=torch.ones(2, 1, 6, 6), **how)
+
+
+def test_a_prompt_may_end_as_rows_are_padded():
+    # As in GPT-NeoX, whose padding is its end of text: no mask can be made out of that.
+    model, row = model_of("hybrid"), tokens(1, 6)
+    row[:, -1] = row[:, 2] = 0
+    want = greedy(model, row[0], 4)
+    how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": 0, "min_new_tokens": 4}
+    got = model.generate(row, pad_token_id=0, **how)[0, 6:]
+    assert (want != 0).all()
+    assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="padded on the right"):
+        generate(model, row)
 
 
 def test_caches_cannot_be_cropped():

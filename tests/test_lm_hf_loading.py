@@ -161,6 +161,14 @@ def test_what_carries_stays_float32(saved):
         assert cache.layers[0].conv_states[0].dtype == torch.bfloat16
 
 
+def test_new_models_may_be_narrow():
+    config = hugging("hybrid").config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".cell." in name else torch.bfloat16), name
+    assert logits_of(model).isfinite().all()
+
+
 def test_models_are_spread_over_devices(saved, tmp_path):
     pytest.importorskip("accelerate")
     for kind in SAVED:

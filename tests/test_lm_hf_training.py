@@ -71,23 +71,24 @@ def test_accumulated_batches_are_one_batch():
     close(gradients(model), wanted, 1e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [*((kind, part) for kind in KINDS for part in ("nothing", "blocks")), ("gru", "model")],
+)
 def test_checkpointing_changes_no_bit(kind, compiled):
     model = hugging(kind).train()
-    results = []
-    if compiled:
-        torch._dynamo.reset()
-        for block in model.model.backbone.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
+    blocks, results = model.model.backbone.blocks, []
+    torch._dynamo.reset()
+    for part in {"nothing": [], "blocks": blocks, "model": [model]}[compiled]:
+        part.compile(backend="aot_eager", fullgraph=True)
     for checkpointing in (False, True):
         if checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-            calls = count_calls(model.model.backbone.blocks[0].mixer)
+            calls = [] if compiled == "model" else count_calls(blocks[0].mixer)
         loss = model(ROW, labels=ROW).loss
         loss.backward()
         results.append((loss.detach(), gradients(model)))
-    if not compiled:
+    if compiled == "nothing":
         assert len(calls) == 2
     (loss, wanted), (again, found) = results
     assert torch.equal(loss, again)
@@ -125,6 +126,37 @@ def test_a_decoding_step_is_one_graph(kind):
     with torch.compiler.set_stance("fail_on_recompile"):
         got += [step(row[:, at : at + 1], past_key_values=cache).logits for at in range(6, 30)]
     torch.testing.assert_close(torch.cat(got, 1), want[:, 4:], rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_compiled_chunks_may_have_positions():
+    model, row = hugging("gru"), tokens(2, 14)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    got = [model(row[:, :2], past_key_values=cache).logits]
+    torch._dynamo.reset()
+    chunk = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for start in (2, 6, 10):
+        where = torch.arange(start, start + 4)[None]
+        part = row[:, start : start + 4]
+        got.append(chunk(part, position_ids=where, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(got, 1), model(row).logits, rtol=0, atol=1e-4)
+
+
+def test_generate_compiles_one_step():
+    model, graphs = hugging("gru"), []
+    want = model.generate(ROW, max_new_tokens=8, do_sample=False)
+
+    def backend(graph, inputs, **options):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    how = transformers.CompileConfig(fullgraph=True, backend=backend)
+    how._compile_all_devices = True  # else steps are compiled on a GPU only
+    static = {"cache_implementation": "static", "compile_config": how}
+    got = model.generate(ROW, max_new_tokens=8, do_sample=False, **static)
+    assert torch.equal(got, want)
+    assert len(graphs) == 1
 
 
 def trained(model, steps=3):

@@ -117,6 +117,13 @@ def test_documents_in_a_row_do_not_see_each_other(kind):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
 
 
+@torch.no_grad()
+def test_fields_of_cells_are_neutral():
+    timeless = plain("user's", cell="user_cells:Timeless")
+    row = tokens(2, 9)
+    torch.testing.assert_close(timeless(row), model_of("user's")(row), rtol=0, atol=1e-4)
+
+
 def test_a_tied_head_is_the_embedding():
     model = plain("tied")
     assert model.lm_head.weight is model.embed_tokens.weight

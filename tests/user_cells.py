@@ -16,6 +16,21 @@ class Memory(Cell):
 
     def step(self, state, gate, param):
         kept = torch.sigmoid(gate.f + param.a_f * state.h)
-        c = kept * state.c + (1 - kept) * torch.tanh(gate.i + param.a_i * state.h) * gate.gap
+        new = torch.tanh(gate.i + param.a_i * state.h)
+        c = kept * state.c + (1 - kept) * new * self.gap(gate)
         m = self.decay * state.m + c
         return torch.sigmoid(gate.o) * torch.tanh(c + param.b * m), c, m
+
+    @staticmethod
+    def gap(gate):
+        return gate.gap
+
+
+class Timeless(Memory):
+    """The same without the field."""
+
+    fields = ()
+
+    @staticmethod
+    def gap(gate):
+        return 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,13 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.hf.cache import LayerView, count, counted
 from pararnn.lm.hf.config import ParaRNNConfig
-from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding
+from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding, padding
 from pararnn.lm.loss import causal_lm_loss
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of, starts_of
@@ -38,28 +39,17 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
     # What is per channel stays float32, as solvers read it (the numerics contract).
     _keep_in_fp32_modules_strict = ["cell", "rnn.bias"]
 
+    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw what was not loaded, parameter by parameter; see `pararnn.lm.model.draws`."""
-        how = self._draws().get(id(module), {})
-        with torch.no_grad():
-            for name, each in how.items():
-                parameter = getattr(module, name)
-                if not getattr(parameter, "_is_hf_initialized", False):
-                    draw(parameter, each)
+        """Draw as `pararnn.LanguageModel` does; transformers keeps what was loaded from it.
 
-    def _draws(self) -> dict[int, dict[str, Any]]:
-        """How parameters start, by the identity of the module that owns them."""
-        found: dict[int, dict[str, Any]] = {}
-        for part in self.modules():
-            if isinstance(part, Backbone):
-                for module, name, how in part.draws():
-                    found.setdefault(id(module), {})[name] = how
-            elif isinstance(part, nn.Embedding):
-                found[id(part)] = {"weight": input_draw(part.embedding_dim)}
-        head = getattr(self, "lm_head", None)
-        if head is not None and not self.config.tie_word_embeddings:
-            found[id(head)] = {"weight": input_draw(head.in_features)}
-        return found
+        It is called for modules that own parameters, so these know how theirs start.
+        """
+        for name, how in module.__dict__.get("starts", {}).items():
+            draw(getattr(module, name), how)
+        if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
+            weight = cast(Tensor, module.weight)
+            draw(weight, input_draw(weight.shape[1]))
 
 
 def _fetch(layer: nn.Module, args: Any) -> None:
@@ -84,13 +74,17 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
     def __init__(self, config: ParaRNNConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.backbone = Backbone(config.to_lm())
+        # transformers says a dtype by PyTorch's default, a backbone keeps its cells in float32.
+        self.backbone = Backbone(config.to_lm(), dtype=torch.get_default_dtype())
+        for owner, name, how in self.backbone.draws():
+            owner.__dict__.setdefault("starts", {})[name] = how
         for part in self.backbone.modules():
             if isinstance(part, RecurrentLayer):
                 part.register_forward_pre_hook(_fetch)
                 part.register_forward_hook(_put_back)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -102,9 +96,8 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+    ) -> BaseModelOutputWithPast:
         """Hidden states (B, T, hidden_size) after the last norm.
 
         Args:
@@ -124,9 +117,10 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        batch, steps = x.shape[:2]
         packed = cu_seq_lens_q is not None or seq_idx is not None
         if not packed and position_ids is not None:
-            packed = documents_restart(position_ids, attention_mask)
+            packed = documents_restart(position_ids, attention_mask, past_key_values is not None)
         if packed and (past_key_values is not None or use_cache):
             raise ValueError(
                 "packed documents cannot be kept in a cache: give each its own row, padded on the "
@@ -139,51 +133,43 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             cache = DynamicCache(config=self.config)
         views = None
         if cache is None:
-            rows = self._rows(x, attention_mask, position_ids, cu_seq_lens_q, seq_idx)
+            mask: Any = attention_mask
+            rows = rows_of(
+                batch,
+                steps,
+                x.device,
+                padding_mask=padding(mask, batch, steps),
+                position_ids=position_ids if packed else None,
+                cu_seq_lens=cu_seq_lens_q,
+                document=seq_idx,
+                attention=self.backbone.needs_positions,
+            )
+            if position_ids is not None:
+                rows = rows._replace(positions=position_ids)
         else:
             rows = self._cached_rows(
                 x, attention_mask, position_ids, counted(cache, self.config.layer_types)
             )
             views = [LayerView(layer) for layer in cache.layers[: len(self.backbone.layers)]]
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         seen: list[Tensor] | None = [] if output_hidden_states else None
         out = self.backbone(x, rows, views, None if seen is None else seen.append)
         if cache is not None:
             count(cache, len(self.backbone.layers), x)
-        result = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=out,
             past_key_values=cache,
             hidden_states=None if seen is None else (*seen, out),
         )
-        return result.to_tuple() if return_dict is False else result
-
-    def _rows(
-        self,
-        x: Tensor,
-        padding: Any,
-        position_ids: Tensor | None,
-        cu_seq_lens: Tensor | None,
-        seq_idx: Tensor | None,
-    ) -> Rows:
-        """Rows that nothing came before."""
-        return rows_of(
-            x.shape[0],
-            x.shape[1],
-            x.device,
-            padding_mask=padding,
-            position_ids=position_ids,
-            cu_seq_lens=cu_seq_lens,
-            document=seq_idx,
-            attention=self.backbone.needs_positions,
-        )
 
     def _cached_rows(self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache) -> Rows:
         """Rows after those of a cache; transformers makes attention's masks for its kinds of it."""
-        attend = None
+        attend, past = None, cache.get_seq_length()
         if isinstance(mask, dict):
             real, attend = mask.get("linear_attention"), mask.get("full_attention")
         else:
-            real = local_padding(mask, x.shape[1])
-        past = cache.get_seq_length()
+            real = local_padding(mask, x.shape[0], x.shape[1], past)
         if position_ids is None:
             position_ids = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
         if self.backbone.needs_positions and not isinstance(mask, dict):
@@ -211,6 +197,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -222,9 +209,8 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Logits (B, T, vocab_size), and with labels the loss.
 
         Args:
@@ -242,6 +228,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         hidden = out.last_hidden_state
@@ -259,33 +246,34 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
             logits = self.lm_head(hidden[:, keep])
-        result = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=out.past_key_values,
             hidden_states=out.hidden_states,
         )
-        return result.to_tuple() if return_dict is False else result
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `GenerationMixin.generate`; rows padded on the right are padded on the left first.
 
         What comes back begins with the prompts as they were continued: padded on the left.
         """
-        inputs, kwargs = left_aligned(inputs, kwargs, self.generation_config.pad_token_id)
+        inputs, kwargs = left_aligned(inputs, kwargs)
         parent: Any = super()  # its annotations ask for a protocol that mypy does not find here
         return parent.generate(inputs, *args, **kwargs)
 
     def create_masks_for_generate(self, **kwargs: Any) -> Any:
         """What `generate` hands to `forward` with a static cache, by layer type.
 
-        transformers' own takes a single token for real, also where padding comes one by one.
+        transformers' own takes single tokens for real, and padding on either side.
         """
-        masks, padding = create_masks_for_generate(**kwargs), kwargs["attention_mask"]
-        if kwargs["inputs_embeds"].shape[1] == 1 and padding is not None:
-            now = padding[:, -1:]
-            masks["linear_attention"] = None if bool(now.all()) else now
-        return masks
+        masks, (batch, steps) = (
+            create_masks_for_generate(**kwargs),
+            kwargs["inputs_embeds"].shape[:2],
+        )
+        past = kwargs["past_key_values"].get_seq_length()
+        real = local_padding(kwargs["attention_mask"], batch, steps, past)
+        return {**masks, "linear_attention": real}
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
