@@ -38,24 +38,46 @@ class Case(NamedTuple):
     batch: int
     length: int
     z_loss: float = 1e-4
+    packed: bool = False
 
 
 def cases() -> list[Case]:
-    """All that is measured: tokens of a step are the same at every length."""
-    return [
+    """All that is measured: tokens of a step are the same at every length.
+
+    Packed: documents of 64 to 4,096 tokens in one row, where resets and borders cost something.
+    """
+    plain = [
         Case(found.name, cast(LMConfig, found.model), tokens // length, length, found.z_loss)
         for scale, tokens in TOKENS.items()
         for found in (preset(architecture, scale) for architecture in ARCHITECTURES)
         for length in LENGTHS
         if length <= tokens
     ]
+    packed = [
+        case._replace(packed=True)
+        for case in plain
+        if case.length == TOKENS["400M"] and not case.name.startswith("transformer")
+    ]
+    return plain + packed
 
 
 def smoke_cases() -> list[Case]:
     """Tiny models, for a CPU."""
     gru = LMConfig(16, 2, vocab_size=50)
     attention = LMConfig(16, 2, vocab_size=50, mixers=("attention",) * 2, num_attention_heads=2)
-    return [Case("gru-tiny", gru, 2, 32), Case("transformer-tiny", attention, 2, 32)]
+    return [
+        Case("gru-tiny", gru, 2, 32),
+        Case("transformer-tiny", attention, 2, 32),
+        Case("gru-tiny", gru, 1, 200, packed=True),
+    ]
+
+
+def borders_of(length: int) -> torch.Tensor:
+    """Where documents of 64 to 4,096 tokens begin in a row, and the end of the last."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(64, 4097, (length // 64 + 1,), generator=generator)
+    ends = lengths.cumsum(0)
+    return torch.cat([torch.tensor([0]), ends[ends < length], torch.tensor([length])])
 
 
 def step_times(
@@ -64,10 +86,11 @@ def step_times(
     """ms of each of `repeats` steps, after some that are not counted."""
     shape = (case.batch, case.length)
     tokens = torch.randint(case.config.vocab_size, shape, device=device)
+    rows = {"cu_seq_lens": borders_of(case.length).to(device)} if case.packed else {}
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        model.loss(tokens, tokens, z_loss=case.z_loss).backward()
+        model.loss(tokens, tokens, z_loss=case.z_loss, **rows).backward()
 
     for _ in range(warmup):
         step()
@@ -106,6 +129,7 @@ def measure(
         "model": case.name,
         "B": case.batch,
         "T": case.length,
+        "packed": case.packed,
         "parameters": parameters,
         "compiled": compiled,
         "repeats": repeats,

@@ -195,7 +195,7 @@ def lm_step() -> str:
     head = ["model", "B x T", "ms", "minimum", "tokens/s", "MFU", "GiB"]
     body = [
         [
-            row["model"],
+            row["model"] + (", packed" if row["packed"] == "True" else ""),
             f"{row['B']} x {int(row['T']):,}",
             f"{float(row['median_ms']):.1f}",
             f"{float(row['min_ms']):.1f}",

@@ -21,18 +21,30 @@ def test_language_models_have_steps(tmp_path, monkeypatch) -> None:
         for case in lm_step.smoke_cases()
     ]
     assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows)
-    assert [row["B"] * row["T"] for row in rows] == [64, 64]
+    assert [row["B"] * row["T"] for row in rows] == [64, 64, 200]
     write_csv(tmp_path / "lm_step.csv", rows)
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
     lines = tables.FIGURES["lm_step"]().splitlines()
-    assert [line.split(" | ")[0] for line in lines[-2:]] == ["| gru-tiny", "| transformer-tiny"]
+    assert [line.split(" | ")[0][2:] for line in lines[-3:]] == [
+        "gru-tiny",
+        "transformer-tiny",
+        "gru-tiny, packed",
+    ]
 
 
 def test_steps_of_a_size_have_the_same_tokens() -> None:
     found = lm_step.cases()
     sizes = {(case.name.split("-")[1], case.batch * case.length) for case in found}
     assert sizes == {("400M", 32_768), ("1B", 16_384)}
-    assert len(found) == 3 * 3 + 3 * 2
+    assert len(found) == 3 * 3 + 3 * 2 + 2
+    assert {case.name for case in found if case.packed} == {"gru-400M", "lstm-400M"}
+
+
+def test_documents_fill_a_row() -> None:
+    borders = lm_step.borders_of(32_768)
+    assert (borders[0], borders[-1]) == (0, 32_768)
+    assert len(borders) > 8
+    assert 0 < borders.diff().min() <= borders.diff().max() <= 4096
 
 
 def test_what_follows_from_the_times_of_steps() -> None:
