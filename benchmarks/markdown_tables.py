@@ -16,6 +16,16 @@ def read(name: str) -> list[Row]:
         return list(csv.DictReader(file))
 
 
+def measured(name: str) -> bool:
+    """Whether there is a result file."""
+    return (RESULTS / name).exists()
+
+
+def not_yet(command: str) -> str:
+    """What stands in place of a table that has no result file."""
+    return f"Not measured yet: `{command}`."
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]

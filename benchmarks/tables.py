@@ -18,6 +18,7 @@ from tables_cuda import (
     kernels,
     kernels_layers,
     kernels_memory,
+    lm_decode,
     lm_step,
     resources,
     scaling,
@@ -31,6 +32,7 @@ PAGES = (
     "README.md",
     "docs/generated-kernels.md",
     "docs/how-it-works.md",
+    "docs/language-models.md",
     "docs/scan.md",
     "docs/solvers-and-backends.md",
 )
@@ -199,6 +201,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "speedup_cuda": speedup_cuda,
     "resources": resources,
     "lm_step": lm_step,
+    "lm_decode": lm_decode,
 }
 
 

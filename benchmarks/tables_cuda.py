@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from common import RESULTS
-from markdown_tables import Row, figure, read, size, source, table
+from markdown_tables import Row, figure, measured, not_yet, read, size, source, table
 
 
 def resources() -> str:
@@ -134,8 +133,8 @@ def split_times(
 def trained() -> str:
     """How the channels of trained models forget, and the kernels that split time on them."""
     name = "parallel_trained.csv"
-    if not (RESULTS / name).exists():
-        return "Not measured yet: `benchmarks/parallel.py --only trained`."
+    if not measured(name):
+        return not_yet("benchmarks/parallel.py --only trained")
     rows = read(name)
     keys = ["what", "width", "latches", "merge_median", "merge_p99"]
     keys += ["train_steps", "bits_validation"]
@@ -191,6 +190,8 @@ def scaling() -> str:
 
 def lm_step() -> str:
     """Steps of language models, forward and backward, by length."""
+    if not measured("lm_step.csv"):
+        return not_yet("benchmarks/lm_step.py")
     rows = read("lm_step.csv")
     head = ["model", "B x T", "ms", "minimum", "tokens/s", "MFU", "GiB"]
     body = [
@@ -208,3 +209,23 @@ def lm_step() -> str:
     return f"Medians of {rows[0]['repeats']} steps {source(rows, 'lm_step.csv')}:\n\n" + table(
         head, body
     )
+
+
+def lm_decode() -> str:
+    """Time of a token in decoding: a row a model, context and batch, a column a way."""
+    if not measured("lm_decode.csv"):
+        return not_yet("benchmarks/lm_decode.py")
+    rows = read("lm_decode.csv")
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    body = []
+    for model, context, batch in dict.fromkeys((r["model"], r["context"], r["B"]) for r in rows):
+        mine = {
+            row["way"]: row
+            for row in rows
+            if (row["model"], row["context"], row["B"]) == (model, context, batch)
+        }
+        times = (figure(mine[way], "median_ms") if way in mine else "" for way in ways)
+        weights = figure(next(iter(mine.values())), "weights_ms")
+        body.append([model, f"{int(context):,}", batch, *times, weights])
+    head = ["model", "context", "B", *ways, "weights read"]
+    return f"Medians in ms {source(rows, 'lm_decode.csv')}:\n\n{table(head, body)}"

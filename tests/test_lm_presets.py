@@ -1,6 +1,7 @@
 """The paper's models: parameters counted on the meta device, and the tables' numbers."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +131,16 @@ def test_presets_are_the_papers_tables(pair):
     if architecture in CELL_VECTORS:
         assert (model["cell"], model["norm"], model["conv_kernel_size"]) == (architecture, "rms", 4)
         assert set(model["mixers"]) == {"rnn"}
+
+
+@pytest.mark.parametrize("pair", TABLE_3, ids="-".join)
+def test_the_docs_say_the_same(pair):
+    found, (architecture, scale) = preset(*pair), pair
+    count = COUNTS[architecture][SCALES.index(scale)]
+    *sizes, rate, decay = TABLE_3[pair]
+    cells = [*pair, *sizes, f"{count:,}", found.params_in_paper, rate, decay]
+    page = Path(__file__).parent.parent / "docs" / "language-models.md"
+    assert f"| {' | '.join(map(str, cells))} |\n" in page.read_text()
 
 
 def test_every_preset_has_a_name():

@@ -1,4 +1,4 @@
-"""The benchmark of language models' steps: what it measures, and what follows from times."""
+"""The benchmarks of language models: what they measure, and what follows from times."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import lm_decode
 import lm_step
 import markdown_tables
 import tables
@@ -30,6 +31,30 @@ def test_language_models_have_steps(tmp_path, monkeypatch) -> None:
         "transformer-tiny",
         "gru-tiny, packed",
     ]
+
+
+def test_language_models_decode(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(lm_decode, "MORE", 2)
+    cases, cpu, rows = lm_decode.smoke_cases(), torch.device("cpu"), []
+    for case in cases:
+        model = lm_decode.LanguageModel(case.config, dtype=torch.bfloat16).eval()
+        row = lm_decode.measure(case, model, rounds=1)
+        rows.append({**lm_step.provenance(cpu), **row, "weights_ms": 0.5})
+    write_csv(tmp_path / "lm_decode.csv", rows)
+    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
+    *_, head, _, gru, transformer, generated = tables.FIGURES["lm_decode"]().splitlines()
+    assert head == "| model | context | B | eager | generate | weights read |"
+    for line, start in ((gru, "gru-tiny | 8 | 2"), (transformer, "transformer-tiny | 8 | 2")):
+        assert line.startswith(f"| {start} | ")
+        assert line.endswith(" |  | 0.5 |")
+    assert generated.startswith("| gru-tiny | 8 | 1 |  | ")
+
+
+def test_tables_say_what_is_not_measured(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
+    for name in ("lm_step", "lm_decode"):
+        assert tables.FIGURES[name]() == f"Not measured yet: `benchmarks/{name}.py`."
 
 
 def test_steps_of_a_size_have_the_same_tokens() -> None:
