@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from pararnn.lm import LanguageModel, LMConfig, bits_per_byte, sample, set_solver
 
@@ -139,3 +140,24 @@ def test_importing_the_library_leaves_the_demo_alone():
         "assert 'matplotlib' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("how", ["cu_seq_lens", "position_ids", "left", "right"])
+def test_no_loss_crosses_a_border(how):
+    model, lengths = make_lm(), [9, 4, 6]
+    given = [random_tokens(1, length) for length in lengths]
+    each = [model.loss(one) * (length - 1) for one, length in zip(given, lengths, strict=True)]
+    wanted = sum(each) / sum(length - 1 for length in lengths)
+    if how in ("left", "right"):
+        sides = [(9 - length, 0) if how == "left" else (0, 9 - length) for length in lengths]
+        tokens, mask = (
+            torch.cat([F.pad(part, side) for part, side in zip(parts, sides, strict=True)])
+            for parts in (given, [torch.ones_like(one) for one in given])
+        )
+        rows = {"padding_mask": mask}
+    else:
+        tokens = torch.cat(given, 1)
+        positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+        both = {"cu_seq_lens": torch.tensor([0, 9, 13, 19]), "position_ids": positions}
+        rows = {how: both[how]}
+    torch.testing.assert_close(model.loss(tokens, **rows), wanted, rtol=1e-6, atol=0)

@@ -14,9 +14,9 @@ from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import LMCache
 from pararnn.lm.config import LMConfig
-from pararnn.lm.loss import causal_lm_loss
+from pararnn.lm.loss import IGNORED, causal_lm_loss
 from pararnn.lm.mixers import input_draw
-from pararnn.lm.rows import rows_of
+from pararnn.lm.rows import Rows, rows_of
 from pararnn.parameters import Draw, draw_anew
 
 
@@ -82,33 +82,41 @@ class LanguageModel(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: LMCache | None = None, **rows: Tensor | None) -> Tensor:
         """What the head reads, (B, T, hidden_size); arguments as in `forward`."""
+        cut = self._rows(tokens, cache, **rows)
+        x = self.embed_tokens(tokens.long())
+        out = self.backbone(x, cut, None if cache is None else cache.layers)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        return out
+
+    def _rows(self, tokens: Tensor, cache: LMCache | None, **rows: Any) -> Rows:
         packed = [name for name in ("position_ids", "cu_seq_lens") if rows.get(name) is not None]
         if cache is not None and packed:
             raise ValueError(
                 f"packed documents ({packed[0]}) cannot be kept in a cache: give each its own row, "
                 "padded on the left, or no cache"
             )
-        batch, steps = tokens.shape
         past = 0 if cache is None else cache.length
         attention = self.backbone.needs_positions
-        cut = rows_of(batch, steps, tokens.device, past=past, attention=attention, **rows)
-        x = self.embed_tokens(tokens.long())
-        out = self.backbone(x, cut, None if cache is None else cache.layers)
-        if cache is not None:
-            cache.length += steps
-        return out
+        batch, steps = tokens.shape
+        return rows_of(batch, steps, tokens.device, past=past, attention=attention, **rows)
 
     def loss(
         self, tokens: Tensor, labels: Tensor | None = None, *, z_loss: float = 0.0, **rows: Any
     ) -> Tensor:
         """Mean cross-entropy in nats of every next token, without ever making all logits.
 
-        labels (B, T) are the tokens themselves (None: `tokens`), -100 where none is asked for.
-        Other arguments as in `forward`, z_loss as in `causal_lm_loss`.
+        labels (B, T) are the tokens themselves, -100 where none is asked for; None is `tokens`
+        without padding and without the first tokens of documents, which nothing comes before. Other
+        arguments as in `forward`, z_loss as in `causal_lm_loss`.
         """
-        labels = tokens.long() if labels is None else labels
-        hidden = self.hidden(tokens, **rows)
-        return causal_lm_loss(hidden, self.lm_head.weight, labels, z_loss=z_loss)
+        if labels is None:
+            cut, labels = self._rows(tokens, None, **rows), tokens.long()
+            for mask in (cut.start, None if cut.real is None else ~cut.real):
+                labels = labels if mask is None else labels.masked_fill(mask, IGNORED)
+        return causal_lm_loss(
+            self.hidden(tokens, **rows), self.lm_head.weight, labels, z_loss=z_loss
+        )
 
     def new_cache(self) -> LMCache:
         """An empty cache for `forward`."""
