@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LMConfig
-from pararnn.lm.mixers import Mixer, input_draw, make_mixer, make_norm, output_draw, rotary_tables
+from pararnn.lm.mixers import input_draw, make_mixer, make_norm, output_draw, rotary_tables
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
 
@@ -106,8 +106,8 @@ class Backbone(nn.Module):
         """
         if rows.rotary is None and self.needs_positions:
             size = self.config.hidden_size // self.config.num_attention_heads
-            tables = rotary_tables(rows.positions, size, self.config.rope_theta)
-            rows = rows._replace(rotary=tuple(table.to(x.dtype) for table in tables))
+            cos, sin = rotary_tables(rows.positions, size, self.config.rope_theta)
+            rows = rows._replace(rotary=(cos.to(x.dtype), sin.to(x.dtype)))
         for index, block in enumerate(self.blocks):
             if seen is not None:
                 seen(x)
