@@ -67,8 +67,8 @@ class LanguageModel(nn.Module):
         Args:
             tokens: (B, T), any integer dtype.
             cache: of `new_cache`: go on from the tokens that it holds, and keep these there.
-            padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding, which is then on the
-                left.
+            padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding, which is then on
+                the left.
             position_ids: int (B, T); documents packed into one row begin where they are 0.
             cu_seq_lens: int (S + 1,), the starts of S documents packed into one row (B = 1) and the
                 end of the last.
