@@ -35,6 +35,11 @@ def disturbed(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     return model.eval()
 
 
+def is_wide(name: str) -> bool:
+    """Whether a parameter is float32 in 16-bit models: what is per channel in a recurrence."""
+    return ".cell." in name or name.endswith(".rnn.bias")
+
+
 def plain(kind: str, dtype: torch.dtype = torch.float32, **more) -> LanguageModel:
     torch.manual_seed(0)
     config = LMConfig(**options(kind) | more)
@@ -81,11 +86,9 @@ def hugging(kind: str, dtype: torch.dtype = torch.float32, **more):
 
     special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
     model = plain(kind, dtype, **more)
-    theirs = ParaRNNForCausalLM(ParaRNNConfig.of_lm(model.config, **special)).to(dtype)
-    if dtype != torch.float32:
-        for layer in theirs.model.backbone.blocks:
-            if hasattr(layer.mixer, "rnn"):
-                layer.mixer.rnn.cell.float()
+    theirs = ParaRNNForCausalLM(ParaRNNConfig.of_lm(model.config, **special))
+    for name, parameter in theirs.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if is_wide(name) else dtype)
     values = {f"model.{name}": value for name, value in model.state_dict().items()}
     values["lm_head.weight"] = values.pop("model.lm_head.weight")
     theirs.load_state_dict(values)

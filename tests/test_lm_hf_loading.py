@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from lm_kinds import hugging, plain, tokens
+from lm_kinds import hugging, is_wide, plain, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -151,8 +151,7 @@ def test_what_carries_stays_float32(saved):
     for kind in SAVED:
         model = AutoModelForCausalLM.from_pretrained(saved / kind, dtype=torch.bfloat16)
         for name, parameter in model.named_parameters():
-            wanted = torch.float32 if ".cell." in name else torch.bfloat16
-            assert parameter.dtype == wanted, name
+            assert parameter.dtype == (torch.float32 if is_wide(name) else torch.bfloat16), name
         reference = plain(kind, torch.bfloat16)
         with torch.no_grad():
             assert torch.equal(logits_of(model), reference(ROW))
@@ -165,7 +164,7 @@ def test_new_models_may_be_narrow():
     config = hugging("hybrid").config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
-        assert parameter.dtype == (torch.float32 if ".cell." in name else torch.bfloat16), name
+        assert parameter.dtype == (torch.float32 if is_wide(name) else torch.bfloat16), name
     assert logits_of(model).isfinite().all()
 
 
