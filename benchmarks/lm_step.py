@@ -155,7 +155,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="models whose names begin so")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=20, help="steps that are timed")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU, not compiled")
     parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
