@@ -1,10 +1,11 @@
 """Time of a token when the paper's language models decode, in bfloat16.
 
 Ways: "eager", PyTorch calling kernels one by one; "graph", a step of compiled blocks as a CUDA
-graph; "generate", transformers' generate with a static cache, which compiles the step itself: the
-time of 64 more tokens. Context: tokens that attention's cache holds; recurrent layers hold one
-state, whatever came before. The weights are read once a token: `weights_ms` is the time of that at
-the GPU's copy bandwidth, measured here. Writes results/lm_decode.csv.
+graph; "searched", the same after the compiler's search for good kernels; "generate", transformers'
+generate with a static cache, which compiles the step itself: the time of 64 more tokens. Context:
+tokens that attention's cache holds; recurrent layers hold one state, whatever came before. The
+weights are read once a token: `weights_ms` is the time of that at the GPU's copy bandwidth,
+measured here. Writes results/lm_decode.csv.
 
     python benchmarks/lm_decode.py [--only gru-1B] [--out FOLDER] [--smoke]
 """
@@ -28,6 +29,8 @@ from pararnn.lm.cache import LMCache, PlainCache
 from pararnn.lm.config import LMConfig
 
 MORE = 64
+SEARCH = {"graph": False, "searched": True}
+WAYS = ("eager", *SEARCH)
 
 
 class Case(NamedTuple):
@@ -70,7 +73,7 @@ def cases() -> list[Case]:
     found = []
     for name, contexts in {"gru": (2048,), "lstm": (2048,), "transformer": (2048, 32_768)}.items():
         config = cast(LMConfig, preset(name, "1B").model)
-        for way, batch, context in itertools.product(("eager", "graph"), (1, 64), contexts):
+        for way, batch, context in itertools.product(WAYS, (1, 64), contexts):
             if batch * context <= 2**18:  # keys and values of more do not fit beside the weights
                 found.append(Case(f"{name}-1B", config, way, batch, context))
         if name == "gru":
@@ -175,9 +178,9 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
         times = generated(model, case, rounds)
     else:
         step = step_of(model, case)
-        if case.way == "graph":
-            # Products with one row are kernels of the compiler's: worth searching for good ones.
-            search = {"coordinate_descent_tuning": case.batch == 1}
+        if case.way in SEARCH:
+            # Products with one row are kernels of the compiler's, which a search makes faster.
+            search = {"coordinate_descent_tuning": SEARCH[case.way]}
             for block in model.backbone.layers:
                 block.compile(fullgraph=True, options=search)
             step = as_graph(step)

@@ -11,6 +11,7 @@ over time left out, over what the GPU's bfloat16 can do (H100 and H200). Writes 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import statistics
 import time
@@ -116,6 +117,7 @@ def measure(
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
     if on_gpu:
+        gc.collect()  # the model before, which its compiled blocks hold in cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     model = LanguageModel(case.config, device=device, dtype=torch.bfloat16)
