@@ -166,3 +166,19 @@ def test_packed_rows_of_many_lengths_compile_a_few_times():
             got, row, cut = run(steps)
     want = torch.cat([plain("hybrid")(part) for part in (row[:, :cut], row[:, cut:])], 1)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "cached", "message"),
+    [
+        ([1, 0, 1], False, "must be on one side"),
+        ([0, 1, 0], False, "must be on one side"),
+        ([1, 1, 0], True, "pad on the left"),
+    ],
+)
+def test_padding_is_on_one_side(mask, cached, message):
+    model = plain("gru")
+    cache = model.new_cache() if cached else None
+    masks = torch.tensor([[1, 1, 1], mask])
+    with pytest.raises(ValueError, match=message):
+        model(tokens(2, 3), cache, padding_mask=masks)

@@ -39,7 +39,7 @@ def of_cu_seqlens(cu_seqlens: Tensor, batch: int, steps: int, device: torch.devi
     first, last = cu_seqlens[0], cu_seqlens[-1]
     right = (cu_seqlens.diff() >= 0).all() & (first == 0) & (last <= steps)
     order = "cu_seqlens must start at 0, not fall, and end at {} or before"
-    _require(right, order, steps, cu_seqlens)
+    require(right, order, steps, cu_seqlens)
     total = len(cu_seqlens) - 1
     position = torch.arange(steps, device=device, dtype=cu_seqlens.dtype)
     number = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
@@ -60,7 +60,7 @@ def of_lengths(
             f"lengths must be int32 or int64 ({batch},), got {lengths.dtype} {tuple(lengths.shape)}"
         )
     right = ((lengths >= 0) & (lengths <= steps)).all()
-    _require(right, "lengths must be 0 to {}", steps, lengths)
+    require(right, "lengths must be 0 to {}", steps, lengths)
     lengths = lengths.to(device, non_blocking=True).unsqueeze(1)
     position = torch.arange(steps, device=device)
     real = position < lengths if padding == "right" else position >= steps - lengths
@@ -68,7 +68,7 @@ def of_lengths(
     return Sequences(rows.where(real, -1), batch)
 
 
-def _require(right: Tensor, message: str, steps: int, values: Tensor) -> None:
+def require(right: Tensor, message: str, steps: int, values: Tensor) -> None:
     """Raise ValueError unless `right`; on CUDA the device asserts: reading it would wait."""
     if torch.compiler.is_compiling():
         return  # before the message is made: that would fix the number of steps

@@ -74,8 +74,8 @@ class LanguageModel(nn.Module):
             cu_seq_lens: int (S + 1,), the starts of S documents packed into one row (B = 1) and the
                 end of the last.
 
-        Returns (B, T, vocab_size). Raises ValueError for packed documents with a cache, and for
-        sizes that do not fit.
+        Returns (B, T, vocab_size). Raises ValueError for packed documents with a cache, for padding
+        that is not on one side (on CUDA the device asserts it), and for sizes that do not fit.
         """
         args = {"padding_mask": padding_mask, "position_ids": position_ids}
         return self.lm_head(self.hidden(tokens, cache, **args, cu_seq_lens=cu_seq_lens))
@@ -99,7 +99,8 @@ class LanguageModel(nn.Module):
         past = 0 if cache is None else cache.length
         attention = self.backbone.needs_positions
         batch, steps = tokens.shape
-        return rows_of(batch, steps, tokens.device, past=past, attention=attention, **rows)
+        rows |= {"past": past, "cached": cache is not None}
+        return rows_of(batch, steps, tokens.device, attention=attention, **rows)
 
     def loss(
         self, tokens: Tensor, labels: Tensor | None = None, *, z_loss: float = 0.0, **rows: Any

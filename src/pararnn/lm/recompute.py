@@ -27,8 +27,9 @@ def keeping_products(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """`function(*args)`, of which compiled code keeps matrix products and solves for backward.
 
     The rest (norms, convolutions, gates) is computed again within kernels that read its inputs
-    anyway: 24 layers of 1,024 channels take a fifth less memory on a GPU, in the same time. Eager
-    calls are left alone: there every operation that is computed again is a kernel of its own.
+    anyway: on a GPU a step of 24 layers with 1,024 channels takes a quarter less memory and 1% more
+    time. Eager calls are left alone: there every operation that is computed again is a kernel of
+    its own.
     """
     if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return function(*args)

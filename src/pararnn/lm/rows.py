@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.sequences import Sequences
+from pararnn.sequences import Sequences, require
 
 
 class Rows(NamedTuple):
@@ -43,6 +43,7 @@ def rows_of(
     device: torch.device,
     *,
     past: int = 0,
+    cached: bool = False,
     padding_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
@@ -53,6 +54,7 @@ def rows_of(
 
     Args:
         past: tokens of each row that were seen before, in a cache.
+        cached: whether a cache will go on from the rows, so that they may not end in padding.
         padding_mask: (B, past + T), 0 at padding, which is on one side of the tokens.
         position_ids: int (B, T) or (1, T); documents begin where they are 0.
         cu_seq_lens: int (S + 1,), the starts of S documents packed into one row and the end of the
@@ -60,10 +62,13 @@ def rows_of(
         document: int (B, T), another number for every document of a row.
         attention: whether to make what attention needs: `attend`.
 
-    Raises ValueError for sizes that do not fit, and for packed documents with padding.
+    Raises ValueError for sizes that do not fit, for packed documents with padding, and for padding
+    between tokens or, in front of a cache, behind them: on CUDA the device asserts the latter.
     """
     _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens)
     known = None if padding_mask is None else padding_mask.to(device).bool()
+    if known is not None:
+        _check_sides(known, cached)
     real = None if known is None else known[:, past:]
     marks = []
     if cu_seq_lens is not None:
@@ -118,6 +123,18 @@ def _attend(
         # A token sees itself even where it is padding: a row that sees nothing is NaN.
         seen = seen & (known.unsqueeze(1) | (keys == own))
     return seen.unsqueeze(1)
+
+
+def _check_sides(known: Tensor, cached: bool) -> None:
+    """Padding stands on one side of each row's tokens, and on the left where a cache goes on."""
+    begins = (known[:, 1:] & ~known[:, :-1]).sum(1)
+    ends = (known[:, :-1] & ~known[:, 1:]).sum(1)
+    length = known.shape[1]
+    if cached:
+        left = "rows of {} tokens that a cache goes on from: pad on the left; ends of tokens are"
+        require((ends == 0).all(), left, length, ends)
+    side = "padding must be on one side of each row of {} tokens; its borders are"
+    require((begins + ends <= 1).all(), side, length, begins + ends)
 
 
 def _check(
