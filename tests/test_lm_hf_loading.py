@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,10 +27,12 @@ def logits_of(model):
     return model(ROW, use_cache=False).logits
 
 
-def new_process(code, *args, **environment):
+def new_process(code, *args):
+    """Where the user's cell can be imported as it can here."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, args)],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
