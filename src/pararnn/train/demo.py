@@ -6,6 +6,7 @@ import json
 import platform
 import shlex
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,9 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     }
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     print(f"wrote loss.png, metrics.json and the model to {out}; it goes on with a text of yours:")
-    print(f"  pararnn generate --model {shlex.quote(str(out))} --prompt 'def '")
+    missing = find_spec("transformers") is None
+    needs = "  # after: pip install 'pararnn[hf]'" if missing else ""
+    print(f"  pararnn generate --model {shlex.quote(str(out))} --prompt 'def '{needs}")
     return metrics
 
 
