@@ -137,11 +137,12 @@ def add_train(command: argparse.ArgumentParser) -> None:
         default=ABSENT,
         help="other values than the recipe's, such as data.train=FILE steps=500; see --print",
     )
+    shown = command.add_mutually_exclusive_group()
     for flag, show, text in (
         ("--list", "recipes", "print the recipes"),
         ("--print", "config", "print the config, with the keys and values that a run would have"),
     ):
-        command.add_argument(
+        shown.add_argument(
             flag, dest="show", action="store_const", const=show, default=ABSENT, help=text
         )
 

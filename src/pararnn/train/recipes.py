@@ -25,6 +25,11 @@ from pararnn.train.overrides import nearest
 
 PAPER_TOKENIZER = "EleutherAI/gpt-neox-20b"
 
+NO_MAMBA2 = (
+    "Mamba2 is transformers' model and has no LMConfig; transformers.Trainer trains it, from "
+    "the arguments that pararnn.lm.preset('mamba2', scale).model has"
+)
+
 BYTE_VOCAB = 260
 """The 256 bytes, and room for marks such as a document's end."""
 
@@ -40,10 +45,7 @@ def paper(architecture: str, scale: str) -> RunConfig:
     """
     found = preset(architecture, scale)
     if not isinstance(found.model, LMConfig):
-        raise ValueError(
-            f"{architecture} is transformers' model, not one of pararnn: transformers.Trainer "
-            f"trains it, from pararnn.lm.preset({architecture!r}, {scale!r}).model"
-        )
+        raise ValueError(f"there is no recipe for {architecture}: {NO_MAMBA2}")
     name = found.name.lower()
     return RunConfig(
         name,
@@ -115,8 +117,8 @@ def recipe(name: str) -> RunConfig:
     """The config of a name in RECIPES; ValueError, with the nearest names, for others."""
     if name not in RECIPES:
         near = nearest(name, {known: known for known in RECIPES})
-        hint = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(RECIPES)}"
-        raise ValueError(f"there is no recipe {name!r}: {hint}")
+        hint = f"did you mean {', '.join(near)}?" if near else f"name one of {', '.join(RECIPES)}"
+        raise ValueError(f"there is no recipe {name!r}: {NO_MAMBA2 if 'mamba' in name else hint}")
     return RECIPES[name]()
 
 
