@@ -137,10 +137,11 @@ def prepare(config: DataConfig) -> Packed:
         meta = _meta(folder)
         assert meta is not None, folder
     parts = {name: Part(**meta[name]) for name in ("train", "valid")}
+    sources = {"train": config.train, "valid": config.valid or config.train}
     for name, part in parts.items():
         if part.stop - part.start < config.sequence_length:
             raise DataError(
-                f"the {name} part of {config.train} has {part.stop - part.start} tokens, fewer "
+                f"the {name} part of {sources[name]} has {part.stop - part.start} tokens, fewer "
                 f"than a row of {config.sequence_length}: give more text, or set sequence_length"
                 + ("" if config.valid else " or holdout")
             )

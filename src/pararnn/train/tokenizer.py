@@ -17,6 +17,8 @@ END = "<|endoftext|>"
 """The end of a document in tokenizers that are trained here."""
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """What a tokenizer.json that says nothing else may call it, the first that it has."""
+ENCODES = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+"""What the ids of a text depend on, of the parts of a tokenizer.json."""
 
 
 class Tokenizer(Protocol):
@@ -161,5 +163,7 @@ def _fast(tokenizer: Any, end: int) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
-    key = hashlib.sha256(f"{end} {tokenizer.to_str()}".encode()).hexdigest()
+    parts = json.loads(tokenizer.to_str())
+    content = json.dumps([end, *(parts[name] for name in ENCODES)])
+    key = hashlib.sha256(content.encode()).hexdigest()
     return FastTokenizer(tokenizer, end, max(tokenizer.get_vocab().values()) + 1, key)
