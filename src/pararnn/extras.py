@@ -8,6 +8,7 @@ from typing import Any
 from pararnn.errors import MissingExtra
 
 EXTRAS = {
+    "accelerate": "train",
     "matplotlib": "demo",
     "safetensors": "demo",
     "tqdm": "demo",

@@ -60,11 +60,11 @@ class RunConfig:
 
     name: of the recipe. model, data, optimiser: see there. steps: optimizer steps. batch: rows a
     step over all devices; device_batch: rows that a device takes at once. precision: of products
-    ("bfloat16" keeps float32 masters). compile: blocks one by one. checkpointing: whether blocks are
-    computed again in the backward pass. seed: of weights and of the order of rows. save_every,
-    valid_every, log_every: in steps; keep: checkpoints that stay; valid_rows: rows of a
-    validation. report_to: of transformers' integrations, such as "tensorboard", or "none". out: the
-    run's folder; a run that finds checkpoints there goes on from the last one.
+    ("bfloat16" keeps float32 masters). compile: blocks one by one, on CUDA. checkpointing: whether
+    blocks are computed again in the backward pass. seed: of weights and of the order of rows.
+    save_every, valid_every, log_every: in steps; keep: checkpoints that stay; valid_rows: rows of
+    a validation. report_to: of transformers' integrations, such as "tensorboard", or "none". out:
+    the run's folder; a run that finds checkpoints there goes on from the last one.
     """
 
     name: str
