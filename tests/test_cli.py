@@ -1,13 +1,18 @@
 import io
 import subprocess
 import sys
+import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pararnn import cli
 from pararnn.lm import LanguageModel, LMConfig, sample, save_byte_tokenizer, save_checkpoint
+from pararnn.tasks import TextError
 from pararnn.train import DemoConfig
+from pararnn.train.overrides import resolved
+from pararnn.train.recipes import RECIPES, recipe
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def test_a_failed_verification_is_exit_code_1(monkeypatch):
     ("options", "message"),
     [
         ("", "required: command"),
-        ("train", "invalid choice: 'train'"),
+        ("trian", "invalid choice: 'trian'"),
         ("demo --cell gpu", "invalid choice: 'gpu'"),
         ("demo --seconds 0", "--seconds: must be a positive number, got '0'"),
         ("demo --seconds nan", "--seconds: must be a positive number, got 'nan'"),
@@ -58,6 +63,20 @@ def test_a_failed_verification_is_exit_code_1(monkeypatch):
         ("demo --device meta", "'meta' is not supported"),
         ("demo --device cuda:99", "'cuda:99' is not here"),
         ("demo --wdith 3", "unrecognized arguments: --wdith 3"),
+        ("train", "name a recipe; `pararnn train --list` shows them"),
+        ("train --print", "name a recipe"),
+        ("train steps=3", "there is no recipe 'steps=3'"),
+        ("train gru-400", "there is no recipe 'gru-400': did you mean gru-400m"),
+        ("train mamba2-1b", "transformers.Trainer trains it"),
+        ("train tiny step=3", "there is no key 'step'; did you mean steps?"),
+        ("train tiny steps", "'steps' is no key=value"),
+        ("train tiny steps=x", "steps must be an integer, got 'x'"),
+        ("train tiny steps=0", "steps must be positive, got 0"),
+        ("train tiny --print steps=0", "steps must be positive, got 0"),
+        ("train tiny model.hidden_size=0", "hidden_size must be a positive integer, got 0"),
+        ("train tiny --lst", "unrecognized arguments: --lst"),
+        ("train tiny --list --print", "not allowed with argument"),
+        ("train tiny --device cpu", "unrecognized arguments: --device"),
         ("generate --prompt a", "required: --model"),
         ("generate --model m", "required: --prompt"),
         ("generate --model m --prompt=", "--prompt: must have some text"),
@@ -118,6 +137,77 @@ def test_a_missing_extra_gives_one_line(monkeypatch, capsys):
         cli.main(["demo"])
     assert stopped.value.code == 2
     assert "pip install 'pararnn[demo]'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """The configs that reach training, which is not run."""
+    seen = []
+
+    def record(config):
+        seen.append(config)
+        return tmp_path / "run"
+
+    module = types.ModuleType("pararnn.train.run")
+    module.run_training = record
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return seen
+
+
+def test_train_runs_a_recipe_with_other_values(trained, tmp_path, capsys):
+    options = ["data.train=my text.txt", "steps=7", "model.cell=lstm", "optimiser.clip=none"]
+    assert cli.main(["train", "tiny", *options]) == 0
+    tiny = recipe("tiny")
+    assert trained == [
+        replace(
+            tiny,
+            data=replace(tiny.data, train="my text.txt"),
+            steps=7,
+            model=replace(tiny.model, cell="lstm"),
+            optimiser=replace(tiny.optimiser, clip="none"),
+        )
+    ]
+    assert capsys.readouterr().out == f"{tmp_path / 'run'}\n"
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--print tiny steps=7", "tiny --print steps=7", "tiny steps=7 --print"],
+)
+def test_train_print_trains_nothing(options, trained, capsys):
+    assert cli.main(["train", *options.split()]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "steps = 7" in shown
+    assert resolved(recipe("gru-30m"), shown) == replace(recipe("tiny"), steps=7)
+    assert trained == []
+
+
+def test_train_list_names_every_recipe_in_a_line(trained, capsys):
+    assert cli.main(["train", "--list"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown] == list(RECIPES)
+    assert all(len(line.split()) > 5 for line in shown)
+    assert trained == []
+
+
+def test_errors_of_training_give_one_line(monkeypatch, trained, capsys):
+    def fail(config):
+        raise TextError("the text is empty")
+
+    monkeypatch.setattr(sys.modules["pararnn.train.run"], "run_training", fail)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", "tiny"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "pararnn: error: the text is empty\n"
+
+
+def test_a_bug_in_training_is_not_taken_for_a_bad_value(monkeypatch, trained):
+    def fail(config):
+        raise ValueError("shapes do not fit")
+
+    monkeypatch.setattr(sys.modules["pararnn.train.run"], "run_training", fail)
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        cli.main(["train", "tiny"])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The command line: `pararnn demo` and `pararnn generate`."""
+"""The command line: `pararnn demo`, `pararnn train` and `pararnn generate`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pararnn.cells import CELLS
 from pararnn.errors import PararnnError
 from pararnn.extras import require
 from pararnn.train import DemoConfig, run_demo
+from pararnn.train.overrides import printed, resolved
+from pararnn.train.recipes import RECIPES, recipe, summary
 
 ABSENT = argparse.SUPPRESS
 """The default of options whose function has its own, and whose help is to name none."""
@@ -31,7 +33,10 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0, 1 when the demo's verification fails, or exit code 2 for bad values."""
     parser = make_parser()
-    options = vars(parser.parse_args(argv))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["train"]:  # argparse takes no flag between the recipe and its keys
+        arguments[1:] = sorted(arguments[1:], key=lambda text: not text.startswith("-"))
+    options = vars(parser.parse_args(arguments))
     run: Callable[..., int] = options.pop("run")
     try:
         return run(**options)
@@ -42,6 +47,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def demo(**options: Any) -> int:
     """`pararnn demo`: options are fields of `DemoConfig`."""
     return 0 if run_demo(DemoConfig(**options))["verified"] else 1
+
+
+def train(
+    recipe_name: str | None = None, overrides: Sequence[str] = (), show: str | None = None
+) -> int:
+    """`pararnn train`: run a recipe's config with `overrides`, or show it or all recipes."""
+    if show == "recipes":
+        width = max(map(len, RECIPES))
+        print("\n".join(f"{name:{width}}  {summary(make())}" for name, make in RECIPES.items()))
+        return 0
+    if recipe_name is None:
+        raise PararnnError("name a recipe; `pararnn train --list` shows them")
+    try:
+        config = resolved(recipe(recipe_name), overrides)
+    except ValueError as error:
+        raise PararnnError(str(error)) from error
+    if show == "config":
+        print(printed(config))
+        return 0
+    from pararnn.train.run import run_training  # seconds, which other commands do not wait for
+
+    print(run_training(config))
+    return 0
 
 
 def generate(model: str, **options: Any) -> int:
@@ -59,6 +87,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, run, text, add_options in (
         ("demo", demo, "train a small language model, then measure and check its solver", add_demo),
+        ("train", train, "train a language model by a recipe", add_train),
         ("generate", generate, "let a language model go on with a text", add_generate),
     ):
         command = commands.add_parser(
@@ -67,16 +96,21 @@ def make_parser() -> Parser:
             description=f"{text[0].upper()}{text[1:]}.",
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        command.add_argument("--device", type=_device, default=device, help="cpu, cuda or cuda:N")
         add_options(command)
         command.set_defaults(run=run)
     return parser
 
 
+def add_device(command: argparse.ArgumentParser) -> None:
+    """The option of commands that run on one device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command.add_argument("--device", type=_device, default=device, help="cpu, cuda or cuda:N")
+
+
 def add_demo(command: argparse.ArgumentParser) -> None:
     """The options of `pararnn demo`."""
     default = DemoConfig()
+    add_device(command)
     command.add_argument(
         "--text", metavar="FILE", default=ABSENT, help="learn this file, not Python's library"
     )
@@ -91,8 +125,31 @@ def add_demo(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=_seed, default=default.seed, help="of all random numbers")
 
 
+def add_train(command: argparse.ArgumentParser) -> None:
+    """The options of `pararnn train`."""
+    command.add_argument(
+        "recipe_name", metavar="RECIPE", nargs="?", default=ABSENT, help="see --list"
+    )
+    command.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=ABSENT,
+        help="other values than the recipe's, such as data.train=FILE steps=500; see --print",
+    )
+    shown = command.add_mutually_exclusive_group()
+    for flag, show, text in (
+        ("--list", "recipes", "print the recipes"),
+        ("--print", "config", "print the config, with the keys and values that a run would have"),
+    ):
+        shown.add_argument(
+            flag, dest="show", action="store_const", const=show, default=ABSENT, help=text
+        )
+
+
 def add_generate(command: argparse.ArgumentParser) -> None:
     """The options of `pararnn generate`."""
+    add_device(command)
     command.add_argument(
         "--model", metavar="DIR", required=True, default=ABSENT, help="folder of the model"
     )

@@ -25,6 +25,10 @@ class ConvergenceError(PararnnError, RuntimeError):
     """A parallel solve did not reach the numerics contract under `on_failure="raise"`."""
 
 
+class TrainingError(PararnnError, RuntimeError):
+    """A training run cannot go on; the message says from where it can."""
+
+
 class MissingExtra(PararnnError, ImportError):
     """A package of an optional extra cannot be imported; the message names the extra."""
 

@@ -8,8 +8,12 @@ from typing import Any
 from pararnn.errors import MissingExtra
 
 EXTRAS = {
+    "accelerate": "train",
+    "datasets": "train",
     "matplotlib": "demo",
+    "pyarrow": "train",
     "safetensors": "demo",
+    "tokenizers": "train",
     "tqdm": "demo",
     "transformers": "hf",
 }

@@ -256,14 +256,15 @@ class RecurrentLayer(nn.Module):
         return list(cell.recurrent_parameters())
 
     @torch.no_grad()
-    def clip_recurrent(self) -> None:
-        """Clamp the recurrent parameters elementwise to [-recurrent_clip, recurrent_clip].
+    def clip_recurrent(self, by: str = "elementwise", to: float | None = None) -> None:
+        """Clip the recurrent parameters, see `pararnn.clip_after_step`.
 
         Raises ValueError as `recurrent_parameters`.
         """
-        if self.recurrent_clip is not None:
+        bound = self.recurrent_clip if to is None else to
+        if bound is not None:
             for parameter in self.recurrent_parameters():
-                parameter.clamp_(-self.recurrent_clip, self.recurrent_clip)
+                CLIPS[by](parameter, bound)
 
     def draws(self) -> dict[str, Draw]:
         """How the layer's own parameter is drawn: biases are zero. Its parts have theirs."""
@@ -280,6 +281,19 @@ class RecurrentLayer(nn.Module):
         shown = ("num_heads", "reverse", "solver", "backend")
         options = [f"{name}={getattr(self, name)!r}" for name in shown]
         return ", ".join([str(self.input_size), str(self.hidden_size), *options])
+
+
+def _clamp(parameter: Tensor, bound: float) -> None:
+    parameter.clamp_(-bound, bound)
+
+
+def _scale_down(parameter: Tensor, bound: float) -> None:
+    norm = torch.linalg.vector_norm(parameter)
+    parameter.mul_(bound / norm.clamp(min=bound))
+
+
+CLIPS = {"elementwise": _clamp, "norm": _scale_down}
+"""How a recurrent parameter is brought within a bound, in place."""
 
 
 def without_padding(x: Tensor, sequences: Sequences) -> Tensor:

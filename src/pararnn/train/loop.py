@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pararnn.cells import Cell
 from pararnn.extras import require
 from pararnn.layers import clip_after_step
 from pararnn.lm import LanguageModel, bits_per_byte
-from pararnn.projection import HeadwiseLinear
 from pararnn.tasks import Corpus, random_windows, spread_windows
-
-MIXES = (nn.Embedding, nn.Linear, HeadwiseLinear, Cell)
-"""Modules whose matrices lead from tokens or channels to channels."""
+from pararnn.train.optimiser import parameter_groups
 
 
 @dataclass(frozen=True)
@@ -129,21 +125,8 @@ def evaluate(model: LanguageModel, windows: Tensor, batch: int = 32) -> float:
 
 
 def make_optimizer(model: LanguageModel, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW that decays the matrices of `MIXES` only.
-
-    Not what acts on each channel by itself: norms, biases, convolutions, recurrent weights (D,).
-    """
-    found = [
-        (parameter, isinstance(part, MIXES) and parameter.ndim >= 2)
-        for part in model.modules()
-        for parameter in part.parameters(recurse=False)
-    ]
-    decayed = list(dict.fromkeys(parameter for parameter, mixes in found if mixes))
-    kept = [parameter for parameter, mixes in found if not mixes]
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": recipe.weight_decay},
-        {"params": kept, "weight_decay": 0.0},
-    ]
+    """AdamW that decays matrices only, see `parameter_groups`; the decay scales with the rate."""
+    groups = parameter_groups(model, recipe.weight_decay)
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
 
 

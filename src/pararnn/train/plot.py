@@ -34,3 +34,19 @@ def averaged(curve: Sequence[Record], points: int = 200) -> list[Record]:
     size = -(-len(curve) // points)
     parts = [curve[start : start + size] for start in range(0, len(curve), max(size, 1))]
     return [part[-1]._replace(bits=sum(r.bits for r in part) / len(part)) for part in parts]
+
+
+def plot_rows(rows: Sequence[Mapping[str, str]], title: str, path: Path) -> None:
+    """Write the losses of a run's log over its steps, as a PNG; MissingExtra as above."""
+    figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for column, label, style in (
+        ("loss", "train", {"color": "tab:blue", "linewidth": 1}),
+        ("valid_loss", "validation", {"color": "tab:orange", "marker": "o"}),
+    ):
+        curve = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
+        axes.plot([step for step, _ in curve], [loss for _, loss in curve], label=label, **style)
+    axes.set(xlabel="optimizer steps", ylabel="nats per token", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

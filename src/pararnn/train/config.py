@@ -1,0 +1,97 @@
+"""All that a training run depends on, as frozen records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pararnn.lm.config import LMConfig
+
+CLIPS = ("elementwise", "norm", "none")
+PRECISIONS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is learned, and how it becomes rows of tokens.
+
+    train, valid: a file or folder of text (.txt, .txt.xz), JSON lines (.jsonl) or Parquet, or the
+    name of a Hugging Face dataset; "" for valid holds out the last `holdout` of the documents.
+    column: the text's field in JSON lines, Parquet and datasets. tokenizer: "bytes", a tokenizer's
+    file or folder, or a name on the Hub. sequence_length: tokens of a row. resets: whether states
+    start from zero at the borders of documents within a row. cache: the folder of tokenised data.
+    """
+
+    train: str = ""
+    valid: str = ""
+    holdout: float = 0.01
+    column: str = "text"
+    tokenizer: str = "bytes"
+    sequence_length: int = 2048
+    resets: bool = False
+    cache: str = "runs/data"
+
+
+@dataclass(frozen=True)
+class OptimiserConfig:
+    """AdamW as the paper has it (Appendix C), and what it leaves open.
+
+    learning_rate: the peak, reached after `warmup` of the steps; a cosine falls from there to
+    `final` of it. weight_decay: of matrices, in a step, not scaled by the rate (torch's is value /
+    peak rate). beta1, beta2, grad_norm: DCLM's. z_loss: weight of the squared log-partition. clip:
+    of recurrent parameters after each step, "elementwise", "norm" (of each vector) or "none", to
+    `clip_to`.
+    """
+
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-3
+    warmup: float = 0.1
+    final: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_norm: float = 1.0
+    z_loss: float = 1e-4
+    clip: str = "elementwise"
+    clip_to: float = 0.5
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run.
+
+    name: of the recipe. model, data, optimiser: see there. steps: optimizer steps. batch: rows a
+    step over all devices; device_batch: rows that a device takes at once. precision: of products
+    ("bfloat16" keeps float32 masters). compile: blocks one by one, on CUDA. checkpointing: whether
+    blocks are computed again in the backward pass. seed: of weights and of the order of rows.
+    save_every, valid_every, log_every: in steps; keep: checkpoints that stay; valid_rows: rows of
+    a validation. report_to: of transformers' integrations, such as "tensorboard", or "none". out:
+    the run's folder; a run that finds checkpoints there goes on from the last one.
+    """
+
+    name: str
+    model: LMConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    steps: int = 1000
+    batch: int = 16
+    device_batch: int = 16
+    precision: str = "bfloat16"
+    compile: bool = True
+    checkpointing: bool = False
+    seed: int = 0
+    save_every: int = 1000
+    keep: int = 2
+    valid_every: int = 200
+    valid_rows: int = 64
+    log_every: int = 10
+    report_to: str = "none"
+    out: str = "runs/train"
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "batch", "device_batch", "save_every", "valid_every", "log_every")
+        for name in (*positive, "keep", "valid_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
+        if self.optimiser.clip not in CLIPS:
+            raise ValueError(f"clip must be one of {CLIPS}, got {self.optimiser.clip!r}")

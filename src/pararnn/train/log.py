@@ -1,0 +1,62 @@
+"""A run's figures as a table on disk, a row at a time."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "step",
+    "tokens",
+    "loss",
+    "valid_loss",
+    "valid_bits_per_byte",
+    "valid_bits_per_token",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "mfu",
+    "memory_gib",
+    "sweeps",
+    "mended",
+)
+"""Of log.csv. loss is what is minimised, z-loss included, a mean since the row before; valid_loss
+is without it. mfu is of the devices' bfloat16 peak. sweeps and mended are lists, a number a
+recurrent layer. A row has what was measured then, and is blank elsewhere."""
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row, below a header where there is none."""
+    unknown = set(row) - set(COLUMNS)
+    if unknown:
+        raise KeyError(f"no column {min(unknown)!r} in a log: {', '.join(COLUMNS)}")
+    header = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if header:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The complete rows: a process that was killed may have left half a line."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return list(csv.DictReader(line for line in lines if line.endswith("\n")))
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the rows of later steps, which a run that goes on from `step` writes again."""
+    kept = [row for row in read_rows(path) if int(row["step"]) <= step]
+    beside = path.with_suffix(".new")
+    beside.unlink(missing_ok=True)
+    for row in kept:
+        append_row(beside, row)
+    if kept:
+        os.replace(beside, path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,132 @@
+"""Recipes: names, and functions that return all that a training run depends on.
+
+A recipe of one's own is a function that returns a `RunConfig`, and a line in RECIPES.
+
+None names its data: `data.train=FILE` does. The paper trains on SlimPajama without its books. The
+dataset has no switch for that, so a folder without them is made once, by the package datasets, and
+given as `data.train=slimpajama`:
+
+    rows = datasets.load_dataset("cerebras/SlimPajama-627B", split="train", streaming=True)
+    rows = rows.filter(lambda row: row["meta"]["redpajama_set_name"] != "RedPajamaBook")
+    for at in range(1000):
+        rows.shard(1000, at).to_parquet(f"slimpajama/{at:03}.parquet")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from pararnn.lm.config import LMConfig
+from pararnn.lm.presets import PRESETS, preset
+from pararnn.train.config import DataConfig, OptimiserConfig, RunConfig
+from pararnn.train.overrides import nearest
+
+PAPER_TOKENIZER = "EleutherAI/gpt-neox-20b"
+
+NO_MAMBA2 = (
+    "Mamba2 is transformers' model and has no LMConfig; transformers.Trainer trains it, from "
+    "the arguments that pararnn.lm.preset('mamba2', scale).model has"
+)
+
+BYTE_VOCAB = 260
+"""The 256 bytes, and room for marks such as a document's end."""
+
+
+def paper(architecture: str, scale: str) -> RunConfig:
+    """A model of the paper as it trains it: Tables 3 and 4, Appendix C.
+
+    device_batch is a GPU's share on the paper's nodes. On fewer GPUs the batch stays, and gradients
+    are accumulated; where memory is short, a smaller device_batch gives the same.
+
+    Not for "mamba2": that model is transformers' own and has no LMConfig, which a RunConfig holds.
+    transformers' Trainer trains it, from `preset("mamba2", scale).model`.
+    """
+    found = preset(architecture, scale)
+    if not isinstance(found.model, LMConfig):
+        raise ValueError(f"there is no recipe for {architecture}: {NO_MAMBA2}")
+    name = found.name.lower()
+    return RunConfig(
+        name,
+        found.model,
+        DataConfig(tokenizer=PAPER_TOKENIZER, sequence_length=found.sequence_length),
+        OptimiserConfig(
+            learning_rate=found.learning_rate,
+            weight_decay=found.weight_decay,
+            warmup=found.warmup_steps / found.steps,
+            z_loss=found.z_loss,
+        ),
+        steps=found.steps,
+        batch=found.batch,
+        device_batch=found.batch_per_gpu,
+        out=f"runs/{name}",
+    )
+
+
+def on_bytes(name: str, architecture: str, width: int, blocks: int, steps: int) -> RunConfig:
+    """A small sister of the paper's 400M model, on bytes, for a single device."""
+    model = preset(architecture, "400M").model
+    assert isinstance(model, LMConfig)
+    sized = replace(
+        model,
+        hidden_size=width,
+        num_hidden_layers=blocks,
+        vocab_size=BYTE_VOCAB,
+        intermediate_size=None,
+        mixers=(model.mixers or ())[:blocks],
+    )
+    return RunConfig(name, sized, steps=steps, out=f"runs/{name}")
+
+
+def tiny() -> RunConfig:
+    """A GRU that two CPU cores train in two minutes."""
+    run = on_bytes("tiny", "gru", width=128, blocks=2, steps=300)
+    return replace(
+        run,
+        data=replace(run.data, sequence_length=256),
+        optimiser=replace(run.optimiser, learning_rate=8e-3),
+        precision="float32",
+        compile=False,
+        save_every=100,
+        valid_every=50,
+        valid_rows=32,
+    )
+
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "tiny": tiny,
+    "gru-30m": partial(on_bytes, "gru-30m", "gru", width=512, blocks=9, steps=2000),
+    "gru-60m": partial(on_bytes, "gru-60m", "gru", width=640, blocks=12, steps=4000),
+    "transformer-30m": partial(
+        on_bytes, "transformer-30m", "transformer", width=512, blocks=9, steps=2000
+    ),
+    "transformer-60m": partial(
+        on_bytes, "transformer-60m", "transformer", width=640, blocks=12, steps=4000
+    ),
+    **{
+        f"{architecture}-{scale}".lower(): partial(paper, architecture, scale)
+        for architecture, scale in PRESETS
+        if architecture != "mamba2"
+    },
+}
+"""By name: a function without arguments."""
+
+
+def recipe(name: str) -> RunConfig:
+    """The config of a name in RECIPES; ValueError, with the nearest names, for others."""
+    if name not in RECIPES:
+        near = nearest(name, {known: known for known in RECIPES})
+        hint = f"did you mean {', '.join(near)}?" if near else f"name one of {', '.join(RECIPES)}"
+        raise ValueError(f"there is no recipe {name!r}: {NO_MAMBA2 if 'mamba' in name else hint}")
+    return RECIPES[name]()
+
+
+def summary(config: RunConfig) -> str:
+    """A line on a run: its model's parts, and how long it trains on how much."""
+    model, data = config.model, config.data
+    kinds = dict.fromkeys(model.cell if kind == "rnn" else kind for kind in model.mixers or ())
+    return (
+        f"{' and '.join(kinds)}, {model.num_hidden_layers} blocks of {model.hidden_size} channels; "
+        f"{config.steps:,} steps of {config.batch:,} x {data.sequence_length:,} tokens"
+    )

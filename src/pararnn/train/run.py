@@ -1,0 +1,140 @@
+"""A training run from its config to a model, which goes on where an earlier one ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pararnn.errors import TrainingError
+from pararnn.extras import require
+from pararnn.train.checkpoints import last_complete, remove_unmarked
+from pararnn.train.config import RunConfig
+from pararnn.train.log import forget_after, read_rows
+from pararnn.train.plot import plot_rows
+
+if TYPE_CHECKING:
+    from pararnn.train.trainer import Packed, RunTrainer
+
+FIXED = ("model", "data", "optimiser", "batch", "seed")
+"""What may not change in a run: weights, data, the place in it, and AdamW's groups go on."""
+
+FREE = ("data.cache",)
+"""What may change of it."""
+
+
+def run_training(config: RunConfig, packed: Packed | None = None) -> Path:
+    """Train, or go on from the last complete checkpoint in `config.out`; the model's folder.
+
+    The run's folder gets config.json, log.csv, checkpoint-N, and at the end curves.png (where
+    matplotlib is installed) and model/, as `save_pretrained` writes it. packed: the data, instead
+    of what `config.data` says.
+
+    Raises MissingExtra without transformers and accelerate; TrainingError for a folder of another
+    run, for a loss that is NaN, and for checkpoints that cannot be written; ValueError for batches
+    that do not divide.
+    """
+    for module in ("transformers", "accelerate"):
+        require(module)
+    from pararnn.train.trainer import RunTrainer
+
+    out = Path(config.out)
+    check_same_run(config, out / "config.json")
+    if packed is None:
+        from pararnn.train.data import prepare
+
+        packed = prepare(config.data)
+    with quiet():
+        trainer = RunTrainer(config, packed)
+        first = trainer.is_world_process_zero()
+        if first:
+            open_folder(config, out)
+        trainer.accelerator.wait_for_everyone()
+        found = last_complete(out)
+        step, checkpoint = found if found else (0, None)
+        if first:
+            forget_after(out / "log.csv", step)
+            if checkpoint is not None:
+                print(f"goes on from {checkpoint}")
+        if step < config.steps:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        elif checkpoint is not None:
+            trainer._load_from_checkpoint(str(checkpoint))
+        export(trainer, packed, out / "model")
+    if first and importlib.util.find_spec("matplotlib") is not None:
+        plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
+    trainer.accelerator.wait_for_everyone()
+    return out / "model"
+
+
+def open_folder(config: RunConfig, out: Path) -> None:
+    """Make a run's folder, or make one ready to go on from."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_beside(out / "config.json", json.dumps(asdict(config), indent=1) + "\n")
+    for path in remove_unmarked(out):
+        print(f"{path} was not written to its end: removed")
+
+
+def check_same_run(config: RunConfig, path: Path) -> None:
+    """TrainingError where a folder's config.json is of a run that this one cannot go on with."""
+    if not path.exists():
+        return
+    theirs = flat(json.loads(path.read_text(encoding="utf-8")))
+    own = flat(json.loads(json.dumps(asdict(config))))
+    for key in [*own, *(key for key in theirs if key not in own)]:
+        matters = key.partition(".")[0] in FIXED and key not in FREE
+        if matters and own.get(key) != theirs.get(key):
+            raise TrainingError(
+                f"{path} has {key} = {theirs.get(key)!r}, and this run {own.get(key)!r}: give it a "
+                "folder of its own (out=...), or remove that one"
+            )
+
+
+def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dots in its keys."""
+    found: dict[str, Any] = {}
+    for key, value in record.items():
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return found
+
+
+def export(trainer: RunTrainer, packed: Packed, folder: Path) -> None:
+    """Write the model and its tokenizer, beside and renamed."""
+    accelerator = trainer.accelerator
+    state = accelerator.get_state_dict(trainer.model_wrapped)
+    if trainer.is_world_process_zero():
+        model = trainer.own_model
+        model.config.use_cache = True  # which Trainer turns off
+        beside = folder.with_name(folder.name + ".new")
+        shutil.rmtree(beside, ignore_errors=True)
+        model.save_pretrained(beside, state_dict=state)
+        packed.tokenizer.save(beside)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(beside, folder)
+
+
+def write_beside(path: Path, text: str) -> None:
+    """Write a file that is whole or not there."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' log to errors, and put its level back."""
+    logging = require("transformers.utils.logging")
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,169 @@
+"""Tokenizers: bytes, those of the packages tokenizers and transformers, and how to train one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pararnn.extras import require
+from pararnn.lm.tokens import BYTES
+from pararnn.train.sources import DataError
+
+END = "<|endoftext|>"
+"""The end of a document in tokenizers that are trained here."""
+ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""What a tokenizer.json that says nothing else may call it, the first that it has."""
+ENCODES = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+"""What the ids of a text depend on, of the parts of a tokenizer.json."""
+
+
+class Tokenizer(Protocol):
+    """What packing needs of a tokenizer.
+
+    end: the id behind each document, which no text is encoded to. vocabulary: one more than the
+    largest id. key: a hash of all that ids depend on.
+    """
+
+    @property
+    def end(self) -> int:
+        """The id behind each document."""
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def key(self) -> str:
+        """A hash of all that ids depend on."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The ids of a text, without any in front of it or behind it."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """The ids of each text; by several threads where the tokenizer can."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """The bytes of UTF-8, and one more id for the end of a document."""
+
+    end: int = BYTES
+    vocabulary: int = BYTES + 1
+    key: str = "bytes"
+
+    def encode(self, text: str) -> bytes:
+        return text.encode("utf-8")
+
+    def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [text.encode("utf-8") for text in texts]
+
+
+@dataclass(frozen=True)
+class FastTokenizer:
+    """A tokenizer of the package tokenizers; see `Tokenizer`."""
+
+    tokenizer: Any
+    end: int
+    vocabulary: int
+    key: str
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [each.ids for each in found]
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """A tokenizer: "bytes", a tokenizer.json file, a folder with one, or a name on the Hub.
+
+    The end of documents is what the folder or the Hub calls eos_token; for a file alone, the first
+    of `ENDS` that it knows. Raises DataError where there is none, or the file is corrupt, and
+    MissingExtra without the package that reads it.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name)
+    if path.is_dir() and not (path / "tokenizer_config.json").exists():
+        path = path / "tokenizer.json"
+    if path.is_file() or path.suffix == ".json":
+        return _of_file(path)
+    try:
+        found = require("transformers").AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(
+            f'there is no tokenizer {name!r}: {reason}; allowed are "bytes", a tokenizer.json, a '
+            "folder with one, and a name on the Hub"
+        ) from error
+    if not found.is_fast:
+        raise DataError(f"the tokenizer {name!r} has no tokenizer.json, which is needed")
+    if found.eos_token_id is None:
+        raise DataError(
+            f"the tokenizer {name!r} names no end of text: set eos_token in its "
+            "tokenizer_config.json"
+        )
+    return _fast(found.backend_tokenizer, found.eos_token_id)
+
+
+def train_tokenizer(documents: Iterable[str], size: int, folder: Path | str) -> Tokenizer:
+    """Train byte-level BPE with at most `size` ids and write it to `folder`; returns it.
+
+    The 256 bytes and `END` are among the ids, so `size` must be at least 257; a short text gives
+    fewer than `size`. The folder can be loaded by `transformers.AutoTokenizer`.
+    """
+    if size <= BYTES:
+        raise ValueError(f"size must be at least {BYTES + 1}, the bytes and {END}, got {size}")
+    tokenizers = require("tokenizers")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    text = json.dumps(settings, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    return _of_file(folder / "tokenizer.json")
+
+
+def _of_file(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise DataError(f"there is no tokenizer file {path}")
+    tokenizers = require("tokenizers")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    # Of a file that it cannot read, tokenizers raises Exception itself.
+    except Exception as error:
+        raise DataError(f"{path} is not a tokenizer.json: {error}") from error
+    ends = [tokenizer.token_to_id(each) for each in ENDS if tokenizer.token_to_id(each) is not None]
+    if not ends:
+        raise DataError(
+            f"{path} has no token for the end of documents, it must be one of {ENDS}, or named as "
+            "eos_token in a tokenizer_config.json: give the folder of both"
+        )
+    return _fast(tokenizer, ends[0])
+
+
+def _fast(tokenizer: Any, end: int) -> Tokenizer:
+    # A file may ask for cut or padded texts; and a text that spells the end must not be one.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    parts = json.loads(tokenizer.to_str())
+    content = json.dumps([end, *(parts[name] for name in ENCODES)])
+    key = hashlib.sha256(content.encode()).hexdigest()
+    return FastTokenizer(tokenizer, end, max(tokenizer.get_vocab().values()) + 1, key)

@@ -1,0 +1,309 @@
+"""transformers' Trainer with our optimizer, validation, telemetry and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from pararnn.errors import TrainingError
+from pararnn.layers import RecurrentLayer
+from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
+from pararnn.lm.loss import IGNORED
+from pararnn.train.checkpoints import last_complete, mark_complete, remove_old
+from pararnn.train.config import RunConfig
+from pararnn.train.log import append_row
+from pararnn.train.optimiser import make_adamw, make_scheduler
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Dense bfloat16 products a second, by a part of the device's name."""
+
+
+class Tokenizer(Protocol):
+    """What a run keeps beside its model."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `AutoTokenizer.from_pretrained(folder)` reads."""
+
+
+class Packed(Protocol):
+    """Data as rows of tokens: items are {"input_ids", "labels"[, "position_ids"]}, all (T,)."""
+
+    @property
+    def train(self) -> Dataset[Any]:
+        """What is learned."""
+
+    @property
+    def valid(self) -> Dataset[Any]:
+        """What is held out."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What made the tokens."""
+
+
+class RunTrainer(Trainer):
+    """Trains a `RunConfig`'s model and writes log.csv and checkpoints into its folder."""
+
+    def __init__(self, config: RunConfig, packed: Packed) -> None:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        check_rows(config, packed, world)
+        set_seed(config.seed)
+        model = make_model(config)
+        super().__init__(
+            model,
+            make_arguments(config, world),
+            train_dataset=packed.train,
+            eval_dataset=packed.valid,
+            data_collator=default_collate,
+        )
+        for theirs in (ProgressCallback, PrinterCallback):
+            self.remove_callback(theirs)
+        self.add_callback(Bar())
+        self.run, self.out, self.world = config, Path(config.out), world
+        self.flops_of_token = 6 * sum(parameter.numel() for parameter in model.parameters())
+        self.first_bad = torch.zeros((), dtype=torch.int64, device=self.args.device)
+        self.since, self.last_step = 0.0, -1
+
+    @property
+    def own_model(self) -> ParaRNNForCausalLM:
+        """The model within what spreads it over devices."""
+        return cast(ParaRNNForCausalLM, self.accelerator.unwrap_model(self.model_wrapped))
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As the paper has it, see `make_adamw`."""
+        if self.optimizer is None:
+            fused = self.args.device.type == "cuda"
+            model = cast(nn.Module, model or self.model)
+            self.optimizer = make_adamw(model, self.run.optimiser, fused=fused)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """See `share`."""
+        if self.lr_scheduler is None:
+            optimizer = optimizer or self.optimizer
+            # The schedule is of the optimizer itself: accelerate's wrapper is none to PyTorch.
+            inner = getattr(optimizer, "optimizer", optimizer)
+            self.lr_scheduler = make_scheduler(inner, self.run.optimiser, num_training_steps)
+        return self.lr_scheduler
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.last_step < 0:
+            self.since, self.last_step = time.perf_counter(), self.state.global_step
+        return super().training_step(*args, **kwargs)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Remember in which step it stopped being finite, without waiting for the device."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
+        bad = ~whole.to(self.first_bad.device).isfinite() & (self.first_bad == 0)
+        self.first_bad = self.first_bad.where(~bad, self.state.global_step + 1)
+        return whole
+
+    def _stop_unless_finite(self, loss: float = 0.0) -> None:
+        step = int(self.first_bad)
+        if step == 0 and math.isfinite(loss):
+            return
+        what = "loss or gradient" if step else "loss"
+        found = last_complete(self.out)
+        goes_on = f"goes on from {found[1]}" if found else "starts anew: no checkpoint is complete"
+        raise TrainingError(
+            f"the {what} is NaN or infinite in step {step or self.state.global_step}; the same "
+            f"command {goes_on}. If it happens there again, lower optimiser.learning_rate or "
+            "optimiser.grad_norm, or look for what is odd in the data"
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As Trainer does, with telemetry; and a row of log.csv."""
+        lists: dict[str, str] = {}
+        if "loss" in logs:
+            self._stop_unless_finite(logs["loss"])
+            logs |= self._speed()
+            counts = solves(self.own_model)
+            lists = {name: " ".join(map(str, each)) for name, each in counts.items()}
+            if counts:
+                logs |= {"sweeps": max(counts["sweeps"]), "mended": sum(counts["mended"])}
+        super().log(logs, start_time)
+        if "loss" in logs or "eval_loss" in logs:
+            step = self.state.global_step
+            tokens = step * self.run.batch * self.run.data.sequence_length
+            row: dict[str, Any] = {"step": step, "tokens": tokens}
+            row |= {name.replace("eval_", "valid_"): value for name, value in logs.items()}
+            row |= lists
+            row.pop("epoch", None)
+            if self.is_world_process_zero():
+                append_row(self.out / "log.csv", row)
+
+    def _speed(self) -> dict[str, float]:
+        """Since the row before, without validations and checkpoints in between."""
+        now, step = time.perf_counter(), self.state.global_step
+        tokens = (step - self.last_step) * self.run.batch * self.run.data.sequence_length
+        found = {"tokens_per_second": tokens / (now - self.since)}
+        self.since, self.last_step = now, step
+        if self.args.device.type == "cuda":
+            found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            name = torch.cuda.get_device_name()
+            peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+            if peak is not None:
+                flops = found["tokens_per_second"] * self.flops_of_token
+                found["mfu"] = flops / peak / self.world
+        return found
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.since += time.perf_counter() - begin
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Mean cross-entropy of the held-out rows, without z-loss, in nats and bits a token."""
+        with self._off_the_clock(), without_z_loss(self.own_model.config):
+            model = self.model_wrapped.eval()
+            total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+            for batch in self._valid_batches():
+                inputs = self._prepare_inputs(batch)
+                with self.compute_loss_context_manager():
+                    # The sum of the losses, and no logits but the last: all would not fit.
+                    out = model(**inputs, num_items_in_batch=1, logits_to_keep=1, use_cache=False)
+                total += torch.stack([out.loss, (inputs["labels"][:, 1:] != IGNORED).sum()])
+            nats, count = cast(Tensor, self.accelerator.reduce(total, "sum")).tolist()
+        unit = "byte" if self.run.data.tokenizer == "bytes" else "token"
+        loss = nats / count
+        metrics = {"eval_loss": loss, f"eval_bits_per_{unit}": loss / math.log(2)}
+        self.log(dict(metrics))
+        # Or Trainer validates again at the end of the epoch.
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def _valid_batches(self) -> DataLoader[Any]:
+        """A rank's part of the held-out rows: equally many a rank, none of them twice."""
+        rows = cast(Any, self.eval_dataset)
+        count = min(self.run.valid_rows, len(rows)) // self.world * self.world
+        own = range(self.args.process_index, count, self.world)
+        spread = [index * len(rows) // count for index in own]
+        return DataLoader(Subset(rows, spread), batch_size=self.run.device_batch)
+
+    def _save_checkpoint(self, *args: Any) -> None:
+        """As Trainer does; marked as complete once every rank has written its part."""
+        self._stop_unless_finite()
+        folder = self.out / f"checkpoint-{self.state.global_step}"
+        with self._off_the_clock():
+            try:
+                super()._save_checkpoint(*args)
+                self.accelerator.wait_for_everyone()
+                if self.is_world_process_zero():
+                    mark_complete(folder)
+                    # Here and not by Trainer, which removes the old before the new is complete.
+                    remove_old(self.out, self.run.keep)
+            except Exception as error:
+                found = last_complete(self.out)
+                raise TrainingError(
+                    f"{folder} could not be written: {error}. Make room or mend the folder, then "
+                    "the same command goes on from " + (str(found[1]) if found else "the start")
+                ) from error
+
+
+class Bar(ProgressCallback):
+    """Trainer's progress bar, with the last figures beside it and nothing else."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self.training_bar is None:
+            return
+        self.shown = getattr(self, "shown", {}) | {
+            short: f"{logs[name]:.4g}"
+            for name, short in (("loss", "loss"), ("eval_loss", "valid"))
+            if name in logs
+        }
+        self.training_bar.set_postfix(self.shown)
+
+
+def check_rows(config: RunConfig, packed: Packed, world: int) -> None:
+    """ValueError for batches that do not divide, or that the data has too few rows for."""
+    at_once = config.device_batch * world
+    if config.batch % at_once:
+        raise ValueError(
+            f"batch must be a multiple of device_batch x processes = {config.device_batch} x "
+            f"{world}, got {config.batch}"
+        )
+    for name, least in (("train", config.batch), ("valid", world)):
+        rows = len(getattr(packed, name))
+        if rows < least:
+            raise ValueError(
+                f"the {name} data has {rows} rows of {config.data.sequence_length} tokens, at "
+                f"least {least} are needed: give more text or a shorter data.sequence_length"
+            )
+
+
+def make_model(config: RunConfig) -> ParaRNNForCausalLM:
+    """The config's model, drawn from torch's global generator, in float32."""
+    model = ParaRNNForCausalLM(ParaRNNConfig.of_lm(config.model, z_loss=config.optimiser.z_loss))
+    if config.checkpointing:  # Trainer's own argument has changed its name
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    if config.compile and torch.cuda.is_available():
+        for block in model.model.backbone.blocks:
+            block.compile(fullgraph=True)
+    return model
+
+
+def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
+    """The config in transformers' words."""
+    arguments = TrainingArguments(
+        output_dir=config.out,
+        max_steps=config.steps,
+        per_device_train_batch_size=config.device_batch,
+        gradient_accumulation_steps=config.batch // (config.device_batch * world),
+        dataloader_drop_last=True,
+        average_tokens_across_devices=True,
+        remove_unused_columns=False,
+        max_grad_norm=config.optimiser.grad_norm,
+        bf16=config.precision == "bfloat16",
+        use_cpu=not torch.cuda.is_available(),
+        use_cache=False,
+        seed=config.seed,
+        data_seed=config.seed,
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=config.valid_every,
+        save_strategy="steps",
+        save_steps=config.save_every,
+        report_to=config.report_to,
+        ddp_find_unused_parameters=False,
+    )
+    # One process is one device: with more, Trainer would take nn.DataParallel and larger batches.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
+
+
+def solves(model: nn.Module) -> dict[str, list[int]]:
+    """Sweeps and mended columns of every recurrent layer's last call, {} where none are known."""
+    infos = [part.last_solve for part in model.modules() if isinstance(part, RecurrentLayer)]
+    known = [info for info in infos if info is not None]
+    if not known:
+        return {}
+    return {name: [int(getattr(info, name).sum()) for info in known] for name in known[0]._fields}
+
+
+@contextmanager
+def without_z_loss(config: Any) -> Iterator[None]:
+    """Let a model's loss be its cross-entropy alone."""
+    kept, config.z_loss = config.z_loss, 0.0
+    try:
+        yield
+    finally:
+        config.z_loss = kept

@@ -1,0 +1,425 @@
+"""Runs on transformers' Trainer: optimizer, schedule, clipping, log, checkpoints, mishaps."""
+
+import csv
+import dataclasses
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from lm_kinds import VOCABULARY, hugging, options
+
+import pararnn
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from pararnn.errors import TrainingError
+from pararnn.lm.config import LMConfig
+from pararnn.lm.hf import ParaRNNForCausalLM
+from pararnn.train import checkpoints
+from pararnn.train import trainer as trainer_module
+from pararnn.train.config import DataConfig, OptimiserConfig, RunConfig
+from pararnn.train.log import append_row, read_rows
+from pararnn.train.optimiser import make_adamw, make_scheduler, share
+from pararnn.train.run import run_training
+
+LENGTH = 12
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows that count up from a token of their own; `bad` makes one of them wait for ever."""
+
+    def __init__(self, count, wait_after=None):
+        self.count, self.wait_after, self.seen = count, wait_after, 0
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.seen += 1
+        while self.wait_after is not None and self.seen > self.wait_after:
+            time.sleep(1)
+        row = (torch.arange(LENGTH) * (1 + index % 3) + index) % VOCABULARY
+        return {"input_ids": row, "labels": row}
+
+
+class Tokenizer:
+    def save(self, folder):
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+class Packed(NamedTuple):
+    train: torch.utils.data.Dataset = Rows(20)
+    valid: torch.utils.data.Dataset = Rows(6)
+    tokenizer: Tokenizer = Tokenizer()
+
+
+def config(out, **more):
+    settings = {
+        "name": "tiny",
+        "model": LMConfig(**options("gru")),
+        "data": DataConfig(sequence_length=LENGTH),
+        "optimiser": OptimiserConfig(learning_rate=1e-2),
+        "steps": 6,
+        "batch": 4,
+        "device_batch": 4,
+        "precision": "float32",
+        "save_every": 3,
+        "valid_every": 3,
+        "valid_rows": 6,
+        "log_every": 1,
+        "out": str(out),
+    }
+    return RunConfig(**settings | more)
+
+
+def weights(folder):
+    return ParaRNNForCausalLM.from_pretrained(folder).state_dict()
+
+
+def same_bits(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def losses(out):
+    return {int(row["step"]): row["loss"] for row in read_rows(out / "log.csv") if row["loss"]}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run_training(config(out), Packed())
+    return out
+
+
+def test_a_run_learns_and_leaves_a_folder(whole):
+    names = {path.name for path in whole.iterdir()}
+    assert {"config.json", "log.csv", "checkpoint-3", "checkpoint-6", "model"} <= names
+    assert not any(name.endswith(".new") for name in names)
+    assert float(losses(whole)[6]) < float(losses(whole)[1]) - 0.3
+    assert (whole / "model" / "tokenizer.json").exists()
+    model = ParaRNNForCausalLM.from_pretrained(whole / "model").eval()
+    assert model.config.use_cache
+    same_bits(model.state_dict(), weights(whole / "checkpoint-6"))
+
+
+def test_the_log_says_what_happened(whole):
+    with (whole / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    trained = [row for row in rows if row["loss"]]
+    assert [int(row["step"]) for row in trained] == [1, 2, 3, 4, 5, 6]
+    assert [int(row["tokens"]) for row in trained] == [48 * step for step in range(1, 7)]
+    for row in trained:
+        assert float(row["tokens_per_second"]) > 0
+        assert float(row["grad_norm"]) > 0
+        assert len(row["sweeps"].split()) == len(row["mended"].split()) == 2
+    assert float(trained[0]["learning_rate"]) == pytest.approx(1e-2)
+    checked = [row for row in rows if row["valid_loss"]]
+    assert [int(row["step"]) for row in checked] == [3, 6]
+    rows = torch.stack([Rows(6)[index]["input_ids"] for index in range(6)])
+    model = ParaRNNForCausalLM.from_pretrained(whole / "model").eval()
+    logits = model(rows).logits[:, :-1].flatten(0, 1)
+    nats = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten()).item()
+    assert float(checked[-1]["valid_loss"]) == pytest.approx(nats, rel=1e-5)
+    bits = float(checked[-1]["valid_bits_per_byte"])
+    assert bits == pytest.approx(nats / 0.6931471805599453, rel=1e-5)
+    assert checked[-1]["valid_bits_per_token"] == ""
+
+
+def test_curves_are_drawn_where_matplotlib_is(whole):
+    pytest.importorskip("matplotlib")
+    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_half_a_line_is_no_row(tmp_path):
+    path = tmp_path / "log.csv"
+    append_row(path, {"step": 1, "loss": 2.0})
+    with path.open("a") as file:
+        file.write("2,9")
+    assert [row["step"] for row in read_rows(path)] == ["1"]
+    with pytest.raises(KeyError, match="no column 'lost'"):
+        append_row(path, {"lost": 1})
+
+
+class Killed(Exception):
+    pass
+
+
+def run_until(monkeypatch, step, asked):
+    """A run that ends right after the log row of a step, as if it were killed."""
+    log = trainer_module.RunTrainer.log
+
+    def stopping(self, logs, start_time=None):
+        log(self, logs, start_time)
+        if self.state.global_step == step:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.RunTrainer, "log", stopping)
+        with pytest.raises(Killed):
+            run_training(asked, Packed())
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_going_on_changes_no_bit(whole, tmp_path, monkeypatch, capsys, step):
+    out = tmp_path / "run"
+    run_until(monkeypatch, step, config(out))
+    assert not (out / "model").exists()
+    capsys.readouterr()
+    run_training(config(out), Packed())
+    assert ("goes on from" in capsys.readouterr().out) == (step > 3)
+    same_bits(weights(out / "model"), weights(whole / "model"))
+    assert losses(out) == losses(whole)
+    steps = [row["step"] for row in read_rows(out / "log.csv")]
+    assert steps == [row["step"] for row in read_rows(whole / "log.csv")]
+
+
+def test_rows_of_a_second_epoch_are_the_same_after_going_on(tmp_path, monkeypatch):
+    results = []
+    for stop in (None, 7):
+        out = tmp_path / str(stop)
+        asked = config(out, steps=8)
+        if stop:
+            run_until(monkeypatch, stop, asked)
+        run_training(asked, Packed())
+        results.append(weights(out / "model"))
+    same_bits(*results)
+
+
+def test_a_run_that_has_ended_is_not_trained_again(whole, tmp_path):
+    before = losses(whole)
+    model = weights(whole / "model")
+    run_training(config(whole), Packed(train=Rows(20, wait_after=0)))
+    assert losses(whole) == before
+    same_bits(weights(whole / "model"), model)
+
+
+def test_accumulated_batches_are_one_batch(whole, tmp_path):
+    run_training(config(tmp_path, device_batch=1), Packed())
+    wanted = weights(whole / "model")
+    for name, value in weights(tmp_path / "model").items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-5)
+    for step, loss in losses(tmp_path).items():
+        assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-6)
+
+
+def test_what_does_not_fit_raises(tmp_path):
+    with pytest.raises(ValueError, match=r"multiple of device_batch x processes = 3 x 1, got 4"):
+        run_training(config(tmp_path / "a", device_batch=3), Packed())
+    with pytest.raises(ValueError, match="the train data has 3 rows of 12 tokens, at least 4"):
+        run_training(config(tmp_path / "b"), Packed(train=Rows(3)))
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_unmarked_checkpoint_is_not_gone_on_from(whole, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    mark = checkpoints.mark_complete
+
+    def killed_before(folder):
+        if folder.name == "checkpoint-6":
+            raise Killed
+        mark(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "mark_complete", killed_before)
+        with pytest.raises(TrainingError, match=r"checkpoint-6 could not .* from .*checkpoint-3"):
+            run_training(config(out, keep=1), Packed())
+    assert (out / "checkpoint-6" / "model.safetensors").exists()
+    (out / "checkpoint-6" / "model.safetensors").write_bytes(b"half")
+    run_training(config(out, keep=1), Packed())
+    said = capsys.readouterr().out
+    assert "checkpoint-6 was not written to its end: removed" in said
+    assert f"goes on from {out / 'checkpoint-3'}" in said
+    same_bits(weights(out / "model"), weights(whole / "model"))
+    assert [step for step, _ in checkpoints.checkpoints(out)] == [6]
+
+
+def test_old_checkpoints_lose_their_marker_first(tmp_path, monkeypatch):
+    for step in (3, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        checkpoints.mark_complete(tmp_path / f"checkpoint-{step}")
+
+    def killed(path):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", killed)
+        with pytest.raises(Killed):
+            checkpoints.remove_old(tmp_path, 1)
+    assert checkpoints.last_complete(tmp_path) == (6, tmp_path / "checkpoint-6")
+    assert checkpoints.remove_unmarked(tmp_path) == [tmp_path / "checkpoint-3"]
+
+
+def test_another_run_s_folder_raises(whole):
+    other = config(whole, model=LMConfig(**options("gru") | {"num_heads": 1}))
+    with pytest.raises(TrainingError, match=r"model\.num_heads = 2, and this run 1: give it a"):
+        run_training(other, Packed())
+    data = DataConfig(sequence_length=LENGTH, resets=True)
+    with pytest.raises(TrainingError, match=r"data\.resets = False, and this run True"):
+        run_training(config(whole, data=data), Packed())
+    moved = DataConfig(sequence_length=LENGTH, cache="elsewhere")
+    run_training(config(whole, data=moved, log_every=2), Packed())
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where):
+    compute = trainer_module.RunTrainer.compute_loss
+
+    def poisoned(self, *args, **kwargs):
+        loss = compute(self, *args, **kwargs)
+        if self.state.global_step == 4:
+            nan = torch.full_like(loss, torch.nan)
+            if where == "loss":
+                return loss * nan
+            loss.register_hook(lambda grad: nan)
+        return loss
+
+    monkeypatch.setattr(trainer_module.RunTrainer, "compute_loss", poisoned)
+    asked = config(tmp_path, steps=8, log_every=4, save_every=3)
+    if where == "gradient":  # the weights are NaN before any loss is
+        asked = dataclasses.replace(asked, save_every=5, log_every=8)
+    found = "starts anew" if where == "gradient" else "goes on from .*checkpoint-3"
+    with pytest.raises(TrainingError, match=f"NaN or infinite in step 5; the same command {found}"):
+        run_training(asked, Packed())
+    kept = [step for step, _ in checkpoints.checkpoints(tmp_path)]
+    assert kept == ([] if where == "gradient" else [3])
+
+
+def test_a_killed_process_loses_the_interval_only(whole, tmp_path):
+    out = tmp_path / "run"
+    code = f"""
+from test_train_trainer import *
+run_training(config({str(out)!r}), Packed(train=Rows(20, wait_after=20)))
+"""
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], env=os.environ, stdout=output, stderr=output
+        )
+        end = time.monotonic() + 60
+        while len(losses(out)) != 5:
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert checkpoints.last_complete(out) == (3, out / "checkpoint-3")
+    run_training(config(out), Packed())
+    same_bits(weights(out / "model"), weights(whole / "model"))
+    assert losses(out) == losses(whole)
+
+
+def test_two_processes_are_one_and_one_goes_on_from_two(whole, tmp_path):
+    out = tmp_path / "run"
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from test_train_trainer import *
+asked = config({str(out)!r}, device_batch=2)
+run_training(asked, Packed())
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for step, loss in losses(out).items():
+        assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-5)
+    checked, wanted = (
+        [float(row["valid_loss"]) for row in read_rows(each / "log.csv") if row["valid_loss"]]
+        for each in (out, whole)
+    )
+    assert checked == pytest.approx(wanted, abs=1e-5)
+    shutil.rmtree(out / "checkpoint-6")
+    run_training(config(out), Packed())
+    assert losses(out).keys() == losses(whole).keys()
+    wanted = weights(whole / "model")
+    for name, value in weights(out / "model").items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"precision": "bfloat16"}, {"checkpointing": True}])
+def test_other_ways_to_compute(whole, tmp_path, options):
+    run_training(config(tmp_path, steps=3, **options), Packed())
+    found = losses(tmp_path)
+    assert float(found[1]) == pytest.approx(float(losses(whole)[1]), abs=0.05)
+    assert (float(found[1]) == float(losses(whole)[1])) == ("checkpointing" in options)
+    assert {value.dtype for value in weights(tmp_path / "model").values()} == {torch.float32}
+
+
+def test_decay_is_of_matrices_and_follows_the_schedule_only():
+    model = hugging("hybrid")
+    optimiser = OptimiserConfig(learning_rate=5e-3, weight_decay=0.01, warmup=0.5, clip="none")
+    optimizer = make_adamw(model, optimiser)
+    scheduler = make_scheduler(optimizer, optimiser, 4)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    shrunk = 1.0
+    for step in range(4):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        scheduler.step()
+        shrunk *= 1 - 0.01 * share(step, 4, 0.5, 0.0)
+    assert shrunk < 0.99
+    decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
+    for name, parameter in model.named_parameters():
+        factor = shrunk if id(parameter) in decayed else 1
+        torch.testing.assert_close(parameter, before[name] * factor, rtol=1e-6, atol=0, msg=name)
+        mixes = "rnn.proj" in name or name.endswith("_proj.weight") or ".embed" in name
+        assert (id(parameter) in decayed) == (mixes or "lm_head" in name), name
+
+
+def test_the_schedule_rises_to_the_peak_and_falls_to_its_end():
+    rates = [share(step, 10, 0.2, 0.1) for step in range(11)]
+    assert rates[:3] == pytest.approx([0.5, 1, 1])
+    assert rates[6] == pytest.approx(0.55)
+    assert rates[10] == pytest.approx(0.1)
+    assert share(99, 10, 0.2, 0.1) == pytest.approx(0.1)
+    assert all(a > b for a, b in itertools.pairwise(rates[2:]))
+    assert share(0, 10, 0.0, 0.0) == 1
+    assert [share(step, 2, 1.0, 0.0) for step in (0, 1)] == [0.5, 1]
+
+
+@pytest.mark.parametrize("clip", ["elementwise", "norm", "none"])
+def test_recurrent_vectors_are_clipped(clip):
+    model = hugging("gru")
+    optimizer = make_adamw(model, OptimiserConfig(clip=clip, clip_to=0.25))
+    vectors = [
+        vector
+        for part in model.modules()
+        if isinstance(part, pararnn.RecurrentLayer)
+        for vector in part.recurrent_parameters()
+    ]
+    with torch.no_grad():
+        vectors[0].copy_(torch.linspace(-1, 1, 16))
+        vectors[1].fill_(0.01)
+    wanted = {
+        "elementwise": torch.linspace(-1, 1, 16).clamp(-0.25, 0.25),
+        "norm": torch.linspace(-1, 1, 16) * 0.25 / torch.linspace(-1, 1, 16).norm(),
+        "none": torch.linspace(-1, 1, 16),
+    }
+    optimizer.step()  # without gradients nothing moves but what is clipped
+    torch.testing.assert_close(vectors[0].detach(), wanted[clip])
+    assert torch.equal(vectors[1], torch.full_like(vectors[1], 0.01))
+
+
+def test_a_run_clips(tmp_path):
+    optimiser = OptimiserConfig(learning_rate=1e-2, clip="norm", clip_to=0.125)
+    model = run_training(config(tmp_path, optimiser=optimiser, steps=2), Packed())
+    norms = [value.norm() for name, value in weights(model).items() if ".cell.a_" in name]
+    assert norms
+    assert max(norms) == pytest.approx(0.125, rel=1e-4)
+
+
+def test_an_unknown_way_to_clip_raises():
+    model = hugging("gru")
+    with pytest.raises(ValueError, match="by must be one of elementwise, norm, got 'value'"):
+        pararnn.clip_after_step(torch.optim.SGD(model.parameters()), model, by="value")
