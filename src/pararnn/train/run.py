@@ -46,12 +46,11 @@ def run_training(config: RunConfig, packed: Packed | None = None) -> Path:
 
     out = Path(config.out)
     check_same_run(config, out / "config.json")
-    if packed is None:
-        from pararnn.train.data import prepare
+    from pararnn.train.data import prepare
 
-        packed = prepare(config.data)
+    data: Packed = packed or prepare(config.data)
     with quiet():
-        trainer = RunTrainer(config, packed)
+        trainer = RunTrainer(config, data)
         first = trainer.is_world_process_zero()
         if first:
             open_folder(config, out)
@@ -66,7 +65,7 @@ def run_training(config: RunConfig, packed: Packed | None = None) -> Path:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         elif checkpoint is not None:
             trainer._load_from_checkpoint(str(checkpoint))
-        export(trainer, packed, out / "model")
+        export(trainer, data, out / "model")
     if first and importlib.util.find_spec("matplotlib") is not None:
         plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
     trainer.accelerator.wait_for_everyone()
