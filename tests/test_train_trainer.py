@@ -150,6 +150,17 @@ def test_half_a_line_is_no_row(tmp_path):
         append_row(path, {"lost": 1})
 
 
+def test_only_the_bar_is_shown(tmp_path, capfd):
+    run_training(config(tmp_path, steps=3), Packed())
+    out, err = capfd.readouterr()
+    assert out == ""
+    lines = [line for line in err.replace("\r", "\n").splitlines() if line.strip()]
+    assert lines
+    assert all("/3 [" in line for line in lines), lines
+    assert "loss=" in lines[-1]
+    assert "valid=" in lines[-1]
+
+
 class Killed(Exception):
     pass
 

@@ -129,11 +129,14 @@ def write_beside(path: Path, text: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' log to errors, and put its level back."""
+    """Keep transformers to errors, without bars for files; and put back how it was."""
     logging = require("transformers.utils.logging")
-    level = logging.get_verbosity()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
