@@ -10,22 +10,26 @@ BYTES = 256
 """The vocabulary of a model on bytes: every byte is a token."""
 
 
-def save_byte_tokenizer(folder: Path | str) -> None:
+def save_byte_tokenizer(folder: Path | str, end: str | None = None) -> None:
     """Write tokenizer.json and tokenizer_config.json: token ids are the bytes of UTF-8 text.
 
-    For `transformers.AutoTokenizer`; writing them needs no other package.
+    `end` is how the token 256 is written, which ends documents; None is no such token. For
+    `transformers.AutoTokenizer`; writing them needs no other package.
     """
-    files = {
-        "tokenizer.json": byte_tokenizer(),
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files: dict[str, Any] = {
+        "tokenizer.json": byte_tokenizer(end),
+        "tokenizer_config.json": settings if end is None else settings | {"eos_token": end},
     }
     for name, content in files.items():
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         (Path(folder) / name).write_text(text, encoding="utf-8")
 
 
-def byte_tokenizer() -> dict[str, Any]:
+def byte_tokenizer(end: str | None = None) -> dict[str, Any]:
     """A byte-level BPE without merges, in the format of the package tokenizers."""
+    no = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    ends = [] if end is None else [{"id": BYTES, "content": end, "special": True, **no}]
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -36,7 +40,7 @@ def byte_tokenizer() -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [],
+        "added_tokens": ends,
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,

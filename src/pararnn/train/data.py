@@ -89,9 +89,13 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class Packed:
-    """Tokenised data: the rows to train on and those held out, and the folder they are in."""
+    """Tokenised data: the rows to train on and those held out, and what tokenised them.
+
+    folder: where they are. vocabulary, end: as in `Tokenizer`.
+    """
 
     folder: Path
+    tokenizer: Tokenizer
     vocabulary: int
     end: int
     train: TokenRows
@@ -150,7 +154,9 @@ def prepare(config: DataConfig) -> Packed:
         name: TokenRows(folder / "tokens.bin", meta["dtype"], part, config.sequence_length, end)
         for name, part in parts.items()
     }
-    return Packed(folder, tokenizer.vocabulary, tokenizer.end, rows["train"], rows["valid"])
+    return Packed(
+        folder, tokenizer, tokenizer.vocabulary, tokenizer.end, rows["train"], rows["valid"]
+    )
 
 
 def positions_of(ids: np.ndarray, end: int, begins: bool) -> np.ndarray:

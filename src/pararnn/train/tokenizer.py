@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pararnn.extras import require
-from pararnn.lm.tokens import BYTES
+from pararnn.lm.tokens import BYTES, save_byte_tokenizer
 from pararnn.train.sources import DataError
 
 END = "<|endoftext|>"
@@ -46,6 +46,9 @@ class Tokenizer(Protocol):
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The ids of each text; by several threads where the tokenizer can."""
 
+    def save(self, folder: Path) -> None:
+        """Write what `transformers.AutoTokenizer.from_pretrained(folder)` reads."""
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
@@ -60,6 +63,9 @@ class ByteTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [text.encode("utf-8") for text in texts]
+
+    def save(self, folder: Path) -> None:
+        save_byte_tokenizer(folder, end=END)
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,10 @@ class FastTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
         found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [each.ids for each in found]
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save(str(folder / "tokenizer.json"))
+        _write_settings(folder, self.tokenizer.id_to_token(self.end))
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -134,10 +144,14 @@ def train_tokenizer(documents: Iterable[str], size: int, folder: Path | str) -> 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    _write_settings(folder, END)
+    return _of_file(folder / "tokenizer.json")
+
+
+def _write_settings(folder: Path, end: str) -> None:
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
     text = json.dumps(settings, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    return _of_file(folder / "tokenizer.json")
 
 
 def _of_file(path: Path) -> Tokenizer:

@@ -30,7 +30,11 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 class Tokenizer(Protocol):
-    """What a run keeps beside its model."""
+    """What a run keeps beside its model. vocabulary: one more than the largest id."""
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than the largest id."""
 
     def save(self, folder: Path) -> None:
         """Write what `AutoTokenizer.from_pretrained(folder)` reads."""
@@ -233,12 +237,17 @@ class Bar(ProgressCallback):
 
 
 def check_rows(config: RunConfig, packed: Packed, world: int) -> None:
-    """ValueError for batches that do not divide, or that the data has too few rows for."""
+    """ValueError for batches and data that do not fit each other, the model or the processes."""
     at_once = config.device_batch * world
     if config.batch % at_once:
         raise ValueError(
             f"batch must be a multiple of device_batch x processes = {config.device_batch} x "
             f"{world}, got {config.batch}"
+        )
+    if packed.tokenizer.vocabulary > config.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {packed.tokenizer.vocabulary} ids, and model.vocab_size is "
+            f"{config.model.vocab_size}: set model.vocab_size to that or more"
         )
     for name, least in (("train", config.batch), ("valid", world)):
         rows = len(getattr(packed, name))
