@@ -565,3 +565,19 @@ def test_a_name_is_a_dataset_only_where_it_can_be_one(tmp_path, monkeypatch):
     (tmp_path / "name").mkdir()
     (tmp_path / "name" / "a.txt").write_text("a")
     assert [path.name for path in files_of("name")] == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["bytes", "trained"])
+def test_what_packs_is_what_transformers_reads(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    if name == "trained":
+        train_tokenizer(["the cat sat on the mat"] * 9, 300, tmp_path / "given")
+    tokenizer = load_tokenizer("bytes" if name == "bytes" else str(tmp_path / "given"))
+    (tmp_path / "saved").mkdir()
+    tokenizer.save(tmp_path / "saved")
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    text = "the cät sat\n"
+    assert read(text)["input_ids"] == list(tokenizer.encode(text))
+    assert read.eos_token_id == tokenizer.end
+    assert read.decode(list(tokenizer.encode(text))) == text
+    assert load_tokenizer(str(tmp_path / "saved")).end == tokenizer.end

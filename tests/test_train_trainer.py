@@ -52,6 +52,8 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Tokenizer:
+    vocabulary = 16
+
     def save(self, folder):
         (Path(folder) / "tokenizer.json").write_text("{}")
 
@@ -434,3 +436,11 @@ def test_an_unknown_way_to_clip_raises():
     model = hugging("gru")
     with pytest.raises(ValueError, match="by must be one of elementwise, norm, got 'value'"):
         pararnn.clip_after_step(torch.optim.SGD(model.parameters()), model, by="value")
+
+
+def test_a_tokenizer_of_more_ids_than_the_model(tmp_path):
+    class Larger(Tokenizer):
+        vocabulary = 1000
+
+    with pytest.raises(ValueError, match=r"1000 ids.*set model.vocab_size"):
+        run_training(config(tmp_path), Packed(tokenizer=Larger()))

@@ -113,6 +113,10 @@ def prepare(config: DataConfig) -> Packed:
     Raises DataError for data that cannot be used, see `documents` and `load_tokenizer`, for a
     part that is shorter than a row, and where the folder cannot be written.
     """
+    if not config.train:
+        raise DataError(
+            "there is nothing to learn: name a file, a folder or a dataset, data.train=PATH"
+        )
     if config.sequence_length < 1 or not 0 < config.holdout < 1:
         raise DataError(
             "sequence_length must be positive and holdout between 0 and 1, got "
