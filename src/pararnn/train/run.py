@@ -20,7 +20,7 @@ from pararnn.train.log import forget_after, read_rows
 from pararnn.train.plot import plot_rows
 
 if TYPE_CHECKING:
-    from pararnn.train.trainer import Packed, RunTrainer
+    from pararnn.train.trainer import TrainingData, RunTrainer
 
 FIXED = ("model", "data", "optimiser", "batch", "seed")
 """What may not change in a run: weights, data, the place in it, and AdamW's groups go on."""
@@ -29,7 +29,7 @@ FREE = ("data.cache",)
 """What may change of it."""
 
 
-def run_training(config: RunConfig, packed: Packed | None = None) -> Path:
+def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     """Train, or go on from the last complete checkpoint in `config.out`; the model's folder.
 
     The run's folder gets config.json, log.csv, checkpoint-N, and at the end curves.png (where
@@ -48,7 +48,7 @@ def run_training(config: RunConfig, packed: Packed | None = None) -> Path:
     check_same_run(config, out / "config.json")
     from pararnn.train.data import prepare
 
-    data: Packed = packed or prepare(config.data)
+    data: TrainingData = packed or prepare(config.data)
     with quiet():
         trainer = RunTrainer(config, data)
         first = trainer.is_world_process_zero()
@@ -104,7 +104,7 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def export(trainer: RunTrainer, packed: Packed, folder: Path) -> None:
+def export(trainer: RunTrainer, packed: TrainingData, folder: Path) -> None:
     """Write the model and its tokenizer, beside and renamed."""
     accelerator = trainer.accelerator
     state = accelerator.get_state_dict(trainer.model_wrapped)

@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
         """Write what `AutoTokenizer.from_pretrained(folder)` reads."""
 
 
-class Packed(Protocol):
+class TrainingData(Protocol):
     """Data as rows of tokens: items are {"input_ids", "labels"[, "position_ids"]}, all (T,)."""
 
     @property
@@ -59,7 +59,7 @@ class Packed(Protocol):
 class RunTrainer(Trainer):
     """Trains a `RunConfig`'s model and writes log.csv and checkpoints into its folder."""
 
-    def __init__(self, config: RunConfig, packed: Packed) -> None:
+    def __init__(self, config: RunConfig, packed: TrainingData) -> None:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         check_rows(config, packed, world)
         set_seed(config.seed)
@@ -236,7 +236,7 @@ class Bar(ProgressCallback):
         self.training_bar.set_postfix(self.shown)
 
 
-def check_rows(config: RunConfig, packed: Packed, world: int) -> None:
+def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
     """ValueError for batches and data that do not fit each other, the model or the processes."""
     at_once = config.device_batch * world
     if config.batch % at_once:
