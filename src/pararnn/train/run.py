@@ -20,7 +20,7 @@ from pararnn.train.log import forget_after, read_rows
 from pararnn.train.plot import plot_rows
 
 if TYPE_CHECKING:
-    from pararnn.train.trainer import TrainingData, RunTrainer
+    from pararnn.train.trainer import RunTrainer, TrainingData
 
 FIXED = ("model", "data", "optimiser", "batch", "seed")
 """What may not change in a run: weights, data, the place in it, and AdamW's groups go on."""
