@@ -310,6 +310,8 @@ def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where
 def test_a_killed_process_loses_the_interval_only(whole, tmp_path):
     out = tmp_path / "run"
     code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
 from test_train_trainer import *
 run_training(config({str(out)!r}), Packed(train=Rows(20, wait_after=20)))
 """
