@@ -87,11 +87,11 @@ def step_times(
     """ms of each of `repeats` steps, after some that are not counted."""
     shape = (case.batch, case.length)
     tokens = torch.randint(case.config.vocab_size, shape, device=device)
-    rows = {"cu_seq_lens": borders_of(case.length).to(device)} if case.packed else {}
+    borders = borders_of(case.length).to(device) if case.packed else None
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        model.loss(tokens, tokens, z_loss=case.z_loss, **rows).backward()
+        model.loss(tokens, tokens, z_loss=case.z_loss, cu_seq_lens=borders).backward()
 
     for _ in range(warmup):
         step()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import pararnn.lm.model as model_module
 from pararnn.lm import LanguageModel, LMConfig, bits_per_byte, sample, set_solver
 
 HYBRID = {"mixers": ("rnn", "attention")}
@@ -161,3 +162,25 @@ def test_no_loss_crosses_a_border(how):
         both = {"cu_seq_lens": torch.tensor([0, 9, 13, 19]), "position_ids": positions}
         rows = {how: both[how]}
     torch.testing.assert_close(model.loss(tokens, **rows), wanted, rtol=1e-6, atol=0)
+
+
+def test_a_loss_may_go_on_from_a_cache():
+    model, tokens = make_lm(**HYBRID), random_tokens(2, 12)
+    cache = model.new_cache()
+    model(tokens[:, :7], cache)
+    labels = tokens.long().clone()
+    labels[:, :8] = -100
+    torch.testing.assert_close(
+        model.loss(tokens[:, 7:], cache=cache), model.loss(tokens, labels), rtol=1e-5, atol=0
+    )
+    assert cache.length == 12
+
+
+def test_a_loss_cuts_its_rows_once(monkeypatch):
+    calls = []
+    rows_of = model_module.rows_of
+    monkeypatch.setattr(
+        model_module, "rows_of", lambda *a, **k: calls.append(a) or rows_of(*a, **k)
+    )
+    make_lm(**HYBRID).loss(random_tokens(1, 12), cu_seq_lens=torch.tensor([0, 5, 12]))
+    assert len(calls) == 1

@@ -82,7 +82,9 @@ class LanguageModel(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: LMCache | None = None, **rows: Tensor | None) -> Tensor:
         """What the head reads, (B, T, hidden_size); arguments as in `forward`."""
-        cut = self._rows(tokens, cache, **rows)
+        return self._run(tokens, self._rows(tokens, cache, **rows), cache)
+
+    def _run(self, tokens: Tensor, cut: Rows, cache: LMCache | None) -> Tensor:
         x = self.embed_tokens(tokens.long())
         out = self.backbone(x, cut, None if cache is None else cache.layers)
         if cache is not None:
@@ -103,7 +105,13 @@ class LanguageModel(nn.Module):
         return rows_of(batch, steps, tokens.device, attention=attention, **rows)
 
     def loss(
-        self, tokens: Tensor, labels: Tensor | None = None, *, z_loss: float = 0.0, **rows: Any
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        cache: LMCache | None = None,
+        *,
+        z_loss: float = 0.0,
+        **rows: Any,
     ) -> Tensor:
         """Mean cross-entropy in nats of every next token, without ever making all logits.
 
@@ -111,13 +119,13 @@ class LanguageModel(nn.Module):
         without padding and without the first tokens of documents, which nothing comes before. Other
         arguments as in `forward`, z_loss as in `causal_lm_loss`.
         """
+        cut = self._rows(tokens, cache, **rows)
         if labels is None:
-            cut, labels = self._rows(tokens, None, **rows), tokens.long()
+            labels = tokens.long()
             for mask in (cut.start, None if cut.real is None else ~cut.real):
                 labels = labels if mask is None else labels.masked_fill(mask, IGNORED)
-        return causal_lm_loss(
-            self.hidden(tokens, **rows), self.lm_head.weight, labels, z_loss=z_loss
-        )
+        hidden = self._run(tokens, cut, cache)
+        return causal_lm_loss(hidden, self.lm_head.weight, labels, z_loss=z_loss)
 
     def new_cache(self) -> LMCache:
         """An empty cache for `forward`."""
