@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
@@ -17,6 +18,32 @@ IGNORED = -100
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 """Logits that a chunk of rows has at most, where one row has no more: 64 MB in float32, 256 MB in
 bfloat16, and as much again for their gradient."""
+
+
+class Head(nn.Linear):
+    """Hidden states to logits; with labels, to the loss, without ever making all logits.
+
+    The loss is a call too: FSDP2 and offloading bring a module's weights when it is called.
+    """
+
+    def forward(self, input: Tensor, labels: Tensor | None = None, **how: Any) -> Tensor:
+        """Logits (..., V) of (..., d); or a scalar, arguments as in `causal_lm_loss`."""
+        if labels is None:
+            return super().forward(input)
+        return causal_lm_loss(input, self.weight, labels, **how)
+
+
+def logits_loss(
+    logits: Tensor, labels: Tensor, z_loss: float = 0.0, num_items: Tensor | int | None = None
+) -> Tensor:
+    """`causal_lm_loss` of logits (B, T, V) that there are, for heads that others have changed."""
+    wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    target = labels[:, 1:].flatten().long()
+    total = F.cross_entropy(wide, target, ignore_index=IGNORED, reduction="sum")
+    if z_loss:
+        squares = wide.logsumexp(1).square()
+        total = total + z_loss * squares.where(target != IGNORED, 0.0).sum()
+    return total / ((target != IGNORED).sum() if num_items is None else num_items)
 
 
 def causal_lm_loss(

@@ -14,7 +14,7 @@ from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import LMCache
 from pararnn.lm.config import LMConfig
-from pararnn.lm.loss import IGNORED, causal_lm_loss
+from pararnn.lm.loss import IGNORED, Head
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of
 from pararnn.parameters import Draw, draw_anew
@@ -44,7 +44,7 @@ class LanguageModel(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
         self.backbone = Backbone(config, **factory)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False, **factory)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.reset_parameters()
@@ -125,7 +125,7 @@ class LanguageModel(nn.Module):
             for mask in (cut.start, None if cut.real is None else ~cut.real):
                 labels = labels if mask is None else labels.masked_fill(mask, IGNORED)
         hidden = self._run(tokens, cut, cache)
-        return causal_lm_loss(hidden, self.lm_head.weight, labels, z_loss=z_loss)
+        return self.lm_head(hidden, labels, z_loss=z_loss)
 
     def new_cache(self) -> LMCache:
         """An empty cache for `forward`."""

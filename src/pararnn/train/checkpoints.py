@@ -5,7 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+STATE = "state"
+"""The folder in a checkpoint with weights and optimizer, as torch.distributed.checkpoint has it."""
 MARKER = "complete"
 """The file that is written last into a checkpoint, and removed first."""
 
@@ -47,6 +62,33 @@ def remove_old(out: Path, keep: int) -> None:
     for _, path in checkpoints(out)[:-keep]:
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path)
+
+
+def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write weights and optimizer, each process its part."""
+    weights, moments = get_state_dict(model, optimizer)
+    save({"model": weights, "optimizer": moments}, checkpoint_id=folder / STATE)
+
+
+def load_state(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Read what `save_state` wrote, on however many processes; weights only without optimizer."""
+    if optimizer is None:
+        weights = get_model_state_dict(model)
+        load({"model": weights}, checkpoint_id=folder / STATE)
+        set_model_state_dict(model, weights)
+        return
+    weights, moments = get_state_dict(model, optimizer)
+    load({"model": weights, "optimizer": moments}, checkpoint_id=folder / STATE)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """All weights on the CPU, in the first process; the others have {}."""
+    return get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
 
 
 def _flush(path: Path) -> None:

@@ -59,8 +59,10 @@ class RunConfig:
     """A training run.
 
     name: of the recipe. model, data, optimiser: see there. steps: optimizer steps. batch: rows a
-    step over all devices; device_batch: rows that a device takes at once. precision: of products
-    ("bfloat16" keeps float32 masters). compile: blocks one by one, on CUDA. checkpointing: whether
+    step over all devices; device_batch: rows that a device takes at once. precision: "bfloat16"
+    computes with weights rounded to it, and keeps them in float32. reshard: whether blocks that
+    are spread over devices are given up after the forward pass and gathered again for the backward
+    pass, which saves memory. compile: blocks one by one, on CUDA. checkpointing: whether
     blocks are computed again in the backward pass. seed: of weights and of the order of rows.
     save_every, valid_every, log_every: in steps; keep: checkpoints that stay; valid_rows: rows of
     a validation. report_to: of transformers' integrations, such as "tensorboard", or "none". out:
@@ -75,6 +77,7 @@ class RunConfig:
     batch: int = 16
     device_batch: int = 16
     precision: str = "bfloat16"
+    reshard: bool = True
     compile: bool = True
     checkpointing: bool = False
     seed: int = 0

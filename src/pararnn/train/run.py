@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pararnn.errors import TrainingError
 from pararnn.extras import require
-from pararnn.train.checkpoints import last_complete, remove_unmarked
+from pararnn.train.checkpoints import last_complete, load_state, remove_unmarked, whole_weights
 from pararnn.train.config import RunConfig
 from pararnn.train.log import forget_after, read_rows
 from pararnn.train.plot import plot_rows
@@ -42,6 +42,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     """
     for module in ("transformers", "accelerate"):
         require(module)
+    from pararnn.train.sharding import process_group
     from pararnn.train.trainer import RunTrainer
 
     out = Path(config.out)
@@ -49,7 +50,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     from pararnn.train.data import prepare
 
     data: TrainingData = packed or prepare(config.data)
-    with quiet():
+    with quiet(), process_group():
         trainer = RunTrainer(config, data)
         first = trainer.is_world_process_zero()
         if first:
@@ -64,7 +65,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
         if step < config.steps:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         elif checkpoint is not None:
-            trainer._load_from_checkpoint(str(checkpoint))
+            load_state(checkpoint, trainer.own_model)
         export(trainer, data, out / "model")
     if first and importlib.util.find_spec("matplotlib") is not None:
         plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
@@ -106,8 +107,7 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def export(trainer: RunTrainer, packed: TrainingData, folder: Path) -> None:
     """Write the model and its tokenizer, beside and renamed."""
-    accelerator = trainer.accelerator
-    state = accelerator.get_state_dict(trainer.model_wrapped)
+    state = whole_weights(trainer.own_model)
     if trainer.is_world_process_zero():
         model = trainer.own_model
         model.config.use_cache = True  # which Trainer turns off

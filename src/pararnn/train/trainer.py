@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +19,22 @@ from pararnn.errors import TrainingError
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.lm.loss import IGNORED
-from pararnn.train.checkpoints import last_complete, mark_complete, remove_old
+from pararnn.train.checkpoints import (
+    last_complete,
+    load_state,
+    mark_complete,
+    remove_old,
+    save_state,
+)
 from pararnn.train.config import RunConfig
 from pararnn.train.log import append_row
 from pararnn.train.optimiser import make_adamw, make_scheduler
+from pararnn.train.sharding import clip_gradients, draw_weights, launched, shard
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 products a second, by a part of the device's name."""
+
+SCHEDULER = "scheduler.pt"
 
 
 class Tokenizer(Protocol):
@@ -60,13 +68,14 @@ class RunTrainer(Trainer):
     """Trains a `RunConfig`'s model and writes log.csv and checkpoints into its folder."""
 
     def __init__(self, config: RunConfig, packed: TrainingData) -> None:
-        world = int(os.environ.get("WORLD_SIZE", "1"))
+        world = launched()
         check_rows(config, packed, world)
         set_seed(config.seed)
-        model = make_model(config)
+        arguments = make_arguments(config, world)
+        model = make_model(config, arguments.device)
         super().__init__(
             model,
-            make_arguments(config, world),
+            arguments,
             train_dataset=packed.train,
             eval_dataset=packed.valid,
             data_collator=default_collate,
@@ -81,8 +90,8 @@ class RunTrainer(Trainer):
 
     @property
     def own_model(self) -> ParaRNNForCausalLM:
-        """The model within what spreads it over devices."""
-        return cast(ParaRNNForCausalLM, self.accelerator.unwrap_model(self.model_wrapped))
+        """The model, typed."""
+        return cast(ParaRNNForCausalLM, self.model)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As the paper has it, see `make_adamw`."""
@@ -101,6 +110,13 @@ class RunTrainer(Trainer):
             self.lr_scheduler = make_scheduler(inner, self.run.optimiser, num_training_steps)
         return self.lr_scheduler
 
+    def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """As it is: `shard` has spread it, and accelerate is to put nothing around it."""
+        return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return clip_gradients(list(model.parameters()), self.args.max_grad_norm)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.last_step < 0:
             self.since, self.last_step = time.perf_counter(), self.state.global_step
@@ -108,11 +124,12 @@ class RunTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Remember in which step it stopped being finite, without waiting for the device."""
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
-        bad = ~whole.to(self.first_bad.device).isfinite() & (self.first_bad == 0)
+        norm = grad_norm
+        if norm is None:  # nothing is clipped
+            norm = clip_gradients(list(model.parameters()), math.inf)
+        bad = ~norm.isfinite() & (self.first_bad == 0)
         self.first_bad = self.first_bad.where(~bad, self.state.global_step + 1)
-        return whole
+        return norm
 
     def _stop_unless_finite(self, loss: float = 0.0) -> None:
         step = int(self.first_bad)
@@ -202,6 +219,29 @@ class RunTrainer(Trainer):
         spread = [index * len(rows) // count for index in own]
         return DataLoader(Subset(rows, spread), batch_size=self.run.device_batch)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Make a checkpoint's folder: weights are saved along with the optimizer, in parts."""
+        if not _internal_call:
+            raise TypeError("save_model is for checkpoints here; pararnn.train.run.export exports")
+        Path(cast(str, output_dir)).mkdir(parents=True, exist_ok=True)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Each process its part of weights and optimizer."""
+        save_state(Path(output_dir), self.own_model, cast(Any, self.optimizer))
+        if self.args.should_save:
+            state = cast(Any, self.lr_scheduler).state_dict()
+            torch.save(state, Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: weights come with the optimizer, once there is one."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        load_state(Path(checkpoint), self.own_model, self.optimizer)
+        state = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
+        cast(Any, self.lr_scheduler).load_state_dict(state)
+
     def _save_checkpoint(self, *args: Any) -> None:
         """As Trainer does; marked as complete once every rank has written its part."""
         self._stop_unless_finite()
@@ -258,14 +298,21 @@ def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
             )
 
 
-def make_model(config: RunConfig) -> ParaRNNForCausalLM:
-    """The config's model, drawn from torch's global generator, in float32."""
-    model = ParaRNNForCausalLM(ParaRNNConfig.of_lm(config.model, z_loss=config.optimiser.z_loss))
+def make_model(config: RunConfig, device: torch.device) -> ParaRNNForCausalLM:
+    """The config's model, its weights drawn by the config's seed, in float32."""
+    with torch.device("meta"):
+        model = ParaRNNForCausalLM(
+            ParaRNNConfig.of_lm(config.model, z_loss=config.optimiser.z_loss)
+        )
+    dtype = torch.bfloat16 if config.precision == "bfloat16" else None
+    shard(model, device, dtype=dtype, reshard=config.reshard)
+    draw_weights(model, device, config.seed)
     if config.checkpointing:  # Trainer's own argument has changed its name
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    if config.compile and torch.cuda.is_available():
+    if config.compile and device.type == "cuda":
         for block in model.model.backbone.blocks:
-            block.compile(fullgraph=True)
+            # Not block.compile(): what FSDP2 does before and after a block is not to be compiled.
+            block.forward = torch.compile(block.forward, fullgraph=True)
     return model
 
 
@@ -280,7 +327,6 @@ def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
         average_tokens_across_devices=True,
         remove_unused_columns=False,
         max_grad_norm=config.optimiser.grad_norm,
-        bf16=config.precision == "bfloat16",
         use_cpu=not torch.cuda.is_available(),
         use_cache=False,
         seed=config.seed,

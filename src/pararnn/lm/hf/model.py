@@ -17,7 +17,7 @@ from pararnn.lm.backbone import Backbone
 from pararnn.lm.hf.cache import LayerView, count, counted
 from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding, padding
-from pararnn.lm.loss import causal_lm_loss
+from pararnn.lm.loss import Head, logits_loss
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of, starts_of
 from pararnn.parameters import draw
@@ -194,7 +194,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ParaRNNModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -234,13 +234,11 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         hidden = out.last_hidden_state
         loss = logits = None
         if labels is not None:
-            loss = causal_lm_loss(
-                hidden,
-                self.lm_head.weight,
-                labels,
-                z_loss=self.config.z_loss,
-                num_items=num_items_in_batch,
-            )
+            how: dict[str, Any] = {"z_loss": self.config.z_loss, "num_items": num_items_in_batch}
+            if isinstance(self.lm_head, Head):
+                loss = self.lm_head(hidden, labels, **how)
+            else:  # an adapter's, of which weight is only a part
+                loss = logits_loss(self.lm_head(hidden), labels, **how)
         if labels is None or not self.training:
             keep = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -1,0 +1,101 @@
+"""A model spread over processes by FSDP2: float32 weights in parts, blocks gathered as they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from pararnn.lm.hf import ParaRNNForCausalLM
+from pararnn.lm.model import draws
+from pararnn.parameters import draw
+
+
+def launched() -> int:
+    """The processes that torchrun or accelerate has launched."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """The process group that FSDP2 needs: of this process alone, where nothing was launched."""
+    if launched() > 1 or dist.is_initialized():  # by accelerate
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(
+    model: ParaRNNForCausalLM, device: torch.device, *, dtype: torch.dtype | None, reshard: bool
+) -> None:
+    """Spread a model on the meta device over all processes; its weights are still to be drawn.
+
+    Blocks, embedding and head are gathered one by one, in `dtype` where there is one; gradients are
+    averaged in float32. reshard: whether blocks are given up after the forward pass, and gathered
+    again for the backward pass.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    ends = [model.model.embed_tokens, model.lm_head]
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        ends = []  # one parameter may not be of two groups: both are of the rest
+    for part in (*model.model.backbone.blocks, *ends):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=device)
+
+
+@torch.no_grad()
+def draw_weights(model: ParaRNNForCausalLM, device: torch.device, seed: int) -> None:
+    """Draw all weights anew: the same on any number of devices of a type.
+
+    Each is drawn whole and then cut, so that one whole parameter is in memory at a time.
+    """
+    torch.manual_seed(seed)
+    core = model.model
+    for module, name, how in draws(core.embed_tokens, core.backbone, model.lm_head):
+        parameter = cast(Tensor, getattr(module, name))
+        if isinstance(parameter, DTensor):
+            whole = draw(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), how)
+            mesh, places = parameter.device_mesh, parameter.placements
+            # Every process has drawn the same: nothing has to be sent.
+            parameter.copy_(distribute_tensor(whole, mesh, places, src_data_rank=None))
+        else:
+            draw(parameter, how)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[Tensor], largest: float) -> Tensor:
+    """Scale gradients so that their norm is at most `largest`; the norm that they had.
+
+    As torch.nn.utils.clip_grad_norm_, over the parts of all processes; it works on the local parts,
+    in four calls instead of several per parameter.
+    """
+    spread: DeviceMesh | None = None
+    grads = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            spread, grad = grad.device_mesh, grad.to_local()
+        if grad is not None:
+            grads.append(grad)
+    squares = torch.stack(torch._foreach_norm(grads)).float().square().sum()
+    if spread is not None and spread.size() > 1:
+        dist.all_reduce(squares, group=spread.get_group())
+    norm = squares.sqrt()
+    torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
+    return norm
