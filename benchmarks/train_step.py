@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps that are timed")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     config = resolved(recipe(args.recipe), args.overrides)
     never = 10**9
     with tempfile.TemporaryDirectory() as out, process_group():

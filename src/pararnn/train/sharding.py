@@ -46,9 +46,11 @@ def shard(
 
     Blocks, embedding and head are gathered one by one, in `dtype` where there is one; gradients are
     averaged in float32. reshard: whether blocks are given up after the forward pass, and gathered
-    again for the backward pass.
+    again for the backward pass; never on one device, where little would be saved.
     """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (world,))
+    reshard = reshard and world > 1
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     ends = [model.model.embed_tokens, model.lm_head]
     if model.lm_head.weight is model.model.embed_tokens.weight:

@@ -324,6 +324,8 @@ def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
         per_device_train_batch_size=config.device_batch,
         gradient_accumulation_steps=config.batch // (config.device_batch * world),
         dataloader_drop_last=True,
+        # Or each step would wait until the one before has ended on the device.
+        accelerator_config={"non_blocking": True},
         average_tokens_across_devices=True,
         remove_unused_columns=False,
         max_grad_norm=config.optimiser.grad_norm,
