@@ -1,42 +1,19 @@
 """DDP and FSDP2 on two processes, against one process with the whole batch."""
 
 import copy
-import faulthandler
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from table import HANGS_AFTER, OPS
+from processes import WORLD, initialised, on_processes
+from table import OPS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import pararnn
 
-WORLD = 2
-IMPORTS = ["pararnn", "pytest", "torch.distributed.fsdp"]
 CASES = [(cls, pair) for cls in (pararnn.ParaGRU, pararnn.ParaLSTM) for pair in OPS]
-
-
-def _process(rank, check, store):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=WORLD)
-    check(rank)
-    dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
-
-
-def _on_two_processes(check, tmp_path):
-    mp.get_context("forkserver").set_forkserver_preload(IMPORTS)  # once for all tests
-    given = (check, str(tmp_path / "store"))
-    running = mp.start_processes(
-        _process, given, nprocs=WORLD, join=False, start_method="forkserver"
-    )
-    while not running.join():  # one of them has ended
-        pass
 
 
 def _mesh():
@@ -131,21 +108,21 @@ def _fsdp_of_parts(rank):
             layer(x)
 
 
-def test_ddp(tmp_path):
-    _on_two_processes(_ddp, tmp_path)
+def test_ddp():
+    on_processes(partial(initialised, _ddp))
 
 
-def test_fsdp(tmp_path):
-    _on_two_processes(_fsdp, tmp_path)
+def test_fsdp():
+    on_processes(partial(initialised, _fsdp))
 
 
-def test_fsdp_decoding(tmp_path):
-    _on_two_processes(_fsdp_decoding, tmp_path)
+def test_fsdp_decoding():
+    on_processes(partial(initialised, _fsdp_decoding))
 
 
-def test_fsdp_of_a_layer(tmp_path):
-    _on_two_processes(_fsdp_of_a_layer, tmp_path)
+def test_fsdp_of_a_layer():
+    on_processes(partial(initialised, _fsdp_of_a_layer))
 
 
-def test_fsdp_of_a_cell_alone_says_what_to_shard(tmp_path):
-    _on_two_processes(_fsdp_of_parts, tmp_path)
+def test_fsdp_of_a_cell_alone_says_what_to_shard():
+    on_processes(partial(initialised, _fsdp_of_parts))

@@ -1,0 +1,170 @@
+"""Training by FSDP2: two processes are one, and checkpoints are of any number of them."""
+
+import csv
+import dataclasses
+import functools
+
+import pytest
+import torch
+from lm_kinds import hugging, options
+from processes import initialised, on_processes
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from test_train_trainer import Packed, config, losses, same_bits, weights
+
+from pararnn.lm.config import LMConfig
+from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
+from pararnn.train import checkpoints
+from pararnn.train.config import OptimiserConfig
+from pararnn.train.run import run_training
+from pararnn.train.sharding import clip_gradients, draw_weights, process_group, shard
+
+CPU = torch.device("cpu")
+NORM = OptimiserConfig(learning_rate=1e-2, clip="norm", clip_to=0.2, grad_norm=0.5)
+CASES = {
+    "gru, clipped": {"optimiser": NORM},
+    "gru, elementwise": {"optimiser": dataclasses.replace(NORM, clip="elementwise", clip_to=0.05)},
+    "hybrid": {"model": LMConfig(**options("hybrid"))},
+    "tied": {"model": LMConfig(**options("tied"))},
+    "recomputed": {"checkpointing": True},
+    "gathered": {"reshard": False},
+    "accumulated": {"device_batch": 1},
+    "bfloat16": {"precision": "bfloat16"},
+}
+
+
+def asked(out, name, device_batch, **more):
+    return config(out / name, **{"device_batch": device_batch} | CASES[name] | more)
+
+
+def run_all(out, device_batch, rank=0):
+    for name in CASES:
+        run_training(asked(out, name, device_batch), Packed())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    alone, both = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    run_all(alone, 4)
+    on_processes(functools.partial(run_all, both, 2))
+    return alone, both
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_are_one(runs, name):
+    one, two = (folder / name for folder in runs)
+    # Rows are summed in another order; in bfloat16 each half of the batch is rounded by itself.
+    near = 0.03 if name == "bfloat16" else 2e-5
+    for step, loss in losses(one).items():
+        assert float(losses(two)[step]) == pytest.approx(float(loss), abs=near)
+    norms = [[float(row["grad_norm"]) for row in rows_of(each)] for each in (one, two)]
+    assert norms[0] == pytest.approx(norms[1], rel=3 * near)
+    assert min(norms[0]) > 0.5  # so that clipping has had something to do
+    expected = weights(one / "model")
+    for key, value in weights(two / "model").items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=20 * near, msg=key)
+
+
+def rows_of(out):
+    with (out / "log.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row["grad_norm"]]
+
+
+@pytest.mark.parametrize("name", ["gru, clipped", "gru, elementwise"])
+def test_recurrent_vectors_are_clipped_on_every_process(runs, name):
+    order, most = (2, 0.2) if "clipped" in name else (torch.inf, 0.05)
+    model = ParaRNNForCausalLM.from_pretrained(runs[1] / name / "model")
+    found = [
+        vector.norm(order)
+        for layer in model.model.backbone.layers
+        for parameter in layer.mixer.rnn.recurrent_parameters()
+        for vector in parameter.detach().reshape(-1, parameter.shape[-1])
+    ]
+    assert max(found) == pytest.approx(most, abs=1e-6)
+
+
+def test_a_checkpoint_of_two_is_that_of_one(runs):
+    folder = runs[1] / "gru, clipped"
+    one = hugging("gru")
+    checkpoints.load_state(folder / "checkpoint-6", one)
+    same_bits(one.state_dict(), weights(folder / "model"))
+
+
+def test_one_goes_on_from_two_and_two_from_one(runs, tmp_path):
+    one, two = (folder / "gru, clipped" for folder in runs)
+    expected = weights(one / "model"), losses(one)
+    for folder in (one, two):
+        (folder / "checkpoint-6" / checkpoints.MARKER).unlink()
+    run_training(asked(runs[1], "gru, clipped", 4), Packed())
+    on_processes(functools.partial(go_on, runs[0]))
+    for folder in (one, two):
+        for key, value in weights(folder / "model").items():
+            torch.testing.assert_close(value, expected[0][key], rtol=0, atol=2e-4, msg=key)
+        for step, loss in losses(folder).items():
+            assert float(loss) == pytest.approx(float(expected[1][step]), abs=2e-5)
+
+
+def go_on(out, rank):
+    run_training(asked(out, "gru, clipped", 2), Packed())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_are_drawn_alike_however_they_are_spread(dtype):
+    plain = spread(None, None)
+    whole = checkpoints.whole_weights(plain)
+    assert whole.keys() == plain.state_dict().keys()
+    on_processes(functools.partial(initialised, functools.partial(draws_alike, whole, dtype)))
+
+
+def draws_alike(whole, dtype, rank):
+    model = spread(dtype, True)
+    assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        value = parameter.full_tensor()
+        assert value.dtype == torch.float32
+        assert torch.equal(value, whole[name]), name
+
+
+def spread(dtype, sharded):
+    with torch.device("meta"):
+        model = ParaRNNForCausalLM(ParaRNNConfig.of_lm(LMConfig(**options("hybrid"))))
+    if sharded:
+        shard(model, CPU, dtype=dtype, reshard=True)
+    else:
+        model.to_empty(device=CPU)
+    draw_weights(model, CPU, 5)
+    return model
+
+
+def test_no_buffer_is_left_without_a_value():
+    """`to_empty` gives them none, and `draw_weights` draws parameters."""
+    assert not list(spread(None, False).buffers())
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6])
+@pytest.mark.parametrize("largest", [0.3, 1e9, float("inf")])
+def test_gradients_are_clipped_as_torch_does(scale, largest):
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in ((3, 4), (5,), (2, 2, 2), ())]
+    idle = torch.nn.Parameter(torch.zeros(2))
+    gradients = [scale * torch.randn_like(parameter) for parameter in parameters]
+    results = []
+    for clip in (torch.nn.utils.clip_grad_norm_, clip_gradients):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        norm = clip([*parameters, idle], largest)
+        results.append([norm, *(parameter.grad for parameter in parameters)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_a_process_group_of_one_is_closed_again():
+    assert not torch.distributed.is_initialized()
+    with process_group():
+        assert torch.distributed.get_world_size() == 1
+        with process_group():
+            assert torch.distributed.get_world_size() == 1
+        assert torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized()
