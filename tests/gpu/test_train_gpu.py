@@ -1,0 +1,58 @@
+"""Training on a GPU: compiled blocks in bfloat16, going on with the same bits, two GPUs."""
+
+import csv
+import functools
+
+import pytest
+import torch
+from lm_kinds import options
+from processes import on_processes
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
+
+from pararnn.lm.config import LMConfig
+from pararnn.train.run import run_training
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+
+
+def asked(out, kind="hybrid", **more):
+    model = LMConfig(**options(kind) | SIZES)
+    return config(out, **{"model": model, "precision": "bfloat16"} | more)
+
+
+def rows_of(out):
+    with (out / "log.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row["loss"]]
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+@pytest.mark.parametrize("more", [{}, {"checkpointing": True}, {"compile": False}], ids=str)
+def test_going_on_changes_no_bit(tmp_path, monkeypatch, kind, more):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    run_training(asked(whole, kind, **more), Packed())
+    run_until(monkeypatch, 5, asked(halves, kind, **more))
+    run_training(asked(halves, kind, **more), Packed())
+    assert losses(whole) == losses(halves)
+    same_bits(weights(whole / "model"), weights(halves / "model"))
+    assert all(float(row["memory_gib"]) > 0 for row in rows_of(whole))
+
+
+def test_two_gpus_are_one(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_training(asked(one, precision="float32"), Packed())
+    on_processes(functools.partial(on_two, two))
+    for step, loss in losses(one).items():
+        assert float(losses(two)[step]) == pytest.approx(float(loss), abs=2e-4)
+    expected = weights(one / "model")
+    for name, value in weights(two / "model").items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-3, msg=name)
+
+
+def on_two(out, rank):
+    run_training(asked(out, precision="float32", device_batch=2), Packed())
