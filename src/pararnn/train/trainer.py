@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import time
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from transformers import Trainer, TrainingArguments, set_seed
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from pararnn.errors import TrainingError
@@ -22,8 +24,10 @@ from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.lm.loss import IGNORED
 from pararnn.train.checkpoints import last_complete, mark_complete, remove_old
 from pararnn.train.config import RunConfig
+from pararnn.train.feed import make_loader, steps_of_epoch
 from pararnn.train.log import append_row
 from pararnn.train.optimiser import make_adamw, make_scheduler
+from pararnn.train.telemetry import checked
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 products a second, by a part of the device's name."""
@@ -74,15 +78,43 @@ class RunTrainer(Trainer):
         for theirs in (ProgressCallback, PrinterCallback):
             self.remove_callback(theirs)
         self.add_callback(Bar())
+        for each in self.callback_handler.callbacks:
+            if isinstance(each, TensorBoardCallback):
+                each.logging_dir = each.logging_dir or str(Path(config.out) / "tensorboard")
         self.run, self.out, self.world = config, Path(config.out), world
         self.flops_of_token = 6 * sum(parameter.numel() for parameter in model.parameters())
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.args.device)
-        self.since, self.last_step = 0.0, -1
+        self.since, self.last_step, self.last_check = 0.0, -1, 0
+        self.solved: dict[str, list[Any]] = {}
 
     @property
     def own_model(self) -> ParaRNNForCausalLM:
         """The model within what spreads it over devices."""
         return cast(ParaRNNForCausalLM, self.accelerator.unwrap_model(self.model_wrapped))
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of an epoch."""
+        return steps_of_epoch(self.run, len(cast(Any, self.train_dataset)))
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """From the step on that the run has reached when the batches are asked for."""
+        rows, rank = cast(Any, self.train_dataset), self.args.process_index
+        return make_loader(self.run, rows, rank, self.world, lambda: self.state.global_step)
+
+    def get_batch_samples(self, *args: Any) -> tuple[list[Any], Any]:
+        """As Trainer has it, on the device without waiting for it."""
+        found, count = super().get_batch_samples(*args)
+        to = {"device": self.args.device, "non_blocking": True}
+        return [{name: part.to(**to) for name, part in each.items()} for each in found], count
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # To Trainer the whole run is one pass over the data.
+        self.state.epoch = self.state.global_step / self.epoch_steps
+        every, step = self.run.verify_every, self.state.global_step
+        if every and step % every == 0 and step > self.last_check:
+            self._check_solves()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As the paper has it, see `make_adamw`."""
@@ -101,10 +133,11 @@ class RunTrainer(Trainer):
             self.lr_scheduler = make_scheduler(inner, self.run.optimiser, num_training_steps)
         return self.lr_scheduler
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         if self.last_step < 0:
             self.since, self.last_step = time.perf_counter(), self.state.global_step
-        return super().training_step(*args, **kwargs)
+        self.sample = {n: inputs[n][:1] for n in ("input_ids", "position_ids") if n in inputs}
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Remember in which step it stopped being finite, without waiting for the device."""
@@ -129,16 +162,16 @@ class RunTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer does, with telemetry; and a row of log.csv."""
-        lists: dict[str, str] = {}
+        counts = self.solved if "defect" in logs else {}
         if "loss" in logs:
             self._stop_unless_finite(logs["loss"])
             logs |= self._speed()
             counts = solves(self.own_model)
-            lists = {name: " ".join(map(str, each)) for name, each in counts.items()}
-            if counts:
-                logs |= {"sweeps": max(counts["sweeps"]), "mended": sum(counts["mended"])}
+        if counts:
+            logs |= {"sweeps": max(counts["sweeps"]), "mended": sum(counts["mended"])}
+        lists = {name: " ".join(map(str, each)) for name, each in counts.items()}
         super().log(logs, start_time)
-        if "loss" in logs or "eval_loss" in logs:
+        if not {"loss", "eval_loss", "defect"}.isdisjoint(logs):
             step = self.state.global_step
             tokens = step * self.run.batch * self.run.data.sequence_length
             row: dict[str, Any] = {"step": step, "tokens": tokens}
@@ -147,6 +180,24 @@ class RunTrainer(Trainer):
             row.pop("epoch", None)
             if self.is_world_process_zero():
                 append_row(self.out / "log.csv", row)
+
+    def _check_solves(self) -> None:
+        """Log how well the solvers do on a row of the last batch, the worst rank's."""
+        self.last_check = self.state.global_step
+        with self._off_the_clock():
+            found = checked(self.own_model, self.model_wrapped, self.sample)
+            if not found:
+                return
+            own = torch.tensor(list(found.values()), dtype=torch.float64, device=self.args.device)
+            worst = cast(Tensor, self.accelerator.gather(own[None])).amax(0).tolist()
+        self.solved = {
+            "defect": [f"{part:.3g}" for part in worst[0]],
+            "sweeps": [int(count) for count in worst[1]],
+            "mended": [int(count) for count in worst[2]],
+        }
+        asked = self.control.should_log  # logging says that it is done
+        self.log({"defect": max(worst[0])})
+        self.control.should_log = asked
 
     def _speed(self) -> dict[str, float]:
         """Since the row before, without validations and checkpoints in between."""
@@ -276,7 +327,7 @@ def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
         max_steps=config.steps,
         per_device_train_batch_size=config.device_batch,
         gradient_accumulation_steps=config.batch // (config.device_batch * world),
-        dataloader_drop_last=True,
+        ignore_data_skip=True,  # the batches begin where the run goes on
         average_tokens_across_devices=True,
         remove_unused_columns=False,
         max_grad_norm=config.optimiser.grad_norm,
@@ -291,12 +342,19 @@ def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
         eval_steps=config.valid_every,
         save_strategy="steps",
         save_steps=config.save_every,
-        report_to=config.report_to,
+        report_to=reporting(config.report_to),
         ddp_find_unused_parameters=False,
     )
     # One process is one device: with more, Trainer would take nn.DataParallel and larger batches.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
+
+
+def reporting(asked: str) -> str:
+    """Of transformers' integrations, the one that is asked for; "auto" is TensorBoard, if there."""
+    if asked != "auto":
+        return asked
+    return "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
 
 
 def solves(model: nn.Module) -> dict[str, list[int]]:
