@@ -22,6 +22,8 @@ from pararnn.errors import TrainingError
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.lm.loss import IGNORED
+from pararnn.train import carry
+from pararnn.train.carry import Carry
 from pararnn.train.checkpoints import last_complete, mark_complete, remove_old
 from pararnn.train.config import RunConfig
 from pararnn.train.feed import make_loader, steps_of_epoch
@@ -86,6 +88,8 @@ class RunTrainer(Trainer):
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.args.device)
         self.since, self.last_step, self.last_check = 0.0, -1, 0
         self.solved: dict[str, list[Any]] = {}
+        layers, parts = config.model.num_hidden_layers, self.args.gradient_accumulation_steps
+        self.carry = Carry(layers, parts) if config.data.stateful else None
 
     @property
     def own_model(self) -> ParaRNNForCausalLM:
@@ -107,6 +111,12 @@ class RunTrainer(Trainer):
         found, count = super().get_batch_samples(*args)
         to = {"device": self.args.device, "non_blocking": True}
         return [{name: part.to(**to) for name, part in each.items()} for each in found], count
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.carry is not None and checkpoint is not None:
+            own = (self.args.process_index, self.world, self.args.device)
+            carry.load(self.carry, Path(checkpoint), *own)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # To Trainer the whole run is one pass over the data.
@@ -138,6 +148,14 @@ class RunTrainer(Trainer):
             self.since, self.last_step = time.perf_counter(), self.state.global_step
         self.sample = {n: inputs[n][:1] for n in ("input_ids", "position_ids") if n in inputs}
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer has it; the rows go on where those of the step before ended, see `Carry`."""
+        if self.carry is not None:
+            if self.carry.at == 0 and self.state.global_step % self.epoch_steps == 0:
+                self.carry.forget()
+            inputs = {**inputs, "carried": self.carry.take()}
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Remember in which step it stopped being finite, without waiting for the device."""
@@ -260,6 +278,8 @@ class RunTrainer(Trainer):
         with self._off_the_clock():
             try:
                 super()._save_checkpoint(*args)
+                if self.carry is not None:
+                    carry.save(self.carry, folder, self.accelerator.gather, self.args.should_save)
                 self.accelerator.wait_for_everyone()
                 if self.is_world_process_zero():
                     mark_complete(folder)
