@@ -20,6 +20,7 @@ from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.train import carry, checkpoints, trainer
 from pararnn.train.config import DataConfig, OptimiserConfig
+from pararnn.train.feed import StepSampler
 from pararnn.train.log import read_rows
 from pararnn.train.run import run_training
 
@@ -89,6 +90,34 @@ def test_rows_that_go_on_are_one_row(kind, documents):
     assert (apart[begins] < 2e-6).all()
 
 
+def test_a_document_may_begin_with_the_row():
+    """Which only its position says, where no border is within a row."""
+    model, ids = hugging("gru"), tokens(2, 24)
+    first = carried_by(model)
+    hidden(model, ids[:, :12], first)
+    places = torch.stack([torch.arange(12), torch.arange(1, 13)])
+    got = hidden(model, ids[:, 12:], carried_by(model, first), places)
+    torch.testing.assert_close(got[0], hidden(model, ids[:, 12:], carried_by(model))[0])
+    torch.testing.assert_close(got[1], hidden(model, ids[:, 12:], carried_by(model, first))[1])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_any_number_of_ranks_reads_what_two_wrote(tmp_path, world):
+    rows = torch.arange(8.0).unsqueeze(1)  # of 8 streams of one row each, stream r carries r
+    alone = config(tmp_path, batch=8, device_batch=2, steps=1)
+    ranks = [carry.Carry(1, 2) for _ in range(2)]
+    for rank, each in enumerate(ranks):
+        parts = StepSampler(alone, 8, rank, 2, lambda: 0)
+        each.restore({"0.states": torch.stack([rows[at] for at in parts])})
+    gathered = torch.cat([each.named()["0.states"] for each in ranks])
+    carry.save(ranks[0], tmp_path, lambda _: gathered, True)
+    for rank in range(world):
+        own = carry.Carry(1, 4 // world)
+        carry.load(own, tmp_path, rank, world, torch.device("cpu"))
+        want = list(StepSampler(alone, 8, rank, world, lambda: 0))
+        assert own.named()["0.states"].flatten(1).int().tolist() == want
+
+
 def test_the_gradient_is_that_of_given_states():
     """The second step's loss as a function of the weights, the states it starts from held fast."""
     model = hugging("gru").double().train()
@@ -112,6 +141,10 @@ def test_the_gradient_is_that_of_given_states():
     assert float(grad[index]) == pytest.approx((found[0] - found[1]) / 2e-4, rel=1e-4)
 
 
+def checkpointed(model):
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
 def gradients(model, ids, before):
     cache = carried_by(model, before)
     loss = model(ids, labels=ids, carried=cache).loss
@@ -129,7 +162,7 @@ def test_other_ways_to_compute_carry_the_same(kind, how):
         first = carried_by(model)
         hidden(model, ids[:, :12], first)
         if changed and how != "compiled":
-            model.gradient_checkpointing_enable()
+            checkpointed(model)
         if changed and how != "checkpointing":
             torch.compiler.reset()
             for block in model.model.backbone.blocks:
@@ -139,6 +172,18 @@ def test_other_ways_to_compute_carry_the_same(kind, how):
     torch.testing.assert_close(own_loss, loss)
     torch.testing.assert_close(own_grads, grads, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(own_after, after)
+
+
+def test_other_caches_are_not_read_twice():
+    """A block that runs again in the backward pass would start from where it ended."""
+    found = []
+    for again in (False, True):
+        model, ids = hugging("gru").train(), tokens(2, 8)
+        if again:
+            checkpointed(model)
+        loss = model(ids, labels=ids, use_cache=True).loss
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    torch.testing.assert_close(*found)
 
 
 def test_what_does_not_carry_raises(tmp_path):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from pararnn.errors import TrainingError
 
 MARKER = "complete"
 """The file that is written last into a checkpoint, and removed first."""
@@ -47,6 +51,19 @@ def remove_old(out: Path, keep: int) -> None:
     for _, path in checkpoints(out)[:-keep]:
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path)
+
+
+@contextmanager
+def writing(path: Path, out: Path, errors: type[Exception] = Exception) -> Iterator[None]:
+    """TrainingError where `path` cannot be written, with what a run in `out` goes on from."""
+    try:
+        yield
+    except errors as error:
+        found = last_complete(out)
+        raise TrainingError(
+            f"{path} could not be written: {error}. Make room or mend the folder, then the same "
+            f"command goes on from {found[1] if found else 'the start'}"
+        ) from error
 
 
 def _flush(path: Path) -> None:

@@ -24,7 +24,7 @@ from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.lm.loss import IGNORED
 from pararnn.train import carry
 from pararnn.train.carry import Carry
-from pararnn.train.checkpoints import last_complete, mark_complete, remove_old
+from pararnn.train.checkpoints import last_complete, mark_complete, remove_old, writing
 from pararnn.train.config import RunConfig
 from pararnn.train.feed import make_loader, steps_of_epoch
 from pararnn.train.log import append_row
@@ -188,7 +188,8 @@ class RunTrainer(Trainer):
         if counts:
             logs |= {"sweeps": max(counts["sweeps"]), "mended": sum(counts["mended"])}
         lists = {name: " ".join(map(str, each)) for name, each in counts.items()}
-        super().log(logs, start_time)
+        with writing(self.out, self.out, OSError):  # by TensorBoard, among others
+            super().log(logs, start_time)
         if not {"loss", "eval_loss", "defect"}.isdisjoint(logs):
             step = self.state.global_step
             tokens = step * self.run.batch * self.run.data.sequence_length
@@ -197,7 +198,8 @@ class RunTrainer(Trainer):
             row |= lists
             row.pop("epoch", None)
             if self.is_world_process_zero():
-                append_row(self.out / "log.csv", row)
+                with writing(self.out / "log.csv", self.out):
+                    append_row(self.out / "log.csv", row)
 
     def _check_solves(self) -> None:
         """Log how well the solvers do on a row of the last batch, the worst rank's."""
@@ -275,22 +277,15 @@ class RunTrainer(Trainer):
         """As Trainer does; marked as complete once every rank has written its part."""
         self._stop_unless_finite()
         folder = self.out / f"checkpoint-{self.state.global_step}"
-        with self._off_the_clock():
-            try:
-                super()._save_checkpoint(*args)
-                if self.carry is not None:
-                    carry.save(self.carry, folder, self.accelerator.gather, self.args.should_save)
-                self.accelerator.wait_for_everyone()
-                if self.is_world_process_zero():
-                    mark_complete(folder)
-                    # Here and not by Trainer, which removes the old before the new is complete.
-                    remove_old(self.out, self.run.keep)
-            except Exception as error:
-                found = last_complete(self.out)
-                raise TrainingError(
-                    f"{folder} could not be written: {error}. Make room or mend the folder, then "
-                    "the same command goes on from " + (str(found[1]) if found else "the start")
-                ) from error
+        with self._off_the_clock(), writing(folder, self.out):
+            super()._save_checkpoint(*args)
+            if self.carry is not None:
+                carry.save(self.carry, folder, self.accelerator.gather, self.args.should_save)
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                mark_complete(folder)
+                # Here and not by Trainer, which removes the old before the new is complete.
+                remove_old(self.out, self.run.keep)
 
 
 class Bar(ProgressCallback):
