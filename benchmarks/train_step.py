@@ -35,8 +35,9 @@ from pararnn.train.config import RunConfig
 from pararnn.train.optimiser import make_adamw, make_scheduler
 from pararnn.train.overrides import resolved
 from pararnn.train.recipes import recipe
+from pararnn.train.setup import make_arguments, make_model
 from pararnn.train.sharding import clip_gradients, launched, process_group
-from pararnn.train.trainer import PEAK_FLOPS, RunTrainer, make_arguments, make_model
+from pararnn.train.trainer import PEAK_FLOPS, RunTrainer
 
 WARMUP = 8
 """Steps that are not timed, compilation among them."""

@@ -13,6 +13,7 @@ EXTRAS = {
     "matplotlib": "demo",
     "pyarrow": "train",
     "safetensors": "demo",
+    "tensorboard": "train",
     "tokenizers": "train",
     "tqdm": "demo",
     "transformers": "hf",

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.cells.base import unwrapped
+from pararnn.claims import finite
 from pararnn.contract import SolveChecks, check_solve
+from pararnn.engines.base import totals
+from pararnn.engines.boundaries import to_system
 from pararnn.layers import RecurrentLayer
+from pararnn.numerics import DEFECT_ULPS, rounding
+from pararnn.program import program_of
+from pararnn.reference import Problem, forward_order, local_defects
+from pararnn.solve import prepare, solve_with_info
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,51 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
     return Report(tuple(_check(*call, seed=seed) for call in calls))
 
 
-def _check(
-    name: str, layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
-) -> tuple[str, str, SolveChecks]:
+@torch.no_grad()
+def defect(
+    layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[float, int, int]:
+    """The largest defect of a layer's call over its limit; the solver's sweeps and mended columns.
+
+    What `verify` checks and takes no loop over T: all steps at once in float64, against 8 eps.
+    Where they exceed it, the sequential run's own defects count too: `verify`'s loops are run.
+    """
+    x, initial, how = _problem(layer, inputs, options)
+    gates, cell, bias = layer.proj(x), unwrapped(layer.cell), layer.bias
+    every = how | {"output_only": False}
+    states, _, counts = solve_with_info(cell, gates, initial, bias=bias, **every)
+    cut = {name: how[name] for name in ("reset", "sequences", "reverse")}
+    args = prepare(cell, gates, initial, bias=bias, fields=how["fields"], **cut)
+    args = args.completed(len(cell.states))
+    fields = dict(zip(cell.fields, args.fields, strict=True))
+    exact = Problem(cell, gates, bias, args.initial, fields, cut, ()).to(torch.float64)
+    at = forward_order(args, states, torch.float64)
+    system, _ = to_system(program_of(exact.cell), exact.arguments())
+    limit = DEFECT_ULPS * rounding(system.sizes(at), gates.dtype)
+    apart = finite(local_defects(exact, at).abs())
+    part = float((apart / limit).max()) if apart.numel() else 0.0
+    if part > 1:
+        with torch.enable_grad():
+            part = _check("", layer, inputs, options, 0)[2].checks[0].part
+    sweeps, mended = totals(counts).tolist()
+    return part, int(sweeps), int(mended)
+
+
+def _problem(
+    layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Tensor, Any, dict[str, Any]]:
+    """What a call of a layer projects, its initial states, and how it solves."""
     call = signature(layer.forward).bind(*inputs, **options)
     call.apply_defaults()
     initial = call.arguments.pop("initial")
     x, how = layer.problem(**call.arguments)
+    return x, initial, how
+
+
+def _check(
+    name: str, layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
+) -> tuple[str, str, SolveChecks]:
+    x, initial, how = _problem(layer, inputs, options)
     with torch.no_grad():
         gates: Tensor = layer.proj(x)
     cell = unwrapped(layer.cell)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pararnn.lm.cache import LayerCache
+from pararnn.lm.cache import CarriedCache, LayerCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import input_draw, make_mixer, make_norm, output_draw, rotary_tables
 from pararnn.lm.recompute import keeping_products
@@ -53,6 +53,9 @@ class Block(nn.Module):
         """See the class; `rows` and `cache` as in `Mixer.forward`."""
         if self.mixer.keeps_products and cache is None:
             mixed = keeping_products(self._mixed, x, rows)
+        elif self.mixer.keeps_products and isinstance(cache, CarriedCache):
+            mixed, *after = keeping_products(self._going_on, x, rows, *cache.read())
+            cache.after = tuple(after)
         else:
             mixed = self._mixed(x, rows, cache)
         x = mixed + (x if self.residual_scale is None else x * self.residual_scale)
@@ -60,6 +63,11 @@ class Block(nn.Module):
 
     def _mixed(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         return self.mixer(self.mixer_norm(x), rows, cache)
+
+    def _going_on(self, x: Tensor, rows: Rows, *before: Tensor | None) -> tuple[Any, ...]:
+        """`_mixed` without a side effect, which what is computed again may not have."""
+        cache = CarriedCache(*before)
+        return self._mixed(x, rows, cache), *cache.after
 
     def draws(self, layer: int) -> Iterator[tuple[nn.Module, str, Draw]]:
         """How each parameter starts: the module that owns it, its name there, and the draw."""
@@ -118,10 +126,12 @@ class Backbone(nn.Module):
         for index, block in enumerate(self.blocks):
             if seen is not None:
                 seen(x)
-            if self.gradient_checkpointing and self.training and cache is None:
-                x = self._gradient_checkpointing_func(block.__call__, x, rows)
+            own = None if cache is None else cache[index]
+            again = own is None or isinstance(own, CarriedCache)
+            if self.gradient_checkpointing and self.training and again:
+                x = self._gradient_checkpointing_func(block.__call__, x, rows, own)
             else:
-                x = block(x, rows, None if cache is None else cache[index])
+                x = block(x, rows, own)
         return self.norm(x)
 
     def draws(self) -> Iterator[tuple[nn.Module, str, Draw]]:

@@ -50,6 +50,33 @@ class PlainCache:
         return keys, values
 
 
+class CarriedCache:
+    """A layer's cache for training in steps that go on from each other.
+
+    What is read stays and what is kept stands beside it, so that a block may run again in the
+    backward pass; what is kept is detached, and holds no memory of its step.
+    """
+
+    def __init__(self, inputs: Tensor | None = None, states: Tensor | None = None) -> None:
+        self.before = inputs, states
+        self.after: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def read(self) -> tuple[Tensor | None, Tensor | None]:
+        """As in `LayerCache`."""
+        return self.before
+
+    def keep(self, inputs: Tensor | None, states: Tensor) -> None:
+        """As in `LayerCache`, for the next step."""
+        self.after = None if inputs is None else inputs.detach().clone(), states.detach().clone()
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """RuntimeError: attention's keys would be without end."""
+        raise RuntimeError(
+            "a CarriedCache holds states of recurrent layers, and keys of attention would grow "
+            "without end: carry states in models whose mixers are all 'rnn'"
+        )
+
+
 class LMCache:
     """What a language model remembers: `length` tokens of each row, one entry a layer.
 

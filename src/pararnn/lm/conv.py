@@ -26,8 +26,8 @@ class CausalConv(nn.Module):
     def forward(self, u: Tensor, rows: Rows, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The result, and what a later call needs: the last taps - 1 inputs, (B, d, taps - 1).
 
-        `before` is what an earlier call returned; None is zeros. Inputs at padding are returned as
-        0. (Packed documents, of which only the last goes on, are not for later calls.)
+        `before` is what an earlier call returned; None is zeros. Inputs at padding, and of
+        documents that end within the rows, are returned as 0: only the last of each row goes on.
         """
         reach, steps = len(self.weight) - 1, u.shape[1]
         known = u if before is None else torch.cat([before.transpose(1, 2).to(u.dtype), u], 1)
@@ -44,6 +44,9 @@ class CausalConv(nn.Module):
         if rows.real is not None:
             real = nn.functional.pad(rows.real, (last.shape[1], 0), value=True)[:, -last.shape[1] :]
             last = last.masked_fill(~real.unsqueeze(-1), 0)
+        if rows.since is not None:
+            back = torch.arange(last.shape[1] - 1, -1, -1, device=last.device)
+            last = last.masked_fill((rows.since[:, -1:] < back).unsqueeze(-1), 0)
         return last.transpose(1, 2)
 
     def draws(self) -> dict[str, Draw]:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,7 +22,7 @@ KEPT = (
 """What takes time to compute again: matrix products and solves."""
 
 
-def keeping_products(function: Callable[..., Tensor], *args: Any) -> Tensor:
+def keeping_products(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, of which compiled code keeps matrix products and solves for backward.
 
     The rest (norms, convolutions, gates) is computed again within kernels that read its inputs

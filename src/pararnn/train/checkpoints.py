@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+
+from pararnn.errors import TrainingError
 
 STATE = "state"
 """The folder in a checkpoint with weights and optimizer, as torch.distributed.checkpoint has it."""
@@ -89,6 +93,19 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
+
+
+@contextmanager
+def writing(path: Path, out: Path, errors: type[Exception] = Exception) -> Iterator[None]:
+    """TrainingError where `path` cannot be written, with what a run in `out` goes on from."""
+    try:
+        yield
+    except errors as error:
+        found = last_complete(out)
+        raise TrainingError(
+            f"{path} could not be written: {error}. Make room or mend the folder, then the same "
+            f"command goes on from {found[1] if found else 'the start'}"
+        ) from error
 
 
 def _flush(path: Path) -> None:

@@ -18,7 +18,9 @@ class DataConfig:
     name of a Hugging Face dataset; "" for valid holds out the last `holdout` of the documents.
     column: the text's field in JSON lines, Parquet and datasets. tokenizer: "bytes", a tokenizer's
     file or folder, or a name on the Hub. sequence_length: tokens of a row. resets: whether states
-    start from zero at the borders of documents within a row. cache: the folder of tokenised data.
+    start from zero at the borders of documents within a row. stateful: whether rows go on where the
+    step before ended, with its last states; for purely recurrent models. cache: the folder of
+    tokenised data.
     """
 
     train: str = ""
@@ -28,6 +30,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     sequence_length: int = 2048
     resets: bool = False
+    stateful: bool = False
     cache: str = "runs/data"
 
 
@@ -65,8 +68,10 @@ class RunConfig:
     pass, which saves memory. compile: blocks one by one, on CUDA. checkpointing: whether
     blocks are computed again in the backward pass. seed: of weights and of the order of rows.
     save_every, valid_every, log_every: in steps; keep: checkpoints that stay; valid_rows: rows of
-    a validation. report_to: of transformers' integrations, such as "tensorboard", or "none". out:
-    the run's folder; a run that finds checkpoints there goes on from the last one.
+    a validation. verify_every: steps between checks of the recurrent layers' states against the
+    numerics contract, 0 for none. report_to: one of transformers' integrations, such as
+    "tensorboard", or "none"; "auto" is TensorBoard where it is installed. out: the run's folder; a
+    run that finds checkpoints there goes on from the last one.
     """
 
     name: str
@@ -86,7 +91,8 @@ class RunConfig:
     valid_every: int = 200
     valid_rows: int = 64
     log_every: int = 10
-    report_to: str = "none"
+    verify_every: int = 1000
+    report_to: str = "auto"
     out: str = "runs/train"
 
     def __post_init__(self) -> None:
@@ -94,6 +100,17 @@ class RunConfig:
         for name in (*positive, "keep", "valid_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.verify_every < 0:
+            raise ValueError(
+                f"verify_every must be positive, or 0 for never, got {self.verify_every}"
+            )
+        others = sorted(set(self.model.mixers or ()) - {"rnn"})
+        if self.data.stateful and others:
+            raise ValueError(
+                f"data.stateful carries the states of recurrent layers, and model.mixers has "
+                f"{others[0]!r}, which has none: set data.stateful=false, or train a model whose "
+                "mixers are all 'rnn'"
+            )
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
         if self.optimiser.clip not in CLIPS:

@@ -22,10 +22,12 @@ COLUMNS = (
     "memory_gib",
     "sweeps",
     "mended",
+    "defect",
 )
 """Of log.csv. loss is what is minimised, z-loss included, a mean since the row before; valid_loss
-is without it. mfu is of the devices' bfloat16 peak. sweeps and mended are lists, a number a
-recurrent layer. A row has what was measured then, and is blank elsewhere."""
+is without it. mfu is of the devices' bfloat16 peak. sweeps, mended and defect are lists, a number a
+recurrent layer; defect is over the contract's limit, and more than 1 is wrong: see
+`RunConfig.verify_every`. A row has what was measured then, and is blank elsewhere."""
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:

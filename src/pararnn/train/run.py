@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from pararnn.errors import TrainingError
 from pararnn.extras import require
-from pararnn.train.checkpoints import last_complete, load_state, remove_unmarked, whole_weights
+from pararnn.train.checkpoints import (
+    last_complete,
+    load_state,
+    remove_unmarked,
+    whole_weights,
+    writing,
+)
 from pararnn.train.config import RunConfig
 from pararnn.train.log import forget_after, read_rows
 from pararnn.train.plot import plot_rows
 
 if TYPE_CHECKING:
-    from pararnn.train.trainer import RunTrainer, TrainingData
+    from pararnn.train.setup import TrainingData
+    from pararnn.train.trainer import RunTrainer
 
 FIXED = ("model", "data", "optimiser", "batch", "seed")
 """What may not change in a run: weights, data, the place in it, and AdamW's groups go on."""
@@ -37,7 +44,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     of what `config.data` says.
 
     Raises MissingExtra without transformers and accelerate; TrainingError for a folder of another
-    run, for a loss that is NaN, and for checkpoints that cannot be written; ValueError for batches
+    run, for a loss that is NaN, and for files that cannot be written; ValueError for batches
     that do not divide.
     """
     for module in ("transformers", "accelerate"):
@@ -54,21 +61,25 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
         trainer = RunTrainer(config, data)
         first = trainer.is_world_process_zero()
         if first:
-            open_folder(config, out)
+            with writing(out / "config.json", out):
+                open_folder(config, out)
         trainer.accelerator.wait_for_everyone()
         found = last_complete(out)
         step, checkpoint = found if found else (0, None)
         if first:
-            forget_after(out / "log.csv", step)
+            with writing(out / "log.csv", out):
+                forget_after(out / "log.csv", step)
             if checkpoint is not None:
                 print(f"goes on from {checkpoint}")
         if step < config.steps:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         elif checkpoint is not None:
             load_state(checkpoint, trainer.own_model)
-        export(trainer, data, out / "model")
+        with writing(out / "model", out):
+            export(trainer, data, out / "model")
     if first and importlib.util.find_spec("matplotlib") is not None:
-        plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
+        with writing(out / "curves.png", out):
+            plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
     trainer.accelerator.wait_for_everyone()
     return out / "model"
 

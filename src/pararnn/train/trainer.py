@@ -7,61 +7,41 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
-from transformers import Trainer, TrainingArguments, set_seed
+from torch.utils.data import DataLoader, Subset, default_collate
+from transformers import Trainer, set_seed
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from pararnn.errors import TrainingError
 from pararnn.layers import RecurrentLayer
-from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
+from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.lm.loss import IGNORED
+from pararnn.train import carry
+from pararnn.train.carry import Carry
 from pararnn.train.checkpoints import (
     last_complete,
     load_state,
     mark_complete,
     remove_old,
     save_state,
+    writing,
 )
 from pararnn.train.config import RunConfig
+from pararnn.train.feed import make_loader, steps_of_epoch
 from pararnn.train.log import append_row
 from pararnn.train.optimiser import make_adamw, make_scheduler
-from pararnn.train.sharding import clip_gradients, draw_weights, launched, shard
+from pararnn.train.setup import TrainingData, check_rows, make_arguments, make_model
+from pararnn.train.sharding import clip_gradients, launched
+from pararnn.train.telemetry import checked
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 products a second, by a part of the device's name."""
 
 SCHEDULER = "scheduler.pt"
-
-
-class Tokenizer(Protocol):
-    """What a run keeps beside its model. vocabulary: one more than the largest id."""
-
-    @property
-    def vocabulary(self) -> int:
-        """One more than the largest id."""
-
-    def save(self, folder: Path) -> None:
-        """Write what `AutoTokenizer.from_pretrained(folder)` reads."""
-
-
-class TrainingData(Protocol):
-    """Data as rows of tokens: items are {"input_ids", "labels"[, "position_ids"]}, all (T,)."""
-
-    @property
-    def train(self) -> Dataset[Any]:
-        """What is learned."""
-
-    @property
-    def valid(self) -> Dataset[Any]:
-        """What is held out."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """What made the tokens."""
 
 
 class RunTrainer(Trainer):
@@ -83,15 +63,45 @@ class RunTrainer(Trainer):
         for theirs in (ProgressCallback, PrinterCallback):
             self.remove_callback(theirs)
         self.add_callback(Bar())
+        for each in self.callback_handler.callbacks:
+            if isinstance(each, TensorBoardCallback):
+                each.logging_dir = each.logging_dir or str(Path(config.out) / "tensorboard")
         self.run, self.out, self.world = config, Path(config.out), world
         self.flops_of_token = 6 * sum(parameter.numel() for parameter in model.parameters())
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.args.device)
-        self.since, self.last_step = 0.0, -1
+        self.since, self.last_step, self.last_check = 0.0, -1, 0
+        self.solved: dict[str, list[Any]] = {}
+        layers, parts = config.model.num_hidden_layers, self.args.gradient_accumulation_steps
+        self.carry = Carry(layers, parts) if config.data.stateful else None
 
     @property
     def own_model(self) -> ParaRNNForCausalLM:
         """The model, typed."""
         return cast(ParaRNNForCausalLM, self.model)
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of an epoch."""
+        return steps_of_epoch(self.run, len(cast(Any, self.train_dataset)))
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """From the step on that the run has reached when the batches are asked for."""
+        rows, rank = cast(Any, self.train_dataset), self.args.process_index
+        return make_loader(self.run, rows, rank, self.world, lambda: self.state.global_step)
+
+    def get_batch_samples(self, *args: Any) -> tuple[list[Any], Any]:
+        """As Trainer has it, on the device without waiting for it."""
+        found, count = super().get_batch_samples(*args)
+        to = {"device": self.args.device, "non_blocking": True}
+        return [{name: part.to(**to) for name, part in each.items()} for each in found], count
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # To Trainer the whole run is one pass over the data.
+        self.state.epoch = self.state.global_step / self.epoch_steps
+        every, step = self.run.verify_every, self.state.global_step
+        if every and step % every == 0 and step > self.last_check:
+            self._check_solves()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As the paper has it, see `make_adamw`."""
@@ -117,10 +127,19 @@ class RunTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return clip_gradients(list(model.parameters()), self.args.max_grad_norm)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         if self.last_step < 0:
             self.since, self.last_step = time.perf_counter(), self.state.global_step
-        return super().training_step(*args, **kwargs)
+        self.sample = {n: inputs[n][:1] for n in ("input_ids", "position_ids") if n in inputs}
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer has it; the rows go on where those of the step before ended, see `Carry`."""
+        if self.carry is not None:
+            if self.carry.at == 0 and self.state.global_step % self.epoch_steps == 0:
+                self.carry.forget()
+            inputs = {**inputs, "carried": self.carry.take()}
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Remember in which step it stopped being finite, without waiting for the device."""
@@ -146,16 +165,17 @@ class RunTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer does, with telemetry; and a row of log.csv."""
-        lists: dict[str, str] = {}
+        counts = self.solved if "defect" in logs else {}
         if "loss" in logs:
             self._stop_unless_finite(logs["loss"])
             logs |= self._speed()
             counts = solves(self.own_model)
-            lists = {name: " ".join(map(str, each)) for name, each in counts.items()}
-            if counts:
-                logs |= {"sweeps": max(counts["sweeps"]), "mended": sum(counts["mended"])}
-        super().log(logs, start_time)
-        if "loss" in logs or "eval_loss" in logs:
+        if counts:
+            logs |= {"sweeps": max(counts["sweeps"]), "mended": sum(counts["mended"])}
+        lists = {name: " ".join(map(str, each)) for name, each in counts.items()}
+        with writing(self.out, self.out, OSError):  # by TensorBoard, among others
+            super().log(logs, start_time)
+        if not {"loss", "eval_loss", "defect"}.isdisjoint(logs):
             step = self.state.global_step
             tokens = step * self.run.batch * self.run.data.sequence_length
             row: dict[str, Any] = {"step": step, "tokens": tokens}
@@ -163,7 +183,26 @@ class RunTrainer(Trainer):
             row |= lists
             row.pop("epoch", None)
             if self.is_world_process_zero():
-                append_row(self.out / "log.csv", row)
+                with writing(self.out / "log.csv", self.out):
+                    append_row(self.out / "log.csv", row)
+
+    def _check_solves(self) -> None:
+        """Log how well the solvers do on a row of the last batch, the worst rank's."""
+        self.last_check = self.state.global_step
+        with self._off_the_clock():
+            found = checked(self.own_model, self.model_wrapped, self.sample)
+            if not found:
+                return
+            own = torch.tensor(list(found.values()), dtype=torch.float64, device=self.args.device)
+            worst = cast(Tensor, self.accelerator.gather(own[None])).amax(0).tolist()
+        self.solved = {
+            "defect": [f"{part:.3g}" for part in worst[0]],
+            "sweeps": [int(count) for count in worst[1]],
+            "mended": [int(count) for count in worst[2]],
+        }
+        asked = self.control.should_log  # logging says that it is done
+        self.log({"defect": max(worst[0])})
+        self.control.should_log = asked
 
     def _speed(self) -> dict[str, float]:
         """Since the row before, without validations and checkpoints in between."""
@@ -241,25 +280,23 @@ class RunTrainer(Trainer):
         load_state(Path(checkpoint), self.own_model, self.optimizer)
         state = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
         cast(Any, self.lr_scheduler).load_state_dict(state)
+        if self.carry is not None:
+            own = (self.args.process_index, self.world, self.args.device)
+            carry.load(self.carry, Path(checkpoint), *own)
 
     def _save_checkpoint(self, *args: Any) -> None:
         """As Trainer does; marked as complete once every rank has written its part."""
         self._stop_unless_finite()
         folder = self.out / f"checkpoint-{self.state.global_step}"
-        with self._off_the_clock():
-            try:
-                super()._save_checkpoint(*args)
-                self.accelerator.wait_for_everyone()
-                if self.is_world_process_zero():
-                    mark_complete(folder)
-                    # Here and not by Trainer, which removes the old before the new is complete.
-                    remove_old(self.out, self.run.keep)
-            except Exception as error:
-                found = last_complete(self.out)
-                raise TrainingError(
-                    f"{folder} could not be written: {error}. Make room or mend the folder, then "
-                    "the same command goes on from " + (str(found[1]) if found else "the start")
-                ) from error
+        with self._off_the_clock(), writing(folder, self.out):
+            super()._save_checkpoint(*args)
+            if self.carry is not None:
+                carry.save(self.carry, folder, self.accelerator.gather, self.args.should_save)
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                mark_complete(folder)
+                # Here and not by Trainer, which removes the old before the new is complete.
+                remove_old(self.out, self.run.keep)
 
 
 class Bar(ProgressCallback):
@@ -274,77 +311,6 @@ class Bar(ProgressCallback):
             if name in logs
         }
         self.training_bar.set_postfix(self.shown)
-
-
-def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
-    """ValueError for batches and data that do not fit each other, the model or the processes."""
-    at_once = config.device_batch * world
-    if config.batch % at_once:
-        raise ValueError(
-            f"batch must be a multiple of device_batch x processes = {config.device_batch} x "
-            f"{world}, got {config.batch}"
-        )
-    if packed.tokenizer.vocabulary > config.model.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {packed.tokenizer.vocabulary} ids, and model.vocab_size is "
-            f"{config.model.vocab_size}: set model.vocab_size to that or more"
-        )
-    for name, least in (("train", config.batch), ("valid", world)):
-        rows = len(getattr(packed, name))
-        if rows < least:
-            raise ValueError(
-                f"the {name} data has {rows} rows of {config.data.sequence_length} tokens, at "
-                f"least {least} are needed: give more text or a shorter data.sequence_length"
-            )
-
-
-def make_model(config: RunConfig, device: torch.device) -> ParaRNNForCausalLM:
-    """The config's model, its weights drawn by the config's seed, in float32."""
-    with torch.device("meta"):
-        model = ParaRNNForCausalLM(
-            ParaRNNConfig.of_lm(config.model, z_loss=config.optimiser.z_loss)
-        )
-    dtype = torch.bfloat16 if config.precision == "bfloat16" else None
-    shard(model, device, dtype=dtype, reshard=config.reshard)
-    draw_weights(model, device, config.seed)
-    if config.checkpointing:  # Trainer's own argument has changed its name
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    if config.compile and device.type == "cuda":
-        for block in model.model.backbone.blocks:
-            # Not block.compile(): what FSDP2 does before and after a block is not to be compiled.
-            block.forward = torch.compile(block.forward, fullgraph=True)
-    return model
-
-
-def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
-    """The config in transformers' words."""
-    arguments = TrainingArguments(
-        output_dir=config.out,
-        max_steps=config.steps,
-        per_device_train_batch_size=config.device_batch,
-        gradient_accumulation_steps=config.batch // (config.device_batch * world),
-        dataloader_drop_last=True,
-        # Or each step would wait until the one before has ended on the device.
-        accelerator_config={"non_blocking": True},
-        average_tokens_across_devices=True,
-        remove_unused_columns=False,
-        max_grad_norm=config.optimiser.grad_norm,
-        use_cpu=not torch.cuda.is_available(),
-        use_cache=False,
-        seed=config.seed,
-        data_seed=config.seed,
-        logging_steps=config.log_every,
-        logging_nan_inf_filter=False,
-        eval_strategy="steps",
-        eval_steps=config.valid_every,
-        save_strategy="steps",
-        save_steps=config.save_every,
-        report_to=config.report_to,
-        ddp_find_unused_parameters=False,
-    )
-    # One process is one device: with more, Trainer would take nn.DataParallel and larger batches.
-    arguments._n_gpu = min(arguments.n_gpu, 1)
-    return arguments
 
 
 def solves(model: nn.Module) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
+from pararnn.lm.cache import CarriedCache, LayerCache
 from pararnn.lm.hf.cache import LayerView, count, counted
 from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding, padding
@@ -96,6 +98,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        carried: Sequence[CarriedCache] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states (B, T, hidden_size) after the last norm.
@@ -110,16 +113,26 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
                 for packed documents.
             cu_seq_lens_q, seq_idx: documents packed into rows, as DataCollatorWithFlattening says
                 it.
+            carried: a cache a layer, for rows in training that go on where those of an earlier step
+                ended; packed documents may be within them. Not with past_key_values.
 
-        Raises ValueError for packed documents with a cache, and for padding on the right of rows
-        that a cache is to go on from.
+        Raises ValueError for packed documents with a cache, for padding on the right of rows
+        that a cache is to go on from, and for any with carried.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, steps = x.shape[:2]
         packed = cu_seq_lens_q is not None or seq_idx is not None
-        if not packed and position_ids is not None:
+        if carried is not None:
+            if past_key_values is not None or use_cache or attention_mask is not None:
+                raise ValueError(
+                    "carried states go on from whole rows: give no past_key_values, use_cache or "
+                    "attention_mask"
+                )
+            # A document may begin at a row's first token, which only its position says.
+            packed, use_cache = packed or position_ids is not None, False
+        elif not packed and position_ids is not None:
             packed = documents_restart(position_ids, attention_mask, past_key_values is not None)
         if packed and (past_key_values is not None or use_cache):
             raise ValueError(
@@ -131,7 +144,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         cache = past_key_values
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
-        views = None
+        views: Sequence[LayerCache] | None = carried
         if cache is None:
             mask: Any = attention_mask
             rows = rows_of(

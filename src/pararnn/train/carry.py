@@ -1,0 +1,93 @@
+"""States that rows of a step take over from the step before, as `DataConfig.stateful` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pararnn.errors import TrainingError
+from pararnn.extras import require
+from pararnn.lm.cache import CarriedCache
+
+FILE = "streams.safetensors"
+"""In a checkpoint: the states of all rows of the batch, in its order."""
+
+Named = dict[str, Tensor]
+
+
+class Carry:
+    """What a rank's rows carry: a list of caches, one a layer, for each part of its batch."""
+
+    def __init__(self, layers: int, parts: int) -> None:
+        self.layers, self.parts, self.at = layers, parts, 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Start from zero states, as at the beginning of an epoch."""
+        self.caches = [[CarriedCache() for _ in range(self.layers)] for _ in range(self.parts)]
+
+    def take(self) -> list[CarriedCache]:
+        """The caches of the next part; what was kept in them goes to the same part's next step."""
+        part, self.at = self.at, (self.at + 1) % self.parts
+        self.caches[part] = [
+            CarriedCache(*cache.after) if cache.after[1] is not None else cache
+            for cache in self.caches[part]
+        ]
+        return self.caches[part]
+
+    def named(self) -> Named:
+        """What the next step reads, (parts, rows of a part, ...) by name."""
+        found: dict[str, list[Tensor]] = {}
+        for part in self.caches:
+            for layer, cache in enumerate(part):
+                for name, value in zip(("inputs", "states"), cache.after, strict=True):
+                    if value is not None:
+                        found.setdefault(f"{layer}.{name}", []).append(value)
+        return {name: torch.stack(values) for name, values in found.items()}
+
+    def restore(self, named: Named) -> None:
+        """Go on from what `named` gave."""
+        self.forget()
+        for part, caches in enumerate(self.caches):
+            for layer, cache in enumerate(caches):
+                inputs, states = (named.get(f"{layer}.{name}") for name in ("inputs", "states"))
+                assert states is not None, layer
+                cache.after = None if inputs is None else inputs[part], states[part]
+
+
+def save(carry: Carry, folder: Path, gather: Callable[[Tensor], Tensor], first: bool) -> None:
+    """Write the states of all ranks' rows, in the batch's order; every rank must call it.
+
+    gather: (parts, ...) of each rank to (ranks * parts, ...). first: whether this rank writes.
+    """
+    own = carry.named()
+    gathered = {name: gather(value.contiguous()) for name, value in own.items()}
+    if not first:
+        return
+    whole = {
+        # The rows of a part are all ranks' in turn, see `StepSampler`.
+        name: value.unflatten(0, (-1, carry.parts)).transpose(0, 1).flatten(0, 2).cpu().contiguous()
+        for name, value in gathered.items()
+    }
+    require("safetensors.torch").save_file(whole, folder / FILE)
+
+
+def load(carry: Carry, folder: Path, rank: int, world: int, device: torch.device) -> None:
+    """Read a rank's rows of what `save` wrote, on any number of ranks.
+
+    Raises TrainingError where the file is missing or cannot be read.
+    """
+    path = folder / FILE
+    try:
+        whole = require("safetensors.torch").load_file(path)
+    except Exception as error:
+        raise TrainingError(
+            f"{path}, the states that rows go on from, cannot be read: {error}. Remove {folder}, "
+            "then the same command goes on from the checkpoint before"
+        ) from error
+    size = (carry.parts, world, -1)
+    own = {name: value.unflatten(0, size)[:, rank].to(device) for name, value in whole.items()}
+    carry.restore(own)

@@ -1,0 +1,259 @@
+"""What a run loses when it is killed, when the disk is full, when a rank is lost."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from test_train_stateful import config, packed
+from test_train_trainer import losses, same_bits, weights
+
+from pararnn.errors import TrainingError
+from pararnn.train import checkpoints, log, run
+from pararnn.train import trainer as trainer_module
+from pararnn.train.run import run_training
+
+KILLS = int(os.environ.get("PARARNN_KILLS", "20"))
+
+KILLER = """
+import gc, json, os, random, signal, sys, time, traceback
+sys.path[:0] = {path!r}
+import torch, torch._dynamo
+from pathlib import Path
+from test_train_mishaps import *
+import pararnn.train.data
+from lm_kinds import hugging
+torch.set_num_threads(1)
+with torch.no_grad():  # traces and kernels that all children take over
+    hugging("gru")(torch.zeros(2, 12, dtype=torch.long))
+run.plot_rows = lambda *args: None
+gc.freeze()
+random.seed({seed})
+folder = Path({folder!r})
+asked = dict(steps={steps}, save_every=2, valid_every=7, verify_every=5, report_to="none")
+flush, step = checkpoints._flush, trainer_module.RunTrainer.training_step
+
+def child(out, events=None):
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        handle = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, 1), os.dup2(handle, 2)
+
+        def told(function):
+            def telling(*args):
+                if events is not None:
+                    os.write(events, b".")
+                return function(*args)
+            return telling
+
+        checkpoints._flush = told(flush)
+        trainer_module.RunTrainer.training_step = told(step)
+        run_training(config(out, **asked), packed())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+def half_saved(out):
+    return any(not (path / "complete").exists() for _, path in checkpoints.checkpoints(out))
+
+assert os.waitstatus_to_exitcode(os.waitpid(child(folder / "whole"), 0)[1]) == 0
+out, kills = folder / "killed", []
+while len(kills) < {kills}:
+    read, write = os.pipe()
+    process = child(out, write)
+    os.close(write)
+    # A step and each file of a checkpoint is an event: some eight of them a step.
+    wanted = random.choice([0, *random.choices(range(1, 46), k=5)])
+    for _ in range(wanted):
+        os.read(read, 1)
+    time.sleep(random.uniform(0, 0.01 if wanted else 0.3))
+    os.close(read)
+    os.kill(process, signal.SIGKILL)
+    ended = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    found = checkpoints.last_complete(out)
+    kept, at = found[0] if found else 0, max(losses(out), default=0)
+    kills.append(dict(events=wanted, ended=ended, step=at, kept=kept, half=half_saved(out)))
+assert os.waitstatus_to_exitcode(os.waitpid(child(out), 0)[1]) == 0
+(folder / "kills.json").write_text(json.dumps(kills))
+"""
+
+
+def test_twenty_kills_lose_an_interval_each_and_change_no_bit(tmp_path):
+    steps = 6 * KILLS
+    filled = {"path": sys.path, "seed": 5, "folder": str(tmp_path), "steps": steps, "kills": KILLS}
+    script = tmp_path / "killer.py"
+    script.write_text(KILLER.format(**filled))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=900
+    )
+    said = (tmp_path / "output").read_text()
+    assert done.returncode == 0, done.stderr + said
+    assert "Traceback" not in said, said
+    kills = json.loads((tmp_path / "kills.json").read_text())
+    assert [kill["ended"] for kill in kills] == [-9] * KILLS
+    assert all(kill["step"] - kill["kept"] <= 2 for kill in kills), kills
+    assert sum(kill["half"] for kill in kills) >= KILLS // 5, kills
+    assert sum(not kill["half"] for kill in kills) >= KILLS // 5, kills
+    assert 0 < kills[-1]["kept"] < steps, kills
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    same_bits(weights(killed / "model"), weights(whole / "model"))
+    assert figures(killed) == figures(whole)
+
+
+def figures(out):
+    """Of log.csv what does not depend on the clock."""
+    clock = ("tokens_per_second", "mfu", "memory_gib")
+    rows = log.read_rows(out / "log.csv")
+    return [{name: value for name, value in row.items() if name not in clock} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run_training(config(out), packed())
+    return out
+
+
+class Full:
+    """A disk on which no file may be larger than `size` bytes, as the kernel has it."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def sizes(folder):
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
+
+
+# The largest files of a checkpoint, in the order in which they are written.
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.pt", "rng_state.pth", "streams.safetensors"]
+)
+def test_a_full_disk_keeps_the_checkpoint_before(whole, tmp_path, monkeypatch, file):
+    """Of files of this size and more none can be written; those before it are."""
+    out, save = tmp_path / "run", trainer_module.RunTrainer._save_checkpoint
+    size = sizes(whole / "checkpoint-3")[file]
+
+    def full(self, *args):
+        if self.state.global_step != 6:
+            return save(self, *args)
+        with Full(size - 1):
+            return save(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.RunTrainer, "_save_checkpoint", full)
+        wanted = r"checkpoint-6 could not be written: .*Make room .* goes on from .*checkpoint-3"
+        with pytest.raises(TrainingError, match=wanted):
+            run_training(config(out), packed())
+    assert checkpoints.last_complete(out) == (3, out / "checkpoint-3")
+    run_training(config(out), packed())
+    same_bits(weights(out / "model"), weights(whole / "model"))
+    assert figures(out) == figures(whole)
+
+
+def no_space(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "file", "goes_on"),
+    [
+        (run, "write_beside", "config.json", "the start"),
+        (trainer_module, "append_row", "log.csv", "the start"),
+        (run, "export", "model", "checkpoint-6"),
+        (run, "plot_rows", "curves.png", "checkpoint-6"),
+    ],
+)
+def test_other_files_that_cannot_be_written(
+    whole, tmp_path, monkeypatch, owner, name, file, goes_on
+):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, no_space)
+        said = rf"{file} could not be written: .*No space left.* goes on from .*{goes_on}"
+        with pytest.raises(TrainingError, match=said):
+            run_training(config(out), packed())
+    run_training(config(out), packed())
+    same_bits(weights(out / "model"), weights(whole / "model"))
+    assert figures(out) == figures(whole)
+
+
+def test_a_full_disk_in_the_middle_of_a_row_of_the_log(whole, tmp_path, monkeypatch):
+    out, append = tmp_path / "run", trainer_module.append_row
+
+    def full(path, row):
+        if row["step"] != 5:
+            return append(path, row)
+        with Full(path.stat().st_size + 20):
+            return append(path, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "append_row", full)
+        with pytest.raises(TrainingError, match=r"log\.csv could not be written.*File too large"):
+            run_training(config(out), packed())
+    assert not (out / "log.csv").read_text().endswith("\n")
+    run_training(config(out), packed())
+    assert figures(out) == figures(whole)
+
+
+def test_a_full_disk_while_tensorboard_writes(tmp_path, monkeypatch):
+    """Its thread keeps the error for the next call, where it is raised."""
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
+    monkeypatch.setattr(writer, "add_scalar", no_space)
+    with pytest.raises(TrainingError, match=rf"{tmp_path} could not be written: .*No space left"):
+        run_training(config(tmp_path, report_to="tensorboard"), packed())
+
+
+def test_a_lost_rank_ends_the_run_and_the_same_command_goes_on(whole, tmp_path):
+    """One of two processes is killed, and the launcher ends the other."""
+    out = tmp_path / "run"
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from test_train_mishaps import *
+from pathlib import Path
+from signal import SIGKILL
+log_row = trainer_module.RunTrainer.log
+
+def dies(self, logs, *args):
+    log_row(self, logs, *args)
+    if first and os.environ["RANK"] == "1" and self.state.global_step == 5:
+        os.kill(os.getpid(), SIGKILL)
+
+trainer_module.RunTrainer.log = dies
+first = checkpoints.last_complete(Path({str(out)!r})) is None
+run_training(config({str(out)!r}, device_batch=2), packed())
+""")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    first, again = (
+        subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=180)
+        for _ in range(2)
+    )
+    assert first.returncode != 0
+    assert "exitcode  : -9" in first.stderr, first.stderr
+    assert again.returncode == 0, again.stderr
+    assert f"goes on from {out / 'checkpoint-3'}" in again.stdout
+    assert losses(out).keys() == losses(whole).keys()
+    for step, loss in losses(out).items():
+        assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-4)

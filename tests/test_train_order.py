@@ -1,0 +1,203 @@
+"""A run's order of rows from any step on, and what is looked at on the way."""
+
+import csv
+import itertools
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from test_train_trainer import Packed, config, losses, same_bits, weights
+
+from pararnn.train import telemetry
+from pararnn.train.config import DataConfig
+from pararnn.train.feed import StepSampler, batches, make_loader, steps_of_epoch
+from pararnn.train.log import read_rows
+from pararnn.train.run import run_training
+
+MANY = 5_000_003
+
+
+class Virtual(Dataset):
+    """Rows that say their own index, and how many were read."""
+
+    def __init__(self):
+        self.read = 0
+
+    def __len__(self):
+        return MANY
+
+    def __getitem__(self, index):
+        self.read += 1
+        return {"input_ids": torch.tensor([index])}
+
+
+def rows_of(asked, count, rank=0, world=1, first=0):
+    return list(StepSampler(asked, count, rank, world, lambda: first))
+
+
+def joined(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+def test_after_200_000_batches_no_row_before_is_read(tmp_path):
+    asked = config(tmp_path, steps=300_000, batch=16, device_batch=16, seed=7)
+    rows = Virtual()
+    loader = make_loader(asked, rows, 0, 1, lambda: 200_000)
+    got = [batch["input_ids"].flatten() for batch in itertools.islice(loader, 3)]
+    assert rows.read == 3 * 16
+    order = itertools.islice(batches(asked, MANY, 0, 0), 200_000, 200_003)
+    assert torch.stack(got).tolist() == list(order)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_the_order_goes_on_in_any_epoch(tmp_path, stateful):
+    data = DataConfig(sequence_length=12, stateful=stateful)
+    asked = config(tmp_path, steps=17, batch=4, device_batch=2, data=data)
+    whole = rows_of(asked, 22)
+    assert len(whole) == 17 * 2
+    assert steps_of_epoch(asked, 22) == 5
+    for step in range(18):
+        assert rows_of(asked, 22, first=step) == whole[2 * step :]
+    epochs = [joined(whole[at : at + 10]) for at in (0, 10, 20)]
+    assert all(len(set(rows)) == 20 for rows in epochs)
+    assert (whole[:10] == whole[10:20]) == stateful
+
+
+def test_ranks_share_each_batch_in_any_number(tmp_path):
+    asked = config(tmp_path, steps=6, batch=8, device_batch=2)
+    alone = rows_of(asked, 20)
+    batches_alone = [joined(alone[at : at + 4]) for at in range(0, 24, 4)]
+    for world in (2, 4):
+        ranks = [rows_of(asked, 20, rank, world) for rank in range(world)]
+        parts = 4 // world
+        for step, batch in enumerate(batches_alone):
+            at = range(step * parts, step * parts + parts)
+            assert joined(ranks[r][m] for m in at for r in range(world)) == batch
+
+
+def test_batches_draw_nothing_from_the_global_generator(tmp_path):
+    before = torch.get_rng_state()
+    next(iter(make_loader(config(tmp_path), Virtual(), 0, 1, lambda: 3)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_epoch_is_logged_after_going_on(tmp_path):
+    run_training(config(tmp_path, steps=4, save_every=4), Packed())
+    run_training(config(tmp_path, steps=7, save_every=7), Packed())
+    state = (tmp_path / "checkpoint-7" / "trainer_state.json").read_text()
+    assert '"epoch": 1.4,' in state
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    out = tmp_path_factory.mktemp("watched") / "run"
+    run_training(config(out, verify_every=2, report_to="auto"), Packed())
+    return out
+
+
+def test_checks_of_the_solvers_are_logged_and_change_no_bit(watched, tmp_path):
+    run_training(config(tmp_path, verify_every=0), Packed())
+    same_bits(weights(watched / "model"), weights(tmp_path / "model"))
+    assert losses(watched) == losses(tmp_path)
+    assert not any(row["defect"] for row in read_rows(tmp_path / "log.csv"))
+    rows = [row for row in read_rows(watched / "log.csv") if row["defect"]]
+    assert [int(row["step"]) for row in rows] == [2, 4, 6]
+    for row in rows:
+        parts = [float(part) for part in row["defect"].split()]
+        assert len(parts) == len(row["sweeps"].split()) == len(row["mended"].split()) == 2
+        assert all(0 < part <= 1 for part in parts)
+
+
+def test_random_numbers_and_records_stay(watched, monkeypatch):
+    from pararnn.lm.hf import ParaRNNForCausalLM
+
+    model = ParaRNNForCausalLM.from_pretrained(watched / "model")
+    ids = torch.arange(12)[None]
+    model(ids)
+    before = [part.counts for part in model.modules() if hasattr(part, "counts")]
+    assert len(before) == 2
+    assert all(counts is not None for counts in before)
+
+    def drawing(*args):
+        torch.rand(1)
+        return 0.5, 1, 0
+
+    monkeypatch.setattr(telemetry, "defect", drawing)
+    state = torch.get_rng_state()
+    found = telemetry.checked(model, model, {"input_ids": ids})
+    assert found == {"defect": [0.5, 0.5], "sweeps": [1, 1], "mended": [0, 0]}
+    assert torch.equal(torch.get_rng_state(), state)
+    after = [part.counts for part in model.modules() if hasattr(part, "counts")]
+    assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+def test_a_wrong_state_has_a_defect(watched, monkeypatch):
+    from pararnn.lm.hf import ParaRNNForCausalLM
+
+    module = sys.modules["pararnn.verify"]  # pararnn.verify itself is the function
+    model = ParaRNNForCausalLM.from_pretrained(watched / "model")
+    solve = module.solve_with_info
+
+    def wrong(*args, **kwargs):
+        states, final, counts = solve(*args, **kwargs)
+        states[0][0, 5, 3] *= 1 + 1e-4
+        return states, final, counts
+
+    checks = SimpleNamespace(passed=False, part=math.inf)
+    monkeypatch.setattr(module, "solve_with_info", wrong)
+    monkeypatch.setattr(
+        module, "_check", lambda *args: (None, None, SimpleNamespace(checks=[checks]))
+    )
+    found = telemetry.checked(model, model, {"input_ids": torch.arange(12)[None]})
+    assert found["defect"] == [math.inf, math.inf]  # as the full check says, which was asked
+
+
+def test_compiled_blocks_are_checked_too(watched):
+    from pararnn.lm.hf import ParaRNNForCausalLM
+
+    model = ParaRNNForCausalLM.from_pretrained(watched / "model")
+    for block in model.model.backbone.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    ids = torch.arange(12)[None]
+    model(ids, use_cache=False)
+    found = telemetry.checked(model, model, {"input_ids": ids})
+    assert len(found["defect"]) == 2
+    assert all(0 < part <= 1 for part in found["defect"])
+
+
+def test_tensorboard_has_the_scalars(watched):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    events = event_accumulator.EventAccumulator(str(watched / "tensorboard"))
+    events.Reload()
+    names = set(events.Tags()["scalars"])
+    wanted = {"train/loss", "train/grad_norm", "train/tokens_per_second", "train/defect"}
+    assert names >= wanted | {"eval/loss", "train/sweeps"}
+    steps = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert steps == pytest.approx({step: float(loss) for step, loss in losses(watched).items()})
+
+
+def test_without_tensorboard_auto_is_none(monkeypatch):
+    from pararnn.train import trainer
+
+    monkeypatch.setattr(trainer.importlib.util, "find_spec", lambda name: None)
+    assert trainer.reporting("auto") == "none"
+    assert trainer.reporting("wandb") == "wandb"
+
+
+def test_negative_steps_between_checks_raise(tmp_path):
+    with pytest.raises(ValueError, match="verify_every must be positive, or 0 for never, got -1"):
+        config(tmp_path, verify_every=-1)
+
+
+def test_the_log_is_a_table(watched):
+    with (watched / "log.csv").open() as file:
+        assert len({len(row) for row in csv.reader(file)}) == 1
