@@ -29,6 +29,10 @@ class TrainingError(PararnnError, RuntimeError):
     """A training run cannot go on; the message says from where it can."""
 
 
+class EvaluationError(PararnnError, ValueError):
+    """An evaluation that cannot be made: nothing to do, unknown tasks, shots that cannot be drawn."""
+
+
 class MissingExtra(PararnnError, ImportError):
     """A package of an optional extra cannot be imported; the message names the extra."""
 
