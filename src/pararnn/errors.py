@@ -30,7 +30,7 @@ class TrainingError(PararnnError, RuntimeError):
 
 
 class EvaluationError(PararnnError, ValueError):
-    """An evaluation that cannot be made: nothing to do, unknown tasks, shots that cannot be drawn."""
+    """An evaluation cannot be made: nothing is asked, or a task is unknown or cannot be loaded."""
 
 
 class MissingExtra(PararnnError, ImportError):

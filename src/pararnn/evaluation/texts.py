@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from pararnn.errors import EvaluationError
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.lm.loss import CHUNK_LOGITS, IGNORED
 
@@ -46,6 +47,11 @@ class TextScore:
         """Bits for a byte of the text as UTF-8, whatever the tokens are."""
         return self.nats / math.log(2) / self.bytes
 
+    def to_dict(self) -> dict[str, float]:
+        """What was measured, and what follows from it."""
+        means = ("nats_per_token", "perplexity", "bits_per_byte")
+        return asdict(self) | {name: getattr(self, name) for name in means}
+
 
 def score_texts(
     model: Any, tokenizer: Any, texts: Iterable[str], *, batch: int = 8, length: int | None = None
@@ -64,7 +70,7 @@ def score_texts(
         length: tokens that are read at once; None is `own_length`. It changes the result of models
             with attention only.
 
-    Raises ValueError where there is no text at all.
+    Raises EvaluationError where there is no text at all.
     """
     length = length or own_length(model)
     first = tokenizer.bos_token_id
@@ -80,7 +86,7 @@ def score_texts(
         for start in range(0, len(rows), batch):
             nats += _summed_nats(model, rows[start : start + batch], first, length)
     if not tokens:
-        raise ValueError(f"there is no text in {documents} documents")
+        raise EvaluationError(f"there is no text in {documents} documents")
     return TextScore(documents, tokens, size, nats)
 
 
