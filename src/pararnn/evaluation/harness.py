@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from pararnn.lm.hf import ParaRNNForCausalLM
 UNLIMITED = 2**31 - 1
 """Tokens of context that a model without attention takes, as far as lm-eval counts them."""
 
+# Or lm-eval would fork a process a core for it, next to PyTorch's threads.
+os.environ.setdefault("DISABLE_MULTIPROC", "1")
 RESAMPLED = 1000
 """How often answers are drawn anew for the standard error of a perplexity; lm-eval's 100,000 take
 minutes."""
@@ -49,13 +52,7 @@ class OtherQuestions(ContextSampler):
         self, n: int, eval_doc: Any = None, df: Any = None, **kwargs: Any
     ) -> list[dict[str, Any]]:
         asked = eval_doc["asked"]
-        same = self.counts[asked]
-        if n + same > len(self.asked):
-            raise EvaluationError(
-                f"{n} shots cannot be drawn from a file with {len(self.asked) - same} other "
-                "questions: ask for fewer"
-            )
-        drawn = self.rnd.sample(range(len(self.asked)), n + same)
+        drawn = self.rnd.sample(range(len(self.asked)), n + self.counts[asked])
         return [self.df[index] for index in drawn if self.asked[index] != asked][:n]
 
 
@@ -78,15 +75,16 @@ class Harness(HFLM):
             length = UNLIMITED
         elif length is None and isinstance(model, ParaRNNForCausalLM):
             length = LENGTH
-        super().__init__(
-            pretrained=model,
-            tokenizer=tokenizer,
-            backend="causal",
-            batch_size=batch,
-            max_length=length,
-            # Or it is the model's, and 16 bits are too few for logarithms.
-            softmax_dtype="float32",
-        )
+        with quiet():
+            super().__init__(
+                pretrained=model,
+                tokenizer=tokenizer,
+                backend="causal",
+                batch_size=batch,
+                max_length=length,
+                # Or it is the model's, and 16 bits are too few for logarithms.
+                softmax_dtype="float32",
+            )
         self.truncated = 0
 
     def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
@@ -159,6 +157,12 @@ def quiet() -> Iterator[None]:
 def _local(job: Job) -> dict[str, Any]:
     assert job.file is not None
     form, questions = read_questions(job.file)
+    alike = max(Counter(each["asked"] for each in questions).values())
+    if (job.shots or 0) + alike > len(questions):
+        raise EvaluationError(
+            f"{job.shots} shots cannot be drawn from {job.file}: a question has "
+            f"{len(questions) - alike} others there"
+        )
     config = {
         "task": job.name,
         "test_split": "test",
