@@ -183,7 +183,7 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
         help="texts for perplexity and bits per byte",
     )
     command.add_argument(
-        "--column", metavar="NAME", default="text", help="the text's field in JSON lines and so on"
+        "--column", metavar="NAME", default=ABSENT, help="the text's field in JSON lines and so on"
     )
     command.add_argument(
         "--limit", type=_count, default=ABSENT, help="ask and read only the first so many"
@@ -191,14 +191,16 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--shots", type=_shots, default=ABSENT, help="examples, if not as the task has it"
     )
-    command.add_argument("--batch", type=_count, default=8, help="rows that are read at once")
+    command.add_argument("--batch", type=_count, default=ABSENT, help="rows that are read at once")
     command.add_argument(
         "--length", type=_count, default=ABSENT, help="tokens at once, if not as the model has it"
     )
     command.add_argument(
         "--dtype", choices=DTYPES, default=ABSENT, help="of the weights, if not as they are stored"
     )
-    command.add_argument("--seed", type=_seed, default=1234, help="of the examples that are drawn")
+    command.add_argument(
+        "--seed", type=_seed, default=ABSENT, help="of the examples that are drawn"
+    )
     command.add_argument(
         "--out", metavar="DIR", default=ABSENT, help="the report's folder, if not eval in MODEL"
     )

@@ -19,9 +19,6 @@ from pararnn.train.run import quiet, write_beside
 from pararnn.train.sources import documents, files_of
 from pararnn.version import __version__
 
-SEED = 1234
-"""lm-eval's own seed of the shots."""
-
 
 def run_evaluation(
     model: str,
@@ -36,7 +33,7 @@ def run_evaluation(
     length: int | None = None,
     dtype: str = "auto",
     device: str = "cpu",
-    seed: int = SEED,
+    seed: int = 1234,
     out: str | None = None,
 ) -> Path:
     """Evaluate a model; the report's path, beside which results.json is.
@@ -52,7 +49,7 @@ def run_evaluation(
         length: tokens that are read at once; of models with attention it is the context. None is
             the model's own.
         dtype: of the weights; "auto" is that of the files.
-        seed: of the examples that are drawn.
+        seed: of the examples that are drawn; lm-eval's own is the default.
         out: the report's folder; None is eval in the model's, or of a name on the Hub eval/name.
 
     Raises EvaluationError where nothing is asked, and for tasks; DataError for files of tasks and
