@@ -210,8 +210,9 @@ def asked(folder, file, out, **options):
     return found
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-def test_choices_are_as_computed_by_hand(folder, loaded, batch, tmp_path):
+@pytest.mark.parametrize(("batch", "end"), [(1, END), (8, END), (8, None)])
+def test_choices_are_as_computed_by_hand(folder, loaded, batch, end, tmp_path):
+    folder = folder if end else bytes_model(tmp_path, end=end)
     found = asked(folder, lines(tmp_path / "arc_easy.jsonl", ARC), tmp_path, batch=batch)
     rows = [[(row["query"] + "\nAnswer:", " " + each) for each in row["choices"]] for row in ARC]
     chances, gold = answers(loaded[0], rows), [row["gold"] for row in ARC]

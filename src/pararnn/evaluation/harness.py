@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from pararnn.errors import EvaluationError
 from pararnn.evaluation.jobs import YAML, Job
 from pararnn.evaluation.questions import read_questions
-from pararnn.evaluation.texts import LENGTH, carries_states
+from pararnn.evaluation.texts import LENGTH, carries_states, first_token
 from pararnn.lm.hf import ParaRNNForCausalLM
 
 UNLIMITED = 2**31 - 1
@@ -75,6 +75,9 @@ class Harness(HFLM):
             length = UNLIMITED
         elif length is None and isinstance(model, ParaRNNForCausalLM):
             length = LENGTH
+        first = first_token(tokenizer)
+        if first is None:  # before an empty prompt, and lm-eval wants one in any case
+            first = tokenizer("\n", add_special_tokens=False)["input_ids"][0]
         with quiet():
             super().__init__(
                 pretrained=model,
@@ -82,6 +85,7 @@ class Harness(HFLM):
                 backend="causal",
                 batch_size=batch,
                 max_length=length,
+                prefix_token_id=first,
                 # Or it is the model's, and 16 bits are too few for logarithms.
                 softmax_dtype="float32",
             )

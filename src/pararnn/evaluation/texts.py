@@ -73,8 +73,7 @@ def score_texts(
     Raises EvaluationError where there is no text at all.
     """
     length = length or own_length(model)
-    first = tokenizer.bos_token_id
-    first = tokenizer.eos_token_id if first is None else first
+    first = first_token(tokenizer)
     documents = tokens = size = 0
     nats = 0.0
     texts = iter(texts)
@@ -98,6 +97,12 @@ def carries_states(model: Any) -> bool:
 def own_length(model: Any) -> int:
     """Tokens that a model reads at once, by its config."""
     return getattr(model.config, "max_position_embeddings", None) or LENGTH
+
+
+def first_token(tokenizer: Any) -> int | None:
+    """What stands before a document: the token that begins documents, or that ends them."""
+    begin: int | None = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if begin is None else begin
 
 
 def windows(count: int, length: int, overlap: int) -> Iterator[tuple[int, int, int]]:
