@@ -337,6 +337,24 @@ def test_a_task_file_of_lm_eval_is_asked(folder, loaded, tmp_path):
     assert (found["task"], found["metrics"]["acc"]["value"]) == ("mine", pytest.approx(value))
 
 
+def test_groups_and_tags_are_asked_as_a_whole(folder, tmp_path, monkeypatch):
+    path = task_file(tmp_path, "tag: few")
+    text = path.read_text(encoding="utf-8")
+    (tmp_path / "other.yaml").write_text(text.replace("task: mine", "task: other"))
+    group = "group: both\ntask: [mine, other]\naggregate_metric_list: [{metric: acc}]\n"
+    (tmp_path / "both.yaml").write_text(group)
+    manager = lm_eval_tasks.TaskManager(include_defaults=False, include_path=tmp_path)
+    monkeypatch.setattr(harness, "_manager", lambda: manager)
+    run_evaluation(str(folder), tasks=["both", "few"], out=str(tmp_path), limit=4, shots=0)
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    whole, *parts = results["tasks"]
+    assert [each["task"] for each in (whole, *parts)] == ["both", "mine", "other"]
+    assert [each["questions"] for each in (whole, *parts)] == [8, 4, 4]
+    assert [each["shots"] for each in (whole, *parts)] == [0, 0, 0]
+    assert whole["metrics"]["acc"]["value"] == parts[0]["metrics"]["acc"]["value"]
+    assert whole["subtasks"] == {each["task"]: each["metrics"] for each in parts}
+
+
 def test_a_task_that_would_show_its_questions_raises(tmp_path):
     job = Job("mine", 2, task_file(tmp_path))
     with pytest.raises(
