@@ -32,6 +32,7 @@ FLOW = [
     ["autotune"],
     ["lm", "tasks"],
     ["train"],
+    ["evaluation"],
     ["cli"],
 ]
 
@@ -75,7 +76,7 @@ before = set(sys.modules)
 import pararnn
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - set(sys.stdlib_module_names) - {"pararnn"}))
-own = ["train", "lm", "tasks", "cli"]
+own = ["train", "lm", "tasks", "evaluation", "cli"]
 heavy = ["matplotlib", "tqdm", "sympy", "torch._inductor", *("pararnn." + name for name in own)]
 print([name for name in heavy if name in sys.modules and name not in before])
 """

@@ -1,4 +1,4 @@
-"""The command line: `pararnn demo`, `pararnn train` and `pararnn generate`."""
+"""The command line: `pararnn demo`, `train`, `eval` and `generate`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from pararnn.cells import CELLS
 from pararnn.errors import PararnnError
+from pararnn.evaluation.paper import PRESETS
 from pararnn.extras import require
 from pararnn.train import DemoConfig, run_demo
 from pararnn.train.overrides import printed, resolved
@@ -81,6 +82,15 @@ def generate(model: str, **options: Any) -> int:
     return 0
 
 
+def evaluate(model: str, **options: Any) -> int:
+    """`pararnn eval`: options as in `pararnn.evaluation.run.run_evaluation`."""
+    require("transformers")
+    from pararnn.evaluation.run import run_evaluation  # seconds, as above
+
+    print(run_evaluation(model, **options).read_text(encoding="utf-8"), end="")
+    return 0
+
+
 def make_parser() -> Parser:
     """The parser; a command's options have the names of its function's arguments."""
     parser = Parser(prog="pararnn", description="Nonlinear RNNs trained in parallel, exactly.")
@@ -88,6 +98,7 @@ def make_parser() -> Parser:
     for name, run, text, add_options in (
         ("demo", demo, "train a small language model, then measure and check its solver", add_demo),
         ("train", train, "train a language model by a recipe", add_train),
+        ("eval", evaluate, "measure a language model on texts and tasks", add_evaluate),
         ("generate", generate, "let a language model go on with a text", add_generate),
     ):
         command = commands.add_parser(
@@ -145,6 +156,54 @@ def add_train(command: argparse.ArgumentParser) -> None:
         shown.add_argument(
             flag, dest="show", action="store_const", const=show, default=ABSENT, help=text
         )
+
+
+def add_evaluate(command: argparse.ArgumentParser) -> None:
+    """The options of `pararnn eval`."""
+    add_device(command)
+    command.add_argument(
+        "model", metavar="MODEL", default=ABSENT, help="folder of the model, or a name on the Hub"
+    )
+    command.add_argument(
+        "--tasks",
+        metavar="NAME|FILE",
+        nargs="+",
+        default=ABSENT,
+        help="tasks of lm-eval by name, or files of questions (.jsonl, .yaml) and their folders",
+    )
+    command.add_argument(
+        "--preset", choices=list(PRESETS), default=ABSENT, help="the paper's tasks and shots"
+    )
+    command.add_argument(
+        "--text",
+        dest="texts",
+        metavar="FILE|FOLDER|DATASET",
+        nargs="+",
+        default=ABSENT,
+        help="texts for perplexity and bits per byte",
+    )
+    command.add_argument(
+        "--column", metavar="NAME", default=ABSENT, help="the text's field in JSON lines and so on"
+    )
+    command.add_argument(
+        "--limit", type=_count, default=ABSENT, help="ask and read only the first so many"
+    )
+    command.add_argument(
+        "--shots", type=_shots, default=ABSENT, help="examples, if not as the task has it"
+    )
+    command.add_argument("--batch", type=_count, default=ABSENT, help="rows that are read at once")
+    command.add_argument(
+        "--length", type=_count, default=ABSENT, help="tokens at once, if not as the model has it"
+    )
+    command.add_argument(
+        "--dtype", choices=DTYPES, default=ABSENT, help="of the weights, if not as they are stored"
+    )
+    command.add_argument(
+        "--seed", type=_seed, default=ABSENT, help="of the examples that are drawn"
+    )
+    command.add_argument(
+        "--out", metavar="DIR", default=ABSENT, help="the report's folder, if not eval in MODEL"
+    )
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:
@@ -228,6 +287,13 @@ def _count(text: str) -> int:
     value = _number(text, int)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
+    return int(value)
+
+
+def _shots(text: str) -> int:
+    value = _number(text, int)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text!r}")
     return int(value)
 
 

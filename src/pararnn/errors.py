@@ -29,6 +29,10 @@ class TrainingError(PararnnError, RuntimeError):
     """A training run cannot go on; the message says from where it can."""
 
 
+class EvaluationError(PararnnError, ValueError):
+    """An evaluation cannot be made: nothing is asked, or a task is unknown or cannot be loaded."""
+
+
 class MissingExtra(PararnnError, ImportError):
     """A package of an optional extra cannot be imported; the message names the extra."""
 

@@ -10,6 +10,7 @@ from pararnn.errors import MissingExtra
 EXTRAS = {
     "accelerate": "train",
     "datasets": "train",
+    "lm_eval": "eval",
     "matplotlib": "demo",
     "pyarrow": "train",
     "safetensors": "demo",

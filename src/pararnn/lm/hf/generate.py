@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 from transformers.utils import logging
 
-from pararnn.lm.checkpoint import CheckpointError, read_config
+from pararnn.lm.hf.load import load_folder
 
 
 def stream_text(
@@ -40,7 +39,7 @@ def stream_text(
     """
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    model, tokenizer = _load(Path(folder), dtype)
+    model, tokenizer = load_folder(folder, dtype)
     inputs = tokenizer(prompt, return_tensors="pt")
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError("the prompt has no tokens: give some text to go on with")
@@ -52,21 +51,3 @@ def stream_text(
     model.to(device).eval().generate(
         **inputs.to(device), max_new_tokens=max_new_tokens, streamer=streamer, **draw
     )
-
-
-def _load(folder: Path, dtype: str) -> tuple[Any, Any]:
-    """The model and its tokenizer, and nothing drawn at random."""
-    read_config(folder)  # a name that is no folder would be looked for on the Hub
-    auto_model: Any = AutoModelForCausalLM
-    try:
-        model, info = auto_model.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise CheckpointError(f"{folder} misses the weight {missing[0]}, {len(missing)} in all")
-    return model, tokenizer

@@ -1,0 +1,124 @@
+"""An evaluation from a model's folder to a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pararnn.errors import EvaluationError
+from pararnn.evaluation.jobs import Job, plan
+from pararnn.evaluation.report import markdown
+from pararnn.evaluation.texts import score_texts
+from pararnn.extras import require
+from pararnn.lm.hf.load import load_model
+from pararnn.train.run import quiet, write_beside
+from pararnn.train.sources import documents, files_of
+from pararnn.version import __version__
+
+
+def run_evaluation(
+    model: str,
+    *,
+    tasks: Sequence[str] = (),
+    preset: str | None = None,
+    texts: Sequence[str] = (),
+    column: str = "text",
+    limit: int | None = None,
+    shots: int | None = None,
+    batch: int = 8,
+    length: int | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    seed: int = 1234,
+    out: str | None = None,
+) -> Path:
+    """Evaluate a model; the report's path, beside which results.json is.
+
+    Args:
+        model: its folder, or a name on the Hub.
+        tasks: names of lm-eval, task files, or folders of them; see `plan`.
+        preset: "paper" are the tasks and shots of its Tables 2 and 5.
+        texts: files, folders and datasets, see `pararnn.train.sources.documents`, and `column`.
+        limit: only the first so many questions of each task, and documents of each text.
+        shots: examples before a question; None is the task's own number, 0 for files.
+        batch: rows that are read at once.
+        length: tokens that are read at once; of models with attention it is the context. None is
+            the model's own.
+        dtype: of the weights; "auto" is that of the files.
+        seed: of the examples that are drawn; lm-eval's own is the default.
+        out: the report's folder; None is eval in the model's, or of a name on the Hub eval/name.
+
+    Raises EvaluationError where nothing is asked, and for tasks; DataError for files of tasks and
+    texts; CheckpointError for what is no model; MissingExtra where tasks need lm-eval.
+    """
+    jobs = plan(tasks, shots, preset)
+    if not jobs and not texts:
+        raise EvaluationError(
+            "there is nothing to evaluate: give tasks (--tasks, --preset paper) or texts (--text)"
+        )
+    for source in texts:
+        files_of(source)
+    with quiet():
+        found, tokenizer = load_model(model, dtype)
+    found = found.to(device).eval()
+    loaded = _load_tasks(jobs, seed)
+    results: dict[str, Any] = {
+        "model": model,
+        "config": found.config.to_dict(),
+        "parameters": sum(parameter.numel() for parameter in found.parameters()),
+        "device": str(found.device),
+        "dtype": str(found.dtype).removeprefix("torch."),
+        "batch": batch,
+        "length": length,
+        "limit": limit,
+        "seed": seed,
+        "versions": _versions(jobs),
+        "texts": [],
+        "tasks": [],
+    }
+    for source in texts:
+        try:
+            score = score_texts(
+                found,
+                tokenizer,
+                islice(documents(source, column), limit),
+                batch=batch,
+                length=length,
+            )
+        except EvaluationError as error:
+            raise EvaluationError(f"{source}: {error}") from error
+        results["texts"].append({"source": source, **score.to_dict()})
+    if jobs:
+        from pararnn.evaluation.harness import Harness, ask
+
+        lm = Harness(found, tokenizer, batch, length)
+        for job, task in zip(jobs, loaded, strict=True):
+            results["tasks"] += ask(lm, job, task, limit)
+    folder = _folder(model) if out is None else Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_beside(folder / "results.json", json.dumps(results, indent=1, default=str) + "\n")
+    write_beside(folder / "results.md", markdown(results))
+    return folder / "results.md"
+
+
+def _load_tasks(jobs: Sequence[Job], seed: int) -> list[Any]:
+    """All before the first is asked, which may take hours."""
+    if not jobs:
+        return []
+    require("lm_eval")
+    from pararnn.evaluation.harness import load_task  # seconds, which texts do not wait for
+
+    return [load_task(job, seed) for job in jobs]
+
+
+def _folder(model: str) -> Path:
+    return Path(model, "eval") if Path(model).exists() else Path("eval", model.replace("/", "--"))
+
+
+def _versions(jobs: Sequence[Job]) -> dict[str, str]:
+    others = ["torch", "transformers", *(["lm-eval"] if jobs else [])]
+    return {"pararnn": __version__} | {name: version(name) for name in others}

@@ -1,0 +1,158 @@
+"""Perplexity and bits per byte of whole documents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from pararnn.errors import EvaluationError
+from pararnn.lm.hf import ParaRNNForCausalLM
+from pararnn.lm.loss import CHUNK_LOGITS, IGNORED
+
+LENGTH = 2048
+"""Tokens that a model reads at once, where neither it nor the user says."""
+SORTED = 16
+"""Batches of documents that are sorted by length together, so that few rows wait for others."""
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """How well a model knows a text. nats: cross-entropy, summed over all tokens."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    nats: float
+
+    @property
+    def nats_per_token(self) -> float:
+        """Mean cross-entropy of a token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """Of a token; infinite where it is more than a float holds."""
+        return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits for a byte of the text as UTF-8, whatever the tokens are."""
+        return self.nats / math.log(2) / self.bytes
+
+    def to_dict(self) -> dict[str, float]:
+        """What was measured, and what follows from it."""
+        means = ("nats_per_token", "perplexity", "bits_per_byte")
+        return asdict(self) | {name: getattr(self, name) for name in means}
+
+
+def score_texts(
+    model: Any, tokenizer: Any, texts: Iterable[str], *, batch: int = 8, length: int | None = None
+) -> TextScore:
+    """What a causal language model of transformers makes of whole documents.
+
+    A document's first token is predicted from the token that begins or ends documents, as between
+    packed ones; a tokenizer that has neither leaves it log(vocabulary) nats. A model without
+    attention (see `carries_states`) reads on with its states, so nothing before a token is lost.
+    Others read windows of `length` tokens, each beginning in the middle of the one before, so that
+    a token has at least length / 2 tokens before it, as far as its document has them.
+
+    Args:
+        texts: documents; those without text count as documents only.
+        batch: documents that are read at once; it does not change the result.
+        length: tokens that are read at once; None is `own_length`. It changes the result of models
+            with attention only.
+
+    Raises EvaluationError where there is no text at all.
+    """
+    length = length or own_length(model)
+    first = first_token(tokenizer)
+    documents = tokens = size = 0
+    nats = 0.0
+    texts = iter(texts)
+    while group := list(islice(texts, batch * SORTED)):
+        size += sum(len(text.encode("utf-8")) for text in group)
+        rows = sorted((_encoded(tokenizer, text) for text in group), key=len)
+        documents, tokens = documents + len(rows), tokens + sum(map(len, rows))
+        rows = [row for row in rows if len(row)]
+        for start in range(0, len(rows), batch):
+            nats += _summed_nats(model, rows[start : start + batch], first, length)
+    if not tokens:
+        raise EvaluationError(f"there is no text in {documents} documents")
+    return TextScore(documents, tokens, size, nats)
+
+
+def carries_states(model: Any) -> bool:
+    """Whether a model can read any length in parts: ours, where no layer is attention."""
+    return isinstance(model, ParaRNNForCausalLM) and not model.model.backbone.needs_positions
+
+
+def own_length(model: Any) -> int:
+    """Tokens that a model reads at once, by its config."""
+    return getattr(model.config, "max_position_embeddings", None) or LENGTH
+
+
+def first_token(tokenizer: Any) -> int | None:
+    """What stands before a document: the token that begins documents, or that ends them."""
+    begin: int | None = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if begin is None else begin
+
+
+def windows(count: int, length: int, overlap: int) -> Iterator[tuple[int, int, int]]:
+    """Where each window begins, where what is new in it does, and where it ends."""
+    end = 0
+    while end < count:
+        new, begin = end, max(end - overlap, 0)
+        end = min(begin + length, count)
+        yield begin, new, end
+
+
+def _encoded(tokenizer: Any, text: str) -> Tensor:
+    """Ids of a text, which may spell special tokens and has none."""
+    found = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    return torch.tensor(found["input_ids"], dtype=torch.int64)
+
+
+@torch.no_grad()
+def _summed_nats(model: Any, rows: list[Tensor], first: int | None, length: int) -> float:
+    total = 0.0
+    if first is None:
+        total += len(rows) * math.log(model.config.vocab_size)
+        rows, inputs = [row[1:] for row in rows], [row[:-1] for row in rows]
+    else:
+        inputs = [torch.cat([row.new_tensor([first]), row[:-1]]) for row in rows]
+    # Padding stands behind all tokens that count, and no causal model looks ahead.
+    ids = pad_sequence(inputs, batch_first=True).to(model.device)
+    targets = pad_sequence(rows, batch_first=True, padding_value=IGNORED).to(model.device)
+    carries, cache = carries_states(model), None
+    limit = CHUNK_LOGITS.get(ids.device.type, CHUNK_LOGITS["cpu"])
+    chunk = max(1, limit // model.config.vocab_size)
+    for begin, new, end in windows(ids.shape[1], length, 0 if carries else length // 2):
+        hidden, head, cache = _read(model, ids[:, begin:end], cache, carries)
+        real = targets[:, new:end] != IGNORED
+        known, wanted = hidden[:, new - begin :][real], targets[:, new:end][real]
+        for part, labels in zip(known.split(chunk), wanted.split(chunk), strict=True):
+            total += _cross_entropy(head(part), labels)
+    return total
+
+
+def _read(
+    model: Any, ids: Tensor, cache: Any, carries: bool
+) -> tuple[Tensor, Callable[[Tensor], Tensor], Any]:
+    """What a model makes of tokens, how logits come of it, and the cache that they leave."""
+    if not isinstance(model, ParaRNNForCausalLM):  # whose head may do more than a product
+        return model(ids, use_cache=False).logits, lambda logits: logits, None
+    out = model.model(ids, past_key_values=cache, use_cache=carries)
+    return out.last_hidden_state, model.lm_head, out.past_key_values
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> float:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return float(F.cross_entropy(wide, targets, reduction="none").double().sum())

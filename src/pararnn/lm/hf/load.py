@@ -1,0 +1,53 @@
+"""A causal language model and its tokenizer, from a folder or by a name on the Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pararnn.lm.checkpoint import CheckpointError, read_config
+
+HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""What a name on the Hub looks like."""
+
+
+def load_folder(folder: Path | str, dtype: str = "auto") -> tuple[Any, Any]:
+    """The model and the tokenizer of a folder, and nothing drawn at random.
+
+    dtype: of the weights; "auto" is the folder's. Raises CheckpointError where the folder holds no
+    such model, CellError for a cell that cannot be imported.
+    """
+    read_config(Path(folder))  # a name that is no folder would be looked for on the Hub
+    return _load(Path(folder), dtype, local_files_only=True)
+
+
+def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """As `load_folder`; a name that is no folder is looked for on the Hub."""
+    if Path(name).exists() or not HUB.fullmatch(name):
+        return load_folder(name, dtype)
+    try:
+        return _load(name, dtype)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"there is no folder {name!r}, and no model of that name: {error}"
+        ) from error
+
+
+def _load(name: Path | str, dtype: str, **where: bool) -> tuple[Any, Any]:
+    auto_model: Any = AutoModelForCausalLM
+    try:
+        model, info = auto_model.from_pretrained(
+            name, dtype=dtype, output_loading_info=True, **where
+        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **where)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{name} cannot be loaded: {reason}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{name} misses the weight {missing[0]}, {len(missing)} in all")
+    return model, tokenizer

@@ -1,0 +1,543 @@
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lm_kinds import hugging
+
+from pararnn import cli
+from pararnn.errors import EvaluationError
+from pararnn.evaluation import paper, report
+from pararnn.evaluation.jobs import Job, plan
+from pararnn.lm import save_byte_tokenizer
+from pararnn.train.sources import DataError
+from pararnn.train.tokenizer import train_tokenizer
+
+transformers = pytest.importorskip("transformers")
+lm_eval_tasks = pytest.importorskip("lm_eval.tasks")
+
+import datasets  # noqa: E402
+import huggingface_hub  # noqa: E402
+
+from pararnn.evaluation import harness, texts  # noqa: E402
+from pararnn.evaluation.run import run_evaluation  # noqa: E402
+
+END = "<|endoftext|>"
+DOCUMENTS = ["A long text, of some words. " * 2, "x", "", f"Ünder {END} ☃", "Another one, shorter."]
+ARC = [
+    {
+        "query": f"Question: What is {n}?",
+        "choices": [f"it is {n}", "no", f"so, {n}!"],
+        "gold": n % 3,
+    }
+    for n in range(7)
+]
+WINO = [
+    {"context_options": [f"Ann {n}", f"Bob {n}"], "continuation": f"won {w}.", "gold": w}
+    for n in range(3)
+    for w in range(2)
+]
+LAMBADA = [{"context": f"Once {n} was a", "continuation": "cat"} for n in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """Without a network, and with few of lm-eval's tasks, as to find all of them takes seconds."""
+    for module in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    tasks = Path(lm_eval_tasks.__file__).parent / "arc"
+    manager = lm_eval_tasks.TaskManager(include_defaults=False, include_path=tasks)
+    monkeypatch.setattr(harness, "_manager", lambda: manager)
+
+
+def bytes_model(folder, kind="gru", end=END):
+    """A model on bytes and its tokenizer, saved in a folder."""
+    hugging(kind, vocab_size=257).save_pretrained(folder)
+    save_byte_tokenizer(folder, end=end)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return bytes_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return load(folder)
+
+
+def load(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def log_chances(model, ids):
+    """Of each token after the first, from all before it, in one pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+    return logits.double().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def by_hand(model, documents=DOCUMENTS):
+    return -sum(log_chances(model, [256, *text.encode()]).sum() for text in documents if text)
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "length"), [("gru", 7), ("gru", 1), ("no convolution", 5), ("lstm", 2048)]
+)
+def test_states_are_carried_over_whole_documents(kind, length, batch, tmp_path):
+    model, tokenizer = load(bytes_model(tmp_path, kind))
+    found = texts.score_texts(model, tokenizer, DOCUMENTS, batch=batch, length=length)
+    size = len("".join(DOCUMENTS).encode())
+    assert (found.documents, found.tokens, found.bytes) == (5, size, size)
+    nats = float(by_hand(model))
+    assert found.nats == pytest.approx(nats, rel=1e-6)
+    assert found.nats_per_token == pytest.approx(nats / size, rel=1e-6)
+    assert found.perplexity == pytest.approx(math.exp(nats / size), rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(nats / size / math.log(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_attention_reads_windows_that_overlap(kind, tmp_path):
+    model, tokenizer = load(bytes_model(tmp_path, kind))
+    whole = texts.score_texts(model, tokenizer, DOCUMENTS, batch=3, length=512)
+    assert whole.nats == pytest.approx(float(by_hand(model)), rel=1e-6)
+    text, length, expected = DOCUMENTS[0], 8, 0.0
+    ids = [256, *text.encode()]
+    for token in range(1, len(ids)):
+        # The first window has 8 tokens before the last of its targets, each next one 4 new ones.
+        begin = max(0, (token - 1 - 4) // 4 * 4)
+        expected -= float(log_chances(model, ids[begin : token + 1])[-1])
+    for batch in (1, 2):
+        found = texts.score_texts(model, tokenizer, [text, "x"], batch=batch, length=length)
+        single = texts.score_texts(model, tokenizer, ["x"])
+        assert found.nats == pytest.approx(expected + single.nats, rel=1e-6)
+
+
+def test_windows_begin_where_the_last_ended_or_before():
+    assert list(texts.windows(10, 4, 0)) == [(0, 0, 4), (4, 4, 8), (8, 8, 10)]
+    assert list(texts.windows(9, 4, 2)) == [(0, 0, 4), (2, 4, 6), (4, 6, 8), (6, 8, 9)]
+    assert list(texts.windows(4, 4, 2)) == [(0, 0, 4)]
+
+
+def test_a_tokenizer_without_an_end_leaves_the_first_token_to_chance(tmp_path):
+    model, tokenizer = load(bytes_model(tmp_path, end=None))
+    found = texts.score_texts(model, tokenizer, ["abcd", "é"], length=3)
+    nats = -log_chances(model, [*b"abcd"]).sum() - log_chances(model, [*"é".encode()]).sum()
+    assert found.tokens == 6
+    assert found.nats == pytest.approx(float(nats) + 2 * math.log(257), rel=1e-6)
+
+
+def test_bits_are_per_byte_whatever_the_tokens_are(tmp_path):
+    texts_ = ["snowman ☃ and snowman ☃", "snow"]
+    end = train_tokenizer(texts_ * 3, 270, tmp_path).end
+    hugging("gru", vocab_size=270).save_pretrained(tmp_path)
+    model, tokenizer = load(tmp_path)
+    found = texts.score_texts(model, tokenizer, texts_, batch=2, length=3)
+    ids = [tokenizer(text)["input_ids"] for text in texts_]
+    nats = -sum(float(log_chances(model, [end, *row]).sum()) for row in ids)
+    assert found.tokens == sum(map(len, ids)) < found.bytes == len("".join(texts_).encode())
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / found.bytes, rel=1e-6)
+    assert found.perplexity == pytest.approx(math.exp(nats / found.tokens), rel=1e-5)
+
+
+def test_logits_are_there_for_a_chunk_of_rows_only(loaded, monkeypatch):
+    rows = []
+    monkeypatch.setitem(texts.CHUNK_LOGITS, "cpu", 257 * 3)
+    hook = loaded[0].lm_head.register_forward_hook(lambda *args: rows.append(len(args[1][0])))
+    found = texts.score_texts(*loaded, DOCUMENTS, batch=4)
+    hook.remove()
+    assert max(rows) == 3
+    assert found.nats == pytest.approx(float(by_hand(loaded[0])), rel=1e-6)
+
+
+def test_a_text_without_text_raises(loaded):
+    with pytest.raises(EvaluationError, match="no text in 2 documents"):
+        texts.score_texts(*loaded, ["", ""])
+
+
+def test_another_model_of_transformers_is_read_in_windows(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path, end=END)
+    model, tokenizer = load(tmp_path)
+    tokenizer.bos_token = None
+    assert texts.own_length(model) == 64
+    found = texts.score_texts(model, tokenizer, DOCUMENTS, batch=2)
+    assert found.nats == pytest.approx(float(by_hand(model)), rel=1e-6)
+    assert run_evaluation(str(tmp_path), tasks=[str(lines(tmp_path / "arc_easy.jsonl", ARC))])
+
+
+def answers(model, rows):
+    """Log-likelihoods of each row's (context, continuation) pairs."""
+    found = []
+    for pairs in rows:
+        chances = []
+        for context, continuation in pairs:
+            ids = [*(context + continuation).encode()]
+            chances.append(float(log_chances(model, ids)[-len(continuation.encode()) :].sum()))
+        found.append(chances)
+    return found
+
+
+def accuracy(chosen, gold):
+    right = np.array([each == wanted for each, wanted in zip(chosen, gold, strict=True)], float)
+    return right.mean(), right.std(ddof=1) / math.sqrt(len(right))
+
+
+def asked(folder, file, out, **options):
+    run_evaluation(str(folder), tasks=[str(file)], out=str(out), **options)
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    (found,) = results["tasks"]
+    return found
+
+
+@pytest.mark.parametrize(("batch", "end"), [(1, END), (8, END), (8, None)])
+def test_choices_are_as_computed_by_hand(folder, loaded, batch, end, tmp_path):
+    folder = folder if end else bytes_model(tmp_path, end=end)
+    found = asked(folder, lines(tmp_path / "arc_easy.jsonl", ARC), tmp_path, batch=batch)
+    rows = [[(row["query"] + "\nAnswer:", " " + each) for each in row["choices"]] for row in ARC]
+    chances, gold = answers(loaded[0], rows), [row["gold"] for row in ARC]
+    plain = [int(np.argmax(each)) for each in chances]
+    normed = [
+        int(np.argmax([chance / len(choice) for chance, choice in zip(*pair, strict=True)]))
+        for pair in zip(chances, (row["choices"] for row in ARC), strict=True)
+    ]
+    assert plain != normed
+    for name, chosen in (("acc", plain), ("acc_norm", normed)):
+        value, error = accuracy(chosen, gold)
+        assert found["metrics"][name]["value"] == pytest.approx(value)
+        assert found["metrics"][name]["stderr"] == pytest.approx(error)
+    assert (found["task"], found["shots"], found["questions"]) == ("arc_easy", 0, 7)
+
+
+def test_options_before_a_common_end_are_as_computed_by_hand(folder, loaded, tmp_path):
+    found = asked(folder, lines(tmp_path / "winogrande.jsonl", WINO), tmp_path)
+    rows = [
+        [(option, " " + row["continuation"]) for option in row["context_options"]] for row in WINO
+    ]
+    chosen = [int(np.argmax(each)) for each in answers(loaded[0], rows)]
+    value, error = accuracy(chosen, [row["gold"] for row in WINO])
+    assert found["metrics"] == {
+        "acc": {"value": pytest.approx(value), "stderr": pytest.approx(error)}
+    }
+
+
+def test_last_words_are_as_computed_by_hand(folder, loaded, tmp_path):
+    found = asked(folder, lines(tmp_path / "lambada_openai.jsonl", LAMBADA), tmp_path)
+    rows = [[(row["context"], " " + row["continuation"])] for row in LAMBADA]
+    mean = np.mean(answers(loaded[0], rows))
+    assert found["metrics"]["perplexity"]["value"] == pytest.approx(math.exp(-mean), rel=1e-5)
+    assert found["metrics"]["perplexity"]["stderr"] > 0
+    assert found["metrics"]["acc"]["value"] == 0
+
+
+def prompts(job):
+    """The contexts of a job's requests, by the question that is asked."""
+    task = harness.load_task(job, seed=0)["tasks"][job.name]
+    task.build_all_requests(rank=0, world_size=1)
+    return [(each.doc["asked"], *each.args) for each in task.instances]
+
+
+def test_prompts_are_those_of_lm_eval_s_own_tasks(tmp_path):
+    piqa = {"query": "Question: dresser\n", "choices": ["a", "b"], "gold": 1}
+    stem = {"query": "Fog is around: ", "choices": ["a marsh", "a desert"], "gold": 0}
+    found = prompts(Job("piqa", file=lines(tmp_path / "piqa.jsonl", [piqa, stem])))
+    assert [each[1:] for each in found] == [
+        ("Question: dresser\nAnswer:", " a"),
+        ("Question: dresser\nAnswer:", " b"),
+        ("Fog is around:", " a marsh"),
+        ("Fog is around:", " a desert"),
+    ]
+
+
+@pytest.mark.parametrize("rows", [ARC, WINO, LAMBADA])
+def test_shots_are_other_questions_with_their_answers(rows, tmp_path):
+    again = {**rows[0], "choices": ["something", "else"], "gold": 1} if rows is ARC else rows[0]
+    path = lines(tmp_path / "task.jsonl", [*rows, again])
+    shots = 2
+    for question, context, _ in prompts(Job("task", shots, path)):
+        *examples, last = context.split("\n\n")
+        assert len(examples) == shots
+        assert question.startswith(last) or last in question.split("\n")
+        assert not any(option in "".join(examples) for option in question.split("\n")[:1])
+        for example in examples:
+            if rows is LAMBADA:
+                assert example.endswith("was a cat")
+            elif rows is WINO:
+                name, number = example.split()[:2]
+                assert name == ["Ann", "Bob"]["won 1." in example], number
+            else:
+                n = int(example[len("Question: What is ")])
+                right = [ARC[n]["choices"][ARC[n]["gold"]], "else"]
+                assert example.partition("Answer: ")[2] in right
+
+
+def test_shots_are_drawn_by_the_seed(tmp_path):
+    path = lines(tmp_path / "task.jsonl", ARC)
+    drawn = []
+    for seed in (0, 0, 1):
+        task = harness.load_task(Job("task", 3, path), seed)["tasks"]["task"]
+        task.build_all_requests(rank=0, world_size=1)
+        drawn.append([each.args for each in task.instances])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_more_shots_than_other_questions_raise(tmp_path):
+    path = lines(tmp_path / "task.jsonl", WINO)
+    assert len(prompts(Job("task", 4, path))) == 12
+    with pytest.raises(EvaluationError, match=r"5 shots .*task.jsonl: a question has 4 others"):
+        harness.load_task(Job("task", 5, path), 0)
+
+
+YAML = """
+task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}, cache_dir: {cache}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: query
+doc_to_choice: choices
+doc_to_target: gold
+{more}
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def task_file(folder, more=""):
+    path = folder / "mine.yaml"
+    file = lines(folder / "rows.jsonl", ARC)
+    path.write_text(YAML.format(file=file, cache=folder / "cache", more=more), encoding="utf-8")
+    return path
+
+
+def test_a_task_file_of_lm_eval_is_asked(folder, loaded, tmp_path):
+    found = asked(folder, task_file(tmp_path), tmp_path)
+    rows = [[(row["query"], " " + each) for each in row["choices"]] for row in ARC]
+    chosen = [int(np.argmax(each)) for each in answers(loaded[0], rows)]
+    value, _ = accuracy(chosen, [row["gold"] for row in ARC])
+    assert (found["task"], found["metrics"]["acc"]["value"]) == ("mine", pytest.approx(value))
+
+
+def test_groups_and_tags_are_asked_as_a_whole(folder, tmp_path, monkeypatch):
+    path = task_file(tmp_path, "tag: few")
+    text = path.read_text(encoding="utf-8")
+    (tmp_path / "other.yaml").write_text(text.replace("task: mine", "task: other"))
+    group = "group: both\ntask: [mine, other]\naggregate_metric_list: [{metric: acc}]\n"
+    (tmp_path / "both.yaml").write_text(group)
+    manager = lm_eval_tasks.TaskManager(include_defaults=False, include_path=tmp_path)
+    monkeypatch.setattr(harness, "_manager", lambda: manager)
+    run_evaluation(str(folder), tasks=["both", "few"], out=str(tmp_path), limit=4, shots=0)
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    whole, *parts = results["tasks"]
+    assert [each["task"] for each in (whole, *parts)] == ["both", "mine", "other"]
+    assert [each["questions"] for each in (whole, *parts)] == [8, 4, 4]
+    assert [each["shots"] for each in (whole, *parts)] == [0, 0, 0]
+    assert whole["metrics"]["acc"]["value"] == parts[0]["metrics"]["acc"]["value"]
+    assert whole["subtasks"] == {each["task"]: each["metrics"] for each in parts}
+
+
+def test_a_task_that_would_show_its_questions_raises(tmp_path):
+    job = Job("mine", 2, task_file(tmp_path))
+    with pytest.raises(
+        EvaluationError, match="the shots of mine would be drawn from the questions"
+    ):
+        harness.load_task(job, 0)
+    job = Job("mine", 2, task_file(tmp_path, "fewshot_split: test"))
+    assert harness.load_task(job, 0)
+
+
+def test_what_is_cut_is_said(folder, tmp_path):
+    path = lines(tmp_path / "arc_easy.jsonl", ARC)
+    lengths = [len(f"{row['query']}\nAnswer: {each}") for row in ARC for each in row["choices"]]
+    length = min(lengths) - 1
+    bytes_model(tmp_path / "attention", "attention")
+    found = asked(tmp_path / "attention", path, tmp_path, length=length)
+    assert found["truncated"] == sum(each > length + 1 for each in lengths) > 0
+    shown = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert f"cut on the left: arc_easy ({found['truncated']})." in shown
+    assert asked(folder, path, tmp_path, length=length)["truncated"] == 0
+
+
+def test_the_preset_is_the_paper_s(tmp_path):
+    assert plan([], preset="paper") == [Job(*task) for task in paper.TASKS]
+    assert {name: [n for each, n in paper.TASKS if each == name] for name, _ in paper.TASKS} == {
+        "arc_challenge": [25, 3],
+        "hellaswag": [10, 0],
+        "openbookqa": [10, 0],
+        "winogrande": [5, 0],
+        "piqa": [0],
+        "mmlu": [0],
+    }
+    assert {len(row.accuracies) for row in paper.PUBLISHED} == {len(paper.TASKS)}
+    assert [row.tables for row in paper.PUBLISHED] == ["Table 5"] * 12 + ["Tables 2, 5"] * 4
+    for name in ("openbook_qa", "piqa", "arc_easy"):
+        lines(tmp_path / f"{name}.jsonl", ARC)
+    jobs = plan([str(tmp_path), "boolq"], shots=1, preset="paper")
+    by_name = {job.name: job.file and job.file.name for job in jobs}
+    assert by_name["openbookqa"] == "openbook_qa.jsonl"
+    assert by_name["piqa"] == "piqa.jsonl"
+    assert by_name["mmlu"] is None
+    assert jobs[-2:] == [Job("arc_easy", 1, tmp_path / "arc_easy.jsonl"), Job("boolq", 1)]
+
+
+def test_the_report_is_beside_the_paper(folder, tmp_path, capsys, monkeypatch):
+    evaluate = harness.evaluator.evaluate
+    noisy = lambda *args, **kwargs: (print("noise"), evaluate(*args, **kwargs))[1]  # noqa: E731
+    monkeypatch.setattr(harness.evaluator, "evaluate", noisy)
+    (tmp_path / "text").mkdir()
+    lines(tmp_path / "text" / "a.jsonl", [{"words": text} for text in DOCUMENTS])
+    lines(tmp_path / "piqa.jsonl", ARC)
+    lines(tmp_path / "winogrande.jsonl", WINO)
+    out = tmp_path / "out"
+    command = f"eval {folder} --tasks {tmp_path} --text {tmp_path / 'text'} --column words"
+    options = f"--limit 2 --shots 0 --batch 3 --device cpu --dtype float32 --seed 5 --out {out}"
+    assert cli.main([*command.split(), *options.split()]) == 0
+    shown = capsys.readouterr().out
+    assert shown == (out / "results.md").read_text(encoding="utf-8")
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert sorted(path.name for path in out.iterdir()) == ["results.json", "results.md"]
+    model, tokenizer = load(folder)
+    score = texts.score_texts(model, tokenizer, DOCUMENTS[:2])
+    (text,) = results["texts"]
+    assert text["bits_per_byte"] == pytest.approx(score.bits_per_byte, rel=1e-6)
+    assert text["documents"] == 2
+    assert [(each["task"], each["questions"]) for each in results["tasks"]] == [
+        ("piqa", 2),
+        ("winogrande", 2),
+    ]
+    assert results["config"]["model_type"] == "pararnn"
+    assert {"device": "cpu", "dtype": "float32", "seed": 5, "limit": 2}.items() <= results.items()
+    assert set(results["versions"]) == {"pararnn", "torch", "transformers", "lm-eval"}
+    assert results["parameters"] == sum(each.numel() for each in model.parameters())
+    assert f"| {score.bits_per_byte:.4f} |" in shown
+    assert "Only the first 2 documents" in shown
+    assert "| model | parameters | perplexity | where | winogrande (0) | piqa (0) |" in shown
+    assert "| ParaGRU 7B | 6.76B | 9.19 | Tables 2, 5 | 59.83 | 76.66 |" in shown
+    assert "| Transformer 400M | 412M | 17.00 | Table 5 | 51.69 | 64.64 |" in shown
+    acc = results["tasks"][0]["metrics"]["acc"]
+    assert f"{100 * acc['value']:.2f} ± {100 * acc['stderr']:.2f}" in shown
+
+
+def test_the_report_is_in_the_model_s_folder(tmp_path):
+    bytes_model(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    path = run_evaluation(str(tmp_path), texts=[str(tmp_path / "a.txt")])
+    assert path == tmp_path / "eval" / "results.md"
+    assert "## Tasks" not in path.read_text(encoding="utf-8")
+    assert run_evaluation(str(tmp_path), texts=[str(tmp_path / "a.txt")]) == path
+
+
+def test_other_shots_are_not_beside_the_paper():
+    found = {"task": "piqa", "shots": 1, "file": None, "questions": 2, "truncated": 0}
+    found["metrics"] = {"acc": {"value": 0.5, "stderr": None}}
+    results = {"model": "m", "parameters": 1, "dtype": "d", "device": "c", "versions": {}}
+    results |= {"limit": None, "texts": [], "tasks": [found]}
+    shown = report.markdown(results)
+    assert "| piqa | 1 | 2 | 50.00 |" in shown
+    assert "paper" not in shown
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no task file"),
+        (b"", "is empty; each line must be a JSON object with query, choices, gold; or"),
+        (b"\n{\n", "line 2: found '{', which is not JSON"),
+        (b"\xff\n", "line 1: found '\\\\xff', which is not JSON"),
+        (b"[1]", "line 1: found a value of type list"),
+        (b'{"text": "a"}', "line 1: found the fields text; each line must"),
+        (b'{"query": 1, "choices": ["a", "b"], "gold": 0}', "line 1: 'query' must be text, got 1"),
+        (b'{"query": "a", "choices": ["a"], "gold": 0}', "'choices' must be a list of two texts"),
+        (b'{"query": "a", "choices": ["a", ""], "gold": 0}', "'choices' must be text, got ''"),
+        (b'{"query": "a", "choices": ["a", "b"], "gold": 2}', "'gold' must be from 0 to 1, got 2"),
+        (b'{"query": "a", "choices": ["a", "b"], "gold": true}', "must be from 0 to 1, got True"),
+        (b'{"context": "a", "continuation": "b"}\n{"context": "a"}', "line 2: 'continuation' must"),
+        (b'{"context": "\\ud800", "continuation": "b"}', "line 1: 'utf-8' codec can't encode"),
+    ],
+)
+def test_a_bad_task_file_gives_its_line(content, message, folder, tmp_path, capsys):
+    path = tmp_path / "arc_easy.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    assert message in error_of(f"eval {folder} --tasks {path}", capsys)
+    if content is not None:
+        assert str(path) in error_of(f"eval {folder} --tasks {path}", capsys)
+
+
+def error_of(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(command.split())
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    error = printed.err.strip().splitlines()[-1]
+    assert error.startswith("pararnn")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("{model}", "there is nothing to evaluate: give tasks (--tasks, --preset paper) or texts"),
+        ("", "required: MODEL"),
+        ("{model} --tasks arc_chalenge", "has no task 'arc_chalenge'; did you mean arc_challenge?"),
+        ("{model} --tasks arc_easy", "the task arc_easy cannot be loaded"),
+        ("{model} --tasks {empty}", "has no task files; they end in .jsonl"),
+        ("{model} --tasks {text}", "a.txt is no task file; they end in .jsonl, .yaml, .yml"),
+        ("{model} --text {empty}", "has no files"),
+        ("{model} --text {text} --text-column a", "unrecognized arguments: --text-column"),
+        ("{model} --preset papers", "invalid choice: 'papers'"),
+        ("{model} --text {text} --limit 0", "--limit: must be at least 1, got '0'"),
+        ("{model} --text {text} --shots -1", "--shots: must be at least 0, got '-1'"),
+        ("{model} --text {text} --dtype int8", "invalid choice: 'int8'"),
+        ("{empty} --text {text}", "there is no model in"),
+        ("{empty}/none/at/all --text {text}", "has no config.json"),
+        ("no-such/model --text {text}", "there is no folder 'no-such/model', and no model of that"),
+    ],
+)
+def test_errors_are_one_line(options, message, folder, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_text("some text")
+    paths = {"model": folder, "empty": tmp_path / "empty", "text": tmp_path / "a.txt"}
+    command = "eval " + options.format(**paths)
+    assert message in error_of(command, capsys)
+
+
+def test_two_files_of_one_name_raise(tmp_path):
+    (tmp_path / "a").mkdir()
+    one = lines(tmp_path / "piqa.jsonl", ARC)
+    other = lines(tmp_path / "a" / "piqa.jsonl", ARC)
+    with pytest.raises(EvaluationError, match="are both called piqa: rename one"):
+        plan([str(one), str(other)])
+    assert len(plan([str(one), str(one)])) == 1
+    with pytest.raises(DataError, match="no task file"):
+        plan([str(tmp_path / "none.jsonl")])
+
+
+def test_tasks_need_lm_eval_and_texts_do_not(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "pararnn.evaluation.harness")
+    (tmp_path / "a.txt").write_text("some text")
+    arc = lines(tmp_path / "arc_easy.jsonl", ARC)
+    assert "pip install 'pararnn[eval]'" in error_of(f"eval {folder} --tasks {arc}", capsys)
+    command = f"eval {folder} --text {tmp_path / 'a.txt'} --out {tmp_path}"
+    assert cli.main(command.split()) == 0
