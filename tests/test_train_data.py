@@ -2,6 +2,7 @@
 
 import errno
 import pickle
+import sys
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -221,6 +222,16 @@ def test_a_limit_ends_a_long_document(config, tmp_path, monkeypatch):
     assert 300_000 <= part.tokens <= 300_000 + sources.PIECE
     assert tokens_of(prepare(asked).train)[-2:] == [ord("\n"), END]
     assert (part.documents, part.bytes) == (1, part.tokens - 1)
+
+
+def test_a_bar_where_someone_watches(config, monkeypatch, capsys):
+    pytest.importorskip("tqdm")
+    prepare(config)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    prepare(replace(config, holdout=0.3))
+    size = len("".join(TEXTS).encode())
+    assert f"tokenising: {size:.1f}B [" in capsys.readouterr().err
 
 
 def test_rows_are_left_out_of_both_parts(config, tmp_path):

@@ -6,15 +6,18 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from data_files import TEXTS, json_lines
+from data_files import TEXTS, expected, json_lines, tokens_of
 
 from pararnn.errors import MissingExtra, PararnnError
-from pararnn.train import hashes, readers, sources
+from pararnn.train import hashes, packing, readers, sources
+from pararnn.train.config import DataConfig
+from pararnn.train.data import prepare
 from pararnn.train.readers import READERS, dataset_builder
 from pararnn.train.sources import DataError, documents, files_of, fingerprint, pieces
 
@@ -189,6 +192,32 @@ def test_a_dataset_that_cannot_be_read(hub):
             list(documents(source))
     with pytest.raises(DataError, match=r"some/set, row 1: no column 'body', it has \['text'\]"):
         list(documents("some/set", "body"))
+
+
+def test_a_dataset_is_packed_again_when_its_revision_changes(hub, tmp_path):
+    cache = str(tmp_path / "cache")
+    config = DataConfig("some/set", holdout=0.45, sequence_length=8, cache=cache)
+    first = prepare(config)
+    assert tokens_of(first.train) == expected(TEXTS[:3])
+    hub.asked.clear()
+    assert prepare(config).folder == first.folder
+    assert "train" not in hub.asked
+    hub.hash = "revision-2"
+    assert prepare(config).folder != first.folder
+
+
+def test_a_limit_ends_a_stream(hub, tmp_path):
+    def rows():
+        yield from ({"text": text} for text in TEXTS[:2])
+        raise AssertionError("read too far")
+
+    hub.rows = rows()
+    (tmp_path / "valid.txt").write_text("held out")
+    config = DataConfig("some/set", str(tmp_path / "valid.txt"), cache=str(tmp_path / "cache"))
+    small = replace(config, tokens=20, sequence_length=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "CHUNK", 1)
+        assert tokens_of(prepare(small).train) == expected(TEXTS[:2])
 
 
 def test_a_name_is_a_dataset_only_where_it_can_be_one(tmp_path, monkeypatch):

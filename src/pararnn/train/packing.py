@@ -49,11 +49,11 @@ def pack(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32)
     names = ("train", "valid")
     with _progress() as bar:
-        writers = {name: Writer(folder / f"{name}.bin", tokenizer, dtype, bar) for name in names}
-        writers["train"].write(train_pieces(config), token_limit(config))
+        writers = {name: Writer(folder / f"{name}.bin", tokenizer, dtype) for name in names}
+        writers["train"].write(_counted(train_pieces(config), bar), token_limit(config))
         if config.valid:
             held_out = pieces(config.valid, config.column, config.drop, strict=False)
-            writers["valid"].write(some(held_out, config.valid))
+            writers["valid"].write(_counted(some(held_out, config.valid), bar))
         else:
             sizes = writers["train"].sizes
             at, keep = where_to_cut(sizes, held_out_bytes(int(sizes[:, 1].sum()), config.holdout))
@@ -160,8 +160,8 @@ def some(texts: Iterable[Piece], source: str) -> Iterator[Piece]:
 class Writer:
     """A file of tokens that is being written, and beside it the size of each piece."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, dtype: np.dtype, bar: Any) -> None:
-        self.path, self.tokenizer, self.dtype, self.bar = path, tokenizer, dtype, bar
+    def __init__(self, path: Path, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+        self.path, self.tokenizer, self.dtype = path, tokenizer, dtype
         self.sizes_path = path.with_suffix(".sizes")
         path.touch()
         self.sizes_path.touch()
@@ -197,8 +197,6 @@ class Writer:
                     size = len(piece.text.encode())
                     sizes.write(np.array([len(ids) + ends, size, ends], np.int64).tobytes())
                     total += len(ids) + ends
-                    if self.bar is not None:
-                        self.bar.update(size)
                     if last:
                         return
 
@@ -235,6 +233,14 @@ def _move_tail(config: DataConfig, at: int, keep: int, train: Writer, valid: Wri
     valid.append(train, at + 1)
     train.truncate(at)
     train.write([Piece(first, True)] if first else [])
+
+
+def _counted(texts: Iterable[Piece], bar: Any) -> Iterator[Piece]:
+    """The texts; the bar says how many bytes of them are done."""
+    for piece in texts:
+        yield piece
+        if bar is not None:
+            bar.update(len(piece.text.encode()))
 
 
 def _chunks(texts: Iterable[Piece]) -> Iterator[list[Piece]]:

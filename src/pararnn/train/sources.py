@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,8 +30,6 @@ SOURCES = (
 )
 PIECE = 1 << 18
 """Characters of a piece, at most."""
-LINES = re.compile(rf".{{{PIECE // 2},{PIECE}}}(?:(?<=\S\n)|(?<=\S\r\n))(?=\S)", re.DOTALL)
-"""Where long documents are cut: behind a line, where tokenizers of words cut too."""
 LOOK = 1000
 """Rows without a field of `drop` after which no row is thought to have it."""
 MISSING = object()
@@ -198,12 +195,23 @@ def _cut(blocks: Iterable[str]) -> Iterator[Piece]:
         rest += block
         at = 0
         while len(rest) - at > PIECE:
-            line = LINES.match(rest, at)
-            end = line.end() if line else at + PIECE
+            end = _line_end(rest, at + PIECE // 2, at + PIECE) or at + PIECE
             yield Piece(rest[at:end], False)
             at = end
         rest = rest[at:]
     yield Piece(rest, True)
+
+
+def _line_end(text: str, start: int, stop: int) -> int | None:
+    """The last place, to `stop`, behind a line that no blanks end or follow.
+
+    Tokenizers of words cut there too, so that a piece has the tokens that its text has elsewhere.
+    """
+    while (stop := text.rfind("\n", start, stop)) >= 0:
+        line_end = stop - 1 if text[stop - 1] == "\r" else stop
+        if not text[line_end - 1].isspace() and not text[stop + 1].isspace():
+            return stop + 1
+    return None
 
 
 def _field(row: Mapping[str, Any], column: str, where: str) -> Iterable[str]:
