@@ -96,13 +96,15 @@ def test_tokens_are_made_once(config, packings, source, tmp_path):
     assert len(packings) == 4
 
 
-@pytest.mark.parametrize("kept", [[], ["valid.bin"], ["meta.json"], ["meta.json", "valid.bin"]])
+@pytest.mark.parametrize(
+    "kept", [[], ["valid.bin"], ["meta.json"], ["meta.json", "train.bin", "valid.bin"]]
+)
 def test_a_half_written_folder_is_not_used(config, packings, kept):
     folder = prepare(config).folder
     for path in folder.iterdir():
         if path.name not in kept:
             path.unlink()
-        elif kept == ["meta.json", "valid.bin"] and path.name == "valid.bin":
+        elif kept == ["meta.json", "train.bin", "valid.bin"] and path.name == "valid.bin":
             path.write_bytes(path.read_bytes()[:-1])
     again = prepare(config)
     assert len(packings) == 2

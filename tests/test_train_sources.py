@@ -4,7 +4,6 @@ import json
 import lzma
 import os
 import sys
-import time
 import warnings
 from dataclasses import replace
 from itertools import pairwise
@@ -43,6 +42,7 @@ BROKEN = {
     "none.jsonl": (b"\n", "is empty; each line must be"),
     "empty.txt": (b"", "is empty"),
     "latin.txt": (b"one\ntwo\nf\xe9\n", "line 3: found the byte 0xe9"),
+    "half.txt": (b"fine\nh\xc3", "line 2: found the byte 0xc3"),
     "zip.txt": (b"PK\n\0\0", "line 2: found a NUL byte"),
     "cut.txt.xz": (lzma.compress(b"text" * 99)[:-20], "not a whole xz file"),
     "not.txt.xz": (b"plain text", "not a whole xz file"),
@@ -289,6 +289,12 @@ def test_long_documents_are_pieces_cut_behind_lines(tmp_path, monkeypatch, block
     assert list(pieces(json_lines(tmp_path / "c.jsonl", [{"text": text}]))) == found[:-1]
 
 
+def test_no_cut_is_beside_an_empty_line(tmp_path):
+    line = "a" * (sources.PIECE * 3 // 4)
+    (tmp_path / "a.txt").write_text(f"{line}\nb" + "\n\nc" * sources.PIECE)
+    assert next(pieces(str(tmp_path))).text == line + "\n"
+
+
 def test_a_document_without_lines_is_cut_too(tmp_path):
     text = "x" * (2 * sources.PIECE)
     (tmp_path / "a.txt").write_text(text)
@@ -416,9 +422,8 @@ def hashed(monkeypatch):
     return seen
 
 
-def old(path, seconds=60):
-    then = time.time() - seconds
-    os.utime(path, (then, then))
+def old(path):
+    os.utime(path, (10**9, 10**9))
 
 
 def test_files_that_have_not_changed_are_not_read_again(tmp_path, hashed):
@@ -431,6 +436,14 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path, hashed):
     assert hashed == ["a.txt", "b.txt"]
     assert fingerprint(str(folder), index) == first == fingerprint(str(folder))
     assert len(hashed) == 4  # of the last, which has no index
+    hashed.clear()
+    # Another source beside it.
+    assert fingerprint(str(folder / "a.txt"), index) == first[:1]
+    (tmp_path / "other.txt").write_text("other")
+    old(tmp_path / "other.txt")
+    for source in (tmp_path / "other.txt", folder):
+        fingerprint(str(source), index)
+    assert hashed == ["other.txt"]
     hashed.clear()
     # Another content of the same size and time of change.
     (folder / "a.txt").write_text("A.txt")

@@ -91,6 +91,28 @@ def test_who_waits_takes_over_from_who_is_killed(tmp_path, waiting):
     assert not (tmp_path / ".a.new").exists()
 
 
+def test_what_failed_before_says_nothing_of_now(tmp_path, waiting):
+    def fail(folder):
+        raise DataError("long ago")
+
+    with pytest.raises(DataError, match="long ago"):
+        made_once(tmp_path / "a", whole, fail, "it")
+
+    def interrupted(folder):
+        began.set()
+        assert waiting.wait(60)
+        raise KeyboardInterrupt
+
+    began = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(made_once, tmp_path / "a", whole, interrupted, "it")
+        assert began.wait(60)
+        second = pool.submit(made_once, tmp_path / "a", whole, lambda a: (a / "done").touch(), "it")
+        assert isinstance(first.exception(60), KeyboardInterrupt)
+        second.result(60)
+    assert whole(tmp_path / "a")
+
+
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def none(file, how):
         raise OSError(38, "Function not implemented")
