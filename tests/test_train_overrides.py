@@ -183,7 +183,7 @@ def test_printed_is_what_one_would_write():
         "model.cell_config = {}",
         "compile = true",
         "optimiser.learning_rate = 0.003",
-        'data.train = ""',
+        'data.valid = ""',
         "data.tokenizer = EleutherAI/gpt-neox-20b",
     ):
         assert line in lines

@@ -7,6 +7,7 @@ import torch
 
 from pararnn.lm import PRESETS, LanguageModel, preset
 from pararnn.train.recipes import RECIPES, paper, recipe, summary
+from pararnn.train.sources import conditions_of
 
 PAPER = [pair for pair in PRESETS if pair[0] != "mamba2"]
 SMALL = {"gru-30m": 30e6, "gru-60m": 60e6, "transformer-30m": 30e6, "transformer-60m": 60e6}
@@ -45,6 +46,13 @@ def test_the_papers_recipes_are_its_presets(pair):
         "elementwise",
         0.5,
     )
+
+
+def test_the_papers_data_are_slimpajama_without_books():
+    data = recipe("gru-1b").data
+    assert (data.train, data.valid) == ("cerebras/SlimPajama-627B", "")
+    assert conditions_of(data.drop) == [("meta.redpajama_set_name", "RedPajamaBook")]
+    assert data.tokens == preset("gru", "1B").training_tokens
 
 
 def test_a_number_of_the_paper_reaches_its_recipe():
@@ -89,10 +97,11 @@ def test_recipes_are_whole(name):
     run = recipe(name)
     assert run == RECIPES[name]()
     assert (run.name, run.out) == (name, f"runs/{name}")
-    assert run.data.train == ""  # the user's to name
+    small = name in SMALL or name == "tiny"
+    assert (run.data.train == "") == small  # the user's to name
     assert run.batch % run.device_batch == 0
     in_bytes = run.data.tokenizer == "bytes"
-    assert in_bytes == (name in SMALL or name == "tiny")
+    assert in_bytes == small
     assert run.model.vocab_size >= (257 if in_bytes else 50_277)
     line = summary(run)
     assert "\n" not in line

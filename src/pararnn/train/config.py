@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pararnn.lm.config import LMConfig
+from pararnn.train.tokenizer import size_of
 
 CLIPS = ("elementwise", "norm", "none")
 PRECISIONS = ("float32", "bfloat16")
@@ -14,19 +15,23 @@ PRECISIONS = ("float32", "bfloat16")
 class DataConfig:
     """What is learned, and how it becomes rows of tokens.
 
-    train, valid: a file or folder of text (.txt, .txt.xz), JSON lines (.jsonl) or Parquet, or the
-    name of a Hugging Face dataset; "" for valid holds out the last `holdout` of the documents.
-    column: the text's field in JSON lines, Parquet and datasets. tokenizer: "bytes", a tokenizer's
-    file or folder, or a name on the Hub. sequence_length: tokens of a row. resets: whether states
-    start from zero at the borders of documents within a row. stateful: whether rows go on where the
-    step before ended, with its last states; for purely recurrent models. cache: the folder of
-    tokenised data.
+    train, valid: a file or folder of text (.txt, .txt.xz), JSON lines (.jsonl) or Parquet, a
+    pattern of files, or the name of a Hugging Face dataset; "" for valid holds out the last
+    `holdout` of the text. column: the text's field in JSON lines, Parquet and datasets. drop: rows
+    of these to leave out, "field=value", with commas between several and dots in nested fields.
+    tokens: about how many to learn, no more are read; none for all. tokenizer: "bytes", "bpe:N" to
+    train one with N ids on the text, a tokenizer's file or folder, or a name on the Hub.
+    sequence_length: tokens of a row. resets: whether states start from zero at the borders of
+    documents within a row. stateful: whether rows go on where the step before ended, with its last
+    states; for purely recurrent models. cache: the folder of tokenised data.
     """
 
     train: str = ""
     valid: str = ""
     holdout: float = 0.01
     column: str = "text"
+    drop: str = ""
+    tokens: int | None = None
     tokenizer: str = "bytes"
     sequence_length: int = 2048
     resets: bool = False
@@ -115,3 +120,9 @@ class RunConfig:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
         if self.optimiser.clip not in CLIPS:
             raise ValueError(f"clip must be one of {CLIPS}, got {self.optimiser.clip!r}")
+        size = size_of(self.data.tokenizer)
+        if size is not None and size > self.model.vocab_size:
+            raise ValueError(
+                f"data.tokenizer={self.data.tokenizer} may have as many ids, and model.vocab_size "
+                f"is {self.model.vocab_size}: set model.vocab_size={size}"
+            )

@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import os
-import shutil
-import sys
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pararnn.extras import require
 from pararnn.train.config import DataConfig
-from pararnn.train.sources import DataError, documents, fingerprint
-from pararnn.train.tokenizer import Tokenizer, load_tokenizer
-
-FORMAT = 1
-"""Part of the key of a cached folder: another number for another layout of its files."""
-CHUNK = 1 << 20
-"""Characters that are tokenised at once, at least; documents stay whole."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Where a part's tokens are: [start, stop). documents, bytes (of UTF-8): what they were."""
-
-    start: int
-    stop: int
-    documents: int
-    bytes: int
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of text over tokens, ends of documents among them."""
-        return self.bytes / (self.stop - self.start)
+from pararnn.train.packing import FORMAT, SAMPLE, Part, meta_of, pack, tokenizer_sample
+from pararnn.train.sources import DataError, fingerprint
+from pararnn.train.store import made_once
+from pararnn.train.tokenizer import Tokenizer, load_tokenizer, size_of, train_tokenizer
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
@@ -63,16 +37,14 @@ class TokenRows(Dataset[dict[str, Tensor]]):
     @cached_property
     def tokens(self) -> np.ndarray:
         """The part's tokens: a memory map."""
-        size = self.part.stop - self.part.start
-        offset = self.part.start * np.dtype(self.dtype).itemsize
-        return np.memmap(self.path, self.dtype, "r", offset, (size,))
+        return np.memmap(self.path, self.dtype, "r", shape=(self.part.tokens,))
 
     def __getstate__(self) -> dict[str, Any]:
         # A memory map would be copied into each worker as a whole.
         return {name: value for name, value in vars(self).items() if name != "tokens"}
 
     def __len__(self) -> int:
-        return (self.part.stop - self.part.start) // self.length
+        return self.part.tokens // self.length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
@@ -106,12 +78,12 @@ def prepare(config: DataConfig) -> Packed:
     """The rows of a configuration's data, tokenised on the first call only.
 
     They are kept in a folder of `config.cache` that is named by a hash of the sources' content,
-    the tokenizer and the holdout; it is written beside and renamed, so that a folder of that name
-    is whole. Without `config.valid` the last documents are held out, at least one; of a single
-    document, its end. Documents without any text are left out.
+    the tokenizer, and what else they depend on, see `made_once`: of several processes one
+    tokenises. Without `config.valid` the end of the text is held out, see `where_to_cut`. Documents
+    without any text are left out.
 
-    Raises DataError for data that cannot be used, see `documents` and `load_tokenizer`, for a
-    part that is shorter than a row, and where the folder cannot be written.
+    Raises DataError for data that cannot be used, see `pieces` and `load_tokenizer`, for a part
+    that is shorter than a row, and where the folder cannot be written.
     """
     if not config.train:
         raise DataError(
@@ -122,45 +94,63 @@ def prepare(config: DataConfig) -> Packed:
             "sequence_length must be positive and holdout between 0 and 1, got "
             f"{config.sequence_length} and {config.holdout}"
         )
-    tokenizer = load_tokenizer(config.tokenizer)
+    if config.tokens is not None and config.tokens < 1:
+        raise DataError(f"tokens must be positive, or none for all, got {config.tokens}")
+    index = Path(config.cache) / "sources.json"
     content = {
         "format": FORMAT,
-        "train": fingerprint(config.train),
-        "valid": fingerprint(config.valid) if config.valid else config.holdout,
+        "train": fingerprint(config.train, index),
+        "valid": fingerprint(config.valid, index) if config.valid else config.holdout,
         "column": config.column,
-        "tokenizer": tokenizer.key,
+        "drop": config.drop,
+        "tokens": config.tokens,
     }
-    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
-    folder = Path(config.cache) / key
-    meta = _meta(folder)
-    if meta is None:
-        try:
-            with _beside(folder) as beside:
-                _pack(config, tokenizer, beside)
-        except OSError as error:
+    tokenizer = _tokenizer(config, content)
+    folder = Path(config.cache) / _key({**content, "tokenizer": tokenizer.key})
+    make = partial(pack, config, tokenizer)
+    made_once(folder, lambda each: meta_of(each) is not None, make, f"the tokens of {config.train}")
+    meta = meta_of(folder)
+    assert meta is not None, folder
+    end = tokenizer.end if config.resets else None
+    rows = {}
+    for name, source in (("train", config.train), ("valid", config.valid or config.train)):
+        part = Part(**meta[name])
+        if part.tokens < config.sequence_length:
             raise DataError(
-                f"cannot write tokenised data to {config.cache}: {error.strerror or error}; make "
-                "room there, or set cache to another folder"
-            ) from error
-        meta = _meta(folder)
-        assert meta is not None, folder
-    parts = {name: Part(**meta[name]) for name in ("train", "valid")}
-    sources = {"train": config.train, "valid": config.valid or config.train}
-    for name, part in parts.items():
-        if part.stop - part.start < config.sequence_length:
-            raise DataError(
-                f"the {name} part of {sources[name]} has {part.stop - part.start} tokens, fewer "
-                f"than a row of {config.sequence_length}: give more text, or set sequence_length"
+                f"the {name} part of {source} has {part.tokens} tokens, fewer than a row of "
+                f"{config.sequence_length}: give more text, or set sequence_length"
                 + ("" if config.valid else " or holdout")
             )
-    end = tokenizer.end if config.resets else None
-    rows = {
-        name: TokenRows(folder / "tokens.bin", meta["dtype"], part, config.sequence_length, end)
-        for name, part in parts.items()
-    }
+        path = folder / f"{name}.bin"
+        rows[name] = TokenRows(path, meta["dtype"], part, config.sequence_length, end)
     return Packed(
         folder, tokenizer, tokenizer.vocabulary, tokenizer.end, rows["train"], rows["valid"]
     )
+
+
+def _tokenizer(config: DataConfig, content: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a configuration; "bpe:N" is trained on the first call only."""
+    size = size_of(config.tokenizer)
+    if size is None:
+        return load_tokenizer(config.tokenizer)
+    key = _key({**content, "size": size, "sample": SAMPLE})
+    folder = Path(config.cache) / f"tokenizer-{key}"
+
+    def whole(folder: Path) -> bool:
+        try:
+            return load_tokenizer(str(folder / "tokenizer.json")).vocabulary <= size
+        except DataError:
+            return False
+
+    def make(folder: Path) -> None:
+        train_tokenizer(tokenizer_sample(config), size, folder)
+
+    made_once(folder, whole, make, f"a tokenizer of {config.train}")
+    return load_tokenizer(str(folder / "tokenizer.json"))
+
+
+def _key(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
 def positions_of(ids: np.ndarray, end: int, begins: bool) -> np.ndarray:
@@ -171,135 +161,3 @@ def positions_of(ids: np.ndarray, end: int, begins: bool) -> np.ndarray:
     index = np.arange(len(ids))
     first = np.where(np.concatenate([[False], ids[:-1] == end]), index, 0 if begins else -1)
     return index - np.maximum.accumulate(first)
-
-
-def _pack(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokens.bin, sizes.bin, int64 (tokens, bytes) of each document, and meta.json."""
-    dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32)
-    texts = _some(documents(config.train, config.column), config.train)
-    with (
-        _progress() as bar,
-        _new(folder / "tokens.bin") as tokens,
-        _new(folder / "sizes.bin") as sizes,
-    ):
-        if config.valid:
-            cut = _append(texts, tokenizer, dtype, tokens, sizes, bar)
-            held_out = _some(documents(config.valid, config.column), config.valid)
-            _append(held_out, tokenizer, dtype, tokens, sizes, bar)
-        else:
-            texts = _at_least_two(texts, config.holdout)
-            count = _append(texts, tokenizer, dtype, tokens, sizes, bar)
-            cut = count - max(1, int(count * config.holdout))
-    lengths = np.memmap(folder / "sizes.bin", np.int64, "r").reshape(-1, 2)
-    meta: dict[str, Any] = {"dtype": dtype.name, "vocabulary": tokenizer.vocabulary}
-    start = 0
-    for name, part in (("train", lengths[:cut]), ("valid", lengths[cut:])):
-        size, text = (int(total) for total in part.sum(0))
-        meta[name] = asdict(Part(start, start + size, len(part), text))
-        start += size
-    meta |= {"end": tokenizer.end, "config": asdict(config)}
-    with _new(folder / "meta.json") as file:
-        file.write(json.dumps(meta, indent=2).encode())
-
-
-def _append(
-    texts: Iterable[str],
-    tokenizer: Tokenizer,
-    dtype: np.dtype,
-    tokens: BinaryIO,
-    sizes: BinaryIO,
-    bar: Any,
-) -> int:
-    """Write the tokens of texts, and `end` behind each; returns how many texts there were."""
-    count = 0
-    for chunk in _chunks(texts):
-        for text, ids in zip(chunk, tokenizer.encode_all(chunk), strict=True):
-            array = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.array(ids)
-            tokens.write(np.append(array, tokenizer.end).astype(dtype).tobytes())
-            size = len(text.encode("utf-8"))
-            sizes.write(np.array([len(ids) + 1, size], np.int64).tobytes())
-            if bar is not None:
-                bar.update(size)
-        count += len(chunk)
-    return count
-
-
-def _chunks(texts: Iterable[str]) -> Iterator[Sequence[str]]:
-    chunk: list[str] = []
-    size = 0
-    for text in texts:
-        chunk.append(text)
-        size += len(text)
-        if size >= CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def _some(texts: Iterable[str], source: str) -> Iterator[str]:
-    """The texts that are not empty, of which there must be some."""
-    found = False
-    for text in texts:
-        if text:
-            found = True
-            yield text
-    if not found:
-        raise DataError(f"no document of {source} has any text")
-
-
-def _at_least_two(texts: Iterator[str], holdout: float) -> Iterator[str]:
-    """The texts; a single one is cut in two, of which the second is the held-out share."""
-    first, second = next(texts), next(texts, None)
-    if second is None:
-        cut = len(first) - max(1, int(len(first) * holdout))
-        first, second = first[:cut], first[cut:]
-    yield first
-    yield second
-    yield from texts
-
-
-def _meta(folder: Path) -> dict[str, Any] | None:
-    """What meta.json says; None where it is missing, or its tokens are."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        size = (folder / "tokens.bin").stat().st_size
-        whole = size == meta["valid"]["stop"] * np.dtype(meta["dtype"]).itemsize
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-    return meta if whole else None
-
-
-@contextmanager
-def _beside(folder: Path) -> Iterator[Path]:
-    """A new folder to write to, which takes `folder`'s name when the block ends well."""
-    beside = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
-    beside.mkdir(parents=True)
-    try:
-        yield beside
-        if folder.exists() and _meta(folder) is None:
-            shutil.rmtree(folder)
-        try:
-            beside.rename(folder)
-        except OSError:
-            # Another process was first, with the same content.
-            if _meta(folder) is None:
-                raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-@contextmanager
-def _new(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which is on the disk when the block ends."""
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _progress() -> AbstractContextManager[Any]:
-    """A bar of bytes where someone watches and tqdm is installed; None otherwise."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        return nullcontext()
-    return require("tqdm").tqdm(desc="tokenising", unit="B", unit_scale=True)

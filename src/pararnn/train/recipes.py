@@ -2,14 +2,8 @@
 
 A recipe of one's own is a function that returns a `RunConfig`, and a line in RECIPES.
 
-None names its data: `data.train=FILE` does. The paper trains on SlimPajama without its books. The
-dataset has no switch for that, so a folder without them is made once, by the package datasets, and
-given as `data.train=slimpajama`:
-
-    rows = datasets.load_dataset("cerebras/SlimPajama-627B", split="train", streaming=True)
-    rows = rows.filter(lambda row: row["meta"]["redpajama_set_name"] != "RedPajamaBook")
-    for at in range(1000):
-        rows.shard(1000, at).to_parquet(f"slimpajama/{at:03}.parquet")
+The paper's name its data: SlimPajama without its books, streamed and tokenised once, no more of it
+than they learn. The small ones name none: `data.train=FILE` does.
 """
 
 from __future__ import annotations
@@ -24,6 +18,8 @@ from pararnn.train.config import DataConfig, OptimiserConfig, RunConfig
 from pararnn.train.overrides import nearest
 
 PAPER_TOKENIZER = "EleutherAI/gpt-neox-20b"
+PAPER_DATA = "cerebras/SlimPajama-627B"
+PAPER_DROP = "meta.redpajama_set_name=RedPajamaBook"
 
 NO_MAMBA2 = (
     "Mamba2 is transformers' model and has no LMConfig; transformers.Trainer trains it, from "
@@ -50,7 +46,14 @@ def paper(architecture: str, scale: str) -> RunConfig:
     return RunConfig(
         name,
         found.model,
-        DataConfig(tokenizer=PAPER_TOKENIZER, sequence_length=found.sequence_length),
+        DataConfig(
+            train=PAPER_DATA,
+            holdout=0.001,
+            drop=PAPER_DROP,
+            tokens=found.training_tokens,
+            tokenizer=PAPER_TOKENIZER,
+            sequence_length=found.sequence_length,
+        ),
         OptimiserConfig(
             learning_rate=found.learning_rate,
             weight_decay=found.weight_decay,

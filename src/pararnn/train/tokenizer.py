@@ -89,6 +89,19 @@ class FastTokenizer:
         _write_settings(folder, self.tokenizer.id_to_token(self.end))
 
 
+def size_of(name: str) -> int | None:
+    """The size that "bpe:N" asks for; None for the name of a tokenizer that there is."""
+    if not name.startswith("bpe:"):
+        return None
+    size = name.removeprefix("bpe:")
+    if not (size.isdecimal() and int(size) > BYTES):
+        raise DataError(
+            f'the tokenizer to train must be "bpe:N", N at least {BYTES + 1}, such as bpe:16384; '
+            f"got {name!r}"
+        )
+    return int(size)
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer: "bytes", a tokenizer.json file, a folder with one, or a name on the Hub.
 
@@ -108,8 +121,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(
-            f'there is no tokenizer {name!r}: {reason}; allowed are "bytes", a tokenizer.json, a '
-            "folder with one, and a name on the Hub"
+            f'there is no tokenizer {name!r}: {reason}; allowed are "bytes", "bpe:N" to train one, '
+            "a tokenizer.json, a folder with one, and a name on the Hub"
         ) from error
     if not found.is_fast:
         raise DataError(f"the tokenizer {name!r} has no tokenizer.json, which is needed")

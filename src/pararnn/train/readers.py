@@ -1,0 +1,191 @@
+"""Readers: the rows of files of each kind, and of datasets, with what is wrong said in a line."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from pararnn.errors import MissingExtra, PararnnError
+from pararnn.extras import require
+
+BLOCK = 1 << 20
+"""Bytes of a text file that are read at once."""
+DATASET = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:/(\w[\w.-]*))?(?::(.+))?")
+Row = tuple[str, Mapping[str, Any]]
+"""Where it is, for messages, and its fields. A text file is one row, its text in blocks."""
+Reader = Callable[[Path, str, tuple[str, ...]], Iterator[Row]]
+
+
+class DataError(PararnnError, ValueError):
+    """Data cannot be learned from: missing, empty, corrupt, or of a kind that is not read."""
+
+
+def cannot_read(path: Path | str, error: OSError) -> DataError:
+    """What to raise for a file that the system does not give."""
+    return DataError(f"cannot read {path}: {error.strerror or first_line(error)}")
+
+
+def _plain(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
+    yield str(path), {column: _blocks(path, open)}
+
+
+def _packed(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
+    yield str(path), {column: _blocks(path, lzma.open)}
+
+
+def _blocks(path: Path, opened: Callable[..., Any]) -> Iterator[str]:
+    """A text file's text, once it is asked for."""
+    try:
+        with opened(path, "rb") as file:
+            yield from _decoded(iter(lambda: file.read(BLOCK), b""), path)
+    except (lzma.LZMAError, EOFError) as error:
+        raise DataError(
+            f"{path} is not a whole xz file ({error}); copy it again, or unpack it to .txt"
+        ) from error
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
+def _decoded(blocks: Iterator[bytes], path: Path) -> Iterator[str]:
+    """A text file's text; one with NUL is no text, or text of another encoding."""
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    line, found = 1, False
+    for block in chain(blocks, [b""]):
+        if b"\0" in block:
+            line += block.count(b"\n", 0, block.index(b"\0"))
+            raise DataError(f"{path}, line {line}: found a NUL byte; text must be UTF-8")
+        try:
+            yield decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            line += error.object.count(b"\n", 0, error.start)
+            raise DataError(
+                f"{path}, line {line}: found the byte 0x{error.object[error.start]:02x}, which is "
+                f"not UTF-8 there; text must be UTF-8"
+            ) from error
+        line, found = line + block.count(b"\n"), found or bool(block)
+    if not found:
+        raise DataError(f"{path} is empty; a text file is a document and must have text")
+
+
+def _json_lines(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
+    rule = f"each line must be a JSON object with the text in {column!r}"
+    found = False
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                found = True
+                where = f"{path}, line {number}"
+                try:
+                    row = json.loads(line.decode("utf-8"))
+                except (ValueError, RecursionError) as error:
+                    start = line[:40].decode("utf-8", "backslashreplace").strip()
+                    raise DataError(
+                        f"{where}: found {start!r}, which is not JSON ({error}); {rule}"
+                    ) from error
+                if not isinstance(row, dict):
+                    raise DataError(f"{where}: found {named(row)}; {rule}")
+                yield where, row
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if not found:
+        raise DataError(f"{path} is empty; {rule}")
+
+
+def _parquet(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
+    parquet = require("pyarrow.parquet")
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                raise no_column(str(path), column, names)
+            columns = [column, *(name for name in others if name in names and name != column)]
+            for batch in file.iter_batches(columns=columns, batch_size=1024):
+                for number, row in enumerate(batch.to_pylist(), number + 1):  # noqa: B020
+                    yield f"{path}, row {number}", row
+    except DataError:
+        raise
+    except PermissionError as error:
+        raise cannot_read(path, error) from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not a whole Parquet file: {first_line(error)}") from error
+    if not number:
+        raise DataError(f"{path} is empty; it must have rows with the text in {column!r}")
+
+
+READERS: dict[str, Reader] = {
+    ".txt": _plain,
+    ".txt.xz": _packed,
+    ".jsonl": _json_lines,
+    ".parquet": _parquet,
+}
+"""By the end of a file's name: its rows, where at least the fields that are named are read."""
+
+
+def dataset_rows(source: str) -> Iterator[Row]:
+    """The rows of a dataset's split, streamed."""
+    split = _parts(source)[2] or "train"
+    builder = dataset_builder(source)
+    found = False
+    try:
+        for number, row in enumerate(builder.as_streaming_dataset(split=split), 1):
+            found = True
+            yield f"dataset {source}, row {number}", row
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the dataset {source}: {first_line(error)}") from error
+    if not found:
+        raise DataError(f"the dataset {source} has no rows in its split {split!r}")
+
+
+def dataset_builder(source: str) -> Any:
+    """The builder of a dataset, whose hash is the revision."""
+    name, configuration, _ = _parts(source)
+    try:
+        datasets = require("datasets")
+    except MissingExtra as error:
+        raise MissingExtra(
+            f"there is no file or folder {source!r}, and for a dataset of that name {error}"
+        ) from error
+    try:
+        return datasets.load_dataset_builder(name, configuration)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"there is no file or folder {source!r}, and no dataset of that name can be read: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def _parts(source: str) -> tuple[str, str | None, str | None]:
+    """Name, configuration and split of a dataset."""
+    match = DATASET.fullmatch(source)
+    assert match is not None, source
+    name, configuration, split = match.groups()
+    return name, configuration, split
+
+
+def no_column(where: str, column: str, names: Any) -> DataError:
+    """What to raise where the text's field is not."""
+    return DataError(
+        f"{where}: no column {column!r}, it has {sorted(names)}; name the one with the text as "
+        "column"
+    )
+
+
+def named(value: Any) -> str:
+    """A value that is not as it must be, in words."""
+    return "nothing (null)" if value is None else f"a value of type {type(value).__name__}"
+
+
+def first_line(error: Exception) -> str:
+    """An error in a line."""
+    return str(error).partition("\n")[0] or type(error).__name__

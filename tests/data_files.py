@@ -1,0 +1,20 @@
+"""Files of text for the tests of training data."""
+
+import json
+
+END = 256
+TEXTS = ["Call me Ishmael.\r\n", "ὕβρις — hubris", "Some years ago", "x" * 40]
+
+
+def json_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def tokens_of(rows):
+    """All tokens of a part, those that are left over behind the rows too."""
+    return rows.tokens.tolist()
+
+
+def expected(texts):
+    return [token for text in texts for token in [*text.encode(), END]]

@@ -1,0 +1,165 @@
+"""Folders that one process makes while others wait."""
+
+import fcntl
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from data_files import TEXTS, json_lines
+
+from pararnn.train import store
+from pararnn.train.sources import DataError
+from pararnn.train.store import made_once
+
+
+def whole(folder):
+    return (folder / "done").exists()
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """Set once somebody waits for a lock."""
+    event, flock = threading.Event(), fcntl.flock
+
+    def told(file, how):
+        if not how & fcntl.LOCK_NB:
+            event.set()
+        flock(file, how)
+
+    monkeypatch.setattr(store.fcntl, "flock", told)
+    return event
+
+
+def test_who_waits_finds_it_made(tmp_path, waiting):
+    made = []
+
+    def make(folder):
+        made.append(folder)
+        assert waiting.wait(60)
+        (folder / "done").touch()
+
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(made_once, tmp_path / "a", whole, make, "it") for _ in range(2)]
+        assert [task.result(60) for task in tasks] == [None, None]
+    assert len(made) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.lock", "a"]
+
+
+def test_who_waits_fails_with_who_fails(tmp_path, waiting):
+    made = []
+
+    def fail(folder):
+        made.append(folder)
+        assert waiting.wait(60)
+        raise DataError("line 2 is odd")
+
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(made_once, tmp_path / "a", whole, fail, "it") for _ in range(2)]
+        said = sorted(str(task.exception(60)) for task in tasks)
+    assert said == ["another process could not make it: line 2 is odd", "line 2 is odd"]
+    assert len(made) == 1
+    assert not (tmp_path / "a").exists()
+    # Who comes later tries again.
+    made_once(tmp_path / "a", whole, lambda folder: (folder / "done").touch(), "it")
+    assert whole(tmp_path / "a")
+
+
+def test_who_waits_takes_over_from_who_is_killed(tmp_path, waiting):
+    (tmp_path / ".a.new").mkdir()
+    (tmp_path / ".a.new" / "half").touch()
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print(1, flush=True); input()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path / ".a.lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout.readline() == b"1\n"
+    with ThreadPoolExecutor(1) as pool:
+        make = lambda folder: (folder / "done").touch()  # noqa: E731
+        task = pool.submit(made_once, tmp_path / "a", whole, make, "it")
+        assert waiting.wait(60)
+        assert not task.done()
+        holder.kill()
+        holder.communicate()
+        task.result(60)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["done"]
+    assert not (tmp_path / ".a.new").exists()
+
+
+def test_what_failed_before_says_nothing_of_now(tmp_path, waiting):
+    def fail(folder):
+        raise DataError("long ago")
+
+    with pytest.raises(DataError, match="long ago"):
+        made_once(tmp_path / "a", whole, fail, "it")
+
+    def interrupted(folder):
+        began.set()
+        assert waiting.wait(60)
+        raise KeyboardInterrupt
+
+    began = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(made_once, tmp_path / "a", whole, interrupted, "it")
+        assert began.wait(60)
+        second = pool.submit(made_once, tmp_path / "a", whole, lambda a: (a / "done").touch(), "it")
+        assert isinstance(first.exception(60), KeyboardInterrupt)
+        second.result(60)
+    assert whole(tmp_path / "a")
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def none(file, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(store.fcntl, "flock", none)
+    with pytest.raises(DataError, match=r"Function not implemented; .*set data\.cache to another"):
+        made_once(tmp_path / "a", whole, lambda folder: None, "it")
+
+
+SCRIPT = """
+import sys, time
+sys.path[:0] = {path!r}
+import torch.distributed as dist
+from pararnn.train import data
+from pararnn.train.config import DataConfig
+
+pack = data.pack
+def slow(config, *args):
+    with open({log!r}, "a") as file:
+        file.write(config.train + "\\n")
+    time.sleep(0.2)
+    pack(config, *args)
+
+data.pack = slow
+config = dict(cache={cache!r}, holdout=0.45, sequence_length=8)
+packed = data.prepare(DataConfig(train={source!r}, **config))
+dist.init_process_group("gloo", {meet!r}, rank=int(sys.argv[1]), world_size=2)
+found = [None, None]
+dist.all_gather_object(found, (str(packed.folder), packed.train.tokens.tolist()))
+assert found[0] == found[1], found
+data.prepare(DataConfig(train={broken!r}, **config))
+"""
+
+
+def test_of_two_processes_one_tokenises(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    broken, log, script = (tmp_path / name for name in ("b.jsonl", "log", "script.py"))
+    broken.write_text('{"text": "fine"}\n{"text": "cut\n')
+    values = {"source": source, "broken": str(broken), "log": str(log), "path": sys.path}
+    meet, cache = f"file://{tmp_path}/meet", str(tmp_path / "cache")
+    script.write_text(SCRIPT.format(meet=meet, cache=cache, **values))
+    processes = [
+        subprocess.Popen([sys.executable, str(script), rank], stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    for process, text in zip(processes, said, strict=True):
+        assert process.returncode == 1
+        assert "b.jsonl, line 2: found" in text.splitlines()[-1], text
+    assert log.read_text().splitlines().count(source) == 1

@@ -1,0 +1,224 @@
+"""Tokenizers: bytes, files, folders, and those that are trained on what is learned."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from data_files import TEXTS, json_lines, tokens_of
+
+from pararnn.lm import preset
+from pararnn.train import data as data_module
+from pararnn.train import packing, sources
+from pararnn.train.config import DataConfig, RunConfig
+from pararnn.train.data import prepare
+from pararnn.train.sources import DataError
+from pararnn.train.tokenizer import ENDS, load_tokenizer, size_of, train_tokenizer
+
+
+@pytest.fixture
+def config(tmp_path):
+    source = json_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    return DataConfig(train=source, holdout=0.45, sequence_length=8, cache=str(tmp_path / "cache"))
+
+
+def test_bytes_as_tokens():
+    tokenizer = load_tokenizer("bytes")
+    assert list(tokenizer.encode("é")) == [0xC3, 0xA9]
+    assert (tokenizer.end, tokenizer.vocabulary) == (256, 257)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    pytest.importorskip("tokenizers")
+    folder = tmp_path / "tokenizer"
+    return folder, train_tokenizer(TEXTS * 3, 280, folder)
+
+
+def test_a_tokenizer_is_trained_and_loaded(trained, config):
+    folder, tokenizer = trained
+    assert 257 < tokenizer.vocabulary <= 280
+    for name in (folder, folder / "tokenizer.json"):
+        loaded = load_tokenizer(str(name))
+        assert (loaded.end, loaded.vocabulary) == (tokenizer.end, tokenizer.vocabulary)
+        assert loaded.key == tokenizer.key
+        assert [loaded.tokenizer.decode(loaded.encode(text)) for text in TEXTS] == TEXTS
+    packed = prepare(replace(config, sequence_length=2, tokenizer=str(folder)))
+    ids = [token for text in TEXTS[:3] for token in [*tokenizer.encode(text), tokenizer.end]]
+    assert tokens_of(packed.train) == ids
+    assert packed.folder != prepare(config).folder
+
+
+def test_a_text_cannot_spell_the_end_of_a_document(trained):
+    _, tokenizer = trained
+    text = "a<|endoftext|>b"
+    assert tokenizer.end not in tokenizer.encode(text)
+    assert tokenizer.tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_tokenizer_that_cuts_and_pads_does_neither_here(trained):
+    folder, tokenizer = trained
+    ids = tokenizer.encode(TEXTS[0])
+    tokenizer.tokenizer.enable_truncation(3)
+    tokenizer.tokenizer.enable_padding(length=50)
+    tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
+    loaded = load_tokenizer(str(folder))
+    assert loaded.encode(TEXTS[0]) == loaded.encode_all(TEXTS)[0] == ids
+
+
+def test_tokenizers_that_cannot_be_used(trained, tmp_path):
+    folder, tokenizer = trained
+    with pytest.raises(ValueError, match=r"size must be at least 257.*got 256"):
+        train_tokenizer(TEXTS, 256, tmp_path)
+    with pytest.raises(DataError, match=r"there is no tokenizer file .*missing\.json"):
+        load_tokenizer(str(tmp_path / "missing.json"))
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(DataError, match=r"bad\.json is not a tokenizer\.json"):
+        load_tokenizer(str(tmp_path / "bad.json"))
+    text = tokenizer.tokenizer.to_str().replace(ENDS[0], "<|other|>")
+    (tmp_path / "endless.json").write_text(text)
+    with pytest.raises(DataError, match="no token for the end of documents"):
+        load_tokenizer(str(tmp_path / "endless.json"))
+    (folder / "tokenizer.json").write_text(text)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    with pytest.raises(DataError, match="names no end of text"):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(1 << 16, "uint16"), (70_000, "uint32")])
+def test_a_large_vocabulary_takes_wider_numbers(config, monkeypatch, vocabulary, dtype):
+    class Wide:
+        end, key = vocabulary - 1, f"wide {vocabulary}"
+
+        def encode_all(self, texts):
+            return [[self.end - 1 - ord(letter) for letter in text] for text in texts]
+
+    wide = Wide()
+    wide.vocabulary = vocabulary
+    monkeypatch.setattr(data_module, "load_tokenizer", lambda name: wide)
+    packed = prepare(config)
+    assert packed.train.tokens.dtype == dtype
+    ids = [*(wide.end - 1 - ord(letter) for letter in "".join(TEXTS[:1])), wide.end]
+    assert packed.train[0]["input_ids"].tolist() == ids[:8]
+    assert tokens_of(packed.train)[: len(ids)] == ids
+
+
+@pytest.mark.parametrize("name", ["bytes", "trained"])
+def test_what_packs_is_what_transformers_reads(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    if name == "trained":
+        train_tokenizer(["the cat sat on the mat"] * 9, 300, tmp_path / "given")
+    tokenizer = load_tokenizer("bytes" if name == "bytes" else str(tmp_path / "given"))
+    (tmp_path / "saved").mkdir()
+    tokenizer.save(tmp_path / "saved")
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    text = "the cät sat\n"
+    assert read(text)["input_ids"] == list(tokenizer.encode(text))
+    assert read.eos_token_id == tokenizer.end
+    assert read.decode(list(tokenizer.encode(text))) == text
+    assert load_tokenizer(str(tmp_path / "saved")).end == tokenizer.end
+
+
+# --- trained on what is learned ---
+
+WORDS = "the cat sat on the mat while a dog ate all of the ham "
+
+
+@pytest.fixture
+def trainings(monkeypatch):
+    """The texts that tokenizers were trained on, one for each time."""
+    pytest.importorskip("tokenizers")
+    seen = []
+
+    def noted(documents, size, folder):
+        seen.append(list(documents))
+        return train_tokenizer(seen[-1], size, folder)
+
+    monkeypatch.setattr(data_module, "train_tokenizer", noted)
+    return seen
+
+
+@pytest.fixture
+def words(config, tmp_path):
+    texts = [WORDS * 20, "z" * 300 + "y" * 300 + "w" * 480]
+    source = json_lines(tmp_path / "words.jsonl", [{"text": text} for text in texts])
+    return replace(config, train=source, tokenizer="bpe:300", holdout=0.2, sequence_length=4)
+
+
+def test_a_tokenizer_is_trained_once_on_what_is_learned(words, trainings, tmp_path):
+    packed = prepare(words)
+    total = len(WORDS * 20) + 1080
+    assert len("".join(trainings[0])) == total - int(total * 0.2)
+    assert "w" * 100 not in "".join(trainings[0])  # of which the held-out end is
+    assert 257 < packed.vocabulary <= 300
+    decode = packed.tokenizer.tokenizer.decode
+    text = decode(tokens_of(packed.train)) + decode(tokens_of(packed.valid))
+    assert text.replace(ENDS[0], "") == WORDS * 20 + "z" * 300 + "y" * 300 + "w" * 480
+    assert packed.train.part.bytes == len("".join(trainings[0]))
+    assert packed.train.part.bytes_per_token > 1.5
+    again = prepare(words)
+    assert (again.folder, again.tokenizer.key) == (packed.folder, packed.tokenizer.key)
+    assert len(trainings) == 1
+    prepare(replace(words, sequence_length=2, resets=True))
+    assert len(trainings) == 1
+    (tmp_path / "saved").mkdir()
+    packed.tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).key == packed.tokenizer.key
+    others = [replace(words, tokenizer="bpe:301"), replace(words, holdout=0.4)]
+    folders = {prepare(other).folder for other in others}
+    assert len(trainings) == 3
+    assert len(folders | {packed.folder}) == 3
+
+
+def test_a_tokenizer_that_is_not_whole_is_trained_again(words, trainings, tmp_path):
+    key = prepare(words).tokenizer.key
+    (file,) = (tmp_path / "cache").glob("tokenizer-*/tokenizer.json")
+    for content in (file.read_bytes()[:-9], b"", None):
+        file.unlink() if content is None else file.write_bytes(content)
+        assert prepare(words).tokenizer.key == key
+    assert len(trainings) == 4
+
+
+@pytest.mark.parametrize("sample", [10, 1000])
+def test_a_tokenizer_sees_the_first_bytes_only(words, trainings, monkeypatch, sample):
+    monkeypatch.setattr(packing, "SAMPLE", sample)
+    prepare(words)
+    assert "".join(trainings[0]) == (WORDS * 20)[:sample]
+
+
+@pytest.mark.parametrize("tokens", [30, 100, 400, 5000])
+def test_with_a_limit_it_sees_nothing_that_is_held_out(words, trainings, tmp_path, tokens):
+    texts = [f"{row} {WORDS}" for row in range(200)]
+    source = json_lines(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    packed = prepare(replace(words, train=source, tokens=tokens))
+    seen = "".join(trainings[0])
+    assert "".join(texts).startswith(seen)
+    assert 0 < len(seen) <= packed.train.part.bytes
+    alone = prepare(replace(words, train=source, tokens=tokens, valid=words.train))
+    assert 0 < len("".join(trainings[1])) <= alone.train.part.bytes
+
+
+def test_long_documents_have_the_tokens_that_they_have_whole(trained, config, tmp_path):
+    _, tokenizer = trained
+    lines = (TEXTS[row % 3].strip() + "\n" * (1 + row % 3) for row in range(40_000))
+    text = "".join(lines)
+    (tmp_path / "long.txt").write_text(text)
+    assert len(list(sources.pieces(str(tmp_path / "long.txt")))) > 1
+    config = replace(config, train=str(tmp_path / "long.txt"), valid=config.train)
+    packed = prepare(replace(config, tokenizer=str(tmp_path / "tokenizer")))
+    assert tokens_of(packed.train) == [*tokenizer.encode(text), tokenizer.end]
+
+
+@pytest.mark.parametrize("name", ["bpe:", "bpe:256", "bpe:x", "bpe:-1", "bpe:1e4"])
+def test_sizes_that_cannot_be(config, name):
+    with pytest.raises(DataError, match=r'"bpe:N", N at least 257, such as bpe:16384; got'):
+        prepare(replace(config, tokenizer=name))
+
+
+def test_a_size_that_the_model_does_not_have(config):
+    assert [size_of(name) for name in ("bpe:300", "bytes", "owner/name")] == [300, None, None]
+    model = replace(preset("gru", "400M").model, vocab_size=260)
+    with pytest.raises(ValueError, match=r"bpe:300 .*vocab_size is 260: set .*vocab_size=300"):
+        RunConfig("a", model, replace(config, tokenizer="bpe:300"))
+    RunConfig("a", model, replace(config, tokenizer="bpe:260"))
