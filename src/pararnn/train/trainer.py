@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import time
@@ -19,7 +18,6 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from pararnn.errors import TrainingError
-from pararnn.layers import RecurrentLayer
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.lm.loss import IGNORED
 from pararnn.train import carry
@@ -29,7 +27,7 @@ from pararnn.train.config import RunConfig
 from pararnn.train.feed import make_loader, steps_of_epoch
 from pararnn.train.log import append_row
 from pararnn.train.optimiser import make_adamw, make_scheduler
-from pararnn.train.telemetry import checked
+from pararnn.train.telemetry import Bar, checked, reporting, solves
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 products a second, by a part of the device's name."""
@@ -288,20 +286,6 @@ class RunTrainer(Trainer):
                 remove_old(self.out, self.run.keep)
 
 
-class Bar(ProgressCallback):
-    """Trainer's progress bar, with the last figures beside it and nothing else."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if self.training_bar is None:
-            return
-        self.shown = getattr(self, "shown", {}) | {
-            short: f"{logs[name]:.4g}"
-            for name, short in (("loss", "loss"), ("eval_loss", "valid"))
-            if name in logs
-        }
-        self.training_bar.set_postfix(self.shown)
-
-
 def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
     """ValueError for batches and data that do not fit each other, the model or the processes."""
     at_once = config.device_batch * world
@@ -363,22 +347,6 @@ def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
     # One process is one device: with more, Trainer would take nn.DataParallel and larger batches.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
-
-
-def reporting(asked: str) -> str:
-    """Of transformers' integrations, the one that is asked for; "auto" is TensorBoard, if there."""
-    if asked != "auto":
-        return asked
-    return "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
-
-
-def solves(model: nn.Module) -> dict[str, list[int]]:
-    """Sweeps and mended columns of every recurrent layer's last call, {} where none are known."""
-    infos = [part.last_solve for part in model.modules() if isinstance(part, RecurrentLayer)]
-    known = [info for info in infos if info is not None]
-    if not known:
-        return {}
-    return {name: [int(getattr(info, name).sum()) for info in known] for name in known[0]._fields}
 
 
 @contextmanager
