@@ -13,8 +13,10 @@ from torch.utils.data import Dataset
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from lm_kinds import options
 from test_train_trainer import Packed, config, losses, same_bits, weights
 
+from pararnn.lm.config import LMConfig
 from pararnn.train import telemetry
 from pararnn.train.config import DataConfig
 from pararnn.train.feed import StepSampler, batches, make_loader, steps_of_epoch
@@ -115,6 +117,19 @@ def test_checks_of_the_solvers_are_logged_and_change_no_bit(watched, tmp_path):
         assert all(0 < part <= 1 for part in parts)
 
 
+@pytest.mark.parametrize("kind", ["lstm", "user's", "hybrid", "attention"])
+def test_any_model_is_checked_in_autocast(tmp_path, kind):
+    model = LMConfig(**options(kind))
+    asked = config(tmp_path, steps=2, verify_every=1, precision="bfloat16", model=model)
+    run_training(asked, Packed())
+    rows = [row["defect"].split() for row in read_rows(tmp_path / "log.csv") if row["defect"]]
+    recurrent = (model.mixers or ()).count("rnn")
+    assert len(rows) == (2 if recurrent else 0)
+    for row in rows:
+        assert len(row) == recurrent
+        assert all(0 < float(part) <= 1 for part in row)
+
+
 def test_random_numbers_and_records_stay(watched, monkeypatch):
     from pararnn.lm.hf import ParaRNNForCausalLM
 
@@ -186,11 +201,9 @@ def test_tensorboard_has_the_scalars(watched):
 
 
 def test_without_tensorboard_auto_is_none(monkeypatch):
-    from pararnn.train import trainer
-
-    monkeypatch.setattr(trainer.importlib.util, "find_spec", lambda name: None)
-    assert trainer.reporting("auto") == "none"
-    assert trainer.reporting("wandb") == "wandb"
+    monkeypatch.setattr(telemetry.importlib.util, "find_spec", lambda name: None)
+    assert telemetry.reporting("auto") == "none"
+    assert telemetry.reporting("wandb") == "wandb"
 
 
 def test_negative_steps_between_checks_raise(tmp_path):

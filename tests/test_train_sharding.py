@@ -14,6 +14,7 @@ pytest.importorskip("accelerate")
 
 from test_train_trainer import Packed, config, losses, same_bits, weights
 
+from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.train import checkpoints
@@ -104,6 +105,16 @@ def test_one_goes_on_from_two_and_two_from_one(runs, tmp_path):
             torch.testing.assert_close(value, expected[0][key], rtol=0, atol=2e-4, msg=key)
         for step, loss in losses(folder).items():
             assert float(loss) == pytest.approx(float(expected[1][step]), abs=2e-5)
+
+
+@pytest.mark.parametrize("kept", [b"half", None])
+def test_a_checkpoint_that_cannot_be_read_says_what_to_do(tmp_path, kept):
+    run_training(config(tmp_path, steps=3), Packed())
+    for path in (tmp_path / "checkpoint-3" / "state").iterdir():
+        path.unlink() if kept is None else path.write_bytes(kept)
+    said = r"state, the weights to go on from, cannot be read: .* Remove .*checkpoint-3, then the"
+    with pytest.raises(TrainingError, match=said):
+        run_training(config(tmp_path, steps=3), Packed())
 
 
 def go_on(out, rank):

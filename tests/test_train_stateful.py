@@ -241,7 +241,8 @@ def test_going_on_changes_no_bit(whole, tmp_path, monkeypatch, resets, step):
 
 
 def test_validation_starts_from_zero_states(whole, resets):
-    model = ParaRNNForCausalLM.from_pretrained(whole / "checkpoint-6").eval()
+    model = ParaRNNForCausalLM.from_pretrained(whole / "model").eval()
+    checkpoints.load_state(whole / "checkpoint-6", model)
     rows = torch.stack([Stream(6)[index]["input_ids"] for index in range(6)])
     nats = model(rows, labels=rows).loss.item()
     squares = model(rows).logits[:, :-1].logsumexp(-1).square().mean().item()
@@ -268,7 +269,7 @@ def test_two_ranks_are_one_and_one_goes_on_from_two(tmp_path, whole, resets):
 import sys
 sys.path[:0] = {sys.path!r}
 from test_train_stateful import *
-asked = config({str(out)!r}, steps=8, device_batch=1, resets={resets}, keep=9)
+asked = config({str(out)!r}, steps=8, device_batch=1, resets={resets}, keep=9, verify_every=4)
 run_training(asked, packed(documents={resets}))
 """)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -276,6 +277,8 @@ run_training(asked, packed(documents={resets}))
     assert done.returncode == 0, done.stderr
     for step, loss in losses(out).items():
         assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-5)
+    checks = [row for row in read_rows(out / "log.csv") if row["defect"]]
+    assert [row["step"] for row in checks] == ["4", "8"]
     for _, folder in checkpoints.checkpoints(out)[2:]:
         shutil.rmtree(folder)
     assert checkpoints.last_complete(out) == (6, out / "checkpoint-6")

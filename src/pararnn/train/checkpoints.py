@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -68,10 +69,20 @@ def remove_old(out: Path, keep: int) -> None:
         shutil.rmtree(path)
 
 
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """A process's own error in place of PyTorch's of all, which is no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+
+
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write weights and optimizer, each process its part."""
     weights, moments = get_state_dict(model, optimizer)
-    save({"model": weights, "optimizer": moments}, checkpoint_id=folder / STATE)
+    with _own_errors():
+        save({"model": weights, "optimizer": moments}, checkpoint_id=folder / STATE)
 
 
 def load_state(
@@ -80,12 +91,24 @@ def load_state(
     """Read what `save_state` wrote, on however many processes; weights only without optimizer."""
     if optimizer is None:
         weights = get_model_state_dict(model)
-        load({"model": weights}, checkpoint_id=folder / STATE)
+        _read(folder, {"model": weights})
         set_model_state_dict(model, weights)
         return
     weights, moments = get_state_dict(model, optimizer)
-    load({"model": weights, "optimizer": moments}, checkpoint_id=folder / STATE)
+    _read(folder, {"model": weights, "optimizer": moments})
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
+def _read(folder: Path, state: dict[str, Any]) -> None:
+    """Fill a state with what a checkpoint has; TrainingError where it cannot be read."""
+    try:
+        with _own_errors():
+            load(state, checkpoint_id=folder / STATE)
+    except Exception as error:
+        raise TrainingError(
+            f"{folder / STATE}, the weights to go on from, cannot be read: {error}. Remove "
+            f"{folder}, then the same command goes on from the checkpoint before"
+        ) from error
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:

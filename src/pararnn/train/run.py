@@ -43,9 +43,9 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     matplotlib is installed) and model/, as `save_pretrained` writes it. packed: the data, instead
     of what `config.data` says.
 
-    Raises MissingExtra without transformers and accelerate; TrainingError for a folder of another
-    run, for a loss that is NaN, and for files that cannot be written; ValueError for batches
-    that do not divide.
+    Raises MissingExtra without transformers and accelerate; DataError for data that cannot be used;
+    TrainingError for batches that do not divide, for a folder of another run, for a loss that is
+    NaN, and for files that cannot be read or written.
     """
     for module in ("transformers", "accelerate"):
         require(module)

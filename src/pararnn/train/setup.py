@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,9 +9,11 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
+from pararnn.errors import TrainingError
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.train.config import RunConfig
 from pararnn.train.sharding import draw_weights, shard
+from pararnn.train.telemetry import reporting
 
 
 class Tokenizer(Protocol):
@@ -43,22 +44,22 @@ class TrainingData(Protocol):
 
 
 def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
-    """ValueError for batches and data that do not fit each other, the model or the processes."""
+    """TrainingError for batches and data that do not fit each other, the model or the processes."""
     at_once = config.device_batch * world
     if config.batch % at_once:
-        raise ValueError(
+        raise TrainingError(
             f"batch must be a multiple of device_batch x processes = {config.device_batch} x "
             f"{world}, got {config.batch}"
         )
     if packed.tokenizer.vocabulary > config.model.vocab_size:
-        raise ValueError(
+        raise TrainingError(
             f"the tokenizer has {packed.tokenizer.vocabulary} ids, and model.vocab_size is "
             f"{config.model.vocab_size}: set model.vocab_size to that or more"
         )
     for name, least in (("train", config.batch), ("valid", world)):
         rows = len(getattr(packed, name))
         if rows < least:
-            raise ValueError(
+            raise TrainingError(
                 f"the {name} data has {rows} rows of {config.data.sequence_length} tokens, at "
                 f"least {least} are needed: give more text or a shorter data.sequence_length"
             )
@@ -109,10 +110,3 @@ def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
     # One process is one device: with more, Trainer would take nn.DataParallel and larger batches.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
-
-
-def reporting(asked: str) -> str:
-    """Of transformers' integrations, the one that is asked for; "auto" is TensorBoard, if there."""
-    if asked != "auto":
-        return asked
-    return "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"

@@ -1,11 +1,13 @@
-"""What is looked at every so often: whether recurrent layers obey the numerics contract."""
+"""What one looks at: the bar, reports, and what the recurrent layers' solvers do."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.trainer_callback import ProgressCallback
 
 from pararnn.layers import RecurrentLayer
 from pararnn.verify import defect
@@ -40,3 +42,33 @@ def checked(model: nn.Module, called: nn.Module, inputs: dict[str, Tensor]) -> d
         for layer, counts in zip(layers, kept, strict=True):
             layer.__dict__["counts"] = counts
     return dict(zip(NAMES, map(list, zip(*found, strict=True)), strict=True)) if found else {}
+
+
+def solves(model: nn.Module) -> dict[str, list[int]]:
+    """Sweeps and mended columns of every recurrent layer's last call, {} where none are known."""
+    infos = [part.last_solve for part in model.modules() if isinstance(part, RecurrentLayer)]
+    known = [info for info in infos if info is not None]
+    if not known:
+        return {}
+    return {name: [int(getattr(info, name).sum()) for info in known] for name in known[0]._fields}
+
+
+def reporting(asked: str) -> str:
+    """Of transformers' integrations, the one that is asked for; "auto" is TensorBoard, if there."""
+    if asked != "auto":
+        return asked
+    return "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
+
+
+class Bar(ProgressCallback):
+    """Trainer's progress bar, with the last figures beside it and nothing else."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self.training_bar is None:
+            return
+        self.shown = getattr(self, "shown", {}) | {
+            short: f"{logs[name]:.4g}"
+            for name, short in (("loss", "loss"), ("eval_loss", "valid"))
+            if name in logs
+        }
+        self.training_bar.set_postfix(self.shown)

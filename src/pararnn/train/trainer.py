@@ -17,7 +17,6 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from pararnn.errors import TrainingError
-from pararnn.layers import RecurrentLayer
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.lm.loss import IGNORED
 from pararnn.train import carry
@@ -36,7 +35,7 @@ from pararnn.train.log import append_row
 from pararnn.train.optimiser import make_adamw, make_scheduler
 from pararnn.train.setup import TrainingData, check_rows, make_arguments, make_model
 from pararnn.train.sharding import clip_gradients, launched
-from pararnn.train.telemetry import checked
+from pararnn.train.telemetry import Bar, checked, solves
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 products a second, by a part of the device's name."""
@@ -297,29 +296,6 @@ class RunTrainer(Trainer):
                 mark_complete(folder)
                 # Here and not by Trainer, which removes the old before the new is complete.
                 remove_old(self.out, self.run.keep)
-
-
-class Bar(ProgressCallback):
-    """Trainer's progress bar, with the last figures beside it and nothing else."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if self.training_bar is None:
-            return
-        self.shown = getattr(self, "shown", {}) | {
-            short: f"{logs[name]:.4g}"
-            for name, short in (("loss", "loss"), ("eval_loss", "valid"))
-            if name in logs
-        }
-        self.training_bar.set_postfix(self.shown)
-
-
-def solves(model: nn.Module) -> dict[str, list[int]]:
-    """Sweeps and mended columns of every recurrent layer's last call, {} where none are known."""
-    infos = [part.last_solve for part in model.modules() if isinstance(part, RecurrentLayer)]
-    known = [info for info in infos if info is not None]
-    if not known:
-        return {}
-    return {name: [int(getattr(info, name).sum()) for info in known] for name in known[0]._fields}
 
 
 @contextmanager
