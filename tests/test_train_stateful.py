@@ -262,6 +262,7 @@ def test_states_that_cannot_be_read_raise(whole, tmp_path, monkeypatch, resets):
         run_training(asked, packed(documents=resets))
 
 
+@pytest.mark.parametrize("resets", [True], indirect=True)  # two processes take seconds to start
 def test_two_ranks_are_one_and_one_goes_on_from_two(tmp_path, whole, resets):
     out = tmp_path / "run"
     script = tmp_path / "script.py"

@@ -116,8 +116,8 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             carried: a cache a layer, for rows in training that go on where those of an earlier step
                 ended; packed documents may be within them. Not with past_key_values.
 
-        Raises ValueError for packed documents with a cache, for padding on the right of rows
-        that a cache is to go on from, and for any with carried.
+        Raises ValueError for packed documents with a cache, for padding on the right of rows that a
+        cache is to go on from, and for a cache or a mask beside carried states.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
