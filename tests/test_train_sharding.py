@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import functools
+import json
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.train import checkpoints
-from pararnn.train.config import OptimiserConfig
-from pararnn.train.run import run_training
+from pararnn.train.config import OptimiserConfig, read_config
+from pararnn.train.recipes import RECIPES, recipe
+from pararnn.train.run import export_checkpoint, run_training
 from pararnn.train.sharding import clip_gradients, draw_weights, process_group, shard
 
 CPU = torch.device("cpu")
@@ -179,3 +181,28 @@ def test_a_process_group_of_one_is_closed_again():
             assert torch.distributed.get_world_size() == 1
         assert torch.distributed.is_initialized()
     assert not torch.distributed.is_initialized()
+
+
+def test_a_checkpoint_is_exported_before_its_run_has_ended(tmp_path):
+    asked = config(tmp_path / "run", model=LMConfig(**options("hybrid")))
+    run_training(asked, Packed())
+    same_bits(weights(export_checkpoint(tmp_path / "run")), weights(tmp_path / "run" / "model"))
+    folder = export_checkpoint(tmp_path / "run", 3, tmp_path / "three")
+    assert folder == tmp_path / "three"
+    assert (folder / "tokenizer.json").exists()
+    three, six = weights(folder), weights(tmp_path / "run" / "model")
+    assert not any(torch.equal(three[name], six[name]) for name in three)
+    assert ParaRNNForCausalLM.from_pretrained(folder).config.use_cache
+    (tmp_path / "run" / "checkpoint-6" / checkpoints.MARKER).unlink()
+    with pytest.raises(TrainingError, match=r"no complete checkpoint of step 6; it has 3$"):
+        export_checkpoint(tmp_path / "run", 6)
+    with pytest.raises(TrainingError, match=r"no three is no run's folder: it has no config\.json"):
+        export_checkpoint(tmp_path / "no three")
+
+
+def test_a_config_is_read_as_it_was_written(tmp_path):
+    for name in RECIPES:
+        asked = recipe(name)
+        assert read_config(json.loads(json.dumps(dataclasses.asdict(asked)))) == asked
+    with pytest.raises(TrainingError, match=r"config\.json is of another version: .*'speed'"):
+        read_config(dataclasses.asdict(asked) | {"speed": 1})

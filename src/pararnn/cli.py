@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -73,6 +74,15 @@ def train(
     return 0
 
 
+def export(run_folder: str, step: int | None = None, to: str | None = None) -> int:
+    """`pararnn export`: arguments as in `pararnn.train.run.export_checkpoint`."""
+    require("transformers")
+    from pararnn.train.run import export_checkpoint
+
+    print(export_checkpoint(Path(run_folder), step, None if to is None else Path(to)))
+    return 0
+
+
 def generate(model: str, **options: Any) -> int:
     """`pararnn generate`: options as in `pararnn.lm.hf.generate.stream_text`."""
     require("transformers")
@@ -99,6 +109,7 @@ def make_parser() -> Parser:
         ("demo", demo, "train a small language model, then measure and check its solver", add_demo),
         ("train", train, "train a language model by a recipe", add_train),
         ("eval", evaluate, "measure a language model on texts and tasks", add_evaluate),
+        ("export", export, "write the model of a run's checkpoint", add_export),
         ("generate", generate, "let a language model go on with a text", add_generate),
     ):
         command = commands.add_parser(
@@ -204,6 +215,20 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--out", metavar="DIR", default=ABSENT, help="the report's folder, if not eval in MODEL"
     )
+
+
+def add_export(command: argparse.ArgumentParser) -> None:
+    """The options of `pararnn export`."""
+    command.add_argument(
+        "run_folder", metavar="RUN", default=ABSENT, help="folder of a run of pararnn train"
+    )
+    command.add_argument(
+        "--step",
+        type=_count,
+        default=ABSENT,
+        help="of the checkpoint, if not the last",
+    )
+    command.add_argument("--to", metavar="DIR", default=ABSENT, help="if not RUN/model-STEP")
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:

@@ -36,9 +36,14 @@ def checkpoints(out: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.name[11:]), path) for path in names)
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint was written to its end."""
+    return (folder / MARKER).exists()
+
+
 def last_complete(out: Path) -> tuple[int, Path] | None:
     """The newest checkpoint that was written to its end."""
-    found = [(step, path) for step, path in checkpoints(out) if (path / MARKER).exists()]
+    found = [(step, path) for step, path in checkpoints(out) if is_complete(path)]
     return found[-1] if found else None
 
 
@@ -56,7 +61,7 @@ def mark_complete(folder: Path) -> None:
 
 def remove_unmarked(out: Path) -> list[Path]:
     """Remove checkpoints that were not written to their end, or not removed to it."""
-    left = [path for _, path in checkpoints(out) if not (path / MARKER).exists()]
+    left = [path for _, path in checkpoints(out) if not is_complete(path)]
     for path in left:
         shutil.rmtree(path)
     return left

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
 from pararnn.train.tokenizer import size_of
 
@@ -126,3 +129,21 @@ class RunConfig:
                 f"data.tokenizer={self.data.tokenizer} may have as many ids, and model.vocab_size "
                 f"is {self.model.vocab_size}: set model.vocab_size={size}"
             )
+
+
+def read_config(record: Mapping[str, Any]) -> RunConfig:
+    """The config that a run's config.json holds.
+
+    Raises TrainingError for keys that this version does not know.
+    """
+    try:
+        model = dict(record["model"])
+        model["mixers"] = tuple(model["mixers"])
+        parts = {
+            "model": LMConfig(**model),
+            "data": DataConfig(**record["data"]),
+            "optimiser": OptimiserConfig(**record["optimiser"]),
+        }
+        return RunConfig(**{**record, **parts})
+    except (KeyError, TypeError) as error:
+        raise TrainingError(f"the run's config.json is of another version: {error}") from error

@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Any
 from pararnn.errors import TrainingError
 from pararnn.extras import require
 from pararnn.train.checkpoints import (
+    checkpoints,
+    is_complete,
     last_complete,
     load_state,
     remove_unmarked,
     whole_weights,
     writing,
 )
-from pararnn.train.config import RunConfig
+from pararnn.train.config import RunConfig, read_config
 from pararnn.train.log import forget_after, read_rows
 from pararnn.train.plot import plot_rows
 
 if TYPE_CHECKING:
+    from pararnn.lm.hf import ParaRNNForCausalLM
     from pararnn.train.setup import TrainingData
     from pararnn.train.trainer import RunTrainer
 
@@ -35,13 +38,16 @@ FIXED = ("model", "data", "optimiser", "batch", "seed")
 FREE = ("data.cache",)
 """What may change of it."""
 
+TOKENIZER = "tokenizer"
+"""The folder in a run's folder with its tokenizer."""
+
 
 def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     """Train, or go on from the last complete checkpoint in `config.out`; the model's folder.
 
-    The run's folder gets config.json, log.csv, checkpoint-N, and at the end curves.png (where
-    matplotlib is installed) and model/, as `save_pretrained` writes it. packed: the data, instead
-    of what `config.data` says.
+    The run's folder gets config.json, tokenizer, log.csv, checkpoint-N, and at the end curves.png
+    (where matplotlib is installed) and model/, as `save_pretrained` writes it. packed: the data,
+    instead of what `config.data` says.
 
     Raises MissingExtra without transformers and accelerate; DataError for data that cannot be used;
     TrainingError for batches that do not divide, for a folder of another run, for a loss that is
@@ -62,7 +68,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
         first = trainer.is_world_process_zero()
         if first:
             with writing(out / "config.json", out):
-                open_folder(config, out)
+                open_folder(config, data, out)
         trainer.accelerator.wait_for_everyone()
         found = last_complete(out)
         step, checkpoint = found if found else (0, None)
@@ -84,9 +90,11 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     return out / "model"
 
 
-def open_folder(config: RunConfig, out: Path) -> None:
+def open_folder(config: RunConfig, packed: TrainingData, out: Path) -> None:
     """Make a run's folder, or make one ready to go on from."""
     out.mkdir(parents=True, exist_ok=True)
+    with beside(out / TOKENIZER) as new:
+        packed.tokenizer.save(new)
     write_beside(out / "config.json", json.dumps(asdict(config), indent=1) + "\n")
     for path in remove_unmarked(out):
         print(f"{path} was not written to its end: removed")
@@ -117,18 +125,63 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def export(trainer: RunTrainer, packed: TrainingData, folder: Path) -> None:
-    """Write the model and its tokenizer, beside and renamed."""
+    """Write the trained model and its tokenizer, from all processes."""
     state = whole_weights(trainer.own_model)
     if trainer.is_world_process_zero():
-        model = trainer.own_model
-        model.config.use_cache = True  # which Trainer turns off
-        beside = folder.with_name(folder.name + ".new")
-        shutil.rmtree(beside, ignore_errors=True)
-        model.save_pretrained(beside, state_dict=state)
-        packed.tokenizer.save(beside)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(beside, folder)
+        with beside(folder) as new:
+            write_model(trainer.own_model, state, new)
+            packed.tokenizer.save(new)
+
+
+def export_checkpoint(out: Path, step: int | None = None, folder: Path | None = None) -> Path:
+    """Write the model of a checkpoint as `save_pretrained` does, with its tokenizer; the folder.
+
+    Args:
+        out: a run's folder, whichever number of processes it ran on; the run need not have ended.
+        step: of the checkpoint; None is the last complete one.
+        folder: where to; None is out/model-STEP.
+
+    Raises TrainingError where there is no such run or checkpoint, or it cannot be read or written.
+    """
+    from pararnn.train.setup import bare_model
+    from pararnn.train.sharding import process_group
+
+    path = out / "config.json"
+    if not path.is_file():
+        raise TrainingError(f"{out} is no run's folder: it has no config.json")
+    complete = {at: where for at, where in checkpoints(out) if is_complete(where)}
+    if step is None:
+        step = max(complete, default=None)
+    if step not in complete:
+        steps = ", ".join(map(str, complete)) or "none"
+        raise TrainingError(f"{out} has no complete checkpoint of step {step}; it has {steps}")
+    config = read_config(json.loads(path.read_text(encoding="utf-8")))
+    folder = folder or out / f"model-{step}"
+    with quiet(), process_group():
+        model = bare_model(config).to_empty(device="cpu")
+        load_state(complete[step], model)
+        with writing(folder, out), beside(folder) as new:
+            write_model(model, model.state_dict(), new)
+            shutil.copytree(out / TOKENIZER, new, dirs_exist_ok=True)
+    return folder
+
+
+def write_model(model: ParaRNNForCausalLM, state: dict[str, Any], folder: Path) -> None:
+    """Write weights and config for use, not for training."""
+    model.config.use_cache = True  # which Trainer turns off
+    model.save_pretrained(folder, state_dict=state)
+
+
+@contextmanager
+def beside(folder: Path) -> Iterator[Path]:
+    """A new folder that takes a folder's place when all has been written into it."""
+    new = folder.with_name(folder.name + ".new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    yield new
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(new, folder)
 
 
 def write_beside(path: Path, text: str) -> None:

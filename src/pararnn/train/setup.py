@@ -65,12 +65,15 @@ def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
             )
 
 
-def make_model(config: RunConfig, device: torch.device) -> ParaRNNForCausalLM:
-    """The config's model, its weights drawn by the config's seed, in float32."""
+def bare_model(config: RunConfig) -> ParaRNNForCausalLM:
+    """The config's model on the meta device: no weights yet."""
     with torch.device("meta"):
-        model = ParaRNNForCausalLM(
-            ParaRNNConfig.of_lm(config.model, z_loss=config.optimiser.z_loss)
-        )
+        return ParaRNNForCausalLM(ParaRNNConfig.of_lm(config.model, z_loss=config.optimiser.z_loss))
+
+
+def make_model(config: RunConfig, device: torch.device) -> ParaRNNForCausalLM:
+    """The config's model, spread over processes, its weights drawn by the config's seed."""
+    model = bare_model(config)
     dtype = torch.bfloat16 if config.precision == "bfloat16" else None
     shard(model, device, dtype=dtype, reshard=config.reshard)
     draw_weights(model, device, config.seed)
