@@ -30,7 +30,8 @@ FLOW = [
     ["contract"],
     ["verify", "explain", "adapt"],
     ["autotune"],
-    ["lm", "tasks"],
+    ["lm"],
+    ["tasks"],
     ["train"],
     ["cli"],
 ]

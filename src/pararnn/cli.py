@@ -1,4 +1,4 @@
-"""The command line: `pararnn demo`, `pararnn train` and `pararnn generate`."""
+"""The command line: `pararnn demo`, `pararnn train`, `pararnn generate` and `pararnn tasks`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from pararnn.cells import CELLS
 from pararnn.errors import PararnnError
 from pararnn.extras import require
+from pararnn.tasks.commands import add_actions, arranged, tasks
 from pararnn.train import DemoConfig, run_demo
 from pararnn.train.overrides import printed, resolved
 from pararnn.train.recipes import RECIPES, recipe, summary
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"]:  # argparse takes no flag between the recipe and its keys
         arguments[1:] = sorted(arguments[1:], key=lambda text: not text.startswith("-"))
+    elif arguments[:2] == ["tasks", "run"]:
+        arguments[2:] = arranged(arguments[2:])
     options = vars(parser.parse_args(arguments))
     run: Callable[..., int] = options.pop("run")
     try:
@@ -89,6 +92,7 @@ def make_parser() -> Parser:
         ("demo", demo, "train a small language model, then measure and check its solver", add_demo),
         ("train", train, "train a language model by a recipe", add_train),
         ("generate", generate, "let a language model go on with a text", add_generate),
+        ("tasks", tasks, "train small models on synthetic tasks", add_tasks),
     ):
         command = commands.add_parser(
             name,
@@ -178,6 +182,11 @@ def add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dtype", choices=DTYPES, default=ABSENT, help="of the weights, if not as they are stored"
     )
+
+
+def add_tasks(command: argparse.ArgumentParser) -> None:
+    """The options of `pararnn tasks`."""
+    add_actions(command, _device)
 
 
 def _device(text: str) -> str:

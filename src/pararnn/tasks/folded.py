@@ -59,9 +59,8 @@ def _bounds(model: TaskModel) -> dict[str, float]:
         if isinstance(layer, RecurrentLayer) and layer.recurrent_clip is not None
         for weight in layer.recurrent_parameters()
     }
-    return {
-        name: bounds[id(weight)] for name, weight in model.named_parameters() if id(weight) in bounds
-    }
+    named = model.named_parameters()
+    return {name: bounds[id(weight)] for name, weight in named if id(weight) in bounds}
 
 
 def make_folded(
@@ -100,4 +99,4 @@ def accuracies(model: FoldedModel, task: Task, rows: int, *seed: int) -> list[fl
         found = task.right(model(batch.inputs, shared=True), batch.targets) & batch.judged
         right += found.sum((1, 2))
         judged += batch.judged.sum()
-    return (right / judged).tolist()
+    return (right.double() / judged).tolist()

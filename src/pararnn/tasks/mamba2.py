@@ -24,7 +24,7 @@ class Mamba2(Mixer):
     y = C S + D x; the result is V norm(y silu(z)). `bare` is the recurrence alone: no convolution
     with its silu, no gate, norm or V. Parameters start as transformers' Mamba2 has them, whose
     block has a norm of its own in front: with it the full block has the published number of
-    parameters. (The bare one's is 1,200 below the published one, which no reading here explains.)
+    parameters. (The bare one's is 700 below the published one, which no reading here explains.)
     """
 
     scales_residual = True
@@ -41,7 +41,7 @@ class Mamba2(Mixer):
         self.norm = None if bare else nn.RMSNorm(width, eps=1e-5)
         self.out_proj = nn.Identity() if bare else nn.Linear(width, width, bias=False)
         step = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1)))
-        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus gives the step
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus undoes it
         self.a_log = nn.Parameter(torch.arange(1.0, heads + 1).log())
         self.skip = nn.Parameter(torch.ones(heads))
 
@@ -62,8 +62,10 @@ class Mamba2(Mixer):
 
 
 def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """y_t = C_t S_t with S_t = exp(decay_t) S_(t-1) + B_t x_t: x (B, T, H, P), decay (B, T, H), b and
-    c (B, T, N). Within chunks of time by products, as attention; from chunk to chunk by a loop.
+    """y_t = C_t S_t with S_t = exp(decay_t) S_(t-1) + B_t x_t.
+
+    x (B, T, H, P), decay (B, T, H), b and c (B, T, N), y as x. Within chunks
+    of time by products, as attention; from chunk to chunk by a loop.
     """
     steps = x.shape[1]
     size = min(steps, CHUNK)

@@ -28,9 +28,10 @@ class ModelConfig:
 
     mixer: a cell's name or import path ("package.module:Class"), or a name in `MIXERS`. width,
     heads, conv: channels, heads, and taps of the convolution. state: of Mamba2. layers: norms and
-    mixers, one behind the other. bare: the cell alone instead of the full block, without a residual.
-    positions: whether fixed sinusoids are added. clip: the bound of recurrent weights. norm_weights:
-    whether the norms outside the mixers have weights. solver, backend: as in `pararnn.solve`.
+    mixers, one behind the other. bare: the cell alone instead of the full block, without a
+    residual. positions: whether fixed sinusoids are added. clip: the bound of recurrent weights.
+    norm_weights: whether the norms outside the mixers have weights. solver, backend: as in
+    `pararnn.solve`.
     """
 
     mixer: str = "gru"

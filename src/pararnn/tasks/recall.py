@@ -47,9 +47,9 @@ class MQAR(Task):
     """Multiple-query associative recall: pairs of key and value, then keys among noise.
 
     At every later key its value is asked for. The paper leaves open what kappa is, and how keys,
-    values and noise share the vocabulary. Here kappa is the number of pairs, of different keys; keys
-    are the vocabulary's first quarter, noise its second, values its second half; and each place
-    behind the pairs holds noise with a chance of `noise`, else one of the keys.
+    values and noise share the vocabulary. Here kappa is the number of pairs, of different keys;
+    keys are the vocabulary's first quarter, noise its second, values its second half; and each
+    place behind the pairs holds noise with a chance of `noise`, else one of the keys.
     """
 
     kappa: int = 2

@@ -122,9 +122,9 @@ class WordProblem(Task):
 class Dyck(Task):
     """Brackets of `kinds` kinds, at most `depth` deep: which kind is the innermost open one?
 
-    Symbols are openings 0 to kinds - 1, then the closings in the same order; class `kinds` says that
-    none is open. A bracket opens or closes with even odds where both are possible. Judged at every
-    position.
+    Symbols are openings 0 to kinds - 1, then the closings in the same order; class `kinds` says
+    that none is open. A bracket opens or closes with even odds where both are possible. Judged at
+    every position.
     """
 
     kinds: int = 2
