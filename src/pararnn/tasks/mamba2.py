@@ -22,9 +22,9 @@ class Mamba2(Mixer):
 
     z, x, B, C, dt = W u; x, B, C = silu(conv(x, B, C)); by heads, S_t = exp(dt A) S_(t-1) + dt B x,
     y = C S + D x; the result is V norm(y silu(z)). `bare` is the recurrence alone: no convolution
-    with its silu, no gate, norm or V. Parameters start as transformers' Mamba2 has them, whose
+    with its silu, no gate, norm or V. dt, A and D start as in transformers' Mamba2, whose
     block has a norm of its own in front: with it the full block has the published number of
-    parameters. (The bare one's is 700 below the published one, which no reading here explains.)
+    parameters. (The bare one has 1,160 fewer than published, which no reading here explains.)
     """
 
     scales_residual = True

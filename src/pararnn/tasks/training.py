@@ -166,9 +166,9 @@ class Stepper:
         taken = self.order.index_select(1, place + self.lane)
         batch = Batch(*(part[taken] for part in self.data))
         each = losses(self.task, self.model(batch.inputs), batch)
-        weights = list(self.model.weights.values())
-        for weight, grad in zip(weights, torch.autograd.grad(each.sum(), weights), strict=True):
-            weight.grad = grad
+        # Not autograd.grad: backward gives gradients their weights' strides, as fused AdamW wants.
+        self.optimizer.zero_grad(set_to_none=True)
+        each.sum().backward()
         fallen = torch.cos(self.done * (math.pi / self.config.steps))
         self.lr.copy_(self.config.lr / 2 * (1 + fallen))
         self.optimizer.step()
