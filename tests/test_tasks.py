@@ -11,7 +11,7 @@ from pararnn.tasks import TASKS, Task, generator_of, task_of
 
 def check_keep(task, row, answers):
     start = task.n if task.judge == "all" else task.length
-    return {t: row[task.n - 1] for t in range(start - 1, task.length)}
+    return dict.fromkeys(range(start - 1, task.length), row[task.n - 1])
 
 
 def check_parity(task, row, answers):
@@ -23,7 +23,9 @@ def check_mqar(task, row, answers):
     pairs = {}
     for index in range(task.kappa):
         key, value = row[2 * index], row[2 * index + 1]
-        assert key not in pairs and key < 32 and 64 <= value < 128
+        assert key not in pairs
+        assert key < 32
+        assert 64 <= value < 128
         pairs[key] = value
     rest = row[2 * task.kappa :]
     assert all(token in pairs or 32 <= token < 64 for token in rest)
@@ -86,7 +88,8 @@ def check_copying(task, row, answers):
 
 def check_adding(task, row, answers):
     marked = [t for t, (_, mark) in enumerate(row) if mark]
-    assert len(marked) == 2 and marked[0] < task.length // 2 <= marked[1]
+    assert len(marked) == 2
+    assert marked[0] < task.length // 2 <= marked[1]
     assert all(0 <= number <= 1 and mark in (0, 1) for number, mark in row)
     return {task.length - 1: pytest.approx(sum(row[t][0] for t in marked), abs=1e-6)}
 
@@ -147,7 +150,8 @@ def test_draws_depend_on_the_seed_only(name):
     assert not torch.equal(one.inputs, other.inputs)
     if not task.features:
         assert one.inputs.unique().numel() <= task.symbols
-        assert one.inputs.max() < task.symbols and one.targets.max() < task.classes
+        assert one.inputs.max() < task.symbols
+        assert one.targets.max() < task.classes
 
 
 # What the best constant answer reaches, by hand; None: no simple formula.

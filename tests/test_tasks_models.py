@@ -240,12 +240,15 @@ def test_the_best_validation_is_kept_and_training_stops():
     options = TrainConfig(seeds=2, rows=256, steps=400, every=20, validation=100, lr=0.03)
     model = make_folded(task, config, (0, 1), "cpu")
     found = train(model, task, options)
-    assert not found.capped and found.steps < 400
-    assert max(found.history[-1][2]) == 1 and found.history[-1][0] == found.steps
+    assert not found.capped
+    assert found.steps < 400
+    assert max(found.history[-1][2]) == 1
+    assert found.history[-1][0] == found.steps
     top = [max(each[2][seed] for each in found.history) for seed in range(2)]
     assert accuracies(model, task, 100, 0, 1) == top
     short = train(make_folded(task, config, (0,), "cpu"), task, replace(options, seeds=1, steps=25))
-    assert short.capped and [each[0] for each in short.history] == [20, 25]
+    assert short.capped
+    assert [each[0] for each in short.history] == [20, 25]
     hasty = replace(options, seeds=1, seconds=1e-9, stop="never")
     assert train(make_folded(task, config, (0,), "cpu"), task, hasty).steps == 20
 
