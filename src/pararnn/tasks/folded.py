@@ -24,7 +24,7 @@ class FoldedModel:
     """
 
     def __init__(self, models: Sequence[TaskModel], device: torch.device | str) -> None:
-        weights, self.buffers = stack_module_state(list(models))  # type: ignore[arg-type]
+        weights, self.buffers = stack_module_state(list(models))
         self.base = models[0].to(device)
         self.weights: dict[str, Tensor] = {
             name: weight.detach().to(device).requires_grad_() for name, weight in weights.items()

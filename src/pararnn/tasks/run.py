@@ -25,7 +25,7 @@ COMMIT = "PARARNN_COMMIT"
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class TaskRun:
     """A run: task_name, as results are called by, and the task; the model; its training.
 
     test: sequences that accuracies are taken on. lengths: further ones to test at, on
@@ -59,7 +59,7 @@ def configured(
     *,
     lengths: Sequence[int] = (),
     **options: Any,
-) -> RunConfig:
+) -> TaskRun:
     """The paper's config of a task and a mixer, with other values by `overrides`.
 
     These are texts "key=value" for fields of the run, its training, its model or its task: "steps=
@@ -80,7 +80,7 @@ def configured(
         need(bool(owner), f"there is no key {key!r}; keys are {known}")
         changes[owner[0]][key] = _read(key, text, kinds[owner[0]][key])
     made = {part: replace(record, **changes[part]) for part, record in records.items()}
-    return RunConfig(name, **made, **changes["run"], lengths=tuple(lengths), **options)
+    return TaskRun(name, **made, **changes["run"], lengths=tuple(lengths), **options)
 
 
 def _kinds(record: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _read(key: str, text: str, kind: Any) -> Any:
         raise ValueError(f"{key} must be of type {kind.__name__}, got {text!r}") from None
 
 
-def run_task(config: RunConfig, report: Report | None = None) -> dict[str, Any]:
+def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
     """Train, test, and say what came out, as JSON values.
 
     accuracies: on the test set, of each seed; best: the largest. capped: training ended before a
@@ -138,7 +138,7 @@ def run_task(config: RunConfig, report: Report | None = None) -> dict[str, Any]:
     }
 
 
-def _by_length(model: FoldedModel, config: RunConfig) -> dict[str, list[float]]:
+def _by_length(model: FoldedModel, config: TaskRun) -> dict[str, list[float]]:
     rows, seed = config.length_rows, config.train.data
     return {
         str(length): accuracies(model, config.task.at(length), rows, seed, TEST, length)
@@ -150,7 +150,7 @@ def _device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
 
 
-def result_name(config: RunConfig) -> str:
+def result_name(config: TaskRun) -> str:
     """A file name without its ending: task, mixer, and layers if there are several."""
     mixer = config.model.mixer.replace(":", "-")
     layers = config.model.layers
@@ -158,7 +158,7 @@ def result_name(config: RunConfig) -> str:
 
 
 def run_all(
-    configs: Sequence[RunConfig], out: Path, say: Callable[[str], None] = print
+    configs: Sequence[TaskRun], out: Path, say: Callable[[str], None] = print
 ) -> list[Path]:
     """Run one config after the other, each result a JSON file in `out`; those that exist stay."""
     out.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def said(result: Mapping[str, Any]) -> str:
 class _Bar:
     """A progress bar on a terminal, nothing elsewhere."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: TaskRun) -> None:
         self.bar: Any = None
         if sys.stderr.isatty():
             train = config.train
