@@ -62,23 +62,23 @@ def configured(
 ) -> TaskRun:
     """The paper's config of a task and a mixer, with other values by `overrides`.
 
-    These are texts "key=value" for fields of the run, its training, its model or its task: "steps=
-    1000", "clip=none", "n=3". Raises ValueError for unknown keys and impossible values.
+    These are texts "key=value" for fields of the task, the model, its training and the run, such as
+    "n=3", "clip=none", "steps=1000", "test=100". Raises ValueError for unknown keys and impossible
+    values.
     """
     task = task_of(name)
     how = {key: getattr(task, key) for key in ("bare", "positions", "clip", "norm_weights")}
     model = ModelConfig(mixer=mixer, **how)
     records: dict[str, Any] = {"task": task, "model": model, "train": TrainConfig()}
-    changes: dict[str, dict[str, Any]] = {part: {} for part in (*records, "run")}
+    kinds = {part: _kinds(record) for part, record in records.items()}
+    kinds["run"] = dict.fromkeys(("test", "length_rows"), int)
+    owners = {key: part for part, known in kinds.items() for key in known}
+    changes: dict[str, dict[str, Any]] = {part: {} for part in kinds}
     for override in overrides:
         key, equals, text = (piece.strip() for piece in override.partition("="))
         need(bool(equals), f"{override!r} is no key=value, such as steps=1000")
-        kinds = {part: _kinds(record) for part, record in records.items()}
-        kinds["run"] = dict.fromkeys(("test", "length_rows"), int)
-        owner = [part for part, known in kinds.items() if key in known]
-        known = ", ".join(key for part in kinds.values() for key in part)
-        need(bool(owner), f"there is no key {key!r}; keys are {known}")
-        changes[owner[0]][key] = _read(key, text, kinds[owner[0]][key])
+        need(key in owners, f"there is no key {key!r}; keys are {', '.join(owners)}")
+        changes[owners[key]][key] = _read(key, text, kinds[owners[key]][key])
     made = {part: replace(record, **changes[part]) for part, record in records.items()}
     return TaskRun(name, **made, **changes["run"], lengths=tuple(lengths), **options)
 
@@ -157,8 +157,13 @@ def result_name(config: TaskRun) -> str:
     return f"{config.task_name}-{mixer}" + (f"-{layers}-layers" if layers > 1 else "")
 
 
+def at_once(line: str) -> None:
+    """Print a line without waiting for more: runs take long."""
+    print(line, flush=True)
+
+
 def run_all(
-    configs: Sequence[TaskRun], out: Path, say: Callable[[str], None] = print
+    configs: Sequence[TaskRun], out: Path, say: Callable[[str], None] = at_once
 ) -> list[Path]:
     """Run one config after the other, each result a JSON file in `out`; those that exist stay."""
     out.mkdir(parents=True, exist_ok=True)

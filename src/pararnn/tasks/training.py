@@ -141,7 +141,10 @@ class Stepper:
         )
         self.epoch_steps = config.rows // config.batch
         self.count = 0
-        self.run = self._captured() if device.type == "cuda" else self._step
+        self.run: Callable[[], None] = self._step
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self.run = self._captured()
 
     def __call__(self) -> None:
         epoch, place = divmod(self.count, self.epoch_steps)
@@ -177,6 +180,7 @@ class Stepper:
         self.done += 1
 
     def _captured(self) -> Callable[[], None]:
+        """A step as a graph; what capturing it did to weights and optimizer is undone."""
         before = [weight.detach().clone() for weight in self.model.weights.values()]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
