@@ -12,7 +12,7 @@ from pararnn.lm.cache import LayerCache
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.mixers import Mixer
 from pararnn.lm.rows import Rows
-from pararnn.parameters import draw_anew
+from pararnn.parameters import Draw, draw_anew
 
 CHUNK = 128
 
@@ -59,6 +59,10 @@ class Mamba2(Mixer):
         if self.norm is not None and self.gate_proj is not None:
             y = self.norm(y * F.silu(self.gate_proj(x)))
         return self.out_proj(y)
+
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """None: its parts have started by themselves."""
+        return {}
 
 
 def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:

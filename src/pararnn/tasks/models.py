@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import Mixer, input_draw, make_mixer, rotary_tables
 from pararnn.lm.rows import Rows
-from pararnn.parameters import draw, draw_anew
+from pararnn.parameters import Draw, draw, draw_anew
 from pararnn.tasks.base import Task, need
 from pararnn.tasks.mamba2 import Mamba2
 
@@ -77,6 +78,10 @@ class BareCell(Mixer):
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         return self.rnn(x, fields=self.fields)[0]
 
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """None: its parts have started by themselves."""
+        return {}
+
 
 class TransformerLayer(Mixer):
     """Attention with biases and an MLP d to d to d, each behind a norm and beside a residual.
@@ -103,6 +108,10 @@ class TransformerLayer(Mixer):
         later = torch.ones(steps, steps, dtype=torch.bool, device=x.device).triu(1)
         scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(later, -math.inf)
         return self.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """None: its parts have started by themselves."""
+        return {}
 
     def after(self, x: Tensor) -> Tensor:
         """The MLP, on the residual stream."""
@@ -165,9 +174,10 @@ class TaskModel(nn.Module):
         )
         self.head = nn.Linear(width, task.classes, bias=learned)
         draw_anew(self.head, {"weight": input_draw(width)})
-        for layer, mixer in enumerate(self.mixers):
-            if isinstance(mixer, Mixer) and config.mixer not in ("mamba2", "transformer"):
-                _draw(mixer, layer)
+        for layer, mixer in enumerate(cast(list[Mixer], list(self.mixers))):
+            for name, how in mixer.draws(layer).items():
+                owner, _, part = name.rpartition(".")
+                draw_anew(mixer.get_submodule(owner), {part: how})
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.embed(inputs)
@@ -194,15 +204,6 @@ class TaskModel(nn.Module):
                 mixed = mixed + x
             x = mixer.after(mixed) if isinstance(mixer, TransformerLayer) else mixed
         return self.head(self.norms[-1](x))
-
-
-def _draw(mixer: Mixer, layer: int) -> None:
-    """As the language models' blocks start; a bare cell as its layer does."""
-    if isinstance(mixer, BareCell):
-        return
-    for name, how in mixer.draws(layer).items():
-        owner, _, own = name.rpartition(".")
-        draw_anew(mixer.get_submodule(owner), {own: how})
 
 
 def sinusoids(places: Tensor, width: int) -> Tensor:
