@@ -249,6 +249,10 @@ def test_the_best_validation_is_kept_and_training_stops():
     short = train(make_folded(task, config, (0,), "cpu"), task, replace(options, seeds=1, steps=25))
     assert short.capped
     assert [each[0] for each in short.history] == [20, 25]
+    patient = replace(options, steps=300, stop="never")
+    whole = train(make_folded(task, config, (0, 1), "cpu"), task, patient)
+    assert whole.steps == 300
+    assert not whole.capped
     hasty = replace(options, seeds=1, seconds=1e-9, stop="never")
     assert train(make_folded(task, config, (0,), "cpu"), task, hasty).steps == 20
 

@@ -29,7 +29,8 @@ class TrainConfig:
     the number of the data, which all seeds share. rows: training sequences; fresh: new ones every
     epoch. steps: at most so many, over which the learning rate falls as a cosine; seconds: at most
     so long. every: steps between validations, each on `validation` sequences. stop: training ends
-    when a validation finds no error by "any" seed, by "all", or "never".
+    when a validation finds no error by "any" seed, by "all", or "never". graph: on CUDA, whether a
+    step is one captured graph, or kernels that Python launches one by one.
     """
 
     seeds: int = 3
@@ -45,6 +46,7 @@ class TrainConfig:
     every: int = 1250
     validation: int = 1000
     stop: str = "any"
+    graph: bool = True
 
     def __post_init__(self) -> None:
         for name in ("seeds", "rows", "batch", "steps", "every", "validation"):
@@ -62,8 +64,9 @@ STOPS: dict[str, Callable[[list[bool]], bool]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training took: steps and seconds, whether it ended before the paper's would have, and
-    the validations, (step, a loss a seed, an accuracy a seed) each."""
+    """What a training took: steps and seconds; capped, whether it ended before a seed was right
+    throughout and before the paper's last step; the validations, (step, a loss a seed, an accuracy
+    a seed) each."""
 
     steps: int
     seconds: float
@@ -98,12 +101,13 @@ def train(
         better = [new > old for new, old in zip(found, top, strict=True)]
         top = [max(pair) for pair in zip(found, top, strict=True)]
         _keep(best, model.weights, better)
-        solved = STOPS[config.stop]([accuracy == 1 for accuracy in top])
+        right = [accuracy == 1 for accuracy in top]
         late = config.seconds is not None and time.monotonic() - begin >= config.seconds
-        if solved or late or done == config.steps:
+        if STOPS[config.stop](right) or late or done == config.steps:
             break
     _keep(model.weights, best, [True] * len(model))
-    return Trained(done, time.monotonic() - begin, not solved and done < PAPER_STEPS, history)
+    capped = not any(right) and done < PAPER_STEPS
+    return Trained(done, time.monotonic() - begin, capped, history)
 
 
 @torch.no_grad()
@@ -142,7 +146,7 @@ class Stepper:
         self.epoch_steps = config.rows // config.batch
         self.count = 0
         self.run: Callable[[], None] = self._step
-        if device.type == "cuda":
+        if device.type == "cuda" and config.graph:
             with torch.cuda.device(device):
                 self.run = self._captured()
 
