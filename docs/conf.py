@@ -32,7 +32,7 @@ napoleon_custom_sections = [("Class attributes", "params_style")]
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|transformers|nn|collections|typing|dataclasses|abc|pathlib)\..*"),
     # Sphinx cuts this at its comma where a signature holds a default such as <factory>.
-    (r"py:class", r"tuple\[str"),
+    (r"py:class", r"tuple\[(str|int)"),
     (r"py:class", r"Tensor|Optimizer|RemovableHandle|Any|ClassVar|Path|TrainingData"),
 ]
 

@@ -41,13 +41,53 @@ def test_forward_mode(case, pair):
     assert torch.allclose(pushed, (grad * tangent).sum(), rtol=1e-10)
 
 
-def test_vmap(case, pair):
+@pytest.mark.parametrize("heads", [1, 2])
+def test_vmap(case, pair, heads):
     many = torch.randn(3, *case.gates.shape, dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match=r"vmap.*solver='sequential'"):
-        torch.func.vmap(lambda g: _loss(case, g, pair))(many)
-    mapped = torch.func.vmap(lambda g: _loss(case, g, PLAIN))(many)
+    many = many.unflatten(-1, (heads, -1)) if heads > 1 else many
+    mapped = torch.func.vmap(lambda g: _loss(case, g, pair))(many)
     single = torch.stack([_loss(case, g, pair) for g in many])
     assert torch.allclose(mapped, single, rtol=1e-11)
+    with pytest.raises(NotImplementedError, match=r"vmap.*gradient.*solver='sequential'"):
+        torch.func.vmap(torch.func.grad(lambda g: _loss(case, g, pair)))(many)
+
+
+@pytest.mark.parametrize("name", ["lstm", "slstm", "lrc"])
+def test_vmap_over_weights(name, pair):
+    """Stacked layers are separate ones, with their gradients; fields and states too."""
+    cell_class = pararnn.CELLS[name]
+    options = {"num_heads": 2, "solver": pair[0], "backend": pair[1], "dtype": torch.float64}
+    layers = [pararnn.RecurrentLayer(cell_class, 4, 6, **options) for _ in range(3)]
+    stacked, _ = torch.func.stack_module_state(layers)
+    x = torch.randn(3, 2, 15, 4, dtype=torch.float64)
+    start = tuple(torch.randn(2, 6, dtype=torch.float64) for _ in cell_class.states)
+    start = start if len(start) > 1 else start[0]
+    fields = {field: torch.rand(2, 15, dtype=torch.float64) for field in cell_class.fields}
+
+    def loss(layer, weights, rows):
+        call = torch.func.functional_call
+        output, final = call(layer, weights, (rows, start), {"fields": fields})
+        return (output * output.cos()).sum() + torch.stack(tuple(final)).square().sum()
+
+    losses = torch.func.vmap(lambda weights, rows: loss(layers[0], weights, rows))(stacked, x)
+    losses.sum().backward()
+    for index, layer in enumerate(layers):
+        alone = loss(layer, dict(layer.named_parameters()), x[index])
+        alone.backward()
+        assert torch.allclose(losses[index], alone, rtol=1e-12)
+        for key, weight in layer.named_parameters():
+            assert torch.allclose(stacked[key].grad[index], weight.grad, rtol=1e-9), key
+
+
+def test_vmap_says_what_it_cannot():
+    dense = make_case(pararnn.DenseGRUCell, torch.float64, 6, "initial")
+    asked = {"solver": "newton", "backend": "torch"}
+    with pytest.raises(NotImplementedError, match=r"mixes channels.*solver='sequential'"):
+        torch.func.vmap(lambda g: pararnn.solve(dense.cell, g, **asked)[0])(dense.gates[None])
+    cell, gates = pararnn.GRUCell(4), torch.randn(2, 1, 6, 3, 4)
+    starts = torch.zeros(2, 1, 6, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match=r"sequences start.*solver='sequential'"):
+        torch.func.vmap(lambda g, r: pararnn.solve(cell, g, reset=r, **asked)[0])(gates, starts)
 
 
 def test_func_grad(case, pair):

@@ -1,4 +1,4 @@
-"""The command line: `pararnn demo`, `train`, `eval` and `generate`."""
+"""The command line: `pararnn demo`, `train`, `eval`, `export`, `generate` and `tasks`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pararnn.cells import CELLS
 from pararnn.errors import PararnnError
 from pararnn.evaluation.paper import PRESETS
 from pararnn.extras import require
+from pararnn.tasks.commands import add_actions, arranged, tasks
 from pararnn.train import DemoConfig, run_demo
 from pararnn.train.overrides import printed, resolved
 from pararnn.train.recipes import RECIPES, recipe, summary
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"]:  # argparse takes no flag between the recipe and its keys
         arguments[1:] = sorted(arguments[1:], key=lambda text: not text.startswith("-"))
+    elif arguments[:2] == ["tasks", "run"]:
+        arguments[2:] = arranged(arguments[2:])
     options = vars(parser.parse_args(arguments))
     run: Callable[..., int] = options.pop("run")
     try:
@@ -111,6 +114,7 @@ def make_parser() -> Parser:
         ("eval", evaluate, "measure a language model on texts and tasks", add_evaluate),
         ("export", export, "write the model of a run's checkpoint", add_export),
         ("generate", generate, "let a language model go on with a text", add_generate),
+        ("tasks", tasks, "train small models on synthetic tasks", add_tasks),
     ):
         command = commands.add_parser(
             name,
@@ -262,6 +266,11 @@ def add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dtype", choices=DTYPES, default=ABSENT, help="of the weights, if not as they are stored"
     )
+
+
+def add_tasks(command: argparse.ArgumentParser) -> None:
+    """The options of `pararnn tasks`."""
+    add_actions(command, _device)
 
 
 def _device(text: str) -> str:

@@ -44,7 +44,8 @@ def apply_engine(
 
     `split`: what is asked of an engine that cuts time, in both passes.
     `output_only` marks the sequences of all states but the first as carrying no gradient. Raises
-    NotImplementedError for vmap, forward-mode and second derivatives, with the cure.
+    NotImplementedError, with the cure, for forward-mode and second derivatives, and for vmap over
+    cells that mix channels, over where sequences start, and over gradients.
     """
     counts = (len(args.fields), len(args.params), len(args.initial), program.num_states)
     names = (program.key, engine.solver, engine.backend)
@@ -110,8 +111,34 @@ class _Solve(torch.autograd.Function):
         return (None, None, None, gates, bias, None, None, *rest)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(f"vmap over a solve by this engine: {_PLAIN}")
+    def vmap(
+        info: Any, in_dims: Any, static: Any, counts: Any, output_only: bool, *tensors: Any
+    ) -> Any:
+        """Copies of a cell side by side are one cell of more channels, which do not meet."""
+        gates, bias, seq, reset, *rest = zip(tensors, in_dims[3:], strict=True)
+        if program_by_key(static[0]).couples_channels:
+            raise NotImplementedError(f"vmap over a solve of a cell that mixes channels: {_PLAIN}")
+        if seq[1] is not None or reset[1] is not None:
+            raise NotImplementedError(f"vmap over where sequences start: {_PLAIN}")
+        size = info.batch_size
+        heads = gates[0].ndim - (gates[1] is not None) > 4
+        beside = _beside(*gates, size, -3) if heads else _beside(*gates, size, -2)
+        channels = [
+            None if tensor is None else _beside(tensor, dim, size, -2).flatten(-2)
+            for tensor, dim in (bias, *rest)
+        ]
+        given = (beside.flatten(-3, -2) if heads else beside, channels[0], seq[0], reset[0])
+        out = _apply(_Solve, static, counts, output_only, *given, *channels[1:])
+        parts = tuple(part.unflatten(-1, (size, -1)) for part in out[:-1])
+        return (*parts, out[-1]), (*(part.ndim - 2 for part in parts), None)
+
+
+def _beside(tensor: Tensor, dim: int | None, size: int, at: int) -> Tensor:
+    """A mapped tensor with its mapped dimension at `at`; one that is not mapped, repeated there."""
+    if dim is not None:
+        return tensor.movedim(dim, at)
+    repeated = tensor.unsqueeze(at)
+    return repeated.expand(*(size if i == repeated.ndim + at else -1 for i in range(repeated.ndim)))
 
 
 class _SolveBackward(torch.autograd.Function):

@@ -1,5 +1,10 @@
-"""Tasks to train on: data and its baselines."""
+"""Tasks to train on: text with its baselines, and synthetic tasks with models for them.
 
+The models and their training are in `pararnn.tasks.run`.
+"""
+
+from pararnn.tasks.base import Batch, Task, generator_of
+from pararnn.tasks.table import TASKS, task_of
 from pararnn.tasks.text import (
     Corpus,
     TextError,
@@ -12,12 +17,17 @@ from pararnn.tasks.text import (
 )
 
 __all__ = [
+    "TASKS",
+    "Batch",
     "Corpus",
+    "Task",
     "TextError",
     "bigram_bits",
     "file_corpus",
+    "generator_of",
     "random_windows",
     "spread_windows",
     "stdlib_corpus",
+    "task_of",
     "unigram_bits",
 ]

@@ -1,0 +1,107 @@
+"""`pararnn tasks`: list, run and table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pararnn.cells import CELLS
+from pararnn.errors import PararnnError
+from pararnn.tasks.models import MIXERS
+from pararnn.tasks.report import write_report
+from pararnn.tasks.run import configured, run_all
+from pararnn.tasks.table import TASKS
+
+
+def tasks(action: str, **options: Any) -> int:
+    """`pararnn tasks`: options are those of the action's function."""
+    try:
+        ACTIONS[action](**options)
+    except ValueError as error:
+        raise PararnnError(str(error)) from error
+    return 0
+
+
+def list_tasks() -> None:
+    """Print the tasks, by their first lines, and the mixers."""
+    width = max(map(len, TASKS))
+    for name, task in TASKS.items():
+        print(f"{name:{width}}  {(type(task).__doc__ or '').splitlines()[0]}")
+    print(
+        f"\nmixers: {', '.join([*CELLS, *MIXERS])}, or a cell's import path, package.module:Class"
+    )
+
+
+def run_tasks(
+    names: Sequence[str],
+    mixer: Sequence[str],
+    overrides: Sequence[str],
+    out: str,
+    device: str,
+    lengths: Sequence[int],
+) -> None:
+    """Run every task with every mixer."""
+    configs = [
+        configured(name, each, overrides, lengths=lengths, device=device)
+        for name in names
+        for each in mixer
+    ]
+    run_all(configs, Path(out))
+
+
+def report(folder: str) -> None:
+    """Print the table and write it with its pictures."""
+    print(write_report(Path(folder)))
+
+
+ACTIONS: dict[str, Callable[..., None]] = {"list": list_tasks, "run": run_tasks, "table": report}
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(length) for length in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be integers with commas between them, got {text!r}"
+        ) from None
+
+
+def arranged(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `run`, key=value behind the task's name: argparse takes it only there."""
+    if not arguments or arguments[0].startswith("-"):
+        return list(arguments)
+    is_key = [not text.startswith("-") and "=" in text for text in arguments]
+    keys = [text for text, yes in zip(arguments, is_key, strict=True) if yes]
+    rest = [text for text, yes in zip(arguments, is_key, strict=True) if not yes]
+    return [*rest[:1], *keys, *rest[1:]]
+
+
+def add_actions(command: argparse.ArgumentParser, device: Callable[[str], str]) -> None:
+    """The actions and their options; `device` reads and checks a device's name."""
+    actions = command.add_subparsers(required=True, metavar="action", dest="action")
+    actions.add_parser("list", help="print the tasks and the mixers")
+    run = actions.add_parser("run", help="train models on tasks and test them")
+    run.add_argument("names", type=_names, metavar="NAME", help="of a task, or several: a,b")
+    run.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="other values than the paper's, such as steps=1000 n=3 clip=none layers=2",
+    )
+    run.add_argument("--mixer", type=_names, required=True, help="a mixer, or several: gru,lstm")
+    run.add_argument("--out", metavar="DIR", default="runs/tasks", help="folder for the results")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    run.add_argument("--device", type=device, default=here, help="cpu, cuda or cuda:N")
+    run.add_argument(
+        "--lengths", type=_lengths, default=[], help="also test at these lengths: 100,1000,10000"
+    )
+    table = actions.add_parser("table", help="a table and pictures of a folder's results")
+    table.add_argument("folder", metavar="DIR", help="that `run` wrote to")

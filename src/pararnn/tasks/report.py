@@ -1,0 +1,118 @@
+"""Results side by side: a Markdown table beside the paper's, and pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pararnn.extras import require
+from pararnn.tasks.base import need
+from pararnn.tasks.table import PAPER, TASKS
+
+Result = Mapping[str, Any]
+
+
+def read_results(folder: Path) -> list[Result]:
+    """The results of a folder, in the order of their names; ValueError where there are none."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    need(bool(found), f"{folder} holds no results: pararnn tasks run NAME --out {folder}")
+    return found
+
+
+def row_of(result: Result) -> str:
+    """What a result's row is called: the mixer, and its layers if there are several."""
+    layers = result["config"]["model"]["layers"]
+    return result["mixer"] + (f", {layers} layers" if layers > 1 else "")
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown: the best seed's accuracy in percent, in brackets the paper's; + for capped runs."""
+    rows, columns, cells = _grid(results)
+    paper = dict(zip(list(TASKS)[:5], zip(*PAPER.values(), strict=True), strict=True))
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        shown = []
+        for column in columns:
+            result = cells.get((row, column))
+            text = "" if result is None else f"{_percent(result['best'])}{'+' * result['capped']}"
+            if row in PAPER and column in paper:
+                text += f" ({paper[column][list(PAPER).index(row)]})"
+            shown.append(text.strip())
+        lines.append("| " + " | ".join([row, *shown]) + " |")
+    chances = {result["task"]: result["chance"] for result in results}
+    lines.append("| chance | " + " | ".join(_percent(chances[column]) for column in columns) + " |")
+    note = (
+        "Accuracy in percent of the best seed, in brackets the paper's; + where training was "
+        "capped: it ended before a seed was right throughout and before the paper's last step."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def _percent(share: float) -> str:
+    """Rounded down to a tenth: only what has no error is 100."""
+    return "100" if share == 1 else f"{int(share * 1000) / 10:g}"
+
+
+def _grid(
+    results: Sequence[Result],
+) -> tuple[list[str], list[str], dict[tuple[str, str], Result]]:
+    cells = {(row_of(result), result["task"]): result for result in results}
+    known = {name: index for index, name in enumerate([*PAPER, *TASKS])}
+    order = lambda name: (known.get(name, len(known)), name)  # noqa: E731
+    rows = sorted({row for row, _ in cells}, key=order)
+    return rows, sorted({column for _, column in cells}, key=order), cells
+
+
+def heat_map(results: Sequence[Result], path: Path) -> None:
+    """Best accuracies as a PNG, tasks by mixers; MissingExtra without matplotlib."""
+    rows, columns, cells = _grid(results)
+    size = (1.5 + 1.1 * len(columns), 1.5 + 0.5 * len(rows))
+    figure = require("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    nothing = float("nan")
+    shares = [
+        [100 * cells[row, name]["best"] if (row, name) in cells else nothing for name in columns]
+        for row in rows
+    ]
+    image = axes.imshow(shares, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(columns)), columns, rotation=30, ha="right")
+    axes.set_yticks(range(len(rows)), rows)
+    for (row, column), result in cells.items():
+        share = result["best"]
+        color = "black" if share > 0.6 else "white"
+        place = (columns.index(column), rows.index(row))
+        axes.text(*place, _percent(share), ha="center", va="center", color=color)
+    figure.colorbar(image, label="accuracy, % (best seed)")
+    figure.savefig(path, dpi=150)
+
+
+def length_plot(results: Sequence[Result], path: Path) -> None:
+    """Accuracy over length as a PNG: the mean of the seeds, shaded from the worst to the best."""
+    figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for result in results:
+        lengths = [int(length) for length in result["lengths"]]
+        seeds = list(result["lengths"].values())
+        means = [100 * sum(found) / len(found) for found in seeds]
+        (line,) = axes.plot(lengths, means, marker="o", label=f"{result['task']}, {row_of(result)}")
+        spread = [[100 * end(found) for found in seeds] for end in (min, max)]
+        axes.fill_between(lengths, *spread, color=line.get_color(), alpha=0.2)
+    axes.set(xscale="log", xlabel="length", ylabel="accuracy, %", ylim=(0, 102))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def write_report(folder: Path) -> str:
+    """The table of a folder's results, also written there as table.md, with heat.png and, where
+    results have lengths, lengths.png. Returns the table."""
+    results = read_results(folder)
+    text = table(results)
+    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    heat_map(results, folder / "heat.png")
+    measured = [result for result in results if result["lengths"]]
+    if measured:
+        length_plot(measured, folder / "lengths.png")
+    return text

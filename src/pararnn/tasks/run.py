@@ -1,0 +1,219 @@
+"""One run: a task, a mixer, several seeds; its config by key=value, its result as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+
+from pararnn.extras import require
+from pararnn.tasks.base import Task, need
+from pararnn.tasks.folded import FoldedModel, accuracies, make_folded
+from pararnn.tasks.models import ModelConfig
+from pararnn.tasks.table import task_of
+from pararnn.tasks.training import TEST, Report, TrainConfig, train
+from pararnn.version import __version__
+
+COMMIT = "PARARNN_COMMIT"
+"""The environment variable whose value results name as their commit."""
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """A run: task_name, as results are called by, and the task; the model; its training.
+
+    test: sequences that accuracies are taken on. lengths: further ones to test at, on
+    `length_rows` sequences each. device: cpu, cuda or cuda:N.
+    """
+
+    task_name: str
+    task: Task
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    test: int = 100_000
+    lengths: tuple[int, ...] = ()
+    length_rows: int = 1000
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("test", "length_rows"):
+            need(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+        need(all(length > 0 for length in self.lengths), f"lengths must be positive, got {self}")
+        need(
+            self.model.mixer != "transformer" or max(self.lengths, default=0) <= self.task.length,
+            f"the Transformer's positions are learned up to {self.task.length}, lengths are "
+            f"{self.lengths}: mixer attention has rotary ones",
+        )
+
+
+def configured(
+    name: str,
+    mixer: str,
+    overrides: Iterable[str] = (),
+    *,
+    lengths: Sequence[int] = (),
+    **options: Any,
+) -> TaskRun:
+    """The paper's config of a task and a mixer, with other values by `overrides`.
+
+    These are texts "key=value" for fields of the task, the model, its training and the run, such as
+    "n=3", "clip=none", "steps=1000", "test=100". Raises ValueError for unknown keys and impossible
+    values.
+    """
+    task = task_of(name)
+    how = {key: getattr(task, key) for key in ("bare", "positions", "clip", "norm_weights")}
+    model = ModelConfig(mixer=mixer, **how)
+    records: dict[str, Any] = {"task": task, "model": model, "train": TrainConfig()}
+    kinds = {part: _kinds(record) for part, record in records.items()}
+    kinds["run"] = dict.fromkeys(("test", "length_rows"), int)
+    owners = {key: part for part, known in kinds.items() for key in known}
+    changes: dict[str, dict[str, Any]] = {part: {} for part in kinds}
+    for override in overrides:
+        key, equals, text = (piece.strip() for piece in override.partition("="))
+        need(bool(equals), f"{override!r} is no key=value, such as steps=1000")
+        need(key in owners, f"there is no key {key!r}; keys are {', '.join(owners)}")
+        changes[owners[key]][key] = _read(key, text, kinds[owners[key]][key])
+    made = {part: replace(record, **changes[part]) for part, record in records.items()}
+    return TaskRun(name, **made, **changes["run"], lengths=tuple(lengths), **options)
+
+
+def _kinds(record: Any) -> dict[str, Any]:
+    hints = get_type_hints(type(record))
+    return {each.name: hints[each.name] for each in fields(record) if each.name != "mixer"}
+
+
+def _read(key: str, text: str, kind: Any) -> Any:
+    if kind is bool:
+        need(text in ("true", "false"), f"{key} must be true or false, got {text!r}")
+        return text == "true"
+    if kind == float | None and text == "none":
+        return None
+    kind = float if kind == float | None else kind
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{key} must be of type {kind.__name__}, got {text!r}") from None
+
+
+def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
+    """Train, test, and say what came out, as JSON values.
+
+    accuracies: on the test set, of each seed; best: the largest. capped: training ended before a
+    seed was right throughout and before the paper's last step. lengths: by length, accuracies.
+    """
+    task, seeds = config.task, range(config.train.seed, config.train.seed + config.train.seeds)
+    model = make_folded(task, config.model, seeds, config.device)
+    trained = train(model, task, config.train, report)
+    data = config.train.data
+    found = accuracies(model, task, config.test, data, TEST)
+    return {
+        "task": config.task_name,
+        "mixer": config.model.mixer,
+        "accuracies": found,
+        "best": max(found),
+        "chance": task.chance(),
+        "parameters": sum(w[0].numel() for w in model.weights.values()),
+        "seeds": list(seeds),
+        "steps": trained.steps,
+        "seconds": round(trained.seconds, 3),
+        "capped": trained.capped,
+        "lengths": _by_length(model, config),
+        "config": {
+            "task": asdict(task),
+            "model": asdict(config.model),
+            "train": asdict(config.train),
+            "test": config.test,
+            "length_rows": config.length_rows,
+        },
+        "history": [list(each) for each in trained.history],
+        "device": _device_name(config.device),
+        "versions": {"pararnn": __version__, "torch": torch.__version__},
+        "commit": os.environ.get(COMMIT),
+    }
+
+
+def _by_length(model: FoldedModel, config: TaskRun) -> dict[str, list[float]]:
+    rows, seed = config.length_rows, config.train.data
+    return {
+        str(length): accuracies(model, config.task.at(length), rows, seed, TEST, length)
+        for length in config.lengths
+    }
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
+
+
+def result_name(config: TaskRun) -> str:
+    """A file name without its ending: task, mixer, and layers if there are several."""
+    mixer = config.model.mixer.replace(":", "-")
+    layers = config.model.layers
+    return f"{config.task_name}-{mixer}" + (f"-{layers}-layers" if layers > 1 else "")
+
+
+def at_once(line: str) -> None:
+    """Print a line without waiting for more: runs take long."""
+    print(line, flush=True)
+
+
+def run_all(
+    configs: Sequence[TaskRun], out: Path, say: Callable[[str], None] = at_once
+) -> list[Path]:
+    """Run one config after the other, each result a JSON file in `out`; those that exist stay."""
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for config in configs:
+        path = out / f"{result_name(config)}.json"
+        paths.append(path)
+        if path.exists():
+            say(f"{path} exists: left as it is")
+            continue
+        with _Bar(config) as bar:
+            result = run_task(config, bar.report)
+        unfinished = path.with_suffix(".part")
+        unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        unfinished.rename(path)
+        say(said(result))
+    return paths
+
+
+def said(result: Mapping[str, Any]) -> str:
+    """A result in one line."""
+    each = ", ".join(f"{accuracy:.2%}" for accuracy in result["accuracies"])
+    lengths = "".join(
+        f"; at {length} {max(found):.2%}" for length, found in result["lengths"].items()
+    )
+    return (
+        f"{result['task']}, {result['mixer']}: {each} (chance {result['chance']:.2%}) after "
+        f"{result['steps']} steps, {result['seconds']:.1f} s"
+        f"{', capped' * result['capped']}{lengths}"
+    )
+
+
+class _Bar:
+    """A progress bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, config: TaskRun) -> None:
+        self.bar: Any = None
+        if sys.stderr.isatty():
+            train = config.train
+            title = f"{config.task_name}, {config.model.mixer}"
+            self.bar = require("tqdm").tqdm(total=train.steps, desc=title, leave=False)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def report(self, step: int, losses: list[float], found: list[float]) -> None:
+        if self.bar is not None:
+            self.bar.update(step - self.bar.n)
+            self.bar.set_postfix(loss=f"{min(losses):.3f}", accuracy=f"{max(found):.2%}")

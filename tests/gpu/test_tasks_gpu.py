@@ -1,0 +1,33 @@
+"""Steps of synthetic tasks as one CUDA graph, against the same steps on a CPU."""
+
+import pytest
+import torch
+
+from pararnn.tasks.folded import make_folded
+from pararnn.tasks.run import configured, run_task
+from pararnn.tasks.training import Stepper
+
+
+@pytest.mark.parametrize("mixer", ["gru", "lstm", "mamba2", "transformer", "attention"])
+@pytest.mark.parametrize("name", ["keep-nth", "2-hop", "adding"])
+def test_steps_of_a_graph_are_steps(name, mixer):
+    options = ["length=20", "vocab=8"] if name != "adding" else ["length=20"]
+    config = configured(name, mixer, [*options, "rows=64", "batch=8", "steps=30"])
+    steppers = []
+    for device in ("cpu", "cuda"):
+        model = make_folded(config.task, config.model, (0, 1, 2), device)
+        steppers.append(Stepper(model, config.task, config.train))
+    for step in range(20):
+        for stepper in steppers:
+            stepper()
+        one, other = (stepper.losses.cpu() for stepper in steppers)
+        assert torch.allclose(one, other, rtol=1e-2), step
+    one, other = (stepper.model.weights for stepper in steppers)
+    for key, weight in one.items():
+        assert (weight - other[key].cpu()).abs().max() < 2e-3, key
+
+
+def test_a_run_reaches_its_accuracy():
+    options = ["length=16", "lr=0.01", "batch=32", "every=50", "steps=1000", "test=2000"]
+    result = run_task(configured("parity", "gru", options, device="cuda"))
+    assert result["best"] == 1

@@ -1,0 +1,209 @@
+"""Every synthetic task against a checker in plain Python, its metric and what guessing reaches."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pararnn.tasks import TASKS, Task, generator_of, task_of
+
+
+def check_keep(task, row, answers):
+    start = task.n if task.judge == "all" else task.length
+    return dict.fromkeys(range(start - 1, task.length), row[task.n - 1])
+
+
+def check_parity(task, row, answers):
+    whole = {t: sum(row[: t + 1]) % 2 for t in range(len(row))}
+    return whole if task.judge == "all" else {len(row) - 1: whole[len(row) - 1]}
+
+
+def check_mqar(task, row, answers):
+    pairs = {}
+    for index in range(task.kappa):
+        key, value = row[2 * index], row[2 * index + 1]
+        assert key not in pairs
+        assert key < 32
+        assert 64 <= value < 128
+        pairs[key] = value
+    rest = row[2 * task.kappa :]
+    assert all(token in pairs or 32 <= token < 64 for token in rest)
+    return {2 * task.kappa + t: pairs[token] for t, token in enumerate(rest) if token in pairs}
+
+
+def check_hops(task, row, answers):
+    found = {}
+    for t in range(len(row)):
+        place = t
+        for _ in range(task.hops):
+            earlier = [s for s in range(place) if row[s] == row[place]]
+            if not earlier:
+                break
+            place = earlier[-1] + 1
+        else:
+            found[t] = row[place]
+    return found
+
+
+def check_sum(task, row, answers):
+    return {t: sum(row[: t + 1]) % task.modulus for t in range(len(row))}
+
+
+def check_word(task, row, answers):
+    """By what the permutations do to a row of marks, one after the other."""
+    size = int(task.group[1])
+    members = list(itertools.permutations(range(size)))
+    if task.group[0] == "a":
+        signs = [sum(a > b for a, b in itertools.combinations(p, 2)) % 2 for p in members]
+        members = [p for p, odd in zip(members, signs, strict=True) if not odd]
+    assert len(members) == task.symbols
+    found, images = {}, list(range(size))
+    for t, token in enumerate(row):
+        images = [members[token][image] for image in images]
+        found[t] = members.index(tuple(images))
+    return found
+
+
+def check_dyck(task, row, answers):
+    stack, found = [], {}
+    for t, token in enumerate(row):
+        if token < task.kinds:
+            stack.append(token)
+        else:
+            assert stack.pop() == token - task.kinds
+        assert len(stack) <= task.depth
+        found[t] = stack[-1] if stack else task.kinds
+    return found
+
+
+def check_copying(task, row, answers):
+    blank, mark = task.vocab, task.vocab + 1
+    items = [token for token in row if token < blank]
+    assert row.count(mark) == len(items) == task.items
+    if not task.scattered:
+        assert row[: task.items] == items
+    return dict(enumerate(items, start=task.length - task.items))
+
+
+def check_adding(task, row, answers):
+    marked = [t for t, (_, mark) in enumerate(row) if mark]
+    assert len(marked) == 2
+    assert marked[0] < task.length // 2 <= marked[1]
+    assert all(0 <= number <= 1 and mark in (0, 1) for number, mark in row)
+    return {task.length - 1: pytest.approx(sum(row[t][0] for t in marked), abs=1e-6)}
+
+
+CHECKS = {
+    "keep-nth": check_keep,
+    "parity": check_parity,
+    "mqar": check_mqar,
+    "1-hop": check_hops,
+    "2-hop": check_hops,
+    "modular-addition": check_sum,
+    "s3": check_word,
+    "a5": check_word,
+    "s5": check_word,
+    "dyck": check_dyck,
+    "copying": check_copying,
+    "selective-copying": check_copying,
+    "adding": check_adding,
+}
+
+
+def verify(check, task: Task, rows: int = 20) -> None:
+    batch = task.draw(rows, generator_of(7))
+    assert batch.targets.shape == batch.judged.shape == (rows, task.length)
+    assert batch.inputs.shape[:2] == (rows, task.length)
+    for row, targets, judged in zip(*(part.tolist() for part in batch), strict=True):
+        found = {
+            t: target for t, (target, yes) in enumerate(zip(targets, judged, strict=True)) if yes
+        }
+        assert found == check(task, row, found)
+        assert all(target == 0 for target, yes in zip(targets, judged, strict=True) if not yes)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_targets(name):
+    task = TASKS[name]
+    verify(CHECKS[name], task)
+    verify(CHECKS[name], task.at(31))
+
+
+@pytest.mark.parametrize("name", ["keep-nth", "parity"])
+def test_judged_at_the_end(name):
+    verify(CHECKS[name], replace(TASKS[name], judge="last"))
+
+
+def test_more_hops_and_deeper_brackets():
+    verify(check_hops, replace(TASKS["2-hop"], hops=4, vocab=3))
+    verify(check_dyck, replace(TASKS["dyck"], kinds=3, depth=2))
+    verify(check_dyck, replace(TASKS["dyck"], kinds=1, depth=1))
+    verify(check_mqar, replace(TASKS["mqar"], kappa=8, noise=0.9))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_draws_depend_on_the_seed_only(name):
+    task = TASKS[name]
+    one, same, other = (task.draw(50, generator_of(*s)) for s in ((1, 2), (1, 2), (2, 1)))
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
+    assert not torch.equal(one.inputs, other.inputs)
+    if not task.features:
+        assert one.inputs.unique().numel() <= task.symbols
+        assert one.inputs.max() < task.symbols
+        assert one.targets.max() < task.classes
+
+
+# What the best constant answer reaches, by hand; None: no simple formula.
+CHANCES = {
+    "keep-nth": 1 / 128,
+    "parity": 1 / 2,
+    "mqar": 1 / 64,
+    "1-hop": 1 / 10,
+    "2-hop": 1 / 5,
+    "modular-addition": 1 / 5,
+    "s3": 1 / 6,
+    "a5": 1 / 60,
+    "s5": 1 / 120,
+    "dyck": 7 / 16,  # one of two kinds is innermost; the walk is at the bottom 1 time in 8
+    "copying": 1 / 8,
+    "selective-copying": 1 / 8,
+    # The sum of two numbers is within 0.04 of 1 with this chance.
+    "adding": 1 - (1 - 0.04) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_chance(name):
+    assert TASKS[name].chance() == pytest.approx(CHANCES[name], rel=0.06, abs=0.006)
+
+
+def test_what_is_right():
+    task = TASKS["parity"]
+    outputs = torch.tensor([[[0.0, 1.0], [2.0, 1.0]]])
+    assert task.right(outputs, torch.tensor([[1, 1]])).tolist() == [[True, False]]
+    task = TASKS["adding"]
+    outputs = torch.tensor([[[1.03], [1.05]]])
+    assert task.right(outputs, torch.tensor([[1.0, 1.0]])).tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("keep-nth", {"n": 101}, "n must be from 1 to 100, got 101"),
+        ("parity", {"judge": "first"}, "judge must be all or last, got 'first'"),
+        ("mqar", {"kappa": 33}, "kappa must be from 1 to 32, got 33"),
+        ("1-hop", {"hops": 0}, "hops must be positive"),
+        ("s3", {"group": "s4"}, "group must be one of s3, a5, s5, got 's4'"),
+        ("copying", {"length": 10}, "items must be from 1 to 5, got 10"),
+        ("adding", {"length": 1}, "length must be at least 2"),
+    ],
+)
+def test_impossible_options(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TASKS[name], **options)
+
+
+def test_unknown_task():
+    with pytest.raises(ValueError, match="there is no task 'paritty': name one of keep-nth"):
+        task_of("paritty")

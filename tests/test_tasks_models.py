@@ -1,0 +1,273 @@
+"""The small models: their sizes are the paper's, and seeds that are folded are the models alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pararnn.cells import CELLS
+from pararnn.errors import CellError
+from pararnn.lm.rows import Rows
+from pararnn.tasks import TASKS, Batch, generator_of
+from pararnn.tasks.folded import FoldedModel, accuracies, losses, make_folded
+from pararnn.tasks.mamba2 import CHUNK, Mamba2, scan
+from pararnn.tasks.models import MIXERS, ModelConfig, TaskModel, sinusoids
+from pararnn.tasks.run import configured
+from pararnn.tasks.training import Stepper, TrainConfig, train
+
+PAPER_TASKS = ["keep-nth", "parity", "mqar", "1-hop", "2-hop"]
+GRU = [19_840, 3_840, 32_704, 17_600, 16_960]
+VOCABULARY = [128, 2, 128, 10, 5]
+SIZES = {
+    "gru": GRU,
+    "lstm": [size + 128 for size in GRU],
+    "transformer": [31_552 + 129 * symbols for symbols in VOCABULARY],
+    "mamba2": [None, None, *(22_028 + 128 * symbols for symbols in VOCABULARY[2:])],
+}
+
+
+def model_config(name, mixer, **changes):
+    return replace(configured(name, mixer).model, **changes)
+
+
+@pytest.mark.parametrize("mixer", SIZES)
+def test_parameters_are_as_many_as_the_papers(mixer):
+    for name, size in zip(PAPER_TASKS, SIZES[mixer], strict=True):
+        model = TaskModel(TASKS[name], model_config(name, mixer))
+        assert size in (None, sum(p.numel() for p in model.parameters())), name
+
+
+@pytest.mark.parametrize("mixer", [*CELLS, *MIXERS, "user_cells:Timeless"])
+@pytest.mark.parametrize(("name", "layers"), [("2-hop", 1), ("keep-nth", 2), ("adding", 1)])
+def test_models_are_causal(mixer, name, layers):
+    """What comes later changes nothing, and what came earlier does."""
+    task = TASKS[name].at(30)
+    model = TaskModel(task, model_config(name, mixer, layers=layers, width=16, heads=2)).double()
+    inputs = task.draw(2, generator_of(0)).inputs
+    inputs = inputs.double() if task.features else inputs
+    changed = inputs.clone()
+    changed[:, 20] = 1 - inputs[:, 20] if task.features else (inputs[:, 20] + 1) % task.symbols
+    one, other = model(inputs), model(changed)
+    assert one.shape == (2, 30, task.classes)
+    assert torch.allclose(one[:, :20], other[:, :20], rtol=1e-9)
+    assert ((one - other)[:, 20:].abs().amax(-1) > 1e-9).float().mean() > 0.5
+
+
+def test_bare_cells_have_no_more():
+    names = {
+        name
+        for name, _ in TaskModel(TASKS["parity"], model_config("parity", "gru")).named_parameters()
+    }
+    cell = {
+        f"mixers.0.rnn.{name}"
+        for name in ("bias", "proj.weight", "cell.a_z", "cell.a_r", "cell.a_c")
+    }
+    assert names == cell | {"embed.weight", "head.weight", "norms.0.weight", "norms.1.weight"}
+
+
+def test_positions():
+    table = sinusoids(torch.arange(50), 8)
+    assert table.shape == (50, 8)
+    assert torch.allclose(table[:, 0], torch.arange(50.0).sin())
+    assert torch.allclose(table[:, 7], (torch.arange(50.0) / 1000).cos())
+    config = model_config("keep-nth", "gru")
+    inputs = torch.zeros(1, 20, dtype=torch.int64)
+    model = TaskModel(TASKS["keep-nth"], config)
+    without = TaskModel(TASKS["keep-nth"], replace(config, positions=False))
+    without.load_state_dict(model.state_dict())
+    assert not torch.allclose(model(inputs), without(inputs))
+    transformer = TaskModel(TASKS["parity"], model_config("parity", "transformer"))
+    with pytest.raises(ValueError, match="positions are learned up to 100, got 101"):
+        transformer(torch.zeros(1, 101, dtype=torch.int64))
+
+
+def test_impossible_models():
+    with pytest.raises(ValueError, match="layers must be positive, got 0"):
+        ModelConfig(layers=0)
+    with pytest.raises(ValueError, match="multiple of heads, got 64 and 5"):
+        ModelConfig(heads=5)
+    with pytest.raises(CellError, match="there is no cell 'gruu'"):
+        TaskModel(TASKS["parity"], ModelConfig(mixer="gruu"))
+
+
+def stepwise(x, decay, b, c):
+    state = torch.zeros(*x.shape[:1], *x.shape[2:], b.shape[-1], dtype=x.dtype)
+    found = []
+    for t in range(x.shape[1]):
+        new = x[:, t].unsqueeze(-1) * b[:, t, None, None]
+        state = decay[:, t].exp()[..., None, None] * state + new
+        found.append((state * c[:, t, None, None]).sum(-1))
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("steps", [1, 100, CHUNK, 2 * CHUNK + 5])
+def test_mamba2s_scan_is_its_recurrence(steps):
+    x, b, c = (torch.randn(2, steps, *size).double() for size in ((3, 4), (5,), (5,)))
+    decay = -torch.rand(2, steps, 3).double()
+    assert torch.allclose(scan(x, decay, b, c), stepwise(x, decay, b, c), rtol=1e-9, atol=1e-11)
+
+
+def test_mamba2_is_that_of_transformers():
+    mamba2 = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    config = mamba2.Mamba2Config(
+        hidden_size=32,
+        expand=1,
+        num_heads=4,
+        head_dim=8,
+        state_size=16,
+        n_groups=1,
+        num_hidden_layers=1,
+    )
+    theirs = mamba2.Mamba2Mixer(config, 0)
+    ours = Mamba2(32, 4, 16, 4, bare=False)
+    with torch.no_grad():
+        gate, inner = theirs.in_proj.weight.split([32, 68])
+        ours.gate_proj.weight.copy_(gate)
+        ours.in_proj.weight.copy_(inner)
+        ours.conv.weight.copy_(theirs.conv1d.weight[:, 0].flip(1).T)
+        ours.conv.bias.copy_(theirs.conv1d.bias)
+        theirs.dt_bias.copy_(ours.dt_bias)
+        theirs.D.uniform_()
+        ours.skip.copy_(theirs.D)
+        ours.a_log.copy_(theirs.A_log)
+        ours.out_proj.weight.copy_(theirs.out_proj.weight)
+    x = torch.randn(2, 150, 32)
+    rows = Rows(torch.arange(150).unsqueeze(0))
+    assert torch.allclose(ours(x, rows), theirs(ours.own_norm(x)), atol=1e-5)
+
+
+@pytest.mark.parametrize("mixer", ["gru", "lem", "mamba2", "transformer", "attention"])
+def test_folded_seeds_are_the_models_alone(mixer):
+    task = TASKS["2-hop"].at(20)
+    config = model_config("2-hop", mixer, width=16, heads=2)
+    folded = make_folded(task, config, (3, 4), "cpu")
+    batch = [task.draw(5, generator_of(seed)) for seed in (0, 1)]
+    both = Batch(*(torch.stack(parts) for parts in zip(*batch, strict=True)))
+    outputs = folded(both.inputs)
+    found = losses(task, outputs, both)
+    found.sum().backward()
+    for index, seed in enumerate((3, 4)):
+        alone = make_folded(task, config, (seed,), "cpu").base
+        one = alone(batch[index].inputs)
+        assert torch.allclose(outputs[index], one, atol=1e-5)
+        judged = batch[index].judged
+        loss = F.cross_entropy(one[judged], batch[index].targets[judged])
+        assert torch.allclose(found[index], loss, rtol=1e-5)
+        loss.backward()
+        for name, weight in alone.named_parameters():
+            grad = folded.weights[name].grad[index]
+            assert torch.allclose(grad, weight.grad, rtol=1e-3, atol=1e-6), name
+    assert torch.allclose(folded(batch[0].inputs, shared=True)[0], outputs[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("mixer", ["gru", "mamba2"])
+def test_training_seeds_together_is_training_them_alone(mixer):
+    task = TASKS["parity"].at(12)
+    config = model_config("parity", mixer, width=16, heads=2, clip=0.1)
+    options = {"rows": 64, "batch": 8, "steps": 20, "lr": 0.01}
+    together = make_folded(task, config, (5, 6, 7), "cpu")
+    stepper = Stepper(together, task, TrainConfig(seeds=3, seed=5, **options))
+    for _ in range(20):
+        stepper()
+    for index in range(3):
+        alone = make_folded(task, config, (5 + index,), "cpu")
+        one = Stepper(alone, task, TrainConfig(seeds=1, seed=5 + index, **options))
+        for _ in range(20):
+            one()
+        for name, weight in together.weights.items():
+            assert torch.allclose(weight[index], alone.weights[name][0], rtol=1e-3, atol=1e-5), name
+
+
+def test_a_step_is_the_papers():
+    """Against AdamW on a model of its own, on the same sequences."""
+    task = TASKS["parity"].at(12)
+    config = model_config("parity", "gru", width=16, heads=2, clip=0.1)
+    options = TrainConfig(seeds=1, seed=2, rows=24, batch=8, steps=7, lr=0.01, weight_decay=0.1)
+    folded, alone = (make_folded(task, config, (2,), "cpu") for _ in range(2))
+    stepper = Stepper(folded, task, options)
+    model = alone.base
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
+    data, seen = stepper.data, []
+    for step in range(7):
+        stepper()
+        taken = stepper.order[0, step % 3 * 8 :][:8]
+        seen += taken.tolist()
+        loss = F.cross_entropy(
+            model(data.inputs[taken]).flatten(0, 1), data.targets[taken].flatten()
+        )
+        assert torch.allclose(stepper.losses[0], loss, rtol=1e-4)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for weight in model.mixers[0].rnn.recurrent_parameters():
+                weight.clamp_(-0.1, 0.1)
+    for name, weight in model.named_parameters():
+        assert torch.allclose(folded.weights[name][0], weight, rtol=1e-3, atol=1e-5), name
+    assert folded.weights["mixers.0.rnn.cell.a_z"].abs().max() <= 0.1
+    assert sorted(seen[:24]) == sorted(seen[24:48]) == list(range(24))
+
+
+def test_fresh_data_are_new_every_epoch():
+    task, options = TASKS["parity"].at(12), TrainConfig(seeds=1, rows=16, batch=8, steps=9)
+    config = model_config("parity", "gru", width=16, heads=2)
+    for fresh in (False, True):
+        model = make_folded(task, config, (0,), "cpu")
+        stepper = Stepper(model, task, replace(options, fresh=fresh))
+        first = stepper.data.inputs.clone()
+        for _ in range(3):
+            stepper()
+        assert torch.equal(first, stepper.data.inputs) is not fresh
+
+
+def test_accuracies_count_what_is_judged():
+    task = replace(TASKS["keep-nth"], vocab=4, n=2, judge="last").at(6)
+    folded = make_folded(task, model_config("keep-nth", "gru", width=8, heads=2), (0, 1), "cpu")
+    found = accuracies(folded, task, 400, 1)
+    drawn = task.draw(400, generator_of(1, 0))
+    for index, accuracy in enumerate(found):
+        answers = folded(drawn.inputs, shared=True)[index, :, -1].argmax(-1)
+        right = (answers == drawn.inputs[:, 1]).sum().item()
+        assert accuracy == right / 400
+
+
+def test_the_best_validation_is_kept_and_training_stops():
+    task = TASKS["parity"].at(4)
+    config = model_config("parity", "gru", width=16, heads=2)
+    options = TrainConfig(seeds=2, rows=256, steps=400, every=20, validation=100, lr=0.03)
+    model = make_folded(task, config, (0, 1), "cpu")
+    found = train(model, task, options)
+    assert not found.capped
+    assert found.steps < 400
+    assert max(found.history[-1][2]) == 1
+    assert found.history[-1][0] == found.steps
+    top = [max(each[2][seed] for each in found.history) for seed in range(2)]
+    assert accuracies(model, task, 100, 0, 1) == top
+    short = train(make_folded(task, config, (0,), "cpu"), task, replace(options, seeds=1, steps=25))
+    assert short.capped
+    assert [each[0] for each in short.history] == [20, 25]
+    patient = replace(options, steps=300, stop="never")
+    whole = train(make_folded(task, config, (0, 1), "cpu"), task, patient)
+    assert whole.steps == 300
+    assert not whole.capped
+    hasty = replace(options, seeds=1, seconds=1e-9, stop="never")
+    assert train(make_folded(task, config, (0,), "cpu"), task, hasty).steps == 20
+
+
+def test_folding_leaves_random_numbers_alone():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    make_folded(TASKS["parity"], model_config("parity", "gru"), (0,), "cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_cells_that_mix_channels_are_folded_by_the_plain_loop():
+    task = TASKS["parity"].at(6)
+    config = model_config("parity", "dense-gru", width=8, heads=2)
+    outputs = FoldedModel([TaskModel(task, config) for _ in range(2)], "cpu")(
+        torch.zeros(2, 3, 6, dtype=torch.int64)
+    )
+    assert outputs.shape == (2, 3, 6, 2)

@@ -1,0 +1,188 @@
+"""Runs of synthetic tasks: configs, results, tables and the command."""
+
+import json
+
+import pytest
+import torch
+from table import has_compiler
+
+from pararnn.cli import main
+from pararnn.tasks import TASKS
+from pararnn.tasks.commands import arranged
+from pararnn.tasks.report import read_results, table, write_report
+from pararnn.tasks.run import configured, result_name, run_task, said
+from pararnn.tasks.training import PAPER_STEPS
+
+SMALL = ("length=8", "width=16", "heads=2", "rows=64", "batch=8", "every=10", "test=200")
+
+
+def test_the_defaults_are_the_papers():
+    config = configured("keep-nth", "gru")
+    model, train = config.model, config.train
+    assert (model.width, model.heads, model.conv, model.layers) == (64, 4, 4, 1)
+    assert (config.task.length, train.rows, config.test, train.seeds) == (100, 10_000, 100_000, 3)
+    assert (train.lr, train.weight_decay, train.batch) == (5e-4, 1e-6, 16)
+    assert train.steps == PAPER_STEPS == 1_875_000
+    how = {name: configured(name, "gru").model for name in TASKS}
+    assert {name for name, each in how.items() if each.bare} == {"keep-nth", "parity"}
+    assert {name for name, each in how.items() if each.positions} == {"keep-nth"}
+    assert all(how[name].clip == 0.9 for name in ("keep-nth", "mqar", "1-hop", "2-hop"))
+    assert how["parity"].clip is None
+
+
+def test_overrides():
+    config = configured("keep-nth", "lstm", ["n=3", "clip=none", "lr = 0.01", "bare=false"])
+    assert config.task.n == 3
+    assert config.model.clip is None
+    assert config.train.lr == 0.01
+    assert not config.model.bare
+    assert config.model.mixer == "lstm"
+    timed = configured("parity", "gru", ["seconds=2.5", "test=7"], lengths=[5, 6])
+    assert timed.train.seconds == 2.5
+    assert timed.test == 7
+    assert timed.lengths == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps", "'steps' is no key=value"),
+        ("stepz=1", "there is no key 'stepz'; keys are length, judge"),
+        ("steps=many", "steps must be of type int, got 'many'"),
+        ("clip=off", "clip must be of type float, got 'off'"),
+        ("bare=1", "bare must be true or false, got '1'"),
+        ("stop=soon", "stop must be one of any, all, never, got 'soon'"),
+        ("batch=10001", "batch must be at most rows = 10000"),
+        ("test=0", "test must be positive, got 0"),
+    ],
+)
+def test_bad_overrides(override, message):
+    with pytest.raises(ValueError, match=message):
+        configured("parity", "gru", [override])
+
+
+def test_lengths_that_learned_positions_do_not_reach():
+    with pytest.raises(ValueError, match="learned up to 100, lengths are"):
+        configured("parity", "transformer", lengths=[1000])
+
+
+def test_keys_may_stand_behind_flags():
+    given = ["parity", "--mixer", "gru", "steps=5", "--out=a=b", "n=3"]
+    assert arranged(given) == ["parity", "steps=5", "n=3", "--mixer", "gru", "--out=a=b"]
+    assert arranged(["--help"]) == ["--help"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two results, made by the command."""
+    out = tmp_path_factory.mktemp("tasks")
+    command = ["tasks", "run", "parity", "--mixer", "gru,user_cells:Timeless", "--device", "cpu"]
+    assert main([*command, "--out", str(out), "--lengths", "8,40", *SMALL, "steps=30"]) == 0
+    return out
+
+
+def test_results(folder, monkeypatch):
+    paths = sorted(folder.iterdir())
+    assert [path.name for path in paths] == ["parity-gru.json", "parity-user_cells-Timeless.json"]
+    result = json.loads(paths[0].read_text())
+    assert result["task"] == "parity"
+    assert result["mixer"] == "gru"
+    assert result["seeds"] == [0, 1, 2]
+    assert len(result["accuracies"]) == 3
+    assert result["best"] == max(result["accuracies"])
+    assert result["steps"] == 30
+    assert result["capped"]
+    assert len(result["history"]) == 3
+    assert list(result["lengths"]) == ["8", "40"]
+    assert result["device"] == "cpu"
+    assert all(0 < share < 1 for found in result["lengths"].values() for share in found)
+    assert result["config"]["task"] == {"length": 8, "judge": "all"}
+    assert result["versions"]["torch"] == torch.__version__
+    assert "parity, gru: " in said(result)
+    assert ", capped; at 8 " in said(result)
+
+
+def test_results_are_repeatable_and_name_their_commit(folder, monkeypatch):
+    monkeypatch.setenv("PARARNN_COMMIT", "abc")
+    config = configured("parity", "gru", [*SMALL, "steps=30"], lengths=[8, 40])
+    again = run_task(config)
+    before = json.loads((folder / "parity-gru.json").read_text())
+    assert again["accuracies"] == before["accuracies"]
+    assert again["lengths"] == before["lengths"]
+    assert again["commit"] == "abc"
+    assert before["commit"] is None
+
+
+def test_results_that_exist_stay(folder, capsys):
+    command = ["tasks", "run", "parity", "--mixer", "gru", "--device", "cpu", "--out", str(folder)]
+    before = (folder / "parity-gru.json").read_bytes()
+    assert main([*command, *SMALL, "steps=10"]) == 0
+    assert "parity-gru.json exists: left as it is" in capsys.readouterr().out
+    assert (folder / "parity-gru.json").read_bytes() == before
+    layered = configured("parity", "gru", ["layers=2"])
+    assert result_name(layered) == "parity-gru-2-layers"
+
+
+def test_report(folder, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["tasks", "table", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert (folder / "table.md").read_text() == text
+    for name in ("heat.png", "lengths.png"):
+        assert (folder / name).read_bytes()[:4] == b"\x89PNG"
+    assert len(read_results(folder)) == 2
+
+
+def _result(task, mixer, best, capped=False, layers=1):
+    config = {"model": {"layers": layers}}
+    named = {"task": task, "mixer": mixer, "best": best, "capped": capped}
+    return {**named, "chance": 0.1, "config": config, "lengths": {}}
+
+
+def test_table():
+    results = [
+        _result("parity", "lstm", 0.99999),
+        _result("2-hop", "mamba2", 0.5, capped=True),
+        _result("keep-nth", "gru", 1.0),
+        _result("s3", "gru", 0.25, layers=2),
+    ]
+    lines = table(results).splitlines()
+    assert lines[0] == "| | keep-nth | parity | 2-hop | s3 |"
+    assert lines[2:7] == [
+        "| mamba2 | (1) | (52) | 50+ (98) |  |",
+        "| gru | 100 (100) | (100) | (100) |  |",
+        "| lstm | (100) | 99.9 (100) | (100) |  |",
+        "| gru, 2 layers |  |  |  | 25 |",
+        "| chance | 10 | 10 | 10 | 10 |",
+    ]
+
+
+def test_an_empty_folder(tmp_path, capsys):
+    with pytest.raises(ValueError, match="holds no results: pararnn tasks run NAME --out"):
+        write_report(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["tasks", "table", str(tmp_path)])
+    assert "holds no results" in capsys.readouterr().err
+
+
+def test_list(capsys):
+    assert main(["tasks", "list"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in [*TASKS, "gru", "transformer", "mamba2"])
+
+
+def test_bad_commands(capsys):
+    for bad in (["run", "nope", "--mixer", "gru"], ["run", "parity", "--mixer", "gruu"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["tasks", *bad, "--device", "cpu"])
+        assert stopped.value.code == 2
+        assert "there is no " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not has_compiler(), reason="the loop in Python takes minutes")
+def test_a_gru_learns_parity_and_holds_it_at_other_lengths():
+    options = ["length=16", "lr=0.01", "batch=32", "seeds=2", "every=50", "steps=1000", "test=2000"]
+    result = run_task(configured("parity", "gru", options, lengths=[64]))
+    assert result["best"] == 1
+    assert not result["capped"]
+    assert max(result["lengths"]["64"]) > 0.9
