@@ -26,6 +26,7 @@ from tables_cuda import (
     split_times,
     trained,
 )
+from tables_training import lengths, remarks, tasks, train_step
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -35,6 +36,8 @@ PAGES = (
     "docs/language-models.md",
     "docs/scan.md",
     "docs/solvers-and-backends.md",
+    "docs/tasks.md",
+    "docs/training.md",
 )
 MARKED = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
 
@@ -202,6 +205,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "resources": resources,
     "lm_step": lm_step,
     "lm_decode": lm_decode,
+    "train_step": train_step,
+    "tasks": tasks,
+    "tasks_remarks": remarks,
+    "tasks_lengths": lengths,
 }
 
 

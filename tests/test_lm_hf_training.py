@@ -204,6 +204,24 @@ def test_adapters_train_merge_and_reload(kind, how, tmp_path):
         assert torch.equal(merged.generate(ROW, max_new_tokens=4, do_sample=False), drawn)
 
 
+@pytest.mark.parametrize("how", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_of_the_head_take_part_in_the_loss(how):
+    peft = pytest.importorskip("peft")
+    base = hugging("gru")
+    base.config.z_loss = 0.1
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, **{"target_modules": ["in_proj"]} | how)
+    model = peft.get_peft_model(copy.deepcopy(base), config).train()
+    labels = ROW.clone()
+    labels[:, 3] = -100
+    plain = base(ROW, labels=labels).loss
+    torch.testing.assert_close(model(input_ids=ROW, labels=labels).loss, plain)
+    loss = model(input_ids=ROW, labels=labels, num_items_in_batch=7).loss
+    torch.testing.assert_close(loss, base(ROW, labels=labels, num_items_in_batch=7).loss)
+    loss.backward()
+    learned = [p for name, p in model.named_parameters() if "lm_head" in name and p.requires_grad]
+    assert sum(parameter.grad.abs().sum() for parameter in learned) > 0
+
+
 @torch.no_grad()
 def test_the_loss_of_packed_rows_is_that_of_their_documents():
     from transformers import DataCollatorWithFlattening

@@ -73,7 +73,9 @@ def train(
         return 0
     from pararnn.train.run import run_training  # seconds, which other commands do not wait for
 
-    print(run_training(config))
+    folder = run_training(config)
+    if os.environ.get("RANK", "0") == "0":
+        print(folder)
     return 0
 
 
