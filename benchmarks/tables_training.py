@@ -9,7 +9,7 @@ from typing import Any
 from common import RESULTS
 from markdown_tables import figure, read, source, table
 
-from pararnn.tasks.report import read_results
+from pararnn.tasks.report import percent, read_results
 from pararnn.tasks.report import table as accuracies
 
 REMARKS = {
@@ -69,7 +69,7 @@ def remarks() -> str:
 
 def share(result: dict[str, Any] | Any) -> str:
     """The best seed's accuracy in percent and the steps it took, + where they were capped."""
-    return f"{100 * result['best']:.1f}{'+' * result['capped']} ({result['steps']:,} steps)"
+    return f"{percent(result['best'])}{'+' * result['capped']} ({result['steps']:,} steps)"
 
 
 def origin(result: Any, folder: str) -> str:
@@ -92,7 +92,7 @@ def lengths() -> str:
         [
             result["mixer"],
             f"{result['steps']:,}",
-            *(f"{100 * min(found):.1f} - {100 * max(found):.1f}" for found in seeds_of(result)),
+            *(f"{percent(min(found))} - {percent(max(found))}" for found in seeds_of(result)),
         ]
         for result in results
     ]

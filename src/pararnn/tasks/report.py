@@ -36,13 +36,13 @@ def table(results: Sequence[Result]) -> str:
         shown = []
         for column in columns:
             result = cells.get((row, column))
-            text = "" if result is None else f"{_percent(result['best'])}{'+' * result['capped']}"
+            text = "" if result is None else f"{percent(result['best'])}{'+' * result['capped']}"
             if row in PAPER and column in paper:
                 text += f" ({paper[column][list(PAPER).index(row)]})"
             shown.append(text.strip())
         lines.append("| " + " | ".join([row, *shown]) + " |")
     chances = {result["task"]: result["chance"] for result in results}
-    lines.append("| chance | " + " | ".join(_percent(chances[column]) for column in columns) + " |")
+    lines.append("| chance | " + " | ".join(percent(chances[column]) for column in columns) + " |")
     note = (
         "Accuracy in percent of the best seed, in brackets the paper's; + where training was "
         "capped: it ended before a seed was right throughout and before the paper's last step."
@@ -50,7 +50,7 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([*lines, "", note])
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """Rounded down to a tenth: only what has no error is 100."""
     return "100" if share == 1 else f"{int(share * 1000) / 10:g}"
 
@@ -83,7 +83,7 @@ def heat_map(results: Sequence[Result], path: Path) -> None:
         share = result["best"]
         color = "black" if share > 0.6 else "white"
         place = (columns.index(column), rows.index(row))
-        axes.text(*place, _percent(share), ha="center", va="center", color=color)
+        axes.text(*place, percent(share), ha="center", va="center", color=color)
     figure.colorbar(image, label="accuracy, % (best seed)")
     figure.savefig(path, dpi=150)
 
