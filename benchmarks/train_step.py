@@ -74,6 +74,7 @@ class RandomData(NamedTuple):
     train: RandomRows
     valid: RandomRows
     tokenizer: NoTokenizer
+    bytes_per_token: float = 1.0
 
 
 class Clock(TrainerCallback):

@@ -18,7 +18,7 @@ from test_train_trainer import Packed, config, losses, same_bits, weights
 from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
-from pararnn.train import checkpoints
+from pararnn.train import checkpoints, log
 from pararnn.train.config import OptimiserConfig, read_config
 from pararnn.train.recipes import RECIPES, recipe
 from pararnn.train.run import export_checkpoint, run_training
@@ -34,6 +34,7 @@ CASES = {
     "recomputed": {"checkpointing": True},
     "gathered": {"reshard": False},
     "accumulated": {"device_batch": 1},
+    "checked": {"verify_every": 2},
     "bfloat16": {"precision": "bfloat16"},
 }
 
@@ -73,6 +74,13 @@ def test_two_processes_are_one(runs, name):
 def rows_of(out):
     with (out / "log.csv").open() as file:
         return [row for row in csv.DictReader(file) if row["grad_norm"]]
+
+
+def test_solves_are_checked_on_both(runs):
+    for folder in runs:
+        rows = [row for row in log.read_rows(folder / "checked" / "log.csv") if row["defect"]]
+        assert [int(row["step"]) for row in rows] == [2, 4, 6]
+        assert all(0 < float(part) <= 1 for row in rows for part in row["defect"].split())
 
 
 @pytest.mark.parametrize("name", ["gru, clipped", "gru, elementwise"])

@@ -11,9 +11,10 @@ from processes import on_processes
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
+from test_train_trainer import LENGTH, Packed, config, losses, run_until, same_bits, weights
 
 from pararnn.lm.config import LMConfig
+from pararnn.train.config import DataConfig
 from pararnn.train.run import run_training
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
@@ -30,7 +31,9 @@ def rows_of(out):
 
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid"])
-@pytest.mark.parametrize("more", [{}, {"checkpointing": True}, {"compile": False}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"verify_every": 2}, {"checkpointing": True}, {"compile": False}], ids=str
+)
 def test_going_on_changes_no_bit(tmp_path, monkeypatch, kind, more):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     run_training(asked(whole, kind, **more), Packed())
@@ -39,6 +42,23 @@ def test_going_on_changes_no_bit(tmp_path, monkeypatch, kind, more):
     assert losses(whole) == losses(halves)
     same_bits(weights(whole / "model"), weights(halves / "model"))
     assert all(float(row["memory_gib"]) > 0 for row in rows_of(whole))
+
+
+def test_carried_states_go_on_in_compiled_blocks(tmp_path, monkeypatch):
+    data = DataConfig(sequence_length=LENGTH, stateful=True)
+    results = {}
+    for compiled in (True, False):
+        out = tmp_path / str(compiled)
+        run_until(monkeypatch, 5, asked(out, "gru", data=data, compile=compiled))
+        run_training(asked(out, "gru", data=data, compile=compiled), Packed())
+        results[compiled] = [float(loss) for loss in losses(out).values()]
+    assert results[True] == pytest.approx(results[False], abs=0.03)
+    whole = tmp_path / "whole"
+    run_training(asked(whole, "gru", data=data), Packed())
+    assert results[True] == [float(loss) for loss in losses(whole).values()]
+    fresh = tmp_path / "fresh"
+    run_training(asked(fresh, "gru"), Packed())
+    assert results[True] != [float(loss) for loss in losses(fresh).values()]
 
 
 def test_two_gpus_are_one(tmp_path):

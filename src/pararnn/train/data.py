@@ -73,6 +73,11 @@ class Packed:
     train: TokenRows
     valid: TokenRows
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the text that is held out."""
+        return self.valid.part.bytes_per_token
+
 
 def prepare(config: DataConfig) -> Packed:
     """The rows of a configuration's data, tokenised on the first call only.

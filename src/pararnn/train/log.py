@@ -14,7 +14,6 @@ COLUMNS = (
     "loss",
     "valid_loss",
     "valid_bits_per_byte",
-    "valid_bits_per_token",
     "grad_norm",
     "learning_rate",
     "tokens_per_second",

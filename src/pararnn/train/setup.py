@@ -42,6 +42,10 @@ class TrainingData(Protocol):
     def tokenizer(self) -> Tokenizer:
         """What made the tokens."""
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of the held-out text, in UTF-8, over its tokens."""
+
 
 def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
     """TrainingError for batches and data that do not fit each other, the model or the processes."""

@@ -68,6 +68,7 @@ class RunTrainer(Trainer):
         self.run, self.out, self.world = config, Path(config.out), world
         self.flops_of_token = 6 * sum(parameter.numel() for parameter in model.parameters())
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.args.device)
+        self.bytes_per_token = packed.bytes_per_token
         self.since, self.last_step, self.last_check = 0.0, -1, 0
         self.solved: dict[str, list[Any]] = {}
         layers, parts = config.model.num_hidden_layers, self.args.gradient_accumulation_steps
@@ -228,7 +229,7 @@ class RunTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Mean cross-entropy of the held-out rows, without z-loss, in nats and bits a token."""
+        """Mean cross-entropy of the held-out rows without z-loss, nats a token and bits a byte."""
         with self._off_the_clock(), without_z_loss(self.own_model.config):
             model = self.model_wrapped.eval()
             total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
@@ -239,9 +240,9 @@ class RunTrainer(Trainer):
                     out = model(**inputs, num_items_in_batch=1, logits_to_keep=1, use_cache=False)
                 total += torch.stack([out.loss, (inputs["labels"][:, 1:] != IGNORED).sum()])
             nats, count = cast(Tensor, self.accelerator.reduce(total, "sum")).tolist()
-        unit = "byte" if self.run.data.tokenizer == "bytes" else "token"
         loss = nats / count
-        metrics = {"eval_loss": loss, f"eval_bits_per_{unit}": loss / math.log(2)}
+        bits = loss / math.log(2) / self.bytes_per_token
+        metrics = {"eval_loss": loss, "eval_bits_per_byte": bits}
         self.log(dict(metrics))
         # Or Trainer validates again at the end of the epoch.
         self.control = self.callback_handler.on_evaluate(
