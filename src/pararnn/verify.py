@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pararnn.cells.base import unwrapped
-from pararnn.contract import SolveChecks, check_solve
+from pararnn.contract import SolveChecks
 from pararnn.layers import RecurrentLayer
+from pararnn.oracle import Oracle
 
 
 @dataclass(frozen=True)
@@ -77,24 +79,15 @@ def _check(
     name: str, layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
 ) -> tuple[str, str, SolveChecks]:
     call = signature(layer.forward).bind(*inputs, **options)
-    call.apply_defaults()
-    initial = call.arguments.pop("initial")
-    x, how = layer.problem(**call.arguments)
-    with torch.no_grad():
-        gates: Tensor = layer.proj(x)
+    given = call.arguments
+    asked = layer.asked(*(given.pop(part, None) for part in ("solver", "backend", "mode")))
     cell = unwrapped(layer.cell)
-    entries = gates.shape[0] * gates.shape[1] * cell.hidden_size
-    checks = check_solve(
-        cell,
-        gates,
-        initial,
-        bias=layer.bias,
-        seed=seed,
-        loss_scale=1 / max(entries, 1),
-        **how,
-    )
+    with torch.no_grad():
+        args = layer.arguments(**given)
+    oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=1 / max(math.prod(args.size), 1))
+    checks = oracle.judge(oracle.run(*asked))
     what = (
-        f"{type(cell).__name__} (B, T, D) = {(*gates.shape[:2], cell.hidden_size)}, "
-        f"{gates.dtype}, {checks.pair[0]} on {checks.pair[1]}"
+        f"{type(cell).__name__} (B, T, D) = {args.size}, {args.gates.dtype}, "
+        f"{checks.pair[0]} on {checks.pair[1]}"
     )
     return name or "module", what, checks

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pararnn.codegen.cpp import SOLVERS, kernels_of
 from pararnn.codegen.emit import why_no_kernels
-from pararnn.engines.base import Arguments, Engine, Gradients, Solution
+from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.layouts import addresses, by_head, copied, gradients_like, narrow, unit_stride
+from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import BY_RULE, Pin, Split, split_of
 from pararnn.numerics import compute_dtype
 from pararnn.program import Program
@@ -25,7 +26,7 @@ MIN_SIZE = 256
 """Steps of a segment, at least: below, its guess takes more than a fifth of its time."""
 
 
-def _forward(solver: str, program: Program, args: Arguments, on_failure: str) -> Solution:
+def _forward(solver: str, program: Program, args: Arguments) -> Solution:
     gates = _by_head(args.gates)
     prepared = _Prepared(args, gates)
     size = (*gates.shape[:2], args.initial[0].shape[-1])
@@ -180,10 +181,17 @@ def _openmp() -> int:
     return 0 if entry is None else ctypes.cast(entry, ctypes.c_void_p).value or 0
 
 
+def _newton_pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device) -> Merit:
+    return segments_pay(segments_of(size, dtype, device), "threads have")
+
+
+_PAYS: dict[str, Pays] = {"sequential": loop_pays, "newton": _newton_pays}
+
+
 def _engine(solver: str) -> Engine:
-    forward, backward = partial(_forward, solver), partial(_backward, solver)
+    forward, backward, pays = partial(_forward, solver), partial(_backward, solver), _PAYS[solver]
     build, cut = partial(kernels_of, solver=solver), _split if solver == "newton" else None
-    return Engine(solver, "fused", forward, backward, why_no_kernels, build, split=cut)
+    return Engine(solver, "fused", forward, backward, why_no_kernels, pays, build, split=cut)
 
 
 SEQUENTIAL, NEWTON = (_engine(solver) for solver in SOLVERS)
