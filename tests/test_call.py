@@ -3,11 +3,14 @@
 import copy
 import pickle
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from table import FUSED, PAIRS, make_case
+from table import FUSED, OPS, PAIRS, make_case
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pararnn
 from pararnn.engines import table
@@ -101,12 +104,138 @@ def test_a_backend_alone_finds_its_solver():
         layer(torch.randn(2, 20, 3))
 
 
-def test_errors_name_what_can_be_built(monkeypatch):
-    def no_compiler(key, solver, backend, *rest):
-        return None if backend == "torch" else "no compiler"
+def _no_compiler(key, solver, backend, *rest):
+    return None if backend == "torch" else "no compiler"
 
-    monkeypatch.setattr(table, "_why_not_built", no_compiler)
+
+def test_errors_name_what_can_be_built(monkeypatch):
+    monkeypatch.setattr(table, "_why_not_built", _no_compiler)
     case = make_case(pararnn.GRUCell, torch.float32, 20)
     with pytest.raises(pararnn.EngineError, match=r"no compiler\. Pairs that can") as error:
         pararnn.solve(case.cell, case.gates, solver=FUSED[0], backend=FUSED[1])
     assert "fused)" not in str(error.value).partition("that can:")[2]
+
+
+def test_remembered_choices_are_forgotten(monkeypatch):
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    program, cpu = program_of(case.cell), torch.device("cpu")
+
+    def chosen(*pair):
+        return table.choose(program, (1, 4096, 8), torch.float32, cpu, *pair).pair
+
+    asked = [("auto", "auto"), ("newton", "auto")]
+    pairs = [chosen(*pair) for pair in asked]
+    assert [chosen(*pair) for pair in asked] == pairs
+    if FUSED in PAIRS:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+        assert pairs[0] == ("sequential", "fused")
+        assert chosen("auto", "auto") == ("newton", "fused")
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "_why_not_built", _no_compiler)
+        patch.setattr(table, "_say", lambda message: None)
+        assert chosen(*asked[1]) == ("newton", "torch")
+    assert chosen(*asked[1]) == pairs[1]
+    if FUSED in PAIRS:
+        unable = replace(table.find(*pairs[1], cpu), why_not=lambda program: "it is gone")
+        monkeypatch.setitem(table.TABLE, (*pairs[1], "cpu"), unable)
+        assert chosen(*asked[1]) == ("newton", "torch")
+
+
+HOW = ("solver", "backend")
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "backward"), [(_Ops, [False]), (_Functions, [])])
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_modes_see_the_ops(mode, backward, pair):
+    """A mode of functions sees the call of backward, and nothing that happens in there."""
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    gates = case.gates.requires_grad_()
+    with mode() as watch:
+        states, _ = pararnn.solve(case.cell, gates, solver=pair[0], backend=pair[1])
+        states.sum().backward()
+        with torch.no_grad():
+            pararnn.solve(case.cell, gates, solver=pair[0], backend=pair[1])
+    ran = [name for name in watch.seen if "pararnn" in name]
+    assert ["forward" in name for name in ran] == [True, *backward, True]
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_profilers_see_both_ops(pair):
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    gates = case.gates.requires_grad_()
+    with torch.profiler.profile() as profile:
+        states, _ = pararnn.solve(case.cell, gates, solver=pair[0], backend=pair[1])
+        states.sum().backward()
+    assert {"pararnn::forward", "pararnn::backward"} <= {event.key for event in profile.events()}
+
+
+class _Tagged(torch.Tensor):
+    """A subclass that says what it was used for."""
+
+    seen: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_subclasses_see_the_op(pair):
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    _Tagged.seen.clear()
+    how = {"solver": pair[0], "backend": pair[1]}
+    states, _ = pararnn.solve(case.cell, case.gates.as_subclass(_Tagged), **how)
+    assert any("pararnn.forward" in name for name in _Tagged.seen)
+    plain, _ = pararnn.solve(case.cell, case.gates, **how)
+    assert torch.equal(states.as_subclass(torch.Tensor), plain)
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_tangents_are_not_lost_without_gradients(pair):
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    with forward_ad.dual_level(), torch.no_grad():
+        gates = forward_ad.make_dual(case.gates, torch.ones_like(case.gates))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            pararnn.solve(case.cell, gates, solver=pair[0], backend=pair[1])
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_negations_that_are_put_off_are_made(pair):
+    """As in the imaginary part of a conjugate: a view whose numbers are still to be negated."""
+    case, how = make_case(pararnn.GRUCell, torch.float32, 20), dict(zip(HOW, pair, strict=True))
+    put_off = torch._neg_view(-case.gates)
+    assert put_off.is_neg()
+    grads = []
+    for gates in (case.gates, put_off):
+        leaf = gates.detach().requires_grad_()
+        states, _ = pararnn.solve(case.cell, leaf, **how)
+        plain, _ = pararnn.solve(case.cell, gates, **how)
+        ones = torch.ones_like(states)
+        late = torch._neg_view(-ones)
+        assert late.is_neg()
+        grads.append((states, plain, *torch.autograd.grad(states, leaf, late)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    states, _ = pararnn.solve(case.cell, leaf, **how)
+    (expected,) = torch.autograd.grad(states, leaf, ones)
+    assert torch.equal(grads[1][2], expected)

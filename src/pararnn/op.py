@@ -5,21 +5,23 @@ Compilers see two opaque calls. Ops take no callables, so a cell travels as its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from pararnn.engines.base import Arguments, Engine, Solution, schema
+from pararnn.engines.base import REST, Arguments, Engine, Solution, schema
+from pararnn.engines.layouts import as_dtype
 from pararnn.engines.table import find
 from pararnn.errors import EngineError
 from pararnn.program import Program, program_by_key, program_in_use
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
 
+_ORDINARY = (Tensor, nn.Parameter)
 _LIBRARY = torch.library.Library("pararnn", "DEF")
 _HOW = "str key, str solver, str backend"
 _LIBRARY.define(f"forward({_HOW}, {schema()}) -> (Tensor[], Tensor[], Tensor)")
@@ -48,8 +50,11 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
         states, final, info = torch.ops.pararnn.forward(*how, *args.values())
         return Solution(tuple(states), tuple(final), info)
     tensors, rest = args.flatten()
+    alone = _alone_with(tensors)
+    if alone and not (torch.is_grad_enabled() and _wants_gradient(tensors)):
+        return _forward(program, engine, args)
     try:
-        out = _apply(_Solve, how, rest, *tensors)
+        out = _apply(_Solve, how, rest, (program, engine, args) if alone else None, *tensors)
     except NotImplementedError as error:
         if "jvp" not in str(error):
             raise
@@ -58,6 +63,33 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
         ) from error
     n = program.num_states
     return Solution(out[:n], out[n : 2 * n], out[-1])
+
+
+def _wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether any of them wants a gradient."""
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _alone_with(tensors: Iterable[Any]) -> bool:
+    """Whether nobody but autograd sees a call on these tensors: no compiler, transform, mode,
+    tracer, profiler or subclass, nor what the dispatcher makes of negations that are put off.
+
+    It then only calls what is behind the op, for which it takes 50 us.
+    """
+    watched = (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state()
+        or torch._C._autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+    )
+    return not watched and all(
+        tensor is None
+        or (type(tensor) in _ORDINARY and not (tensor.is_neg() or tensor._is_zerotensor()))
+        for tensor in tensors
+    )
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -71,17 +103,20 @@ class _Solve(torch.autograd.Function):
     """The one autograd formula over the raw ops. It has no jvp on purpose: PyTorch then raises."""
 
     @staticmethod
-    def forward(how: How, rest: Any, *tensors: Any) -> Any:
+    def forward(how: How, rest: Any, direct: Any, *tensors: Any) -> Any:
+        if direct is not None:
+            solution = _forward(*direct)
+            return (*solution.states, *solution.final, solution.info)
         args = Arguments.unflatten(tensors, rest)
         states, final, info = torch.ops.pararnn.forward(*how, *args.values())
         return (*states, *final, info)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.how, ctx.rest, *tensors = inputs
+        ctx.how, ctx.rest, _, *tensors = inputs
         ctx.num_states = len(output) // 2
         states = output[: ctx.num_states]
-        unread = states[1:] if Arguments.unflatten(tensors, ctx.rest).output_only else ()
+        unread = states[1:] if ctx.rest[REST.index("output_only")] else ()
         ctx.mark_non_differentiable(*unread, output[-1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *states)
@@ -93,11 +128,14 @@ class _Solve(torch.autograd.Function):
         tensors, states = saved[:-n], saved[-n:]
         # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
         given = (ctx.how, ctx.rest, n, *states, *grads[: 2 * n], *tensors)
+        args = Arguments.unflatten(tensors, ctx.rest)
         if torch.compiler.is_compiling():
             out = _run_backward(*given)
+        elif not torch.is_grad_enabled() and _alone_with(given[3:]):
+            out = _backward(ctx.how, args, states, grads[:n], grads[n : 2 * n])
         else:
             out = _apply(_SolveBackward, *given)
-        return (None, None, *Arguments.unflatten(tensors, ctx.rest).beside(out))
+        return (None, None, None, *args.beside(out))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -143,28 +181,49 @@ def _call(*given: Any) -> tuple[How, Arguments]:
 
 def _forward_op(*given: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     how, args = _call(*given)
-    program, engine = program_in_use(how.key), _engine(how, args.gates.device)
+    engine = _engine(how, args.gates.device)
+    solution = _forward(program_in_use(how.key), engine, args)
+    return list(solution.states), list(solution.final), solution.info
+
+
+def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     if not engine.completes:
         args = args.completed(program.num_states)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     device = args.gates.device.type
-    autocast = torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        solution = engine.forward(program, args)
-    return list(solution.states), list(solution.final), solution.info
+    if not torch.is_autocast_enabled(device):
+        return engine.forward(program, args)
+    with torch.autocast(device, enabled=False):
+        return engine.forward(program, args)
 
 
 def _backward_op(
     states: Sequence[Tensor], grad_states: Sequence[Any], grad_final: Sequence[Any], *given: Any
 ) -> list[Tensor]:
     how, args = _call(*given)
+    return _backward(how, args, tuple(states), tuple(grad_states), tuple(grad_final))
+
+
+def _backward(
+    how: How,
+    args: Arguments,
+    states: tuple[Tensor, ...],
+    grad_states: tuple[Tensor | None, ...],
+    grad_final: tuple[Tensor | None, ...],
+) -> list[Tensor]:
     program, engine = program_by_key(how.key), _engine(how, args.gates.device)
     assert engine.backward is not None
-    full = args if engine.completes else args.completed(program.num_states)
-    grads = engine.backward(program, full, tuple(states), tuple(grad_states), tuple(grad_final))
-    params = tuple(g.to(p.dtype) for g, p in zip(grads.params, args.params, strict=True))
-    own = replace(grads, params=params, initial=grads.initial if args.initial else ())
-    return own.leaves()
+    # In lists with None the dispatcher leaves negations that are put off, which kernels do not see.
+    grad_states, grad_final = (
+        tuple([None if grad is None else grad.resolve_neg() for grad in grads])
+        for grads in (grad_states, grad_final)
+    )
+    if engine.completes:
+        return engine.backward(program, args, states, grad_states, grad_final).leaves()
+    full = args.completed(program.num_states)
+    grads = engine.backward(program, full, states, grad_states, grad_final)
+    params = tuple(map(as_dtype, grads.params, args.params))
+    return replace(grads, params=params, initial=grads.initial if args.initial else ()).leaves()
 
 
 def _forward_fake(*given: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:

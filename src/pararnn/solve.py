@@ -161,9 +161,9 @@ def _check_gates(cell: Cell, gates: Tensor) -> None:
         raise TypeError(f"gates must be a tensor, got {type(gates).__name__}")
     check_io_dtype(gates.dtype, "gates")
     count, channels = len(cell.gates), cell.hidden_size
-    wanted = f"(B, T, {count}, {channels}) or (B, T, {count}, H, {channels}/H)"
     size = tuple(gates.shape)
     if len(size) not in (4, 5) or size[2] != count or math.prod(size[3:]) != channels:
+        wanted = f"(B, T, {count}, {channels}) or (B, T, {count}, H, {channels}/H)"
         raise ValueError(f"gates of {type(cell).__name__} must be {wanted}, got {size}")
 
 
@@ -177,6 +177,8 @@ def _check_whole(cell: Cell, param: Tensor) -> None:
 
 
 def _fields(cell: Cell, gates: Tensor, fields: Mapping[str, Tensor | float]) -> tuple[Tensor, ...]:
+    if not fields and not cell.fields:
+        return ()
     if set(fields) != set(cell.fields):
         raise ValueError(
             f"{type(cell).__name__} takes the fields {list(cell.fields)}, got {sorted(fields)}"

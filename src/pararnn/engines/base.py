@@ -52,12 +52,13 @@ class Arguments:
     @property
     def channels(self) -> int:
         """D."""
-        return math.prod(self.gates.shape[3:])
+        return self.size[2]
 
     @property
     def size(self) -> Size:
         """(B, T, D)."""
-        return self.gates.shape[0], self.gates.shape[1], self.channels
+        batch, steps, _, *channels = self.gates.shape
+        return batch, steps, math.prod(channels)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +79,8 @@ class Arguments:
 
     def completed(self, num_states: int) -> Arguments:
         """These arguments with initial states, and with params in the compute dtype."""
-        params = tuple(p.to(self.dtype) for p in self.params)
+        dtype = self.dtype
+        params = tuple(p if p.dtype == dtype else p.to(dtype) for p in self.params)
         return replace(self, initial=self.start(num_states), params=params)
 
     def values(self) -> list[Any]:
@@ -111,11 +113,17 @@ class Arguments:
     @classmethod
     def unflatten(cls, tensors: Sequence[Any], rest: Sequence[Any]) -> Arguments:
         """What `flatten` took apart; anything may stand in the tensors' places."""
-        left, plain = iter(tensors), iter(rest)
         values: list[Any] = []
+        at, plain = 0, iter(rest)
         for kind in KIND_OF.values():
-            value = next(left if kind in _ONE else plain)
-            values.append(tuple(next(left) for _ in range(value)) if kind == _MANY else value)
+            if kind in _ONE:
+                values.append(tensors[at])
+                at += 1
+            elif kind == _MANY:
+                begin, at = at, at + next(plain)
+                values.append(tuple(tensors[begin:at]))
+            else:
+                values.append(next(plain))
         return cls(*values)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Arguments:
@@ -158,6 +166,9 @@ KIND_OF = {field.name: KINDS[_HINTS[field.name]] for field in fields(Arguments)}
 _ONE, _MANY = ("Tensor", "Tensor?"), "Tensor[]"
 _TENSORS = (*_ONE, _MANY)
 
+REST = tuple(name for name, kind in KIND_OF.items() if kind not in _ONE)
+"""The fields of which `flatten` has the rest."""
+
 
 def schema() -> str:
     """The record as a part of the op's schema."""
@@ -193,7 +204,8 @@ def totals(info: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of the arguments of the same names, in their dtypes and shapes.
+    """Gradients of the arguments of the same names, in their dtypes and shapes; none of initial
+    states that are not given.
 
     That of the gates has the layout of `torch.empty_like(gates)`; the others are contiguous.
     """

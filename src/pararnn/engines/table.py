@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,6 +115,40 @@ def choose(
     on what this process has tuned, unless `follow_tuned` is False. Raises EngineError naming the
     pairs that can run.
     """
+    if torch.compiler.is_compiling():
+        return _choose(program, size, dtype, device, solver, backend, follow_tuned)[0]
+    request = (program, size, dtype, device, solver, backend)
+    # Beside the request a choice depends on these; and on what stands in the table and is built.
+    key = (*request, torch.get_num_threads(), tuned.records(program.key) if follow_tuned else None)
+    known = _CHOSEN.get(key)
+    if known is not None:
+        choice, engine = known
+        unbuilt = _why_not_built(program.key, *choice.pair, device.type, dtype)
+        if unbuilt is None and choice.engine is engine:
+            return choice
+    choice, not_built = _choose(*request, follow_tuned)
+    if not not_built:
+        if len(_CHOSEN) >= MOST_CHOSEN:
+            _CHOSEN.clear()
+        _CHOSEN[key] = choice, choice.engine
+    return choice
+
+
+_CHOSEN: dict[Any, tuple[Choice, Engine]] = {}
+MOST_CHOSEN = 4096
+"""Choices that are remembered at once."""
+
+
+def _choose(
+    program: Program,
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    solver: str,
+    backend: str,
+    follow_tuned: bool,
+) -> tuple[Choice, list[str]]:
+    """What `choose` remembers, and why what would come before it could not be built."""
     check_names(solver, backend)
     problem = Problem(program.key, size, dtype, device)
     candidates = _candidates(program, size, dtype, device, solver, backend)
@@ -135,7 +169,7 @@ def choose(
             if unable is None:
                 for other in not_built:
                     _say(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
-                return Choice(*pair, why, split.get(pair, BY_RULE), problem)
+                return Choice(*pair, why, split.get(pair, BY_RULE), problem), not_built
             not_built.append(unable)
         reason = unable
     able = [f"({', '.join(pair)})" for pair in pairs_for(program, dtype, device)]
