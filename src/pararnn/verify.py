@@ -12,6 +12,7 @@ from torch import nn
 
 from pararnn.cells.base import unwrapped
 from pararnn.contract import SolveChecks
+from pararnn.engines.base import Arguments
 from pararnn.layers import RecurrentLayer
 from pararnn.oracle import Oracle
 
@@ -75,15 +76,21 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
     return Report(tuple(_check(*call, seed=seed) for call in calls))
 
 
+def _call(
+    layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Arguments, tuple[str, str]]:
+    """The record of a layer's call, and the pair that it asks for."""
+    given = signature(layer.forward).bind(*inputs, **options).arguments
+    asked = layer.asked(*(given.pop(part, None) for part in ("solver", "backend", "mode")))
+    with torch.no_grad():
+        return layer.arguments(**given), asked
+
+
 def _check(
     name: str, layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
 ) -> tuple[str, str, SolveChecks]:
-    call = signature(layer.forward).bind(*inputs, **options)
-    given = call.arguments
-    asked = layer.asked(*(given.pop(part, None) for part in ("solver", "backend", "mode")))
+    args, asked = _call(layer, inputs, options)
     cell = unwrapped(layer.cell)
-    with torch.no_grad():
-        args = layer.arguments(**given)
     oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=1 / max(math.prod(args.size), 1))
     checks = oracle.judge(oracle.run(*asked))
     what = (
