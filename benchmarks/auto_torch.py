@@ -19,8 +19,10 @@ from common import RESULTS, provenance, write_csv
 from torch import Tensor
 
 import pararnn
+from pararnn.engines.base import totals
 from pararnn.engines.table import engine_for
-from pararnn.solve import solve_with_info
+from pararnn.program import program_of
+from pararnn.solve import Solved, prepare, run
 
 CELLS = ("gru", "lstm", "slstm")
 SIZES = {
@@ -54,16 +56,18 @@ def measure(
 ) -> tuple[float, float, int]:
     """Forward ms, forward + backward ms, sweeps."""
 
+    def solved() -> Solved:
+        return run(program_of(cell), prepare(cell, gates), solver, "torch")
+
     def forward() -> None:
         with torch.no_grad():
-            solve_with_info(cell, gates, solver=solver, backend="torch")
+            solved()
 
     def both() -> None:
-        states, _, _ = solve_with_info(cell, gates, solver=solver, backend="torch")
-        states[0].sum().backward()
+        solved().states[0].sum().backward()
         gates.grad = None
 
-    sweeps = int(solve_with_info(cell, gates, solver=solver, backend="torch")[2][0])
+    sweeps = int(totals(solved().info)[0])
     return median_ms(forward, gates.device, budget), median_ms(both, gates.device, budget), sweeps
 
 

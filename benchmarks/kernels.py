@@ -141,12 +141,12 @@ def calls_of(
 ) -> list[Call]:
     """A pass of an engine on each of the inputs; the output's gradient arrives, no other."""
     if what == "forward":
-        return [partial(engine.forward, program, args, "warn") for args in inputs]
+        return [partial(engine.forward, program, args) for args in inputs]
     assert engine.backward is not None
     unread = (None,) * (program.num_states - 1)
     calls: list[Call] = []
     for args in inputs:
-        states = SEQUENTIAL.forward(program, args, "warn").states
+        states = SEQUENTIAL.forward(program, args).states
         grads: tuple[Tensor | None, ...] = (torch.randn_like(states[0]), *unread)
         calls.append(partial(engine.backward, program, args, states, grads, (None, *unread)))
     return calls

@@ -22,7 +22,8 @@ from common import RESULTS, provenance, write_csv
 
 import pararnn
 from pararnn.engines.base import totals
-from pararnn.solve import solve_with_info
+from pararnn.program import program_of
+from pararnn.solve import Solved, prepare, run
 
 Size = tuple[int, int, int]
 SOLVERS = ("sequential", "newton")
@@ -75,8 +76,11 @@ def gates_of(cell: pararnn.Cell, size: Size, bias: float, latch: bool) -> torch.
 def measured(cell: pararnn.Cell, gates: torch.Tensor, budget: float) -> dict[str, Any]:
     """Both solvers' times of both passes, and what Newton did."""
 
+    def solved(solver: str) -> Solved:
+        return run(program_of(cell), prepare(cell, gates), solver, "fused")
+
     def states(solver: str) -> tuple[torch.Tensor, ...]:
-        return solve_with_info(cell, gates, solver=solver, backend="fused")[0]
+        return solved(solver).states
 
     def backward(solver: str) -> object:
         return torch.autograd.grad(states(solver)[0], [gates, *cell.parameters()], cotangent)
@@ -85,7 +89,7 @@ def measured(cell: pararnn.Cell, gates: torch.Tensor, budget: float) -> dict[str
     row: dict[str, Any] = {}
     with torch.no_grad():
         forward = in_turn([lambda s=s: states(s) for s in SOLVERS], budget)  # type: ignore[misc]
-        _, _, info = solve_with_info(cell, gates, solver="newton", backend="fused")
+        info = solved("newton").info
     both = in_turn([lambda s=s: backward(s) for s in SOLVERS], budget)  # type: ignore[misc]
     for what, times in (("forward", forward), ("both", both)):
         row |= {f"{s}_{what}_ms": round(ms, 4) for s, ms in zip(SOLVERS, times, strict=True)}

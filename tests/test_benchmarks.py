@@ -17,6 +17,7 @@ from pararnn.solve import prepare, run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import host_call
 import parallel
 import scaling
 import trained
@@ -64,6 +65,17 @@ def test_aims_of_hard_cases() -> None:
     assert CASES["weights 1"].aim(parallel.MEDIUM, single, 0.13) == pytest.approx(2 * 0.13)
     assert CASES["weights 1"].aim(narrow, half, 4.0) == 8.0
     assert CASES["weights 2"].aim(long, single, 4.0) == 8.0
+
+
+def test_host_times_are_held_to_pytorchs_own() -> None:
+    rows = host_call.rows("cpu", rounds=2)
+    cases = [(row["case"], row["call"]) for row in rows]
+    assert cases == [
+        *(("forward and backward", call) for call in ("ParaGRU", "RecurrentLayer", host_call.BARE)),
+        *(("step", call) for call in ("ParaGRU", "RecurrentLayer", "nn.GRUCell")),
+    ]
+    assert all(float(row["us"]) > 0 for row in rows)
+    assert rows[2]["ratio"] == rows[5]["ratio"] == "1.00"
 
 
 def test_peers_get_the_reductions_lengths() -> None:

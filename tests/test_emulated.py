@@ -11,7 +11,9 @@ from test_scales import SLOW, slow_case, solved
 import pararnn
 from pararnn.contract import check_solves
 from pararnn.engines.base import totals
-from pararnn.solve import solve_with_info
+from pararnn.program import program_of
+from pararnn.solve import prepare
+from pararnn.solve import run as run_call
 
 pytestmark = needs_compiler
 
@@ -87,7 +89,8 @@ def test_channels_that_forget_at_times_meet_soon(name, dtype, monkeypatch):
     kept = torch.rand(segments, channels).repeat_interleave(64, 0) * torch.linspace(4, 14, channels)
     case.gates.mul_(2)[:, :, 0] += (-kept if name == "gru" else kept).to(dtype)
     with pararnn.using(segments=segments), torch.no_grad():
-        _, _, info = solve_with_info(case.cell, case.gates, solver="newton", backend="fused")
+        args = prepare(case.cell, case.gates)
+        info = run_call(program_of(case.cell), args, "newton", "fused").info
     assert totals(info)[0] <= 4
 
 

@@ -11,7 +11,6 @@ import pararnn
 from pararnn.oracle import Oracle, Run
 
 LENGTH, SHORT = 128, 32  # dense cells take longest
-ANY = ("newton", "torch")  # whose gradients are those of the returned states
 SCALED = {torch.float64: 1.01, torch.float32: 1.01, torch.bfloat16: 1.04, torch.float16: 1.01}
 # A sum of many contributions says little of a few percent, where 16 bits may be off by 2e-3 of it.
 SCALED_SUM = {torch.float64: 1.01, torch.float32: 1.01, torch.bfloat16: 2.0, torch.float16: 2.0}
@@ -74,10 +73,10 @@ def _mutants(oracle: Oracle, factor: float):
 
 
 def _survivors(oracle: Oracle, factor: float | None = None) -> list[str]:
-    right = oracle.judge(oracle.sequential(), ANY)
+    right = oracle.judge(oracle.sequential())
     assert right.passed, [check for check in right.checks if not check.passed]
     mutants = _mutants(oracle, factor or SCALED_SUM[oracle.dtype])
-    return [what for what, run in mutants if oracle.judge(run, ANY).passed]
+    return [what for what, run in mutants if oracle.judge(run).passed]
 
 
 # Weights' standard deviations and scales of the loss. Gradients in float16 lie between 6e-8 and
@@ -129,7 +128,7 @@ def test_units_change_nothing(power):
         gates, start = torch.randn(2, LENGTH, 1, 8), unit * torch.randn(2, 8)
         oracle = Oracle.of(cell, gates, start, loss_scale=1 / unit)
         assert not _survivors(oracle)
-        checks = oracle.judge(oracle.sequential(), ANY).checks
+        checks = oracle.judge(oracle.sequential()).checks
         found.append([number for check in checks for number in (check.error, check.limit)])
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
@@ -147,5 +146,5 @@ def test_a_small_state_beside_a_large_one():
     oracle = Oracle.of(Two(4), torch.randn(2, LENGTH, 2, 4))
     run = oracle.sequential()
     wrong = run.values | {"small": run.values["small"] * (1 + 1e-3 * torch.randn(2, LENGTH, 4))}
-    failed = [c.name for c in oracle.judge(run._replace(values=wrong), ANY).checks if not c.passed]
+    failed = [c.name for c in oracle.judge(run._replace(values=wrong)).checks if not c.passed]
     assert failed[:2] == ["defect in epsilons", "small"]

@@ -162,7 +162,7 @@ def test_ops_pass_pytorchs_own_checks(case, pair):
     grads = [torch.randn_like(s) for s in states]
     torch.library.opcheck(
         torch.ops.pararnn.backward.default,
-        (*inputs, *rest, states, [grads[0], None], [None, torch.randn_like(final[1])]),
+        (states, [grads[0], None], [None, torch.randn_like(final[1])], *inputs, *rest),
         test_utils=("test_schema", "test_faketensor"),
     )
 

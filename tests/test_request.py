@@ -14,19 +14,19 @@ from pararnn.engines import request as requests
 from pararnn.engines.request import Request, chosen
 from pararnn.engines.table import ANY_DEVICE, TABLE
 from pararnn.layers import recurrent
-from pararnn.solve import solve_with_info
+from pararnn.solve import run
 
 
 def _ran(layer, **call):
     """The pair that a call runs."""
     pairs = []
 
-    def record(*args, solver, backend, **options):
-        pairs.append((solver, backend))
-        return solve_with_info(*args, solver=solver, backend=backend, **options)
+    def record(program, args, *pair):
+        pairs.append(pair)
+        return run(program, args, *pair)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrent, "solve_with_info", record)
+        patch.setattr(recurrent, "run", record)
         layer(torch.randn(2, 20, 4), **call)
     return pairs[0]
 

@@ -158,15 +158,15 @@ def test_a_wrong_state_has_a_defect(watched, monkeypatch):
 
     module = sys.modules["pararnn.verify"]  # pararnn.verify itself is the function
     model = ParaRNNForCausalLM.from_pretrained(watched / "model")
-    solve = module.solve_with_info
+    solve = module.run
 
-    def wrong(*args, **kwargs):
-        states, final, counts = solve(*args, **kwargs)
-        states[0][0, 5, 3] *= 1 + 1e-4
-        return states, final, counts
+    def wrong(*call):
+        solved = solve(*call)
+        solved.states[0][0, 5, 3] *= 1 + 1e-4
+        return solved
 
     checks = SimpleNamespace(passed=False, part=math.inf)
-    monkeypatch.setattr(module, "solve_with_info", wrong)
+    monkeypatch.setattr(module, "run", wrong)
     monkeypatch.setattr(
         module, "_check", lambda *args: (None, None, SimpleNamespace(checks=[checks]))
     )

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 import pararnn
 from pararnn import oracle as oracle_module
 from pararnn.contract import check_solve
-from pararnn.solve import solve_with_info
+from pararnn.solve import run
 from pararnn.solvers import newton as newton_module
 
 
@@ -108,11 +108,11 @@ def test_final_states_of_chaos_are_those_of_the_states(wrong, monkeypatch):
         for parameter in case.cell.recurrent_parameters():
             parameter.copy_(torch.randn_like(parameter) * 8)
 
-    def solve(*args, **how):
-        states, final, info = solve_with_info(*args, **how)
-        return states, tuple(f.flip(1) if wrong else f for f in final), info
+    def solve(*call):
+        solved = run(*call)
+        return solved._replace(final=tuple(f.flip(1) if wrong else f for f in solved.final))
 
-    monkeypatch.setattr(oracle_module, "solve_with_info", solve)
+    monkeypatch.setattr(oracle_module, "run", solve)
     result = check_solve(case.cell, case.gates, solver="sequential")
     limits = {check.name: check for check in result.checks}
     assert "channels not judged: rounding alone moves them" in limits["h"].note
@@ -122,22 +122,22 @@ def test_final_states_of_chaos_are_those_of_the_states(wrong, monkeypatch):
 def test_the_real_call_is_replayed(monkeypatch):
     """With `output_only` and without initial states, as the layer calls; at the scale of a mean."""
     seen, scales = [], []
-    of = oracle_module.Oracle.of
+    of = oracle_module.Oracle.of_call
 
-    def solve(cell, gates, initial, **how):
-        seen.append((initial, how["output_only"]))
-        return solve_with_info(cell, gates, initial, **how)
+    def solve(program, args, *pair):
+        seen.append((args.initial, args.output_only))
+        return run(program, args, *pair)
 
     def oracle(*args, **how):
         scales.append(how["loss_scale"])
         return of(*args, **how)
 
-    monkeypatch.setattr(oracle_module, "solve_with_info", solve)
-    monkeypatch.setattr(oracle_module.Oracle, "of", oracle)
+    monkeypatch.setattr(oracle_module, "run", solve)
+    monkeypatch.setattr(oracle_module.Oracle, "of_call", oracle)
     layer, x = pararnn.ParaLSTM(3, 4), torch.randn(2, 10, 3)
     assert pararnn.verify(layer, x)
     assert pararnn.verify(layer, x, all_states=True)
-    assert seen == [(None, True), (None, False)]
+    assert seen == [((), True), ((), False)]
     assert scales == [1 / 80, 1 / 80]
 
 
@@ -160,12 +160,12 @@ def test_a_recurrence_that_diverges_is_no_failure_of_the_solve(wrong, monkeypatc
     with torch.no_grad():
         layer.cell.w[2:4] = 9.0
 
-    def solve(*args, **how):
-        states, final, info = solve_with_info(*args, **how)
-        return tuple(s * 1.001 for s in states), final, info
+    def solve(*call):
+        solved = run(*call)
+        return solved._replace(states=tuple(s * 1.001 for s in solved.states))
 
     if wrong:
-        monkeypatch.setattr(oracle_module, "solve_with_info", solve)
+        monkeypatch.setattr(oracle_module, "run", solve)
     report = pararnn.verify(layer, torch.randn(2, 300, 3))
     assert report.passed != wrong
     text = str(report)

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.cells.base import unwrapped
-from pararnn.engines.request import Request, chosen, request, split_asked
+from pararnn.engines.request import split_asked
 from pararnn.engines.split import BY_RULE
-from pararnn.engines.table import choose
 from pararnn.layers import RecurrentLayer
-from pararnn.program import program_of
 
 SWEEP_COST = 1.5
 """Measured by benchmarks/parallel.py (hard): what a step of a sweep takes, over one of the loop."""
@@ -111,7 +109,7 @@ class _Watch:
     def after(self, layer: RecurrentLayer, inputs: Any, options: Any, output: Any) -> None:
         """Judge the solve whose counts have arrived, and send for those of this one."""
         info = layer.counts
-        if not _is_open(layer, options) or info is None:
+        if not _is_open(layer, options) or info is None or layer.choice is None:
             return
         if info.is_cuda and torch.cuda.is_current_stream_capturing():
             return
@@ -122,9 +120,9 @@ class _Watch:
                 return
             self.pending = None
             self.judge(layer, rows, sweeps, segments)
-        segments = _segments(layer, output[0], options)
-        if segments > 1:
-            self.pending = _rows(inputs, options), segments, _Count(info)
+        split = layer.choice.split()
+        if split is not None and split.segments > 1:
+            self.pending = _rows(inputs, options), split.segments, _Count(info)
 
     def judge(self, layer: RecurrentLayer, rows: Rows, sweeps: int, segments: int) -> None:
         """Count a solve of (newton, fused)."""
@@ -161,33 +159,14 @@ class _Count:
         return int(self.host[:, 0].max())
 
 
-def _pair(layer: RecurrentLayer, options: Mapping[str, Any]) -> tuple[str, str]:
-    """The pair that a call of the layer asks for."""
-    asked = request(*(options.get(part) for part in ("solver", "backend", "mode")))
-    return chosen(asked, Request(layer.solver, layer.backend))
-
-
 def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:
     """Whether it is `auto` that chooses between (newton, fused) and the loop, in eager code."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    asked = _pair(layer, options)
+    asked = layer.asked(*(options.get(part) for part in ("solver", "backend", "mode")))
     return asked in (("auto", "auto"), ("auto", "fused")) and split_asked(BY_RULE) == BY_RULE
 
 
 def _rows(inputs: Any, options: Mapping[str, Any]) -> Rows:
     x = inputs[0] if inputs else options["x"]
     return tuple(x.shape[:2])
-
-
-def _segments(layer: RecurrentLayer, output: Tensor, options: Mapping[str, Any]) -> int:
-    """Into how many segments the solve with this output (B, T, D) cut time: 1 if it did not."""
-    batch, steps, channels = output.shape
-    where = (
-        program_of(unwrapped(layer.cell)),
-        (batch, steps, channels),
-        output.dtype,
-        output.device,
-    )
-    engine, _, split = choose(*where, *_pair(layer, options))
-    return 1 if engine.split is None else engine.split(*where, split).segments

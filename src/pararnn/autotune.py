@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,8 +205,9 @@ def _call(
 
     def call() -> None:
         with torch.set_grad_enabled(backward):
-            args = prepare(cell, gates, fields=fields)
-            states, _, _ = run_engine(program, engine, args, pin, output_only=True)
+            args = prepare(cell, gates, fields=fields, output_only=True)
+            args = replace(args, segments=pin.segments, burn_in=pin.burn_in)
+            states = run_engine(program, engine, args).states
             if backward:
                 torch.autograd.grad(states[0], leaves, grad, allow_unused=True)
 

@@ -36,7 +36,6 @@ def check_solves(
     initial_state: Tensor | Sequence[Tensor] | None = None,
     *,
     pairs: Sequence[tuple[str, str]],
-    on_failure: str = "warn",
     **options: Any,
 ) -> list[SolveChecks]:
     """Solve by each (solver, backend) and hold the results against the contract, pair by pair.
@@ -48,4 +47,4 @@ def check_solves(
     other way round.
     """
     oracle = Oracle.of(cell, gates, initial_state, **options)
-    return [oracle.judge(oracle.run(*pair, on_failure), pair) for pair in pairs]
+    return [oracle.judge(oracle.run(*pair)) for pair in pairs]

@@ -73,13 +73,11 @@ def explain(
     if not isinstance(module, Cell):
         default = Request(module.solver, module.backend)
     asked = chosen(request(solver, backend, mode), default)
-    engine, why, split = choose(program, size, dtype, device, *asked)
-    pair = (engine.solver, engine.backend)
-    others = {p: why_not(program, p, dtype, device) for p in PAIRS if p != pair}
-    cut = None
-    if engine.split is not None:
-        cut = engine.split(program, size, dtype, device, split_asked(split))
-    return Explanation(program.cell_name, size, dtype, device, *pair, why, others, cut)
+    choice = choose(program, size, dtype, device, *asked)
+    choice = choice._replace(asked=split_asked(choice.asked))
+    others = {p: why_not(program, p, dtype, device) for p in PAIRS if p != choice.pair}
+    said = (*choice.pair, choice.why, others, choice.split())
+    return Explanation(program.cell_name, size, dtype, device, *said)
 
 
 def problem_of(

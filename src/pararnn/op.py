@@ -5,60 +5,57 @@ Compilers see two opaque calls. Ops take no callables, so a cell travels as its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from pararnn.engines.base import Arguments, Engine
-from pararnn.engines.split import Pin
+from pararnn.engines.base import REST, Arguments, Engine, Solution, schema
+from pararnn.engines.layouts import as_dtype
 from pararnn.engines.table import find
 from pararnn.errors import EngineError
 from pararnn.program import Program, program_by_key, program_in_use
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
 
+_ORDINARY = (Tensor, nn.Parameter)
 _LIBRARY = torch.library.Library("pararnn", "DEF")
-_INPUTS = (
-    "str key, str solver, str backend, Tensor gates, Tensor? bias, Tensor[] fields, "
-    "Tensor[] params, Tensor[] initial, SymInt sequences, Tensor? seq, Tensor? reset, "
-    "bool reverse, int? segments, int? burn_in"
-)
-_LIBRARY.define(f"forward({_INPUTS}, str on_failure) -> (Tensor[], Tensor[], Tensor)")
+_HOW = "str key, str solver, str backend"
+_LIBRARY.define(f"forward({_HOW}, {schema()}) -> (Tensor[], Tensor[], Tensor)")
 _LIBRARY.define(
-    f"backward({_INPUTS}, Tensor[] states, Tensor?[] grad_states, Tensor?[] grad_final) -> Tensor[]"
+    "backward(Tensor[] states, Tensor?[] grad_states, Tensor?[] grad_final, "
+    f"{_HOW}, {schema()}) -> Tensor[]"
 )
 
 
-def apply_engine(
-    program: Program,
-    engine: Engine,
-    args: Arguments,
-    split: Pin,
-    on_failure: str,
-    output_only: bool,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Run an engine with a backward as one differentiable op: states, final states, info.
+class How(NamedTuple):
+    """What runs a call, by names: a Program's key, and an engine's solver and backend."""
 
-    `split`: what is asked of an engine that cuts time, in both passes.
-    `output_only` marks the sequences of all states but the first as carrying no gradient. Raises
-    NotImplementedError, with the cure, for forward-mode and second derivatives, and for vmap over
-    cells that mix channels, over where sequences start, and over gradients.
+    key: str
+    solver: str
+    backend: str
+
+
+def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
+    """Run an engine with a backward as one differentiable op.
+
+    Raises NotImplementedError, with the cure, for forward-mode and second derivatives, and for vmap
+    over cells that mix channels, over where sequences start, and over gradients.
     """
-    counts = (len(args.fields), len(args.params), len(args.initial), program.num_states)
-    names = (program.key, engine.solver, engine.backend)
-    static = (*names, args.sequences, args.reverse, *split, on_failure)
-    single = (args.gates, args.bias, args.seq, args.reset)
-    tensors = (*single, *args.fields, *args.params, *args.initial)
+    how = How(program.key, engine.solver, engine.backend)
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         # Older compilers mistake the context for an argument where no gradient is needed.
-        inputs = _op_inputs(static, counts, tensors)
-        states, final, info = torch.ops.pararnn.forward(*inputs, on_failure)
-        return tuple(states), tuple(final), info
+        states, final, info = torch.ops.pararnn.forward(*how, *args.values())
+        return Solution(tuple(states), tuple(final), info)
+    tensors, rest = args.flatten()
+    alone = _alone_with(tensors)
+    if alone and not (torch.is_grad_enabled() and _wants_gradient(tensors)):
+        return _forward(program, engine, args)
     try:
-        out = _apply(_Solve, static, counts, output_only, *tensors)
+        out = _apply(_Solve, how, rest, (program, engine, args) if alone else None, *tensors)
     except NotImplementedError as error:
         if "jvp" not in str(error):
             raise
@@ -66,7 +63,34 @@ def apply_engine(
             f"forward-mode derivatives of ({engine.solver}, {engine.backend}): {_PLAIN}"
         ) from error
     n = program.num_states
-    return out[:n], out[n : 2 * n], out[-1]
+    return Solution(out[:n], out[n : 2 * n], out[-1])
+
+
+def _wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether any of them wants a gradient."""
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _alone_with(tensors: Iterable[Any]) -> bool:
+    """Whether nobody but autograd sees a call on these tensors: no compiler, transform, mode,
+    tracer, profiler or subclass, nor what the dispatcher makes of negations that are put off.
+
+    It then only calls what is behind the op, for which it takes 50 us.
+    """
+    watched = (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state()
+        or torch._C._autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+    )
+    return not watched and all(
+        tensor is None
+        or (type(tensor) in _ORDINARY and not (tensor.is_neg() or tensor._is_zerotensor()))
+        for tensor in tensors
+    )
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -80,55 +104,65 @@ class _Solve(torch.autograd.Function):
     """The one autograd formula over the raw ops. It has no jvp on purpose: PyTorch then raises."""
 
     @staticmethod
-    def forward(static: Any, counts: Any, output_only: bool, *tensors: Any) -> Any:
-        inputs = _op_inputs(static, counts, tensors)
-        states, final, info = torch.ops.pararnn.forward(*inputs, static[-1])
+    def forward(how: How, rest: Any, direct: Any, *tensors: Any) -> Any:
+        if direct is not None:
+            solution = _forward(*direct)
+            return (*solution.states, *solution.final, solution.info)
+        args = Arguments.unflatten(tensors, rest)
+        states, final, info = torch.ops.pararnn.forward(*how, *args.values())
         return (*states, *final, info)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.static, ctx.counts, output_only, *tensors = inputs
-        num_states = ctx.counts[-1]
-        states = output[:num_states]
-        unread = states[1:] if output_only else ()
+        ctx.how, ctx.rest, _, *tensors = inputs
+        ctx.num_states = len(output) // 2
+        states = output[: ctx.num_states]
+        unread = states[1:] if ctx.rest[REST.index("output_only")] else ()
         ctx.mark_non_differentiable(*unread, output[-1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *states)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        num_states = ctx.counts[-1]
+        n = ctx.num_states
         saved = ctx.saved_tensors
-        tensors, states = saved[:-num_states], saved[-num_states:]
+        tensors, states = saved[:-n], saved[-n:]
         # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
-        given = (ctx.static, ctx.counts, *tensors, *states, *grads[: 2 * num_states])
+        given = (ctx.how, ctx.rest, n, *states, *grads[: 2 * n], *tensors)
+        args = Arguments.unflatten(tensors, ctx.rest)
         if torch.compiler.is_compiling():
             out = _run_backward(*given)
+        elif not torch.is_grad_enabled() and _alone_with(given[3:]):
+            out = _backward(ctx.how, args, states, grads[:n], grads[n : 2 * n])
         else:
             out = _apply(_SolveBackward, *given)
-        gates, rest = out[0], list(out[1:])
-        bias = rest.pop(0) if tensors[1] is not None else None
-        return (None, None, None, gates, bias, None, None, *rest)
+        return (None, None, None, *args.beside(out))
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, static: Any, counts: Any, output_only: bool, *tensors: Any
-    ) -> Any:
+    def vmap(info: Any, in_dims: Any, how: How, rest: Any, direct: Any, *tensors: Any) -> Any:
         """Copies of a cell side by side are one cell of more channels, which do not meet."""
-        gates, bias, seq, reset, *rest = zip(tensors, in_dims[3:], strict=True)
-        if program_by_key(static[0]).couples_channels:
+        args = Arguments.unflatten(tensors, rest)
+        dims: Any = Arguments.unflatten(in_dims[3:], rest)
+        if program_by_key(how.key).couples_channels:
             raise NotImplementedError(f"vmap over a solve of a cell that mixes channels: {_PLAIN}")
-        if seq[1] is not None or reset[1] is not None:
+        if dims.seq is not None or dims.reset is not None:
             raise NotImplementedError(f"vmap over where sequences start: {_PLAIN}")
         size = info.batch_size
-        heads = gates[0].ndim - (gates[1] is not None) > 4
-        beside = _beside(*gates, size, -3) if heads else _beside(*gates, size, -2)
-        channels = [
-            None if tensor is None else _beside(tensor, dim, size, -2).flatten(-2)
-            for tensor, dim in (bias, *rest)
-        ]
-        given = (beside.flatten(-3, -2) if heads else beside, channels[0], seq[0], reset[0])
-        out = _apply(_Solve, static, counts, output_only, *given, *channels[1:])
+        heads = args.gates.ndim - (dims.gates is not None) > 4
+        gates = _beside(args.gates, dims.gates, size, -3 if heads else -2)
+
+        def wide(tensor: Tensor, dim: int | None) -> Tensor:
+            return _beside(tensor, dim, size, -2).flatten(-2)
+
+        own = replace(
+            args,
+            gates=gates.flatten(-3, -2) if heads else gates,
+            bias=None if args.bias is None else wide(args.bias, dims.bias),
+            fields=tuple(map(wide, args.fields, dims.fields)),
+            params=tuple(map(wide, args.params, dims.params)),
+            initial=tuple(map(wide, args.initial, dims.initial)),
+        )
+        out = _apply(_Solve, how, rest, None, *own.flatten()[0])
         parts = tuple(part.unflatten(-1, (size, -1)) for part in out[:-1])
         return (*parts, out[-1]), (*(part.ndim - 2 for part in parts), None)
 
@@ -161,92 +195,85 @@ class _SolveBackward(torch.autograd.Function):
         raise NotImplementedError(f"vmap over the gradient of a solve by this engine: {_PLAIN}")
 
 
-def _run_backward(static: Any, counts: Any, *tensors: Any) -> Any:
-    num_states = counts[-1]
-    given, rest = tensors[: -3 * num_states], tensors[-3 * num_states :]
-    states, grads = rest[:num_states], rest[num_states:]
-    return torch.ops.pararnn.backward(
-        *_op_inputs(static, counts, given),
-        list(states),
-        list(grads[:num_states]),
-        list(grads[num_states:]),
-    )
+def _run_backward(how: How, rest: Any, n: int, *tensors: Any) -> Any:
+    states, grad_states, grad_final = (list(tensors[i * n : i * n + n]) for i in range(3))
+    args = Arguments.unflatten(tensors[3 * n :], rest)
+    return torch.ops.pararnn.backward(states, grad_states, grad_final, *how, *args.values())
 
 
-def _op_inputs(static: Any, counts: tuple[int, ...], tensors: Sequence[Any]) -> Any:
-    """The arguments that both ops begin with, from the autograd function's flat ones."""
-    key, solver, backend, sequences, *how, _ = static
-    fields, params, initial, _ = counts
-    gates, bias, seq, reset, *rest = tensors
-    lists = (
-        rest[:fields],
-        rest[fields : fields + params],
-        rest[fields + params : fields + params + initial],
-    )
-    return key, solver, backend, gates, bias, *lists, sequences, seq, reset, *how
-
-
-def _engine(solver: str, backend: str, device: torch.device) -> Engine:
-    engine = find(solver, backend, device)
+def _engine(how: How, device: torch.device) -> Engine:
+    engine = find(how.solver, how.backend, device)
     if engine is None or engine.backward is None:
-        raise EngineError(f"no operator for ({solver}, {backend}) on {device.type}")
+        raise EngineError(f"no operator for ({how.solver}, {how.backend}) on {device.type}")
     return engine
 
 
-def _arguments(gates: Tensor, bias: Tensor | None, *rest: Any) -> Arguments:
-    fields, params, initial = (tuple(given or ()) for given in rest[:3])  # AOTInductor: [] is None
-    sequences, seq, reset, reverse, *split = rest[3:]
-    others = (sequences, seq, reset, reverse, Pin(*split))
-    return Arguments(gates, bias, fields, params, initial, *others)
+def _call(*given: Any) -> tuple[How, Arguments]:
+    return How(*given[:3]), Arguments.of_values(given[3:])
 
 
-def _forward_op(
-    key: str, solver: str, backend: str, *given: Any
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    *inputs, on_failure = given
-    args, program = _arguments(*inputs), program_in_use(key)
-    engine = _engine(solver, backend, args.gates.device)
+def _forward_op(*given: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    how, args = _call(*given)
+    engine = _engine(how, args.gates.device)
+    solution = _forward(program_in_use(how.key), engine, args)
+    return list(solution.states), list(solution.final), solution.info
+
+
+def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     if not engine.completes:
         args = args.completed(program.num_states)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     device = args.gates.device.type
-    autocast = torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        solution = engine.forward(program, args, on_failure)
-    return list(solution.states), list(solution.final), solution.info
+    if not torch.is_autocast_enabled(device):
+        return engine.forward(program, args)
+    with torch.autocast(device, enabled=False):
+        return engine.forward(program, args)
 
 
-def _backward_op(key: str, solver: str, backend: str, *given: Any) -> list[Tensor]:
-    *inputs, states, grad_states, grad_final = given
-    args, program = _arguments(*inputs), program_by_key(key)
-    engine = _engine(solver, backend, args.gates.device)
+def _backward_op(
+    states: Sequence[Tensor], grad_states: Sequence[Any], grad_final: Sequence[Any], *given: Any
+) -> list[Tensor]:
+    how, args = _call(*given)
+    return _backward(how, args, tuple(states), tuple(grad_states), tuple(grad_final))
+
+
+def _backward(
+    how: How,
+    args: Arguments,
+    states: tuple[Tensor, ...],
+    grad_states: tuple[Tensor | None, ...],
+    grad_final: tuple[Tensor | None, ...],
+) -> list[Tensor]:
+    program, engine = program_by_key(how.key), _engine(how, args.gates.device)
     assert engine.backward is not None
-    full = args if engine.completes else args.completed(program.num_states)
-    grads = engine.backward(program, full, tuple(states), tuple(grad_states), tuple(grad_final))
-    bias = () if grads.bias is None else (grads.bias,)
-    initial = grads.initial if args.initial else ()
-    params = [grad.to(p.dtype) for grad, p in zip(grads.params, args.params, strict=True)]
-    return [grads.gates, *bias, *grads.fields, *params, *initial]
+    # In lists with None the dispatcher leaves negations that are put off, which kernels do not see.
+    grad_states, grad_final = (
+        tuple([None if grad is None else grad.resolve_neg() for grad in grads])
+        for grads in (grad_states, grad_final)
+    )
+    if engine.completes:
+        return engine.backward(program, args, states, grad_states, grad_final).leaves()
+    full = args.completed(program.num_states)
+    grads = engine.backward(program, full, states, grad_states, grad_final)
+    params = tuple(map(as_dtype, grads.params, args.params))
+    return replace(grads, params=params, initial=grads.initial if args.initial else ()).leaves()
 
 
-def _forward_fake(
-    key: str, solver: str, backend: str, *given: Any
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    args, count = _arguments(*given[:-1]), program_by_key(key).num_states
-    batch, steps = args.gates.shape[:2]
-    states = [args.gates.new_empty(batch, steps, args.channels) for _ in range(count)]
-    size = (args.sequences, args.channels)
-    final = [args.gates.new_empty(size, dtype=args.dtype) for _ in range(count)]
-    rows = _engine(solver, backend, args.gates.device).info_rows
-    return states, final, args.gates.new_empty((rows, 2), dtype=torch.int64)
+def _forward_fake(*given: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    how, args = _call(*given)
+    count, new = program_by_key(how.key).num_states, args.gates.new_empty
+    states = [new(args.size) for _ in range(count)]
+    final = [new((args.sequences, args.channels), dtype=args.dtype) for _ in range(count)]
+    rows = _engine(how, args.gates.device).info_rows
+    return states, final, new((rows, 2), dtype=torch.int64)
 
 
-def _backward_fake(key: str, solver: str, backend: str, *given: Any) -> list[Tensor]:
-    args = _arguments(*given[:-3])
-    bias = () if args.bias is None else (args.bias,)
-    leaves = (*bias, *args.fields, *args.params, *args.initial)
-    rest = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in leaves]
-    return [torch.empty_like(args.gates), *rest]
+def _backward_fake(states: Any, grad_states: Any, grad_final: Any, *given: Any) -> list[Tensor]:
+    gates, *rest = _call(*given)[1].leaves()
+    return [
+        torch.empty_like(gates),
+        *(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in rest),
+    ]
 
 
 _LIBRARY.impl("forward", _forward_op, "CompositeExplicitAutograd")

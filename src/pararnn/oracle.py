@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pararnn.cells.base import Cell
 from pararnn.claims import Check, SolveChecks, compare, finite, gap, peak, stored_rounding, worst
-from pararnn.engines.base import totals
+from pararnn.engines.base import Arguments, totals
 from pararnn.engines.boundaries import to_system
-from pararnn.engines.table import engine_for
+from pararnn.engines.table import Choice
 from pararnn.numerics import (
     APPROXIMATED,
     DEFECT_ULPS,
@@ -44,7 +44,10 @@ from pararnn.reference import (
     run_loop,
     running,
 )
-from pararnn.solve import prepare, solve_with_info
+from pararnn.solve import prepare, run
+
+LOOP = ("sequential", "torch")
+"""The pair that the oracle's own loop stands for."""
 
 ROUNDINGS = 3
 """Other roundings of the loop that are looked at, where its own error says too little."""
@@ -55,22 +58,24 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 class Run(NamedTuple):
-    """Values and gradients by name, and the solver's counts."""
+    """Values and gradients by name, the counts, and what ran; None for the oracle's own loop."""
 
     values: Named
     grads: Named
     info: Tensor
+    choice: Choice | None = None
 
 
 class Oracle:
     """What solves of a problem are held against: loops in its own dtype and in float64."""
 
-    def __init__(self, problem: Problem, output_only: bool = False) -> None:
-        self.problem, self.output_only = problem, output_only
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self._names = problem.cell.states
-        kernels = (problem.gates.device.type, problem.gates.dtype)
+        gates = problem.args.gates
+        kernels = (gates.device.type, gates.dtype)
         self._approximates = APPROXIMATED if kernels == ("cuda", torch.bfloat16) else 0.0
-        self.dtype, self.carry = problem.gates.dtype, compute_dtype(problem.gates.dtype)
+        self.dtype, self.carry = gates.dtype, compute_dtype(gates.dtype)
         self.exact, self.rounded = problem.to(torch.float64), problem.to(self.carry)
         with torch.no_grad():
             self.args = self.exact.arguments()
@@ -97,19 +102,23 @@ class Oracle:
         gates: Tensor,
         initial_state: Tensor | Sequence[Tensor] | None = None,
         *,
-        bias: Tensor | None = None,
-        fields: Mapping[str, Tensor | float] | None = None,
         seed: int = 0,
         loss_scale: float = 1.0,
-        output_only: bool = False,
         **options: Any,
     ) -> Oracle:
-        """The oracle of a call of `pararnn.solve`, with a layer's bias (G, D) and `output_only`.
+        """The oracle of a call of `pararnn.solve`; options as of `pararnn.solve.prepare`."""
+        args = prepare(cell, gates, initial_state, **options)
+        return cls.of_call(cell, args, seed=seed, loss_scale=loss_scale)
+
+    @classmethod
+    def of_call(
+        cls, cell: Cell, call: Arguments, *, seed: int = 0, loss_scale: float = 1.0
+    ) -> Oracle:
+        """The oracle of a call as a layer makes it.
 
         The gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
         """
-        given = prepare(cell, gates, initial_state, bias=bias, fields=fields, **options)
-        args = given.completed(len(cell.states))
+        args = call.completed(len(cell.states))
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             example = args.fields[0] if args.fields else args.gates.flatten(3)[:, :, 0]
@@ -118,52 +127,33 @@ class Oracle:
             drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)
             return (scale * drawn).to(like.device)
 
-        read = [loss_scale if n == 0 or not output_only else 0.0 for n in range(len(cell.states))]
-        series = [draw(example, scale).to(gates.dtype) for scale in read]
+        whole = not call.output_only
+        read = [loss_scale if n == 0 or whole else 0.0 for n in range(len(cell.states))]
+        series = [draw(example, scale).to(args.gates.dtype) for scale in read]
         ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
-        problem = Problem(
-            cell=copy.deepcopy(cell),
-            gates=_leaf(gates),
-            bias=None if bias is None else _leaf(bias),
-            initial=tuple(_leaf(h) for h in given.initial) or None,
-            fields={n: _leaf(f) for n, f in zip(cell.fields, args.fields, strict=True)},
-            options=options,
-            cotangents=(*series, *ends),
-        )
-        return cls(problem, output_only)
+        own = replace(call, params=()).mapped(_leaf)
+        return cls(Problem(copy.deepcopy(cell), own, (*series, *ends)))
 
     def sequential(self) -> Run:
         """The loop in the problem's dtype, as an engine with a backward would return it."""
         return Run(self.loop, self._loop_grads(0), torch.zeros(1, 2, dtype=torch.int64))
 
-    def run(self, solver: str, backend: str, on_failure: str = "warn") -> Run:
+    def run(self, solver: str, backend: str) -> Run:
         """Solve by a pair, forward and backward."""
         problem = self.problem
-        states, final, info = solve_with_info(
-            problem.cell,
-            problem.gates,
-            problem.initial,
-            bias=problem.bias,
-            fields=problem.fields,
-            **problem.options,
-            solver=solver,
-            backend=backend,
-            on_failure=on_failure,
-            output_only=self.output_only,
-        )
+        program = program_of(problem.cell)
+        states, final, info, choice = run(program, problem.call(), solver, backend)
         grads = gradients_of((*states, *final), problem, problem.leaves())
         values = by_name(problem.cell, states, final)
-        return Run({name: v.detach() for name, v in values.items()}, grads, info)
+        return Run({name: v.detach() for name, v in values.items()}, grads, info, choice)
 
-    def judge(self, run: Run, pair: tuple[str, str]) -> SolveChecks:
-        """Hold a run by a pair against the contract."""
-        problem, at = self.problem, self._at(run.values)
-        size = (*problem.gates.shape[:2], problem.cell.hidden_size)
-        program = program_of(problem.cell)
-        engine = engine_for(program, size, self.dtype, problem.gates.device, *pair)
+    def judge(self, run: Run) -> SolveChecks:
+        """Hold a run against the contract."""
+        at, choice = self._at(run.values), run.choice
         checks = [self._check_defect(at), *self._check_values(run.values, at)]
         # What autograd differentiates by itself has its gradients at the states that it carried.
-        there = at if engine.backward is not None else self.carried.double()
+        own = choice is None or choice.engine.backward is not None
+        there = at if own else self.carried.double()
         checks += self._check_gradients(run, there)
         bad = ~self.carried.isfinite().all(2)
         first = int(bad.any(2).any(0).int().argmax()) if bad.numel() else 0
@@ -172,7 +162,7 @@ class Oracle:
             sweeps=int(totals(run.info)[0]),
             mended=int(totals(run.info)[1]),
             expanding=any(self._expands(name) for name in run.grads),
-            pair=(engine.solver, engine.backend),
+            pair=LOOP if choice is None else choice.pair,
             non_finite=(int(bad.any(1).sum()), first),
         )
 

@@ -115,7 +115,9 @@ class HeadwiseLinear(nn.Module):
         heads, gates, weight = self.num_heads, self.num_gates, self.weight
         _check(x, weight)
         if heads == 1:
-            return F.linear(x, weight[0]).unflatten(-1, (gates, -1))
+            # Views that autograd need not fill or copy for.
+            out = F.linear(x, weight.squeeze(0))
+            return out.view(*out.shape[:-1], gates, out.shape[-1] // gates)
         batch, steps, _ = x.shape
         # One batched product into (H, B*T, G*D/H): what follows only moves strides.
         out = headwise_product(x.reshape(batch * steps, heads, -1), weight)

@@ -16,7 +16,6 @@ from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments
 from pararnn.engines.boundaries import final_states, output_states, to_system
 from pararnn.program import program_of
-from pararnn.solve import prepare
 from pararnn.solvers.system import System
 
 Named = dict[str, Tensor]
@@ -24,49 +23,43 @@ Named = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """A solve's inputs, with the leaves that gradients are taken of, and for which cotangents.
+    """A call of a cell, with the leaves that gradients are taken of, and for which cotangents.
 
-    `initial` is None where the call gives no initial states, and they are zero.
+    `args` has no initial states where they are zero; its params are those of `cell`.
     """
 
     cell: Cell
-    gates: Tensor
-    bias: Tensor | None
-    initial: tuple[Tensor, ...] | None
-    fields: dict[str, Tensor]
-    options: dict[str, Any]
+    args: Arguments
     cotangents: tuple[Tensor, ...]
 
     def to(self, dtype: torch.dtype) -> Problem:
         """The same numbers in another dtype, as fresh leaves."""
 
         def leaf(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
             return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
 
-        return replace(
-            self,
-            cell=copy.deepcopy(self.cell).to(dtype),
-            gates=leaf(self.gates),
-            bias=None if self.bias is None else leaf(self.bias),
-            initial=None if self.initial is None else tuple(leaf(h) for h in self.initial),
-            fields={name: leaf(value) for name, value in self.fields.items()},
-        )
+        cell = copy.deepcopy(self.cell).to(dtype)
+        return replace(self, cell=cell, args=replace(self.args, params=()).mapped(leaf))
+
+    def call(self) -> Arguments:
+        """The record, with the cell's params."""
+        return replace(self.args, params=self.cell.lifted_params())
 
     def arguments(self) -> Arguments:
         """As the solvers take them."""
-        options = {"bias": self.bias, "fields": self.fields, **self.options}
-        args = prepare(self.cell, self.gates, self.initial, **options)
-        return args.completed(len(self.cell.states))
+        return self.call().completed(len(self.cell.states))
 
     def leaves(self) -> Named:
         """Everything that has a gradient, by name."""
-        named = {"gates": self.gates, **self.fields}
-        if self.bias is not None:
-            named["bias"] = self.bias
-        names = self.cell.states
-        given = zip(names, self.initial, strict=True) if self.initial else ()
+        args, cell = self.args, self.cell
+        named = {"gates": args.gates, **dict(zip(cell.fields, args.fields, strict=True))}
+        if args.bias is not None:
+            named["bias"] = args.bias
+        given = zip(cell.states, args.initial, strict=True) if args.initial else ()
         named |= {f"initial {n}": h for n, h in given}
-        named |= dict(self.cell.named_parameters())
+        named |= dict(cell.named_parameters())
         return {name: leaf for name, leaf in named.items() if leaf.requires_grad}
 
 

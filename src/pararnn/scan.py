@@ -66,8 +66,8 @@ def _states(
     reverse: bool,
     pair: tuple[str, str],
 ) -> tuple[Tensor, ...]:
-    args = Arguments(gates, None, entries, (), start, gates.shape[0], None, None, reverse)
-    return run(program_by_key(_program_key(kind)), args, *pair)[0]
+    args = Arguments(gates, None, entries, (), start, gates.shape[0], reverse=reverse)
+    return run(program_by_key(_program_key(kind)), args, *pair).states
 
 
 def _program_key(kind: int) -> str:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pararnn.cells.base import Cell
-from pararnn.engines.base import Arguments, Engine
+from pararnn.engines.base import ON_FAILURE, Arguments, Engine, Solution
 from pararnn.engines.request import left_open, split_asked
-from pararnn.engines.split import Pin
-from pararnn.engines.table import choose
+from pararnn.engines.split import BY_RULE
+from pararnn.engines.table import Choice, choose
 from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.op import apply_engine
 from pararnn.program import Program, program_of
 from pararnn.sequences import Sequences, of_cu_seqlens
 
-ON_FAILURE = ("warn", "raise")
 _WHOLE = (nn.Parameter, Tensor)
 
 
@@ -61,94 +61,51 @@ def solve(
         TypeError, ValueError: wrong dtypes, ranks, sizes or devices, named.
         EngineError: the pair cannot run this cell here. CellError, StructureError: the step.
     """
-    solver, backend = left_open(solver, backend)
-    states, final, _ = solve_with_info(
-        cell,
-        gates,
-        initial_state,
-        fields=fields,
-        reset=reset,
-        cu_seqlens=cu_seqlens,
-        reverse=reverse,
-        solver=solver,
-        backend=backend,
-        on_failure=on_failure,
-    )
-    if len(cell.states) == 1:
-        return states[0], final[0]
-    return states, final
-
-
-def solve_with_info(
-    cell: Cell,
-    gates: Tensor,
-    initial_state: Tensor | Sequence[Tensor] | None = None,
-    *,
-    bias: Tensor | None = None,
-    fields: Mapping[str, Tensor | float] | None = None,
-    reset: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    sequences: Sequences | None = None,
-    reverse: bool = False,
-    solver: str = "auto",
-    backend: str = "auto",
-    on_failure: str = "warn",
-    output_only: bool = False,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """`solve` as layers call it: with the bias (G, D), always tuples, and the solver's counts.
-
-    `sequences` says what `cu_seqlens` would, for any number of rows.
-    `output_only` says that only the first state's sequence is read: the others carry no gradient.
-    The last result is int64 (K, 2), sweeps and mended columns: see `pararnn.engines.base.totals`.
-    """
-    if on_failure not in ON_FAILURE:
-        raise ValueError(f"on_failure must be one of {ON_FAILURE}, got {on_failure!r}")
     program = program_of(cell)
     args = prepare(
         cell,
         gates,
         initial_state,
-        bias=bias,
         fields=fields,
         reset=reset,
         cu_seqlens=cu_seqlens,
-        sequences=sequences,
         reverse=reverse,
+        on_failure=on_failure,
     )
-    return run(program, args, solver, backend, on_failure, output_only)
+    states, final, _, _ = run(program, args, *left_open(solver, backend))
+    if len(cell.states) == 1:
+        return states[0], final[0]
+    return states, final
 
 
-def run(
-    program: Program,
-    args: Arguments,
-    solver: str,
-    backend: str,
-    on_failure: str = "warn",
-    output_only: bool = False,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """A program on checked arguments, by the engine for a request; as `solve_with_info`."""
-    gates = args.gates
-    size = (gates.shape[0], gates.shape[1], args.channels)
-    choice = choose(program, size, gates.dtype, gates.device, solver, backend)
-    split = split_asked(choice.split)
-    return run_engine(program, choice.engine, args, split, on_failure, output_only)
+class Solved(NamedTuple):
+    """States (B, T, D) and final states (S, D), one each a state; the counts (see
+    `pararnn.engines.base.totals`); and what was chosen to run it."""
+
+    states: tuple[Tensor, ...]
+    final: tuple[Tensor, ...]
+    info: Tensor
+    choice: Choice
 
 
-def run_engine(
-    program: Program,
-    engine: Engine,
-    args: Arguments,
-    split: Pin,
-    on_failure: str = "warn",
-    output_only: bool = False,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """A program on checked arguments by an engine; as `solve_with_info`."""
+def run(program: Program, args: Arguments, solver: str, backend: str) -> Solved:
+    """A call, by the engine for a request; what the context asks of the split included."""
+    choice = choose(program, args.size, args.gates.dtype, args.gates.device, solver, backend)
+    asked = split_asked(choice.asked)
+    if asked != BY_RULE:
+        choice = choice._replace(asked=asked)
+        args = replace(args, segments=asked.segments, burn_in=asked.burn_in)
+    solution = run_engine(program, choice.engine, args)
+    return Solved(solution.states, solution.final, solution.info, choice)
+
+
+def run_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
+    """A call by an engine, differentiable."""
     if engine.backward is not None:
-        return apply_engine(program, engine, args, split, on_failure, output_only)
+        return apply_engine(program, engine, args)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     with torch.autocast(args.gates.device.type, enabled=False):
-        solution = engine.forward(program, args.completed(program.num_states), on_failure)
-    return solution.states, solution.final, solution.info
+        return engine.forward(program, args.completed(program.num_states))
 
 
 def prepare(
@@ -162,8 +119,16 @@ def prepare(
     cu_seqlens: Tensor | None = None,
     sequences: Sequences | None = None,
     reverse: bool = False,
+    on_failure: str = "warn",
+    output_only: bool = False,
 ) -> Arguments:
-    """`solve`'s arguments, checked; errors as there. See `Arguments.completed`."""
+    """The record of a call of `solve`, checked; errors as there.
+
+    As layers call it too: with the bias (G, D), `sequences`, which say what `cu_seqlens` would for
+    any number of rows, and `output_only`.
+    """
+    if on_failure not in ON_FAILURE:
+        raise ValueError(f"on_failure must be one of {ON_FAILURE}, got {on_failure!r}")
     _check_gates(cell, gates)
     if cu_seqlens is not None:
         sequences = of_cu_seqlens(cu_seqlens, len(gates), gates.shape[1], gates.device)
@@ -186,6 +151,8 @@ def prepare(
         seq=None if sequences is None else sequences.seq,
         reset=_reset(gates, reset),
         reverse=reverse,
+        on_failure=on_failure,
+        output_only=output_only,
     )
 
 
@@ -194,9 +161,9 @@ def _check_gates(cell: Cell, gates: Tensor) -> None:
         raise TypeError(f"gates must be a tensor, got {type(gates).__name__}")
     check_io_dtype(gates.dtype, "gates")
     count, channels = len(cell.gates), cell.hidden_size
-    wanted = f"(B, T, {count}, {channels}) or (B, T, {count}, H, {channels}/H)"
     size = tuple(gates.shape)
     if len(size) not in (4, 5) or size[2] != count or math.prod(size[3:]) != channels:
+        wanted = f"(B, T, {count}, {channels}) or (B, T, {count}, H, {channels}/H)"
         raise ValueError(f"gates of {type(cell).__name__} must be {wanted}, got {size}")
 
 
@@ -210,6 +177,8 @@ def _check_whole(cell: Cell, param: Tensor) -> None:
 
 
 def _fields(cell: Cell, gates: Tensor, fields: Mapping[str, Tensor | float]) -> tuple[Tensor, ...]:
+    if not fields and not cell.fields:
+        return ()
     if set(fields) != set(cell.fields):
         raise ValueError(
             f"{type(cell).__name__} takes the fields {list(cell.fields)}, got {sorted(fields)}"

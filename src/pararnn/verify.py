@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pararnn.cells.base import unwrapped
 from pararnn.claims import finite
-from pararnn.contract import SolveChecks, check_solve
-from pararnn.engines.base import totals
+from pararnn.contract import SolveChecks
+from pararnn.engines.base import Arguments, totals
 from pararnn.engines.boundaries import to_system
 from pararnn.layers import RecurrentLayer
 from pararnn.numerics import DEFECT_ULPS, rounding
+from pararnn.oracle import Oracle
 from pararnn.program import program_of
 from pararnn.reference import Problem, forward_order, local_defects
-from pararnn.solve import prepare, solve_with_info
+from pararnn.solve import run
 
 
 @dataclass(frozen=True)
@@ -89,57 +91,41 @@ def defect(
     What `verify` checks and takes no loop over T: all steps at once in float64, against 8 eps.
     Where they exceed it, the sequential run's own defects count too: `verify`'s loops are run.
     """
-    x, initial, how = _problem(layer, inputs, options)
-    gates, cell, bias = layer.proj(x), unwrapped(layer.cell), layer.bias
-    every = how | {"output_only": False}
-    states, _, counts = solve_with_info(cell, gates, initial, bias=bias, **every)
-    cut = {name: how[name] for name in ("reset", "sequences", "reverse")}
-    args = prepare(cell, gates, initial, bias=bias, fields=how["fields"], **cut)
-    args = args.completed(len(cell.states))
-    fields = dict(zip(cell.fields, args.fields, strict=True))
-    exact = Problem(cell, gates, bias, args.initial, fields, cut, ()).to(torch.float64)
-    at = forward_order(args, states, torch.float64)
+    args, asked = _call(layer, inputs, options)
+    cell = unwrapped(layer.cell)
+    solved = run(program_of(cell), replace(args, output_only=False), *asked)
+    exact = Problem(cell, args, ()).to(torch.float64)
+    at = forward_order(args, solved.states, torch.float64)
     system, _ = to_system(program_of(exact.cell), exact.arguments())
-    limit = DEFECT_ULPS * rounding(system.sizes(at), gates.dtype)
+    limit = DEFECT_ULPS * rounding(system.sizes(at), args.gates.dtype)
     apart = finite(local_defects(exact, at).abs())
     part = float((apart / limit).max()) if apart.numel() else 0.0
     if part > 1:
         with torch.enable_grad():
             part = _check("", layer, inputs, options, 0)[2].checks[0].part
-    sweeps, mended = totals(counts).tolist()
+    sweeps, mended = totals(solved.info).tolist()
     return part, int(sweeps), int(mended)
 
 
-def _problem(
+def _call(
     layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Tensor, Any, dict[str, Any]]:
-    """What a call of a layer projects, its initial states, and how it solves."""
-    call = signature(layer.forward).bind(*inputs, **options)
-    call.apply_defaults()
-    initial = call.arguments.pop("initial")
-    x, how = layer.problem(**call.arguments)
-    return x, initial, how
+) -> tuple[Arguments, tuple[str, str]]:
+    """The record of a layer's call, and the pair that it asks for."""
+    given = signature(layer.forward).bind(*inputs, **options).arguments
+    asked = layer.asked(*(given.pop(part, None) for part in ("solver", "backend", "mode")))
+    with torch.no_grad():
+        return layer.arguments(**given), asked
 
 
 def _check(
     name: str, layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
 ) -> tuple[str, str, SolveChecks]:
-    x, initial, how = _problem(layer, inputs, options)
-    with torch.no_grad():
-        gates: Tensor = layer.proj(x)
+    args, asked = _call(layer, inputs, options)
     cell = unwrapped(layer.cell)
-    entries = gates.shape[0] * gates.shape[1] * cell.hidden_size
-    checks = check_solve(
-        cell,
-        gates,
-        initial,
-        bias=layer.bias,
-        seed=seed,
-        loss_scale=1 / max(entries, 1),
-        **how,
-    )
+    oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=1 / max(math.prod(args.size), 1))
+    checks = oracle.judge(oracle.run(*asked))
     what = (
-        f"{type(cell).__name__} (B, T, D) = {(*gates.shape[:2], cell.hidden_size)}, "
-        f"{gates.dtype}, {checks.pair[0]} on {checks.pair[1]}"
+        f"{type(cell).__name__} (B, T, D) = {args.size}, {args.gates.dtype}, "
+        f"{checks.pair[0]} on {checks.pair[1]}"
     )
     return name or "module", what, checks

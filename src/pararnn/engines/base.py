@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from pararnn.engines.split import BY_RULE, Pin, Split
+from pararnn.engines.rule import Merit, Size
+from pararnn.engines.split import Pin, Split
 from pararnn.numerics import compute_dtype
 from pararnn.program import Program
+
+ON_FAILURE = ("warn", "raise")
+"""What a parallel solve does that has not converged: see `pararnn.solve`."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The op's tensors, checked: see `pararnn.solve` for their meaning.
+    """One call, checked: what layers, `solve` and `scan` make, and what the op and engines take.
+
+    A field here is an argument of the op: its schema, what autograd sees of it and what compilers
+    fake follow from the fields' names, types (KINDS) and defaults. A new one is a line, the last.
 
     gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params (D,)
     each, in their own dtypes; initial (S, D) a state, S sequences, or none at all for zero;
     seq int32 (B, T) or None (row b is sequence b), each sequence one run of steps; reset bool
-    (B, T) or None; split: what is asked of (newton, fused), which others leave alone.
+    (B, T) or None; segments and burn_in: what is asked of (newton, fused), which others leave
+    alone; on_failure: one of ON_FAILURE; output_only: whether only the first state's sequence is
+    read: those of the others then carry no gradient.
     """
 
     gates: Tensor
@@ -30,15 +41,34 @@ class Arguments:
     params: tuple[Tensor, ...]
     initial: tuple[Tensor, ...]
     sequences: int
-    seq: Tensor | None
-    reset: Tensor | None
-    reverse: bool
-    split: Pin = BY_RULE
+    seq: Tensor | None = None
+    reset: Tensor | None = None
+    reverse: bool = False
+    segments: int | None = None
+    burn_in: int | None = None
+    on_failure: str = "warn"
+    output_only: bool = False
 
     @property
     def channels(self) -> int:
         """D."""
-        return math.prod(self.gates.shape[3:])
+        return self.size[2]
+
+    @property
+    def size(self) -> Size:
+        """(B, T, D)."""
+        batch, steps, _, *channels = self.gates.shape
+        return batch, steps, math.prod(channels)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return compute_dtype(self.gates.dtype)
+
+    @property
+    def split(self) -> Pin:
+        """What is asked of an engine that cuts time."""
+        return Pin(self.segments, self.burn_in)
 
     def start(self, num_states: int) -> tuple[Tensor, ...]:
         """The initial states, zero if there are none."""
@@ -49,13 +79,112 @@ class Arguments:
 
     def completed(self, num_states: int) -> Arguments:
         """These arguments with initial states, and with params in the compute dtype."""
-        params = tuple(p.to(self.dtype) for p in self.params)
+        dtype = self.dtype
+        params = tuple(p if p.dtype == dtype else p.to(dtype) for p in self.params)
         return replace(self, initial=self.start(num_states), params=params)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The compute dtype."""
-        return compute_dtype(self.gates.dtype)
+    def values(self) -> list[Any]:
+        """What the op is called with; `of_values` makes the record again."""
+        return [getattr(self, name) for name in KIND_OF]
+
+    @classmethod
+    def of_values(cls, values: Iterable[Any]) -> Arguments:
+        """The record of what the op is called with: lists, and None for [] by AOTInductor.
+
+        PyTorch leaves out what comes last and is as by default.
+        """
+        pairs = zip(values, KIND_OF.values(), strict=False)
+        listed: list[Any] = [tuple(v or ()) if kind == _MANY else v for v, kind in pairs]
+        return cls(*listed)
+
+    def flatten(self) -> tuple[list[Tensor | None], tuple[Any, ...]]:
+        """All tensors in a row, and the rest: plain values, and how many tensors a tuple holds."""
+        tensors: list[Tensor | None] = []
+        rest: list[Any] = []
+        for name, kind in KIND_OF.items():
+            value = getattr(self, name)
+            if kind == _MANY:
+                tensors.extend(value)
+                rest.append(len(value))
+            else:
+                (tensors if kind in _ONE else rest).append(value)
+        return tensors, tuple(rest)
+
+    @classmethod
+    def unflatten(cls, tensors: Sequence[Any], rest: Sequence[Any]) -> Arguments:
+        """What `flatten` took apart; anything may stand in the tensors' places."""
+        values: list[Any] = []
+        at, plain = 0, iter(rest)
+        for kind in KIND_OF.values():
+            if kind in _ONE:
+                values.append(tensors[at])
+                at += 1
+            elif kind == _MANY:
+                begin, at = at, at + next(plain)
+                values.append(tuple(tensors[begin:at]))
+            else:
+                values.append(next(plain))
+        return cls(*values)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Arguments:
+        """This record with `function` of each tensor."""
+        tensors, rest = self.flatten()
+        return self.unflatten([None if t is None else function(t) for t in tensors], rest)
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors that have gradients, in a row."""
+        return _leaves(self)
+
+    def beside(self, grads: Iterable[Any]) -> list[Any]:
+        """Gradients of `leaves`, in the order of `flatten`, None for the tensors between them."""
+        found = iter(grads)
+        return [
+            None if tensor is None or name not in LEAVES else next(found)
+            for name, kind in KIND_OF.items()
+            if kind in _TENSORS
+            for tensor in _listed(getattr(self, name))
+        ]
+
+
+KINDS: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    tuple[Tensor, ...]: "Tensor[]",
+    int: "SymInt",
+    int | None: "int?",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    str: "str",
+}
+"""What the op's schema calls the type of a field."""
+
+_HINTS = get_type_hints(Arguments)
+KIND_OF = {field.name: KINDS[_HINTS[field.name]] for field in fields(Arguments)}
+"""By field, in order, what the schema calls its type."""
+
+_ONE, _MANY = ("Tensor", "Tensor?"), "Tensor[]"
+_TENSORS = (*_ONE, _MANY)
+
+REST = tuple(name for name, kind in KIND_OF.items() if kind not in _ONE)
+"""The fields of which `flatten` has the rest."""
+
+
+def schema() -> str:
+    """The record as a part of the op's schema."""
+
+    def default(value: Any) -> str:
+        return "" if value is MISSING else f"={json.dumps(value) if value == str(value) else value}"
+
+    return ", ".join(f"{KIND_OF[f.name]} {f.name}{default(f.default)}" for f in fields(Arguments))
+
+
+def _leaves(record: Arguments | Gradients) -> list[Tensor]:
+    return [t for name in LEAVES for t in _listed(getattr(record, name)) if t is not None]
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 @dataclass(frozen=True)
@@ -75,7 +204,8 @@ def totals(info: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of the arguments of the same names, in their dtypes and shapes.
+    """Gradients of the arguments of the same names, in their dtypes and shapes; none of initial
+    states that are not given.
 
     That of the gates has the layout of `torch.empty_like(gates)`; the others are contiguous.
     """
@@ -86,26 +216,35 @@ class Gradients:
     params: tuple[Tensor, ...]
     initial: tuple[Tensor, ...]
 
+    def leaves(self) -> list[Tensor]:
+        """All of them in a row, as `Arguments.leaves`."""
+        return _leaves(self)
 
-Forward = Callable[[Program, Arguments, str], Solution]
+
+LEAVES = tuple(field.name for field in fields(Gradients))
+"""The arguments that have gradients, in the record's order."""
+
+Forward = Callable[[Program, Arguments], Solution]
 Backward = Callable[
     [Program, Arguments, tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[Tensor | None, ...]],
     Gradients,
 ]
-SplitOf = Callable[[Program, tuple[int, int, int], torch.dtype, torch.device, Pin], Split]
+SplitOf = Callable[[Program, Size, torch.dtype, torch.device, Pin], Split]
+Pays = Callable[[Program, Size, torch.dtype, torch.device], Merit]
 
 
 @dataclass(frozen=True)
 class Engine:
     """A way to run one (solver, backend) pair.
 
-    `forward(program, arguments, on_failure)`; `backward(program, arguments, states, grad_states,
+    `forward(program, arguments)`; `backward(program, arguments, states, grad_states,
     grad_final)`, or None for an engine that autograd differentiates by itself; `why_not(program)`
     is the reason why this engine cannot take a cell, or None. `build(program, dtype)` makes ready
     what running on gates of `dtype` needs, and raises EngineError where it cannot.
     `completes`: whether it takes arguments as they come; others are given `Arguments.completed`
     ones. `info_rows`: the K of its Solution's info. `split(program, size, dtype, device, asked)`,
     for engines that cut time: how the forward pass on gates of a size (B, T, D) and dtype does.
+    `pays(program, size, dtype, device)`: how it ranks where a request leaves it and others open.
     Tensors that `forward` and `backward` return share no memory, neither among themselves nor with
     arguments.
     """
@@ -115,6 +254,7 @@ class Engine:
     forward: Forward
     backward: Backward | None
     why_not: Callable[[Program], str | None]
+    pays: Pays
     build: Callable[[Program, torch.dtype], object] | None = None
     completes: bool = False
     info_rows: int = 1

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pararnn.codegen.cpp import SOLVERS, kernels_of
 from pararnn.codegen.emit import why_no_kernels
-from pararnn.engines.base import Arguments, Engine, Gradients, Solution
+from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.layouts import addresses, by_head, copied, gradients_like, narrow, unit_stride
+from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import BY_RULE, Pin, Split, split_of
 from pararnn.numerics import compute_dtype
 from pararnn.program import Program
@@ -25,13 +26,14 @@ MIN_SIZE = 256
 """Steps of a segment, at least: below, its guess takes more than a fifth of its time."""
 
 
-def _forward(solver: str, program: Program, args: Arguments, on_failure: str) -> Solution:
-    gates = _by_head(args.gates)
-    prepared = _Prepared(args, gates)
-    size = (*gates.shape[:2], args.initial[0].shape[-1])
-    states = tuple(args.gates.new_empty(size) for _ in args.initial)
-    # Sequences without a step keep their initial state.
-    final = tuple(copied(h, args.dtype) for h in args.initial)
+def _forward(solver: str, program: Program, args: Arguments) -> Solution:
+    prepared = _Prepared(program, args, _by_head(args.gates))
+    size = args.size
+    states = tuple([args.gates.new_empty(size) for _ in prepared.initial])
+    if prepared.all_written:
+        final = tuple([torch.empty_like(h) for h in prepared.initial])
+    else:  # sequences without a step keep their initial state
+        final = tuple(h.clone() for h in prepared.initial)
     info = torch.zeros((1, 2), dtype=torch.int64)
     _, cut, boundaries = _shooting(solver, program, args, info)
     kernel = kernels_of(program, args.gates.dtype, solver).forward
@@ -49,8 +51,8 @@ def _backward(
     grad_final: tuple[Tensor | None, ...],
 ) -> Gradients:
     gates = _by_head(args.gates)
-    prepared = _Prepared(args, gates)
-    channels = args.initial[0].shape[-1]
+    prepared = _Prepared(program, args, gates)
+    channels = args.channels
     num_gates, weights = gates.shape[2], gates.shape[2] + len(args.params)
     saved = [s.contiguous() for s in states]
     arriving = [None if g is None else unit_stride(g) for g in grad_states]
@@ -58,10 +60,13 @@ def _backward(
     grad_gates = torch.empty_like(args.gates)
     written = _by_head(grad_gates)
     grad_fields = [gates.new_empty(f.shape, dtype=args.dtype) for f in args.fields]
-    grad_initial = [
-        torch.zeros(h.shape, dtype=args.dtype) if g is None else copied(g, args.dtype)
-        for h, g in zip(args.initial, grad_final, strict=True)
-    ]
+    if prepared.all_written:
+        grad_initial = [torch.empty_like(h) for h in prepared.initial]
+    else:
+        grad_initial = [
+            torch.zeros_like(h) if g is None else copied(g, args.dtype)
+            for h, g in zip(prepared.initial, grad_final, strict=True)
+        ]
     info = torch.empty((1, 2), dtype=torch.int64)  # of the forward pass only
     split, cut, boundaries = _shooting(solver, program, args, info)
     spans = gates.shape[0] * split.segments
@@ -75,27 +80,37 @@ def _backward(
     tensors = [*saved, *arriving, *arriving_final, *outputs, *boundaries]
     kernel = kernels_of(program, args.gates.dtype, solver).backward
     kernel([*sizes, *cut], [*prepared.addresses, *addresses(tensors)])
-    grads = (grad_bias, grad_fields, grad_params, grad_initial)
+    grads = (grad_bias, grad_fields, grad_params, grad_initial if args.initial else ())
     return gradients_like(args, grad_gates, written, *grads)
 
 
 class _Prepared:
-    """What both kernels begin with: tensors in the layouts that they take, sizes and addresses."""
+    """What both kernels begin with: tensors in the layouts that they take, sizes and addresses.
 
-    def __init__(self, args: Arguments, gates: Tensor) -> None:
+    `all_written`: whether every sequence has a step, so that kernels write all that ends at one.
+    """
+
+    def __init__(self, program: Program, args: Arguments, gates: Tensor) -> None:
         batch, steps, _, heads, channels = gates.shape
-        fields = [narrow(f, args.dtype) for f in args.fields]
-        bias = None if args.bias is None else args.bias.to(args.dtype).contiguous()
+        dtype = args.dtype
+        fields = [narrow(f, dtype) for f in args.fields]
+        bias = None if args.bias is None else _plain(args.bias, dtype)
         seq = None if args.seq is None else args.seq.contiguous()
         reset = None if args.reset is None else args.reset.contiguous()
-        params = [p.contiguous() for p in args.params]
-        initial = [h.to(args.dtype).contiguous() for h in args.initial]
-        self.tensors = [gates, bias, seq, reset, *fields, *params, *initial]  # keeps copies alive
+        params = [_plain(p, dtype) for p in args.params]
+        self.initial = [_plain(h, dtype) for h in args.start(program.num_states)]
+        self.all_written = seq is None and steps > 0
+        self.tensors = [gates, bias, seq, reset, *fields, *params, *self.initial]  # keeps copies
         self.sizes = [batch, steps, heads, channels, int(args.reverse), torch.get_num_threads()]
         self.sizes += _gate_strides(gates)
         for field in fields:
             self.sizes += (*field.stride()[:2], int(field.shape[-1] > 1))
         self.addresses = [_openmp(), *addresses(self.tensors)]
+
+
+def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype, contiguous: itself where it is."""
+    return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
 
 
 def _shooting(
@@ -180,10 +195,17 @@ def _openmp() -> int:
     return 0 if entry is None else ctypes.cast(entry, ctypes.c_void_p).value or 0
 
 
+def _newton_pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device) -> Merit:
+    return segments_pay(segments_of(size, dtype, device), "threads have")
+
+
+_PAYS: dict[str, Pays] = {"sequential": loop_pays, "newton": _newton_pays}
+
+
 def _engine(solver: str) -> Engine:
-    forward, backward = partial(_forward, solver), partial(_backward, solver)
+    forward, backward, pays = partial(_forward, solver), partial(_backward, solver), _PAYS[solver]
     build, cut = partial(kernels_of, solver=solver), _split if solver == "newton" else None
-    return Engine(solver, "fused", forward, backward, why_no_kernels, build, split=cut)
+    return Engine(solver, "fused", forward, backward, why_no_kernels, pays, build, True, split=cut)
 
 
 SEQUENTIAL, NEWTON = (_engine(solver) for solver in SOLVERS)

@@ -19,9 +19,10 @@ from pararnn.codegen.cuda import (
 )
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.nvrtc import capability_of
-from pararnn.engines.base import Arguments, Engine, Gradients, Solution
+from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.layouts import addresses, by_head, copied, gradients_like, narrow, unit_stride
 from pararnn.engines.plan_cuda import cores_of, on_device, plan, shared_of
+from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Pin, Split, segments_for
 from pararnn.errors import EngineError
 from pararnn.program import Program
@@ -30,7 +31,7 @@ MAX_LENGTH = 2**30
 MAX_BLOCKS = 2**31 - 1
 
 
-def _forward(solver: str, program: Program, args: Arguments, on_failure: str) -> Solution:
+def _forward(solver: str, program: Program, args: Arguments) -> Solution:
     inputs = _Inputs(solver, program, args, by_head(args.gates))
     new, dtype, count = args.gates.new_empty, args.dtype, range(program.num_states)
     size = (inputs.rows, inputs.length, inputs.channels)
@@ -273,11 +274,18 @@ def _build(solver: str, program: Program, dtype: torch.dtype) -> None:
     check_buildable(program, dtype, capability_of(torch.device("cuda")), solver)
 
 
+def _newton_pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device) -> Merit:
+    return segments_pay(segments_of(size, dtype, device), "the GPU has")
+
+
+_PAYS: dict[str, Pays] = {"sequential": loop_pays, "newton": _newton_pays}
+
+
 def _engine(solver: str) -> Engine:
-    forward, backward = partial(_forward, solver), partial(_backward, solver)
+    forward, backward, pays = partial(_forward, solver), partial(_backward, solver), _PAYS[solver]
     build, cut = partial(_build, solver), _split if solver == "newton" else None
     rows = INFO_SLOTS[solver]
-    return Engine(solver, "fused", forward, backward, why_no_kernels, build, True, rows, cut)
+    return Engine(solver, "fused", forward, backward, why_no_kernels, pays, build, True, rows, cut)
 
 
 SEQUENTIAL, NEWTON = _engine("sequential"), _engine("newton")

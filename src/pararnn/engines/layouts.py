@@ -50,11 +50,16 @@ def gradients_like(
         grad_gates.copy_(written.reshape(grad_gates.shape))
     return Gradients(
         gates=grad_gates,
-        bias=None if args.bias is None or grad_bias is None else grad_bias.to(args.bias.dtype),
-        fields=tuple(g.to(f.dtype) for g, f in zip(grad_fields, args.fields, strict=True)),
-        params=tuple(grad_params),
-        initial=tuple(g.to(h.dtype) for g, h in zip(grad_initial, args.initial, strict=True)),
+        bias=None if args.bias is None or grad_bias is None else as_dtype(grad_bias, args.bias),
+        fields=tuple(map(as_dtype, grad_fields, args.fields)),
+        params=tuple(map(as_dtype, grad_params, args.params)),
+        initial=tuple(map(as_dtype, grad_initial, args.initial)),
     )
+
+
+def as_dtype(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor in another's dtype: itself where it has that, as `to` takes longer to see."""
+    return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:

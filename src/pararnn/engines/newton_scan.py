@@ -8,6 +8,7 @@ from torch import Tensor
 from pararnn.cells.affine import AFFINE
 from pararnn.engines import fused_cpu, fused_cuda, newton_torch
 from pararnn.engines.base import Arguments, Engine
+from pararnn.engines.rule import never_pays
 from pararnn.engines.split import MIN_SEGMENTS
 from pararnn.program import Program, make_program
 from pararnn.structure import BlockDiagonal, Diagonal, Structure
@@ -31,12 +32,10 @@ def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
         params=(),
         initial=tuple(rhs[:, 0].unbind(1)),
         sequences=rhs.shape[0],
-        seq=None,
-        reset=None,
-        reverse=False,
+        on_failure="raise",
     )
     program, engine = _affine(structure.num_states), _kernel(rhs)
-    states = engine.forward(program, args, "raise").states
+    states = engine.forward(program, args).states
     return torch.cat([rhs[:, :1], torch.stack(states, 2)], 1)
 
 
@@ -75,7 +74,7 @@ def _engine(device: str) -> Engine:
             assert kernel.build is not None
             kernel.build(_affine(program.num_states), wide)
 
-    return newton_torch.engine_of("scan", kernel_scan, _why_not, build)
+    return newton_torch.engine_of("scan", kernel_scan, _why_not, never_pays, build)
 
 
 ENGINES = {device: _engine(device) for device in _KERNELS}

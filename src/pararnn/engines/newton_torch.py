@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.affine import Scan, affine_scan
-from pararnn.engines.base import Arguments, Engine, Gradients, Solution
+from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.boundaries import (
     final_states,
     output_states,
@@ -18,6 +18,7 @@ from pararnn.engines.boundaries import (
     to_gradients,
     to_system,
 )
+from pararnn.engines.rule import pays_in_torch
 from pararnn.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.program import Program
 from pararnn.solvers.newton import NewtonResult, adjoint, newton
@@ -25,11 +26,11 @@ from pararnn.solvers.newton import NewtonResult, adjoint, newton
 _WARNED: set[tuple[str, int]] = set()
 
 
-def _forward(scan: Scan, program: Program, args: Arguments, on_failure: str) -> Solution:
+def _forward(scan: Scan, program: Program, args: Arguments) -> Solution:
     system, bounds = to_system(program, args)
     result = newton(system, scan)
     if result.mended:
-        _report(program, system.length, result, on_failure)
+        _report(program, system.length, result, args.on_failure)
     info = torch.tensor([[result.sweeps, result.mended]], device=args.gates.device)
     states = output_states(args, result.states)
     own = own_memory([*states, *final_states(args, bounds, result.states)], args)
@@ -99,11 +100,12 @@ def engine_of(
     backend: str,
     scan: Scan,
     why_not: Callable[[Program], str | None],
+    pays: Pays,
     build: Callable[[Program, torch.dtype], object] | None = None,
 ) -> Engine:
     """Newton's method with an affine scan of one's own."""
     forward, backward = partial(_forward, scan), partial(_backward, scan)
-    return Engine("newton", backend, forward, backward, why_not, build)
+    return Engine("newton", backend, forward, backward, why_not, pays, build)
 
 
-ENGINE = engine_of("torch", affine_scan, why_not)
+ENGINE = engine_of("torch", affine_scan, why_not, partial(pays_in_torch, "newton"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,9 @@ from pararnn.engines import (
     tuned,
 )
 from pararnn.engines.base import Engine
-from pararnn.engines.split import BY_RULE, MIN_SEGMENTS, Pin
+from pararnn.engines.rule import Merit, Size
+from pararnn.engines.split import BY_RULE, Pin, Split
+from pararnn.engines.tuned import Problem
 from pararnn.errors import BackendWarning, EngineError, warn_user
 from pararnn.program import Program, program_by_key
 
@@ -56,16 +58,39 @@ def check_names(solver: str, backend: str) -> None:
 
 
 class Choice(NamedTuple):
-    """The engine for a request, why it, and what autotune found to ask of its split."""
+    """What runs a problem: a pair, why it, and what is asked of its split.
 
-    engine: Engine
+    It comes back with the solution. Names and numbers only: it can be kept, copied and pickled.
+    """
+
+    solver: str
+    backend: str
     why: str
-    split: Pin = BY_RULE
+    asked: Pin
+    problem: Problem
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """(solver, backend)."""
+        return self.solver, self.backend
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the pair."""
+        engine = find(self.solver, self.backend, self.problem.device)
+        assert engine is not None
+        return engine
+
+    def split(self) -> Split | None:
+        """How the forward pass cuts time, on gates of the usual layout; None where none is cut."""
+        key, size, dtype, device = self.problem
+        of = self.engine.split
+        return None if of is None else of(program_by_key(key), size, dtype, device, self.asked)
 
 
 def engine_for(
     program: Program,
-    size: tuple[int, int, int],
+    size: Size,
     dtype: torch.dtype,
     device: torch.device,
     solver: str,
@@ -77,7 +102,7 @@ def engine_for(
 
 def choose(
     program: Program,
-    size: tuple[int, int, int],
+    size: Size,
     dtype: torch.dtype,
     device: torch.device,
     solver: str,
@@ -90,10 +115,44 @@ def choose(
     on what this process has tuned, unless `follow_tuned` is False. Raises EngineError naming the
     pairs that can run.
     """
+    if torch.compiler.is_compiling():
+        return _choose(program, size, dtype, device, solver, backend, follow_tuned)[0]
+    request = (program, size, dtype, device, solver, backend)
+    # Beside the request a choice depends on these; and on what stands in the table and is built.
+    key = (*request, torch.get_num_threads(), tuned.records(program.key) if follow_tuned else None)
+    known = _CHOSEN.get(key)
+    if known is not None:
+        choice, engine = known
+        unbuilt = _why_not_built(program.key, *choice.pair, device.type, dtype)
+        if unbuilt is None and choice.engine is engine:
+            return choice
+    choice, not_built = _choose(*request, follow_tuned)
+    if not not_built:
+        if len(_CHOSEN) >= MOST_CHOSEN:
+            _CHOSEN.clear()
+        _CHOSEN[key] = choice, choice.engine
+    return choice
+
+
+_CHOSEN: dict[Any, tuple[Choice, Engine]] = {}
+MOST_CHOSEN = 4096
+"""Choices that are remembered at once."""
+
+
+def _choose(
+    program: Program,
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    solver: str,
+    backend: str,
+    follow_tuned: bool,
+) -> tuple[Choice, list[str]]:
+    """What `choose` remembers, and why what would come before it could not be built."""
     check_names(solver, backend)
+    problem = Problem(program.key, size, dtype, device)
     candidates = _candidates(program, size, dtype, device, solver, backend)
     split: dict[tuple[str, str], Pin] = {}
-    problem = tuned.Problem(program.key, size, dtype, device)
     found = tuned.fastest(problem, solver, backend) if follow_tuned else None
     if found is not None:
         row, why = found
@@ -101,22 +160,48 @@ def choose(
         split = {first: row.split}
         if "auto" in (solver, backend):
             candidates = {first: why} | {p: w for p, w in candidates.items() if p != first}
+    reason = f"there is no such engine for {device.type}"
     not_built: list[str] = []
     for pair, why in candidates.items():
-        engine, reason = find(*pair, device), _why_not(program, pair, device)
-        if engine is None or reason is not None:
-            continue
-        reason = _why_not_built(program.key, *pair, device.type, dtype)
-        if reason is None:
-            for other in not_built:
-                _say(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
-            return Choice(engine, why, split.get(pair, BY_RULE))
-        not_built.append(reason)
-    able = [f"({', '.join(p)})" for p in PAIRS if p != pair and not _why_not(program, p, device)]
+        unable = _why_not(program, pair, device)
+        if unable is None:
+            unable = _why_not_built(program.key, *pair, device.type, dtype)
+            if unable is None:
+                for other in not_built:
+                    _say(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
+                return Choice(*pair, why, split.get(pair, BY_RULE), problem), not_built
+            not_built.append(unable)
+        reason = unable
+    able = [f"({', '.join(pair)})" for pair in pairs_for(program, dtype, device)]
     raise EngineError(
         f"({solver}, {backend}) cannot run {program.cell_name} on {device.type}: {reason}. "
         f"Pairs that can: {', '.join(able)}"
     )
+
+
+def _candidates(
+    program: Program,
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    solver: str,
+    backend: str,
+) -> dict[tuple[str, str], str]:
+    """The pairs of the table that a request leaves open, the best first, and why each comes where
+    it does."""
+    if "auto" not in (solver, backend):
+        return {(solver, backend): "it was asked for"}
+    merits = []
+    for pair in PAIRS:
+        engine = find(*pair, device)
+        if engine is not None and solver in (pair[0], "auto") and backend in (pair[1], "auto"):
+            merits.append((engine.pays(program, size, dtype, device), pair))
+    merits.sort(key=_rank, reverse=True)
+    return {pair: merit.why for merit, pair in merits}
+
+
+def _rank(entry: tuple[Merit, tuple[str, str]]) -> int:
+    return entry[0].rank
 
 
 def why_not(
@@ -130,42 +215,6 @@ def why_not(
 def pairs_for(program: Program, dtype: torch.dtype, device: torch.device) -> list[tuple[str, str]]:
     """All pairs that run a cell here on gates of `dtype`; builds what they need."""
     return [pair for pair in PAIRS if why_not(program, pair, dtype, device) is None]
-
-
-def _candidates(
-    program: Program,
-    size: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    solver: str,
-    backend: str,
-) -> dict[tuple[str, str], str]:
-    """The pairs that a request leaves open, the best first, and why each comes where it does."""
-    pairs: dict[tuple[str, str], str] = {}
-    if "auto" not in (solver, backend):
-        return {(solver, backend): "it was asked for"}
-    if backend in ("fused", "auto"):
-        order = {"sequential": "a compiled loop beats every solver in PyTorch"}
-        if device.type in _PARALLEL:
-            what, segments_of = _PARALLEL[device.type]
-            first = {"newton": f"{what} room to run segments of time side by side"}
-            later = {"newton": "it was asked for, though the loop would leave little idle"}
-            room = segments_of(size, dtype, device) >= MIN_SEGMENTS
-            order = {**first, **order} if room else {**order, **later}
-        pairs |= {(s, "fused"): why for s, why in order.items() if solver in (s, "auto")}
-    if backend in ("torch", "auto"):
-        by_size, why = _auto_solver(program, size, device)
-        if solver == "auto":
-            pairs[by_size, "torch"] = why
-        else:
-            pairs[solver, "torch"] = f"{solver} was asked for, and torch takes every cell"
-    return pairs or {(solver, backend): "it was asked for"}
-
-
-_PARALLEL = {
-    "cpu": ("threads have", fused_cpu.segments_of),
-    "cuda": ("the GPU has", fused_cuda.segments_of),
-}
 
 
 def _why_not(program: Program, pair: tuple[str, str], device: torch.device) -> str | None:
@@ -209,32 +258,3 @@ def _say_once(message: str) -> None:
 # compiled regions must not look into the building of a library, or warnings of it.
 _why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _say._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-# Measured by benchmarks/auto_torch.py: Newton wins from MIN_LENGTH steps on, while the state
-# entries of a step (B N D) stay under MAX_WIDTH and, where channels are coupled, N D does too.
-NEWTON_MIN_LENGTH = 64
-NEWTON_MAX_WIDTH = {"cpu": 512}
-NEWTON_MAX_COUPLED = {"cpu": 16, "cuda": 64}
-
-
-def _auto_solver(
-    program: Program, size: tuple[int, int, int], device: torch.device
-) -> tuple[str, str]:
-    """The measured rule on the torch backend, and its reason.
-
-    Devices without a figure are taken for GPUs.
-    """
-    batch, steps, channels = size
-    width = program.num_states * channels
-    if program.structure is None:
-        return "sequential", program.why_sequential or "its step has no Jacobian"
-    if steps < NEWTON_MIN_LENGTH:
-        return "sequential", f"Newton pays from T = {NEWTON_MIN_LENGTH} on"
-    most = NEWTON_MAX_COUPLED.get(device.type, 64)
-    if program.couples_channels and width > most:
-        return "sequential", f"Newton on dense Jacobians pays up to N D = {most}"
-    limit = NEWTON_MAX_WIDTH.get(device.type)
-    if limit is not None and batch * width > limit:
-        return "sequential", f"Newton on {device.type} pays up to B N D = {limit}"
-    return "newton", "Newton beats the loop in PyTorch at such sizes"

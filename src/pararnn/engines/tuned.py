@@ -51,7 +51,7 @@ _RECORDS: dict[str, tuple[Record, ...]] = {}
 
 def fastest(problem: Problem, solver: str, backend: str) -> tuple[Measured, str] | None:
     """The measurement to follow where a request leaves a part open by "auto", and why; if any."""
-    for record in _RECORDS.get(problem.key, ()):
+    for record in records(problem.key):
         own = record.problem
         # Sizes last: compiled code for any size then asks about them where it must only.
         if own.dtype == problem.dtype and own.device == problem.device and own.size == problem.size:
@@ -59,6 +59,11 @@ def fastest(problem: Problem, solver: str, backend: str) -> tuple[Measured, str]
                 if solver in (row.solver, "auto") and backend in (row.backend, "auto"):
                     return row, why
     return None
+
+
+def records(key: str) -> tuple[Record, ...]:
+    """What is remembered of a program."""
+    return _RECORDS.get(key, ())
 
 
 def remember(problem: Problem, measured: Sequence[Measured]) -> tuple[Measured, ...]:

@@ -17,14 +17,14 @@ from torch.utils.checkpoint import (
 
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
-from pararnn.engines.base import totals
+from pararnn.engines.base import Arguments, totals
 from pararnn.engines.request import Request, chosen, request
-from pararnn.engines.table import PAIRS
+from pararnn.engines.table import PAIRS, Choice
 from pararnn.parameters import Draw, draw_anew
 from pararnn.program import program_of
 from pararnn.projection import HeadwiseLinear
 from pararnn.sequences import Sequences, of_cu_seqlens
-from pararnn.solve import solve_with_info
+from pararnn.solve import prepare, run
 
 States = Tensor | tuple[Tensor, ...]
 Fields = Mapping[str, Any]
@@ -103,7 +103,8 @@ class RecurrentLayer(nn.Module):
         self.input_size, self.hidden_size, self.num_heads = input_size, hidden_size, num_heads
         self.reverse, self.recompute_gates = reverse, recompute_gates
         self.projection_gain, self.recurrent_std = projection_gain, recurrent_std
-        self.counts: Tensor | None = None  # of the last eager call, as `solve_with_info` has them
+        self.counts: Tensor | None = None  # of the last eager call: see `pararnn.solve.Solved`
+        self.choice: Choice | None = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         gates = len(cell_class.gates)
         self.proj = HeadwiseLinear(
@@ -160,63 +161,89 @@ class RecurrentLayer(nn.Module):
             result, 0 at padding; the final states, like `initial`, in float32 (or float64). With
             `all_states` a third item: a tuple of N tensors like the output.
         """
-        x, options = self.problem(
-            x, fields, reset, cu_seqlens, sequences, all_states, solver, backend, mode
-        )
+        x, sequences = self._rows(x, cu_seqlens, sequences)
+        asked = self.asked(solver, backend, mode)
+        eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+        choices: list[Choice] = []
+
+        def solved(x: Tensor, initial: States | None) -> tuple[Any, Any, Tensor]:
+            args = self._arguments(x, initial, fields, reset, sequences, all_states)
+            states, final, counts, choice = run(program_of(unwrapped(self.cell)), args, *asked)
+            if eager:
+                choices.append(choice)
+            return states, final, counts
+
         if self.recompute_gates and torch.is_grad_enabled():
             contexts = partial(create_selective_checkpoint_contexts, _keep_states)
             states, final, counts = checkpoint(
-                self._solve, x, initial, options, use_reentrant=False, context_fn=contexts
+                solved, x, initial, use_reentrant=False, context_fn=contexts
             )
         else:
-            states, final, counts = self._solve(x, initial, options)
-        if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+            states, final, counts = solved(x, initial)
+        if eager:
             self.__dict__["counts"] = counts  # nn.Module's way takes a microsecond longer
+            self.__dict__["choice"] = choices[0]
         results = states[0], final[0] if len(final) == 1 else final
         return (*results, states) if all_states else results
 
-    def problem(
+    def arguments(
         self,
         x: Tensor,
-        fields: Fields | None,
-        reset: Tensor | None,
-        cu_seqlens: Tensor | None,
-        sequences: Sequences | None,
-        all_states: bool,
-        solver: str | None,
-        backend: str | None,
-        mode: str | None,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """What `forward` projects, and the options with which it calls `solve_with_info`."""
+        initial: States | None = None,
+        *,
+        fields: Fields | None = None,
+        reset: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        sequences: Sequences | None = None,
+        all_states: bool = False,
+    ) -> Arguments:
+        """The record of the solve that `forward` runs for these."""
+        x, sequences = self._rows(x, cu_seqlens, sequences)
+        return self._arguments(x, initial, fields, reset, sequences, all_states)
+
+    def asked(
+        self, solver: str | None = None, backend: str | None = None, mode: str | None = None
+    ) -> tuple[str, str]:
+        """The pair that a call with these asks for: else that of `using`, else the layer's own."""
+        return chosen(request(solver, backend, mode), Request(self.solver, self.backend))
+
+    def _rows(
+        self, x: Tensor, cu_seqlens: Tensor | None, sequences: Sequences | None
+    ) -> tuple[Tensor, Sequences | None]:
+        """What is projected, and how it is cut."""
         if x.ndim != 3 or x.shape[-1] != self.input_size:
             raise ValueError(
                 f"RecurrentLayer: Expected input to be (B, T, {self.input_size}), got "
                 f"{tuple(x.shape)}"
             )
-        if cu_seqlens is not None:
-            if sequences is not None:
-                raise ValueError(
-                    "cu_seqlens and sequences both say where sequences start: give one"
-                )
-            sequences = of_cu_seqlens(cu_seqlens, len(x), x.shape[1], x.device)
-            x = without_padding(x, sequences)
-        asked = chosen(request(solver, backend, mode), Request(self.solver, self.backend))
-        return x, {
-            "fields": fields,
-            "reset": reset,
-            "sequences": sequences,
-            "reverse": self.reverse,
-            "solver": asked[0],
-            "backend": asked[1],
-            "on_failure": self.on_failure,
-            "output_only": not all_states,
-        }
+        if cu_seqlens is None:
+            return x, sequences
+        if sequences is not None:
+            raise ValueError("cu_seqlens and sequences both say where sequences start: give one")
+        sequences = of_cu_seqlens(cu_seqlens, len(x), x.shape[1], x.device)
+        return without_padding(x, sequences), sequences
 
-    def _solve(
-        self, x: Tensor, initial: States | None, options: dict[str, Any]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        gates = self.proj(x)
-        return solve_with_info(unwrapped(self.cell), gates, initial, bias=self.bias, **options)
+    def _arguments(
+        self,
+        x: Tensor,
+        initial: States | None,
+        fields: Fields | None,
+        reset: Tensor | None,
+        sequences: Sequences | None,
+        all_states: bool,
+    ) -> Arguments:
+        return prepare(
+            unwrapped(self.cell),
+            self.proj(x),
+            initial,
+            bias=self.bias,
+            fields=fields,
+            reset=reset,
+            sequences=sequences,
+            reverse=self.reverse,
+            on_failure=self.on_failure,
+            output_only=not all_states,
+        )
 
     def step(
         self, x_t: Tensor, state: States | None = None, *, fields: Fields | None = None
@@ -301,10 +328,10 @@ def without_padding(x: Tensor, sequences: Sequences) -> Tensor:
     return x.masked_fill((sequences.seq < 0).unsqueeze(-1), 0)
 
 
-def decoding_pair(backend: str) -> tuple[str, str]:
-    """The pair for a single step of a layer with this backend."""
+def decoding_pair(backend: str) -> Request:
+    """The request for a single step of a layer with this backend."""
     _, backend = chosen(Request(), Request(backend=backend))
-    return "sequential", backend if ("sequential", backend) in PAIRS else "auto"
+    return Request("sequential", backend if ("sequential", backend) in PAIRS else "auto")
 
 
 def _keep_states(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

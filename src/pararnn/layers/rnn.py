@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.base import totals
+from pararnn.engines.request import Request, request
 from pararnn.layers.layout import BATCH_FIRST, UNBATCHED, Layout, layout_of
 from pararnn.layers.recurrent import (
     Fields,
@@ -193,7 +194,7 @@ class ParaRNN(nn.Module):
         else:
             self._check_rank(x, (2, 3))
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
-        asked = {"solver": solver, "backend": backend, "mode": mode}
+        asked = request(solver, backend, mode)
         return self._run(x, h_0, layout, asked, fields or {}, reset, all_states)
 
     def step(
@@ -213,8 +214,7 @@ class ParaRNN(nn.Module):
         layout, time = (BATCH_FIRST, 1) if x_t.ndim == 2 else (UNBATCHED, 0)
         given = fields or {}
         fields = {k: v.unsqueeze(time) if torch.is_tensor(v) else v for k, v in given.items()}
-        solver, backend = decoding_pair(self.backend)
-        asked = {"solver": solver, "backend": backend}
+        asked = decoding_pair(self.backend)
         x, finals = self._run(x_t.unsqueeze(time), state, layout, asked, fields, None, False)
         return x.squeeze(time), finals
 
@@ -223,7 +223,7 @@ class ParaRNN(nn.Module):
         given: Any,
         h_0: States | None,
         layout: Layout,
-        asked: Mapping[str, str | None],
+        asked: Request,
         fields: Fields,
         reset: Any,
         all_states: bool,
@@ -233,13 +233,8 @@ class ParaRNN(nn.Module):
         x = into(given)
         if layout.sequences is not None and isinstance(given, Tensor):
             x = without_padding(x, layout.sequences)  # a PackedSequence has ours, which is 0
-        options: dict[str, Any] = {
-            "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in fields.items()},
-            "reset": None if reset is None else into(reset),
-            "sequences": layout.sequences,
-            "all_states": all_states,
-            **asked,
-        }
+        fields = {k: v if isinstance(v, (int, float)) else into(v) for k, v in fields.items()}
+        reset = None if reset is None else into(reset)
         initial = self._per_part(h_0, x, layout)
         finals: list[tuple[Tensor, ...]] = []
         series: list[tuple[Tensor, ...]] = []
@@ -250,7 +245,16 @@ class ParaRNN(nn.Module):
                 x = F.dropout(x.contiguous(), self.dropout)
             outputs = []
             for part in parts[index * directions : (index + 1) * directions]:
-                output, final, *states = part(x, initial[len(finals)], **options)
+                output, final, *states = part(
+                    x,
+                    initial[len(finals)],
+                    fields=fields,
+                    reset=reset,
+                    sequences=layout.sequences,
+                    all_states=all_states,
+                    solver=asked.solver,
+                    backend=asked.backend,
+                )
                 outputs.append(output)
                 finals.append(final if isinstance(final, tuple) else (final,))
                 series.extend(states)

@@ -1,0 +1,130 @@
+"""Host time of an eager call: what a small layer takes beside the kernels, against PyTorch's own.
+
+Usage: python benchmarks/host_call.py [--out benchmarks/results/host_call.csv]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, provenance, write_csv
+from torch import Tensor, nn
+
+import pararnn
+
+BATCH, STEPS, CHANNELS = 2, 16, 64
+ROUNDS, WARM_UP = 1500, 50
+
+BARE = "nn.Linear and an autograd Function"
+"""What autograd takes for a layer's projection and for as many tensors as a solve has."""
+
+Calls = dict[str, Callable[[], object]]
+
+
+class Opaque(torch.autograd.Function):
+    """An op of a solve's tensors that computes nothing: what autograd takes for one."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, bias: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
+        batch, steps, _, channels = gates.shape
+        states, final = gates.new_empty(batch, steps, channels), gates.new_empty(batch, channels)
+        ctx.save_for_backward(gates, bias, *params, states)
+        return states, final
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:-1])
+
+
+def training(device: str) -> Calls:
+    """Forward with gradients, and backward, by name; the last is what the others are held to."""
+    x = torch.randn(BATCH, STEPS, CHANNELS, device=device)
+    grad = torch.randn(BATCH, STEPS, CHANNELS, device=device)
+    stack = pararnn.ParaGRU(CHANNELS, CHANNELS, device=device)
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, CHANNELS, CHANNELS, device=device)
+    linear = nn.Linear(CHANNELS, 3 * CHANNELS, bias=False, device=device)
+    loose = [torch.randn(3, CHANNELS, device=device, requires_grad=True)]
+    loose += [torch.randn(CHANNELS, device=device, requires_grad=True) for _ in range(3)]
+
+    def solved(module: nn.Module) -> Callable[[], object]:
+        leaves = list(module.parameters())
+        return lambda: torch.autograd.grad(module(x)[0], leaves, grad)
+
+    def opaque() -> object:
+        output, _ = Opaque.apply(linear(x).unflatten(-1, (3, -1)), *loose)
+        return torch.autograd.grad(output, [linear.weight, *loose], grad)
+
+    named: Calls = {"ParaGRU": solved(stack), "RecurrentLayer": solved(layer)}
+    return named | {BARE: opaque}
+
+
+def decoding(device: str) -> Calls:
+    """One step without gradients, by name; the last is what the others are held to."""
+    x, state = (torch.randn(BATCH, CHANNELS, device=device) for _ in range(2))
+    stack = pararnn.ParaGRU(CHANNELS, CHANNELS, device=device)
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, CHANNELS, CHANNELS, device=device)
+    cell = nn.GRUCell(CHANNELS, CHANNELS, device=device)
+
+    def quietly(call: Callable[[], object]) -> Callable[[], object]:
+        return torch.no_grad()(call)
+
+    return {
+        "ParaGRU": quietly(lambda: stack.step(x, state.unsqueeze(0))),
+        "RecurrentLayer": quietly(lambda: layer.step(x, state)),
+        "nn.GRUCell": quietly(lambda: cell(x, state)),
+    }
+
+
+CASES = {"forward and backward": training, "step": decoding}
+
+
+def least(calls: Calls, device: str, rounds: int = ROUNDS) -> dict[str, float]:
+    """The least microseconds of each call, taken in turns: other load on a machine only adds.
+
+    Calls are timed one by one: a block of them would be long enough to be interrupted.
+    """
+    found = dict.fromkeys(calls, float("inf"))
+    for turn in range(-WARM_UP, rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            spent = (time.perf_counter() - start) * 1e6
+            if turn >= 0:
+                found[name] = min(found[name], spent)
+            if device == "cuda":
+                torch.cuda.synchronize()
+    return found
+
+
+def rows(device: str, rounds: int = ROUNDS) -> list[dict[str, Any]]:
+    """A row a figure; `ratio` is to the case's last one."""
+    torch.set_num_threads(1)
+    out = []
+    for case, calls_on in CASES.items():
+        times = least(calls_on(device), device, rounds)
+        base = list(times.values())[-1]
+        for name, spent in times.items():
+            figure = {"case": case, "call": name, "us": f"{spent:.1f}"}
+            out.append(figure | {"ratio": f"{spent / base:.2f}", "rounds": rounds})
+    return [row | provenance(device) for row in out]
+
+
+def main() -> None:
+    """Print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS / "host_call.csv")
+    args = parser.parse_args()
+    found = rows(args.device)
+    for row in found:
+        print(f"{row['case']:<22} {row['call']:<36} {row['us']:>8} us  {row['ratio']:>6}")
+    write_csv(args.out, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""When engines pay: what each says of a problem, by which `auto` ranks them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pararnn.engines.split import MIN_SEGMENTS
+from pararnn.program import Program
+
+Size = tuple[int, int, int]
+"""(B, T, D)."""
+
+NEWTON_MIN_LENGTH = 64
+NEWTON_MAX_WIDTH = {"cpu": 512}
+NEWTON_MAX_COUPLED = {"cpu": 16, "cuda": 64}
+"""Measured by benchmarks/auto_torch.py: Newton wins in PyTorch from so many steps on, while the
+state entries of a step (B N D) stay under the width and, where channels are coupled, N D does too.
+"""
+
+
+class Merit(NamedTuple):
+    """How an engine ranks on a problem, the highest first, and why it comes where it does."""
+
+    rank: int
+    why: str
+
+
+def never_pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device) -> Merit:
+    """What comes after all others that can take its place."""
+    return Merit(0, "it was asked for")
+
+
+def loop_pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device) -> Merit:
+    """(sequential, fused): before all but segments of time side by side."""
+    return Merit(4, "a compiled loop beats every solver in PyTorch")
+
+
+def segments_pay(segments: int, what: str) -> Merit:
+    """(newton, fused), where so many segments of time run side by side on what would be idle."""
+    if segments >= MIN_SEGMENTS:
+        return Merit(5, f"{what} room to run segments of time side by side")
+    return Merit(3, "it was asked for, though the loop would leave little idle")
+
+
+def pays_in_torch(
+    solver: str, program: Program, size: Size, dtype: torch.dtype, device: torch.device
+) -> Merit:
+    """A solver in PyTorch: the one that the measured rule takes comes before the other."""
+    best, why = _fastest_in_torch(program, size, device)
+    if solver == best:
+        return Merit(2, why)
+    return Merit(1, f"{solver} was asked for, and torch takes every cell")
+
+
+def _fastest_in_torch(program: Program, size: Size, device: torch.device) -> tuple[str, str]:
+    """The measured rule, and its reason. Devices without a figure are taken for GPUs."""
+    batch, steps, channels = size
+    width = program.num_states * channels
+    if program.structure is None:
+        return "sequential", program.why_sequential or "its step has no Jacobian"
+    if steps < NEWTON_MIN_LENGTH:
+        return "sequential", f"Newton pays from T = {NEWTON_MIN_LENGTH} on"
+    most = NEWTON_MAX_COUPLED.get(device.type, 64)
+    if program.couples_channels and width > most:
+        return "sequential", f"Newton on dense Jacobians pays up to N D = {most}"
+    limit = NEWTON_MAX_WIDTH.get(device.type)
+    if limit is not None and batch * width > limit:
+        return "sequential", f"Newton on {device.type} pays up to B N D = {limit}"
+    return "newton", "Newton beats the loop in PyTorch at such sizes"

@@ -1,0 +1,241 @@
+"""One record a call, of which the op is made; one choice, which comes with the solution."""
+
+import copy
+import pickle
+import sys
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from table import FUSED, OPS, PAIRS, make_case
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pararnn
+from pararnn.engines import table
+from pararnn.engines.base import KIND_OF, LEAVES, Arguments
+from pararnn.program import program_of
+from pararnn.solve import prepare, run
+
+
+def _record(**options):
+    case = make_case(pararnn.LSTMCell, torch.float32, 20, "initial")
+    return prepare(case.cell, case.gates, case.initial, **options)
+
+
+def test_the_op_has_the_records_fields():
+    names = [field.name for field in fields(Arguments)]
+    assert list(KIND_OF) == names
+    for op in (torch.ops.pararnn.forward, torch.ops.pararnn.backward):
+        assert [argument.name for argument in op.default._schema.arguments][-len(names) :] == names
+    defaults = {
+        a.name: a.default_value for a in torch.ops.pararnn.forward.default._schema.arguments
+    }
+    plain = _record()
+    assert all(getattr(plain, name) == defaults[name] for name in ("burn_in", "on_failure"))
+
+
+@pytest.mark.parametrize("bias", [None, torch.zeros(3, 4)])
+def test_records_come_apart_and_together(bias):
+    args = _record(bias=bias, reset=torch.zeros(2, 20, dtype=torch.bool), on_failure="raise")
+    tensors, rest = args.flatten()
+    again = Arguments.unflatten(tensors, rest)
+    for name in KIND_OF:
+        assert getattr(again, name) is getattr(args, name) or name in (
+            "params",
+            "initial",
+            "fields",
+        )
+    assert again.params[1] is args.params[1]
+    assert again.initial[1] is args.initial[1]
+    leaves = args.leaves()
+    assert len(leaves) == 1 + (bias is not None) + len(args.params) + len(args.initial)
+    beside = args.beside(leaves)
+    apart = [tensor if tensor is not args.reset else None for tensor in tensors]
+    assert all(a is b for a, b in zip(beside, apart, strict=True))
+    assert set(LEAVES) < set(KIND_OF)
+    assert Arguments.of_values(args.values()[:-1]) == Arguments.of_values(args.values())
+
+
+@pytest.mark.parametrize("pair", [("auto", "auto"), *PAIRS], ids="-".join)
+def test_the_choice_comes_with_the_solution(pair):
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    program = program_of(case.cell)
+    choice = run(program, prepare(case.cell, case.gates), *pair).choice
+    assert choice == table.choose(program, (2, 20, 4), torch.float32, case.gates.device, *pair)
+    assert pair in (choice.pair, ("auto", "auto"))
+    assert (choice.split() is None) == (choice.pair != ("newton", "fused"))
+    with pararnn.using(segments=3, burn_in=2):
+        asked = run(program, prepare(case.cell, case.gates), *pair).choice.asked
+    assert asked == (3, 2)
+
+
+def test_layers_choose_once(monkeypatch):
+    chosen = []
+
+    def choose(*args):
+        chosen.append(args)
+        return table.choose(*args)
+
+    monkeypatch.setattr(sys.modules["pararnn.solve"], "choose", choose)
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4)
+    assert layer.choice is None
+    with pararnn.adapt(layer):
+        layer(torch.randn(2, 20, 3))
+    assert len(chosen) == 1
+    kept = layer.choice
+    assert kept.pair in PAIRS
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.choice == kept
+    chosen.clear()
+    assert pararnn.verify(layer, torch.randn(2, 20, 3))
+    assert len(chosen) == 2  # the module's own call, and the one that is checked
+
+
+@pytest.mark.skipif(("newton", "scan") not in PAIRS, reason="no C++ compiler")
+def test_a_backend_alone_finds_its_solver():
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    chosen = run(program_of(case.cell), prepare(case.cell, case.gates), "auto", "scan").choice
+    assert chosen.pair == ("newton", "scan")
+    layer = pararnn.ParaRNN(pararnn.DenseGRUCell, 3, 4, backend="scan")
+    can = r"Pairs that can: \(sequential, torch\), \(newton, torch\)$"
+    with pytest.raises(pararnn.EngineError, match=rf"\(auto, scan\) cannot run .*{can}"):
+        layer(torch.randn(2, 20, 3))
+
+
+def _no_compiler(key, solver, backend, *rest):
+    return None if backend == "torch" else "no compiler"
+
+
+def test_errors_name_what_can_be_built(monkeypatch):
+    monkeypatch.setattr(table, "_why_not_built", _no_compiler)
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    with pytest.raises(pararnn.EngineError, match=r"no compiler\. Pairs that can") as error:
+        pararnn.solve(case.cell, case.gates, solver=FUSED[0], backend=FUSED[1])
+    assert "fused)" not in str(error.value).partition("that can:")[2]
+
+
+def test_remembered_choices_are_forgotten(monkeypatch):
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    program, cpu = program_of(case.cell), torch.device("cpu")
+
+    def chosen(*pair):
+        return table.choose(program, (1, 4096, 8), torch.float32, cpu, *pair).pair
+
+    asked = [("auto", "auto"), ("newton", "auto")]
+    pairs = [chosen(*pair) for pair in asked]
+    assert [chosen(*pair) for pair in asked] == pairs
+    if FUSED in PAIRS:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+        assert pairs[0] == ("sequential", "fused")
+        assert chosen("auto", "auto") == ("newton", "fused")
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "_why_not_built", _no_compiler)
+        patch.setattr(table, "_say", lambda message: None)
+        assert chosen(*asked[1]) == ("newton", "torch")
+    assert chosen(*asked[1]) == pairs[1]
+    if FUSED in PAIRS:
+        unable = replace(table.find(*pairs[1], cpu), why_not=lambda program: "it is gone")
+        monkeypatch.setitem(table.TABLE, (*pairs[1], "cpu"), unable)
+        assert chosen(*asked[1]) == ("newton", "torch")
+
+
+HOW = ("solver", "backend")
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "backward"), [(_Ops, [False]), (_Functions, [])])
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_modes_see_the_ops(mode, backward, pair):
+    """A mode of functions sees the call of backward, and nothing that happens in there."""
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    gates = case.gates.requires_grad_()
+    with mode() as watch:
+        states, _ = pararnn.solve(case.cell, gates, solver=pair[0], backend=pair[1])
+        states.sum().backward()
+        with torch.no_grad():
+            pararnn.solve(case.cell, gates, solver=pair[0], backend=pair[1])
+    ran = [name for name in watch.seen if "pararnn" in name]
+    assert ["forward" in name for name in ran] == [True, *backward, True]
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_profilers_see_both_ops(pair):
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    gates = case.gates.requires_grad_()
+    with torch.profiler.profile() as profile:
+        states, _ = pararnn.solve(case.cell, gates, solver=pair[0], backend=pair[1])
+        states.sum().backward()
+    assert {"pararnn::forward", "pararnn::backward"} <= {event.key for event in profile.events()}
+
+
+class _Tagged(torch.Tensor):
+    """A subclass that says what it was used for."""
+
+    seen: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_subclasses_see_the_op(pair):
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    _Tagged.seen.clear()
+    how = {"solver": pair[0], "backend": pair[1]}
+    states, _ = pararnn.solve(case.cell, case.gates.as_subclass(_Tagged), **how)
+    assert any("pararnn.forward" in name for name in _Tagged.seen)
+    plain, _ = pararnn.solve(case.cell, case.gates, **how)
+    assert torch.equal(states.as_subclass(torch.Tensor), plain)
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_tangents_are_not_lost_without_gradients(pair):
+    case = make_case(pararnn.GRUCell, torch.float32, 20)
+    with forward_ad.dual_level(), torch.no_grad():
+        gates = forward_ad.make_dual(case.gates, torch.ones_like(case.gates))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            pararnn.solve(case.cell, gates, solver=pair[0], backend=pair[1])
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_negations_that_are_put_off_are_made(pair):
+    """As in the imaginary part of a conjugate: a view whose numbers are still to be negated."""
+    case, how = make_case(pararnn.GRUCell, torch.float32, 20), dict(zip(HOW, pair, strict=True))
+    put_off = torch._neg_view(-case.gates)
+    assert put_off.is_neg()
+    grads = []
+    for gates in (case.gates, put_off):
+        leaf = gates.detach().requires_grad_()
+        states, _ = pararnn.solve(case.cell, leaf, **how)
+        plain, _ = pararnn.solve(case.cell, gates, **how)
+        ones = torch.ones_like(states)
+        late = torch._neg_view(-ones)
+        assert late.is_neg()
+        grads.append((states, plain, *torch.autograd.grad(states, leaf, late)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    states, _ = pararnn.solve(case.cell, leaf, **how)
+    (expected,) = torch.autograd.grad(states, leaf, ones)
+    assert torch.equal(grads[1][2], expected)
