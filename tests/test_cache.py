@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import torch
 from table import needs_compiler
 
 import pararnn
-from pararnn.codegen import cache, compiler, cpp
+from pararnn import cache
+from pararnn.codegen import compiler, cpp
 from pararnn.engines import table
 
 RUN = """
@@ -69,8 +71,13 @@ def _again(monkeypatch):
 
 
 def _entry(folder):
-    (entry,) = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    (entry,) = _kernels_in(folder)
     return entry
+
+
+def _kernels_in(folder):
+    """What was compiled, without traced steps and what is under way."""
+    return [p for p in folder.iterdir() if not p.name.startswith(".") and "-step-" not in p.name]
 
 
 @needs_compiler
@@ -197,7 +204,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "file" / "cache"))
     _forget(monkeypatch)
-    cache._warn_unwritable.cache_clear()
+    monkeypatch.setattr(cache, "_UNWRITABLE", set())
     with pytest.warns(pararnn.BackendWarning, match="cannot be kept in .*set PARARNN_CACHE_DIR"):
         states = _solve()
     again, compiled = _again(monkeypatch)
@@ -205,11 +212,39 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     assert torch.equal(states, again)
 
 
+@needs_compiler
+def test_one_warning_for_a_folder_that_cannot_be_written(folder, monkeypatch):
+    """Errors name files of each entry's own; they are no reasons for more warnings."""
+    errors = (OSError(f"no space for entry {n}") for n in range(9))
+
+    def mkdir(*args, f=cache.Path.mkdir, **options):
+        if args[0] == folder:
+            raise next(errors)
+        return f(*args, **options)
+
+    monkeypatch.setattr(cache.Path, "mkdir", mkdir)
+    monkeypatch.setattr(cache, "_UNWRITABLE", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layer = pararnn.ParaGRU(4, 6)
+        for dtype in (torch.float32, torch.float64):
+            layer.to(dtype)(torch.randn(1, 3, 4, dtype=dtype))
+    (warning,) = caught
+    assert re.match(
+        rf"traced steps and compiled kernels cannot be kept in {folder} \(no space for entry 0\), "
+        "so every process makes its own; set PARARNN_CACHE_DIR to a folder",
+        str(warning.message),
+    )
+
+
 def test_default_folders(monkeypatch):
     monkeypatch.delenv("PARARNN_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.setattr(sys, "platform", "linux")
     assert cache.cache_folder() == Path("/somewhere/pararnn")
+    monkeypatch.setenv("PARARNN_CACHE_DIR", "~/of mine")
+    assert cache.cache_folder() == Path.home() / "of mine"
+    monkeypatch.delenv("PARARNN_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache.cache_folder() == Path.home() / ".cache" / "pararnn"
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -233,7 +268,7 @@ def test_keys_follow_source_compiler_flags_and_processor(folder, monkeypatch):
             patch.setattr(f"pararnn.codegen.cpp.{what}", change)
             _forget(patch)
             _solve()
-        names.append(max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns).name)
+        names.append(max(_kernels_in(folder), key=lambda path: path.stat().st_mtime_ns).name)
     assert len(set(names)) == len(changes) + 1
 
 
@@ -314,9 +349,9 @@ def test_narrower_vectors(target, monkeypatch):
 def test_precompile(folder, monkeypatch):
     layer = pararnn.ParaGRU(4, 6, num_layers=2)
     pararnn.precompile(layer)
-    assert {path.name.split("-")[1] for path in folder.iterdir()} == {"float"}
+    assert {path.name.split("-")[1] for path in _kernels_in(folder)} == {"float"}
     pararnn.precompile(layer, [torch.bfloat16, torch.float32])
-    assert {path.name.split("-")[1] for path in folder.iterdir()} == {"float", "bfloat16"}
+    assert {path.name.split("-")[1] for path in _kernels_in(folder)} == {"float", "bfloat16"}
     monkeypatch.setattr(cpp, "compile_library", None)  # a compilation would fail
     layer(torch.randn(1, 3, 4))
     with pytest.raises(pararnn.EngineError, match="Linear holds no Cell"):
@@ -329,4 +364,4 @@ def test_precompile(folder, monkeypatch):
 
 def test_nothing_is_compiled_before_the_first_use(folder):
     pararnn.ParaGRU(4, 6)
-    assert not folder.exists()
+    assert not folder.exists() or not _kernels_in(folder)

@@ -102,6 +102,7 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     module.graph.eliminate_dead_code()
     _box_numbers(module.graph, inputs[0].dtype)
     module.recompile()
+    _keep_dtypes(module.graph)
     mixing = _mixing_ops(module.graph)
     # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
     named = [op for op in _mixing_ops(raw.graph) if not getattr(op, "is_view", True)]
@@ -125,6 +126,7 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
                 f"{what} creates a tensor on a fixed device ({node.target}); "
                 "use new_zeros, zeros_like or the like on a state"
             )
+    _keep_dtypes(module.graph)
     return Graph(module, "not elementwise", canonical_text(module.graph))
 
 
@@ -134,13 +136,21 @@ def canonical_text(graph: fx.Graph) -> str:
     lines = []
     for node in graph.nodes:
         names[node] = f"%{len(names)}"
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
+        args: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
         if node.op == "get_attr":
-            args = getattr(graph.owning_module, node.target)  # a number, kept as a tensor
+            constant = getattr(graph.owning_module, node.target)
+            args = repr(constant.item()) if isinstance(constant, Tensor) else constant
         lines.append(
             f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}"
         )
     return "\n".join(lines)
+
+
+def _keep_dtypes(graph: fx.Graph) -> None:
+    """Of what the trace noted at each node, keep a tensor's dtype: graphs on disk hold no more."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        node.meta = {"dtype": value.dtype} if isinstance(value, Tensor) else {}
 
 
 @functools.cache

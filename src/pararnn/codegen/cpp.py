@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from pararnn.cache import CPP, load, remembered
 from pararnn.codegen import headers
-from pararnn.codegen.cache import CPP, load, remembered
 from pararnn.codegen.compiler import (
     compile_library,
     compiler_identity,

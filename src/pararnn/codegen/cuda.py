@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from pararnn.codegen import cache as disk
+from pararnn import cache as disk
 from pararnn.codegen import headers
 from pararnn.codegen.emit import IO_TYPES, reads_gates, source_file
 from pararnn.codegen.nvrtc import (

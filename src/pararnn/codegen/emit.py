@@ -83,7 +83,7 @@ def _jumps(node: fx.Node, reached: set[fx.Node]) -> bool:
     if name == "aten::where":
         return node.args[0] in reached
     if name == "aten::_to_copy":
-        return not node.meta["val"].is_floating_point()
+        return not node.meta["dtype"].is_floating_point
     return may_jump(name, node.kwargs)
 
 
@@ -244,7 +244,7 @@ class _Body:
             terms = [spelled(self.converted(t, REAL)) for t in (*product.args, other)]
             return REAL, f"multiply_add({', '.join(terms)})"
         name = node.target._schema.name  # type: ignore[union-attr]
-        kind = MASK if node.meta["val"].dtype == torch.bool else REAL
+        kind = MASK if node.meta["dtype"] == torch.bool else REAL
         args = node.args
         if name == "aten::where":
             condition = self.converted(args[0], MASK)
@@ -253,7 +253,7 @@ class _Body:
         if name in ("aten::logical_not", "aten::bitwise_not") and kind == MASK:
             return MASK, self.dialect.negation.format(self.converted(args[0], MASK))
         if name == "aten::_to_copy":
-            whole = kind == REAL and not node.meta["val"].is_floating_point()
+            whole = kind == REAL and not node.meta["dtype"].is_floating_point
             value = spelled(self.converted(args[0], kind))
             return kind, f"trunc({value})" if whole else value
         bits_of_integers = name.startswith("aten::bitwise") and kind != MASK

@@ -1,4 +1,4 @@
-"""Compiled libraries on disk: one folder an entry, complete or absent.
+"""Compiled libraries and traced steps on disk: one folder an entry, complete or absent.
 
 An entry holds the library, the source it was made from, and a manifest with the library's checksum.
 It is built in a folder of its own and renamed into place, so that processes may build the same one
@@ -71,7 +71,7 @@ def cache_folder() -> Path:
     """$PARARNN_CACHE_DIR, else `pararnn` in the user's cache folder."""
     given = os.environ.get("PARARNN_CACHE_DIR")
     if given:
-        return Path(given)
+        return Path(given).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "pararnn"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pararnn"
@@ -87,7 +87,7 @@ def load(kind: Kind[Opened], name: str, key: str, source: str, build: Build) -> 
     try:
         return _load_from(cache_folder(), kind, name, key, source, build)
     except OSError as error:
-        _warn_unwritable(str(cache_folder()), str(error))
+        _warn_unwritable(cache_folder(), error)
     return _load_from(_own_folder(), kind, name, key, source, build)
 
 
@@ -168,10 +168,15 @@ def _own_folder() -> Path:
     return Path(folder)
 
 
-@functools.cache
-def _warn_unwritable(folder: str, error: str) -> None:
-    warn_user(
-        f"compiled kernels cannot be kept in {folder} ({error}), so every process compiles its "
-        "own; set PARARNN_CACHE_DIR to a folder that can be written",
-        BackendWarning,
-    )
+_UNWRITABLE: set[Path] = set()
+
+
+def _warn_unwritable(folder: Path, error: OSError) -> None:
+    """Once a folder: what fails, and on which file, differs from one entry to the next."""
+    if folder not in _UNWRITABLE:
+        _UNWRITABLE.add(folder)
+        warn_user(
+            f"traced steps and compiled kernels cannot be kept in {folder} ({error}), so every "
+            "process makes its own; set PARARNN_CACHE_DIR to a folder that can be written",
+            BackendWarning,
+        )
