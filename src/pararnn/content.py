@@ -238,7 +238,8 @@ class _Writer:
             for module, name in todo:
                 done.add((module.__name__, name))
                 value = getattr(module, name, MISSING)
-                if value is MISSING or (module is torch and name in _TORCH):
+                own = not isinstance(value, FunctionType)
+                if value is MISSING or (module is torch and name in _TORCH and own):
                     continue
                 if isinstance(value, (FunctionType, BuiltinFunctionType)):
                     said = _library_function(value, name)
