@@ -256,9 +256,9 @@ def test_keys_follow_source_compiler_flags_and_processor(folder, monkeypatch):
     names = []
     changes = [
         ("source_file", lambda *args, f=cpp.source_file: f(*args) + "// new\n"),
-        ("compiler_identity", lambda path: "another compiler"),
+        ("compiler_identity", lambda *command: "another compiler"),
         ("flags", lambda f=cpp.flags: (*f(), "-DANOTHER")),
-        ("cpu_identity", lambda: "another processor"),
+        ("target_identity", lambda: "another processor"),
         ("headers.text", lambda target: "other headers"),
     ]
     _solve()
@@ -297,6 +297,63 @@ def test_without_a_compiler(folder, monkeypatch):
         pararnn.solve(cell, gates)
     expected, _ = pararnn.solve(cell, gates, solver="sequential", backend="torch")
     assert torch.equal(states, expected)
+
+
+@needs_compiler
+def test_a_warm_cache_serves_without_a_compiler(folder, monkeypatch):
+    states = _solve()
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again, compiled = _again(monkeypatch)
+    assert compiled == 0
+    assert torch.equal(states, again)
+    _forget(monkeypatch)
+    monkeypatch.setattr("pararnn.codegen.cpp.target_identity", lambda: "another processor")
+    with pytest.raises(pararnn.EngineError, match=r"no C\+\+ compiler found"):
+        _solve()
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [name for name in DAMAGE if name != "not a library"])
+def test_without_a_compiler_damaged_entries_do_not_serve(folder, damage, monkeypatch):
+    def builder():
+        raise pararnn.EngineError("nothing builds here")
+
+    def answer(builder):
+        source = "int answer() { return 42; }"
+        return cache.load(cache.CPP, "tiny", "key", source, _tiny_library, builder)
+
+    answer(lambda: "a compiler")
+    answer(builder)
+    DAMAGE[damage](_entry(folder))
+    with pytest.raises(pararnn.EngineError, match="nothing builds here"):
+        answer(builder)
+
+
+@needs_compiler
+def test_a_compiler_is_a_command_with_arguments(folder, monkeypatch):
+    plain, calls = compiler.find_compiler(), []
+
+    def run(command, f=subprocess.run, **options):
+        calls.append(command)
+        return f(command, **options)
+
+    monkeypatch.setattr(compiler.subprocess, "run", run)
+    monkeypatch.setenv("CXX", f"{plain} -O1")
+    _solve()
+    assert calls[0][:3] == [plain, "-O1", compiler.FLAGS[0]]
+    launched = compiler.compiler_identity(shutil.which("env"), plain)
+    assert launched.endswith(compiler.compiler_identity(plain).removeprefix(plain))
+
+
+def test_kernels_for_a_processor_that_is_named_are_not_of_this_one(monkeypatch):
+    for flags, named in {"": False, "-O1": False, "-march=x86-64-v3": True}.items():
+        monkeypatch.setenv("PARARNN_CXXFLAGS", flags)
+        assert (compiler.target_identity() == platform.machine()) is named
+    monkeypatch.setenv("PARARNN_CXXFLAGS", "-march=x86-64-v3 -march=native")
+    assert compiler.target_identity() == compiler.cpu_identity()
 
 
 def test_a_compiler_that_fails(folder, monkeypatch, tmp_path):
