@@ -34,6 +34,7 @@ FLOW = [
     ["lm", "tasks"],
     ["train"],
     ["cli"],
+    ["__main__"],
 ]
 
 
