@@ -12,7 +12,7 @@ ROOT = Path(pararnn.__file__).parent
 # The data flow: a module may import from its own row and from the rows above, never below.
 FLOW = [
     ["errors", "numerics", "parameters", "sequences", "timing", "version"],
-    ["cache", "extras", "structure"],
+    ["cache", "extras", "guard", "structure"],
     ["affine"],
     ["cells"],
     ["reads", "trace"],

@@ -91,6 +91,8 @@ def problem_of(
     """The program, (B, T, D), dtype and device that `explain`'s arguments mean; errors as there."""
     cell = unwrapped(module if isinstance(module, Cell) else module.cell)
     batch_first = not isinstance(module, ParaRNN) or module.batch_first
+    if isinstance(shape, torch.Tensor):
+        raise ValueError("shape must be a tuple of sizes, such as x.shape, got a tensor")
     if len(shape) < 2:
         raise ValueError(f"shape must hold batch and time, or time and channels, got {shape}")
     if len(shape) == 2:

@@ -12,7 +12,7 @@ from pararnn.cells.base import Cell
 from pararnn.codegen.spelling import DIALECTS, MASK, REAL, SPELLINGS, Dialect, may_jump, spelled
 from pararnn.errors import EngineError
 from pararnn.numerics import check_io_dtype, compute_dtype
-from pararnn.program import Program, program_of
+from pararnn.program import MAX_STATES, Program, program_of
 from pararnn.trace import Graph
 
 aten = torch.ops.aten
@@ -24,8 +24,6 @@ IO_TYPES = {
     torch.float16: "float16",
 }
 """What the headers call the dtypes of tensors in memory."""
-
-MAX_STATES = 8
 
 _PRODUCTS = {aten.mul.Tensor}
 _CHEAP = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}
