@@ -10,7 +10,7 @@ from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import Split
-from pararnn.engines.table import PAIRS, choose, why_not
+from pararnn.engines.table import PAIRS, choose, find, why_not
 from pararnn.layers import ParaRNN, RecurrentLayer
 from pararnn.program import Program, program_of
 
@@ -65,8 +65,8 @@ def explain(
         device: the parameters' by default.
         solver, backend, mode: as in a call.
 
-    Builds the kernels that it talks about. Raises ValueError for an impossible shape, EngineError
-    where the request cannot run.
+    Builds the kernels of the pair that runs; of others only where that one needs none. Raises
+    ValueError for an impossible shape, EngineError where the request cannot run.
     """
     program, size, dtype, device = problem_of(module, shape, dtype, device)
     default = Request()
@@ -75,11 +75,26 @@ def explain(
     asked = chosen(request(solver, backend, mode), default)
     engine, why, split = choose(program, size, dtype, device, *asked)
     pair = (engine.solver, engine.backend)
-    others = {p: why_not(program, p, dtype, device) for p in PAIRS if p != pair}
+    # Kernels of the pair that runs have been built, and others would be: each takes a second.
+    others = {
+        p: why_not(program, p, dtype, device)
+        if engine.build is None
+        else _ruled_out(program, p, device)
+        for p in PAIRS
+        if p != pair
+    }
     cut = None
     if engine.split is not None:
         cut = engine.split(program, size, dtype, device, split_asked(split))
     return Explanation(program.cell_name, size, dtype, device, *pair, why, others, cut)
+
+
+def _ruled_out(program: Program, pair: tuple[str, str], device: torch.device) -> str | None:
+    """The reason why a pair cannot run a cell, whatever can be built here."""
+    engine = find(*pair, device)
+    return (
+        f"there is no such engine for {device.type}" if engine is None else engine.why_not(program)
+    )
 
 
 def problem_of(
