@@ -327,7 +327,11 @@ def test_without_a_compiler_damaged_entries_do_not_serve(folder, damage, monkeyp
 
     answer(lambda: "a compiler")
     answer(builder)
-    DAMAGE[damage](_entry(folder))
+    if damage == "other key":
+        entry = _entry(folder)
+        entry.rename(entry.with_name(f"{entry.name[:-1]}{'1' if entry.name[-1] == '0' else '0'}"))
+    else:
+        DAMAGE[damage](_entry(folder))
     with pytest.raises(pararnn.EngineError, match="nothing builds here"):
         answer(builder)
 

@@ -158,6 +158,22 @@ class Own(pararnn.Cell):
     assert _content(same) != _content(other)
 
 
+def test_functions_of_one_code_are_told_apart_by_what_they_close_over():
+    source = """
+def pair(by):
+    return (lambda h: h * by), (lambda h: h + by)
+one, same = pair(0.5)
+two, other = pair(0.25)
+def kept(h, f=one, g=two, k={}):
+    return f(h) + g(h) + k(h)
+class Own(pararnn.Cell):
+    states, gates = ("h",), ("x",)
+    def step(self, state, gate, param):
+        return kept(state.h) + gate.x
+"""
+    assert _content(_made(source.format("same"))) != _content(_made(source.format("other")))
+
+
 STEP = """
 {before}
 class Own(pararnn.Cell):
