@@ -116,6 +116,28 @@ def compile_times() -> str:
     return f"{text}\n\n{table(['cell', *dtypes], body)}"
 
 
+def start() -> str:
+    """Milliseconds from the start of a process to the first result."""
+    rows = read("start.csv")
+    parts = ("import", "layer", "forward", "backward", "sum")
+    body = [
+        [row["cell"], row["commit"], row["cache"], *(f"{float(row[f'{p}_ms']):.3g}" for p in parts)]
+        for row in rows
+    ]
+    text = f"Medians in ms over {rows[0]['processes']} processes each {source(rows, 'start.csv')}:"
+    head = [
+        "cell",
+        "commit",
+        "cache",
+        "import pararnn",
+        "first layer",
+        "forward",
+        "backward",
+        "sum",
+    ]
+    return f"{text}\n\n{table(head, body)}"
+
+
 def auto_torch() -> str:
     """Loop and Newton on the torch backend, CPU and GPU."""
     shown = [("1", "512", "64"), ("1", "2048", "64"), ("8", "512", "256"), ("8", "2048", "256")]
@@ -196,6 +218,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "scan": lambda: split_times("scan", "decay"),
     "compile": compile_times,
+    "start": start,
     "cpu": cpu,
     "newton_iterations": newton_iterations,
     "kernels": kernels,

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from pararnn.codegen import cache as disk
+from pararnn import cache as disk
 from pararnn.codegen import headers
 from pararnn.codegen.compiler import compiler_identity, cpu_identity, find_compiler
 from pararnn.codegen.cuda import KERNELS, Variant, source_of

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import host_call
 import parallel
 import scaling
+import start
 import trained
 
 CASES = {case.name: case for case in parallel.HARD}
@@ -82,3 +83,12 @@ def test_peers_get_the_reductions_lengths() -> None:
     assert [scaling.REDUCTIONS[0], scaling.REDUCTIONS[-1]] == [2**2, 2**22]
     assert sorted(scaling.PEER_LENGTHS) == scaling.REDUCTIONS
     assert scaling.PEER_LENGTHS[:11] == [2**power for power in range(7, 18)]
+
+
+def test_starts_are_measured_cold_and_warm() -> None:
+    source = Path(__file__).parents[1] / "src"
+    cold, warm = start.rows_of("elman", source, "earlier", repeats=1)
+    assert (cold["cache"], warm["cache"], cold["commit"]) == ("cold", "warm", "earlier")
+    parts = [f"{part}_ms" for part in start.PARTS]
+    assert all(row[part] >= 0 for row in (cold, warm) for part in parts)
+    assert warm["sum_ms"] == pytest.approx(sum(warm[part] for part in parts[1:]), abs=1)

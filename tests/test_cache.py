@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import torch
 from table import needs_compiler
 
 import pararnn
-from pararnn.codegen import cache, compiler, cpp
+from pararnn import cache
+from pararnn.codegen import compiler, cpp
 from pararnn.engines import table
 
 RUN = """
@@ -69,8 +71,13 @@ def _again(monkeypatch):
 
 
 def _entry(folder):
-    (entry,) = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    (entry,) = _kernels_in(folder)
     return entry
+
+
+def _kernels_in(folder):
+    """What was compiled, without traced steps and what is under way."""
+    return [p for p in folder.iterdir() if not p.name.startswith(".") and "-step-" not in p.name]
 
 
 @needs_compiler
@@ -197,7 +204,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "file" / "cache"))
     _forget(monkeypatch)
-    cache._warn_unwritable.cache_clear()
+    monkeypatch.setattr(cache, "_UNWRITABLE", set())
     with pytest.warns(pararnn.BackendWarning, match="cannot be kept in .*set PARARNN_CACHE_DIR"):
         states = _solve()
     again, compiled = _again(monkeypatch)
@@ -205,11 +212,39 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     assert torch.equal(states, again)
 
 
+@needs_compiler
+def test_one_warning_for_a_folder_that_cannot_be_written(folder, monkeypatch):
+    """Errors name files of each entry's own; they are no reasons for more warnings."""
+    errors = (OSError(f"no space for entry {n}") for n in range(9))
+
+    def mkdir(*args, f=cache.Path.mkdir, **options):
+        if args[0] == folder:
+            raise next(errors)
+        return f(*args, **options)
+
+    monkeypatch.setattr(cache.Path, "mkdir", mkdir)
+    monkeypatch.setattr(cache, "_UNWRITABLE", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layer = pararnn.ParaGRU(4, 6)
+        for dtype in (torch.float32, torch.float64):
+            layer.to(dtype)(torch.randn(1, 3, 4, dtype=dtype))
+    (warning,) = caught
+    assert re.match(
+        rf"traced steps and compiled kernels cannot be kept in {folder} \(no space for entry 0\), "
+        "so every process makes its own; set PARARNN_CACHE_DIR to a folder",
+        str(warning.message),
+    )
+
+
 def test_default_folders(monkeypatch):
     monkeypatch.delenv("PARARNN_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.setattr(sys, "platform", "linux")
     assert cache.cache_folder() == Path("/somewhere/pararnn")
+    monkeypatch.setenv("PARARNN_CACHE_DIR", "~/of mine")
+    assert cache.cache_folder() == Path.home() / "of mine"
+    monkeypatch.delenv("PARARNN_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache.cache_folder() == Path.home() / ".cache" / "pararnn"
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -221,9 +256,9 @@ def test_keys_follow_source_compiler_flags_and_processor(folder, monkeypatch):
     names = []
     changes = [
         ("source_file", lambda *args, f=cpp.source_file: f(*args) + "// new\n"),
-        ("compiler_identity", lambda path: "another compiler"),
+        ("compiler_identity", lambda *command: "another compiler"),
         ("flags", lambda f=cpp.flags: (*f(), "-DANOTHER")),
-        ("cpu_identity", lambda: "another processor"),
+        ("target_identity", lambda: "another processor"),
         ("headers.text", lambda target: "other headers"),
     ]
     _solve()
@@ -233,7 +268,7 @@ def test_keys_follow_source_compiler_flags_and_processor(folder, monkeypatch):
             patch.setattr(f"pararnn.codegen.cpp.{what}", change)
             _forget(patch)
             _solve()
-        names.append(max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns).name)
+        names.append(max(_kernels_in(folder), key=lambda path: path.stat().st_mtime_ns).name)
     assert len(set(names)) == len(changes) + 1
 
 
@@ -262,6 +297,67 @@ def test_without_a_compiler(folder, monkeypatch):
         pararnn.solve(cell, gates)
     expected, _ = pararnn.solve(cell, gates, solver="sequential", backend="torch")
     assert torch.equal(states, expected)
+
+
+@needs_compiler
+def test_a_warm_cache_serves_without_a_compiler(folder, monkeypatch):
+    states = _solve()
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again, compiled = _again(monkeypatch)
+    assert compiled == 0
+    assert torch.equal(states, again)
+    _forget(monkeypatch)
+    monkeypatch.setattr("pararnn.codegen.cpp.target_identity", lambda: "another processor")
+    with pytest.raises(pararnn.EngineError, match=r"no C\+\+ compiler found"):
+        _solve()
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [name for name in DAMAGE if name != "not a library"])
+def test_without_a_compiler_damaged_entries_do_not_serve(folder, damage, monkeypatch):
+    def builder():
+        raise pararnn.EngineError("nothing builds here")
+
+    def answer(builder):
+        source = "int answer() { return 42; }"
+        return cache.load(cache.CPP, "tiny", "key", source, _tiny_library, builder)
+
+    answer(lambda: "a compiler")
+    answer(builder)
+    if damage == "other key":
+        entry = _entry(folder)
+        entry.rename(entry.with_name(f"{entry.name[:-1]}{'1' if entry.name[-1] == '0' else '0'}"))
+    else:
+        DAMAGE[damage](_entry(folder))
+    with pytest.raises(pararnn.EngineError, match="nothing builds here"):
+        answer(builder)
+
+
+@needs_compiler
+def test_a_compiler_is_a_command_with_arguments(folder, monkeypatch):
+    plain, calls = compiler.find_compiler(), []
+
+    def run(command, f=subprocess.run, **options):
+        calls.append(command)
+        return f(command, **options)
+
+    monkeypatch.setattr(compiler.subprocess, "run", run)
+    monkeypatch.setenv("CXX", f"{plain} -O1")
+    _solve()
+    assert calls[0][:3] == [plain, "-O1", compiler.FLAGS[0]]
+    launched = compiler.compiler_identity(shutil.which("env"), plain)
+    assert launched.endswith(compiler.compiler_identity(plain).removeprefix(plain))
+
+
+def test_kernels_for_a_processor_that_is_named_are_not_of_this_one(monkeypatch):
+    for flags, named in {"": False, "-O1": False, "-march=x86-64-v3": True}.items():
+        monkeypatch.setenv("PARARNN_CXXFLAGS", flags)
+        assert (compiler.target_identity() == platform.machine()) is named
+    monkeypatch.setenv("PARARNN_CXXFLAGS", "-march=x86-64-v3 -march=native")
+    assert compiler.target_identity() == compiler.cpu_identity()
 
 
 def test_a_compiler_that_fails(folder, monkeypatch, tmp_path):
@@ -314,9 +410,9 @@ def test_narrower_vectors(target, monkeypatch):
 def test_precompile(folder, monkeypatch):
     layer = pararnn.ParaGRU(4, 6, num_layers=2)
     pararnn.precompile(layer)
-    assert {path.name.split("-")[1] for path in folder.iterdir()} == {"float"}
+    assert {path.name.split("-")[1] for path in _kernels_in(folder)} == {"float"}
     pararnn.precompile(layer, [torch.bfloat16, torch.float32])
-    assert {path.name.split("-")[1] for path in folder.iterdir()} == {"float", "bfloat16"}
+    assert {path.name.split("-")[1] for path in _kernels_in(folder)} == {"float", "bfloat16"}
     monkeypatch.setattr(cpp, "compile_library", None)  # a compilation would fail
     layer(torch.randn(1, 3, 4))
     with pytest.raises(pararnn.EngineError, match="Linear holds no Cell"):
@@ -329,4 +425,4 @@ def test_precompile(folder, monkeypatch):
 
 def test_nothing_is_compiled_before_the_first_use(folder):
     pararnn.ParaGRU(4, 6)
-    assert not folder.exists()
+    assert not folder.exists() or not _kernels_in(folder)

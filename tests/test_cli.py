@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import pararnn
 from pararnn import cli
 from pararnn.lm import LanguageModel, LMConfig, sample, save_byte_tokenizer, save_checkpoint
 from pararnn.tasks import TextError
 from pararnn.train import DemoConfig
+from pararnn.train.loop import progress_bar
 from pararnn.train.overrides import resolved
 from pararnn.train.recipes import RECIPES, recipe
 
@@ -42,6 +44,29 @@ def test_defaults_are_the_configs(configs):
     assert configs == [DemoConfig(device=device)]
 
 
+def test_without_a_command_it_prints_the_help(capsys):
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: pararnn")
+    assert "train a language model by a recipe" in out
+
+
+def test_the_version_by_the_module():
+    command = [sys.executable, "-m", "pararnn", "--version"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == f"pararnn {pararnn.__version__}\n"
+
+
+def test_progress_is_shown_on_terminals_only(capsys, monkeypatch):
+    bar = progress_bar()
+    bar.update(1.0)
+    bar.close()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    progress_bar().close()
+    assert "\r" in capsys.readouterr().err
+
+
 def test_a_failed_verification_is_exit_code_1(monkeypatch):
     monkeypatch.setattr(cli, "run_demo", lambda config: {"verified": False})
     assert cli.main(["demo"]) == 1
@@ -50,7 +75,6 @@ def test_a_failed_verification_is_exit_code_1(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("", "required: command"),
         ("trian", "invalid choice: 'trian'"),
         ("demo --cell gpu", "invalid choice: 'gpu'"),
         ("demo --seconds 0", "--seconds: must be a positive number, got '0'"),

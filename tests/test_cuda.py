@@ -13,7 +13,8 @@ import torch
 from table import COUPLED, there
 
 import pararnn
-from pararnn.codegen import cache, cuda, headers, nvrtc
+from pararnn import cache
+from pararnn.codegen import cuda, headers, nvrtc
 from pararnn.codegen.cuda import KERNELS, chunk_of, ring_of, source_of, usual_variants
 from pararnn.engines import table
 from pararnn.engines.table import engine_for

@@ -12,11 +12,12 @@ ROOT = Path(pararnn.__file__).parent
 # The data flow: a module may import from its own row and from the rows above, never below.
 FLOW = [
     ["errors", "numerics", "parameters", "sequences", "timing", "version"],
-    ["extras", "structure"],
+    ["cache", "extras", "guard", "structure"],
     ["affine"],
     ["cells"],
     ["reads", "trace"],
-    ["derive"],
+    ["content", "derive"],
+    ["stored"],
     ["program"],
     ["solvers"],
     ["codegen"],
@@ -35,6 +36,7 @@ FLOW = [
     ["train"],
     ["evaluation"],
     ["cli"],
+    ["__main__"],
 ]
 
 

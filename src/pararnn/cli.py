@@ -20,6 +20,7 @@ from pararnn.tasks.commands import add_actions, arranged, tasks
 from pararnn.train import DemoConfig, run_demo
 from pararnn.train.overrides import printed, resolved
 from pararnn.train.recipes import RECIPES, recipe, summary
+from pararnn.version import __version__
 
 ABSENT = argparse.SUPPRESS
 """The default of options whose function has its own, and whose help is to name none."""
@@ -34,9 +35,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0, 1 when the demo's verification fails, or exit code 2 for bad values."""
+    """Run a command; 0, 1 when the demo's verification fails, or exit code 2 for bad values.
+
+    Without a command it prints the help.
+    """
     parser = make_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        parser.print_help()
+        return 0
     if arguments[:1] == ["train"]:  # argparse takes no flag between the recipe and its keys
         arguments[1:] = sorted(arguments[1:], key=lambda text: not text.startswith("-"))
     elif arguments[:2] == ["tasks", "run"]:
@@ -109,6 +116,7 @@ def evaluate(model: str, **options: Any) -> int:
 def make_parser() -> Parser:
     """The parser; a command's options have the names of its function's arguments."""
     parser = Parser(prog="pararnn", description="Nonlinear RNNs trained in parallel, exactly.")
+    parser.add_argument("--version", action="version", version=f"pararnn {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, run, text, add_options in (
         ("demo", demo, "train a small language model, then measure and check its solver", add_demo),

@@ -10,7 +10,7 @@ from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import Split
-from pararnn.engines.table import PAIRS, choose, why_not
+from pararnn.engines.table import PAIRS, choose, find, why_not
 from pararnn.layers import ParaRNN, RecurrentLayer
 from pararnn.program import Program, program_of
 
@@ -65,8 +65,8 @@ def explain(
         device: the parameters' by default.
         solver, backend, mode: as in a call.
 
-    Builds the kernels that it talks about. Raises ValueError for an impossible shape, EngineError
-    where the request cannot run.
+    Builds the kernels of the pair that runs; of others only where that one needs none. Raises
+    ValueError for an impossible shape, EngineError where the request cannot run.
     """
     program, size, dtype, device = problem_of(module, shape, dtype, device)
     default = Request()
@@ -75,9 +75,24 @@ def explain(
     asked = chosen(request(solver, backend, mode), default)
     choice = choose(program, size, dtype, device, *asked)
     choice = choice._replace(asked=split_asked(choice.asked))
-    others = {p: why_not(program, p, dtype, device) for p in PAIRS if p != choice.pair}
+    # Kernels of the pair that runs have been built, and others would be: each takes a second.
+    others = {
+        p: why_not(program, p, dtype, device)
+        if choice.engine.build is None
+        else _ruled_out(program, p, device)
+        for p in PAIRS
+        if p != choice.pair
+    }
     said = (*choice.pair, choice.why, others, choice.split())
     return Explanation(program.cell_name, size, dtype, device, *said)
+
+
+def _ruled_out(program: Program, pair: tuple[str, str], device: torch.device) -> str | None:
+    """The reason why a pair cannot run a cell, whatever can be built here."""
+    engine = find(*pair, device)
+    return (
+        f"there is no such engine for {device.type}" if engine is None else engine.why_not(program)
+    )
 
 
 def problem_of(
@@ -89,6 +104,8 @@ def problem_of(
     """The program, (B, T, D), dtype and device that `explain`'s arguments mean; errors as there."""
     cell = unwrapped(module if isinstance(module, Cell) else module.cell)
     batch_first = not isinstance(module, ParaRNN) or module.batch_first
+    if isinstance(shape, torch.Tensor):
+        raise ValueError("shape must be a tuple of sizes, such as x.shape, got a tensor")
     if len(shape) < 2:
         raise ValueError(f"shape must hold batch and time, or time and channels, got {shape}")
     if len(shape) == 2:

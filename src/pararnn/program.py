@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from pararnn.cells.base import Cell, Step, resolve_config
+from pararnn.content import content_of
 from pararnn.derive import Graphs, check_structure, derive, mixing_op
-from pararnn.errors import CellCostWarning, CellError, StructureError, warn_user
+from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
+from pararnn.guard import BranchError
 from pararnn.reads import Reads, reads_of
+from pararnn.stored import Traced, kept
 from pararnn.structure import STRUCTURES, Structure, make_structure
-from pararnn.trace import BranchError
 
 COMPUTE_DTYPES = (torch.float32, torch.float64)
 
@@ -70,6 +72,8 @@ class Program:
 _BY_CLASS: dict[tuple[type[Cell], str], list[Program]] = {}
 _BY_KEY: dict[str, Program] = {}
 _TRACING = threading.RLock()  # PyTorch traces for one thread at a time
+MAX_STATES = 8
+"""As many as generated kernels take."""
 MANY_TRACES = 8
 """Traces of a class and config after which a warning names what changes; each takes a second."""
 
@@ -152,7 +156,11 @@ def make_program(cls: type[Cell], config: Mapping[str, Any]) -> Program:
         with _TRACING:
             program = _current(traced)
             if program is None:
-                program = _build(cls, resolved, text)
+                try:
+                    program = _build(cls, resolved, text)
+                except PararnnError as error:
+                    # Message and cause say what is wrong; the tracer's frames would hide it.
+                    raise error.with_traceback(None) from error.__cause__
                 if len(traced) == MANY_TRACES:
                     warn_user(
                         f"{cls.__name__} is traced anew, in a second or so, whenever what its step "
@@ -183,10 +191,8 @@ def _parts(key: str) -> tuple[str, dict[str, Any]]:
 
 def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Program:
     step = Step(cls, config)
-    # The trace must not see what the caller's thread is in: autocast would put casts into the
-    # graphs, a transform its tangents, a default device constants that are elsewhere.
-    with ThreadPoolExecutor(1) as thread:
-        structure, why, warning, graphs = thread.submit(_traced, step).result()
+    name, why, warning, graphs = _traced_or_kept(step, config)
+    structure = None if name is None else make_structure(name, len(cls.states))
     if warning is not None:
         warn_user(warning, CellCostWarning)
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
@@ -213,16 +219,36 @@ def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Prog
     )
 
 
-def _traced(
-    step: Step,
-) -> tuple[Structure | None, str | None, str | None, dict[torch.dtype, Graphs]]:
-    """What `_infer` says, and the graphs."""
+def _traced_or_kept(step: Step, config: Mapping[str, Any]) -> Traced:
+    """What an earlier process traced of the very same step, or what is traced now."""
+    cls = step.cls
+
+    def content() -> str:
+        return content_of(cls, config, reads_of(cls, STRUCTURES, cls.structure or ""))
+
+    if cls.structure == "sequential":  # nothing is traced
+        return _apart(step)
+    return kept(cls.__name__, content, lambda: _apart(step))
+
+
+def _apart(step: Step) -> Traced:
+    """`_traced`, in a thread of its own.
+
+    The trace must not see what the caller's thread is in: autocast would put casts into the graphs,
+    a transform its tangents, a default device constants that are elsewhere.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_traced, step).result()
+
+
+def _traced(step: Step) -> Traced:
     with torch.no_grad():
         structure, why, warning = _infer(step)
         graphs = {d: derive(step, structure, d) for d in COMPUTE_DTYPES} if structure else {}
         if structure is not None and (structure.couples_channels or step.has_jacobian):
             check_structure(step, structure, graphs[torch.float64])
-    return structure, why, warning, graphs
+    name = None if structure is None else step.cls.structure or structure.name
+    return Traced(name, why, warning, graphs)
 
 
 def _infer(step: Step) -> tuple[Structure | None, str | None, str | None]:
@@ -252,6 +278,12 @@ def _infer(step: Step) -> tuple[Structure | None, str | None, str | None]:
             f"{name} mixes channels ({mixing}), so its Jacobian is dense: Newton costs D^3 a step "
             "and (N D)^2 memory, and generated kernels cannot take it. Make the step elementwise "
             "over channels, or declare structure = 'dense'"
+        )
+    if declared is None and mixing is None and states > MAX_STATES:
+        warning = (
+            f"{name} has {states} states, and generated kernels take {MAX_STATES}: PyTorch runs "
+            "it, some 50 times slower. Do with fewer, or declare structure = 'block_diagonal' to "
+            "accept the cost"
         )
     structure = make_structure(declared or (elementwise if mixing is None else "dense"), states)
     if mixing is not None and not structure.couples_channels:

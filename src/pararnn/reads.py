@@ -39,7 +39,7 @@ METHODS = ("step", "jacobian")
 _NUMBERS_AND_TEXT = (int, float, complex, bool, str, bytes, type(None))
 _METHODS = (MethodType, BuiltinFunctionType)
 _SLOTS = (MemberDescriptorType, GetSetDescriptorType)
-_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 
 
 class _Missing:
@@ -47,7 +47,7 @@ class _Missing:
         return "not there"
 
 
-_MISSING = _Missing()
+MISSING = _Missing()
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Reads:
     def changed(self) -> str | None:
         """What has changed since, in words; None if nothing has. Takes some ns a place."""
         for owner, name, value in self.attributes:
-            now = getattr(owner, name, _MISSING)
+            now = getattr(owner, name, MISSING)
             if now is not value and not _same(now, value):
                 return _said(f"{_called(owner)}.{name}", value, now)
         for mapping, key, value in self.items:
-            now = mapping.get(key, _MISSING)
+            now = mapping.get(key, MISSING)
             if now is not value and not _same(now, value):
                 return _said(str(key), value, now)
         for container, keys, entries in self.contents:
@@ -90,7 +90,7 @@ def reads_of(cls: type, places: Mapping[Any, Any], key: Any) -> Reads:
     name, for objects whose changes cannot be seen.
     """
     follower = _Follower(cls)
-    follower.items[id(places), key] = (places, key, places.get(key, _MISSING))
+    follower.items[id(places), key] = (places, key, places.get(key, MISSING))
     for name in CONTRACT:
         value = getattr(cls, name)
         follower.attributes[id(cls), name] = (cls, name, value)
@@ -100,7 +100,7 @@ def reads_of(cls: type, places: Mapping[Any, Any], key: Any) -> Reads:
         follower.names[name] = None
     for base in cls.__mro__[: cls.__mro__.index(Cell)]:  # which may get one that it has not yet
         for name in METHODS:
-            follower.items[id(base), name] = (vars(base), name, vars(base).get(name, _MISSING))
+            follower.items[id(base), name] = (vars(base), name, vars(base).get(name, MISSING))
     follower.finish()
     return Reads(
         tuple(follower.attributes.values()),
@@ -149,7 +149,7 @@ class _Follower:
         """Note an attribute, and follow what it is."""
         if (id(owner), name) in self.attributes:
             return
-        value = getattr(owner, name, _MISSING)
+        value = getattr(owner, name, MISSING)
         self.attributes[id(owner), name] = (owner, name, value)
         static = vars(owner).get(name, value) if isinstance(owner, type) else value
         self.value(static, name)
@@ -158,7 +158,7 @@ class _Follower:
         """Note a mapping's item, and follow what it is."""
         if (id(mapping), key) in self.items:
             return
-        value = mapping.get(key, _MISSING)
+        value = mapping.get(key, MISSING)
         self.items[id(mapping), key] = (mapping, key, value)
         self.value(value, str(key))
 
@@ -186,12 +186,12 @@ class _Follower:
         for part in ("__code__", "__defaults__", "__kwdefaults__"):
             if getattr(function, part) is not None:
                 self.attribute(function, part)
-        for code in _codes(function.__code__):
+        for code in codes(function.__code__):
             self.lines.append(_digest(code))
-            for kind, read in _named(code):
+            for kind, read in named(code):
                 if kind == "IMPORT_NAME":
                     self.item(sys.modules, read)
-                elif kind not in _GLOBAL:
+                elif kind not in GLOBAL:
                     if not read.startswith("__"):
                         self.names[read] = None
                 elif read in function.__globals__ or hasattr(builtins, read):
@@ -261,7 +261,7 @@ class _Follower:
     def follows(self, module: str | None) -> bool:
         """Whether a module's code is the user's, so that it may change."""
         root = (module or "").partition(".")[0]
-        return root in self.own or not _is_library(root)
+        return root in self.own or not is_library(root)
 
 
 _FOLLOW: dict[Any, Callable[[_Follower, Any, str], None]] = {
@@ -281,7 +281,7 @@ _FOLLOW: dict[Any, Callable[[_Follower, Any, str], None]] = {
 
 
 @functools.cache
-def _is_library(root: str) -> bool:
+def is_library(root: str) -> bool:
     """Whether a top-level package belongs to Python or is installed, and so taken to be fixed."""
     if root in sys.stdlib_module_names or root in sys.builtin_module_names:
         return root != "__main__"
@@ -289,15 +289,15 @@ def _is_library(root: str) -> bool:
     return file.startswith(tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes(code: CodeType) -> Iterator[CodeType]:
     """A function's code and that of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes(constant)
 
 
-def _named(code: CodeType) -> Iterator[tuple[str, str]]:
+def named(code: CodeType) -> Iterator[tuple[str, str]]:
     """The names in code, each with the kind of instruction; strings may be getattr's."""
     for instruction in dis.get_instructions(code):
         if instruction.argval in code.co_names:
@@ -322,7 +322,7 @@ def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
-        return _MISSING
+        return MISSING
 
 
 def _same(now: Any, then: Any) -> bool:

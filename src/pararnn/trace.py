@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
 
 from pararnn.errors import CellError
+from pararnn.guard import guarded
 
 aten = torch.ops.aten
 
@@ -52,20 +52,6 @@ UNTAGGED = {
 UNDECOMPOSED = (aten.lerp.Tensor, aten.lerp.Scalar)
 
 
-# What hangs a function on a tensor, or keeps its gradient: a graph of the step's ops has no such
-# tensor, and in a loop it sees the gradient from outside the step too.
-HOOKS = {
-    Tensor.register_hook: "register_hook",
-    Tensor.retain_grad: "retain_grad",
-    Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
-    Tensor.grad_fn.__get__: "grad_fn",  # type: ignore[union-attr]
-}
-
-
-class BranchError(Exception):
-    """The step reads a tensor's value in Python (a branch, .item()): it cannot be traced."""
-
-
 @dataclass(frozen=True)
 class Graph:
     """A traced function of flat tensors: `graph(*inputs)` returns a tuple of tensors and numbers.
@@ -93,7 +79,8 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Two passes: decompositions emit in-place ops of their own, which the second pass removes.
-    raw = _guarded(what, lambda: make_fx(functionalize(_tupled(function)))(*inputs))
+    trace = make_fx(functionalize(_tupled(function)))
+    raw = guarded(what, lambda: trace(*inputs), inputs)
     _check_ops(raw, inputs[0].dtype, what)
     module = make_fx(functionalize(raw), decomposition_table=_decompositions())(*inputs)
     _check_ops(module, inputs[0].dtype, what)
@@ -102,6 +89,7 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     module.graph.eliminate_dead_code()
     _box_numbers(module.graph, inputs[0].dtype)
     module.recompile()
+    _keep_dtypes(module.graph)
     mixing = _mixing_ops(module.graph)
     # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
     named = [op for op in _mixing_ops(raw.graph) if not getattr(op, "is_view", True)]
@@ -114,7 +102,7 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
     from torch.fx.experimental.proxy_tensor import make_fx
 
     trace = make_fx(_tupled(function), tracing_mode="symbolic")
-    module = _guarded(what, lambda: trace(*inputs))
+    module = guarded(what, lambda: trace(*inputs), inputs)
     _check_ops(module, inputs[0].dtype, what)
     for name, constant in vars(module).items():
         if isinstance(constant, Tensor):  # the user's own, who may write into it
@@ -125,6 +113,7 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
                 f"{what} creates a tensor on a fixed device ({node.target}); "
                 "use new_zeros, zeros_like or the like on a state"
             )
+    _keep_dtypes(module.graph)
     return Graph(module, "not elementwise", canonical_text(module.graph))
 
 
@@ -134,13 +123,21 @@ def canonical_text(graph: fx.Graph) -> str:
     lines = []
     for node in graph.nodes:
         names[node] = f"%{len(names)}"
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
+        args: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
         if node.op == "get_attr":
-            args = getattr(graph.owning_module, node.target)  # a number, kept as a tensor
+            constant = getattr(graph.owning_module, node.target)
+            args = repr(constant.item()) if isinstance(constant, Tensor) else constant
         lines.append(
             f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}"
         )
     return "\n".join(lines)
+
+
+def _keep_dtypes(graph: fx.Graph) -> None:
+    """Of what the trace noted at each node, keep a tensor's dtype: graphs on disk hold no more."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        node.meta = {"dtype": value.dtype} if isinstance(value, Tensor) else {}
 
 
 @functools.cache
@@ -156,56 +153,6 @@ def _tupled(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         return (out,) if isinstance(out, Tensor) else tuple(out)
 
     return tupled
-
-
-def _guarded(what: str, trace: Callable[[], fx.GraphModule]) -> fx.GraphModule:
-    from torch._subclasses.fake_tensor import DataDependentOutputException
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    try:
-        with _HooksRefused(what):
-            return trace()
-    except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
-        raise BranchError(str(error)) from error
-    except (AttributeError, IndexError) as error:
-        raise CellError(f"{what} fails: {error}") from error
-    except AssertionError as error:
-        if "FakeTensor" not in str(error):
-            raise
-        raise CellError(
-            f"{what} reads a tensor from outside, which a step that mixes channels may not: make "
-            "it a number, a Param (trainable=False for a constant) or a field"
-        ) from error
-    except RuntimeError as error:
-        if "_local_scalar_dense" in str(error) or "data-dependent" in str(error):
-            raise BranchError(str(error)) from error
-        if "autograd.Function" in str(error) or "custom_function_call" in str(error):
-            raise CellError(
-                f"{what} calls a torch.autograd.Function (a module's backward hook is one too), "
-                "whose gradient cannot be traced: write the step with PyTorch's own functions, or "
-                "declare structure = 'sequential'"
-            ) from error
-        raise CellError(f"{what} cannot be traced: {error}") from error
-
-
-class _HooksRefused(TorchFunctionMode):
-    """Raises CellError where the step hangs a hook on a tensor."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function of PyTorch's that is no hook."""
-        if func in HOOKS:
-            raise CellError(
-                f"{self.what} uses {HOOKS[func]}: a parallel solver runs a graph of the step, "
-                "where tensors carry no hooks. Hang it on what goes into the solve or comes out of "
-                "it (gates, parameters, the layer's output), or declare structure = 'sequential'"
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def _check_ops(module: fx.GraphModule, dtype: torch.dtype, what: str) -> None:

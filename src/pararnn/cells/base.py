@@ -17,6 +17,13 @@ from pararnn.errors import CellError
 from pararnn.parameters import Draw, draw_anew
 
 PARAM_SHAPES = ("D", "H", "", "D,D")
+LAYER_ARGUMENTS = frozenset(
+    {"cell_class", "input_size", "hidden_size", "num_layers", "num_heads", "bias", "batch_first"}
+    | {"dropout", "bidirectional", "proj_size", "reverse", "device", "dtype", "solver", "backend"}
+    | {"mode", "on_failure", "recurrent_clip", "recompute_gates", "projection_gain"}
+    | {"recurrent_std"}
+)
+"""What layers and cells take themselves: no config can have such a name."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,12 @@ class Cell(nn.Module):
                 raise CellError(f"{cls.__name__}.{kind} must be a tuple of names, got {names!r}")
         _check_names(cls, "states", cls.states)
         _check_names(cls, "gates and fields", [*cls.gates, *cls.fields])
+        for kind, values in (("params", "Param"), ("config", "default")):
+            given = getattr(cls, kind)
+            if not isinstance(given, Mapping):
+                raise CellError(
+                    f"{cls.__name__}.{kind} must be a dict of each name's {values}, got {given!r}"
+                )
         _check_names(cls, "params and config", [*cls.params, *cls.config])
         for name, param in cls.params.items():
             if not isinstance(param, Param):
@@ -95,6 +108,12 @@ class Cell(nn.Module):
         taken = [name for name in names if hasattr(Cell, name) or name in nn.Module.__annotations__]
         if taken:
             raise CellError(f"{cls.__name__}: {taken[0]!r} is a name of torch.nn.Module or Cell")
+        for name in cls.config:
+            if name in LAYER_ARGUMENTS:
+                raise CellError(
+                    f"{cls.__name__}: config {name!r} could not be given to a layer, which has an "
+                    "argument of that name; rename it"
+                )
 
     def __init__(
         self,

@@ -39,6 +39,18 @@ def find_cell(name: str, table: Mapping[str, type[Cell]]) -> type[Cell]:
     return found
 
 
+def check_cell_class(given: object) -> None:
+    """Raise CellError for what is no subclass of Cell, such as a name or a cell."""
+    if isinstance(given, type) and issubclass(given, Cell):
+        return
+    cure = ""
+    if isinstance(given, str):
+        cure = ": pararnn.CELLS has those of this package by name"
+    elif isinstance(given, Cell):
+        cure = f": {type(given).__name__} is one, and what you gave is a cell"
+    raise CellError(f"cell_class must be a subclass of pararnn.Cell, got {given!r}{cure}")
+
+
 def cell_name(cell_class: type[Cell], table: Mapping[str, type[Cell]]) -> str:
     """The name under which `find_cell` finds a class, in other processes too.
 

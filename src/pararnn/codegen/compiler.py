@@ -35,15 +35,21 @@ class CompilerError(EngineError):
 
 
 def find_compiler() -> str:
-    """The compiler's full path: $CXX, else the first of CANDIDATES on the PATH.
+    """The full path of what `compiler_command` starts."""
+    return compiler_command()[0]
 
-    Raises CompilerError saying what to install.
+
+def compiler_command() -> list[str]:
+    """The compiler's full path and its first arguments.
+
+    That is $CXX, a path or a command ("g++ -O1", "ccache g++"), else the first of CANDIDATES on the
+    PATH. Raises CompilerError saying what to install.
     """
     given = os.environ.get("CXX", "").strip()
-    for name in [given] if given else CANDIDATES:
-        path = shutil.which(name)
+    for command in [[given], shlex.split(given)] if given else [[name] for name in CANDIDATES]:
+        path = shutil.which(command[0])
         if path is not None:
-            return path
+            return [path, *command[1:]]
     looked = f"CXX={given!r} is not a program" if given else f"looked for {', '.join(CANDIDATES)}"
     raise CompilerError(
         f"no C++ compiler found ({looked}). Install one (Debian and Ubuntu: apt-get install g++; "
@@ -51,11 +57,17 @@ def find_compiler() -> str:
     )
 
 
-def compiler_identity(path: str) -> str:
-    """What changes when the compiler does, without the milliseconds that asking it costs."""
-    real = os.path.realpath(path)
-    status = os.stat(real)
-    return f"{path} {real} {status.st_size} {status.st_mtime_ns}"
+def compiler_identity(*command: str) -> str:
+    """What changes when the compiler does, without the milliseconds that asking it costs.
+
+    Of every word of the command that is a program: the first may be a launcher of the second.
+    """
+    said = list(command)
+    for path in filter(None, map(shutil.which, command)):
+        real = os.path.realpath(path)
+        status = os.stat(real)
+        said.append(f"{path} {real} {status.st_size} {status.st_mtime_ns}")
+    return " ".join(said)
 
 
 @functools.cache
@@ -74,6 +86,16 @@ def cpu_identity() -> str:
     return "\n".join(lines)
 
 
+def target_identity() -> str:
+    """The processor that code is for: this one, unless $PARARNN_CXXFLAGS names one (-march).
+
+    Kernels for a named one are found on every machine that names it, as in an image built ahead.
+    """
+    own = shlex.split(os.environ.get("PARARNN_CXXFLAGS", ""))
+    named = [flag for flag in own if flag.startswith(("-march=", "-mcpu="))]
+    return platform.machine() if named and "native" not in named[-1] else cpu_identity()
+
+
 def flags() -> tuple[str, ...]:
     """FLAGS, the one that tunes for this processor, and those of $PARARNN_CXXFLAGS, which win."""
     arm = platform.machine().lower() in ("arm64", "aarch64")
@@ -86,8 +108,8 @@ def compile_library(source: Path, include: Path, output: Path) -> None:
 
     Raises CompilerError with the end of what the compiler said.
     """
-    compiler = find_compiler()
-    command = [compiler, *flags(), f"-I{include}", str(source), "-o", str(output)]
+    compiler, *arguments = compiler_command()
+    command = [compiler, *arguments, *flags(), f"-I{include}", str(source), "-o", str(output)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     except OSError as error:

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from pararnn.cache import CPP, load, remembered
 from pararnn.codegen import headers
-from pararnn.codegen.cache import CPP, load, remembered
 from pararnn.codegen.compiler import (
     compile_library,
+    compiler_command,
     compiler_identity,
-    cpu_identity,
-    find_compiler,
     flags,
+    target_identity,
 )
 from pararnn.codegen.emit import IO_TYPES, source_file
 from pararnn.errors import EngineError
@@ -45,8 +45,8 @@ def kernels_of(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
     """The program's kernels for gates of `dtype` by one of SOLVERS: compiled at the first use, kept
     on disk.
 
-    Raises EngineError: no compiler, a compiler that fails, or an op that has no spelling. A failure
-    is remembered for the life of the process.
+    Raises EngineError: no compiler and nothing kept, a compiler that fails, or an op that has no
+    spelling. A failure is remembered for the life of the process.
     """
     return remembered(
         _KERNELS, (program.key, dtype, solver), lambda: _build(program, dtype, solver)
@@ -55,14 +55,13 @@ def kernels_of(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
 
 def _build(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
     source = source_file(program, dtype, "cpp", f"{solver}.h")
-    compiler = compiler_identity(find_compiler())
-    key = "\n".join((source, headers.text("cpp"), compiler, *flags(), cpu_identity()))
+    key = "\n".join((source, headers.text("cpp"), *flags(), target_identity()))
     name = f"{program.cell_name}-{IO_TYPES[dtype]}"
 
     def build(file: Path, out: Path) -> None:
         compile_library(file, headers.folder("cpp"), out)
 
-    library = load(CPP, name, key, source, build)
+    library = load(CPP, name, key, source, build, lambda: compiler_identity(*compiler_command()))
     return Kernels(_kernel(library.forward), _kernel(library.backward))
 
 

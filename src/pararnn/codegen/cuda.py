@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from pararnn.codegen import cache as disk
+from pararnn import cache as disk
 from pararnn.codegen import headers
 from pararnn.codegen.emit import IO_TYPES, reads_gates, source_file
 from pararnn.codegen.nvrtc import (
@@ -240,7 +240,7 @@ def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:
     name = (
         f"{program.cell_name}-{variant.solver}-{variant.direction}-{IO_TYPES[variant.dtype]}-{arch}"
     )
-    key = "\n".join((source, headers.text("cuda"), identity(), arch))
+    key = "\n".join((source, headers.text("cuda"), arch))
 
     def build(file: Path, out: Path) -> None:
         _LOG.warning(
@@ -254,7 +254,7 @@ def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:
         compile_cubin(file, headers.folder("cuda"), out, arch)
 
     try:
-        return disk.load(disk.CUDA, name, key, source, build)
+        return disk.load(disk.CUDA, name, key, source, build, identity)
     except ToolchainError as error:
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         kept = disk.keep_failed(f"{name}-{digest}.cu", source)

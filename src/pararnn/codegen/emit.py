@@ -12,7 +12,7 @@ from pararnn.cells.base import Cell
 from pararnn.codegen.spelling import DIALECTS, MASK, REAL, SPELLINGS, Dialect, may_jump, spelled
 from pararnn.errors import EngineError
 from pararnn.numerics import check_io_dtype, compute_dtype
-from pararnn.program import Program, program_of
+from pararnn.program import MAX_STATES, Program, program_of
 from pararnn.trace import Graph
 
 aten = torch.ops.aten
@@ -24,8 +24,6 @@ IO_TYPES = {
     torch.float16: "float16",
 }
 """What the headers call the dtypes of tensors in memory."""
-
-MAX_STATES = 8
 
 _PRODUCTS = {aten.mul.Tensor}
 _CHEAP = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}
@@ -83,7 +81,7 @@ def _jumps(node: fx.Node, reached: set[fx.Node]) -> bool:
     if name == "aten::where":
         return node.args[0] in reached
     if name == "aten::_to_copy":
-        return not node.meta["val"].is_floating_point()
+        return not node.meta["dtype"].is_floating_point
     return may_jump(name, node.kwargs)
 
 
@@ -244,7 +242,7 @@ class _Body:
             terms = [spelled(self.converted(t, REAL)) for t in (*product.args, other)]
             return REAL, f"multiply_add({', '.join(terms)})"
         name = node.target._schema.name  # type: ignore[union-attr]
-        kind = MASK if node.meta["val"].dtype == torch.bool else REAL
+        kind = MASK if node.meta["dtype"] == torch.bool else REAL
         args = node.args
         if name == "aten::where":
             condition = self.converted(args[0], MASK)
@@ -253,7 +251,7 @@ class _Body:
         if name in ("aten::logical_not", "aten::bitwise_not") and kind == MASK:
             return MASK, self.dialect.negation.format(self.converted(args[0], MASK))
         if name == "aten::_to_copy":
-            whole = kind == REAL and not node.meta["val"].is_floating_point()
+            whole = kind == REAL and not node.meta["dtype"].is_floating_point
             value = spelled(self.converted(args[0], kind))
             return kind, f"trunc({value})" if whole else value
         bits_of_integers = name.startswith("aten::bitwise") and kind != MASK

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pararnn.codegen.cache import cache_folder
+from pararnn.cache import cache_folder
 from pararnn.engines.split import Pin, pin
 from pararnn.errors import BackendWarning, warn_user
 

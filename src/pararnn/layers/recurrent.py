@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
+from pararnn.cells.find import check_cell_class
 from pararnn.engines.base import Arguments, totals
 from pararnn.engines.request import Request, chosen, request
 from pararnn.engines.table import PAIRS, Choice
@@ -88,6 +89,7 @@ class RecurrentLayer(nn.Module):
         **config: Any,
     ) -> None:
         super().__init__()
+        check_cell_class(cell_class)
         sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_heads": num_heads}
         for name, value in sizes.items():
             if value < 1:

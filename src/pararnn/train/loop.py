@@ -148,6 +148,8 @@ def recent(losses: list[Record], count: int = 20) -> float:
 
 
 def progress_bar() -> Any:
-    """A tqdm bar from 0 to 1; MissingExtra without tqdm."""
+    """A tqdm bar from 0 to 1, silent where no terminal shows it; MissingExtra without tqdm."""
     layout = "{l_bar}{bar}| {elapsed}{postfix}"
-    return require("tqdm").tqdm(total=1.0, desc="training", bar_format=layout, mininterval=1.0)
+    return require("tqdm").tqdm(
+        total=1.0, desc="training", bar_format=layout, mininterval=1.0, disable=None
+    )

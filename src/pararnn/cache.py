@@ -1,4 +1,4 @@
-"""Compiled libraries on disk: one folder an entry, complete or absent.
+"""Compiled libraries and traced steps on disk: one folder an entry, complete or absent.
 
 An entry holds the library, the source it was made from, and a manifest with the library's checksum.
 It is built in a folder of its own and renamed into place, so that processes may build the same one
@@ -71,24 +71,49 @@ def cache_folder() -> Path:
     """$PARARNN_CACHE_DIR, else `pararnn` in the user's cache folder."""
     given = os.environ.get("PARARNN_CACHE_DIR")
     if given:
-        return Path(given)
+        return Path(given).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "pararnn"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pararnn"
 
 
-def load(kind: Kind[Opened], name: str, key: str, source: str, build: Build) -> Opened:
+def load(
+    kind: Kind[Opened],
+    name: str,
+    key: str,
+    source: str,
+    build: Build,
+    builder: Callable[[], str] | None = None,
+) -> Opened:
     """The library of `source`, from the cache, or built by `build` and put there.
 
-    `name` makes the entry readable; `key` is everything that the library depends on. Entries that
-    are damaged, foreign or cannot be loaded are removed and built anew. Where the cache cannot be
-    written, a folder of this process stands in, with a BackendWarning. Raises what `build` raises.
+    `name` makes the entry readable; `key` is everything that the library depends on, but for what
+    builds it: `builder` tells that, or raises EngineError where nothing can build here. Then what
+    any other has built serves. Entries that are damaged, foreign or cannot be loaded are removed
+    and built anew. Where the cache cannot be written, a folder of this process stands in, with a
+    BackendWarning. Raises what `build` and `builder` raise.
     """
+    entry, digest = _named(name, key)
     try:
-        return _load_from(cache_folder(), kind, name, key, source, build)
+        if builder is not None:
+            entry, digest = _named(entry, f"{digest} {builder()}")
+    except EngineError:
+        for candidate in sorted(cache_folder().glob(f"{entry}-*")):
+            found = _open(kind, candidate, None)
+            if found is not None:
+                return found
+        raise
+    try:
+        return _load_from(cache_folder(), kind, entry, digest, source, build)
     except OSError as error:
-        _warn_unwritable(str(cache_folder()), str(error))
-    return _load_from(_own_folder(), kind, name, key, source, build)
+        _warn_unwritable(cache_folder(), error)
+    return _load_from(_own_folder(), kind, entry, digest, source, build)
+
+
+def _named(name: str, key: str) -> tuple[str, str]:
+    """An entry's name, and the digest of its key."""
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return f"{name}-{digest[:24]}", digest
 
 
 def keep_failed(name: str, source: str) -> Path:
@@ -104,10 +129,9 @@ def keep_failed(name: str, source: str) -> Path:
 
 
 def _load_from(
-    folder: Path, kind: Kind[Opened], name: str, key: str, source: str, build: Build
+    folder: Path, kind: Kind[Opened], name: str, digest: str, source: str, build: Build
 ) -> Opened:
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    entry = folder / f"{name}-{digest[:24]}"
+    entry = folder / name
     folder.mkdir(parents=True, exist_ok=True)
     found = _open(kind, entry, digest)
     if found is None:
@@ -121,17 +145,22 @@ def _load_from(
     return found
 
 
-def _open(kind: Kind[Opened], entry: Path, digest: str) -> Opened | None:
-    """The entry's library if it is whole; whatever else is in its place is removed."""
+def _open(kind: Kind[Opened], entry: Path, digest: str | None) -> Opened | None:
+    """The entry's library if it is whole; whatever else is in its place is removed.
+
+    Without a digest the entry's name has to agree with its own.
+    """
     if not os.path.lexists(entry):
         return None
     try:
         manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
         content = (entry / kind.library).read_bytes()
         checksum = hashlib.sha256(content).hexdigest()
+        if digest is None and entry.name.endswith(f"-{str(manifest['key'])[:24]}"):
+            digest = manifest["key"]
         if manifest == {"key": digest, "checksum": checksum}:
             return kind.open(entry / kind.library)
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass  # unreadable, or not loadable here: as good as damaged
     _remove(entry)
     return None
@@ -168,10 +197,15 @@ def _own_folder() -> Path:
     return Path(folder)
 
 
-@functools.cache
-def _warn_unwritable(folder: str, error: str) -> None:
-    warn_user(
-        f"compiled kernels cannot be kept in {folder} ({error}), so every process compiles its "
-        "own; set PARARNN_CACHE_DIR to a folder that can be written",
-        BackendWarning,
-    )
+_UNWRITABLE: set[Path] = set()
+
+
+def _warn_unwritable(folder: Path, error: OSError) -> None:
+    """Once a folder: what fails, and on which file, differs from one entry to the next."""
+    if folder not in _UNWRITABLE:
+        _UNWRITABLE.add(folder)
+        warn_user(
+            f"traced steps and compiled kernels cannot be kept in {folder} ({error}), so every "
+            "process makes its own; set PARARNN_CACHE_DIR to a folder that can be written",
+            BackendWarning,
+        )

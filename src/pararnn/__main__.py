@@ -1,0 +1,7 @@
+"""`python -m pararnn`: the command line, where no `pararnn` is on the PATH."""
+
+import sys
+
+from pararnn.cli import main
+
+sys.exit(main())

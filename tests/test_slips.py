@@ -1,0 +1,172 @@
+"""Slips of users meet errors that name the slip, its line and the cure."""
+
+import inspect
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+import pararnn
+from pararnn.cells.base import LAYER_ARGUMENTS
+
+
+class Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad / (1 + x.abs()) ** 2
+
+
+def made(step, states=("h",), **attributes):
+    body = {"states": states, "gates": ("x",), "step": step, **attributes}
+    return type("Made", (pararnn.Cell,), body)
+
+
+def sets_a_state(self, state, gate, param):
+    state.h += gate.x
+    return state.h
+
+
+def writes_by_mask(self, state, gate, param):
+    h = torch.tanh(state.h + gate.x)
+    h[h > 0.5] = 0.5
+    return h
+
+
+def holds_a_size(self, state, gate, param):
+    return state.h + torch.ones(16) * gate.x
+
+
+def misspells(self, state, gate, param):
+    return torch.tanh(state.hidden + gate.x)
+
+
+def calls_a_function(self, state, gate, param):
+    return Spike.apply(0.5 * state.h + gate.x)
+
+
+STEPS = {
+    sets_a_state: (
+        r"Made.step sets an attribute of state, gate or param \(.*test_slips.py, line \d+\), "
+        r"which it may only read: name the new tensor \(h = state.h \+ ...\) and return it"
+    ),
+    writes_by_mask: (
+        r"Made.step writes into a tensor in place \(h \+= ..., h\[mask\] = ..., h.add_\(\)\), "
+        "and its gradient needs what was there: make a new one, by torch.where for a mask"
+    ),
+    holds_a_size: (
+        r"Made.step cannot be traced: .*size of tensor a \(16\).* \(.*test_slips.py, line \d+\). "
+        "Steps are traced on 8 channels, whatever a layer has, so they may hold no size"
+    ),
+    misspells: r"Made.step fails: .*no attribute 'hidden' \(.*test_slips.py, line \d+\)",
+    calls_a_function: (
+        r"Made.step calls a torch.autograd.Function .* is hard \+ \(soft - soft.detach\(\)\) "
+        "where hard has no gradient.*or declare structure = 'sequential'"
+    ),
+}
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_what_a_step_may_not_do_is_said_of_its_line(step):
+    with pytest.raises(pararnn.CellError, match=STEPS[step]) as caught:
+        pararnn.program_of(made(step)(16))
+    assert len(traceback.extract_tb(caught.tb)) <= 4
+    if step is not writes_by_mask:  # whose gradient fails, not its line
+        above = traceback.extract_tb(caught.value.__cause__.__traceback__)
+        assert Path(above[0].filename).name == "test_slips.py"
+
+
+def test_surrogate_gradients_by_detach():
+    def step(self, state, gate, param):
+        v = param.a * state.h + gate.x
+        soft = v / (1 + v.abs())
+        return (v > 0).to(v.dtype) + (soft - soft.detach())
+
+    cls = made(step, params={"a": pararnn.Param("D")})
+    cell, gates = cls(6), torch.randn(2, 40, 1, 6, requires_grad=True)
+    with torch.no_grad():
+        cell.a.fill_(0.3)
+    grads = []
+    for pair in (("sequential", "torch"), ("newton", "torch"), ("sequential", "fused")):
+        states, _ = pararnn.solve(cell, gates, solver=pair[0], backend=pair[1])
+        torch.testing.assert_close(states, states.round(), rtol=0, atol=1e-5)
+        if pair[0] == "sequential":  # and none of those in between
+            assert set(states.unique().tolist()) == {0.0, 1.0}
+        grads.append(torch.autograd.grad(states.square().sum(), gates)[0])
+    h, total, x = torch.zeros(2, 6), 0.0, gates.detach().requires_grad_()
+    for t in range(40):
+        h = Spike.apply(0.3 * h + x[:, t, 0])
+        total = total + h.square().sum()
+    (expected,) = torch.autograd.grad(total, x)
+    assert expected.abs().max() > 0.1
+    for grad in grads:
+        torch.testing.assert_close(grad, expected)
+
+
+SLIPS = {
+    "explain(gru, x)": (
+        lambda: pararnn.explain(pararnn.ParaGRU(4, 6), torch.randn(2, 9, 4)),
+        ValueError,
+        "shape must be a tuple of sizes, such as x.shape, got a tensor",
+    ),
+    "a name for a class": (
+        lambda: pararnn.ParaRNN("gru", 4, 6),
+        pararnn.CellError,
+        "cell_class must be a subclass of pararnn.Cell, got 'gru': pararnn.CELLS has those",
+    ),
+    "a cell for a class": (
+        lambda: pararnn.ParaRNN(pararnn.GRUCell(6), 4, 6),
+        pararnn.CellError,
+        "got GRUCell.*: GRUCell is one, and what you gave is a cell",
+    ),
+    "a list for params": (
+        lambda: made(misspells, params=["a"]),
+        pararnn.CellError,
+        r"Made.params must be a dict of each name's Param, got \['a'\]",
+    ),
+    "a list for config": (
+        lambda: made(misspells, config=["a"]),
+        pararnn.CellError,
+        r"Made.config must be a dict of each name's default, got \['a'\]",
+    ),
+    "an argument's name": (
+        lambda: made(misspells, config={"solver": 1}),
+        pararnn.CellError,
+        "Made: config 'solver' could not be given to a layer, which has an argument of that name",
+    ),
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_slips(slip):
+    call, error, message = SLIPS[slip]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_names_that_no_config_may_have_are_those_of_arguments():
+    taken = {
+        name
+        for owner in (pararnn.ParaRNN, pararnn.RecurrentLayer, pararnn.Cell)
+        for name in inspect.signature(owner).parameters
+    }
+    assert taken - {"config"} == LAYER_ARGUMENTS
+
+
+def test_more_states_than_kernels_take_are_said():
+    names = tuple(f"h{n}" for n in range(9))
+
+    def step(self, state, gate, param):
+        return tuple(torch.tanh(h + gate.x) for h in state)
+
+    with pytest.warns(
+        pararnn.CellCostWarning,
+        match="Made has 9 states, and generated kernels take 8: PyTorch runs it, some 50",
+    ):
+        pararnn.program_of(made(step, names)(3))
