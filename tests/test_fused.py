@@ -166,9 +166,12 @@ def test_eight_states_and_no_more(how):
 
     gates = torch.randn(2, 12, 1, 3, dtype=torch.float64)
     assert check_solve(cell(8), gates, **how).passed
+    nine = cell(9)
+    with pytest.warns(pararnn.CellCostWarning, match="9 states, and generated kernels take 8"):
+        pararnn.program_of(nine)
     with pytest.raises(pararnn.EngineError, match="has 9 states; kernels take 8"):
-        pararnn.solve(cell(9), gates, **how)
-    pararnn.solve(cell(9), gates)  # auto has the other backend
+        pararnn.solve(nine, gates, **how)
+    pararnn.solve(nine, gates)  # auto has the other backend
 
 
 @pytest.mark.usefixtures("as_shipped")

@@ -1,1 +1,1 @@
-"""From a Program's graphs to compiled code: spelling, emission, compilation, disk cache."""
+"""From a Program's graphs to compiled code: spelling, emission, compilation."""
