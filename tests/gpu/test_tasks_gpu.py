@@ -24,7 +24,7 @@ def test_steps_of_a_graph_are_steps(name, mixer):
         assert torch.allclose(one, other, rtol=1e-2), step
     one, other = (stepper.model.weights for stepper in steppers)
     for key, weight in one.items():
-        assert (weight - other[key].cpu()).abs().max() < 2e-3, key
+        assert (weight - other[key].cpu()).abs().max() < 4e-3, key  # of steps of 5e-4
 
 
 def test_a_run_reaches_its_accuracy():

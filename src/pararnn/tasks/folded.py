@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pararnn.layers import RecurrentLayer
 from pararnn.tasks.base import Batch, Task, generator_of
@@ -42,7 +44,10 @@ class FoldedModel:
             return functional_call(self.base, state, (rows,))
 
         state = {**self.weights, **self.buffers}
-        return vmap(one, (0, None if shared else 0))(state, inputs)
+        # Attention's own kernels have a backward pass on CUDA that vmap's layouts are wrong for.
+        plain = sdpa_kernel(SDPBackend.MATH) if torch.is_grad_enabled() else nullcontext()
+        with plain:
+            return vmap(one, (0, None if shared else 0))(state, inputs)
 
     @torch.no_grad()
     def clip(self) -> None:
