@@ -1,7 +1,9 @@
 """Shared set-up: one thread a process, as parallel test runs fill the cores; caches of our own."""
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import kept
@@ -9,6 +11,7 @@ import pytest
 import torch
 from fake_newton import FakeNewton
 from hypothesis import HealthCheck, settings
+from undrawn import undrawn
 
 from pararnn import op
 from pararnn.codegen import cpp
@@ -34,6 +37,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     kept.folder().mkdir(parents=True, exist_ok=True)
     if not hasattr(session.config, "workerinput"):
         kept.prune(kept.folder())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """The collector need not look again at what modules and earlier tests left.
+
+    Of those objects there are half a million, and transformers' Trainer collects after each run.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def no_curves() -> Iterator[None]:
+    """Runs of training leave no picture."""
+    with undrawn():
+        yield
 
 
 @pytest.fixture

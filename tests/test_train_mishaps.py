@@ -6,8 +6,12 @@ import os
 import resource
 import subprocess
 import sys
+from functools import partial
+from signal import SIGKILL
 
 import pytest
+from processes import launched
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -20,6 +24,7 @@ from pararnn.train import checkpoints, log, run
 from pararnn.train import trainer as trainer_module
 from pararnn.train.run import run_training
 
+pytestmark = pytest.mark.usefixtures("no_curves")
 KILLS = int(os.environ.get("PARARNN_KILLS", "20"))
 
 KILLER = """
@@ -222,36 +227,30 @@ def test_a_full_disk_while_tensorboard_writes(tmp_path, monkeypatch):
         run_training(config(tmp_path, report_to="tensorboard"), packed())
 
 
+def a_rank(out):
+    run_training(config(out, device_batch=2), packed())
+
+
+def dies(out):
+    log_row = trainer_module.RunTrainer.log
+
+    def dying(self, logs, *args):
+        log_row(self, logs, *args)
+        if os.environ["RANK"] == "1" and self.state.global_step == 5:
+            os.kill(os.getpid(), SIGKILL)
+
+    trainer_module.RunTrainer.log = dying
+    a_rank(out)
+
+
 def test_a_lost_rank_ends_the_run_and_the_same_command_goes_on(whole, tmp_path):
     """One of two processes is killed, and the launcher ends the other."""
     out = tmp_path / "run"
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from test_train_mishaps import *
-from pathlib import Path
-from signal import SIGKILL
-log_row = trainer_module.RunTrainer.log
-
-def dies(self, logs, *args):
-    log_row(self, logs, *args)
-    if first and os.environ["RANK"] == "1" and self.state.global_step == 5:
-        os.kill(os.getpid(), SIGKILL)
-
-trainer_module.RunTrainer.log = dies
-first = checkpoints.last_complete(Path({str(out)!r})) is None
-run_training(config({str(out)!r}, device_batch=2), packed())
-""")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    first, again = (
-        subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=180)
-        for _ in range(2)
-    )
-    assert first.returncode != 0
-    assert "exitcode  : -9" in first.stderr, first.stderr
-    assert again.returncode == 0, again.stderr
-    assert f"goes on from {out / 'checkpoint-3'}" in again.stdout
+    with pytest.raises(ChildFailedError) as failed:
+        launched(partial(dies, out), tmp_path / "first")
+    assert failed.value.failures[1].exitcode == -SIGKILL
+    said = launched(partial(a_rank, out), tmp_path / "again")
+    assert f"goes on from {out / 'checkpoint-3'}" in said
     assert losses(out).keys() == losses(whole).keys()
     for step, loss in losses(out).items():
         assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-4)

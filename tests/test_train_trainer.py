@@ -23,14 +23,16 @@ pytest.importorskip("accelerate")
 from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNForCausalLM
-from pararnn.train import checkpoints
+from pararnn.train import checkpoints, run
 from pararnn.train import trainer as trainer_module
 from pararnn.train.config import DataConfig, OptimiserConfig, RunConfig
 from pararnn.train.log import append_row, read_rows
 from pararnn.train.optimiser import make_adamw, make_scheduler, share
+from pararnn.train.plot import plot_rows
 from pararnn.train.run import run_training
 
 LENGTH = 12
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 class Rows(torch.utils.data.Dataset):
@@ -138,8 +140,11 @@ def test_the_log_says_what_happened(whole):
     assert checked[-1]["valid_bits_per_token"] == ""
 
 
-def test_curves_are_drawn_where_matplotlib_is(whole):
+def test_curves_are_drawn_where_matplotlib_is(whole, monkeypatch):
     pytest.importorskip("matplotlib")
+    assert not (whole / "curves.png").exists()
+    monkeypatch.setattr(run, "plot_rows", plot_rows)
+    run_training(config(whole), Packed())
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
