@@ -44,27 +44,32 @@ def _run(check: Callable[..., None], *args: int) -> None:
 
 
 def _process(rank: int, check: Callable[[int], None], port: int, world: int) -> None:
-    # As torchrun says it, so that accelerate finds it too.
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    if world > 1:  # as torchrun says it, so that accelerate finds it too
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
     _run(check, rank)
 
 
-def on_processes(check: Callable[[int], None], world: int = WORLD) -> None:
-    """Run a module's function, or a partial of one, once a process."""
+def started(check: Callable[[int], None], world: int = WORLD) -> mp.ProcessContext:
+    """Begin to run a module's function, or a partial of one, once a process."""
     _start_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    running = mp.start_processes(
+    return mp.start_processes(
         _process, (check, port, world), nprocs=world, join=False, start_method="forkserver"
     )
+
+
+def on_processes(check: Callable[[int], None], world: int = WORLD) -> None:
+    """Run it to its end; raises what a process raises, once the others are ended."""
+    running = started(check, world)
     while not running.join():  # one of them has ended
         pass
 

@@ -5,15 +5,16 @@ import dataclasses
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from lm_kinds import VOCABULARY, hugging, options
+from processes import started
+from torch.multiprocessing import ProcessExitedException
 
 import pararnn
 
@@ -313,25 +314,20 @@ def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where
     assert kept == ([] if where == "gradient" else [3])
 
 
+def waits_for_its_sixth_batch(out, rank):
+    run_training(config(out), Packed(train=Rows(20, wait_after=20)))
+
+
 def test_a_killed_process_loses_the_interval_only(whole, tmp_path):
     out = tmp_path / "run"
-    code = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from test_train_trainer import *
-run_training(config({str(out)!r}), Packed(train=Rows(20, wait_after=20)))
-"""
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], env=os.environ, stdout=output, stderr=output
-        )
-        end = time.monotonic() + 60
-        while len(losses(out)) != 5:
-            assert process.poll() is None, (tmp_path / "output").read_text()
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+    running = started(partial(waits_for_its_sixth_batch, out), world=1)
+    end = time.monotonic() + 60
+    while len(losses(out)) != 5:
+        assert time.monotonic() < end
+        assert not running.join(timeout=0.05)  # or raises what ended it
+    os.kill(running.pids()[0], signal.SIGKILL)
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        running.join()
     assert checkpoints.last_complete(out) == (3, out / "checkpoint-3")
     run_training(config(out), Packed())
     same_bits(weights(out / "model"), weights(whole / "model"))
