@@ -23,8 +23,10 @@ os.environ["PARARNN_CACHE_DIR"] = str(kept.folder())
 # sums as at -O3, so that results round alike, only where optimisations may be expensive.
 os.environ.setdefault("PARARNN_CXXFLAGS", "-O1 -fexpensive-optimizations")
 _OWN = tempfile.TemporaryDirectory(prefix="pararnn-tests-")
-# Inductor's key does not tell what the operator returns: it may hold code of an earlier commit.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = _OWN.name
+# Of Inductor's, what the C++ compiler made is kept: its key is the source and the command. Its
+# graphs are not, as their keys do not tell what the operator returns, which another commit changes.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept.folder() / f"inductor-{torch.__version__}")
+os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 # A busy machine is slow.
 settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-speed")

@@ -73,7 +73,7 @@ def kill_often(folder, steps, rank):
     asked = {"steps": steps, "save_every": 2, "valid_every": 7, "verify_every": 5}
     asked["report_to"] = "none"
     random.seed(5)
-    assert ended(child(folder, folder / "whole", asked)) == 0
+    assert ended(child(folder, folder / "whole", asked | {"save_every": steps})) == 0
     out, kills = folder / "killed", []
     while len(kills) < KILLS:
         read, write = os.pipe()
