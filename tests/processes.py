@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import kept
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -29,6 +30,9 @@ def _start_server() -> None:
     mp.get_context("forkserver").set_forkserver_preload(["preloaded"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        patch.setenv(
+            "PARARNN_CACHE_DIR", str(kept.folder())
+        )  # the test that is first may have its own
         multiprocessing.forkserver.ensure_running()
 
 
