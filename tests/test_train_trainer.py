@@ -417,5 +417,5 @@ def test_a_tokenizer_of_more_ids_than_the_model(tmp_path):
     class Larger(Tokenizer):
         vocabulary = 1000
 
-    with pytest.raises(ValueError, match=r"1000 ids.*set model.vocab_size"):
+    with pytest.raises(TrainingError, match=r"1000 ids.*set model.vocab_size"):
         run_training(config(tmp_path), Packed(tokenizer=Larger()))
