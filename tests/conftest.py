@@ -1,7 +1,9 @@
 """Shared set-up: one thread a process, as parallel test runs fill the cores; caches of our own."""
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import kept
@@ -9,6 +11,7 @@ import pytest
 import torch
 from fake_newton import FakeNewton
 from hypothesis import HealthCheck, settings
+from undrawn import undrawn
 
 from pararnn import op
 from pararnn.codegen import cpp
@@ -20,8 +23,10 @@ os.environ["PARARNN_CACHE_DIR"] = str(kept.folder())
 # sums as at -O3, so that results round alike, only where optimisations may be expensive.
 os.environ.setdefault("PARARNN_CXXFLAGS", "-O1 -fexpensive-optimizations")
 _OWN = tempfile.TemporaryDirectory(prefix="pararnn-tests-")
-# Inductor's key does not tell what the operator returns: it may hold code of an earlier commit.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = _OWN.name
+# Of Inductor's, what the C++ compiler made is kept: its key is the source and the command. Its
+# graphs are not, as their keys do not tell what the operator returns, which another commit changes.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept.folder() / f"inductor-{torch.__version__}")
+os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 # A busy machine is slow.
 settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-speed")
@@ -34,6 +39,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     kept.folder().mkdir(parents=True, exist_ok=True)
     if not hasattr(session.config, "workerinput"):
         kept.prune(kept.folder())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """The collector need not look again at what modules and earlier tests left.
+
+    Of those objects there are half a million, and transformers' Trainer collects after each run.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def no_curves() -> Iterator[None]:
+    """Runs of training leave no picture."""
+    with undrawn():
+        yield
 
 
 @pytest.fixture

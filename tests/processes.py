@@ -1,48 +1,105 @@
-"""Python functions on several processes of this machine, which meet by gloo."""
+"""Python functions on several processes of this machine, which meet by gloo.
+
+They are forks of one that has imported everything, once for all tests of a run.
+"""
 
 import faulthandler
+import multiprocessing.forkserver
 import os
 import socket
+import sys
+import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
 
+import kept
+import pytest
 import torch
 import torch.multiprocessing as mp
 from table import HANGS_AFTER
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 WORLD = 2
-IMPORTS = ["pararnn", "pytest", "torch.distributed.fsdp", "pararnn.train.run", "transformers"]
 
 
-def _process(rank: int, check: Callable[[int], None], port: int, world: int) -> None:
+@cache
+def _start_server() -> None:
+    mp.get_context("forkserver").set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        patch.setenv(
+            "PARARNN_CACHE_DIR", str(kept.folder())
+        )  # the test that is first may have its own
+        multiprocessing.forkserver.ensure_running()
+
+
+def _run(check: Callable[..., None], *args: int) -> None:
+    assert "preloaded" in sys.modules  # whose ImportError nobody would see
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # As torchrun says it, so that accelerate finds it too.
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
     faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
-    check(rank)
+    check(*args)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
 
 
-def on_processes(check: Callable[[int], None], world: int = WORLD) -> None:
-    """Run a module's function, or a partial of one, once a process."""
-    mp.get_context("forkserver").set_forkserver_preload(IMPORTS)  # once for all tests
+def _process(rank: int, check: Callable[[int], None], port: int, world: int) -> None:
+    if world > 1:  # as torchrun says it, so that accelerate finds it too
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    _run(check, rank)
+
+
+def started(check: Callable[[int], None], world: int = WORLD) -> mp.ProcessContext:
+    """Begin to run a module's function, or a partial of one, once a process."""
+    _start_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    running = mp.start_processes(
+    return mp.start_processes(
         _process, (check, port, world), nprocs=world, join=False, start_method="forkserver"
     )
+
+
+def on_processes(check: Callable[[int], None], world: int = WORLD) -> None:
+    """Run it to its end; raises what a process raises, once the others are ended."""
+    running = started(check, world)
     while not running.join():  # one of them has ended
         pass
+
+
+def launched(check: Callable[[], None], logs: Path, world: int = WORLD) -> str:
+    """Run a module's function, or a partial of one, as torchrun does; what rank 0 printed.
+
+    Raises ChildFailedError where a process fails, once the launcher has ended the others.
+    """
+    _start_server()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+    )
+    with ThreadPoolExecutor(1) as thread:  # in the main thread it would take over signals
+        thread.submit(elastic_launch(config, _run), check).result()
+    (printed,) = logs.glob("*/attempt_0/0/stdout.log")
+    return printed.read_text()
 
 
 def initialised(check: Callable[[int], None], rank: int) -> None:

@@ -10,10 +10,13 @@ import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from fresh import run_fresh
+from processes import started
 from table import needs_compiler
 
 import pararnn
@@ -167,36 +170,29 @@ def test_damaged_and_foreign_entries_are_made_anew(folder, damage, tmp_path, mon
     assert len(built) == 2
 
 
+def _solves_there(out, folder, rank):
+    os.environ["PARARNN_CACHE_DIR"] = str(folder)
+    torch.save(_solve(), out / f"{rank}")
+
+
 @needs_compiler
-def test_processes_and_threads_at_once(folder):
-    environment = {**os.environ, "PARARNN_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    command, inputs = [sys.executable, "-c", RUN], _inputs()  # all threads draw from one generator
-    started = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
+def test_processes_and_threads_at_once(folder, tmp_path):
+    inputs = _inputs()  # all threads draw from one generator
+    running = started(partial(_solves_there, tmp_path, folder), world=3)
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(_solve, [inputs] * 3))
-    sums = {process.communicate()[0].strip() for process in started}
-    assert all(process.returncode == 0 for process in started)
-    assert sums == {f"{results[0].double().sum().item():.12f}"}
+    while not running.join():  # one of them has ended
+        pass
+    found = [torch.load(tmp_path / f"{rank}") for rank in range(3)]
+    assert all(torch.equal(result, results[0]) for result in (*results, *found))
     _entry(folder)
 
 
 @needs_compiler
 def test_a_new_process_compiles_nothing(folder):
-    environment = {**os.environ, "PARARNN_CACHE_DIR": str(folder)}
-    cold, warm = (
-        subprocess.run(
-            [sys.executable, "-c", RUN, how],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for how in ("cold", "warm")
-    )
-    assert cold == warm
+    cold, warm = (run_fresh(RUN, how) for how in ("cold", "warm"))
+    assert cold.returncode == warm.returncode == 0, cold.stderr + warm.stderr
+    assert cold.stdout == warm.stdout
 
 
 @needs_compiler

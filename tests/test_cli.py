@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fresh import run_fresh
 
 import pararnn
 from pararnn import cli
@@ -331,8 +332,7 @@ def test_the_command_runs_as_a_program():
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    shown = subprocess.run(
-        [sys.executable, "-m", "pararnn.cli", "demo", "--help"], capture_output=True, text=True
-    )
+    as_a_program = "import runpy; runpy.run_module('pararnn.cli', run_name='__main__')"
+    shown = run_fresh(as_a_program, "demo", "--help")
     assert shown.returncode == 0
     assert "--seconds" in shown.stdout

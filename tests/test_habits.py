@@ -3,12 +3,11 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
-from table import FUSED, HANGS_AFTER, PLAIN, dtype_name, has_compiler
+from fresh import run_fresh
+from table import FUSED, PLAIN, dtype_name, has_compiler
 from torch.utils.checkpoint import checkpoint
 
 import pararnn
@@ -94,11 +93,9 @@ def same(got, expected):
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-def run_fresh(*lines, given):
+def passes_afresh(*lines, given):
     """Run a script in a process of its own, with a path."""
-    script = "\n".join(["import sys, torch", "torch.set_num_threads(1)", *lines])
-    command = [sys.executable, "-c", script, str(given)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_AFTER)
+    done = run_fresh("\n".join(["import sys, torch", *lines]), str(given))
     assert done.returncode == 0, done.stderr
 
 
@@ -187,7 +184,7 @@ def test_pickle_in_a_fresh_process(pair, tmp_path, device):
             _, state = layer(x)
             cases.append((layer, x, state, layer(x, state)[0]))
     (tmp_path / "cases").write_bytes(pickle.dumps(cases))
-    run_fresh(
+    passes_afresh(
         "import pickle",
         "for layer, x, state, expected in pickle.load(open(sys.argv[1], 'rb')):",
         "    assert torch.equal(layer(x, state)[0], expected)",

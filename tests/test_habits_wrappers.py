@@ -14,8 +14,8 @@ from test_habits import (
     loop_of,
     loss_of,
     pairs,
+    passes_afresh,
     results,
-    run_fresh,
     same,
     state_of,
     unpacked,
@@ -76,6 +76,7 @@ def test_compile_with_lengths(cls, pair, device):
 def few_compilations():
     """Precompiled headers take longer than the three or four files that would include them."""
     own = {"cpp_cache_precompile_headers": False, "aot_inductor.precompile_headers": False}
+    own["aot_inductor.compile_wrapper_opt_level"] = "O0"
     with torch._inductor.config.patch(own):
         yield
 
@@ -128,7 +129,7 @@ def test_export(tmp_path, device):
         for run in (program.module(), loaded.module()):
             assert all(torch.equal(a, b) for a, b in zip(run(*inputs), expected, strict=True))
     torch.save((inputs, expected), tmp_path / "case")
-    run_fresh(
+    passes_afresh(
         "import pararnn",
         "run = torch.export.load(sys.argv[1] + '/program.pt2').module()",
         "inputs, expected = torch.load(sys.argv[1] + '/case')",

@@ -1,9 +1,9 @@
 """Imports are light, optional packages stay out, and point one way along the data flow."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
+
+from fresh import run_fresh
 
 import pararnn
 
@@ -67,7 +67,8 @@ def test_imports_point_one_way():
 
 
 def _run(code):
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = run_fresh(code)
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 

@@ -1,10 +1,9 @@
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh import run_fresh
 
 import pararnn.lm.model as model_module
 from pararnn.lm import LanguageModel, LMConfig, bits_per_byte, sample, set_solver
@@ -140,7 +139,8 @@ def test_importing_the_library_leaves_the_demo_alone():
         "import pararnn.cli\n"
         "assert 'matplotlib' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_fresh(code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("how", ["cu_seq_lens", "position_ids", "left", "right"])

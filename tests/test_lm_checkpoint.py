@@ -1,11 +1,11 @@
 """A model as a folder: written and read with transformers and without."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
+from fresh import run_fresh
 from torch import Tensor
 
 import pararnn
@@ -247,7 +247,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 assert type(AutoConfig.for_model("pararnn")) is pararnn.lm.ParaRNNConfig
 assert type(AutoModelForCausalLM.from_pretrained({str(folder)!r})) is pararnn.lm.ParaRNNForCausalLM
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_fresh(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_transformers_that_is_too_old_is_left_in_peace(tmp_path):
@@ -260,4 +261,5 @@ with warnings.catch_warnings(record=True) as seen:
     import pararnn.lm
 assert ["pip install 'pararnn[hf]'" in str(one.message) for one in seen] == [True], seen
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_fresh(code)
+    assert done.returncode == 0, done.stderr

@@ -1,14 +1,13 @@
 """Language models as transformers has them: written, loaded, initialised, spread over devices."""
 
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from lm_kinds import hugging, is_wide, plain, tokens
+from processes import on_processes
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,15 +26,12 @@ def logits_of(model):
     return model(ROW, use_cache=False).logits
 
 
-def new_process(code, *args):
-    """Where the user's cell can be imported as it can here."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+@torch.no_grad()
+def writes_logits(root, file, rank):
+    """In a process that has not seen the user's cell."""
+    assert "user_cells" not in sys.modules
+    models = {kind: AutoModelForCausalLM.from_pretrained(root / kind) for kind in SAVED}
+    torch.save({kind: logits_of(model) for kind, model in models.items()}, file)
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +59,7 @@ def test_loading_gives_the_same_bits(kind, saved):
 
 
 def test_a_new_process_gives_the_same_bits(saved, tmp_path):
-    code = """
-import sys, torch
-import pararnn.lm.hf
-from transformers import AutoModelForCausalLM
-torch.set_num_threads(1)
-root, out, *kinds = sys.argv[1:]
-row = torch.load(out + "/row.pt")
-with torch.no_grad():
-    models = {kind: AutoModelForCausalLM.from_pretrained(f"{root}/{kind}") for kind in kinds}
-    torch.save({kind: model(row, use_cache=False).logits for kind, model in models.items()},
-               out + "/logits.pt")
-"""
-    torch.save(ROW, tmp_path / "row.pt")
-    done = new_process(code, saved, tmp_path, *SAVED)
-    assert done.returncode == 0, done.stderr
+    on_processes(partial(writes_logits, saved, tmp_path / "logits.pt"), world=1)
     for kind, logits in torch.load(tmp_path / "logits.pt").items():
         assert torch.equal(logits, logits_of(hugging(kind)))
 

@@ -2,12 +2,11 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh import run_fresh
 
 import pararnn
 from pararnn.contract import check_solve
@@ -349,7 +348,8 @@ cell, gates, h, key = torch.load({str(tmp_path / "cell.pt")!r}, weights_only=Fal
 assert program_by_key(key).key == key
 assert torch.allclose(pararnn.solve(cell, gates, solver="newton")[0][0], h, atol=1e-6)
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_fresh(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_key_that_cannot_be_found_says_why():

@@ -3,11 +3,17 @@
 import errno
 import json
 import os
+import random
 import resource
-import subprocess
-import sys
+import time
+import traceback
+from functools import partial
+from signal import SIGKILL
 
 import pytest
+from processes import launched, on_processes
+from table import HANGS_AFTER
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -20,44 +26,33 @@ from pararnn.train import checkpoints, log, run
 from pararnn.train import trainer as trainer_module
 from pararnn.train.run import run_training
 
+pytestmark = pytest.mark.usefixtures("no_curves")
 KILLS = int(os.environ.get("PARARNN_KILLS", "20"))
 
-KILLER = """
-import gc, json, os, random, signal, sys, time, traceback
-sys.path[:0] = {path!r}
-import torch, torch._dynamo
-from pathlib import Path
-from test_train_mishaps import *
-import pararnn.train.data
-from lm_kinds import hugging
-torch.set_num_threads(1)
-with torch.no_grad():  # traces and kernels that all children take over
-    hugging("gru")(torch.zeros(2, 12, dtype=torch.long))
-run.plot_rows = lambda *args: None
-gc.freeze()
-random.seed({seed})
-folder = Path({folder!r})
-asked = dict(steps={steps}, save_every=2, valid_every=7, verify_every=5, report_to="none")
-flush, step = checkpoints._flush, trainer_module.RunTrainer.training_step
 
-def child(out, events=None):
+def child(folder, out, asked, events=None):
+    """Start a run that tells of its steps and of the files of its checkpoints; the process."""
     process = os.fork()
     if process:
         return process
     code = 1
     try:
         handle = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(handle, 1), os.dup2(handle, 2)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
 
         def told(function):
             def telling(*args):
                 if events is not None:
                     os.write(events, b".")
                 return function(*args)
+
             return telling
 
-        checkpoints._flush = told(flush)
-        trainer_module.RunTrainer.training_step = told(step)
+        trainer = trainer_module.RunTrainer
+        checkpoints._flush = told(checkpoints._flush)
+        trainer.training_step = told(trainer.training_step)
+        run.plot_rows = lambda *_: None
         run_training(config(out, **asked), packed())
         code = 0
     except BaseException:
@@ -65,42 +60,45 @@ def child(out, events=None):
     finally:
         os._exit(code)
 
+
+def ended(process):
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
 def half_saved(out):
     return any(not (path / "complete").exists() for _, path in checkpoints.checkpoints(out))
 
-assert os.waitstatus_to_exitcode(os.waitpid(child(folder / "whole"), 0)[1]) == 0
-out, kills = folder / "killed", []
-while len(kills) < {kills}:
-    read, write = os.pipe()
-    process = child(out, write)
-    os.close(write)
-    # A step and each file of a checkpoint is an event: some eight of them a step.
-    wanted = random.choice([0, *random.choices(range(1, 46), k=5)])
-    for _ in range(wanted):
-        os.read(read, 1)
-    time.sleep(random.uniform(0, random.choice([0.001, 0.02]) if wanted else 0.3))
-    os.close(read)
-    os.kill(process, signal.SIGKILL)
-    ended = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    found = checkpoints.last_complete(out)
-    kept, at = found[0] if found else 0, max(losses(out), default=0)
-    kills.append(dict(events=wanted, ended=ended, step=at, kept=kept, half=half_saved(out)))
-assert os.waitstatus_to_exitcode(os.waitpid(child(out), 0)[1]) == 0
-(folder / "kills.json").write_text(json.dumps(kills))
-"""
+
+def kill_often(folder, steps, rank):
+    asked = {"steps": steps, "save_every": 2, "valid_every": 7, "verify_every": 5}
+    asked["report_to"] = "none"
+    random.seed(5)
+    assert ended(child(folder, folder / "whole", asked | {"save_every": steps})) == 0
+    out, kills = folder / "killed", []
+    while len(kills) < KILLS:
+        read, write = os.pipe()
+        process = child(folder, out, asked, write)
+        os.close(write)
+        # A step and each file of a checkpoint is an event: some eight of them a step.
+        wanted = random.choice([0, *random.choices(range(1, 46), k=5)])
+        for _ in range(wanted):
+            os.read(read, 1)
+        time.sleep(random.uniform(0, random.choice([0.001, 0.02]) if wanted else 0.3))
+        os.close(read)
+        os.kill(process, SIGKILL)
+        how = ended(process)
+        found = checkpoints.last_complete(out)
+        kept, at = found[0] if found else 0, max(losses(out), default=0)
+        half = half_saved(out)
+        kills.append({"events": wanted, "ended": how, "step": at, "kept": kept, "half": half})
+    assert ended(child(folder, out, asked)) == 0
+    (folder / "kills.json").write_text(json.dumps(kills))
 
 
 def test_twenty_kills_lose_an_interval_each_and_change_no_bit(tmp_path):
     steps = 6 * KILLS
-    filled = {"path": sys.path, "seed": 5, "folder": str(tmp_path), "steps": steps, "kills": KILLS}
-    script = tmp_path / "killer.py"
-    script.write_text(KILLER.format(**filled))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=900
-    )
+    on_processes(partial(kill_often, tmp_path, steps), world=1)
     said = (tmp_path / "output").read_text()
-    assert done.returncode == 0, done.stderr + said
     assert "Traceback" not in said, said
     kills = json.loads((tmp_path / "kills.json").read_text())
     assert [kill["ended"] for kill in kills] == [-9] * KILLS
@@ -222,36 +220,35 @@ def test_a_full_disk_while_tensorboard_writes(tmp_path, monkeypatch):
         run_training(config(tmp_path, report_to="tensorboard"), packed())
 
 
+def a_rank(out):
+    run_training(config(out, device_batch=2), packed())
+
+
+def dies(out):
+    log_row = trainer_module.RunTrainer.log
+
+    def dying(self, logs, *args):
+        log_row(self, logs, *args)
+        if os.environ["RANK"] == "1" and self.state.global_step == 5:
+            os.kill(os.getpid(), SIGKILL)
+
+    trainer_module.RunTrainer.log = dying
+    try:
+        a_rank(out)
+    except RuntimeError:  # gloo's; the launcher has to see the lost one, and to end this one
+        if os.environ["RANK"] == "1":
+            raise
+        time.sleep(HANGS_AFTER)
+
+
 def test_a_lost_rank_ends_the_run_and_the_same_command_goes_on(whole, tmp_path):
     """One of two processes is killed, and the launcher ends the other."""
     out = tmp_path / "run"
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from test_train_mishaps import *
-from pathlib import Path
-from signal import SIGKILL
-log_row = trainer_module.RunTrainer.log
-
-def dies(self, logs, *args):
-    log_row(self, logs, *args)
-    if first and os.environ["RANK"] == "1" and self.state.global_step == 5:
-        os.kill(os.getpid(), SIGKILL)
-
-trainer_module.RunTrainer.log = dies
-first = checkpoints.last_complete(Path({str(out)!r})) is None
-run_training(config({str(out)!r}, device_batch=2), packed())
-""")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    first, again = (
-        subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=180)
-        for _ in range(2)
-    )
-    assert first.returncode != 0
-    assert "exitcode  : -9" in first.stderr, first.stderr
-    assert again.returncode == 0, again.stderr
-    assert f"goes on from {out / 'checkpoint-3'}" in again.stdout
+    with pytest.raises(ChildFailedError) as failed:
+        launched(partial(dies, out), tmp_path / "first")
+    assert failed.value.failures[1].exitcode == -SIGKILL
+    said = launched(partial(a_rank, out), tmp_path / "again")
+    assert f"goes on from {out / 'checkpoint-3'}" in said
     assert losses(out).keys() == losses(whole).keys()
     for step, loss in losses(out).items():
         assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-4)

@@ -24,6 +24,7 @@ from pararnn.train.log import read_rows
 from pararnn.train.run import run_training
 
 MANY = 5_000_003
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 class Virtual(Dataset):

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from test_train_trainer import Packed, config, losses, same_bits, weights
+from undrawn import undrawn
 
 from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
@@ -26,6 +27,7 @@ from pararnn.train.sharding import clip_gradients, draw_weights, process_group, 
 
 CPU = torch.device("cpu")
 NORM = OptimiserConfig(learning_rate=1e-2, clip="norm", clip_to=0.2, grad_norm=0.5)
+pytestmark = pytest.mark.usefixtures("no_curves")
 CASES = {
     "gru, clipped": {"optimiser": NORM},
     "gru, elementwise": {"optimiser": dataclasses.replace(NORM, clip="elementwise", clip_to=0.05)},
@@ -44,8 +46,9 @@ def asked(out, name, device_batch, **more):
 
 
 def run_all(out, device_batch, rank=0):
-    for name in CASES:
-        run_training(asked(out, name, device_batch), Packed())
+    with undrawn():
+        for name in CASES:
+            run_training(asked(out, name, device_batch), Packed())
 
 
 @pytest.fixture(scope="module")

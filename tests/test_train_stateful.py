@@ -1,12 +1,12 @@
 """Rows that go on where the last step's ended: states, borders, checkpoints, ranks, compiled."""
 
 import shutil
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 import torch
 from lm_kinds import VOCABULARY, hugging, options, tokens
+from processes import launched
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -25,6 +25,7 @@ from pararnn.train.log import read_rows
 from pararnn.train.run import run_training
 
 KINDS = ["gru", "lstm", "no convolution"]
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 class Stream(torch.utils.data.Dataset):
@@ -262,20 +263,15 @@ def test_states_that_cannot_be_read_raise(whole, tmp_path, monkeypatch, resets):
         run_training(asked, packed(documents=resets))
 
 
+def a_rank(out, resets):
+    asked = config(out, steps=8, device_batch=1, resets=resets, keep=9, verify_every=4)
+    run_training(asked, packed(documents=resets))
+
+
 @pytest.mark.parametrize("resets", [True], indirect=True)  # two processes take seconds to start
 def test_two_ranks_are_one_and_one_goes_on_from_two(tmp_path, whole, resets):
     out = tmp_path / "run"
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from test_train_stateful import *
-asked = config({str(out)!r}, steps=8, device_batch=1, resets={resets}, keep=9, verify_every=4)
-run_training(asked, packed(documents={resets}))
-""")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    launched(partial(a_rank, out, resets), tmp_path / "logs")
     for step, loss in losses(out).items():
         assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-5)
     checks = [row for row in read_rows(out / "log.csv") if row["defect"]]

@@ -4,12 +4,17 @@ import fcntl
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
+import torch
 from data_files import TEXTS, json_lines
+from processes import on_processes
 
-from pararnn.train import store
+from pararnn.train import data, store
+from pararnn.train.config import DataConfig
 from pararnn.train.sources import DataError
 from pararnn.train.store import made_once
 
@@ -122,44 +127,29 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         made_once(tmp_path / "a", whole, lambda folder: None, "it")
 
 
-SCRIPT = """
-import sys, time
-sys.path[:0] = {path!r}
-import torch.distributed as dist
-from pararnn.train import data
-from pararnn.train.config import DataConfig
+def prepares(source, broken, log, cache, rank):
+    pack = data.pack
 
-pack = data.pack
-def slow(config, *args):
-    with open({log!r}, "a") as file:
-        file.write(config.train + "\\n")
-    time.sleep(0.2)
-    pack(config, *args)
+    def slow(config, *args):
+        with log.open("a") as file:
+            file.write(config.train + "\n")
+        time.sleep(0.2)
+        pack(config, *args)
 
-data.pack = slow
-config = dict(cache={cache!r}, holdout=0.45, sequence_length=8)
-packed = data.prepare(DataConfig(train={source!r}, **config))
-dist.init_process_group("gloo", {meet!r}, rank=int(sys.argv[1]), world_size=2)
-found = [None, None]
-dist.all_gather_object(found, (str(packed.folder), packed.train.tokens.tolist()))
-assert found[0] == found[1], found
-data.prepare(DataConfig(train={broken!r}, **config))
-"""
+    data.pack = slow
+    config = {"cache": str(cache), "holdout": 0.45, "sequence_length": 8}
+    packed = data.prepare(DataConfig(train=source, **config))
+    torch.distributed.init_process_group("gloo")
+    found = [None, None]
+    torch.distributed.all_gather_object(found, (str(packed.folder), packed.train.tokens.tolist()))
+    assert found[0] == found[1], found
+    with pytest.raises(DataError, match=r"b\.jsonl, line 2: found"):
+        data.prepare(DataConfig(train=str(broken), **config))
 
 
 def test_of_two_processes_one_tokenises(tmp_path):
     source = json_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    broken, log, script = (tmp_path / name for name in ("b.jsonl", "log", "script.py"))
+    broken, log, cache = (tmp_path / name for name in ("b.jsonl", "log", "cache"))
     broken.write_text('{"text": "fine"}\n{"text": "cut\n')
-    values = {"source": source, "broken": str(broken), "log": str(log), "path": sys.path}
-    meet, cache = f"file://{tmp_path}/meet", str(tmp_path / "cache")
-    script.write_text(SCRIPT.format(meet=meet, cache=cache, **values))
-    processes = [
-        subprocess.Popen([sys.executable, str(script), rank], stderr=subprocess.PIPE, text=True)
-        for rank in "01"
-    ]
-    said = [process.communicate(timeout=120)[1] for process in processes]
-    for process, text in zip(processes, said, strict=True):
-        assert process.returncode == 1
-        assert "b.jsonl, line 2: found" in text.splitlines()[-1], text
+    on_processes(partial(prepares, source, broken, log, cache))
     assert log.read_text().splitlines().count(source) == 1

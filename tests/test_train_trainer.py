@@ -5,15 +5,16 @@ import dataclasses
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from lm_kinds import VOCABULARY, hugging, options
+from processes import started
+from torch.multiprocessing import ProcessExitedException
 
 import pararnn
 
@@ -23,14 +24,16 @@ pytest.importorskip("accelerate")
 from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNForCausalLM
-from pararnn.train import checkpoints
+from pararnn.train import checkpoints, run
 from pararnn.train import trainer as trainer_module
 from pararnn.train.config import DataConfig, OptimiserConfig, RunConfig
 from pararnn.train.log import append_row, read_rows
 from pararnn.train.optimiser import make_adamw, make_scheduler, share
+from pararnn.train.plot import plot_rows
 from pararnn.train.run import run_training
 
 LENGTH = 12
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 class Rows(torch.utils.data.Dataset):
@@ -138,8 +141,11 @@ def test_the_log_says_what_happened(whole):
     assert bits == pytest.approx(nats / 0.6931471805599453 / 1.25, rel=1e-5)
 
 
-def test_curves_are_drawn_where_matplotlib_is(whole):
+def test_curves_are_drawn_where_matplotlib_is(whole, monkeypatch):
     pytest.importorskip("matplotlib")
+    assert not (whole / "curves.png").exists()
+    monkeypatch.setattr(run, "plot_rows", plot_rows)
+    run_training(config(whole), Packed())
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -308,25 +314,20 @@ def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where
     assert kept == ([] if where == "gradient" else [3])
 
 
+def waits_for_its_sixth_batch(out, rank):
+    run_training(config(out), Packed(train=Rows(20, wait_after=20)))
+
+
 def test_a_killed_process_loses_the_interval_only(whole, tmp_path):
     out = tmp_path / "run"
-    code = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from test_train_trainer import *
-run_training(config({str(out)!r}), Packed(train=Rows(20, wait_after=20)))
-"""
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], env=os.environ, stdout=output, stderr=output
-        )
-        end = time.monotonic() + 60
-        while len(losses(out)) != 5:
-            assert process.poll() is None, (tmp_path / "output").read_text()
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+    running = started(partial(waits_for_its_sixth_batch, out), world=1)
+    end = time.monotonic() + 60
+    while len(losses(out)) != 5:
+        assert time.monotonic() < end
+        assert not running.join(timeout=0.05)  # or raises what ended it
+    os.kill(running.pids()[0], signal.SIGKILL)
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        running.join()
     assert checkpoints.last_complete(out) == (3, out / "checkpoint-3")
     run_training(config(out), Packed())
     same_bits(weights(out / "model"), weights(whole / "model"))
@@ -416,5 +417,5 @@ def test_a_tokenizer_of_more_ids_than_the_model(tmp_path):
     class Larger(Tokenizer):
         vocabulary = 1000
 
-    with pytest.raises(ValueError, match=r"1000 ids.*set model.vocab_size"):
+    with pytest.raises(TrainingError, match=r"1000 ids.*set model.vocab_size"):
         run_training(config(tmp_path), Packed(tokenizer=Larger()))

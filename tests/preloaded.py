@@ -1,0 +1,20 @@
+"""What tests' other processes start with: imports, and traces and kernels of small models."""
+
+import gc
+
+import accelerate  # noqa: F401
+import pytest  # noqa: F401
+import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import transformers  # noqa: F401
+from lm_kinds import hugging, tokens
+
+import pararnn.train.run
+import pararnn.train.trainer  # noqa: F401
+
+torch.set_num_threads(1)
+with torch.no_grad():
+    for kind in ("gru", "lstm"):
+        hugging(kind)(tokens(2, 12))
+gc.freeze()
