@@ -83,10 +83,10 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
             load_state(checkpoint, trainer.own_model)
         with writing(out / "model", out):
             export(trainer, data, out / "model")
-    if first and importlib.util.find_spec("matplotlib") is not None:
-        with writing(out / "curves.png", out):
-            plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
-    trainer.accelerator.wait_for_everyone()
+        if first and importlib.util.find_spec("matplotlib") is not None:
+            with writing(out / "curves.png", out):
+                plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
+        trainer.accelerator.wait_for_everyone()
     return out / "model"
 
 

@@ -84,6 +84,8 @@ def make_model(config: RunConfig, device: torch.device) -> ParaRNNForCausalLM:
     if config.checkpointing:  # Trainer's own argument has changed its name
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if config.compile and device.type == "cuda":
+        # Code of other runs in this process would count against the limit of a block's variants.
+        torch.compiler.reset()
         for block in model.model.backbone.blocks:
             # Not block.compile(): what FSDP2 does before and after a block is not to be compiled.
             block.forward = torch.compile(block.forward, fullgraph=True)

@@ -251,12 +251,16 @@ class RunTrainer(Trainer):
         return metrics
 
     def _valid_batches(self) -> DataLoader[Any]:
-        """A rank's part of the held-out rows: equally many a rank, none of them twice."""
+        """A rank's part of the held-out rows: equally many a rank, none of them twice.
+
+        Batches are of one size: each further one would compile the blocks anew.
+        """
         rows = cast(Any, self.eval_dataset)
         count = min(self.run.valid_rows, len(rows)) // self.world * self.world
         own = range(self.args.process_index, count, self.world)
         spread = [index * len(rows) // count for index in own]
-        return DataLoader(Subset(rows, spread), batch_size=self.run.device_batch)
+        size = max(n for n in range(1, self.run.device_batch + 1) if len(own) % n == 0)
+        return DataLoader(Subset(rows, spread), batch_size=size)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Make a checkpoint's folder: weights are saved along with the optimizer, in parts."""
