@@ -26,7 +26,7 @@ import torch, pararnn
 from pararnn.codegen.cpp import kernels_of
 program = pararnn.program_of(pararnn.CELLS[sys.argv[1]](8))
 begin = time.perf_counter()
-kernels_of(program, getattr(torch, sys.argv[2]))
+kernels_of(program, getattr(torch, sys.argv[2]), "sequential")
 print(time.perf_counter() - begin)
 """
 
