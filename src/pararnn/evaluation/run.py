@@ -15,7 +15,8 @@ from pararnn.evaluation.report import markdown
 from pararnn.evaluation.texts import score_texts
 from pararnn.extras import require
 from pararnn.lm.hf.load import load_model
-from pararnn.train.run import quiet, write_beside
+from pararnn.train.files import write_beside
+from pararnn.train.run import quiet
 from pararnn.train.sources import documents, files_of
 from pararnn.version import __version__
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pararnn.train.files import write_beside
 from pararnn.train.readers import cannot_read
 from pararnn.train.store import alone, cannot_write
 
@@ -43,9 +43,7 @@ def _hashed_once(stats: dict[str, list[int]], index: Path) -> Index:
             new = _hashed({path: stats[path] for path in stats if path not in known})
             settled = {path: new[path] for path in new if new[path][1] < begin - SETTLED}
             if settled:
-                beside = index.with_name(index.name + ".new")
-                beside.write_text(json.dumps(_read(index) | settled, indent=0), encoding="utf-8")
-                os.replace(beside, index)
+                write_beside(index, json.dumps(_read(index) | settled, indent=0))
     except OSError as error:
         raise cannot_write(index.parent, error) from error
     return known | new

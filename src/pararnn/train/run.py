@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pararnn.train.checkpoints import (
     writing,
 )
 from pararnn.train.config import RunConfig, read_config
+from pararnn.train.files import beside, write_beside
 from pararnn.train.log import forget_after, read_rows
 from pararnn.train.plot import plot_rows
 
@@ -170,25 +170,6 @@ def write_model(model: ParaRNNForCausalLM, state: dict[str, Any], folder: Path) 
     """Write weights and config for use, not for training."""
     model.config.use_cache = True  # which Trainer turns off
     model.save_pretrained(folder, state_dict=state)
-
-
-@contextmanager
-def beside(folder: Path) -> Iterator[Path]:
-    """A new folder that takes a folder's place when all has been written into it."""
-    new = folder.with_name(folder.name + ".new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    yield new
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(new, folder)
-
-
-def write_beside(path: Path, text: str) -> None:
-    """Write a file that is whole or not there."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from pararnn.train.files import beside
 from pararnn.train.readers import DataError
 
 
@@ -76,7 +76,8 @@ def made_once(
                 raise DataError(f"another process could not make {what}: {lock.note()}")
             lock.leave("")
             try:
-                _make(folder, make)
+                with beside(folder) as new:
+                    make(new)
             except Exception as error:
                 lock.leave(str(error) or type(error).__name__)
                 raise
@@ -90,17 +91,3 @@ def cannot_write(folder: Path, error: OSError) -> DataError:
         f"cannot write to {folder}: {error.strerror or error}; make room there, or set data.cache "
         "to another folder"
     )
-
-
-def _make(folder: Path, make: Callable[[Path], None]) -> None:
-    # The name is fixed, so that what a killed process left is removed.
-    beside = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    try:
-        make(beside)
-        if folder.exists():
-            shutil.rmtree(folder)
-        beside.rename(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
