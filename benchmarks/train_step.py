@@ -35,7 +35,7 @@ from pararnn.train.config import RunConfig
 from pararnn.train.optimiser import make_adamw, make_scheduler
 from pararnn.train.overrides import resolved
 from pararnn.train.recipes import recipe
-from pararnn.train.setup import make_arguments, make_model
+from pararnn.train.setup import bare_model, make_arguments, make_model
 from pararnn.train.sharding import clip_gradients, launched, process_group
 from pararnn.train.trainer import PEAK_FLOPS, RunTrainer
 
@@ -153,8 +153,7 @@ def measure(config: RunConfig, path: str, steps: int) -> dict[str, Any]:
     clock = Clock(steps + WARMUP)
     PATHS[path](config, RandomData(random, random, NoTokenizer(vocabulary)), clock)
     times = clock.times()
-    with torch.device("meta"):
-        parameters = sum(each.numel() for each in make_meta(config))
+    parameters = sum(each.numel() for each in bare_model(config).parameters())
     tokens, mean = config.batch * length, statistics.mean(times)
     name = torch.cuda.get_device_name() if on_gpu else ""
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
@@ -176,13 +175,6 @@ def measure(config: RunConfig, path: str, steps: int) -> dict[str, Any]:
         "mfu_percent": "" if mfu is None else round(100 * mfu, 2),
         "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else "",
     }
-
-
-def make_meta(config: RunConfig) -> list[torch.nn.Parameter]:
-    """The model's parameters without their values."""
-    from pararnn.lm import LanguageModel
-
-    return list(LanguageModel(config.model, device="meta").parameters())
 
 
 def add_row(path: Path, row: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ def test_random_numbers_and_records_stay(watched, monkeypatch):
 
     monkeypatch.setattr(telemetry, "defect", drawing)
     state = torch.get_rng_state()
-    found = telemetry.checked(model, model, {"input_ids": ids})
+    found = telemetry.checked(model, {"input_ids": ids})
     assert found == {"defect": [0.5, 0.5], "sweeps": [1, 1], "mended": [0, 0]}
     assert torch.equal(torch.get_rng_state(), state)
     after = [part.counts for part in model.modules() if hasattr(part, "counts")]
@@ -171,7 +171,7 @@ def test_a_wrong_state_has_a_defect(watched, monkeypatch):
     monkeypatch.setattr(
         module, "_check", lambda *args: (None, None, SimpleNamespace(checks=[checks]))
     )
-    found = telemetry.checked(model, model, {"input_ids": torch.arange(12)[None]})
+    found = telemetry.checked(model, {"input_ids": torch.arange(12)[None]})
     assert found["defect"] == [math.inf, math.inf]  # as the full check says, which was asked
 
 
@@ -183,7 +183,7 @@ def test_compiled_blocks_are_checked_too(watched):
         block.compile(fullgraph=True, backend="aot_eager")
     ids = torch.arange(12)[None]
     model(ids, use_cache=False)
-    found = telemetry.checked(model, model, {"input_ids": ids})
+    found = telemetry.checked(model, {"input_ids": ids})
     assert len(found["defect"]) == 2
     assert all(0 < part <= 1 for part in found["defect"])
 

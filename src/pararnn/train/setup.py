@@ -106,7 +106,6 @@ def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
         use_cpu=not torch.cuda.is_available(),
         use_cache=False,
         seed=config.seed,
-        data_seed=config.seed,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,
         eval_strategy="steps",
@@ -114,7 +113,6 @@ def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
         save_strategy="steps",
         save_steps=config.save_every,
         report_to=reporting(config.report_to),
-        ddp_find_unused_parameters=False,
     )
     # One process is one device: with more, Trainer would take nn.DataParallel and larger batches.
     arguments._n_gpu = min(arguments.n_gpu, 1)

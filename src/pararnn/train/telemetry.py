@@ -17,12 +17,11 @@ NAMES = ("defect", "sweeps", "mended")
 
 
 @torch.no_grad()
-def checked(model: nn.Module, called: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+def checked(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[Any]]:
     """The defect of every recurrent layer over its limit, and its solver's counts; see `defect`.
 
-    Layers are checked within a forward pass of `called` (what wraps `model`), where parameters are
-    whole and autocast is on, and eagerly: compiled blocks record nothing. Random numbers and the
-    layers' own records stay as they were.
+    Layers are checked within a forward pass, where parameters are whole, and eagerly: compiled
+    blocks record nothing. Random numbers and the layers' own records stay as they were.
     """
     layers = [part for part in model.modules() if isinstance(part, RecurrentLayer)]
     kept = [layer.counts for layer in layers]
@@ -35,7 +34,7 @@ def checked(model: nn.Module, called: nn.Module, inputs: dict[str, Tensor]) -> d
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(cuda), torch.compiler.set_stance("force_eager"):
-            called(**inputs, use_cache=False, logits_to_keep=1)
+            model(**inputs, use_cache=False, logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()

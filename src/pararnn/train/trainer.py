@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, default_collate
+from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, set_seed
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -57,7 +57,6 @@ class RunTrainer(Trainer):
             arguments,
             train_dataset=packed.train,
             eval_dataset=packed.valid,
-            data_collator=default_collate,
         )
         for theirs in (ProgressCallback, PrinterCallback):
             self.remove_callback(theirs)
@@ -190,7 +189,7 @@ class RunTrainer(Trainer):
         """Log how well the solvers do on a row of the last batch, the worst rank's."""
         self.last_check = self.state.global_step
         with self._off_the_clock():
-            found = checked(self.own_model, self.model_wrapped, self.sample)
+            found = checked(self.own_model, self.sample)
             if not found:
                 return
             own = torch.tensor(list(found.values()), dtype=torch.float64, device=self.args.device)
@@ -231,13 +230,12 @@ class RunTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Mean cross-entropy of the held-out rows without z-loss, nats a token and bits a byte."""
         with self._off_the_clock(), without_z_loss(self.own_model.config):
-            model = self.model_wrapped.eval()
+            model = self.own_model.eval()
             total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
             for batch in self._valid_batches():
                 inputs = self._prepare_inputs(batch)
-                with self.compute_loss_context_manager():
-                    # The sum of the losses, and no logits but the last: all would not fit.
-                    out = model(**inputs, num_items_in_batch=1, logits_to_keep=1, use_cache=False)
+                # The sum of the losses, and no logits but the last: all would not fit.
+                out = model(**inputs, num_items_in_batch=1, logits_to_keep=1, use_cache=False)
                 total += torch.stack([out.loss, (inputs["labels"][:, 1:] != IGNORED).sum()])
             nats, count = cast(Tensor, self.accelerator.reduce(total, "sum")).tolist()
         loss = nats / count
