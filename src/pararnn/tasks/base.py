@@ -50,9 +50,9 @@ class Task(ABC):
         """How many tokens there are; 0 where inputs are features."""
 
     @property
-    @abstractmethod
     def classes(self) -> int:
-        """How many classes targets are among; 1 for a regression."""
+        """How many classes targets are among; 1 for a regression. Tokens, if not said otherwise."""
+        return self.symbols
 
     @abstractmethod
     def draw(self, count: int, generator: torch.Generator) -> Batch:

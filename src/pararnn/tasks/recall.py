@@ -32,10 +32,6 @@ class KeepNth(Task):
     def symbols(self) -> int:
         return self.vocab
 
-    @property
-    def classes(self) -> int:
-        return self.vocab
-
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         tokens = torch.randint(self.vocab, (count, self.length), generator=generator)
         judged = judged_by(tokens, self.judge, self.n - 1)
@@ -64,10 +60,6 @@ class MQAR(Task):
 
     @property
     def symbols(self) -> int:
-        return self.vocab
-
-    @property
-    def classes(self) -> int:
         return self.vocab
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:
@@ -103,10 +95,6 @@ class KHop(Task):
 
     @property
     def symbols(self) -> int:
-        return self.vocab
-
-    @property
-    def classes(self) -> int:
         return self.vocab
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:

@@ -30,10 +30,6 @@ class Parity(Task):
     def symbols(self) -> int:
         return 2
 
-    @property
-    def classes(self) -> int:
-        return 2
-
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         bits = torch.randint(2, (count, self.length), generator=generator)
         judged = judged_by(bits, self.judge)
@@ -52,10 +48,6 @@ class ModularAddition(Task):
 
     @property
     def symbols(self) -> int:
-        return self.modulus
-
-    @property
-    def classes(self) -> int:
         return self.modulus
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:
@@ -103,10 +95,6 @@ class WordProblem(Task):
     @property
     def symbols(self) -> int:
         return len(elements(self.group))
-
-    @property
-    def classes(self) -> int:
-        return self.symbols
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         table = product_table(self.group).flatten()
