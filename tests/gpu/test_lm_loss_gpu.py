@@ -59,6 +59,7 @@ def test_equals_all_logits_in_float64(dtype, options, autocast):
 
 def test_memory_stays_below_the_logits(monkeypatch):
     monkeypatch.undo()
+    torch.compiler.reset()  # a process of tests may have compiled too many variants
     tokens, vocab, width = 16_384, 50_432, 256
     hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -67,3 +68,16 @@ def test_memory_stays_below_the_logits(monkeypatch):
     before = torch.cuda.memory_allocated()
     causal_lm_loss(hidden, weight, labels).backward()
     assert torch.cuda.max_memory_allocated() - before < tokens * vocab * 2 / 2
+
+
+def test_any_number_of_rows_is_compiled(monkeypatch):
+    monkeypatch.undo()
+    torch.compiler.reset()
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    weight = torch.randn(VOCAB, WIDTH, device="cuda", requires_grad=True)
+    for rows in range(2, 40, 2):
+        hidden = torch.randn(rows, WIDTH, device="cuda", requires_grad=True)
+        labels = torch.randint(VOCAB, (rows,), device="cuda")
+        value = causal_lm_loss(hidden, weight, labels, z_loss=rows * 1e-5)
+        right = reference(hidden.double(), weight.double(), labels, z_loss=rows * 1e-5)
+        assert relative_error(value.detach(), right.detach()) < TOLERANCE[torch.float32]

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pararnn.lm.compiled import compiled
+
 IGNORED = -100
 """The label of a position that has none."""
 
@@ -180,7 +182,9 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Te
 def _differentiation(device: str) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     """`loss_and_gradient`, on a GPU as two passes over the logits where Triton can make them."""
     if device == "cuda" and importlib.util.find_spec("triton") is not None:
-        return torch.compile(loss_and_gradient, dynamic=False)
+        # A second number of rows is compiled for all others: one variant each would soon exceed
+        # Dynamo's limit, and what is beyond it runs uncompiled, in three times the memory.
+        return compiled(loss_and_gradient)
     return loss_and_gradient
 
 

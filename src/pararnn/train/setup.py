@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
 from pararnn.errors import TrainingError
+from pararnn.lm.compiled import compiled
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.train.config import RunConfig
 from pararnn.train.sharding import draw_weights, shard
@@ -88,7 +89,7 @@ def make_model(config: RunConfig, device: torch.device) -> ParaRNNForCausalLM:
         torch.compiler.reset()
         for block in model.model.backbone.blocks:
             # Not block.compile(): what FSDP2 does before and after a block is not to be compiled.
-            block.forward = torch.compile(block.forward, fullgraph=True)
+            block.forward = compiled(block.forward, fullgraph=True)
     return model
 
 
