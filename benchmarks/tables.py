@@ -26,7 +26,7 @@ from tables_cuda import (
     split_times,
     trained,
 )
-from tables_training import lengths, remarks, tasks, train_step
+from tables_training import lengths, remarks, tasks, train_step, words
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -231,6 +231,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "train_step": train_step,
     "tasks": tasks,
     "tasks_remarks": remarks,
+    "tasks_words": words,
     "tasks_lengths": lengths,
 }
 

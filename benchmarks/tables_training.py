@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,22 @@ def train_step() -> str:
 
 def tasks() -> str:
     """The paper's Table 6 and ours."""
-    results = read_results(RESULTS / "tasks" / "table6")
-    return f"{origin(results[0], 'tasks/table6')}:\n\n{accuracies(results)}"
+    return shares_of("table6")
+
+
+def words() -> str:
+    """The word problems of three groups, for one layer and two."""
+    return shares_of("words")
+
+
+def shares_of(folder: str) -> str:
+    """A folder's accuracies, tasks by mixers, and the steps of those that most were given."""
+    results = read_results(RESULTS / "tasks" / folder)
+    most = max(results, key=lambda result: result["steps"])
+    return (
+        f"{origin(results, f'tasks/{folder}')}:\n\n{accuracies(results)} The most steps that one "
+        f"took: {most['steps']:,} ({most['task']}, {most['mixer']})."
+    )
 
 
 def remarks() -> str:
@@ -60,11 +75,20 @@ def remarks() -> str:
     body = []
     for folder, changed in REMARKS.items():
         for result in read_results(RESULTS / "tasks" / folder):
-            usual = best[result["task"], result["mixer"]]
+            usual = until(best[result["task"], result["mixer"]], result["steps"])
             body.append([result["task"], result["mixer"], changed, share(usual), share(result)])
-    first = read_results(RESULTS / "tasks" / "bare")[0]
+    results = [each for folder in REMARKS for each in read_results(RESULTS / "tasks" / folder)]
     head = ["task", "mixer", "changed", "as the paper has it", "changed so"]
-    return f"{origin(first, 'tasks')}:\n\n{table(head, body)}"
+    return f"{origin(results, 'tasks')}:\n\n{table(head, body)}"
+
+
+def until(result: Any, steps: int) -> Any:
+    """A result, or what its validations had found by so many steps, if it took more."""
+    if result["steps"] <= steps:
+        return result
+    found = [each for each in result["history"] if each[0] <= steps]
+    best = max(max(accuracies) for _, _, accuracies in found)
+    return result | {"best": best, "steps": found[-1][0], "capped": True}
 
 
 def share(result: dict[str, Any] | Any) -> str:
@@ -72,13 +96,13 @@ def share(result: dict[str, Any] | Any) -> str:
     return f"{percent(result['best'])}{'+' * result['capped']} ({result['steps']:,} steps)"
 
 
-def origin(result: Any, folder: str) -> str:
+def origin(results: Sequence[Any], folder: str) -> str:
     """Where results come from."""
-    versions = result["versions"]
-    return (
-        f"({result['device']}, PyTorch {versions['torch']}, commit {result['commit']}; "
-        f"`{Path('benchmarks/results') / folder}`)"
+    places = dict.fromkeys(
+        f"{each['device']}, PyTorch {each['versions']['torch']}, commit {each['commit']}"
+        for each in results
     )
+    return f"({'; '.join(places)}; `{Path('benchmarks/results') / folder}`)"
 
 
 def lengths() -> str:
@@ -97,7 +121,7 @@ def lengths() -> str:
         for result in results
     ]
     head = ["mixer", "steps", *(f"{int(length):,}" for length in every)]
-    return f"{origin(results[0], 'tasks/lengths')}:\n\n{table(head, body)}"
+    return f"{origin(results, 'tasks/lengths')}:\n\n{table(head, body)}"
 
 
 def seeds_of(result: Any) -> list[list[float]]:

@@ -61,14 +61,15 @@ def _grid(
     cells = {(row_of(result), result["task"]): result for result in results}
     known = {name: index for index, name in enumerate([*PAPER, *TASKS])}
     order = lambda name: (known.get(name, len(known)), name)  # noqa: E731
-    rows = sorted({row for row, _ in cells}, key=order)
+    mixers = {row_of(result): result["mixer"] for result in results}
+    rows = sorted(mixers, key=lambda row: (order(mixers[row]), row))
     return rows, sorted({column for _, column in cells}, key=order), cells
 
 
 def heat_map(results: Sequence[Result], path: Path) -> None:
     """Best accuracies as a PNG, tasks by mixers; MissingExtra without matplotlib."""
     rows, columns, cells = _grid(results)
-    size = (1.5 + 1.1 * len(columns), 1.5 + 0.5 * len(rows))
+    size = (3.5 + 1.1 * len(columns), 1.5 + 0.5 * len(rows))
     figure = require("matplotlib.figure").Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     nothing = float("nan")
