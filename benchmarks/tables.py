@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from markdown_tables import Row, read, size, source, table
+from tables_claims import claims
 from tables_cuda import (
     auto_cuda,
     kernels,
@@ -34,6 +35,7 @@ PAGES = (
     "docs/generated-kernels.md",
     "docs/how-it-works.md",
     "docs/language-models.md",
+    "docs/paper.md",
     "docs/scan.md",
     "docs/solvers-and-backends.md",
     "docs/tasks.md",
@@ -229,6 +231,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "lm_step": lm_step,
     "lm_decode": lm_decode,
     "train_step": train_step,
+    "claims": claims,
     "tasks": tasks,
     "tasks_remarks": remarks,
     "tasks_words": words,

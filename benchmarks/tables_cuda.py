@@ -92,14 +92,12 @@ def speedup_cuda() -> str:
             *(row["cell"], row["way"]),
             *(figure(row, f"{kind}_ms") for kind in kinds),
             *(f"{float(row[f'{kind}_over_{loop}']):.1f} x" for kind in kinds for loop in loops),
-            f"{row['paper_forward']} x",
         ]
         for row in rows
     ]
     titles = {"forward": "forward", "both": "forward + backward"}
     head = ["cell", "", *(f"{titles[kind]}, ms" for kind in kinds)]
     head += [f"{titles[kind]}, over {loop}" for kind in kinds for loop in loops]
-    head += ["paper, forward (A100)"]
     text = f"B, T, D = {size(rows[0])}, float32 {source(rows, 'speedup_cuda.csv')}:"
     return f"{text}\n\n{table(head, body)}"
 
