@@ -138,7 +138,7 @@ def decoding() -> Claim:
     return (
         "tokens/s at 1B, batch 1 (Figure 3)",
         "GRU 37, LSTM 35, Mamba2 27; the Transformer's fall with the length",
-        f"GRU, LSTM, Transformer (with its cache), 2,048 before: {eager} eagerly, {graph} as graphs",
+        f"GRU, LSTM, Transformer with its cache, 2,048 before: {eager} eagerly, {graph} as graphs",
         "exceeded as graphs; called eagerly not by the LSTM, and the Transformer is faster",
         "`python benchmarks/lm_decode.py`",
     )

@@ -1,5 +1,6 @@
 """Sources of training data: files, folders and datasets as documents, and what is wrong said."""
 
+import gzip
 import json
 import lzma
 import os
@@ -32,6 +33,43 @@ def test_a_folder_is_its_files_in_order(tmp_path):
 
 
 LINE = b'{"text": "fine"}\n'
+
+
+def of_zstandard(content):
+    """Two frames, as parallel packers write them."""
+    zstandard = pytest.importorskip("zstandard")
+    half = len(content) // 2
+    return b"".join(zstandard.compress(part) for part in (content[:half], content[half:]))
+
+
+PACK = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": of_zstandard}
+
+
+@pytest.mark.parametrize("block", [5, 1 << 20])
+@pytest.mark.parametrize("packing", PACK)
+def test_packed_files_are_read_as_they_were(tmp_path, monkeypatch, packing, block):
+    monkeypatch.setattr(readers, "BLOCK", block)
+    texts = [f"söme {n}\n" * 9 for n in range(5)]
+    json_lines(tmp_path / "plain.jsonl", [{"text": text} for text in texts])
+    content = (tmp_path / "plain.jsonl").read_bytes()
+    (tmp_path / f"rows.jsonl{packing}").write_bytes(PACK[packing](content))
+    assert list(documents(str(tmp_path / f"rows.jsonl{packing}"))) == texts
+    assert list(documents(str(tmp_path / "plain.jsonl"))) == texts
+    (tmp_path / f"a.txt{packing}").write_bytes(PACK[packing]("".join(texts).encode()))
+    assert list(documents(str(tmp_path / f"a.txt{packing}"))) == ["".join(texts)]
+
+
+@pytest.mark.parametrize("packing", PACK)
+def test_packed_files_that_are_cut_or_none(tmp_path, packing):
+    whole = PACK[packing](LINE * 999)
+    for content in (whole[:-9], whole[: len(whole) // 3], b"no such packing", whole + b"more"):
+        for name in (f"a.jsonl{packing}", f"a.txt{packing}"):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(DataError, match=rf"{name} is not a whole \w+ file") as caught:
+                list(documents(str(tmp_path / name)))
+            assert "\n" not in str(caught.value)
+
+
 BROKEN = {
     "corrupt.jsonl": (LINE + LINE + b'{"text": "cut off\n', 'line 3: found \'{"text": "cut off\''),
     "list.jsonl": (LINE + b"[1]\n", "line 2: found a value of type list"),
@@ -258,7 +296,7 @@ def test_files_that_the_system_does_not_give(tmp_path, monkeypatch):
             continue
         with pytest.raises(DataError, match=rf"cannot read .*a{name}: Permission denied"):
             fingerprint(str(tmp_path / f"a{name}"))
-    for name in (".txt", ".txt.xz", ".jsonl"):
+    for name in READERS.keys() - {".parquet"}:
         with pytest.raises(DataError, match=rf"cannot read .*a{name}: Permission denied"):
             list(documents(str(tmp_path / f"a{name}")))
     monkeypatch.setattr("os.scandir", refused)

@@ -18,6 +18,7 @@ EXTRAS = {
     "tokenizers": "train",
     "tqdm": "demo",
     "transformers": "hf",
+    "zstandard": "train",
 }
 """By package: the extra of pararnn that installs it."""
 

@@ -18,15 +18,15 @@ PRECISIONS = ("float32", "bfloat16")
 class DataConfig:
     """What is learned, and how it becomes rows of tokens.
 
-    train, valid: a file or folder of text (.txt, .txt.xz), JSON lines (.jsonl) or Parquet, a
-    pattern of files, or the name of a Hugging Face dataset; "" for valid holds out the last
-    `holdout` of the text. column: the text's field in JSON lines, Parquet and datasets. drop: rows
-    of these to leave out, "field=value", with commas between several and dots in nested fields.
-    tokens: about how many to learn, no more are read; none for all. tokenizer: "bytes", "bpe:N" to
-    train one with N ids on the text, a tokenizer's file or folder, or a name on the Hub.
-    sequence_length: tokens of a row. resets: whether states start from zero at the borders of
-    documents within a row. stateful: whether rows go on where the step before ended, with its last
-    states; for purely recurrent models. cache: the folder of tokenised data.
+    train, valid: a file or folder of text (.txt) or JSON lines (.jsonl), packed (.gz, .xz, .zst) or
+    not, or Parquet, a pattern of files, or the name of a Hugging Face dataset; "" for valid holds
+    out the last `holdout` of the text. column: the text's field in JSON lines, Parquet and
+    datasets. drop: rows of these to leave out, "field=value", with commas between several and dots
+    in nested fields. tokens: about how many to learn, no more are read; none for all. tokenizer:
+    "bytes", "bpe:N" to train one with N ids on the text, a tokenizer's file or folder, or a name on
+    the Hub. sequence_length: tokens of a row. resets: whether states start from zero at the borders
+    of documents within a row. stateful: whether rows go on where the step before ended, with its
+    last states; for purely recurrent models. cache: the folder of tokenised data.
     """
 
     train: str = ""

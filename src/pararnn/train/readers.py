@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
 import lzma
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,25 +34,66 @@ def cannot_read(path: Path | str, error: OSError) -> DataError:
     return DataError(f"cannot read {path}: {error.strerror or first_line(error)}")
 
 
-def _plain(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
-    yield str(path), {column: _blocks(path, open)}
+def _stored(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from _read(file)
 
 
-def _packed(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
-    yield str(path), {column: _blocks(path, lzma.open)}
+def _of_gzip(path: Path) -> Iterator[bytes]:
+    with gzip.open(path) as file:
+        yield from _read(file)
 
 
-def _blocks(path: Path, opened: Callable[..., Any]) -> Iterator[str]:
-    """A text file's text, once it is asked for."""
+def _of_xz(path: Path) -> Iterator[bytes]:
+    with lzma.open(path) as file:
+        yield from _read(file)
+
+
+def _of_zstandard(path: Path) -> Iterator[bytes]:
+    zstandard = require("zstandard")
+    frame = None
+    with path.open("rb") as file:
+        for block in _read(file):
+            while block:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                try:
+                    yield frame.decompress(block)
+                except zstandard.ZstdError as error:
+                    raise EOFError(str(error)) from error
+                block = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    if frame is not None:  # the package says nothing of a file that was cut
+        raise EOFError("it ends before its last frame does")
+
+
+def _read(file: Any) -> Iterator[bytes]:
+    return iter(lambda: file.read(BLOCK), b"")
+
+
+PACKED: dict[str, tuple[str, Callable[[Path], Iterator[bytes]]]] = {
+    "": ("", _stored),
+    ".gz": ("gzip", _of_gzip),
+    ".xz": ("xz", _of_xz),
+    ".zst": ("zstandard", _of_zstandard),
+}
+"""By the end of a file's name: what packed it, and its bytes in blocks."""
+
+
+def _blocks(packing: str, path: Path) -> Iterator[bytes]:
+    """A file's bytes, unpacked, in blocks that are not empty."""
+    name, unpacked = PACKED[packing]
     try:
-        with opened(path, "rb") as file:
-            yield from _decoded(iter(lambda: file.read(BLOCK), b""), path)
-    except (lzma.LZMAError, EOFError) as error:
+        yield from filter(None, unpacked(path))
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{path} is not a whole xz file ({error}); copy it again, or unpack it to .txt"
+            f"{path} is not a whole {name} file ({error}); copy it again, or unpack it"
         ) from error
     except OSError as error:
         raise cannot_read(path, error) from error
+
+
+def _text(packing: str, path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
+    yield str(path), {column: _decoded(_blocks(packing, path), path)}
 
 
 def _decoded(blocks: Iterator[bytes], path: Path) -> Iterator[str]:
@@ -73,30 +117,39 @@ def _decoded(blocks: Iterator[bytes], path: Path) -> Iterator[str]:
         raise DataError(f"{path} is empty; a text file is a document and must have text")
 
 
-def _json_lines(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
+def _json_lines(packing: str, path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
     rule = f"each line must be a JSON object with the text in {column!r}"
     found = False
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                found = True
-                where = f"{path}, line {number}"
-                try:
-                    row = json.loads(line.decode("utf-8"))
-                except (ValueError, RecursionError) as error:
-                    start = line[:40].decode("utf-8", "backslashreplace").strip()
-                    raise DataError(
-                        f"{where}: found {start!r}, which is not JSON ({error}); {rule}"
-                    ) from error
-                if not isinstance(row, dict):
-                    raise DataError(f"{where}: found {named(row)}; {rule}")
-                yield where, row
-    except OSError as error:
-        raise cannot_read(path, error) from error
+    for number, line in enumerate(_lines(_blocks(packing, path)), 1):
+        if not line.strip():
+            continue
+        found = True
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            start = line[:40].decode("utf-8", "backslashreplace").strip()
+            raise DataError(
+                f"{where}: found {start!r}, which is not JSON ({error}); {rule}"
+            ) from error
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: found {named(row)}; {rule}")
+        yield where, row
     if not found:
         raise DataError(f"{path} is empty; {rule}")
+
+
+def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The lines of a file, without their ends."""
+    begun: list[bytes] = []
+    for block in blocks:
+        first, *others = block.split(b"\n")
+        begun.append(first)
+        if others:
+            yield b"".join(begun)
+            yield from others[:-1]
+            begun = others[-1:]
+    yield b"".join(begun)
 
 
 def _parquet(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
@@ -122,11 +175,10 @@ def _parquet(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
 
 
 READERS: dict[str, Reader] = {
-    ".txt": _plain,
-    ".txt.xz": _packed,
-    ".jsonl": _json_lines,
-    ".parquet": _parquet,
-}
+    kind + packing: partial(reader, packing)
+    for kind, reader in ((".txt", _text), (".jsonl", _json_lines))
+    for packing in PACKED
+} | {".parquet": _parquet}
 """By the end of a file's name: its rows, where at least the fields that are named are read."""
 
 

@@ -25,8 +25,8 @@ from pararnn.train.readers import (
 from pararnn.train.readers import DataError as DataError
 
 SOURCES = (
-    "a file or folder of text (.txt, .txt.xz), JSON lines (.jsonl) or Parquet (.parquet), a "
-    "pattern of such files, or the name of a Hugging Face dataset"
+    "a file or folder of text (.txt) or JSON lines (.jsonl), packed (.gz, .xz, .zst) or not, or "
+    "Parquet (.parquet), a pattern of such files, or the name of a Hugging Face dataset"
 )
 PIECE = 1 << 18
 """Characters of a piece, at most."""
