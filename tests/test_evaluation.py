@@ -13,8 +13,8 @@ from pararnn.errors import EvaluationError
 from pararnn.evaluation import paper, report
 from pararnn.evaluation.jobs import Job, plan
 from pararnn.lm import save_byte_tokenizer
-from pararnn.train.sources import DataError
-from pararnn.train.tokenizer import train_tokenizer
+from pararnn.train.corpus.sources import DataError
+from pararnn.train.corpus.tokenizer import train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 lm_eval_tasks = pytest.importorskip("lm_eval.tasks")

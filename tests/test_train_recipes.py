@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pararnn.lm import PRESETS, LanguageModel, preset
+from pararnn.train.corpus.sources import conditions_of
 from pararnn.train.recipes import RECIPES, paper, recipe, summary
-from pararnn.train.sources import conditions_of
 
 PAPER = [pair for pair in PRESETS if pair[0] != "mamba2"]
 SMALL = {"gru-30m": 30e6, "gru-60m": 60e6, "transformer-30m": 30e6, "transformer-60m": 60e6}

@@ -15,11 +15,11 @@ import pytest
 from data_files import TEXTS, expected, json_lines, tokens_of
 
 from pararnn.errors import MissingExtra, PararnnError
-from pararnn.train import hashes, packing, readers, sources
 from pararnn.train.config import DataConfig
-from pararnn.train.data import prepare
-from pararnn.train.readers import READERS, dataset_builder
-from pararnn.train.sources import DataError, documents, files_of, fingerprint, pieces
+from pararnn.train.corpus import hashes, packing, readers, sources
+from pararnn.train.corpus.prepare import prepare
+from pararnn.train.corpus.readers import READERS, dataset_builder
+from pararnn.train.corpus.sources import DataError, documents, files_of, fingerprint, pieces
 
 
 def test_a_folder_is_its_files_in_order(tmp_path):

@@ -13,10 +13,11 @@ import torch
 from data_files import TEXTS, json_lines
 from processes import on_processes
 
-from pararnn.train import data, store
 from pararnn.train.config import DataConfig
-from pararnn.train.sources import DataError
-from pararnn.train.store import made_once
+from pararnn.train.corpus import prepare as data
+from pararnn.train.corpus import store
+from pararnn.train.corpus.sources import DataError
+from pararnn.train.corpus.store import made_once
 
 
 def whole(folder):

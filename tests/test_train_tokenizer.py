@@ -7,12 +7,12 @@ import pytest
 from data_files import TEXTS, json_lines, tokens_of
 
 from pararnn.lm import preset
-from pararnn.train import data as data_module
-from pararnn.train import packing, sources
 from pararnn.train.config import DataConfig, RunConfig
-from pararnn.train.data import prepare
-from pararnn.train.sources import DataError
-from pararnn.train.tokenizer import ENDS, load_tokenizer, size_of, train_tokenizer
+from pararnn.train.corpus import packing, sources
+from pararnn.train.corpus import prepare as data_module
+from pararnn.train.corpus.prepare import prepare
+from pararnn.train.corpus.sources import DataError
+from pararnn.train.corpus.tokenizer import ENDS, load_tokenizer, size_of, train_tokenizer
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pararnn.errors import EvaluationError
 from pararnn.evaluation.paper import PRESETS
 from pararnn.evaluation.questions import task_name
-from pararnn.train.sources import DataError
+from pararnn.train.corpus.sources import DataError
 
 LINES, YAML = (".jsonl",), (".yaml", ".yml")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pararnn.train.sources import DataError
+from pararnn.train.corpus.sources import DataError
 
 NAMES = {"openbook_qa": "openbookqa"}
 """Names of files, where they are not those of lm-eval's tasks."""

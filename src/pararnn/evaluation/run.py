@@ -15,9 +15,9 @@ from pararnn.evaluation.report import markdown
 from pararnn.evaluation.texts import score_texts
 from pararnn.extras import require
 from pararnn.lm.hf.load import load_model
+from pararnn.train.corpus.sources import documents, files_of
 from pararnn.train.files import write_beside
 from pararnn.train.run import quiet
-from pararnn.train.sources import documents, files_of
 from pararnn.version import __version__
 
 
@@ -43,7 +43,7 @@ def run_evaluation(
         model: its folder, or a name on the Hub.
         tasks: names of lm-eval, task files, or folders of them; see `plan`.
         preset: "paper" are the tasks and shots of its Tables 2 and 5.
-        texts: files, folders and datasets, see `pararnn.train.sources.documents`, and `column`.
+        texts: files, folders and datasets, and `column`: see `corpus.sources.documents`.
         limit: only the first so many questions of each task, and documents of each text.
         shots: examples before a question; None is the task's own number, 0 for files.
         batch: rows that are read at once.

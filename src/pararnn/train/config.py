@@ -8,7 +8,7 @@ from typing import Any
 
 from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
-from pararnn.train.tokenizer import size_of
+from pararnn.train.corpus.tokenizer import size_of
 
 CLIPS = ("elementwise", "norm", "none")
 PRECISIONS = ("float32", "bfloat16")

@@ -60,7 +60,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
 
     out = Path(config.out)
     check_same_run(config, out / "config.json")
-    from pararnn.train.data import prepare
+    from pararnn.train.corpus.prepare import prepare
 
     data: TrainingData = packed or prepare(config.data)
     with quiet(), process_group():

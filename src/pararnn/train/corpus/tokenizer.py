@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from pararnn.extras import require
 from pararnn.lm.tokens import BYTES, save_byte_tokenizer
-from pararnn.train.sources import DataError
+from pararnn.train.corpus.sources import DataError
 
 END = "<|endoftext|>"
 """The end of a document in tokenizers that are trained here."""

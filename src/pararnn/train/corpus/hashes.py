@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pararnn.train.corpus.readers import cannot_read
+from pararnn.train.corpus.store import alone, cannot_write
 from pararnn.train.files import write_beside
-from pararnn.train.readers import cannot_read
-from pararnn.train.store import alone, cannot_write
 
 SETTLED = 2_000_000_000
 """Nanoseconds after which another change of a file is sure to show in its time."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from pararnn.extras import require
 from pararnn.train.config import DataConfig
-from pararnn.train.sources import DataError, Piece, pieces
-from pararnn.train.tokenizer import Tokenizer
+from pararnn.train.corpus.sources import DataError, Piece, pieces
+from pararnn.train.corpus.tokenizer import Tokenizer
 
 FORMAT = 2
 """Part of the key of a cached folder: another number for another layout of its files."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pararnn.train.hashes import hashes_of
-from pararnn.train.readers import (
+from pararnn.train.corpus.hashes import hashes_of
+from pararnn.train.corpus.readers import (
     DATASET,
     READERS,
     Reader,
@@ -22,7 +22,7 @@ from pararnn.train.readers import (
     named,
     no_column,
 )
-from pararnn.train.readers import DataError as DataError
+from pararnn.train.corpus.readers import DataError as DataError
 
 SOURCES = (
     "a file or folder of text (.txt) or JSON lines (.jsonl), packed (.gz, .xz, .zst) or not, or "

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pararnn.train.config import DataConfig
-from pararnn.train.packing import FORMAT, SAMPLE, Part, meta_of, pack, tokenizer_sample
-from pararnn.train.sources import DataError, fingerprint
-from pararnn.train.store import made_once
-from pararnn.train.tokenizer import Tokenizer, load_tokenizer, size_of, train_tokenizer
+from pararnn.train.corpus.packing import FORMAT, SAMPLE, Part, meta_of, pack, tokenizer_sample
+from pararnn.train.corpus.sources import DataError, fingerprint
+from pararnn.train.corpus.store import made_once
+from pararnn.train.corpus.tokenizer import Tokenizer, load_tokenizer, size_of, train_tokenizer
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):

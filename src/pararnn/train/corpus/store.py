@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from pararnn.train.corpus.readers import DataError
 from pararnn.train.files import beside
-from pararnn.train.readers import DataError
 
 
 class Lock(NamedTuple):

@@ -1,0 +1,1 @@
+"""Text as rows of tokens: files and datasets, tokenizers, packed rows kept on disk."""
