@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for the shared table
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "sanitizer" not in item.name)  # the longest begin first
     if torch.cuda.is_available():
         return
     here = Path(__file__).parent
