@@ -12,7 +12,8 @@ ROOT = Path(pararnn.__file__).parent
 # The data flow: a module may import from its own row and from the rows above, never below.
 FLOW = [
     ["errors", "numerics", "parameters", "sequences", "timing", "version"],
-    ["cache", "extras", "guard", "structure"],
+    ["cache", "coupling", "extras", "guard"],
+    ["structure"],
     ["affine"],
     ["cells"],
     ["reads", "trace"],

@@ -5,12 +5,12 @@ import torch
 from table import make_case
 
 import pararnn
+from pararnn.coupling import APART, TOGETHER
 from pararnn.engines.boundaries import to_system
 from pararnn.program import program_of
 from pararnn.solve import prepare
 from pararnn.solvers.newton import MAX_SWEEPS, newton
 from pararnn.solvers.sequential import unroll
-from pararnn.solvers.system import put_columns, take_columns
 
 
 def _system(case):
@@ -72,10 +72,10 @@ def test_results_do_not_depend_on_the_batch_beyond_rounding():
 def test_columns_round_trip(shape):
     whole = torch.randn(shape)
     mask = torch.rand(3, 5) < 0.4
-    part = take_columns(whole, mask)
+    part = APART.take(whole, mask)
     assert part.shape == (1, *shape[1:-1], int(mask.sum()))
-    assert torch.equal(put_columns(whole, mask, part), whole)
-    zeroed = put_columns(whole, mask, torch.zeros_like(part))
+    assert torch.equal(APART.put(whole, mask, part), whole)
+    zeroed = APART.put(whole, mask, torch.zeros_like(part))
     assert torch.equal(zeroed == 0, mask.reshape(3, *[1] * (len(shape) - 2), 5).expand(shape))
     rows = torch.tensor([True, False, True])
-    assert torch.equal(put_columns(whole, rows, take_columns(whole, rows)), whole)
+    assert torch.equal(TOGETHER.put(whole, rows, TOGETHER.take(whole, rows)), whole)

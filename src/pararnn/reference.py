@@ -188,13 +188,12 @@ def reverse(problem: Problem, states: Tensor, seed: int = 0) -> Reverse:
     final = final_states(args, bounds, at)
     (arriving,) = _pull((*output_states(args, at), *final), [at], problem.cotangents)
     previous = system.previous(states.detach())
-    coupled = system.program.couples_channels
-    size = (*at.shape[:2], at.shape[-1])
-    params = [p if coupled else p.expand(size) for p in system.params]
+    coupling, size = system.program.coupling, (*at.shape[:2], at.shape[-1])
+    params = [p.expand(coupling.param_sizes(p, size)) for p in system.params]
     arranged = [previous, *system.inputs, *params]
     rows = [_blank(t, system) for t in arranged[: 1 + len(system.inputs)]]
     rows = [t.detach().requires_grad_() for t in [*rows, *params]]
-    walk = _walk_coupled if coupled else _walk
+    walk = _walk_coupled if system.program.couples_channels else _walk
     shaken = nullcontext() if not seed else OtherRounding(system.dtype, seed)
     pulled, amounts, units = walk(system, rows, arriving.detach(), shaken)
 
