@@ -5,6 +5,7 @@ import torch
 from table import make_case
 
 import pararnn
+from pararnn.contract import check_solve
 from pararnn.coupling import APART, TOGETHER
 from pararnn.engines.boundaries import to_system
 from pararnn.program import program_of
@@ -66,6 +67,25 @@ def test_results_do_not_depend_on_the_batch_beyond_rounding():
     assert torch.allclose(whole[0][2:3], single[0], atol=1e-6)
     again, _ = pararnn.solve(case.cell, case.gates, solver="newton")
     assert torch.equal(whole[0], again[0])
+
+
+class Grouped(pararnn.Cell):
+    """Its product folds rows and groups of channels, which only adjacent rows allow by a view."""
+
+    states = ("h", "c")
+    gates = ("x", "z")
+    params = {"A": pararnn.Param("D,D")}
+    structure = "dense"
+
+    def step(self, state, gate, param):
+        mixed = state.h.unflatten(-1, (-1, 4)) @ param.A[:4, :4]
+        h = torch.tanh(gate.x + mixed.flatten(-2) + state.c)
+        return h, 0.5 * state.c + gate.z * h
+
+
+def test_dense_steps_may_fold_rows_and_channels():
+    result = check_solve(Grouped(8), torch.randn(2, 40, 2, 8), solver="newton")
+    assert result.passed, [check for check in result.checks if not check.passed]
 
 
 @pytest.mark.parametrize("shape", [(3, 7, 2, 5), (3, 2, 5), (3, 6, 2, 2, 5)])
