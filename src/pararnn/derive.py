@@ -17,6 +17,7 @@ from pararnn.trace import Graph, trace_pointwise, trace_rows
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6
+HEADS = 2
 PROBES = 3
 JACOBIAN_TOLERANCE = 1e-9
 DENSE_NUMBERS = 1 << 24
@@ -58,14 +59,8 @@ def example(
 
     cls = step.cls
     rows = len(cls.states) + len(cls.gates) + len(cls.fields)
-    # As cells lift them: a scalar's channels are equal, and so are a head's (here two heads).
-    drawn = {
-        "D": lambda: draw(channels),
-        "H": lambda: draw(2).repeat_interleave(channels // 2),
-        "": lambda: draw(1).expand(channels),
-        "D,D": lambda: draw(channels, channels),
-    }
-    params = [drawn[param.shape]() for param in cls.params.values()]
+    kinds = [param.kind for param in cls.params.values()]
+    params = [k.lifted(draw(*k.size(channels, HEADS)), channels, HEADS) for k in kinds]
     return [*(draw(*lead, channels) for _ in range(rows)), *params]
 
 
