@@ -28,7 +28,7 @@ def test_few_sweeps_at_initialisation(name, dtype):
         case = make_case(pararnn.CELLS[name], dtype, length, channels=64)
         result = newton(_system(case))
         assert 2 <= result.sweeps <= 5
-        assert result.mended == 0
+        assert result.redone == 0
 
 
 def test_hard_columns_do_not_disturb_the_others():
@@ -52,7 +52,7 @@ def test_the_budget_bounds_the_work(monkeypatch):
     system = _system(case)
     result = newton(system)
     assert result.sweeps <= MAX_SWEEPS
-    assert 0 < result.mended <= 16
+    assert 0 < result.redone <= 16
     assert result.defect > 0
     monkeypatch.setattr("pararnn.solvers.newton.MAX_SWEEPS", 0)
     nothing = newton(system)

@@ -29,9 +29,9 @@ _WARNED: set[tuple[str, int]] = set()
 def _forward(scan: Scan, program: Program, args: Arguments) -> Solution:
     system, bounds = to_system(program, args)
     result = newton(system, scan)
-    if result.mended:
+    if result.redone:
         _report(program, system.length, result, args.on_failure)
-    info = torch.tensor([[result.sweeps, result.mended]], device=args.gates.device)
+    info = torch.tensor([[result.sweeps, result.redone]], device=args.gates.device)
     states = output_states(args, result.states)
     own = own_memory([*states, *final_states(args, bounds, result.states)], args)
     return Solution(own[: len(states)], own[len(states) :], info)
@@ -71,7 +71,7 @@ def _own(grads: Gradients, args: Arguments, arrived: list[Tensor]) -> Gradients:
 
 def _report(program: Program, length: int, result: NewtonResult, on_failure: str) -> None:
     message = (
-        f"Newton did not converge on {result.mended} column(s) of {program.cell_name} at "
+        f"Newton did not converge on {result.redone} column(s) of {program.cell_name} at "
         f"T = {length}: after {result.sweeps} sweeps the largest defect |h - f(h_prev, x)| is "
         f"{result.defect:.2e}. "
         "Smaller recurrent weights (recurrent_clip with pararnn.clip_after_step), a shorter T or "

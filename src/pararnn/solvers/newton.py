@@ -32,13 +32,13 @@ SHRINK_AFTER = 3
 class NewtonResult:
     """States (B, T, N, D), Newton updates made, columns redone and how far off they were.
 
-    `mended` counts the columns that Newton did not solve although their sequential run is finite;
+    `redone` counts the columns that Newton did not solve although their sequential run is finite;
     `defect` is the largest defect among the redone columns when Newton gave up.
     """
 
     states: Tensor
     sweeps: int
-    mended: int
+    redone: int
     defect: float
 
 
