@@ -17,7 +17,6 @@ FLOW = [
     ["errors", "numerics", "parameters", "sequences", "timing", "version"],
     ["cache", "coupling", "extras", "guard"],
     ["structure"],
-    ["affine"],
     ["cells"],
     ["reads", "trace"],
     ["content", "derive"],

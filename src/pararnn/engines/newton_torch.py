@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pararnn.affine import Scan, affine_scan
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.boundaries import (
     final_states,
@@ -21,6 +20,7 @@ from pararnn.engines.boundaries import (
 from pararnn.engines.rule import pays_in_torch
 from pararnn.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.program import Program
+from pararnn.solvers.affine_scan import Scan, affine_scan
 from pararnn.solvers.newton import NewtonResult, adjoint, newton
 
 _WARNED: set[tuple[str, int]] = set()

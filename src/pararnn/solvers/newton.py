@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.affine import Scan, affine_scan
 from pararnn.coupling import Coupling
 from pararnn.numerics import FORWARD_TOLERANCE, rounding, underflow
+from pararnn.solvers.affine_scan import Scan, affine_scan
 from pararnn.solvers.sequential import unroll
 from pararnn.solvers.system import System
 
