@@ -7,7 +7,7 @@ from table import make_case
 import pararnn
 from pararnn.contract import check_solve
 from pararnn.coupling import APART, TOGETHER
-from pararnn.engines.boundaries import to_system
+from pararnn.engines.forward_time import to_system
 from pararnn.program import program_of
 from pararnn.solve import prepare
 from pararnn.solvers.newton import MAX_SWEEPS, newton

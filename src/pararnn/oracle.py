@@ -14,7 +14,7 @@ from torch import Tensor
 from pararnn.cells.base import Cell
 from pararnn.claims import Check, SolveChecks, compare, finite, gap, peak, stored_rounding, worst
 from pararnn.engines.base import Arguments, totals
-from pararnn.engines.boundaries import to_system
+from pararnn.engines.forward_time import to_system
 from pararnn.engines.table import Choice
 from pararnn.numerics import (
     APPROXIMATED,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments
-from pararnn.engines.boundaries import final_states, output_states, to_system
+from pararnn.engines.forward_time import final_states, output_states, to_system
 from pararnn.program import program_of
 from pararnn.solvers.system import System
 
@@ -79,15 +79,15 @@ def gradients_of(outputs: Sequence[Tensor], trial: Trial, leaves: Named) -> Name
 def results(trial: Trial, states: Tensor) -> Named:
     """States (B, T, N, D) in the order of processing as what a solve returns, by name."""
     args = trial.arguments()
-    _, bounds = to_system(program_of(trial.cell), args)
+    _, edges = to_system(program_of(trial.cell), args)
     outputs = output_states(args, states)
-    return by_name(trial.cell, outputs, final_states(args, bounds, states))
+    return by_name(trial.cell, outputs, final_states(args, edges, states))
 
 
 def last_states(cell: Cell, args: Arguments, states: Tensor) -> Named:
     """What sequences of (B, T, N, D) end with, by the final states' names."""
-    _, bounds = to_system(program_of(cell), args)
-    ends = final_states(args, bounds, states)
+    _, edges = to_system(program_of(cell), args)
+    ends = final_states(args, edges, states)
     return {f"final {name}": end for name, end in zip(cell.states, ends, strict=True)}
 
 
@@ -183,9 +183,9 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0) -> Reverse:
     `seed`: 0 for PyTorch's own rounding, another for another, see OtherRounding.
     """
     leaves, args = trial.leaves(), trial.arguments()
-    system, bounds = to_system(program_of(trial.cell), args)
+    system, edges = to_system(program_of(trial.cell), args)
     at = states.detach().requires_grad_()
-    final = final_states(args, bounds, at)
+    final = final_states(args, edges, at)
     (arriving,) = _pull((*output_states(args, at), *final), [at], trial.cotangents)
     previous = system.previous(states.detach())
     coupling, size = system.program.coupling, (*at.shape[:2], at.shape[-1])

@@ -14,7 +14,7 @@ from pararnn.cells.base import unwrapped
 from pararnn.claims import finite
 from pararnn.contract import SolveChecks
 from pararnn.engines.base import Arguments, totals
-from pararnn.engines.boundaries import to_system
+from pararnn.engines.forward_time import to_system
 from pararnn.layers import RecurrentLayer
 from pararnn.numerics import DEFECT_ULPS, rounding
 from pararnn.oracle import Oracle

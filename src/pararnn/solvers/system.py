@@ -1,4 +1,4 @@
-"""One problem in forward time: recurrence, inputs and boundaries, in the compute dtype."""
+"""One problem in forward time: recurrence, inputs and edges, in the compute dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pararnn.program import Program
 
 @dataclass(frozen=True)
 class System:
-    """h_l = f(prev_l, x_l) for l = 0 .. T-1, with prev_l = h_{l-1} except at boundaries.
+    """h_l = f(prev_l, x_l) for l = 0 .. T-1, with prev_l = h_{l-1} except at edges of sequences.
 
     inputs: gates (biases added) and fields, each (B, T, D). params: (D,) or as the cell shapes
     them. initial: the states before step 0, (B, N, D). fresh (B, T, 1 or D): steps that start from
@@ -77,7 +77,7 @@ class System:
         return self._stack(out, previous)
 
     def linearise(self, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """f(prev_l, x_l) and d h_l / d h_{l-1}, zero at boundaries, for all l."""
+        """f(prev_l, x_l) and d h_l / d h_{l-1}, zero at edges, for all l."""
         structure = self.program.structure
         assert structure is not None
         graphs = self.program.graphs[self.dtype]
