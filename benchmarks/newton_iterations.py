@@ -22,12 +22,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from trained import solves_of, trained_model
 
-from pararnn.affine import affine_scan
 from pararnn.engines.base import Arguments
-from pararnn.engines.boundaries import to_system
+from pararnn.engines.forward_time import to_system
 from pararnn.layers import RecurrentLayer
 from pararnn.lm import LanguageModel, load_checkpoint, set_solver
 from pararnn.program import program_of
+from pararnn.solvers.affine_scan import affine_scan
 from pararnn.solvers.system import System
 from pararnn.tasks import spread_windows, stdlib_corpus
 from pararnn.train import DemoConfig

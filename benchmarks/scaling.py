@@ -29,9 +29,9 @@ from kernels import LINEAR_SCANS
 from torch import Tensor
 
 import pararnn
-from pararnn.affine import affine_scan
 from pararnn.engines.request import MODES
 from pararnn.extras import require
+from pararnn.solvers.affine_scan import affine_scan
 from pararnn.structure import BlockDiagonal, Diagonal
 
 CHANNELS = 64

@@ -54,7 +54,7 @@ def _shifted(x: Tensor) -> Tensor:
 
 def _mutants(oracle: Oracle, factor: float):
     """(what was done to what, the run that has it); sums are scaled by `factor`."""
-    run, cell = oracle.sequential(), oracle.problem.cell
+    run, cell = oracle.sequential(), oracle.trial.cell
     dtype = oracle.dtype
     whole = {"zeroed": torch.zeros_like, "swapped": _swapped}
     steps = {"shifted": _shifted, "dropped": _dropped}

@@ -125,6 +125,46 @@ def test_a_registered_structure_with_a_jacobian_by_hand():
         pararnn.program_of(Wrong(6))
 
 
+class OwnDiagonal(pararnn.Structure):
+    """One state, channels on their own, with nothing of the library's diagonal."""
+
+    name = "own_diagonal"
+    couples_channels = False
+
+    def apply(self, jacobian, vector):
+        return jacobian * vector
+
+    def compose(self, later, earlier):
+        return later * earlier
+
+    def transpose(self, jacobian):
+        return jacobian
+
+    def to_dense(self, jacobian):
+        return torch.diag_embed(jacobian.squeeze(-2))
+
+    def from_dense(self, matrix):
+        return matrix.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+
+
+def test_a_registered_structure_of_channels_on_their_own():
+    class Own(pararnn.Cell):
+        states = ("h",)
+        gates = ("x",)
+        params = {"a": pararnn.Param(std=0.0, mean=0.9)}
+        structure = "own_diagonal"
+
+        def step(self, state, gate, param):
+            return torch.tanh(gate.x + param.a * state.h)
+
+    pararnn.register_structure(OwnDiagonal, "own_diagonal")
+    try:
+        result = check_solve(Own(4), torch.randn(2, 100, 1, 4), solver="newton", backend="torch")
+    finally:
+        del STRUCTURES["own_diagonal"]
+    assert result.passed, [check for check in result.checks if not check.passed]
+
+
 class Clamped(pararnn.Cell):
     """Its Jacobian by hand forgets the clamp, which no random point reaches."""
 

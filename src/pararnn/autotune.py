@@ -149,9 +149,9 @@ def candidates(problem: Problem) -> list[tuple[Engine, Pin]]:
 
 
 def _jacobians(program: Program, size: tuple[int, int, int]) -> int:
-    """The entries of all dense Jacobians; 0 where they are not dense."""
+    """The entries of all Jacobians' dense blocks."""
     batch, steps, channels = size
-    return batch * steps * (program.num_states * channels) ** 2 * program.couples_channels
+    return batch * steps * program.num_states**2 * channels * program.coupling.reach(channels)
 
 
 def _pins(engine: Engine, problem: Problem) -> list[Pin]:

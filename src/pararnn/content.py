@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pararnn.cells.base import Cell
+from pararnn.cells.base import Cell, Param
 from pararnn.reads import CONTRACT, GLOBAL, MISSING, Reads, codes, is_library, named
 
 STARTED = time.time()
@@ -105,6 +105,12 @@ def _json(value: Any) -> str:
     raise UnknownContent(f"config of type {type(value).__name__}")
 
 
+def _check_shapes(params: Mapping[str, Param]) -> None:
+    for name, param in params.items():
+        if not isinstance(param.shape, str):
+            raise UnknownContent(f"the shape of {name}, which is none of this package's")
+
+
 class _Writer:
     """Writes places out; objects that several places may share are numbered as they come."""
 
@@ -126,6 +132,8 @@ class _Writer:
         for owner, name, value in reads.attributes:
             static = vars(owner).get(name, value) if isinstance(owner, type) else value
             contract = owner is self.cls and name in CONTRACT
+            if contract and name == "params":
+                _check_shapes(value)
             said = repr(value) if contract else self.said(static, name)
             self.lines.append(f"{self.number(owner)}.{name} = {said}")
         for mapping, key, value in reads.items:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import Step
+from pararnn.coupling import expand_entry
 from pararnn.errors import CellError, StructureError
 from pararnn.structure import Structure
 from pararnn.trace import Graph, trace_pointwise, trace_rows
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6
+HEADS = 2
 PROBES = 3
 JACOBIAN_TOLERANCE = 1e-9
 DENSE_NUMBERS = 1 << 24
@@ -57,14 +59,8 @@ def example(
 
     cls = step.cls
     rows = len(cls.states) + len(cls.gates) + len(cls.fields)
-    # As cells lift them: a scalar's channels are equal, and so are a head's (here two heads).
-    drawn = {
-        "D": lambda: draw(channels),
-        "H": lambda: draw(2).repeat_interleave(channels // 2),
-        "": lambda: draw(1).expand(channels),
-        "D,D": lambda: draw(channels, channels),
-    }
-    params = [drawn[param.shape]() for param in cls.params.values()]
+    kinds = [param.kind for param in cls.params.values()]
+    params = [k.lifted(draw(*k.size(channels, HEADS)), channels, HEADS) for k in kinds]
     return [*(draw(*lead, channels) for _ in range(rows)), *params]
 
 
@@ -160,31 +156,14 @@ def linearise(
     Elementwise: tensors (..., D). Coupled channels: rows (R, D). `by_hand`: by the class's own
     Jacobian, where it writes one.
     """
-    states, size = len(step.cls.states), tensors[0].shape
-    like = tensors[0]
+    states, like = len(step.cls.states), tensors[0]
     graph = graphs.by_hand if by_hand and graphs.by_hand is not None else graphs.jacobian
-    if structure.couples_channels and graph is not graphs.by_hand:
-        new = [expand_entry(s, like, size) for s in graphs.step(*tensors)]
-        split = states + len(step.cls.gates) + len(step.cls.fields)
-        rows = max(1, DENSE_NUMBERS // (states * size[1]) ** 2)
-        parts = [
-            structure.from_dense(_pulled_back(step, graphs, [*part, *tensors[split:]]))
-            for part in zip(*(x.split(rows) for x in tensors[:split]), strict=True)
-        ]
-        return new, torch.cat(parts)
+    if structure.couples_channels and graph is graphs.jacobian:
+        new = [expand_entry(s, like, like.shape) for s in graphs.step(*tensors)]
+        return new, _pulled_back(step, structure, graph, tensors)
     out = graph(*tensors)
-    new, entries = [expand_entry(s, like, size) for s in out[:states]], out[states:]
-    if structure.couples_channels:
-        return new, entries[0]
-    stacked = torch.stack([expand_entry(entry, like, size) for entry in entries], -2)
-    return new, stacked if states == 1 else stacked.unflatten(-2, (states, states))
-
-
-def expand_entry(entry: Any, like: Tensor, size: Sequence[int]) -> Tensor:
-    """A graph's output (a tensor that may need broadcasting, or a number) at full size."""
-    if not isinstance(entry, Tensor):
-        return like.new_full((), float(entry)).expand(*size)
-    return entry.expand(*size)
+    new = [expand_entry(s, like, like.shape) for s in out[:states]]
+    return new, structure.coupling.representation(out[states:], like, states)
 
 
 def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
@@ -232,25 +211,28 @@ def _compare(
     )
 
 
-def _pulled_back(step: Step, graphs: Graphs, tensors: Sequence[Tensor]) -> Tensor:
-    """Dense Jacobians (R, N*D, N*D), every row of them by one batched pull-back."""
-    cls, (rows, channels) = step.cls, tensors[0].shape
+def _pulled_back(
+    step: Step, structure: Structure, graph: Graph, tensors: Sequence[Tensor]
+) -> Tensor:
+    """Jacobians at rows (R, D): all cotangents pulled back in one batch, some rows at a time."""
+    cls, (_, channels) = step.cls, tensors[0].shape
     states = len(cls.states)
     split = states + len(cls.gates) + len(cls.fields)
-    outputs = states * channels
+    cotangents = structure.cotangents(tensors[0])
+    count = len(cotangents)
+    most = max(1, DENSE_NUMBERS // (count * states * channels))
 
-    def repeated(x: Tensor) -> Tensor:
-        return x.expand(outputs, rows, channels).reshape(outputs * rows, channels)
+    def pulled(rows: Sequence[Tensor]) -> Tensor:
+        """(R, K, N*D)."""
+        size = (count, *rows[0].shape)
+        given = [x.expand(size).flatten(0, 1) for x in rows]
+        along = [c.unsqueeze(1).expand(size).flatten(0, 1) for c in cotangents.unbind(1)]
+        grads = graph(*given, *tensors[split:], *along)
+        full = [expand_entry(g, along[0], along[0].shape).reshape(size) for g in grads]
+        return torch.cat(full, -1).transpose(0, 1)
 
-    unit = torch.eye(outputs, dtype=tensors[0].dtype, device=tensors[0].device)
-    cotangents = [
-        repeated(part.unsqueeze(1)) for part in unit.reshape(outputs, states, channels).unbind(1)
-    ]
-    arguments = [*(repeated(x) for x in tensors[:split]), *tensors[split:]]
-    size = (outputs * rows, channels)
-    grads = [expand_entry(g, tensors[0], size) for g in graphs.jacobian(*arguments, *cotangents)]
-    matrix = torch.cat(grads, -1).reshape(outputs, rows, outputs)
-    return matrix.transpose(0, 1)
+    parts = zip(*(x.split(most) for x in tensors[:split]), strict=True)
+    return torch.cat([structure.from_pulled(pulled(rows)) for rows in parts])
 
 
 def _select(call: Callable[..., Any], index: int, rest: Sequence[Tensor]) -> Callable[..., Any]:

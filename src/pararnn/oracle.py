@@ -14,7 +14,7 @@ from torch import Tensor
 from pararnn.cells.base import Cell
 from pararnn.claims import Check, SolveChecks, compare, finite, gap, peak, stored_rounding, worst
 from pararnn.engines.base import Arguments, totals
-from pararnn.engines.boundaries import to_system
+from pararnn.engines.forward_time import to_system
 from pararnn.engines.table import Choice
 from pararnn.numerics import (
     APPROXIMATED,
@@ -31,8 +31,8 @@ from pararnn.program import program_of
 from pararnn.reference import (
     Named,
     OtherRounding,
-    Problem,
     Reverse,
+    Trial,
     advance,
     by_name,
     forward_order,
@@ -67,19 +67,19 @@ class Run(NamedTuple):
 
 
 class Oracle:
-    """What solves of a problem are held against: loops in its own dtype and in float64."""
+    """What solves of a trial are held against: loops in its own dtype and in float64."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self._names = problem.cell.states
-        gates = problem.args.gates
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self._names = trial.cell.states
+        gates = trial.args.gates
         kernels = (gates.device.type, gates.dtype)
         self._approximates = APPROXIMATED if kernels == ("cuda", torch.bfloat16) else 0.0
         self.dtype, self.carry = gates.dtype, compute_dtype(gates.dtype)
-        self.exact, self.rounded = problem.to(torch.float64), problem.to(self.carry)
+        self.exact, self.rounded = trial.to(torch.float64), trial.to(self.carry)
         with torch.no_grad():
             self.args = self.exact.arguments()
-            self.system, _ = to_system(program_of(problem.cell), self.args)
+            self.system, _ = to_system(program_of(trial.cell), self.args)
         self._near_overflow = NEAR_OVERFLOW * min(
             torch.finfo(d).max for d in (self.dtype, self.carry)
         )
@@ -132,19 +132,19 @@ class Oracle:
         series = [draw(example, scale).to(args.gates.dtype) for scale in read]
         ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
         own = replace(call, params=()).mapped(_leaf)
-        return cls(Problem(copy.deepcopy(cell), own, (*series, *ends)))
+        return cls(Trial(copy.deepcopy(cell), own, (*series, *ends)))
 
     def sequential(self) -> Run:
-        """The loop in the problem's dtype, as an engine with a backward would return it."""
+        """The loop in the trial's dtype, as an engine with a backward would return it."""
         return Run(self.loop, self._loop_grads(0), torch.zeros(1, 2, dtype=torch.int64))
 
     def run(self, solver: str, backend: str) -> Run:
         """Solve by a pair, forward and backward."""
-        problem = self.problem
-        program = program_of(problem.cell)
-        states, final, info, choice = run(program, problem.call(), solver, backend)
-        grads = gradients_of((*states, *final), problem, problem.leaves())
-        values = by_name(problem.cell, states, final)
+        trial = self.trial
+        program = program_of(trial.cell)
+        states, final, info, choice = run(program, trial.call(), solver, backend)
+        grads = gradients_of((*states, *final), trial, trial.leaves())
+        values = by_name(trial.cell, states, final)
         return Run({name: v.detach() for name, v in values.items()}, grads, info, choice)
 
     def judge(self, run: Run) -> SolveChecks:
@@ -225,7 +225,7 @@ class Oracle:
                 continue
             parts = [gap(self._another(seed)[n], self.truth[n], self.loop[n]) for n in self._names]
             moved = forward_order(args, parts, torch.float64).to(args.gates.device)
-            ends = last_states(self.problem.cell, args, system.sizes(moved))
+            ends = last_states(self.trial.cell, args, system.sizes(moved))
             yield torch.maximum(ends[name].cpu(), self._gap(name, self._another(seed)[name]))
 
     def _another(self, seed: int) -> Named:
@@ -324,7 +324,7 @@ class Oracle:
 
     def _series(self, name: str) -> bool:
         """Whether a value or gradient has a time axis, its second one."""
-        return name in (*self.problem.cell.states, *self.problem.cell.fields, "gates")
+        return name in (*self.trial.cell.states, *self.trial.cell.fields, "gates")
 
     def _in_order(self, name: str, values: Tensor) -> Tensor:
         """A series in the order of processing, with flat channels; others as they are."""
@@ -342,7 +342,7 @@ class Oracle:
         return running(values, None if cut is None else cut.to(values.device))
 
     def _at(self, values: Named) -> Tensor:
-        states = [values[name] for name in self.problem.cell.states]
+        states = [values[name] for name in self.trial.cell.states]
         return forward_order(self.args, states, torch.float64)
 
     def _returned(self, states: Tensor) -> Named:
@@ -352,7 +352,7 @@ class Oracle:
 
     def stored(self, grads: Named) -> Named:
         """Gradients in their leaves' own dtypes."""
-        return {name: grads[name].to(leaf.dtype) for name, leaf in self.problem.leaves().items()}
+        return {name: grads[name].to(leaf.dtype) for name, leaf in self.trial.leaves().items()}
 
 
 class _There:
@@ -366,7 +366,7 @@ class _There:
         self._noises: dict[tuple[str, int], Tensor] = {}
 
     def loop(self, seed: int) -> Named:
-        """Gradients in the problem's dtype, by a rounding of the step's derivatives."""
+        """Gradients in the trial's dtype, by a rounding of the step's derivatives."""
         if seed not in self._loops:
             at = self.at.to(self.oracle.carry)
             self._loops[seed] = self.oracle.stored(reverse(self.oracle.rounded, at, seed).grads)

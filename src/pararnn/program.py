@@ -20,6 +20,7 @@ import torch
 
 from pararnn.cells.base import Cell, Step, resolve_config
 from pararnn.content import content_of
+from pararnn.coupling import TOGETHER, Coupling
 from pararnn.derive import Graphs, check_structure, derive, mixing_op
 from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.guard import BranchError
@@ -62,6 +63,11 @@ class Program:
     def num_states(self) -> int:
         """N, the number of states."""
         return len(self.states)
+
+    @property
+    def coupling(self) -> Coupling:
+        """Which channels hang together: what solves on its own."""
+        return TOGETHER if self.structure is None else self.structure.coupling
 
     @property
     def couples_channels(self) -> bool:

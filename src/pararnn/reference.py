@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments
-from pararnn.engines.boundaries import final_states, output_states, to_system
+from pararnn.engines.forward_time import final_states, output_states, to_system
 from pararnn.program import program_of
 from pararnn.solvers.system import System
 
@@ -22,8 +22,8 @@ Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A call of a cell, with the leaves that gradients are taken of, and for which cotangents.
+class Trial:
+    """A call of a cell on trial: its leaves, and the cotangents that its gradients are taken for.
 
     `args` has no initial states where they are zero; its params are those of `cell`.
     """
@@ -32,7 +32,7 @@ class Problem:
     args: Arguments
     cotangents: tuple[Tensor, ...]
 
-    def to(self, dtype: torch.dtype) -> Problem:
+    def to(self, dtype: torch.dtype) -> Trial:
         """The same numbers in another dtype, as fresh leaves."""
 
         def leaf(tensor: Tensor) -> Tensor:
@@ -69,25 +69,25 @@ def by_name(cell: Cell, states: Sequence[Tensor], final: Sequence[Tensor]) -> Na
     return named | {f"final {n}": f for n, f in zip(cell.states, final, strict=True)}
 
 
-def gradients_of(outputs: Sequence[Tensor], problem: Problem, leaves: Named) -> Named:
-    """The gradients of a problem's results by leaf."""
-    grads = _pull(outputs, list(leaves.values()), problem.cotangents)
+def gradients_of(outputs: Sequence[Tensor], trial: Trial, leaves: Named) -> Named:
+    """The gradients of a trial's results by leaf."""
+    grads = _pull(outputs, list(leaves.values()), trial.cotangents)
     return dict(zip(leaves, grads, strict=True))
 
 
 @torch.no_grad()
-def results(problem: Problem, states: Tensor) -> Named:
+def results(trial: Trial, states: Tensor) -> Named:
     """States (B, T, N, D) in the order of processing as what a solve returns, by name."""
-    args = problem.arguments()
-    _, bounds = to_system(program_of(problem.cell), args)
+    args = trial.arguments()
+    _, edges = to_system(program_of(trial.cell), args)
     outputs = output_states(args, states)
-    return by_name(problem.cell, outputs, final_states(args, bounds, states))
+    return by_name(trial.cell, outputs, final_states(args, edges, states))
 
 
 def last_states(cell: Cell, args: Arguments, states: Tensor) -> Named:
     """What sequences of (B, T, N, D) end with, by the final states' names."""
-    _, bounds = to_system(program_of(cell), args)
-    ends = final_states(args, bounds, states)
+    _, edges = to_system(program_of(cell), args)
+    ends = final_states(args, edges, states)
     return {f"final {name}": end for name, end in zip(cell.states, ends, strict=True)}
 
 
@@ -115,13 +115,13 @@ class OtherRounding(TorchDispatchMode):
 
 
 @torch.no_grad()
-def run_loop(problem: Problem) -> Tensor:
-    """All states (B, T, N, D) by a Python loop in the problem's dtype, in the order of processing.
+def run_loop(trial: Trial) -> Tensor:
+    """All states (B, T, N, D) by a Python loop in the trial's dtype, in the order of processing.
 
     Under OtherRounding it is a loop that rounds otherwise.
     """
-    program = program_of(problem.cell)
-    system, _ = to_system(program, problem.arguments())
+    program = program_of(trial.cell)
+    system, _ = to_system(program, trial.arguments())
     states, out = system.initial, []
     for t in range(system.length):
         if system.fresh is not None and system.start is not None:
@@ -152,16 +152,16 @@ def steps(
 
 
 @torch.no_grad()
-def advance(problem: Problem, states: Tensor) -> Tensor:
-    """f(h_{l-1}, x_l) for all l at given states (B, T, N, D), in the problem's dtype."""
-    system, _ = to_system(program_of(problem.cell), problem.arguments())
+def advance(trial: Trial, states: Tensor) -> Tensor:
+    """f(h_{l-1}, x_l) for all l at given states (B, T, N, D), in the trial's dtype."""
+    system, _ = to_system(program_of(trial.cell), trial.arguments())
     new = steps(system, system.previous(states), system.inputs, system.params)
     return new if system.padding is None else new.masked_fill(system.padding.unsqueeze(2), 0)
 
 
-def local_defects(problem: Problem, states: Tensor) -> Tensor:
+def local_defects(trial: Trial, states: Tensor) -> Tensor:
     """f(h_{l-1}, x_l) - h_l at given states; 0 at padding, whose states are 0."""
-    return advance(problem, states) - states
+    return advance(trial, states) - states
 
 
 class Reverse(NamedTuple):
@@ -177,24 +177,23 @@ class Reverse(NamedTuple):
     units: Named
 
 
-def reverse(problem: Problem, states: Tensor, seed: int = 0) -> Reverse:
-    """The reverse pass at given states (B, T, N, D), step by step in the problem's dtype.
+def reverse(trial: Trial, states: Tensor, seed: int = 0) -> Reverse:
+    """The reverse pass at given states (B, T, N, D), step by step in the trial's dtype.
 
     `seed`: 0 for PyTorch's own rounding, another for another, see OtherRounding.
     """
-    leaves, args = problem.leaves(), problem.arguments()
-    system, bounds = to_system(program_of(problem.cell), args)
+    leaves, args = trial.leaves(), trial.arguments()
+    system, edges = to_system(program_of(trial.cell), args)
     at = states.detach().requires_grad_()
-    final = final_states(args, bounds, at)
-    (arriving,) = _pull((*output_states(args, at), *final), [at], problem.cotangents)
+    final = final_states(args, edges, at)
+    (arriving,) = _pull((*output_states(args, at), *final), [at], trial.cotangents)
     previous = system.previous(states.detach())
-    coupled = system.program.couples_channels
-    size = (*at.shape[:2], at.shape[-1])
-    params = [p if coupled else p.expand(size) for p in system.params]
+    coupling, size = system.program.coupling, (*at.shape[:2], at.shape[-1])
+    params = [p.expand(coupling.param_sizes(p, size)) for p in system.params]
     arranged = [previous, *system.inputs, *params]
     rows = [_blank(t, system) for t in arranged[: 1 + len(system.inputs)]]
     rows = [t.detach().requires_grad_() for t in [*rows, *params]]
-    walk = _walk_coupled if coupled else _walk
+    walk = _walk_coupled if system.program.couples_channels else _walk
     shaken = nullcontext() if not seed else OtherRounding(system.dtype, seed)
     pulled, amounts, units = walk(system, rows, arriving.detach(), shaken)
 
@@ -202,7 +201,7 @@ def reverse(problem: Problem, states: Tensor, seed: int = 0) -> Reverse:
         found = _pull((*arranged, *final), list(leaves.values()), (*pieces, *cotangents))
         return dict(zip(leaves, found, strict=True))
 
-    ends = problem.cotangents[len(final) :]
+    ends = trial.cotangents[len(final) :]
     bare = [c.abs() for c in ends]
     return Reverse(to_leaves(pulled, ends), to_leaves(amounts, bare), to_leaves(units, bare))
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from pararnn.coupling import APART, TOGETHER, Coupling
 from pararnn.errors import StructureError
 
 
@@ -23,12 +24,20 @@ class Structure(ABC):
     """A family of linear maps closed under composition and transposition.
 
     Subclass it, give `name` and the methods, and pass it to `register_structure`.
-    `couples_channels` says whether channel d of J v may depend on other channels of v.
+    `couples_channels` says whether channel d of J v may depend on other channels of v. Where it
+    may, a step's Jacobian is found by pulling back `cotangents`, one for each of its N D rows
+    unless the structure makes do with fewer, and what solves on its own is a whole batch row
+    unless its `coupling` says otherwise.
     """
 
     num_states: int
     name: ClassVar[str]
     couples_channels: ClassVar[bool] = True
+
+    @property
+    def coupling(self) -> Coupling:
+        """Which channels hang together: what graphs run on, and what solves on its own."""
+        return TOGETHER if self.couples_channels else APART
 
     @abstractmethod
     def apply(self, jacobian: Tensor, vector: Tensor) -> Tensor:
@@ -49,6 +58,23 @@ class Structure(ABC):
     @abstractmethod
     def from_dense(self, matrix: Tensor) -> Tensor:
         """The representation of matrices (..., N*D, N*D) that have this structure."""
+
+    def cut(self, jacobian: Tensor, fresh: Tensor) -> Tensor:
+        """Representations (B, T, ...), zero where a mask (B, T, 1 or D of a column) holds."""
+        batch, steps, width = fresh.shape
+        ones = [1] * (jacobian.ndim - 3)
+        return jacobian.masked_fill(fresh.reshape(batch, steps, *ones, width), 0)
+
+    def cotangents(self, like: Tensor) -> Tensor:
+        """What is pulled back to find Jacobians of states as `like` (R, D), (K, N, D)."""
+        size = self.num_states * like.shape[-1]
+        return torch.eye(size, dtype=like.dtype, device=like.device).unflatten(
+            -1, (self.num_states, -1)
+        )
+
+    def from_pulled(self, pulled: Tensor) -> Tensor:
+        """The representation, from what J^T gives for each of the cotangents, (R, K, N*D)."""
+        return self.from_dense(pulled)
 
 
 @dataclass(frozen=True)

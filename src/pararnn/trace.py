@@ -65,7 +65,10 @@ class Graph:
     text: str
 
     def __call__(self, *inputs: Tensor) -> tuple[Any, ...]:
-        return self.module(*inputs)
+        if self.mixing_op is None:
+            return self.module(*inputs)
+        # It holds reshapes as the views that they were of the trace's own inputs.
+        return self.module(*(x.contiguous() for x in inputs))
 
 
 def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what: str) -> Graph:

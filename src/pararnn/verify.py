@@ -14,12 +14,12 @@ from pararnn.cells.base import unwrapped
 from pararnn.claims import finite
 from pararnn.contract import SolveChecks
 from pararnn.engines.base import Arguments, totals
-from pararnn.engines.boundaries import to_system
+from pararnn.engines.forward_time import to_system
 from pararnn.layers import RecurrentLayer
 from pararnn.numerics import DEFECT_ULPS, rounding
 from pararnn.oracle import Oracle
 from pararnn.program import program_of
-from pararnn.reference import Problem, forward_order, local_defects
+from pararnn.reference import Trial, forward_order, local_defects
 from pararnn.solve import run
 
 
@@ -94,7 +94,7 @@ def defect(
     args, asked = _call(layer, inputs, options)
     cell = unwrapped(layer.cell)
     solved = run(program_of(cell), replace(args, output_only=False), *asked)
-    exact = Problem(cell, args, ()).to(torch.float64)
+    exact = Trial(cell, args, ()).to(torch.float64)
     at = forward_order(args, solved.states, torch.float64)
     system, _ = to_system(program_of(exact.cell), exact.arguments())
     limit = DEFECT_ULPS * rounding(system.sizes(at), args.gates.dtype)

@@ -7,16 +7,16 @@ import keyword
 import math
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from pararnn.cells.shapes import SHAPES, ParamShape
 from pararnn.errors import CellError
 from pararnn.parameters import Draw, draw_anew
 
-PARAM_SHAPES = ("D", "H", "", "D,D")
 LAYER_ARGUMENTS = frozenset(
     {"cell_class", "input_size", "hidden_size", "num_layers", "num_heads", "bias", "batch_first"}
     | {"dropout", "bidirectional", "proj_size", "reverse", "device", "dtype", "solver", "backend"}
@@ -30,26 +30,30 @@ LAYER_ARGUMENTS = frozenset(
 class Param:
     """A parameter of a cell.
 
-    `shape` is "D" (per channel), "H" (per head), "" (a scalar) or "D,D" (a matrix, for dense
-    cells). It is drawn from a Gaussian of standard deviation `std` around `mean`; `std=None` is
-    1/sqrt(D), the paper's Appendix C. `recurrent` parameters are the ones that
-    `clip_after_step` clamps. `trainable=False` makes a buffer.
+    `shape` is "D" (per channel), "H" (per head), "" (a scalar), "D,D" (a matrix, for dense cells)
+    or a `ParamShape` of `pararnn.cells.shapes`. It is drawn from a Gaussian of standard deviation
+    `std` around `mean`; `std=None` is 1/sqrt(D), the paper's Appendix C. `recurrent` parameters are
+    the ones that `clip_after_step` clamps. `trainable=False` makes a buffer.
     """
 
-    shape: str = "D"
+    shape: str | ParamShape = "D"
     std: float | None = None
     mean: float = 0.0
     recurrent: bool = True
     trainable: bool = True
+    kind: ParamShape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.shape not in PARAM_SHAPES:
-            raise CellError(f"Param shape must be one of {PARAM_SHAPES}, got {self.shape!r}")
+        kind = SHAPES.get(self.shape) if isinstance(self.shape, str) else self.shape
+        if not isinstance(kind, ParamShape):
+            raise CellError(
+                f"Param shape must be one of {tuple(SHAPES)} or a ParamShape, got {self.shape!r}"
+            )
+        object.__setattr__(self, "kind", kind)
 
     def size(self, channels: int, heads: int) -> tuple[int, ...]:
         """The tensor's size for D channels in H heads."""
-        table = {"D": (channels,), "H": (heads,), "": (), "D,D": (channels, channels)}
-        return table[self.shape]
+        return self.kind.size(channels, heads)
 
 
 class Cell(nn.Module):
@@ -195,11 +199,7 @@ class Cell(nn.Module):
                 value = getattr(self, name)
             if dtype is not None and value.dtype != dtype:
                 value = value.to(dtype)
-            if param.shape == "H":
-                value = value.unsqueeze(-1).expand(heads, channels // heads).reshape(channels)
-            elif param.shape == "":
-                value = value.expand(channels)
-            lifted.append(value)
+            lifted.append(param.kind.lifted(value, channels, heads))
         return tuple(lifted)
 
     def __setattr__(self, name: str, value: Any) -> None:

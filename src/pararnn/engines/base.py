@@ -190,7 +190,7 @@ def _listed(value: Any) -> tuple[Any, ...]:
 @dataclass(frozen=True)
 class Solution:
     """States (B, T, D) in the gates' dtype and final states (S, D) in the compute dtype, a state
-    each, and info: int64 (K, 2), sweeps and mended columns of some columns each; see `totals`."""
+    each, and info: int64 (K, 2), `sweeps` and `mended` of some columns each; see `totals`."""
 
     states: tuple[Tensor, ...]
     final: tuple[Tensor, ...]
@@ -198,7 +198,11 @@ class Solution:
 
 
 def totals(info: Tensor) -> Tensor:
-    """What all columns took, int64 (2,): the most sweeps, and how many were mended."""
+    """What all columns took, int64 (2,): the most sweeps, and what was not settled at once.
+
+    The latter, `mended`, is of the engine: PyTorch's Newton counts columns that the sequential
+    solver redid, kernels the tiles of channels that took more than one sweep.
+    """
     return torch.stack([info[:, 0].amax(), info[:, 1].sum()])
 
 

@@ -18,7 +18,7 @@ _KERNELS = {"cpu": (fused_cpu.SEQUENTIAL, fused_cpu.NEWTON), "cuda": (fused_cuda
 
 
 def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
-    """`pararnn.affine.affine_scan` by a kernel: x_0 = r_0, x_l = J_l x_{l-1} + r_l.
+    """`affine_scan` of the solvers by a kernel: x_0 = r_0, x_l = J_l x_{l-1} + r_l.
 
     For diagonals and blocks of up to 4 states, in float32 and float64.
     """

@@ -8,9 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pararnn.affine import Scan, affine_scan
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
-from pararnn.engines.boundaries import (
+from pararnn.engines.forward_time import (
     final_states,
     output_states,
     own_memory,
@@ -21,19 +20,20 @@ from pararnn.engines.boundaries import (
 from pararnn.engines.rule import pays_in_torch
 from pararnn.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.program import Program
+from pararnn.solvers.affine_scan import Scan, affine_scan
 from pararnn.solvers.newton import NewtonResult, adjoint, newton
 
 _WARNED: set[tuple[str, int]] = set()
 
 
 def _forward(scan: Scan, program: Program, args: Arguments) -> Solution:
-    system, bounds = to_system(program, args)
+    system, edges = to_system(program, args)
     result = newton(system, scan)
-    if result.mended:
+    if result.redone:
         _report(program, system.length, result, args.on_failure)
-    info = torch.tensor([[result.sweeps, result.mended]], device=args.gates.device)
+    info = torch.tensor([[result.sweeps, result.redone]], device=args.gates.device)
     states = output_states(args, result.states)
-    own = own_memory([*states, *final_states(args, bounds, result.states)], args)
+    own = own_memory([*states, *final_states(args, edges, result.states)], args)
     return Solution(own[: len(states)], own[len(states) :], info)
 
 
@@ -45,13 +45,13 @@ def _backward(
     grad_states: tuple[Tensor | None, ...],
     grad_final: tuple[Tensor | None, ...],
 ) -> Gradients:
-    system, bounds = to_system(program, args)
+    system, edges = to_system(program, args)
     solved = torch.stack(states, 2).to(system.dtype)
     previous = system.previous(solved.flip(1) if args.reverse else solved)
-    cotangent = state_cotangent(args, bounds, previous, grad_states, grad_final)
+    cotangent = state_cotangent(args, edges, previous, grad_states, grad_final)
     total = adjoint(system, previous, cotangent, scan)
     grad_previous, grad_inputs, grad_params = system.pull_back(previous, total)
-    grads = to_gradients(args, bounds, grad_previous, grad_inputs, grad_params, grad_final)
+    grads = to_gradients(args, edges, grad_previous, grad_inputs, grad_params, grad_final)
     arrived = [g for g in (*grad_states, *grad_final) if g is not None]
     return _own(grads, args, arrived)
 
@@ -71,7 +71,7 @@ def _own(grads: Gradients, args: Arguments, arrived: list[Tensor]) -> Gradients:
 
 def _report(program: Program, length: int, result: NewtonResult, on_failure: str) -> None:
     message = (
-        f"Newton did not converge on {result.mended} column(s) of {program.cell_name} at "
+        f"Newton did not converge on {result.redone} column(s) of {program.cell_name} at "
         f"T = {length}: after {result.sweeps} sweeps the largest defect |h - f(h_prev, x)| is "
         f"{result.defect:.2e}. "
         "Smaller recurrent weights (recurrent_clip with pararnn.clip_after_step), a shorter T or "

@@ -16,7 +16,8 @@ NEWTON_MIN_LENGTH = 64
 NEWTON_MAX_WIDTH = {"cpu": 512}
 NEWTON_MAX_COUPLED = {"cpu": 16, "cuda": 64}
 """Measured by benchmarks/auto_torch.py: Newton wins in PyTorch from so many steps on, while the
-state entries of a step (B N D) stay under the width and, where channels are coupled, N D does too.
+state entries of a step (B N D) stay under the width and, where channels are coupled, those too that
+hang together (N D, of a row).
 """
 
 
@@ -63,7 +64,7 @@ def _fastest_in_torch(program: Program, size: Size, device: torch.device) -> tup
     if steps < NEWTON_MIN_LENGTH:
         return "sequential", f"Newton pays from T = {NEWTON_MIN_LENGTH} on"
     most = NEWTON_MAX_COUPLED.get(device.type, 64)
-    if program.couples_channels and width > most:
+    if program.num_states * program.coupling.reach(channels) > most:
         return "sequential", f"Newton on dense Jacobians pays up to N D = {most}"
     limit = NEWTON_MAX_WIDTH.get(device.type)
     if limit is not None and batch * width > limit:

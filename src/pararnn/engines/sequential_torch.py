@@ -7,17 +7,17 @@ from functools import partial
 import torch
 
 from pararnn.engines.base import Arguments, Engine, Solution
-from pararnn.engines.boundaries import final_states, output_states, to_system
+from pararnn.engines.forward_time import final_states, output_states, to_system
 from pararnn.engines.rule import pays_in_torch
 from pararnn.program import Program
 from pararnn.solvers.sequential import unroll
 
 
 def _forward(program: Program, args: Arguments) -> Solution:
-    system, bounds = to_system(program, args)
+    system, edges = to_system(program, args)
     states = unroll(system)
     info = args.gates.new_zeros((1, 2), dtype=torch.int64)
-    return Solution(output_states(args, states), final_states(args, bounds, states), info)
+    return Solution(output_states(args, states), final_states(args, edges, states), info)
 
 
 _PAYS = partial(pays_in_torch, "sequential")

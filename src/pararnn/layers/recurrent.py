@@ -34,7 +34,8 @@ Fields = Mapping[str, Any]
 class SolveInfo(NamedTuple):
     """What the solvers of the last eager call did, int64, an entry a layer and direction.
 
-    sweeps: Newton updates. mended: columns finished by the sequential solver.
+    sweeps: Newton updates. mended: columns finished by the sequential solver; with
+    (newton, fused), tiles of channels that took more than one sweep.
     """
 
     sweeps: Tensor

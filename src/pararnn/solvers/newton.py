@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.affine import Scan, affine_scan
+from pararnn.coupling import Coupling
 from pararnn.numerics import FORWARD_TOLERANCE, rounding, underflow
+from pararnn.solvers.affine_scan import Scan, affine_scan
 from pararnn.solvers.sequential import unroll
-from pararnn.solvers.system import System, column_mask, put_columns, take_columns
+from pararnn.solvers.system import System
 
 MAX_SWEEPS = 32
 """Newton updates after which a column that has not converged is finished sequentially."""
@@ -31,13 +32,13 @@ SHRINK_AFTER = 3
 class NewtonResult:
     """States (B, T, N, D), Newton updates made, columns redone and how far off they were.
 
-    `mended` counts the columns that Newton did not solve although their sequential run is finite;
+    `redone` counts the columns that Newton did not solve although their sequential run is finite;
     `defect` is the largest defect among the redone columns when Newton gave up.
     """
 
     states: Tensor
     sweeps: int
-    mended: int
+    redone: int
     defect: float
 
 
@@ -66,10 +67,11 @@ def newton(system: System, scan: Scan = affine_scan) -> NewtonResult:
     sweeps, unsolved = before + int(end.sweeps), ~end.done
     if not bool(unsolved.any()):
         return NewtonResult(end.states, sweeps, 0, 0.0)
+    coupling = system.program.coupling
     part = unroll(system.columns(unsolved))
-    finite = ~column_mask(~part.isfinite(), system.program.couples_channels)
+    finite = ~coupling.any(~part.isfinite())
     worst = end.defect[unsolved].nan_to_num(float("inf")).max()
-    states = put_columns(end.states, unsolved, part)
+    states = coupling.put(end.states, unsolved, part)
     return NewtonResult(states, sweeps, int(finite.sum()), float(worst))
 
 
@@ -86,50 +88,50 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
     """Newton updates until every column is done or broken, or the budget is spent."""
     structure = system.program.structure
     assert structure is not None
-    coupled = structure.couples_channels
+    coupling = structure.coupling
     tolerance = ERROR_SHARE * FORWARD_TOLERANCE[system.dtype]
-    done = broken = column_mask(torch.zeros_like(states, dtype=torch.bool), coupled)
+    done = broken = coupling.any(torch.zeros_like(states, dtype=torch.bool))
     distance = last_size = torch.full_like(done, float("inf"), dtype=system.dtype)
     sweeps = torch.zeros((), dtype=torch.int64, device=states.device)
     better, updated = states, torch.zeros_like(done)
     for spent in range(budget + 1):
         new, jacobian = system.linearise(system.previous(states))
         residual = new - states
-        defect = _columns_max(residual.abs(), coupled)
+        defect = coupling.largest(residual.abs())
         broken = broken | ~defect.isfinite()
         sizes = system.sizes(states)
-        settled = _settled(residual, sizes, coupled) & ~broken
+        settled = _settled(coupling, residual, sizes) & ~broken
         done = done | (settled & (distance <= tolerance))
         open_columns = ~(done | broken)
         count = int(open_columns.sum())
         if spent == budget or count == 0:
             break
         if spent >= SHRINK_AFTER and 2 * count <= open_columns.numel():
-            part = take_columns(states, open_columns)
+            part = coupling.take(states, open_columns)
             end = _iterate(system.columns(open_columns), scan, part, budget - spent)
             return _Iterate(
-                put_columns(_best(system, states, better, updated), open_columns, end.states),
+                coupling.put(_best(system, states, better, updated), open_columns, end.states),
                 sweeps + end.sweeps,
-                put_columns(done, open_columns, end.done),
-                put_columns(defect, open_columns, end.defect),
+                coupling.put(done, open_columns, end.done),
+                coupling.put(defect, open_columns, end.defect),
             )
         update = scan(structure, jacobian[:, 1:], residual)
-        size = _columns_max(update.abs() / sizes.clamp(min=underflow(system.dtype)), coupled)
+        size = coupling.largest(update.abs() / sizes.clamp(min=underflow(system.dtype)))
         # A settled column whose update is negligible was solved before: this sweep confirms it.
         confirmed = open_columns & settled & (size <= tolerance)
         done, updated = done | confirmed, updated | confirmed
-        better = torch.where(_broadcast(confirmed, states), states + update, better)
+        better = torch.where(coupling.spread(confirmed, states), states + update, better)
         sweeps = sweeps + (open_columns & ~confirmed).any()
         rate = (size / last_size).nan_to_num(0.5).clamp(max=0.5)
         distance, last_size = size * rate / (1 - rate), size
-        states = torch.where(_broadcast(done, states), states, states + update)
+        states = torch.where(coupling.spread(done, states), states, states + update)
     return _Iterate(_best(system, states, better, updated), sweeps, done, defect)
 
 
-def _settled(residual: Tensor, sizes: Tensor, coupled: bool) -> Tensor:
+def _settled(coupling: Coupling, residual: Tensor, sizes: Tensor) -> Tensor:
     """Columns whose defect is at rounding level everywhere."""
     limit = rounding(DEFECT_ULPS * sizes, sizes.dtype)
-    return ~column_mask(residual.abs() > limit, coupled)
+    return ~coupling.any(residual.abs() > limit)
 
 
 def _best(system: System, states: Tensor, better: Tensor, updated: Tensor) -> Tensor:
@@ -139,9 +141,10 @@ def _best(system: System, states: Tensor, better: Tensor, updated: Tensor) -> Te
     """
     if not bool(updated.any()):
         return states
+    coupling = system.program.coupling
     residual = system.advance(system.previous(better)) - better
-    settled = _settled(residual, system.sizes(better), system.program.couples_channels)
-    return torch.where(_broadcast(updated & settled, states), better, states)
+    settled = _settled(coupling, residual, system.sizes(better))
+    return torch.where(coupling.spread(updated & settled, states), better, states)
 
 
 @torch.no_grad()
@@ -161,10 +164,11 @@ def adjoint(
     if system.padding is not None:
         cotangent = cotangent.masked_fill(system.padding.unsqueeze(2), 0)
     total = scan(structure, backward, cotangent.flip(1)).flip(1)
-    mask = column_mask(~total.isfinite(), structure.couples_channels)
+    coupling = structure.coupling
+    mask = coupling.any(~total.isfinite())
     if bool(mask.any()):
-        columns = (take_columns(previous, mask), take_columns(cotangent, mask))
-        total = put_columns(total, mask, _adjoint_loop(system.columns(mask), *columns))
+        columns = (coupling.take(previous, mask), coupling.take(cotangent, mask))
+        total = coupling.put(total, mask, _adjoint_loop(system.columns(mask), *columns))
     return total
 
 
@@ -182,12 +186,3 @@ def _adjoint_loop(system: System, previous: Tensor, cotangent: Tensor) -> Tensor
             carried = carried.masked_fill(step.fresh.unsqueeze(2), 0)
         out.append(total)
     return torch.cat(out[::-1], 1)
-
-
-def _broadcast(columns: Tensor, like: Tensor) -> Tensor:
-    """A mask of columns, (B, D) or (B,), at the size of `like` (B, T, N, D)."""
-    return columns.reshape(len(columns), 1, 1, -1).expand_as(like)
-
-
-def _columns_max(values: Tensor, coupled: bool) -> Tensor:
-    return values.flatten(1).amax(1) if coupled else values.amax((1, 2))

@@ -1,4 +1,4 @@
-"""One problem in forward time: recurrence, inputs and boundaries, in the compute dtype."""
+"""One problem in forward time: recurrence, inputs and edges, in the compute dtype."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pararnn.derive import expand_entry, linearise
+from pararnn.coupling import expand_entry
+from pararnn.derive import linearise
 from pararnn.program import Program
 
 
 @dataclass(frozen=True)
 class System:
-    """h_l = f(prev_l, x_l) for l = 0 .. T-1, with prev_l = h_{l-1} except at boundaries.
+    """h_l = f(prev_l, x_l) for l = 0 .. T-1, with prev_l = h_{l-1} except at edges of sequences.
 
     inputs: gates (biases added) and fields, each (B, T, D). params: (D,) or as the cell shapes
     them. initial: the states before step 0, (B, N, D). fresh (B, T, 1 or D): steps that start from
@@ -76,18 +77,16 @@ class System:
         return self._stack(out, previous)
 
     def linearise(self, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """f(prev_l, x_l) and d h_l / d h_{l-1}, zero at boundaries, for all l."""
+        """f(prev_l, x_l) and d h_l / d h_{l-1}, zero at edges, for all l."""
         structure = self.program.structure
         assert structure is not None
         graphs = self.program.graphs[self.dtype]
         tensors = self._tensors(previous)
         new, jacobian = linearise(self.program.step, structure, graphs, tensors, self.by_hand)
-        if structure.couples_channels:
-            jacobian = jacobian.unflatten(0, previous.shape[:2])
+        at_steps = len(self._sizes) - 1  # one dimension of rows, or batch and time
+        jacobian = jacobian.reshape(*previous.shape[:2], *jacobian.shape[at_steps:])
         if self.fresh is not None:
-            batch, steps, width = self.fresh.shape
-            where = self.fresh.reshape(batch, steps, *[1] * (jacobian.ndim - 3), width)
-            jacobian = jacobian.masked_fill(where, 0)
+            jacobian = structure.cut(jacobian, self.fresh)
         return self._stack(new, previous), jacobian
 
     def pull_back(
@@ -99,19 +98,19 @@ class System:
         grads = self._run("vjp", previous, cotangent)
         states, size = self.program.num_states, self.inputs[0].shape
         rows = states + len(self.inputs)
+        coupling = self.program.coupling
 
         def at_steps(grad: object) -> Tensor:
-            full = expand_entry(grad, cotangent, self._rows(size)).reshape(size)
+            full = expand_entry(grad, cotangent, self._sizes).reshape(size)
             return full if self.padding is None else full.masked_fill(self.padding, 0)
 
+        def summed(grad: object, param: Tensor) -> Tensor:
+            full = expand_entry(grad, cotangent, coupling.param_sizes(param, size))
+            return coupling.total(full, self.padding)
+
         per_step = [at_steps(g) for g in grads[:rows]]
-        summed = tuple(
-            expand_entry(g, cotangent, tuple(p.shape))
-            if self.program.couples_channels
-            else at_steps(g).sum((0, 1))
-            for g, p in zip(grads[rows:], self.params, strict=True)
-        )
-        return torch.stack(per_step[:states], 2), tuple(per_step[states:]), summed
+        params = tuple(map(summed, grads[rows:], self.params))
+        return torch.stack(per_step[:states], 2), tuple(per_step[states:]), params
 
     def at(self, step: int) -> System:
         """The system of one step alone; the state before it is not its own to know."""
@@ -128,82 +127,42 @@ class System:
         )
 
     def columns(self, mask: Tensor) -> System:
-        """The part of the system in the columns that `mask` names: see `take_columns`."""
-        if self.program.couples_channels:
-            params = self.params
-        else:
-            channel = mask.nonzero(as_tuple=True)[1]
-            params = tuple(p[channel] for p in self.params)
-        size = (*self.inputs[0].shape[:2], self.initial.shape[-1])
+        """The part of the system in the columns that `mask` names: see `Coupling.take`."""
+        coupling = self.program.coupling
 
-        def take(masks: Tensor | None) -> Tensor | None:
-            if masks is None:
-                return None
-            full = masks if self.program.couples_channels else masks.expand(size)
-            return take_columns(full, mask)
+        def take(x: Tensor | None) -> Tensor | None:
+            return None if x is None else coupling.take(x, mask)
 
         return replace(
             self,
-            inputs=tuple(take_columns(x, mask) for x in self.inputs),
-            params=params,
-            initial=take_columns(self.initial, mask),
+            inputs=tuple(coupling.take(x, mask) for x in self.inputs),
+            params=coupling.take_params(self.params, mask),
+            initial=coupling.take(self.initial, mask),
             fresh=take(self.fresh),
-            start=None if self.start is None else take_columns(self.start, mask),
+            start=take(self.start),
             padding=take(self.padding),
         )
 
-    def _rows(self, size: torch.Size) -> tuple[int, ...]:
-        """Coupled programs run on rows (B*T, D), elementwise ones on any leading sizes."""
-        if self.program.couples_channels:
-            return (size[0] * size[1], size[2])
-        return tuple(size)
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """What graphs take states and inputs in."""
+        return self.program.coupling.sizes(self.inputs[0].shape)
 
     def _tensors(self, previous: Tensor) -> list[Tensor]:
         """The flat arguments of the program's graphs."""
-        rows = self._rows(self.inputs[0].shape)
+        rows = self._sizes
         states = [s.reshape(rows) for s in previous.unbind(2)]
         return [*states, *(x.reshape(rows) for x in self.inputs), *self.params]
 
     def _run(self, which: str, previous: Tensor, *cotangent: Tensor) -> tuple[object, ...]:
         graph = getattr(self.program.graphs[self.dtype], which)
-        rows = self._rows(self.inputs[0].shape)
+        rows = self._sizes
         pulled = [c.reshape(rows) for t in cotangent for c in t.unbind(2)]
         return graph(*self._tensors(previous), *pulled)
 
     def _stack(self, new: Sequence[object], like: Tensor) -> Tensor:
-        size = self.inputs[0].shape
-        rows = self._rows(size)
+        size, rows = self.inputs[0].shape, self._sizes
         states = torch.stack([expand_entry(s, like, rows).reshape(size) for s in new], 2)
         if self.padding is None:
             return states
         return states.masked_fill(self.padding.unsqueeze(2), 0)
-
-
-def column_mask(per_entry: Tensor, couples_channels: bool) -> Tensor:
-    """A mask (B, T, N, D) by columns, any of each: (B, D), or (B,) if channels are coupled.
-
-    A column is what solves on its own: a channel of a batch row, or a whole row.
-    """
-    return per_entry.flatten(1).any(1) if couples_channels else per_entry.any(2).any(1)
-
-
-def take_columns(whole: Tensor, mask: Tensor) -> Tensor:
-    """The columns of `whole` (B, ..., D) in which `mask` holds.
-
-    For a mask (B, D) they are the n channels of a single row, (1, ..., n); for (B,), the n rows.
-    """
-    if mask.ndim == 1:
-        return whole[mask]
-    batch, channel = mask.nonzero(as_tuple=True)
-    return whole[batch, ..., channel].movedim(0, -1).unsqueeze(0).contiguous()
-
-
-def put_columns(whole: Tensor, mask: Tensor, part: Tensor) -> Tensor:
-    """`whole` (B, ..., D) with the columns of `mask` replaced by `part` (see `take_columns`)."""
-    out = whole.clone()
-    if mask.ndim == 1:
-        out[mask] = part
-    else:
-        batch, channel = mask.nonzero(as_tuple=True)
-        out[batch, ..., channel] = part.squeeze(0).movedim(-1, 0)
-    return out

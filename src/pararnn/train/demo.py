@@ -214,7 +214,7 @@ def load_corpus(config: DemoConfig) -> Corpus:
 
 def default_width(cell_class: type[Cell]) -> int:
     """128 channels, or 32 where Newton's cost grows with their cube."""
-    return 32 if program_of(cell_class(8)).couples_channels else 128
+    return 32 if program_of(cell_class(8)).coupling.reach(8) else 128
 
 
 def timed_shapes(config: DemoConfig) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from pararnn.solvers.system import System
 
 
 @dataclass(frozen=True)
-class Boundaries:
+class Edges:
     """Where sequences begin and end, in processing order; None: row b is sequence b.
 
     begins (B, T): steps that start from `initial[seq]`; last (B, T): last steps of a sequence.
@@ -25,7 +25,7 @@ class Boundaries:
     last: Tensor | None = None
 
 
-def to_system(program: Program, args: Arguments) -> tuple[System, Boundaries]:
+def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
     """The arguments as a System in forward time; differentiable."""
     dtype = args.dtype
     gates = args.gates.flatten(3) if args.gates.ndim == 5 else args.gates
@@ -38,10 +38,10 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Boundaries]:
     reset = None if args.reset is None else _in_order(args.reset, args.reverse)
     if args.seq is None:
         if reset is None:
-            return System(program, inputs, args.params, initial), Boundaries()
+            return System(program, inputs, args.params, initial), Edges()
         start = initial.new_zeros(()).expand(*reset.shape, *initial.shape[1:])
         fresh = reset.unsqueeze(-1)
-        return System(program, inputs, args.params, initial, fresh, start), Boundaries()
+        return System(program, inputs, args.params, initial, fresh, start), Edges()
     seq = _in_order(args.seq, args.reverse)
     batch, _ = seq.shape
     edge = seq.new_full((batch, 1), -2)
@@ -57,17 +57,17 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Boundaries]:
     masks = (fresh.unsqueeze(-1), start, padding.unsqueeze(-1))
     inputs = _without_padding(inputs, padding)
     system = System(program, inputs, args.params, nothing, *masks)
-    return system, Boundaries(seq, begins, last)
+    return system, Edges(seq, begins, last)
 
 
-def final_states(args: Arguments, bounds: Boundaries, states: Tensor) -> tuple[Tensor, ...]:
+def final_states(args: Arguments, edges: Edges, states: Tensor) -> tuple[Tensor, ...]:
     """The last state of each sequence, (S, D) a state; an empty sequence's is its initial state."""
     initial = torch.stack([h.to(states.dtype) for h in args.initial], 1)
-    if bounds.seq is None or bounds.last is None:
+    if edges.seq is None or edges.last is None:
         # Without a step too they hang on all that the states do.
         return tuple((states[:, -1] if states.shape[1] else initial + states.sum(1)).unbind(1))
-    ids = bounds.seq[bounds.last].long()
-    return tuple(initial.index_put((ids,), states[bounds.last]).unbind(1))
+    ids = edges.seq[edges.last].long()
+    return tuple(initial.index_put((ids,), states[edges.last]).unbind(1))
 
 
 def output_states(args: Arguments, states: Tensor) -> tuple[Tensor, ...]:
@@ -77,7 +77,7 @@ def output_states(args: Arguments, states: Tensor) -> tuple[Tensor, ...]:
 
 def state_cotangent(
     args: Arguments,
-    bounds: Boundaries,
+    edges: Edges,
     like: Tensor,
     grad_states: tuple[Tensor | None, ...],
     grad_final: tuple[Tensor | None, ...],
@@ -90,17 +90,17 @@ def state_cotangent(
     for n, grad in enumerate(grad_final):
         if grad is None or not like.shape[1]:
             continue
-        if bounds.seq is None or bounds.last is None:
+        if edges.seq is None or edges.last is None:
             cotangent[:, -1, n] += grad
         else:
-            at_end = grad[bounds.seq[bounds.last].long()]
-            cotangent[:, :, n][bounds.last] += at_end.to(like.dtype)
+            at_end = grad[edges.seq[edges.last].long()]
+            cotangent[:, :, n][edges.last] += at_end.to(like.dtype)
     return cotangent
 
 
 def to_gradients(
     args: Arguments,
-    bounds: Boundaries,
+    edges: Edges,
     grad_previous: Tensor,
     grad_inputs: tuple[Tensor, ...],
     grad_params: tuple[Tensor, ...],
@@ -123,7 +123,7 @@ def to_gradients(
         bias=bias,
         fields=fields,
         params=grad_params,
-        initial=_grad_initial(args, bounds, grad_previous, grad_final),
+        initial=_grad_initial(args, edges, grad_previous, grad_final),
     )
 
 
@@ -145,7 +145,7 @@ def own_memory(
 
 def _grad_initial(
     args: Arguments,
-    bounds: Boundaries,
+    edges: Edges,
     grad_previous: Tensor,
     grad_final: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, ...]:
@@ -153,7 +153,7 @@ def _grad_initial(
     steps = grad_previous.shape[1]
     for n, (initial, final) in enumerate(zip(args.initial, grad_final, strict=True)):
         grad = torch.zeros_like(initial, dtype=grad_previous.dtype)
-        if bounds.seq is None or bounds.begins is None or bounds.last is None:
+        if edges.seq is None or edges.begins is None or edges.last is None:
             if steps:
                 grad = grad_previous[:, 0, n]
                 if args.reset is not None:
@@ -162,11 +162,11 @@ def _grad_initial(
             elif final is not None:
                 grad = final
         else:
-            ids = bounds.seq[bounds.begins].long()
-            grad = grad.index_put((ids,), grad_previous[:, :, n][bounds.begins], accumulate=True)
+            ids = edges.seq[edges.begins].long()
+            grad = grad.index_put((ids,), grad_previous[:, :, n][edges.begins], accumulate=True)
             if final is not None:
                 used = torch.zeros_like(initial[:, :1], dtype=torch.bool)
-                used[bounds.seq[bounds.last].long()] = True
+                used[edges.seq[edges.last].long()] = True
                 grad = grad + final.masked_fill(used, 0)
         out.append(grad.to(initial.dtype))
     return tuple(out)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pararnn.affine import affine_scan
+from pararnn.solvers.affine_scan import affine_scan
 from pararnn.structure import BlockDiagonal, Dense, Diagonal, make_structure
 
 

@@ -1,6 +1,6 @@
 """The affine scan: x_l = J_l x_{l-1} + r_l for all l at once, in O(log T) steps.
 
-Paper, Algorithm 1b (with the index misprint mended), in its work-efficient form: neighbours are
+Paper, Algorithm 1b (with the index misprint corrected), in its work-efficient form: neighbours are
 merged in pairs, the half-length recurrence is solved, and the other half follows. That is
 2 log2(T) steps, about T compositions and 2 T applications, instead of T log2(T) of each.
 """

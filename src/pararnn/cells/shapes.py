@@ -1,0 +1,40 @@
+"""The shapes of parameters: a table, an entry of which is all that a shape is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ParamShape:
+    """The size of a parameter for D channels in H heads, and as what a step takes it.
+
+    size: of D and H. lift: of the parameter, D and H; None where a step takes it as it is. Where
+    channels do not meet, it must give (D,).
+    """
+
+    name: str
+    size: Callable[[int, int], tuple[int, ...]]
+    lift: Callable[[Tensor, int, int], Tensor] | None = None
+
+    def lifted(self, value: Tensor, channels: int, heads: int) -> Tensor:
+        """The parameter as a step takes it."""
+        return value if self.lift is None else self.lift(value, channels, heads)
+
+
+def _of_heads(value: Tensor, channels: int, heads: int) -> Tensor:
+    return value.unsqueeze(-1).expand(heads, channels // heads).reshape(channels)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        ParamShape("D", lambda d, h: (d,)),
+        ParamShape("H", lambda d, h: (h,), _of_heads),
+        ParamShape("", lambda d, h: (), lambda value, d, h: value.expand(d)),
+        ParamShape("D,D", lambda d, h: (d, d)),
+    )
+}

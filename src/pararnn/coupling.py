@@ -1,0 +1,121 @@
+"""Which channels of a step hang together: what its graphs run on, and what solves on its own.
+
+A column is what solves on its own: a whole batch row, or a channel of one. Flags and numbers of
+columns are tensors (B, ...), one entry a column. Another kind of column is another subclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Coupling:
+    """All channels of a batch row hang together: a column is a row, graphs run on rows (R, D)."""
+
+    def reach(self, channels: int) -> int:
+        """On how many channels another's next state may depend, 0 where only on its own."""
+        return channels
+
+    def sizes(self, size: Sequence[int]) -> tuple[int, ...]:
+        """The sizes that graphs take states and inputs (B, T, D) in, channels last."""
+        batch, steps, channels = size
+        return (batch * steps, channels)
+
+    def representation(self, entries: Sequence[Any], like: Tensor, num_states: int) -> Tensor:
+        """A Jacobian at states as `like`, from what a graph returns after the new states."""
+        representation: Tensor = entries[0]
+        return representation
+
+    def param_sizes(self, param: Tensor, size: Sequence[int]) -> tuple[int, ...]:
+        """The sizes in which a graph returns a parameter's gradient for steps (B, T, D)."""
+        return tuple(param.shape)
+
+    def total(self, gradient: Tensor, padding: Tensor | None) -> Tensor:
+        """A parameter's gradient, from what a graph returns: rows are summed in the graph."""
+        return gradient
+
+    def any(self, mask: Tensor) -> Tensor:
+        """By column, whether a mask (B, T, N, D) holds anywhere."""
+        return mask.flatten(1).any(1)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """By column, the largest of (B, T, N, D)."""
+        return values.flatten(1).amax(1)
+
+    def spread(self, columns: Tensor, like: Tensor) -> Tensor:
+        """Entries of columns at the size of `like` (B, T, N, D)."""
+        return columns.reshape(-1, 1, 1, 1).expand_as(like)
+
+    def take(self, whole: Tensor, columns: Tensor) -> Tensor:
+        """The columns of `whole` (B, ..., D or 1) in which a mask of columns holds: n rows."""
+        return whole[columns]
+
+    def put(self, whole: Tensor, columns: Tensor, part: Tensor) -> Tensor:
+        """`whole` with the columns of the mask replaced by `part`, of `take`'s layout."""
+        out = whole.clone()
+        out[columns] = part
+        return out
+
+    def take_params(self, params: tuple[Tensor, ...], columns: Tensor) -> tuple[Tensor, ...]:
+        """The parameters of the columns that `take` gives."""
+        return params
+
+
+class Apart(Coupling):
+    """Every channel is on its own: a column is a channel of a row, graphs run on any sizes."""
+
+    def reach(self, channels: int) -> int:
+        return 0
+
+    def sizes(self, size: Sequence[int]) -> tuple[int, ...]:
+        return tuple(size)
+
+    def representation(self, entries: Sequence[Any], like: Tensor, num_states: int) -> Tensor:
+        stacked = torch.stack([expand_entry(entry, like, like.shape) for entry in entries], -2)
+        return stacked if num_states == 1 else stacked.unflatten(-2, (num_states, num_states))
+
+    def param_sizes(self, param: Tensor, size: Sequence[int]) -> tuple[int, ...]:
+        return tuple(size)
+
+    def total(self, gradient: Tensor, padding: Tensor | None) -> Tensor:
+        real = gradient if padding is None else gradient.masked_fill(padding, 0)
+        return real.sum((0, 1))
+
+    def any(self, mask: Tensor) -> Tensor:
+        return mask.any(2).any(1)
+
+    def largest(self, values: Tensor) -> Tensor:
+        return values.amax((1, 2))
+
+    def spread(self, columns: Tensor, like: Tensor) -> Tensor:
+        return columns.reshape(len(columns), 1, 1, -1).expand_as(like)
+
+    def take(self, whole: Tensor, columns: Tensor) -> Tensor:
+        """The n channels in which the mask holds, as those of a single row: (1, ..., n)."""
+        batch, channel = columns.nonzero(as_tuple=True)
+        full = whole.expand(*whole.shape[:-1], columns.shape[1])
+        return full[batch, ..., channel].movedim(0, -1).unsqueeze(0).contiguous()
+
+    def put(self, whole: Tensor, columns: Tensor, part: Tensor) -> Tensor:
+        out = whole.clone()
+        batch, channel = columns.nonzero(as_tuple=True)
+        out[batch, ..., channel] = part.squeeze(0).movedim(-1, 0)
+        return out
+
+    def take_params(self, params: tuple[Tensor, ...], columns: Tensor) -> tuple[Tensor, ...]:
+        channel = columns.nonzero(as_tuple=True)[1]
+        return tuple(param[channel] for param in params)
+
+
+TOGETHER, APART = Coupling(), Apart()
+
+
+def expand_entry(entry: Any, like: Tensor, size: Sequence[int]) -> Tensor:
+    """A graph's output (a tensor that may need broadcasting, or a number) at full size."""
+    if not isinstance(entry, Tensor):
+        return like.new_full((), float(entry)).expand(*size)
+    return entry.expand(*size)
