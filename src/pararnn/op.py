@@ -46,14 +46,15 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
     over cells that mix channels, over where sequences start, and over gradients.
     """
     how = How(program.key, engine.solver, engine.backend)
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        # Older compilers mistake the context for an argument where no gradient is needed.
-        states, final, info = torch.ops.pararnn.forward(*how, *args.values())
-        return Solution(tuple(states), tuple(final), info)
     tensors, rest = args.flatten()
     alone = _alone_with(tensors)
-    if alone and not (torch.is_grad_enabled() and _wants_gradient(tensors)):
-        return _forward(program, engine, args)
+    if not (torch.is_grad_enabled() and _wants_gradient(tensors)):
+        if alone:
+            return _forward(program, engine, args)
+        if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+            # Compilers mistake the context for an argument where no gradient is needed.
+            states, final, info = torch.ops.pararnn.forward(*how, *args.values())
+            return Solution(tuple(states), tuple(final), info)
     try:
         out = _apply(_Solve, how, rest, (program, engine, args) if alone else None, *tensors)
     except NotImplementedError as error:
