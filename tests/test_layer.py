@@ -79,6 +79,30 @@ def test_state_dict_names_and_shapes():
     assert len(sizes) == 2 * (2 + 5)
 
 
+OLD = {  # a checkpoint of earlier versions: names and sizes, in their order
+    "layers.0.bias": (3, 8),
+    "layers.0.proj.weight": (2, 12, 3),
+    "layers.0.cell.a_z": (8,),
+    "layers.0.cell.a_r": (8,),
+    "layers.0.cell.a_c": (8,),
+    "layers.1.bias": (3, 8),
+    "layers.1.proj.weight": (2, 12, 8),
+    "layers.1.cell.a_z": (8,),
+    "layers.1.cell.a_r": (8,),
+    "layers.1.cell.a_c": (8,),
+}
+
+
+def test_state_dicts_of_earlier_versions_load():
+    old = {f"{way}{name}": size for way in ("", "reverse_") for name, size in OLD.items()}
+    layer = pararnn.ParaGRU(6, 8, num_layers=2, num_heads=2, bidirectional=True)
+    assert [(k, tuple(v.shape)) for k, v in layer.state_dict().items()] == list(old.items())
+    values = {name: torch.randn(size) for name, size in old.items()}
+    layer.load_state_dict(values)
+    assert all(torch.equal(layer.get_parameter(name), value) for name, value in values.items())
+    assert torch.equal(layer.reverse_layers[1].cell.a_c, values["reverse_layers.1.cell.a_c"])
+
+
 def test_heads_are_block_diagonal():
     layer = pararnn.ParaGRU(6, 8, num_heads=2)
     x = torch.randn(2, 10, 6)

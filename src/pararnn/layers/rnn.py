@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,14 +13,13 @@ from torch.nn.utils.rnn import PackedSequence
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.base import totals
-from pararnn.engines.request import Request, request
-from pararnn.layers.layout import BATCH_FIRST, UNBATCHED, Layout, layout_of
+from pararnn.engines.request import request
+from pararnn.layers.layout import layout_of
 from pararnn.layers.recurrent import (
     Fields,
     RecurrentLayer,
     SolveInfo,
     States,
-    decoding_pair,
     without_padding,
 )
 
@@ -52,13 +51,9 @@ class ParaRNN(nn.Module):
             2 hidden_size channels, forward first.
         num_heads: heads of the input projection (block-diagonal; paper, Appendix C).
         device, dtype: of the parameters.
-        solver, backend, on_failure: as in `pararnn.solve`.
-        mode: one of the paper's modes (`MODES`) in place of a solver and a backend.
-        recurrent_clip: bound that `clip_after_step` clamps recurrent parameters to; None for none.
-        recompute_gates: do not keep the gates (B, T, G, D) for the backward pass, but project the
-            input anew there: a layer then keeps its input and its states only.
-        projection_gain, recurrent_std: of the initialisation, as in `RecurrentLayer`.
-        config: the cell's config.
+        options: those of every layer as `RecurrentLayer` takes them (solver, backend, mode,
+            on_failure, recurrent_clip, recompute_gates, projection_gain, recurrent_std), and the
+            cell's config.
 
     It is a stack of `RecurrentLayer`, in `layers` (and `reverse_layers`), and its attributes
     solver, backend, on_failure and recurrent_clip are theirs: setting one sets it on all of them.
@@ -86,15 +81,7 @@ class ParaRNN(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         num_heads: int = 1,
-        solver: str | None = None,
-        backend: str | None = None,
-        mode: str | None = None,
-        on_failure: str = "warn",
-        recurrent_clip: float | None = 0.5,
-        recompute_gates: bool = False,
-        projection_gain: float = 1.0,
-        recurrent_std: float | None = None,
-        **config: Any,
+        **options: Any,
     ) -> None:
         super().__init__()
         if num_layers < 1:
@@ -118,17 +105,9 @@ class ParaRNN(nn.Module):
                 bias,
                 num_heads=num_heads,
                 reverse=reverse,
-                solver=solver,
-                backend=backend,
-                mode=mode,
-                on_failure=on_failure,
-                recurrent_clip=recurrent_clip,
-                recompute_gates=recompute_gates,
-                projection_gain=projection_gain,
-                recurrent_std=recurrent_std,
                 device=device,
                 dtype=dtype,
-                **config,
+                **options,
             )
 
         self.layers = nn.ModuleList(part(index, False) for index in range(num_layers))
@@ -189,13 +168,28 @@ class ParaRNN(nn.Module):
             the final states, like h_0, in float32 (or float64). With `all_states` a third item: for
             each layer and direction, in the order of h_n, a tuple of N tensors like the output.
         """
-        if isinstance(x, PackedSequence):
-            self._check_rank(x.data, (2,))
-        else:
-            self._check_rank(x, (2, 3))
+        data = x.data if isinstance(x, PackedSequence) else x
+        self._check_rank(data, (2,) if data is not x else (2, 3))
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
-        asked = request(solver, backend, mode)
-        return self._run(x, h_0, layout, asked, fields or {}, reset, all_states)
+        into, back, sequences = layout.into, layout.back, layout.sequences
+        rows = into(x)
+        if sequences is not None and data is x:
+            rows = without_padding(rows, sequences)  # a PackedSequence has ours, which is 0
+        given = fields or {}
+        options: dict[str, Any] = {
+            "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in given.items()},
+            "reset": None if reset is None else into(reset),
+            "sequences": sequences,
+            "all_states": all_states,
+            **request(solver, backend, mode)._asdict(),
+        }
+        size = (rows.shape[0] if sequences is None else sequences.total, self.hidden_size)
+        initial = self._by_layer(h_0, size if layout.batched else size[1:])
+        output, results = self._through(rows, initial, lambda part, *at: part(*at, **options))
+        h_n = stacked([result[1] for result in results], layout.batched)
+        if not all_states:
+            return back(output), h_n
+        return back(output), h_n, tuple(tuple(map(back, result[2])) for result in results)
 
     def step(
         self, x_t: Tensor, state: States | None = None, *, fields: Fields | None = None
@@ -211,58 +205,32 @@ class ParaRNN(nn.Module):
                 "from the last step"
             )
         self._check_rank(x_t, (1, 2))
-        layout, time = (BATCH_FIRST, 1) if x_t.ndim == 2 else (UNBATCHED, 0)
-        given = fields or {}
-        fields = {k: v.unsqueeze(time) if torch.is_tensor(v) else v for k, v in given.items()}
-        asked = decoding_pair(self.backend)
-        x, finals = self._run(x_t.unsqueeze(time), state, layout, asked, fields, None, False)
-        return x.squeeze(time), finals
+        fields, batched = fields or {}, x_t.ndim == 2
+        if not batched:
+            x_t = x_t.unsqueeze(0)
+            fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
+        size = (x_t.shape[0], self.hidden_size)
+        initial = self._by_layer(state, size if batched else size[1:])
+        options = {"fields": fields}
+        output, results = self._through(x_t, initial, lambda part, *at: part.step(*at, **options))
+        h_n = stacked([result[1] for result in results], batched)
+        return output if batched else output.squeeze(0), h_n
 
-    def _run(
-        self,
-        given: Any,
-        h_0: States | None,
-        layout: Layout,
-        asked: Request,
-        fields: Fields,
-        reset: Any,
-        all_states: bool,
-    ) -> Any:
-        """All layers; `asked`: the request of this call."""
-        into, back = layout.into, layout.back
-        x = into(given)
-        if layout.sequences is not None and isinstance(given, Tensor):
-            x = without_padding(x, layout.sequences)  # a PackedSequence has ours, which is 0
-        fields = {k: v if isinstance(v, (int, float)) else into(v) for k, v in fields.items()}
-        reset = None if reset is None else into(reset)
-        initial = self._per_part(h_0, x, layout)
-        finals: list[tuple[Tensor, ...]] = []
-        series: list[tuple[Tensor, ...]] = []
+    def _through(
+        self, x: Tensor, initial: Sequence[Any], run: Callable[..., Any]
+    ) -> tuple[Tensor, list[Any]]:
+        """The last layer's output, and what `run(part, x, initial)` has returned for each part."""
+        results: list[Any] = []
         parts, directions = self._parts(), 1 + self.bidirectional
         for index in range(self.num_layers):
             if index and self.dropout and self.training:
                 # On CUDA the mask follows the layout, which would depend on the engine.
                 x = F.dropout(x.contiguous(), self.dropout)
-            outputs = []
-            for part in parts[index * directions : (index + 1) * directions]:
-                output, final, *states = part(
-                    x,
-                    initial[len(finals)],
-                    fields=fields,
-                    reset=reset,
-                    sequences=layout.sequences,
-                    all_states=all_states,
-                    solver=asked.solver,
-                    backend=asked.backend,
-                )
-                outputs.append(output)
-                finals.append(final if isinstance(final, tuple) else (final,))
-                series.extend(states)
+            own = range(index * directions, (index + 1) * directions)
+            results += [run(parts[i], x, initial[i]) for i in own]
+            outputs = [results[i][0] for i in own]
             x = outputs[0] if directions == 1 else self._merged(outputs, index)
-        results = back(x), self._stacked(finals, layout.batched)
-        if not all_states:
-            return results
-        return *results, tuple(tuple(back(s) for s in states) for states in series)
+        return x, results
 
     def _merged(self, outputs: list[Tensor], index: int) -> Tensor:
         """Both directions side by side; between layers head by head, as each head sees a slice."""
@@ -318,34 +286,36 @@ class ParaRNN(nn.Module):
                 f"got {x.shape[-1]}"
             )
 
-    def _per_part(
-        self, states: States | None, x: Tensor, layout: Layout
+    def _by_layer(
+        self, states: States | None, size: tuple[int, ...]
     ) -> Sequence[tuple[Tensor, ...] | None]:
+        """States of all layers, of a size each, as every one takes them: with a batch dimension."""
         count = self.num_layers * (1 + self.bidirectional)
         if states is None:
             return [None] * count
-        names = self.cell.states
+        names, full = self.cell.states, (count, *size)
         given = (states,) if isinstance(states, Tensor) else tuple(states)
-        rows = x.shape[0] if layout.sequences is None else layout.sequences.total
-        size = (count, rows, self.hidden_size) if layout.batched else (count, self.hidden_size)
         shapes = [tuple(state.shape) for state in given]
-        if shapes != [size] * len(names):
+        if shapes != [full] * len(names):
             raise ValueError(
-                f"{type(self).__name__}: Expected hidden states {tuple(names)} of size {size} "
+                f"{type(self).__name__}: Expected hidden states {tuple(names)} of size {full} "
                 f"each, got {shapes}"
             )
-        if not layout.batched:
+        if len(size) == 1:
             given = tuple(state.unsqueeze(1) for state in given)
         return list(zip(*(state.unbind() for state in given), strict=True))
 
-    def _stacked(self, finals: list[tuple[Tensor, ...]], batched: bool) -> States:
-        if len(finals) == 1:
-            stacked = tuple(state.unsqueeze(0) for state in finals[0])
-        else:
-            stacked = tuple(torch.stack(series) for series in zip(*finals, strict=True))
-        if not batched:
-            stacked = tuple(state.squeeze(1) for state in stacked)
-        return stacked[0] if len(stacked) == 1 else stacked
+
+def stacked(finals: list[States], batched: bool) -> States:
+    """The final states of all layers as `ParaRNN` returns them."""
+    each = [final if isinstance(final, tuple) else (final,) for final in finals]
+    if len(each) == 1:
+        states = tuple(state.unsqueeze(0) for state in each[0])
+    else:
+        states = tuple(torch.stack(series) for series in zip(*each, strict=True))
+    if not batched:
+        states = tuple(state.squeeze(1) for state in states)
+    return states[0] if len(states) == 1 else states
 
 
 class ParaGRU(ParaRNN):
