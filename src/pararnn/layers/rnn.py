@@ -14,14 +14,9 @@ from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.base import totals
 from pararnn.engines.request import request
-from pararnn.layers.layout import layout_of
-from pararnn.layers.recurrent import (
-    Fields,
-    RecurrentLayer,
-    SolveInfo,
-    States,
-    without_padding,
-)
+from pararnn.layers.cuts import States, without_padding
+from pararnn.layers.layout import layout_of, order_of_resets
+from pararnn.layers.recurrent import Fields, RecurrentLayer, SolveInfo
 
 
 def _shared(name: str) -> Any:
@@ -52,8 +47,8 @@ class ParaRNN(nn.Module):
         num_heads: heads of the input projection (block-diagonal; paper, Appendix C).
         device, dtype: of the parameters.
         options: those of every layer as `RecurrentLayer` takes them (solver, backend, mode,
-            on_failure, recurrent_clip, recompute_gates, projection_gain, recurrent_std), and the
-            cell's config.
+            on_failure, recurrent_clip, recompute_gates, keep_dtype, projection_gain,
+            recurrent_std), and the cell's config.
 
     It is a stack of `RecurrentLayer`, in `layers` (and `reverse_layers`), and its attributes
     solver, backend, on_failure and recurrent_clip are theirs: setting one sets it on all of them.
@@ -95,7 +90,7 @@ class ParaRNN(nn.Module):
             )
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.num_heads, self.batch_first, self.dropout = num_heads, batch_first, dropout
-        self.bidirectional = bidirectional
+        self.bidirectional, self.bias = bidirectional, bias
 
         def part(index: int, reverse: bool) -> RecurrentLayer:
             return RecurrentLayer(
@@ -126,13 +121,21 @@ class ParaRNN(nn.Module):
         found = [totals(count) for count in counts if count is not None]
         return SolveInfo(*torch.stack(found, 1)) if len(found) == len(counts) else None
 
+    @property
+    def all_weights(self) -> list[list[nn.Parameter]]:
+        """The parameters of every layer and direction, in the order of h_n."""
+        return [list(part.parameters()) for part in self._parts()]
+
     def forward(
         self,
-        x: Tensor | PackedSequence,
+        x: Tensor | PackedSequence | None = None,
         h_0: States | None = None,
         *,
+        input: Tensor | PackedSequence | None = None,
+        hx: States | None = None,
         fields: Fields | None = None,
         reset: Tensor | PackedSequence | None = None,
+        reset_states: States | None = None,
         lengths: Tensor | list[int] | None = None,
         padding: str = "right",
         cu_seqlens: Tensor | None = None,
@@ -150,10 +153,13 @@ class ParaRNN(nn.Module):
                 zero. Twice as many layers if bidirectional, in the order layer 0 forward, layer 0
                 reverse, layer 1 forward. Without B for unbatched x; S in place of B with
                 `cu_seqlens`.
+            input, hx: x and h_0 by torch.nn.GRU's names; TypeError where both are given.
             fields: the cell's fields by name, each laid out like x without its channels, or with
                 hidden_size of them, or a number.
             reset: bool, laid out like x without its channels; such a step starts from the zero
                 state, in the order of processing.
+            reset_states: the states that such steps start from instead, like h_0 with K in place of
+                B for K of them, in the order in which `states[reset]` has them.
             lengths: int (B,); the steps of each sequence, the rest being padding. Integers on the
                 CPU are checked; on CUDA the device asserts.
             padding: the side that padding is on, "right" or "left".
@@ -165,9 +171,11 @@ class ParaRNN(nn.Module):
         Returns:
             (output, h_n): the last layer's first state, laid out like x with hidden_size channels
             (twice as many if bidirectional), in the dtype of the projection's result, 0 at padding;
-            the final states, like h_0, in float32 (or float64). With `all_states` a third item: for
-            each layer and direction, in the order of h_n, a tuple of N tensors like the output.
+            the final states, like h_0, in float32 (or float64), unless `keep_dtype`. With
+            `all_states` a third item: for each layer and direction, in the order of h_n, a tuple of
+            N tensors like the output.
         """
+        x, h_0 = self._named(x, input, "x"), either("h_0", h_0, "hx", hx)
         data = x.data if isinstance(x, PackedSequence) else x
         self._check_rank(data, (2,) if data is not x else (2, 3))
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
@@ -175,6 +183,12 @@ class ParaRNN(nn.Module):
         rows = into(x)
         if sequences is not None and data is x:
             rows = without_padding(rows, sequences)  # a PackedSequence has ours, which is 0
+        size = (rows.shape[0] if sequences is None else sequences.total, self.hidden_size)
+        initial = self._by_layer(h_0, size if layout.batched else size[1:])
+        starts = self._at_resets(reset_states)
+        if starts[0] is not None and reset is not None:
+            order = order_of_resets(reset, layout, starts[0][0].shape[0])
+            starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
         given = fields or {}
         options: dict[str, Any] = {
             "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in given.items()},
@@ -183,43 +197,61 @@ class ParaRNN(nn.Module):
             "all_states": all_states,
             **request(solver, backend, mode)._asdict(),
         }
-        size = (rows.shape[0] if sequences is None else sequences.total, self.hidden_size)
-        initial = self._by_layer(h_0, size if layout.batched else size[1:])
-        output, results = self._through(rows, initial, lambda part, *at: part(*at, **options))
+
+        def run(i: int, part: RecurrentLayer, x: Tensor) -> Any:
+            return part(x, initial[i], reset_states=starts[i], **options)
+
+        output, results = self._through(rows, run)
         h_n = stacked([result[1] for result in results], layout.batched)
         if not all_states:
             return back(output), h_n
         return back(output), h_n, tuple(tuple(map(back, result[2])) for result in results)
 
     def step(
-        self, x_t: Tensor, state: States | None = None, *, fields: Fields | None = None
+        self,
+        x_t: Tensor | None = None,
+        state: States | None = None,
+        *,
+        input: Tensor | None = None,
+        hx: States | None = None,
+        fields: Fields | None = None,
+        reset: Tensor | None = None,
+        reset_states: States | None = None,
     ) -> tuple[Tensor, States]:
         """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver, and takes (input_size,) unbatched; fields
-        are (B,), (B, hidden_size) or numbers. Raises ValueError for bidirectional layers.
+        are (B,), (B, hidden_size) or numbers, reset is (B,). Raises ValueError for bidirectional
+        layers.
         """
         if self.bidirectional:
             raise ValueError(
                 "a bidirectional layer cannot decode step by step: its reverse direction starts "
                 "from the last step"
             )
+        x_t, state = self._named(x_t, input, "x_t"), either("state", state, "hx", hx)
         self._check_rank(x_t, (1, 2))
         fields, batched = fields or {}, x_t.ndim == 2
         if not batched:
             x_t = x_t.unsqueeze(0)
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
+            reset = None if reset is None else reset.unsqueeze(0)
         size = (x_t.shape[0], self.hidden_size)
         initial = self._by_layer(state, size if batched else size[1:])
-        options = {"fields": fields}
-        output, results = self._through(x_t, initial, lambda part, *at: part.step(*at, **options))
+        starts = self._at_resets(reset_states)
+
+        def run(i: int, part: RecurrentLayer, x: Tensor) -> Any:
+            state = initial[i]
+            return part.step(x, state, fields=fields, reset=reset, reset_states=starts[i])
+
+        output, results = self._through(x_t, run)
         h_n = stacked([result[1] for result in results], batched)
         return output if batched else output.squeeze(0), h_n
 
     def _through(
-        self, x: Tensor, initial: Sequence[Any], run: Callable[..., Any]
+        self, x: Tensor, run: Callable[[int, RecurrentLayer, Tensor], Any]
     ) -> tuple[Tensor, list[Any]]:
-        """The last layer's output, and what `run(part, x, initial)` has returned for each part."""
+        """The last layer's output, and what `run(i, part, x)` has returned for the i-th part."""
         results: list[Any] = []
         parts, directions = self._parts(), 1 + self.bidirectional
         for index in range(self.num_layers):
@@ -227,7 +259,7 @@ class ParaRNN(nn.Module):
                 # On CUDA the mask follows the layout, which would depend on the engine.
                 x = F.dropout(x.contiguous(), self.dropout)
             own = range(index * directions, (index + 1) * directions)
-            results += [run(parts[i], x, initial[i]) for i in own]
+            results += [run(i, parts[i], x) for i in own]
             outputs = [results[i][0] for i in own]
             x = outputs[0] if directions == 1 else self._merged(outputs, index)
         return x, results
@@ -286,6 +318,19 @@ class ParaRNN(nn.Module):
                 f"got {x.shape[-1]}"
             )
 
+    def _named(self, x: Any, other: Any, name: str) -> Any:
+        """The input, by whichever name it came."""
+        given = either(name, x, "input", other)
+        if given is None:
+            raise TypeError(f"{type(self).__name__} needs its input: {name}, or input by name")
+        return given
+
+    def _at_resets(self, states: States | None) -> Sequence[tuple[Tensor, ...] | None]:
+        """The states that K resets start from, by layer."""
+        first = states if states is None or isinstance(states, Tensor) else states[0]
+        count = first.shape[1] if first is not None and first.ndim > 1 else 0
+        return self._by_layer(states, (count, self.hidden_size))
+
     def _by_layer(
         self, states: States | None, size: tuple[int, ...]
     ) -> Sequence[tuple[Tensor, ...] | None]:
@@ -304,6 +349,13 @@ class ParaRNN(nn.Module):
         if len(size) == 1:
             given = tuple(state.unsqueeze(1) for state in given)
         return list(zip(*(state.unbind() for state in given), strict=True))
+
+
+def either(name: str, given: Any, other: str, also: Any) -> Any:
+    """An argument that has two names. Raises TypeError where both are given."""
+    if given is not None and also is not None:
+        raise TypeError(f"{name} and {other} are two names of one argument: give one of them")
+    return given if also is None else also
 
 
 def stacked(finals: list[States], batched: bool) -> States:
