@@ -91,9 +91,10 @@ class System:
         return self._stack(new, previous), jacobian
 
     def pull_back(
-        self, previous: Tensor, cotangent: Tensor
+        self, previous: Tensor, cotangent: Tensor, with_params: bool = True
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Gradients of prev (B, T, N, D), of the inputs (B, T, D) and of the params, summed."""
+        """Gradients of prev (B, T, N, D), of the inputs (B, T, D) and, if wanted, of the params,
+        summed."""
         if self.padding is not None:
             cotangent = cotangent.masked_fill(self.padding.unsqueeze(2), 0)
         grads = self._run("vjp", previous, cotangent)
@@ -110,6 +111,7 @@ class System:
             if self.program.couples_channels
             else at_steps(g).sum((0, 1))
             for g, p in zip(grads[rows:], self.params, strict=True)
+            if with_params
         )
         return torch.stack(per_step[:states], 2), tuple(per_step[states:]), summed
 
