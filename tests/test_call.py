@@ -51,10 +51,16 @@ def test_records_come_apart_and_together(bias):
     assert again.initial[1] is args.initial[1]
     leaves = args.leaves()
     assert len(leaves) == 1 + (bias is not None) + len(args.params) + len(args.initial)
-    beside = args.beside(leaves)
+    beside = args.beside(leaves, LEAVES)
     apart = [tensor if tensor is not args.reset else None for tensor in tensors]
     assert all(a is b for a, b in zip(beside, apart, strict=True))
     assert set(LEAVES) < set(KIND_OF)
+    some = args.leaves(["params"])
+    assert [a is b for a, b in zip(some, args.params, strict=True)] == [True] * len(some)
+    beside = args.beside(some, ["params"])
+    assert [t for t in beside if t is not None] == some
+    asked = [tensor is not None and tensor is args.params[0] for tensor in tensors]
+    assert Arguments.unflatten(asked, rest).named_true() == ["params"]
     assert Arguments.of_values(args.values()[:-1]) == Arguments.of_values(args.values())
 
 

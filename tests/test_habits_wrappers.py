@@ -60,6 +60,20 @@ def test_compile(cls, pair, device):
 
 @layers
 @pairs
+def test_compile_frozen(cls, pair, device):
+    layer = layer_of(cls, pair, device).requires_grad_(False)
+    x, compiled = input_of(layer), _compiled(layer)
+    got, expected = compiled(x)[0], loop_of(layer)(x)[0]
+    assert not got.requires_grad
+    agree({"output": got}, {"output": expected})
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(loss_of(compiled(leaf)[0]), leaf)
+    (exact,) = torch.autograd.grad(loss_of(loop_of(layer)(leaf)[0]), leaf)
+    agree({"grad": grad}, {"grad": exact})
+
+
+@layers
+@pairs
 def test_compile_with_resets_in_both_directions(cls, pair, device):
     layer = layer_of(cls, pair, device, num_layers=1, bidirectional=True)
     _unseen_sizes(layer, _compiled(layer), reset=_resets)

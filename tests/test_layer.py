@@ -69,6 +69,54 @@ def test_arguments_of_nn_gru():
     assert torch.allclose(layer(x, reset=reset)[0][4:], tail, atol=1e-6)
 
 
+def test_argument_names_of_nn_gru():
+    layer = pararnn.ParaLSTM(5, 7)
+    x, h_0 = torch.randn(2, 9, 5), (torch.randn(1, 2, 7), torch.randn(1, 2, 7))
+    expected, one = layer(x, h_0)[0], layer.step(x[:, 0], h_0)[0]
+    assert torch.equal(layer(input=x, hx=h_0)[0], expected)
+    assert torch.equal(layer(x, hx=h_0)[0], expected)
+    assert torch.equal(layer.step(input=x[:, 0], hx=h_0)[0], one)
+    for given in ({"x": x, "input": x}, {"x": x, "h_0": h_0, "hx": h_0}):
+        with pytest.raises(TypeError, match="two names of one argument: give one of them"):
+            layer(**given)
+    with pytest.raises(TypeError, match="state and hx are two names"):
+        layer.step(x[:, 0], h_0, hx=h_0)
+    with pytest.raises(TypeError, match="ParaLSTM needs its input: x, or input by name"):
+        layer(hx=h_0)
+
+
+def test_attributes_of_nn_gru():
+    layer = pararnn.ParaGRU(5, 7, num_layers=2, bidirectional=True)
+    assert layer.bias is True
+    assert pararnn.ParaGRU(5, 7, bias=False).bias is False
+    weights = layer.all_weights
+    assert [len(part) for part in weights] == [5] * 4
+    assert weights[1][0] is layer.reverse_layers[0].bias
+    assert {id(w) for part in weights for w in part} == {id(p) for p in layer.parameters()}
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_final_states_keep_the_dtype(name):
+    x = torch.randn(2, 9, 4)
+    layer = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2, keep_dtype=True)
+    head = nn.Linear(6, 1)
+    for run, given in ((layer, x), (layer.step, x[:, 0])):
+        with torch.autocast("cpu", torch.bfloat16):
+            output, h_n = run(given)
+        states = h_n if isinstance(h_n, tuple) else (h_n,)
+        assert {output.dtype, *(s.dtype for s in states)} == {torch.bfloat16}
+    layer, head = layer.to(torch.bfloat16), head.to(torch.bfloat16)
+    wide = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2).to(torch.bfloat16)
+    wide.load_state_dict(layer.state_dict())
+    (_, kept), (_, exact) = layer(x.bfloat16()), wide(x.bfloat16())
+    pairs = zip(*(s if isinstance(s, tuple) else (s,) for s in (kept, exact)), strict=True)
+    for short, long in pairs:
+        assert long.dtype == torch.float32
+        assert torch.equal(short, long.bfloat16())
+        head(short).sum().backward(retain_graph=True)
+    assert layer.layers[0].proj.weight.grad.abs().sum() > 0
+
+
 def test_state_dict_names_and_shapes():
     layer = pararnn.ParaLSTM(6, 8, num_layers=2, num_heads=2)
     sizes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
@@ -77,6 +125,30 @@ def test_state_dict_names_and_shapes():
     assert sizes["layers.0.bias"] == (3, 8)
     assert sizes["layers.0.cell.a_f"] == (8,)
     assert len(sizes) == 2 * (2 + 5)
+
+
+OLD = {  # a checkpoint of earlier versions: names and sizes, in their order
+    "layers.0.bias": (3, 8),
+    "layers.0.proj.weight": (2, 12, 3),
+    "layers.0.cell.a_z": (8,),
+    "layers.0.cell.a_r": (8,),
+    "layers.0.cell.a_c": (8,),
+    "layers.1.bias": (3, 8),
+    "layers.1.proj.weight": (2, 12, 8),
+    "layers.1.cell.a_z": (8,),
+    "layers.1.cell.a_r": (8,),
+    "layers.1.cell.a_c": (8,),
+}
+
+
+def test_state_dicts_of_earlier_versions_load():
+    old = {f"{way}{name}": size for way in ("", "reverse_") for name, size in OLD.items()}
+    layer = pararnn.ParaGRU(6, 8, num_layers=2, num_heads=2, bidirectional=True)
+    assert [(k, tuple(v.shape)) for k, v in layer.state_dict().items()] == list(old.items())
+    values = {name: torch.randn(size) for name, size in old.items()}
+    layer.load_state_dict(values)
+    assert all(torch.equal(layer.get_parameter(name), value) for name, value in values.items())
+    assert torch.equal(layer.reverse_layers[1].cell.a_c, values["reverse_layers.1.cell.a_c"])
 
 
 def test_heads_are_block_diagonal():

@@ -160,10 +160,10 @@ def test_ops_pass_pytorchs_own_checks(case, pair):
         test_utils=("test_schema", "test_faketensor"),
     )
     states, final, _ = torch.ops.pararnn.forward(*inputs, *rest, "warn")
-    grads = [torch.randn_like(s) for s in states]
+    grads, wanted = [torch.randn_like(s) for s in states], ["gates", "params"]
     torch.library.opcheck(
         torch.ops.pararnn.backward.default,
-        (states, [grads[0], None], [None, torch.randn_like(final[1])], *inputs, *rest),
+        (states, [grads[0], None], [None, torch.randn_like(final[1])], wanted, *inputs, *rest),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -109,8 +109,9 @@ def test_a_min_gru_of_three_lines():
     assert torch.allclose(h, _loop(1 - z, z * candidate(x), torch.zeros(2, 16)), atol=1e-5)
 
 
-def test_compile_fullgraph():
-    a, b, h = _inputs(2)
+@pytest.mark.parametrize("grad", [True, False], ids=["gradients", "none asked for"])
+def test_compile_fullgraph(grad):
+    a, b, h = (tensor.requires_grad_(grad) for tensor in _inputs(2))
     compiled = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(a, b, h), pararnn.scan(a, b, h), atol=1e-12)
 

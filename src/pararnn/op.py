@@ -26,7 +26,7 @@ _LIBRARY = torch.library.Library("pararnn", "DEF")
 _HOW = "str key, str solver, str backend"
 _LIBRARY.define(f"forward({_HOW}, {schema()}) -> (Tensor[], Tensor[], Tensor)")
 _LIBRARY.define(
-    "backward(Tensor[] states, Tensor?[] grad_states, Tensor?[] grad_final, "
+    "backward(Tensor[] states, Tensor?[] grad_states, Tensor?[] grad_final, str[] wanted, "
     f"{_HOW}, {schema()}) -> Tensor[]"
 )
 
@@ -46,14 +46,15 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
     over cells that mix channels, over where sequences start, and over gradients.
     """
     how = How(program.key, engine.solver, engine.backend)
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        # Older compilers mistake the context for an argument where no gradient is needed.
-        states, final, info = torch.ops.pararnn.forward(*how, *args.values())
-        return Solution(tuple(states), tuple(final), info)
     tensors, rest = args.flatten()
     alone = _alone_with(tensors)
-    if alone and not (torch.is_grad_enabled() and _wants_gradient(tensors)):
-        return _forward(program, engine, args)
+    if not (torch.is_grad_enabled() and _wants_gradient(tensors)):
+        if alone:
+            return _forward(program, engine, args)
+        if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+            # Compilers mistake the context for an argument where no gradient is needed.
+            states, final, info = torch.ops.pararnn.forward(*how, *args.values())
+            return Solution(tuple(states), tuple(final), info)
     try:
         out = _apply(_Solve, how, rest, (program, engine, args) if alone else None, *tensors)
     except NotImplementedError as error:
@@ -127,16 +128,19 @@ class _Solve(torch.autograd.Function):
         n = ctx.num_states
         saved = ctx.saved_tensors
         tensors, states = saved[:-n], saved[-n:]
-        # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
-        given = (ctx.how, ctx.rest, n, *states, *grads[: 2 * n], *tensors)
         args = Arguments.unflatten(tensors, ctx.rest)
+        needed = ctx.needs_input_grad[3:]
+        wanted = Arguments.unflatten(needed, ctx.rest).named_true()
+        # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
+        given = (ctx.how, ctx.rest, wanted, n, *states, *grads[: 2 * n], *tensors)
         if torch.compiler.is_compiling():
             out = _run_backward(*given)
-        elif not torch.is_grad_enabled() and _alone_with(given[3:]):
-            out = _backward(ctx.how, args, states, grads[:n], grads[n : 2 * n])
+        elif not torch.is_grad_enabled() and _alone_with(given[4:]):
+            out = _backward(ctx.how, args, states, grads[:n], grads[n : 2 * n], wanted)
         else:
             out = _apply(_SolveBackward, *given)
-        return (None, None, None, *args.beside(out))
+        beside = zip(args.beside(out, wanted), needed, strict=True)
+        return (None, None, None, *[grad if need else None for grad, need in beside])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, how: How, rest: Any, direct: Any, *tensors: Any) -> Any:
@@ -195,10 +199,11 @@ class _SolveBackward(torch.autograd.Function):
         raise NotImplementedError(f"vmap over the gradient of a solve by this engine: {_PLAIN}")
 
 
-def _run_backward(how: How, rest: Any, n: int, *tensors: Any) -> Any:
+def _run_backward(how: How, rest: Any, wanted: list[str], n: int, *tensors: Any) -> Any:
     states, grad_states, grad_final = (list(tensors[i * n : i * n + n]) for i in range(3))
     args = Arguments.unflatten(tensors[3 * n :], rest)
-    return torch.ops.pararnn.backward(states, grad_states, grad_final, *how, *args.values())
+    given = (states, grad_states, grad_final, wanted)
+    return torch.ops.pararnn.backward(*given, *how, *args.values())
 
 
 def _engine(how: How, device: torch.device) -> Engine:
@@ -231,10 +236,14 @@ def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
 
 
 def _backward_op(
-    states: Sequence[Tensor], grad_states: Sequence[Any], grad_final: Sequence[Any], *given: Any
+    states: Sequence[Tensor],
+    grad_states: Sequence[Any],
+    grad_final: Sequence[Any],
+    wanted: list[str],
+    *given: Any,
 ) -> list[Tensor]:
     how, args = _call(*given)
-    return _backward(how, args, tuple(states), tuple(grad_states), tuple(grad_final))
+    return _backward(how, args, tuple(states), tuple(grad_states), tuple(grad_final), wanted)
 
 
 def _backward(
@@ -243,6 +252,7 @@ def _backward(
     states: tuple[Tensor, ...],
     grad_states: tuple[Tensor | None, ...],
     grad_final: tuple[Tensor | None, ...],
+    wanted: list[str],
 ) -> list[Tensor]:
     program, engine = program_by_key(how.key), _engine(how, args.gates.device)
     assert engine.backward is not None
@@ -252,11 +262,12 @@ def _backward(
         for grads in (grad_states, grad_final)
     )
     if engine.completes:
-        return engine.backward(program, args, states, grad_states, grad_final).leaves()
+        grads = engine.backward(program, args, states, grad_states, grad_final, wanted)
+        return grads.leaves(wanted)
     full = args.completed(program.num_states)
-    grads = engine.backward(program, full, states, grad_states, grad_final)
+    grads = engine.backward(program, full, states, grad_states, grad_final, wanted)
     params = tuple(map(as_dtype, grads.params, args.params))
-    return replace(grads, params=params, initial=grads.initial if args.initial else ()).leaves()
+    return replace(grads, params=params).leaves(wanted)
 
 
 def _forward_fake(*given: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -268,11 +279,15 @@ def _forward_fake(*given: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return states, final, new((rows, 2), dtype=torch.int64)
 
 
-def _backward_fake(states: Any, grad_states: Any, grad_final: Any, *given: Any) -> list[Tensor]:
-    gates, *rest = _call(*given)[1].leaves()
+def _backward_fake(
+    states: Any, grad_states: Any, grad_final: Any, wanted: list[str], *given: Any
+) -> list[Tensor]:
+    args = _call(*given)[1]
     return [
-        torch.empty_like(gates),
-        *(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in rest),
+        torch.empty_like(t)
+        if t is args.gates
+        else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in args.leaves(wanted)
     ]
 
 

@@ -68,6 +68,53 @@ def of_lengths(
     return Sequences(rows.where(real, -1), batch)
 
 
+class Restarts(NamedTuple):
+    """Rows cut at resets too: the S sequences that there were, each up to its first reset, then one
+    from each reset, in the order of processing.
+
+    last: int64 (S,), the piece that each of the S sequences ends with.
+    """
+
+    sequences: Sequences
+    last: Tensor
+
+
+def of_resets(reset: Tensor, count: int, sequences: Sequences | None, reverse: bool) -> Restarts:
+    """Sequences cut at the `count` true steps of `reset`, bool (B, T), row by row.
+
+    Raises ValueError as `of_cu_seqlens` for another number of resets.
+    """
+    require_resets(reset, count)
+    batch, steps = reset.shape
+    if sequences is None:
+        total, seq = batch, torch.arange(batch, device=reset.device).unsqueeze(1).expand_as(reset)
+    else:
+        total, seq = sequences.total, sequences.seq.long()
+    pieces = torch.arange(total + 1, device=reset.device)  # the last one is for padding
+    if not steps:
+        return Restarts(Sequences(seq.to(torch.int32), total + count), pieces[:total])
+    number = (reset.flatten().cumsum(0) - 1).view_as(reset)
+    time = torch.arange(steps, device=reset.device).expand_as(reset)
+    if reverse:
+        number = count - 1 - number
+        nearest = time.where(reset, steps).flip(1).cummin(1).values.flip(1)
+    else:
+        nearest = time.where(reset, -1).cummax(1).values
+    at = nearest.clamp(0, steps - 1)
+    restarted = (at == nearest) & (seq.gather(1, at) == seq) & (seq >= 0)
+    cut = (total + number.gather(1, at)).where(restarted, seq)
+    ends = pieces.scatter_reduce(0, seq.where(seq >= 0, total).flatten(), cut.flatten(), "amax")
+    return Restarts(Sequences(cut.to(torch.int32), total + count), ends[:total])
+
+
+def require_resets(reset: Tensor, count: int) -> None:
+    """Raise ValueError, as `require`, unless `reset` is true at `count` steps."""
+    if reset.dtype != torch.bool:
+        raise ValueError(f"reset must be bool, got {reset.dtype}")
+    found = reset.sum()
+    require(found == count, "reset must be true at {} steps, a state each", count, found)
+
+
 def require(right: Tensor, message: str, steps: int, values: Tensor) -> None:
     """Raise ValueError unless `right`; on CUDA the device asserts: reading it would wait."""
     if torch.compiler.is_compiling():

@@ -21,7 +21,7 @@ LAYER_ARGUMENTS = frozenset(
     {"cell_class", "input_size", "hidden_size", "num_layers", "num_heads", "bias", "batch_first"}
     | {"dropout", "bidirectional", "proj_size", "reverse", "device", "dtype", "solver", "backend"}
     | {"mode", "on_failure", "recurrent_clip", "recompute_gates", "projection_gain"}
-    | {"recurrent_std"}
+    | {"recurrent_std", "keep_dtype"}
 )
 """What layers and cells take themselves: no config can have such a name."""
 

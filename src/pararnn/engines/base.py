@@ -131,15 +131,19 @@ class Arguments:
         tensors, rest = self.flatten()
         return self.unflatten([None if t is None else function(t) for t in tensors], rest)
 
-    def leaves(self) -> list[Tensor]:
-        """The tensors that have gradients, in a row."""
-        return _leaves(self)
+    def leaves(self, names: Iterable[str] | None = None) -> list[Tensor]:
+        """The tensors that have gradients, in a row; those of `names` only, if given."""
+        return _leaves(self, LEAVES if names is None else names)
 
-    def beside(self, grads: Iterable[Any]) -> list[Any]:
-        """Gradients of `leaves`, in the order of `flatten`, None for the tensors between them."""
+    def named_true(self) -> list[str]:
+        """The LEAVES in whose places something true stands, in their order."""
+        return [name for name in LEAVES if any(_listed(getattr(self, name)))]
+
+    def beside(self, grads: Iterable[Any], wanted: Iterable[str]) -> list[Any]:
+        """Gradients of the wanted `leaves`, in the order of `flatten`, None for all others."""
         found = iter(grads)
         return [
-            None if tensor is None or name not in LEAVES else next(found)
+            None if tensor is None or name not in wanted else next(found)
             for name, kind in KIND_OF.items()
             if kind in _TENSORS
             for tensor in _listed(getattr(self, name))
@@ -179,8 +183,8 @@ def schema() -> str:
     return ", ".join(f"{KIND_OF[f.name]} {f.name}{default(f.default)}" for f in fields(Arguments))
 
 
-def _leaves(record: Arguments | Gradients) -> list[Tensor]:
-    return [t for name in LEAVES for t in _listed(getattr(record, name)) if t is not None]
+def _leaves(record: Arguments | Gradients, names: Iterable[str]) -> list[Tensor]:
+    return [t for name in names for t in _listed(getattr(record, name)) if t is not None]
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
@@ -209,7 +213,7 @@ def totals(info: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Gradients:
     """Gradients of the arguments of the same names, in their dtypes and shapes; none of initial
-    states that are not given.
+    states that are not given. Those that nobody wants need not be right, nor there.
 
     That of the gates has the layout of `torch.empty_like(gates)`; the others are contiguous.
     """
@@ -220,9 +224,9 @@ class Gradients:
     params: tuple[Tensor, ...]
     initial: tuple[Tensor, ...]
 
-    def leaves(self) -> list[Tensor]:
-        """All of them in a row, as `Arguments.leaves`."""
-        return _leaves(self)
+    def leaves(self, wanted: Sequence[str]) -> list[Tensor]:
+        """Those of the wanted arguments in a row, as in `Arguments.leaves`."""
+        return _leaves(self, wanted)
 
 
 LEAVES = tuple(field.name for field in fields(Gradients))
@@ -230,7 +234,14 @@ LEAVES = tuple(field.name for field in fields(Gradients))
 
 Forward = Callable[[Program, Arguments], Solution]
 Backward = Callable[
-    [Program, Arguments, tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[Tensor | None, ...]],
+    [
+        Program,
+        Arguments,
+        tuple[Tensor, ...],
+        tuple[Tensor | None, ...],
+        tuple[Tensor | None, ...],
+        Sequence[str],
+    ],
     Gradients,
 ]
 SplitOf = Callable[[Program, Size, torch.dtype, torch.device, Pin], Split]
@@ -241,8 +252,9 @@ Pays = Callable[[Program, Size, torch.dtype, torch.device], Merit]
 class Engine:
     """A way to run one (solver, backend) pair.
 
-    `forward(program, arguments)`; `backward(program, arguments, states, grad_states,
-    grad_final)`, or None for an engine that autograd differentiates by itself; `why_not(program)`
+    `forward(program, arguments)`; `backward(program, arguments, states, grad_states, grad_final,
+    wanted)`, with the names (in LEAVES) of the arguments whose gradients anybody wants, or None for
+    an engine that autograd differentiates by itself; `why_not(program)`
     is the reason why this engine cannot take a cell, or None. `build(program, dtype)` makes ready
     what running on gates of `dtype` needs, and raises EngineError where it cannot.
     `completes`: whether it takes arguments as they come; others are given `Arguments.completed`

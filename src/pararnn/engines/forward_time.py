@@ -105,15 +105,21 @@ def to_gradients(
     grad_inputs: tuple[Tensor, ...],
     grad_params: tuple[Tensor, ...],
     grad_final: tuple[Tensor | None, ...],
+    wanted: Sequence[str],
 ) -> Gradients:
-    """A System's gradients as gradients of the arguments."""
+    """A System's gradients as gradients of the arguments, of the wanted ones beside the gates."""
     num_gates = args.gates.shape[2]
-    gates = torch.stack(grad_inputs[:num_gates], 2)
-    bias = None if args.bias is None else gates.sum((0, 1)).to(args.bias.dtype)
+    gates, bias = torch.stack(grad_inputs[:num_gates], 2), None
+    if args.bias is not None and "bias" in wanted:
+        bias = gates.sum((0, 1)).to(args.bias.dtype)
     fields = tuple(
         _in_order(g, args.reverse).to(f.dtype)
         for g, f in zip(grad_inputs[num_gates:], args.fields, strict=True)
+        if "fields" in wanted
     )
+    initial: tuple[Tensor, ...] = ()
+    if "initial" in wanted:
+        initial = _grad_initial(args, edges, grad_previous, grad_final)
     grad_gates = _in_order(gates, args.reverse).reshape(args.gates.shape).to(args.gates.dtype)
     laid_out = torch.empty_like(args.gates)
     if grad_gates.stride() != laid_out.stride():
@@ -123,7 +129,7 @@ def to_gradients(
         bias=bias,
         fields=fields,
         params=grad_params,
-        initial=_grad_initial(args, edges, grad_previous, grad_final),
+        initial=initial,
     )
 
 

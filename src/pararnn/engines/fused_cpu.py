@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -49,6 +50,7 @@ def _backward(
     states: tuple[Tensor, ...],
     grad_states: tuple[Tensor | None, ...],
     grad_final: tuple[Tensor | None, ...],
+    wanted: Sequence[str],
 ) -> Gradients:
     gates = _by_head(args.gates)
     prepared = _Prepared(program, args, gates)
@@ -81,7 +83,7 @@ def _backward(
     kernel = kernels_of(program, args.gates.dtype, solver).backward
     kernel([*sizes, *cut], [*prepared.addresses, *addresses(tensors)])
     grads = (grad_bias, grad_fields, grad_params, grad_initial if args.initial else ())
-    return gradients_like(args, grad_gates, written, *grads)
+    return gradients_like(args, grad_gates, written, *grads, wanted)
 
 
 class _Prepared:

@@ -57,6 +57,7 @@ def _backward(
     states: tuple[Tensor, ...],
     grad_states: tuple[Tensor | None, ...],
     grad_final: tuple[Tensor | None, ...],
+    wanted: Sequence[str],
 ) -> Gradients:
     grad_gates = torch.empty_like(args.gates)
     written, gates = by_head(grad_gates), by_head(args.gates)
@@ -98,10 +99,11 @@ def _backward(
             *addresses([*saved, *arriving, *arriving_final, *outputs]),
         ]
         run(words)
-        words = [spans, *addresses([sums_of, grad_bias, *_padded(grad_params)])]
-        run.sum_weights(words, weights)
+        if "bias" in wanted or "params" in wanted:
+            words = [spans, *addresses([sums_of, grad_bias, *_padded(grad_params)])]
+            run.sum_weights(words, weights)
     grads = (grad_bias, grad_fields, grad_params, grad_initial)
-    return gradients_like(args, grad_gates, written, *grads)
+    return gradients_like(args, grad_gates, written, *grads, wanted)
 
 
 class _Inputs:

@@ -40,20 +40,28 @@ def gradients_like(
     grad_fields: Sequence[Tensor],
     grad_params: Sequence[Tensor],
     grad_initial: Sequence[Tensor],
+    wanted: Sequence[str],
 ) -> Gradients:
-    """What a kernel has written, in the dtypes of the arguments.
+    """What a kernel has written, in the dtypes of the arguments, as far as it is wanted.
 
     `written`: gradients of the gates as the kernel takes them, a view of `grad_gates` or to be
     copied there.
     """
     if written.data_ptr() != grad_gates.data_ptr():
         grad_gates.copy_(written.reshape(grad_gates.shape))
+
+    def like(name: str, grads: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(map(as_dtype, grads, given)) if name in wanted else ()
+
+    bias = None
+    if args.bias is not None and grad_bias is not None and "bias" in wanted:
+        bias = as_dtype(grad_bias, args.bias)
     return Gradients(
         gates=grad_gates,
-        bias=None if args.bias is None or grad_bias is None else as_dtype(grad_bias, args.bias),
-        fields=tuple(map(as_dtype, grad_fields, args.fields)),
-        params=tuple(map(as_dtype, grad_params, args.params)),
-        initial=tuple(map(as_dtype, grad_initial, args.initial)),
+        bias=bias,
+        fields=like("fields", grad_fields, args.fields),
+        params=like("params", grad_params, args.params),
+        initial=like("initial", grad_initial, args.initial),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -44,14 +44,15 @@ def _backward(
     states: tuple[Tensor, ...],
     grad_states: tuple[Tensor | None, ...],
     grad_final: tuple[Tensor | None, ...],
+    wanted: Sequence[str],
 ) -> Gradients:
     system, edges = to_system(program, args)
     solved = torch.stack(states, 2).to(system.dtype)
     previous = system.previous(solved.flip(1) if args.reverse else solved)
     cotangent = state_cotangent(args, edges, previous, grad_states, grad_final)
     total = adjoint(system, previous, cotangent, scan)
-    grad_previous, grad_inputs, grad_params = system.pull_back(previous, total)
-    grads = to_gradients(args, edges, grad_previous, grad_inputs, grad_params, grad_final)
+    pulled = system.pull_back(previous, total, "params" in wanted)
+    grads = to_gradients(args, edges, *pulled, grad_final, wanted)
     arrived = [g for g in (*grad_states, *grad_final) if g is not None]
     return _own(grads, args, arrived)
 

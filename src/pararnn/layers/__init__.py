@@ -1,8 +1,9 @@
 """Recurrent layers: torch.nn.Modules with torch.nn.GRU's habits."""
 
 from pararnn.layers.clip import clip_after_step
+from pararnn.layers.cuts import States
 from pararnn.layers.paper import load_paper_weights, paper_weights
-from pararnn.layers.recurrent import RecurrentLayer, SolveInfo, States
+from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.layers.rnn import ParaGRU, ParaLSTM, ParaRNN
 
 __all__ = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from pararnn.sequences import Sequences, of_cu_seqlens, of_lengths
+from pararnn.sequences import Sequences, of_cu_seqlens, of_lengths, require_resets
 
 
 class Layout(NamedTuple):
@@ -80,6 +80,22 @@ def layout_of(
         raise ValueError("lengths need a batch, got an unbatched input")
     given = torch.as_tensor(lengths)
     return layout._replace(sequences=of_lengths(given, padding, batch, steps, x.device))
+
+
+def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) -> Tensor:
+    """For each true step of `reset`, row by row, its number as the user lays them out: int64 (K,).
+
+    Raises ValueError unless there are `count` of them, as `pararnn.sequences`.
+    """
+    given = reset.data if isinstance(reset, PackedSequence) else reset
+    require_resets(given, count)
+    number: Any = (given.flatten().cumsum(0) - 1).view_as(given)
+    if isinstance(reset, PackedSequence):
+        number = reset._replace(data=number)
+    numbers = layout.into(number).flatten()
+    rows = layout.into(reset).flatten()
+    place = (rows.cumsum(0) - 1).where(rows, count)  # what is no reset goes to a place of its own
+    return place.new_zeros(count + 1).scatter(0, place, numbers)[:count]
 
 
 def _packed(x: PackedSequence) -> Layout:

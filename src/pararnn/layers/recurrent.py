@@ -21,13 +21,13 @@ from pararnn.cells.find import check_cell_class
 from pararnn.engines.base import Arguments, totals
 from pararnn.engines.request import Request, chosen, request
 from pararnn.engines.table import PAIRS, Choice
+from pararnn.layers.cuts import Cuts, States, packed_into_one_row, restarted
 from pararnn.parameters import Draw, draw_anew
 from pararnn.program import program_of
 from pararnn.projection import HeadwiseLinear
-from pararnn.sequences import Sequences, of_cu_seqlens
+from pararnn.sequences import Sequences
 from pararnn.solve import prepare, run
 
-States = Tensor | tuple[Tensor, ...]
 Fields = Mapping[str, Any]
 
 
@@ -56,6 +56,8 @@ class RecurrentLayer(nn.Module):
         recurrent_clip: bound that `clip_after_step` clamps recurrent parameters to; None for none.
         recompute_gates: do not keep the gates (B, T, G, D) for the backward pass, but project the
             input anew there: a layer then keeps its input and its states only.
+        keep_dtype: final states in the output's dtype, as torch.nn.GRU has them; else in float32
+            (float64), in which they are carried and nothing is lost from chunk to chunk.
         projection_gain: Kaiming's gain of the projection, see `HeadwiseLinear.draws`.
         recurrent_std: standard deviation of the recurrent parameters, see `Cell.draws`.
         device, dtype: of the parameters.
@@ -83,6 +85,7 @@ class RecurrentLayer(nn.Module):
         on_failure: str = "warn",
         recurrent_clip: float | None = 0.5,
         recompute_gates: bool = False,
+        keep_dtype: bool = False,
         projection_gain: float = 1.0,
         recurrent_std: float | None = None,
         device: torch.device | str | None = None,
@@ -105,6 +108,7 @@ class RecurrentLayer(nn.Module):
         self.on_failure, self.recurrent_clip = on_failure, recurrent_clip
         self.input_size, self.hidden_size, self.num_heads = input_size, hidden_size, num_heads
         self.reverse, self.recompute_gates = reverse, recompute_gates
+        self.keep_dtype = keep_dtype
         self.projection_gain, self.recurrent_std = projection_gain, recurrent_std
         self.counts: Tensor | None = None  # of the last eager call: see `pararnn.solve.Solved`
         self.choice: Choice | None = None
@@ -136,6 +140,7 @@ class RecurrentLayer(nn.Module):
         *,
         fields: Fields | None = None,
         reset: Tensor | None = None,
+        reset_states: States | None = None,
         cu_seqlens: Tensor | None = None,
         sequences: Sequences | None = None,
         all_states: bool = False,
@@ -151,6 +156,9 @@ class RecurrentLayer(nn.Module):
                 `cu_seqlens`, `sequences.total` with `sequences`.
             fields: the cell's fields by name, each (B, T), (B, T, hidden_size) or a number.
             reset: bool (B, T); such a step starts from the zero state, in the order of processing.
+            reset_states: the states that such steps start from instead, (K, hidden_size) for K of
+                them, row by row (as in `states[reset]`); a tuple of N for N states. They are
+                differentiable.
             cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1) and the
                 end of the last; steps beyond it are padding, where x may hold anything.
             sequences: rows cut into sequences in another way, by `pararnn.sequences.Sequences`:
@@ -161,16 +169,17 @@ class RecurrentLayer(nn.Module):
 
         Returns:
             (output, final): the first state (B, T, hidden_size) in the dtype of the projection's
-            result, 0 at padding; the final states, like `initial`, in float32 (or float64). With
+            result, 0 at padding; the final states, like `initial`, in float32 (or float64), unless
+            `keep_dtype`. With
             `all_states` a third item: a tuple of N tensors like the output.
         """
-        x, sequences = self._rows(x, cu_seqlens, sequences)
+        x, cuts = self._cut(x, initial, reset, reset_states, cu_seqlens, sequences)
         asked = self.asked(solver, backend, mode)
         eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
         choices: list[Choice] = []
 
         def solved(x: Tensor, initial: States | None) -> tuple[Any, Any, Tensor]:
-            args = self._arguments(x, initial, fields, reset, sequences, all_states)
+            args = self._arguments(x, cuts._replace(initial=initial), fields, all_states)
             states, final, counts, choice = run(program_of(unwrapped(self.cell)), args, *asked)
             if eager:
                 choices.append(choice)
@@ -179,13 +188,17 @@ class RecurrentLayer(nn.Module):
         if self.recompute_gates and torch.is_grad_enabled():
             contexts = partial(create_selective_checkpoint_contexts, _keep_states)
             states, final, counts = checkpoint(
-                solved, x, initial, use_reentrant=False, context_fn=contexts
+                solved, x, cuts.initial, use_reentrant=False, context_fn=contexts
             )
         else:
-            states, final, counts = solved(x, initial)
+            states, final, counts = solved(x, cuts.initial)
         if eager:
             self.__dict__["counts"] = counts  # nn.Module's way takes a microsecond longer
             self.__dict__["choice"] = choices[0]
+        if cuts.last is not None:
+            final = tuple([h.index_select(0, cuts.last) for h in final])
+        if self.keep_dtype:
+            final = tuple([h.to(states[0].dtype) for h in final])
         results = states[0], final[0] if len(final) == 1 else final
         return (*results, states) if all_states else results
 
@@ -196,13 +209,14 @@ class RecurrentLayer(nn.Module):
         *,
         fields: Fields | None = None,
         reset: Tensor | None = None,
+        reset_states: States | None = None,
         cu_seqlens: Tensor | None = None,
         sequences: Sequences | None = None,
         all_states: bool = False,
     ) -> Arguments:
         """The record of the solve that `forward` runs for these."""
-        x, sequences = self._rows(x, cu_seqlens, sequences)
-        return self._arguments(x, initial, fields, reset, sequences, all_states)
+        x, cuts = self._cut(x, initial, reset, reset_states, cu_seqlens, sequences)
+        return self._arguments(x, cuts, fields, all_states)
 
     def asked(
         self, solver: str | None = None, backend: str | None = None, mode: str | None = None
@@ -210,51 +224,62 @@ class RecurrentLayer(nn.Module):
         """The pair that a call with these asks for: else that of `using`, else the layer's own."""
         return chosen(request(solver, backend, mode), Request(self.solver, self.backend))
 
-    def _rows(
-        self, x: Tensor, cu_seqlens: Tensor | None, sequences: Sequences | None
-    ) -> tuple[Tensor, Sequences | None]:
+    def _cut(
+        self,
+        x: Tensor,
+        initial: States | None,
+        reset: Tensor | None,
+        reset_states: States | None,
+        cu_seqlens: Tensor | None,
+        sequences: Sequences | None,
+    ) -> tuple[Tensor, Cuts]:
         """What is projected, and how it is cut."""
         if x.ndim != 3 or x.shape[-1] != self.input_size:
             raise ValueError(
                 f"RecurrentLayer: Expected input to be (B, T, {self.input_size}), got "
                 f"{tuple(x.shape)}"
             )
-        if cu_seqlens is None:
-            return x, sequences
-        if sequences is not None:
-            raise ValueError("cu_seqlens and sequences both say where sequences start: give one")
-        sequences = of_cu_seqlens(cu_seqlens, len(x), x.shape[1], x.device)
-        return without_padding(x, sequences), sequences
+        if cu_seqlens is not None:
+            x, sequences = packed_into_one_row(x, cu_seqlens, sequences)
+        cuts = Cuts(sequences, initial, reset)
+        if reset_states is None:
+            return x, cuts
+        names = unwrapped(self.cell).states
+        return x, restarted(x, cuts, names, self.hidden_size, reset_states, self.reverse)
 
     def _arguments(
         self,
         x: Tensor,
-        initial: States | None,
+        cuts: Cuts,
         fields: Fields | None,
-        reset: Tensor | None,
-        sequences: Sequences | None,
         all_states: bool,
     ) -> Arguments:
         return prepare(
             unwrapped(self.cell),
             self.proj(x),
-            initial,
+            cuts.initial,
             bias=self.bias,
             fields=fields,
-            reset=reset,
-            sequences=sequences,
+            reset=cuts.reset,
+            sequences=cuts.sequences,
             reverse=self.reverse,
             on_failure=self.on_failure,
             output_only=not all_states,
         )
 
     def step(
-        self, x_t: Tensor, state: States | None = None, *, fields: Fields | None = None
+        self,
+        x_t: Tensor,
+        state: States | None = None,
+        *,
+        fields: Fields | None = None,
+        reset: Tensor | None = None,
+        reset_states: States | None = None,
     ) -> tuple[Tensor, States]:
         """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver; fields are (B,), (B, hidden_size) or
-        numbers. Raises ValueError for a reverse layer.
+        numbers, reset is (B,). Raises ValueError for a reverse layer.
         """
         if self.reverse:
             raise ValueError(
@@ -267,7 +292,15 @@ class RecurrentLayer(nn.Module):
             )
         fields = {k: v.unsqueeze(1) if torch.is_tensor(v) else v for k, v in (fields or {}).items()}
         solver, backend = decoding_pair(self.backend)
-        x, final = self(x_t.unsqueeze(1), state, fields=fields, solver=solver, backend=backend)
+        x, final = self(
+            x_t.unsqueeze(1),
+            state,
+            fields=fields,
+            reset=None if reset is None else reset.unsqueeze(1),
+            reset_states=reset_states,
+            solver=solver,
+            backend=backend,
+        )
         return x.squeeze(1), final
 
     def recurrent_parameters(self) -> list[Tensor]:
@@ -324,11 +357,6 @@ def _scale_down(parameter: Tensor, bound: float) -> None:
 
 CLIPS = {"elementwise": _clamp, "norm": _scale_down}
 """How a recurrent parameter is brought within a bound, in place."""
-
-
-def without_padding(x: Tensor, sequences: Sequences) -> Tensor:
-    """x with 0 at padding: it may hold anything there, and 0 * NaN is NaN."""
-    return x.masked_fill((sequences.seq < 0).unsqueeze(-1), 0)
 
 
 def decoding_pair(backend: str) -> Request:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,16 +13,10 @@ from torch.nn.utils.rnn import PackedSequence
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.base import totals
-from pararnn.engines.request import Request, request
-from pararnn.layers.layout import BATCH_FIRST, UNBATCHED, Layout, layout_of
-from pararnn.layers.recurrent import (
-    Fields,
-    RecurrentLayer,
-    SolveInfo,
-    States,
-    decoding_pair,
-    without_padding,
-)
+from pararnn.engines.request import request
+from pararnn.layers.cuts import States, without_padding
+from pararnn.layers.layout import layout_of, order_of_resets
+from pararnn.layers.recurrent import Fields, RecurrentLayer, SolveInfo
 
 
 def _shared(name: str) -> Any:
@@ -52,13 +46,9 @@ class ParaRNN(nn.Module):
             2 hidden_size channels, forward first.
         num_heads: heads of the input projection (block-diagonal; paper, Appendix C).
         device, dtype: of the parameters.
-        solver, backend, on_failure: as in `pararnn.solve`.
-        mode: one of the paper's modes (`MODES`) in place of a solver and a backend.
-        recurrent_clip: bound that `clip_after_step` clamps recurrent parameters to; None for none.
-        recompute_gates: do not keep the gates (B, T, G, D) for the backward pass, but project the
-            input anew there: a layer then keeps its input and its states only.
-        projection_gain, recurrent_std: of the initialisation, as in `RecurrentLayer`.
-        config: the cell's config.
+        options: those of every layer as `RecurrentLayer` takes them (solver, backend, mode,
+            on_failure, recurrent_clip, recompute_gates, keep_dtype, projection_gain,
+            recurrent_std), and the cell's config.
 
     It is a stack of `RecurrentLayer`, in `layers` (and `reverse_layers`), and its attributes
     solver, backend, on_failure and recurrent_clip are theirs: setting one sets it on all of them.
@@ -86,15 +76,7 @@ class ParaRNN(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         num_heads: int = 1,
-        solver: str | None = None,
-        backend: str | None = None,
-        mode: str | None = None,
-        on_failure: str = "warn",
-        recurrent_clip: float | None = 0.5,
-        recompute_gates: bool = False,
-        projection_gain: float = 1.0,
-        recurrent_std: float | None = None,
-        **config: Any,
+        **options: Any,
     ) -> None:
         super().__init__()
         if num_layers < 1:
@@ -108,7 +90,7 @@ class ParaRNN(nn.Module):
             )
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.num_heads, self.batch_first, self.dropout = num_heads, batch_first, dropout
-        self.bidirectional = bidirectional
+        self.bidirectional, self.bias = bidirectional, bias
 
         def part(index: int, reverse: bool) -> RecurrentLayer:
             return RecurrentLayer(
@@ -118,17 +100,9 @@ class ParaRNN(nn.Module):
                 bias,
                 num_heads=num_heads,
                 reverse=reverse,
-                solver=solver,
-                backend=backend,
-                mode=mode,
-                on_failure=on_failure,
-                recurrent_clip=recurrent_clip,
-                recompute_gates=recompute_gates,
-                projection_gain=projection_gain,
-                recurrent_std=recurrent_std,
                 device=device,
                 dtype=dtype,
-                **config,
+                **options,
             )
 
         self.layers = nn.ModuleList(part(index, False) for index in range(num_layers))
@@ -147,13 +121,21 @@ class ParaRNN(nn.Module):
         found = [totals(count) for count in counts if count is not None]
         return SolveInfo(*torch.stack(found, 1)) if len(found) == len(counts) else None
 
+    @property
+    def all_weights(self) -> list[list[nn.Parameter]]:
+        """The parameters of every layer and direction, in the order of h_n."""
+        return [list(part.parameters()) for part in self._parts()]
+
     def forward(
         self,
-        x: Tensor | PackedSequence,
+        x: Tensor | PackedSequence | None = None,
         h_0: States | None = None,
         *,
+        input: Tensor | PackedSequence | None = None,
+        hx: States | None = None,
         fields: Fields | None = None,
         reset: Tensor | PackedSequence | None = None,
+        reset_states: States | None = None,
         lengths: Tensor | list[int] | None = None,
         padding: str = "right",
         cu_seqlens: Tensor | None = None,
@@ -171,10 +153,13 @@ class ParaRNN(nn.Module):
                 zero. Twice as many layers if bidirectional, in the order layer 0 forward, layer 0
                 reverse, layer 1 forward. Without B for unbatched x; S in place of B with
                 `cu_seqlens`.
+            input, hx: x and h_0 by torch.nn.GRU's names; TypeError where both are given.
             fields: the cell's fields by name, each laid out like x without its channels, or with
                 hidden_size of them, or a number.
             reset: bool, laid out like x without its channels; such a step starts from the zero
                 state, in the order of processing.
+            reset_states: the states that such steps start from instead, like h_0 with K in place of
+                B for K of them, in the order in which `states[reset]` has them.
             lengths: int (B,); the steps of each sequence, the rest being padding. Integers on the
                 CPU are checked; on CUDA the device asserts.
             padding: the side that padding is on, "right" or "left".
@@ -186,83 +171,98 @@ class ParaRNN(nn.Module):
         Returns:
             (output, h_n): the last layer's first state, laid out like x with hidden_size channels
             (twice as many if bidirectional), in the dtype of the projection's result, 0 at padding;
-            the final states, like h_0, in float32 (or float64). With `all_states` a third item: for
-            each layer and direction, in the order of h_n, a tuple of N tensors like the output.
+            the final states, like h_0, in float32 (or float64), unless `keep_dtype`. With
+            `all_states` a third item: for each layer and direction, in the order of h_n, a tuple of
+            N tensors like the output.
         """
-        if isinstance(x, PackedSequence):
-            self._check_rank(x.data, (2,))
-        else:
-            self._check_rank(x, (2, 3))
+        x, h_0 = self._named(x, input, "x"), either("h_0", h_0, "hx", hx)
+        data = x.data if isinstance(x, PackedSequence) else x
+        self._check_rank(data, (2,) if data is not x else (2, 3))
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
-        asked = request(solver, backend, mode)
-        return self._run(x, h_0, layout, asked, fields or {}, reset, all_states)
+        into, back, sequences = layout.into, layout.back, layout.sequences
+        rows = into(x)
+        if sequences is not None and data is x:
+            rows = without_padding(rows, sequences)  # a PackedSequence has ours, which is 0
+        size = (rows.shape[0] if sequences is None else sequences.total, self.hidden_size)
+        initial = self._by_layer(h_0, size if layout.batched else size[1:])
+        starts = self._at_resets(reset_states)
+        if starts[0] is not None and reset is not None:
+            order = order_of_resets(reset, layout, starts[0][0].shape[0])
+            starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
+        given = fields or {}
+        options: dict[str, Any] = {
+            "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in given.items()},
+            "reset": None if reset is None else into(reset),
+            "sequences": sequences,
+            "all_states": all_states,
+            **request(solver, backend, mode)._asdict(),
+        }
+
+        def run(i: int, part: RecurrentLayer, x: Tensor) -> Any:
+            return part(x, initial[i], reset_states=starts[i], **options)
+
+        output, results = self._through(rows, run)
+        h_n = stacked([result[1] for result in results], layout.batched)
+        if not all_states:
+            return back(output), h_n
+        return back(output), h_n, tuple(tuple(map(back, result[2])) for result in results)
 
     def step(
-        self, x_t: Tensor, state: States | None = None, *, fields: Fields | None = None
+        self,
+        x_t: Tensor | None = None,
+        state: States | None = None,
+        *,
+        input: Tensor | None = None,
+        hx: States | None = None,
+        fields: Fields | None = None,
+        reset: Tensor | None = None,
+        reset_states: States | None = None,
     ) -> tuple[Tensor, States]:
         """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver, and takes (input_size,) unbatched; fields
-        are (B,), (B, hidden_size) or numbers. Raises ValueError for bidirectional layers.
+        are (B,), (B, hidden_size) or numbers, reset is (B,). Raises ValueError for bidirectional
+        layers.
         """
         if self.bidirectional:
             raise ValueError(
                 "a bidirectional layer cannot decode step by step: its reverse direction starts "
                 "from the last step"
             )
+        x_t, state = self._named(x_t, input, "x_t"), either("state", state, "hx", hx)
         self._check_rank(x_t, (1, 2))
-        layout, time = (BATCH_FIRST, 1) if x_t.ndim == 2 else (UNBATCHED, 0)
-        given = fields or {}
-        fields = {k: v.unsqueeze(time) if torch.is_tensor(v) else v for k, v in given.items()}
-        asked = decoding_pair(self.backend)
-        x, finals = self._run(x_t.unsqueeze(time), state, layout, asked, fields, None, False)
-        return x.squeeze(time), finals
+        fields, batched = fields or {}, x_t.ndim == 2
+        if not batched:
+            x_t = x_t.unsqueeze(0)
+            fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
+            reset = None if reset is None else reset.unsqueeze(0)
+        size = (x_t.shape[0], self.hidden_size)
+        initial = self._by_layer(state, size if batched else size[1:])
+        starts = self._at_resets(reset_states)
 
-    def _run(
-        self,
-        given: Any,
-        h_0: States | None,
-        layout: Layout,
-        asked: Request,
-        fields: Fields,
-        reset: Any,
-        all_states: bool,
-    ) -> Any:
-        """All layers; `asked`: the request of this call."""
-        into, back = layout.into, layout.back
-        x = into(given)
-        if layout.sequences is not None and isinstance(given, Tensor):
-            x = without_padding(x, layout.sequences)  # a PackedSequence has ours, which is 0
-        fields = {k: v if isinstance(v, (int, float)) else into(v) for k, v in fields.items()}
-        reset = None if reset is None else into(reset)
-        initial = self._per_part(h_0, x, layout)
-        finals: list[tuple[Tensor, ...]] = []
-        series: list[tuple[Tensor, ...]] = []
+        def run(i: int, part: RecurrentLayer, x: Tensor) -> Any:
+            state = initial[i]
+            return part.step(x, state, fields=fields, reset=reset, reset_states=starts[i])
+
+        output, results = self._through(x_t, run)
+        h_n = stacked([result[1] for result in results], batched)
+        return output if batched else output.squeeze(0), h_n
+
+    def _through(
+        self, x: Tensor, run: Callable[[int, RecurrentLayer, Tensor], Any]
+    ) -> tuple[Tensor, list[Any]]:
+        """The last layer's output, and what `run(i, part, x)` has returned for the i-th part."""
+        results: list[Any] = []
         parts, directions = self._parts(), 1 + self.bidirectional
         for index in range(self.num_layers):
             if index and self.dropout and self.training:
                 # On CUDA the mask follows the layout, which would depend on the engine.
                 x = F.dropout(x.contiguous(), self.dropout)
-            outputs = []
-            for part in parts[index * directions : (index + 1) * directions]:
-                output, final, *states = part(
-                    x,
-                    initial[len(finals)],
-                    fields=fields,
-                    reset=reset,
-                    sequences=layout.sequences,
-                    all_states=all_states,
-                    solver=asked.solver,
-                    backend=asked.backend,
-                )
-                outputs.append(output)
-                finals.append(final if isinstance(final, tuple) else (final,))
-                series.extend(states)
+            own = range(index * directions, (index + 1) * directions)
+            results += [run(i, parts[i], x) for i in own]
+            outputs = [results[i][0] for i in own]
             x = outputs[0] if directions == 1 else self._merged(outputs, index)
-        results = back(x), self._stacked(finals, layout.batched)
-        if not all_states:
-            return results
-        return *results, tuple(tuple(back(s) for s in states) for states in series)
+        return x, results
 
     def _merged(self, outputs: list[Tensor], index: int) -> Tensor:
         """Both directions side by side; between layers head by head, as each head sees a slice."""
@@ -318,34 +318,56 @@ class ParaRNN(nn.Module):
                 f"got {x.shape[-1]}"
             )
 
-    def _per_part(
-        self, states: States | None, x: Tensor, layout: Layout
+    def _named(self, x: Any, other: Any, name: str) -> Any:
+        """The input, by whichever name it came."""
+        given = either(name, x, "input", other)
+        if given is None:
+            raise TypeError(f"{type(self).__name__} needs its input: {name}, or input by name")
+        return given
+
+    def _at_resets(self, states: States | None) -> Sequence[tuple[Tensor, ...] | None]:
+        """The states that K resets start from, by layer."""
+        first = states if states is None or isinstance(states, Tensor) else states[0]
+        count = first.shape[1] if first is not None and first.ndim > 1 else 0
+        return self._by_layer(states, (count, self.hidden_size))
+
+    def _by_layer(
+        self, states: States | None, size: tuple[int, ...]
     ) -> Sequence[tuple[Tensor, ...] | None]:
+        """States of all layers, of a size each, as every one takes them: with a batch dimension."""
         count = self.num_layers * (1 + self.bidirectional)
         if states is None:
             return [None] * count
-        names = self.cell.states
+        names, full = self.cell.states, (count, *size)
         given = (states,) if isinstance(states, Tensor) else tuple(states)
-        rows = x.shape[0] if layout.sequences is None else layout.sequences.total
-        size = (count, rows, self.hidden_size) if layout.batched else (count, self.hidden_size)
         shapes = [tuple(state.shape) for state in given]
-        if shapes != [size] * len(names):
+        if shapes != [full] * len(names):
             raise ValueError(
-                f"{type(self).__name__}: Expected hidden states {tuple(names)} of size {size} "
+                f"{type(self).__name__}: Expected hidden states {tuple(names)} of size {full} "
                 f"each, got {shapes}"
             )
-        if not layout.batched:
+        if len(size) == 1:
             given = tuple(state.unsqueeze(1) for state in given)
         return list(zip(*(state.unbind() for state in given), strict=True))
 
-    def _stacked(self, finals: list[tuple[Tensor, ...]], batched: bool) -> States:
-        if len(finals) == 1:
-            stacked = tuple(state.unsqueeze(0) for state in finals[0])
-        else:
-            stacked = tuple(torch.stack(series) for series in zip(*finals, strict=True))
-        if not batched:
-            stacked = tuple(state.squeeze(1) for state in stacked)
-        return stacked[0] if len(stacked) == 1 else stacked
+
+def either(name: str, given: Any, other: str, also: Any) -> Any:
+    """An argument that has two names. Raises TypeError where both are given."""
+    if given is not None and also is not None:
+        raise TypeError(f"{name} and {other} are two names of one argument: give one of them")
+    return given if also is None else also
+
+
+def stacked(finals: list[States], batched: bool) -> States:
+    """The final states of all layers as `ParaRNN` returns them."""
+    each = [final if isinstance(final, tuple) else (final,) for final in finals]
+    if len(each) == 1:
+        states = tuple(state.unsqueeze(0) for state in each[0])
+    else:
+        states = tuple(torch.stack(series) for series in zip(*each, strict=True))
+    if not batched:
+        states = tuple(state.squeeze(1) for state in states)
+    return states[0] if len(states) == 1 else states
 
 
 class ParaGRU(ParaRNN):

@@ -90,9 +90,10 @@ class System:
         return self._stack(new, previous), jacobian
 
     def pull_back(
-        self, previous: Tensor, cotangent: Tensor
+        self, previous: Tensor, cotangent: Tensor, with_params: bool = True
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Gradients of prev (B, T, N, D), of the inputs (B, T, D) and of the params, summed."""
+        """Gradients of prev (B, T, N, D), of the inputs (B, T, D) and, if wanted, of the params,
+        summed."""
         if self.padding is not None:
             cotangent = cotangent.masked_fill(self.padding.unsqueeze(2), 0)
         grads = self._run("vjp", previous, cotangent)
@@ -109,7 +110,7 @@ class System:
             return coupling.total(full, self.padding)
 
         per_step = [at_steps(g) for g in grads[:rows]]
-        params = tuple(map(summed, grads[rows:], self.params))
+        params = tuple(map(summed, grads[rows:], self.params)) if with_params else ()
         return torch.stack(per_step[:states], 2), tuple(per_step[states:]), params
 
     def at(self, step: int) -> System:

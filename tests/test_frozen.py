@@ -1,0 +1,98 @@
+"""A backward pass computes no gradient that nobody asked for, where engines can leave it out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from table import OPS
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pararnn
+from pararnn.engines import table
+from pararnn.op import _Solve
+
+PARTS = {"gates": "proj", "bias": "bias", "params": "cell"}
+
+
+class _Recorded:
+    """Stands in an engine's place, and keeps what its backward was asked for and gave."""
+
+    def __init__(self, monkeypatch, pair):
+        key = (*pair, "cpu") if (*pair, "cpu") in table.TABLE else (*pair, table.ANY_DEVICE)
+        self.asked, engine = [], table.TABLE[key]
+
+        def backward(*given):
+            self.asked.append((given[-1], engine.backward(*given)))
+            return self.asked[-1][1]
+
+        monkeypatch.setitem(table.TABLE, key, replace(engine, backward=backward))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("left", [("gates",), ("bias",), ("params",), ("gates", "params")], ids=str)
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_engines_are_asked_for_what_is_wanted(monkeypatch, pair, left, compiled):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    layer = pararnn.RecurrentLayer(pararnn.LSTMCell, 3, 4, solver=pair[0], backend=pair[1])
+    x = torch.randn(2, 20, 3)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    layer(x)[0].sum().backward()
+    expected = {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(any(name.startswith(PARTS[part]) for part in left))
+    recorded = _Recorded(monkeypatch, pair)
+    run(x)[0].sum().backward()
+    [(wanted, grads)] = recorded.asked
+    assert list(wanted) == list(left)
+    for part, nothing in (("bias", None), ("params", ()), ("fields", ()), ("initial", ())):
+        assert part in left or getattr(grads, part) == nothing
+    for name, parameter in layer.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+        else:
+            torch.testing.assert_close(parameter.grad, expected[name])
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, pair):
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4, solver=pair[0], backend=pair[1])
+    layer.cell.a_r.requires_grad_(False)
+    given, backward = [], _Solve.backward
+
+    def kept(ctx, *grads):
+        out = backward(ctx, *grads)
+        given.append([ctx.needs_input_grad, out])
+        return out
+
+    monkeypatch.setattr(_Solve, "backward", staticmethod(kept))
+    layer(torch.randn(2, 20, 3))[0].sum().backward()
+    [(needed, out)] = given
+    assert [grad is not None for grad in out] == list(needed)
+    assert layer.cell.a_r.grad is None
+    assert layer.cell.a_z.grad is not None
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    ("x_wanted", "weight_wanted", "products"),
+    [(True, True, 2), (True, False, 1), (False, True, 1), (False, False, 0)],
+)
+def test_the_projection_multiplies_for_what_is_wanted(heads, x_wanted, weight_wanted, products):
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6, num_heads=heads)
+    layer.proj.weight.requires_grad_(weight_wanted)
+    output, _ = layer(torch.randn(2, 20, 4, requires_grad=x_wanted))
+    with _Products() as counted:
+        output.sum().backward()
+    assert counted.count == products

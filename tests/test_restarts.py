@@ -1,0 +1,196 @@
+"""Rows that restart from given states equal their pieces run alone, in every engine."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from table import PAIRS, PLAIN
+from torch.nn.utils.rnn import pack_sequence
+
+import pararnn
+
+HOW = ("solver", "backend")
+ROWS, STEPS, D = 3, 12, 6
+AT = {(0, 4), (0, 5), (1, 0), (1, 11), (2, 7)}  # neighbours, the first and the last step
+
+
+@pytest.fixture(params=PAIRS, ids="-".join)
+def pair(request):
+    return dict(zip(HOW, request.param, strict=True))
+
+
+def _reset(device="cpu"):
+    reset = torch.zeros(ROWS, STEPS, dtype=torch.bool, device=device)
+    for place in AT:
+        reset[place] = True
+    return reset
+
+
+def _draw(*size, device="cpu"):
+    return torch.randn(size, dtype=torch.float64, device=device).requires_grad_()
+
+
+def _layer(device, reverse=False):
+    torch.manual_seed(0)
+    factory = {"dtype": torch.float64, "device": device}
+    return pararnn.RecurrentLayer(pararnn.LSTMCell, 4, D, num_heads=2, reverse=reverse, **factory)
+
+
+def _by_hand(layer, x, initial, states, starts):
+    """The loop over each piece alone: of sequences that lie one behind the other in x (1, T, C)."""
+    places = sorted(row * STEPS + t for row, t in AT)
+    output, finals = torch.zeros(1, x.shape[1], D, dtype=x.dtype, device=x.device), []
+    for number, (begin, end) in enumerate(pairwise(starts)):
+        last = tuple(h[number : number + 1] for h in initial)
+        own = [t for t in places if begin <= t < end]
+        edges = [begin, *(t + layer.reverse for t in own), end]
+        order, given = list(pairwise(edges)), [places.index(t) for t in own]
+        if layer.reverse:
+            order, given = order[::-1], given[::-1]
+        for (a, b), start in zip(order, [None, *given], strict=True):
+            if start is not None:
+                last = tuple(s[start : start + 1] for s in states)
+            if a < b:
+                got, last = layer(x[:, a:b], last, solver=PLAIN[0], backend=PLAIN[1])
+                output = torch.cat([output[:, :a], got, output[:, b:]], 1)
+        finals.append(last)
+    return output, tuple(torch.cat(f) for f in zip(*finals, strict=True))
+
+
+def _same(got, expected, leaves):
+    found = []
+    for output, finals in (got, expected):
+        loss = output.sin().sum() + sum((i + 2) * f.cos().sum() for i, f in enumerate(finals))
+        found.append((output, *finals, *torch.autograd.grad(loss, leaves)))
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-11)
+    assert all(grad.abs().sum() > 0 for grad in found[1])
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_restarts_are_pieces_run_alone(device, pair, reverse, packed):
+    layer, x, reset = _layer(device, reverse), _draw(ROWS, STEPS, 4, device=device), _reset(device)
+    flat = x.reshape(1, -1, 4)
+    starts, options = list(range(0, ROWS * STEPS + 1, STEPS)), {}
+    rows = x
+    if packed:  # other sequences, one of them without steps, and padding with a reset in it
+        starts = [0, 4, 4, 14, 30]
+        options = {"cu_seqlens": torch.tensor(starts, device=device)}
+        rows, reset = flat, reset.reshape(1, -1)
+    initial = [_draw(len(starts) - 1, D, device=device) for _ in range(2)]
+    states = [_draw(len(AT), D, device=device) for _ in range(2)]
+    given = {"reset": reset, "reset_states": tuple(states)}
+    output, finals = layer(rows, tuple(initial), **given, **options, **pair)
+    got = output.reshape(1, -1, D), finals
+    expected = _by_hand(layer, flat, initial, states, starts)
+    _same(got, expected, [x, *initial, *states, *layer.parameters()])
+
+
+@pytest.mark.parametrize("layout", ["time first", "packed sequence", "lengths", "unbatched"])
+def test_states_come_in_the_order_of_the_resets(layout):
+    torch.manual_seed(0)
+    how = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
+    layer = pararnn.ParaLSTM(4, D, **how)
+    x, reset, kept = _draw(ROWS, STEPS, 4), _reset(), [_draw(4, ROWS, STEPS, D) for _ in range(2)]
+    rows = tuple(h[:, reset] for h in kept)
+    expected, (h_n, c_n) = layer(x, reset=reset, reset_states=rows)
+    if layout == "time first":
+        other = copy.deepcopy(layer)
+        other.batch_first = False
+        late = tuple(h.transpose(1, 2)[:, reset.T] for h in kept)
+        assert not torch.equal(late[0], rows[0])
+        output, final = other(x.transpose(0, 1), reset=reset.T, reset_states=late)
+        output = output.transpose(0, 1)
+    elif layout == "packed sequence":
+        packed = pack_sequence([*x])
+        resets = pack_sequence([*reset])
+        late = [pack_sequence([*h.movedim(0, 2)]).data[resets.data].movedim(1, 0) for h in kept]
+        assert not torch.equal(late[0], rows[0])
+        output, final = layer(packed, reset=resets, reset_states=tuple(late))
+        output = output.data.unflatten(0, (STEPS, ROWS)).transpose(0, 1)
+    elif layout == "lengths":
+        output, final = layer(x, reset=reset, reset_states=rows, lengths=[STEPS] * ROWS)
+    else:
+        own = tuple(h[:, 0][:, reset[0]] for h in kept)
+        output, final = layer(x[0], reset=reset[0], reset_states=own)
+        expected, h_n, c_n = expected[0], h_n[:, 0], c_n[:, 0]
+    assert torch.allclose(output, expected, atol=1e-12)
+    assert torch.allclose(torch.stack(final), torch.stack([h_n, c_n]), atol=1e-12)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "given"])
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_steps_restart(name, given):
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(pararnn.CELLS[name], 4, D, num_layers=2, dtype=torch.float64)
+    x, reset = _draw(ROWS, STEPS, 4), _reset()
+    kept = tuple(_draw(2, ROWS, STEPS, D) for _ in layer.cell.states)
+    whole = tuple(h[:, reset] for h in kept) if given else None
+    output, _ = layer(x, reset=reset, reset_states=whole)
+    state = None
+    for t in range(STEPS):
+        now = tuple(h[:, :, t][:, reset[:, t]] for h in kept) if given else None
+        y, state = layer.step(x[:, t], state, reset=reset[:, t], reset_states=now)
+        assert torch.allclose(y, output[:, t], atol=1e-12)
+    alone = tuple(h[:, :1, 4].squeeze(1)[:, None] for h in kept) if given else None
+    y, _ = layer.step(x[0, 4], reset=torch.tensor(True), reset_states=alone)
+    assert torch.allclose(y, output[0, 4], atol=1e-12)
+
+
+def test_restarts_compile_to_one_graph():
+    torch.manual_seed(0)
+    layer = pararnn.ParaGRU(4, D, dtype=torch.float64)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, steps, every in ((3, 9, 2), (5, 11, 3)):
+        x = torch.randn(batch, steps, 4, dtype=torch.float64)
+        reset = torch.arange(batch * steps).view(batch, steps) % every == 0
+        states = torch.randn(1, int(reset.sum()), D, dtype=torch.float64)
+        with torch.compiler.set_stance("default" if batch == 3 else "fail_on_recompile"):
+            got, _ = compiled(x, reset=reset, reset_states=states)
+        expected, _ = layer(x, reset=reset, reset_states=states)
+        assert torch.allclose(got, expected, atol=1e-12)
+
+
+def test_restarts_are_verified_too():
+    layer = pararnn.ParaGRU(4, D)
+    states = torch.randn(1, len(AT), D)
+    assert pararnn.verify(layer, torch.randn(ROWS, STEPS, 4), reset=_reset(), reset_states=states)
+
+
+def test_rows_without_steps():
+    layer = pararnn.ParaGRU(4, D)
+    h_0 = torch.randn(1, 2, D)
+    reset, states = torch.zeros(2, 0, dtype=torch.bool), torch.zeros(1, 0, D)
+    output, h_n = layer(torch.zeros(2, 0, 4), h_0, reset=reset, reset_states=states)
+    assert output.shape == (2, 0, D)
+    assert torch.equal(h_n, h_0)
+
+
+X, RESET, STATES = torch.zeros(ROWS, STEPS, 4), _reset(), torch.zeros(1, len(AT), D)
+WRONG = [
+    ({"reset_states": STATES}, "give reset, too"),
+    (
+        {"reset": RESET, "reset_states": STATES[:, :4]},
+        "reset must be true at 4 steps, a state each, got 5",
+    ),
+    ({"reset": RESET, "reset_states": STATES[..., :4]}, r"\(1, 5, 6\) each, got \[\(1, 5, 4\)\]"),
+    ({"reset": RESET.float(), "reset_states": STATES}, "reset must be bool, got torch.float32"),
+    ({"reset": RESET[:, 1:], "reset_states": STATES[:, 1:]}, r"reset must be bool \(3, 12\), got"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_restarts(given, message):
+    with pytest.raises(ValueError, match=message):
+        pararnn.ParaGRU(4, D)(X, **given)
+
+
+def test_wrong_restarts_of_one_layer():
+    layer = pararnn.RecurrentLayer(pararnn.LSTMCell, 4, D)
+    with pytest.raises(ValueError, match=r"reset_states must be \(K, 6\) for each of \('h', 'c'\)"):
+        layer(X, reset=RESET, reset_states=STATES[0])
+    both = (STATES[0], STATES[0])
+    with pytest.raises(ValueError, match=r"initial must be \(S, 6\) for each of .* got \[\(2, 6\)"):
+        layer(X, (torch.zeros(2, D),) * 2, reset=RESET, reset_states=both)
