@@ -149,7 +149,7 @@ def prepare(
         initial=() if initial_state is None else _initial(cell, gates, count, initial_state),
         sequences=count,
         seq=None if sequences is None else sequences.seq,
-        reset=_reset(gates, reset),
+        reset=checked_reset(gates, reset),
         reverse=reverse,
         on_failure=on_failure,
         output_only=output_only,
@@ -227,7 +227,8 @@ def _initial(
     return states
 
 
-def _reset(gates: Tensor, reset: Tensor | None) -> Tensor | None:
+def checked_reset(gates: Tensor, reset: Tensor | None) -> Tensor | None:
+    """`reset`, which must be None or bool (B, T) beside gates (B, T, ...)."""
     if reset is None:
         return None
     size = tuple(gates.shape[:2])
