@@ -7,6 +7,7 @@ from oracle import beyond, run
 from table import FUSED, NEWTON_FUSED, make_case, needs_compiler, with_latches
 from test_hard_cases import assert_no_jump_is_missed, threshold_case
 from test_scales import SLOW, slow_case, solved
+from test_scan import _inputs, check_scan
 
 import pararnn
 from pararnn.contract import check_solves
@@ -141,3 +142,14 @@ def test_the_scale_of_the_loss_scales_gradients(name, monkeypatch):
     usual, scaled = (solved(case, NEWTON_FUSED, scale)[1] for scale in (1.0, 2.0**-30))
     for one, other in zip(usual, scaled, strict=True):
         assert torch.equal(one.double() * 2.0**-30, other.double())
+
+
+@pytest.mark.parametrize("pair", [FUSED, NEWTON_FUSED], ids="-".join)
+@pytest.mark.parametrize("kind", [1, "real"])
+def test_scans_of_a_decay_of_one_row(kind, pair, monkeypatch):
+    """`a` of (D,), of which kernels read the same row at every step; and of (T, 1)."""
+    MEETINGS["grid"].install(monkeypatch)
+    _, b, h = _inputs(kind, channels=CHANNELS, dtype=torch.float32)
+    for size in ((CHANNELS,), (40, 1)):
+        decay = torch.rand(size, requires_grad=True)
+        check_scan((decay, b, h), solver=pair[0], backend=pair[1])

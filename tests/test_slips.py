@@ -11,18 +11,6 @@ import pararnn
 from pararnn.cells.base import LAYER_ARGUMENTS
 
 
-class Spike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return (x > 0).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad / (1 + x.abs()) ** 2
-
-
 def made(step, states=("h",), **attributes):
     body = {"states": states, "gates": ("x",), "step": step, **attributes}
     return type("Made", (pararnn.Cell,), body)
@@ -47,10 +35,6 @@ def misspells(self, state, gate, param):
     return torch.tanh(state.hidden + gate.x)
 
 
-def calls_a_function(self, state, gate, param):
-    return Spike.apply(0.5 * state.h + gate.x)
-
-
 STEPS = {
     sets_a_state: (
         r"Made.step sets an attribute of state, gate or param \(.*test_slips.py, line \d+\), "
@@ -65,10 +49,6 @@ STEPS = {
         "Steps are traced on 8 channels, whatever a layer has, so they may hold no size"
     ),
     misspells: r"Made.step fails: .*no attribute 'hidden' \(.*test_slips.py, line \d+\)",
-    calls_a_function: (
-        r"Made.step calls a torch.autograd.Function .* is hard \+ \(soft - soft.detach\(\)\) "
-        "where hard has no gradient.*or declare structure = 'sequential'"
-    ),
 }
 
 
@@ -80,33 +60,6 @@ def test_what_a_step_may_not_do_is_said_of_its_line(step):
     if step is not writes_by_mask:  # whose gradient fails, not its line
         above = traceback.extract_tb(caught.value.__cause__.__traceback__)
         assert Path(above[0].filename).name == "test_slips.py"
-
-
-def test_surrogate_gradients_by_detach():
-    def step(self, state, gate, param):
-        v = param.a * state.h + gate.x
-        soft = v / (1 + v.abs())
-        return (v > 0).to(v.dtype) + (soft - soft.detach())
-
-    cls = made(step, params={"a": pararnn.Param("D")})
-    cell, gates = cls(6), torch.randn(2, 40, 1, 6, requires_grad=True)
-    with torch.no_grad():
-        cell.a.fill_(0.3)
-    grads = []
-    for pair in (("sequential", "torch"), ("newton", "torch"), ("sequential", "fused")):
-        states, _ = pararnn.solve(cell, gates, solver=pair[0], backend=pair[1])
-        torch.testing.assert_close(states, states.round(), rtol=0, atol=1e-5)
-        if pair[0] == "sequential":  # and none of those in between
-            assert set(states.unique().tolist()) == {0.0, 1.0}
-        grads.append(torch.autograd.grad(states.square().sum(), gates)[0])
-    h, total, x = torch.zeros(2, 6), 0.0, gates.detach().requires_grad_()
-    for t in range(40):
-        h = Spike.apply(0.3 * h + x[:, t, 0])
-        total = total + h.square().sum()
-    (expected,) = torch.autograd.grad(total, x)
-    assert expected.abs().max() > 0.1
-    for grad in grads:
-        torch.testing.assert_close(grad, expected)
 
 
 SLIPS = {

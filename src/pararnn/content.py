@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from pararnn.cells.base import Cell, Param
 from pararnn.reads import CONTRACT, GLOBAL, MISSING, Reads, codes, is_library, named
@@ -203,10 +204,12 @@ class _Writer:
         raise UnknownContent(f"{name}, of type {type(value).__name__}")
 
     def type(self, value: type) -> str:
-        """A class: the cell's and its bases, whose places are among the reads, and known ones."""
+        """A class: one whose places are among the reads (the cell's, its bases, and functions with
+        a backward of their own), or a known one."""
         root = value.__module__.partition(".")[0]
         fixed = root == "pararnn" or (root == "builtins" and value.__name__ in _BUILTINS)
-        if value in self.cls.__mro__ or fixed or value is Tensor:
+        own = value in self.cls.__mro__ or _is_function(value, self.own)
+        if own or fixed or value is Tensor:
             bases = [f"{base.__module__}:{base.__qualname__}" for base in value.__mro__]
             return f"class {bases}"
         raise UnknownContent(f"the class {value.__qualname__}")
@@ -258,6 +261,17 @@ class _Writer:
             method = getattr(Tensor, name, None)
             if isinstance(method, FunctionType) and not _of_torch(method):
                 raise UnknownContent(f"Tensor.{name}, which is not torch's own")
+
+
+def _is_function(value: type, own: set[str]) -> bool:
+    """Whether a class is a torch.autograd.Function of the user's, whose attributes are plain."""
+    if not issubclass(value, Function):
+        return False
+    bases = value.__mro__[: value.__mro__.index(Function)]
+    roots = {base.__module__.partition(".")[0] for base in bases}
+    odd = {name for base in bases for name in vars(base) if name.startswith("__")} - _HARMLESS
+    plain = all(type(base) is type(Function) for base in bases)
+    return plain and not odd and not any(map(is_library, roots - own))
 
 
 def _library_function(function: Any, name: str) -> str:

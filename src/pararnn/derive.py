@@ -20,6 +20,8 @@ TRACE_ROWS = 6
 HEADS = 2
 PROBES = 3
 JACOBIAN_TOLERANCE = 1e-9
+SCALES = (-(2.0**30), 2.0**-30)
+"""Of gradients that arrive: what bounds or normalises them shows at one of these."""
 DENSE_NUMBERS = 1 << 24
 """How many entries of dense Jacobians are held at once on the way to another structure."""
 
@@ -103,21 +105,24 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     tensors = example(step, lead, TRACE_CHANNELS[0], dtype)
     cotangents = example(step, lead, TRACE_CHANNELS[0], dtype, seed=1)[:states]
 
+    @torch.enable_grad()
     def vjp(*t: Tensor) -> tuple[Tensor, ...]:
-        return torch.func.vjp(call, *t[:-states])[1](tuple(t[-states:]))
+        inputs = _leaves(t[:-states])
+        return _gradients(call(*inputs), inputs, t[-states:])
 
+    @torch.enable_grad()
     def states_vjp(*t: Tensor) -> tuple[Tensor, ...]:
-        def of_states(*s: Tensor) -> Any:
-            return call(*s, *t[states:-states])
+        inputs = _leaves(t[:states])
+        return _gradients(call(*inputs, *t[states:-states]), inputs, t[-states:])
 
-        return torch.func.vjp(of_states, *t[:states])[1](tuple(t[-states:]))
-
+    @torch.enable_grad()
     def rows(*t: Tensor) -> list[Tensor]:
         """New states, then the Jacobian row by row, each the pull-back of one state."""
-        out = list(call(*t))
-        for i in range(states):
-            new, pull = torch.func.vjp(_select(call, i, t[states:]), *t[:states])[:2]
-            out += pull(torch.ones_like(new))
+        inputs = _leaves(t[:states])
+        new = call(*inputs, *t[states:])
+        out = list(new)
+        for state in new:
+            out += _gradients([state], inputs, [torch.ones_like(state)])
         return out
 
     def written(*t: Tensor) -> list[Tensor]:
@@ -183,10 +188,36 @@ def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
             return torch.cat(flat(step, step)(*whole.reshape(states, -1).unbind(), *rest))
 
         with torch.enable_grad():
-            derived = torch.func.jacrev(stacked)(torch.cat([x[0] for x in t[:states]]))
+            whole = torch.cat([x[0] for x in t[:states]])
+            derived = torch.autograd.functional.jacobian(stacked, whole)
         for by_hand in (True, False) if step.has_jacobian else (False,):
             representation = linearise(step, structure, graphs, t, by_hand)[1]
             _compare(cls, structure, structure.to_dense(representation)[0], derived, by_hand)
+
+
+def check_linear(step: Step, graphs: Graphs) -> None:
+    """Raise CellError where a step's gradient is not linear in what arrives, in float64.
+
+    That of PyTorch's functions is; what a torch.autograd.Function does in its backward is the
+    user's, and may be anything.
+    """
+    tensors, cotangents = (
+        [x * 3 - 2 for x in example(step, (1,), TRACE_CHANNELS[0], torch.float64, seed)]
+        for seed in (0, 1)
+    )
+    arriving = cotangents[: len(step.cls.states)]
+    grads = graphs.vjp(*tensors, *arriving)
+    for scale in SCALES:
+        scaled = graphs.vjp(*tensors, *(scale * c for c in arriving))
+        for one, other in zip(grads, scaled, strict=True):
+            gap = torch.as_tensor(other) / scale - torch.as_tensor(one)
+            if float(gap.abs().max()) > JACOBIAN_TOLERANCE:
+                raise CellError(
+                    f"{step.cls.__name__}.step calls a torch.autograd.Function whose backward is "
+                    "not linear in the gradient that arrives (it bounds or normalises it, say), "
+                    "which parallel solvers add up and compose. Bound gradients outside of the "
+                    "step (torch.nn.utils.clip_grad_norm_), or declare structure = 'sequential'"
+                )
 
 
 def _compare(
@@ -235,9 +266,24 @@ def _pulled_back(
     return torch.cat([structure.from_pulled(pulled(rows)) for rows in parts])
 
 
-def _select(call: Callable[..., Any], index: int, rest: Sequence[Tensor]) -> Callable[..., Any]:
-    """One new state as a function of the states alone."""
-    return lambda *states: call(*states, *rest)[index]
+def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.detach().requires_grad_() for t in tensors]
+
+
+def _gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Gradients of all inputs, zero where nothing depends on one.
+
+    By plain autograd, which runs functions with a backward of their own: torch.func refuses them.
+    """
+    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    if not pairs:
+        return tuple(torch.zeros_like(t) for t in inputs)
+    outs, arriving = zip(*pairs, strict=True)
+    return torch.autograd.grad(
+        outs, inputs, arriving, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
 
 
 def _check_rows(step: Step) -> None:

@@ -57,13 +57,6 @@ def guarded(
     except RuntimeError as error:
         if "_local_scalar_dense" in str(error) or "data-dependent" in str(error):
             raise BranchError(str(error)) from error
-        if "autograd.Function" in str(error) or "custom_function_call" in str(error):
-            raise CellError(
-                f"{what} calls a torch.autograd.Function (a module's backward hook is one too), "
-                "whose gradient cannot be traced: write the step with PyTorch's own functions (a "
-                "value with the gradient of another, as surrogate gradients need, is hard + (soft "
-                "- soft.detach()) where hard has no gradient), or declare structure = 'sequential'"
-            ) from _from_the_users_line(error)
         if "inplace operation" in str(error) or "in-place" in str(error):
             raise CellError(
                 f"{_step_of(what)} writes into a tensor in place (h += ..., h[mask] = ..., h.add_()"

@@ -21,7 +21,7 @@ import torch
 from pararnn.cells.base import Cell, Step, resolve_config
 from pararnn.content import content_of
 from pararnn.coupling import TOGETHER, Coupling
-from pararnn.derive import Graphs, check_structure, derive, mixing_op
+from pararnn.derive import Graphs, check_linear, check_structure, derive, mixing_op
 from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.guard import BranchError
 from pararnn.reads import Reads, reads_of
@@ -250,11 +250,24 @@ def _apart(step: Step) -> Traced:
 def _traced(step: Step) -> Traced:
     with torch.no_grad():
         structure, why, warning = _infer(step)
-        graphs = {d: derive(step, structure, d) for d in COMPUTE_DTYPES} if structure else {}
-        if structure is not None and (structure.couples_channels or step.has_jacobian):
-            check_structure(step, structure, graphs[torch.float64])
+        graphs = _derived(step, structure) if structure else {}
+        if structure is not None:
+            check_linear(step, graphs[torch.float64])
+            if structure.couples_channels or step.has_jacobian:
+                check_structure(step, structure, graphs[torch.float64])
     name = None if structure is None else step.cls.structure or structure.name
     return Traced(name, why, warning, graphs)
+
+
+def _derived(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:
+    try:
+        return {dtype: derive(step, structure, dtype) for dtype in COMPUTE_DTYPES}
+    except BranchError as error:  # the step itself has been traced: it reads none
+        raise CellError(
+            f"{step.cls.__name__}.step calls a torch.autograd.Function whose backward reads a "
+            "tensor's value in Python (a branch or .item()); use torch.where, or declare structure "
+            "= 'sequential'"
+        ) from error
 
 
 def _infer(step: Step) -> tuple[Structure | None, str | None, str | None]:

@@ -36,6 +36,9 @@ CONTRACT = ("states", "gates", "fields", "params", "structure")
 METHODS = ("step", "jacobian")
 """The attributes of a cell's class that a Program is made of."""
 
+OF_FUNCTIONS = ("forward", "setup_context", "backward", "vjp")
+"""What a torch.autograd.Function consists of."""
+
 _NUMBERS_AND_TEXT = (int, float, complex, bool, str, bytes, type(None))
 _METHODS = (MethodType, BuiltinFunctionType)
 _SLOTS = (MemberDescriptorType, GetSetDescriptorType)
@@ -234,6 +237,8 @@ class _Follower:
         """The attributes of a user's class that code names, and its operators."""
         if self.follows(value.__module__):
             self.owners.append(value)
+            if issubclass(value, torch.autograd.Function):  # PyTorch calls these by name
+                self.names.update(dict.fromkeys(OF_FUNCTIONS))
 
     def network(self, value: nn.Module, name: str) -> None:
         """All of a module of PyTorch's: its code reads what the step's does not name."""

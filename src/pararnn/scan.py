@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from pararnn.cells.affine import AFFINE, COMPLEX
+from pararnn.cells.affine import AFFINE, COMPLEX, REAL_DECAY
 from pararnn.engines.base import Arguments
 from pararnn.engines.request import left_open
-from pararnn.numerics import check_io_dtype
+from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.program import make_program, program_by_key
-from pararnn.solve import run
+from pararnn.sequences import of_lengths
+from pararnn.solve import checked_reset, run
 
 
 def scan(
@@ -18,56 +22,76 @@ def scan(
     b: Tensor,
     initial: Tensor | None = None,
     *,
+    reset: Tensor | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
     reverse: bool = False,
+    return_final: bool = False,
     solver: str = "auto",
     backend: str = "auto",
-) -> Tensor:
+) -> Any:
     """All states of h_l = a_l h_{l-1} + b_l, differentiable in a, b and initial.
 
     Args:
-        a: (B, T, D), or (B, T, N, N, D) for N states a channel, N up to 4: row i, column j.
-        b: (B, T, D), or (B, T, N, D).
+        a: (B, T, D), or (B, T, N, N, D) for N states a channel, N up to 4: row i, column j. Or
+            what broadcasts to that, such as (D,) or (T, 1): its gradient is summed.
+        b: (B, T, D), or (B, T, N, D). Real or complex; a complex a needs a complex b.
         initial: h_0, (B, D) or (B, N, D); None is zero.
+        reset: bool (B, T); such a step starts from the zero state.
+        lengths: int (B,); steps of each row, the rest being padding: states and gradients 0.
         reverse: run from the last step to the first.
+        return_final: return the final states too.
         solver, backend: as in `pararnn.solve`.
 
     Returns:
-        h_1 .. h_T, like b. In float64, float32, bfloat16 or float16; one state may be complex64 or
-        complex128 too. Carried in float32, or float64.
+        h_1 .. h_T, like b; with `return_final`, a tuple of that and the final states, (B, D) or
+        (B, N, D), in the precision that they are carried in. In float64, float32, bfloat16 or
+        float16; one state may be complex64 or complex128 too. Carried in float32, or float64.
 
     Raises:
         TypeError, ValueError: dtypes, shapes and devices that do not fit, with what is allowed.
         EngineError: the pair cannot run here.
     """
     _check(a, b, initial)
-    pair = left_open(solver, backend)
-    start: tuple[Tensor, ...] = ()
+    kind, gates, entries, start = _parts(a, b, initial)
+    batch, steps = b.shape[:2]
+    seq = None
+    if lengths is not None:
+        seq = of_lengths(torch.as_tensor(lengths), "right", batch, steps, b.device).seq
+    args = Arguments(gates, None, entries, (), start, batch, seq, checked_reset(b, reset), reverse)
+    solved = run(program_by_key(_program_key(kind)), args, *left_open(solver, backend))
+    states = _joined(b, solved.states, 2)
+    return (states, _joined(b, solved.final, 1)) if return_final else states
+
+
+def _parts(
+    a: Tensor, b: Tensor, initial: Tensor | None
+) -> tuple[int, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The cell's key in AFFINE, its gates, fields and initial states."""
     if b.is_complex():
-        if initial is not None:
-            start = (initial.real, initial.imag)
-        parts = (a.real, a.imag)
+        start = () if initial is None else (initial.real, initial.imag)
         gates = torch.stack([b.real, b.imag], 2)
-        real, imag = _states(COMPLEX, gates, parts, start, reverse, pair)
-        return torch.complex(real, imag)
+        kind, parts = (COMPLEX, (a.real, a.imag)) if a.is_complex() else (REAL_DECAY, (a,))
+        return kind, gates, tuple(_full(part, b) for part in parts), start
     if b.ndim == 3:
-        start = () if initial is None else (initial,)
-        return _states(1, b.unsqueeze(2), (a,), start, reverse, pair)[0]
-    if initial is not None:
-        start = initial.unbind(1)
-    entries = tuple(entry for row in a.unbind(2) for entry in row.unbind(2))
-    return torch.stack(_states(b.shape[2], b, entries, start, reverse, pair), 2)
+        return 1, b.unsqueeze(2), (_full(a, b),), () if initial is None else (initial,)
+    entries = tuple(entry for row in _full(a, b).unbind(2) for entry in row.unbind(2))
+    return b.shape[2], b, entries, () if initial is None else initial.unbind(1)
 
 
-def _states(
-    kind: int,
-    gates: Tensor,
-    entries: tuple[Tensor, ...],
-    start: tuple[Tensor, ...],
-    reverse: bool,
-    pair: tuple[str, str],
-) -> tuple[Tensor, ...]:
-    args = Arguments(gates, None, entries, (), start, gates.shape[0], reverse=reverse)
-    return run(program_by_key(_program_key(kind)), args, *pair).states
+def _full(a: Tensor, b: Tensor) -> Tensor:
+    """`a` at full size. What is smaller is converted first: it then stays small in memory, and its
+    gradient is summed in the compute dtype."""
+    size = _size_of_a(b)
+    if tuple(a.shape) == size:
+        return a
+    return a.to(compute_dtype(b.real.dtype)).contiguous().expand(size)
+
+
+def _joined(b: Tensor, parts: tuple[Tensor, ...], dim: int) -> Tensor:
+    """One tensor of a state's parts, or of several states, which stand at `dim`."""
+    if b.is_complex():
+        return torch.complex(*parts)
+    return parts[0] if b.ndim == 3 else torch.stack(parts, dim)
 
 
 def _program_key(kind: int) -> str:
@@ -86,22 +110,39 @@ def _check(a: Tensor, b: Tensor, initial: Tensor | None) -> None:
     if b.ndim not in (3, 4) or (b.is_complex() and b.ndim == 4):
         allowed = "(B, T, D)" if b.is_complex() else "(B, T, D) or (B, T, N, D)"
         raise ValueError(f"b must be {allowed}, got {b.dtype} {tuple(b.shape)}")
-    batch, steps, channels = b.shape[0], b.shape[1], b.shape[-1]
+    _check_beside("a", a, b)
+    if a.is_complex() and not b.is_complex():
+        raise TypeError(f"a is complex: b must be too, got {a.dtype} and {b.dtype}")
+    full = _size_of_a(b)
+    broadcast = zip(reversed(a.shape), reversed(full), strict=False)
+    if a.ndim > len(full) or any(own not in (1, size) for own, size in broadcast):
+        raise ValueError(
+            f"a must be {full} for b {tuple(b.shape)}, or broadcast to it, got {tuple(a.shape)}"
+        )
+    if initial is None:
+        return
+    _check_beside("initial", initial, b)
+    if initial.is_complex() != b.is_complex():
+        raise TypeError(
+            "initial and b must both be floating-point or both complex, got "
+            f"{initial.dtype} and {b.dtype}"
+        )
+    size = (b.shape[0], *b.shape[2:])
+    if tuple(initial.shape) != size:
+        raise ValueError(
+            f"initial must be {size} for b {tuple(b.shape)}, got {tuple(initial.shape)}"
+        )
+
+
+def _check_beside(name: str, tensor: Tensor, b: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if not (tensor.is_complex() or tensor.is_floating_point()):
+        raise TypeError(f"{name} must be floating-point or complex, got {tensor.dtype}")
+    if tensor.device != b.device:
+        raise ValueError(f"{name} is on {tensor.device}, b on {b.device}")
+
+
+def _size_of_a(b: Tensor) -> tuple[int, ...]:
     states = tuple(b.shape[2:-1])
-    sizes = {"a": (batch, steps, *states * 2, channels), "initial": (batch, *states, channels)}
-    for name, tensor in (("a", a), ("initial", initial)):
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != sizes[name]:
-            raise ValueError(
-                f"{name} must be {sizes[name]} for b {tuple(b.shape)}, got {tuple(tensor.shape)}"
-            )
-        if tensor.is_complex() != b.is_complex() or not (
-            tensor.is_complex() or tensor.is_floating_point()
-        ):
-            raise TypeError(
-                f"{name} and b must both be floating-point or both complex, got {tensor.dtype} and "
-                f"{b.dtype}"
-            )
-        if tensor.device != b.device:
-            raise ValueError(f"{name} is on {tensor.device}, b on {b.device}")
+    return (*b.shape[:2], *states, *states, b.shape[-1])

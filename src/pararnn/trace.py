@@ -75,17 +75,18 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     """Trace at these inputs' sizes into functional core ATen, constants folded, repeats shared.
 
     `function` returns a tensor or a tuple of them. Raises BranchError for data-dependent Python,
-    CellError for randomness, complex numbers, captured tensors, lost precision, hooks and
-    gradients of the step's own.
+    CellError for randomness, complex numbers, captured tensors, lost precision and hooks.
     """
     from torch.func import functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # Two passes: decompositions emit in-place ops of their own, which the second pass removes.
-    trace = make_fx(functionalize(_tupled(function)))
+    # The user's code runs outside of torch.func's transforms, which refuse functions with a
+    # backward of their own. Decompositions emit in-place ops, which the last pass removes.
+    trace = make_fx(_tupled(function))
     raw = guarded(what, lambda: trace(*inputs), inputs)
     _check_ops(raw, inputs[0].dtype, what)
-    module = make_fx(functionalize(raw), decomposition_table=_decompositions())(*inputs)
+    module = make_fx(functionalize(raw))(*inputs)
+    module = make_fx(functionalize(module), decomposition_table=_decompositions())(*inputs)
     _check_ops(module, inputs[0].dtype, what)
     _fold(module)
     _share(module.graph)
@@ -107,6 +108,11 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
     trace = make_fx(_tupled(function), tracing_mode="symbolic")
     module = guarded(what, lambda: trace(*inputs), inputs)
     _check_ops(module, inputs[0].dtype, what)
+    for node in list(module.graph.nodes):
+        if node.target is aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.recompile()
     for name, constant in vars(module).items():
         if isinstance(constant, Tensor):  # the user's own, who may write into it
             setattr(module, name, constant.clone())

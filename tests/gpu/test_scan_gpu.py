@@ -45,3 +45,23 @@ def test_millions_of_steps(decay):
     backward = pararnn.scan(a.double(), torch.ones_like(b.double()), reverse=True)  # a is symmetric
     if decay == 1.0:
         assert relative_error(leaves[1].grad.cpu(), backward) < 2e-5
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("kind", [1, "complex", "real"])
+def test_a_is_broadcast(kind, pair):
+    a, b, h = _inputs(kind, "cuda", steps=150, channels=37, scale=0.3)
+    for smaller in (a[0, 0], a[0, :, :1]):
+        leaf = smaller.detach().clone().requires_grad_()
+        check_scan((leaf, b, h), solver=pair[0], backend=pair[1])
+
+
+@pytest.mark.parametrize("kind", [1, 2, "complex"])
+def test_resets_lengths_and_final_states(kind):
+    a, b, h = (t.detach() for t in _inputs(kind, steps=150, channels=37))
+    how = {"lengths": [150, 90], "return_final": True}
+    reset = torch.rand(2, 150) < 0.05
+    expected = pararnn.scan(a, b, h, reset=reset, solver="sequential", backend="torch", **how)
+    got = pararnn.scan(a.cuda(), b.cuda(), h.cuda(), reset=reset.cuda(), **how)
+    for mine, true in zip(got, expected, strict=True):
+        assert torch.allclose(mine.cpu(), true, rtol=1e-10, atol=1e-12)

@@ -71,12 +71,25 @@ class AffineComplex(Cell):
         return real, imag
 
 
-COMPLEX = 0
+class AffineRealDecay(Cell):
+    """One complex state a channel, as its parts, and a real a."""
+
+    states = ("real", "imag")
+    gates = ("b_real", "b_imag")
+    fields = ("a",)
+
+    def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
+        """The parts of a h + b."""
+        return gate.b_real + gate.a * state.real, gate.b_imag + gate.a * state.imag
+
+
+COMPLEX, REAL_DECAY = 0, -1
 AFFINE: dict[int, type[Cell]] = {
+    REAL_DECAY: AffineRealDecay,
     COMPLEX: AffineComplex,
     1: Affine1,
     2: Affine2,
     3: Affine3,
     4: Affine4,
 }
-"""By N, the number of states, or COMPLEX."""
+"""By N, the number of states, or COMPLEX, or REAL_DECAY for a complex b with a real a."""
