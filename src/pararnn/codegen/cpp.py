@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,8 @@ from pararnn.program import Program
 SOLVERS = ("sequential", "newton")
 """What runs both passes: each has a header of its name, and makes a library of its own."""
 
-Kernel = Callable[[Sequence[int], Sequence[int]], None]
-"""Takes sizes and addresses, in the order in which kernels/cpp reads them: see problem.h."""
+Kernel = Callable[[Sequence[int]], None]
+"""Takes the words of a launch: see codegen/interface.py."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def kernels_of(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
 
 
 def _build(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
-    source = source_file(program, dtype, "cpp", f"{solver}.h")
+    source = source_file(program, dtype, "cpp", solver)
     key = "\n".join((source, headers.text("cpp"), *flags(), target_identity()))
     name = f"{program.cell_name}-{IO_TYPES[dtype]}"
 
@@ -68,9 +68,7 @@ def _build(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
 def _kernel(function: Any) -> Kernel:
     function.restype = None
 
-    def call(sizes: Sequence[int], addresses: Sequence[int]) -> None:
-        function(
-            (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_void_p * len(addresses))(*addresses)
-        )
+    def call(words: Sequence[int]) -> None:
+        function(struct.pack(f"{len(words)}q", *words))
 
     return call

@@ -12,6 +12,7 @@ import torch
 
 from pararnn import cache as disk
 from pararnn.codegen import headers
+from pararnn.codegen.board import LANES, board_of
 from pararnn.codegen.emit import IO_TYPES, reads_gates, source_file
 from pararnn.codegen.nvrtc import (
     Kernel,
@@ -25,7 +26,6 @@ from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
 from pararnn.program import Program
 
-LANES = 32
 SHARED_BYTES = 48 * 1024
 """Shared memory that a block may have without asking."""
 RING_BYTES = 18 * 1024
@@ -123,6 +123,8 @@ def source_of(program: Program, variant: Variant) -> str:
         "stages": ring.stages,
         "info_slots": INFO_SLOTS[variant.solver],
     }
+    if variant.solver == "newton":
+        integers |= board_of(program, variant.dtype, variant.per_lane)._asdict()
     flags = {
         "adjacent_gates": variant.adjacent_gates,
         "reverse": variant.reverse,
@@ -146,7 +148,7 @@ def source_of(program: Program, variant: Variant) -> str:
         program,
         variant.dtype,
         "cuda",
-        f"{variant.solver}.h",
+        variant.solver,
         defines={
             "BACKWARD": int(variant.direction == "backward"),
             "CLUSTER": int(variant.cluster),

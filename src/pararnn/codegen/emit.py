@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from pararnn.cells.base import Cell
+from pararnn.codegen.interface import interface_of
 from pararnn.codegen.spelling import DIALECTS, MASK, REAL, SPELLINGS, Dialect, may_jump, spelled
 from pararnn.errors import EngineError
 from pararnn.numerics import check_io_dtype, compute_dtype
@@ -89,14 +90,14 @@ def source_file(
     program: Program,
     dtype: torch.dtype,
     target: str,
-    driver: str,
+    solver: str,
     *,
     defines: Mapping[str, int] | None = None,
     constants: Sequence[str] = (),
 ) -> str:
     """The file that is compiled for gates of `dtype`: emitted code between a target's headers.
 
-    `driver` is the header that runs it; `defines` and `constants` (C++ lines) are what that needs.
+    The header of the solver's name runs it, and needs `defines` and `constants` (C++ lines).
     Raises EngineError as `emit_program`.
     """
     compute = compute_dtype(dtype)
@@ -111,9 +112,10 @@ def source_file(
         f"constexpr bool jumps = {str(jumps(program, dtype)).lower()};",
         *constants,
         emit_program(program, compute, target),
+        interface_of(program, target, solver).declared(),
         "}  // namespace pararnn",
         "",
-        f'#include "{driver}"',
+        f'#include "{solver}.h"',
         "",
     ]
     return "\n".join(lines)

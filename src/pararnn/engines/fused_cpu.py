@@ -5,14 +5,25 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.codegen.cpp import SOLVERS, kernels_of
 from pararnn.codegen.emit import why_no_kernels
+from pararnn.codegen.interface import Values, Words, interface_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
-from pararnn.engines.layouts import addresses, by_head, copied, gradients_like, narrow, unit_stride
+from pararnn.engines.layouts import (
+    address,
+    addresses,
+    by_head,
+    copied,
+    gate_strides,
+    gradients_like,
+    narrow,
+    unit_stride,
+)
 from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import BY_RULE, Pin, Split, split_of
 from pararnn.numerics import compute_dtype
@@ -28,7 +39,7 @@ MIN_SIZE = 256
 
 
 def _forward(solver: str, program: Program, args: Arguments) -> Solution:
-    prepared = _Prepared(program, args, _by_head(args.gates))
+    prepared = _Prepared(solver, program, args, _by_head(args.gates))
     size = args.size
     states = tuple([args.gates.new_empty(size) for _ in prepared.initial])
     if prepared.all_written:
@@ -36,10 +47,10 @@ def _forward(solver: str, program: Program, args: Arguments) -> Solution:
     else:  # sequences without a step keep their initial state
         final = tuple(h.clone() for h in prepared.initial)
     info = torch.zeros((1, 2), dtype=torch.int64)
-    _, cut, boundaries = _shooting(solver, program, args, info)
-    kernel = kernels_of(program, args.gates.dtype, solver).forward
-    tensors = [*states, *final, *boundaries]
-    kernel([*prepared.sizes, *cut], [*prepared.addresses, *addresses(tensors)])
+    shooting = _shooting(solver, program, args, info)
+    values = {"in": prepared.words, "states": addresses(states), "final": addresses(final)}
+    words = prepared.launch("Forward", values, shooting)
+    kernels_of(program, args.gates.dtype, solver).forward(words)
     return Solution(states, final, info)
 
 
@@ -53,7 +64,7 @@ def _backward(
     wanted: Sequence[str],
 ) -> Gradients:
     gates = _by_head(args.gates)
-    prepared = _Prepared(program, args, gates)
+    prepared = _Prepared(solver, program, args, gates)
     channels = args.channels
     num_gates, weights = gates.shape[2], gates.shape[2] + len(args.params)
     saved = [s.contiguous() for s in states]
@@ -70,29 +81,39 @@ def _backward(
             for h, g in zip(prepared.initial, grad_final, strict=True)
         ]
     info = torch.empty((1, 2), dtype=torch.int64)  # of the forward pass only
-    split, cut, boundaries = _shooting(solver, program, args, info)
-    spans = gates.shape[0] * split.segments
+    shooting = _shooting(solver, program, args, info)
+    spans = gates.shape[0] * shooting.split.segments
     sums = gates.new_empty((spans, weights, channels), dtype=args.dtype)
     grad_bias = gates.new_empty((num_gates, channels), dtype=args.dtype)
     grad_params = [gates.new_empty(channels, dtype=args.dtype) for _ in args.params]
-    sizes = [*prepared.sizes, *_gate_strides(written)]
-    for grad in arriving:
-        sizes += (0, 0) if grad is None else grad.stride()[:2]
-    outputs = [written, *grad_fields, *grad_initial, sums, *grad_bias.unbind(), *grad_params]
-    tensors = [*saved, *arriving, *arriving_final, *outputs, *boundaries]
-    kernel = kernels_of(program, args.gates.dtype, solver).backward
-    kernel([*sizes, *cut], [*prepared.addresses, *addresses(tensors)])
+    strides = [(0, 0) if g is None else g.stride()[:2] for g in arriving]
+    values: Values = {
+        "in": prepared.words,
+        "grad_row": [row for row, _ in strides],
+        "grad_time": [time for _, time in strides],
+        "states": addresses(saved),
+        "grad_states": addresses(arriving),
+        "grad_final": addresses(arriving_final),
+        "grad_gates": written.data_ptr(),
+        "grad_fields": addresses(grad_fields),
+        "grad_initial": addresses(grad_initial),
+        "partial": sums.data_ptr(),
+        "grad_gate_strides": gate_strides(prepared.interface, written.stride()),
+        "grad_weights": addresses([*grad_bias.unbind(), *grad_params]),
+    }
+    words = prepared.launch("Backward", values, shooting)
+    kernels_of(program, args.gates.dtype, solver).backward(words)
     grads = (grad_bias, grad_fields, grad_params, grad_initial if args.initial else ())
     return gradients_like(args, grad_gates, written, *grads, wanted)
 
 
 class _Prepared:
-    """What both kernels begin with: tensors in the layouts that they take, sizes and addresses.
+    """What both kernels begin with: tensors in the layouts that they take, and the words for that.
 
     `all_written`: whether every sequence has a step, so that kernels write all that ends at one.
     """
 
-    def __init__(self, program: Program, args: Arguments, gates: Tensor) -> None:
+    def __init__(self, solver: str, program: Program, args: Arguments, gates: Tensor) -> None:
         batch, steps, _, heads, channels = gates.shape
         dtype = args.dtype
         fields = [narrow(f, dtype) for f in args.fields]
@@ -103,11 +124,35 @@ class _Prepared:
         self.initial = [_plain(h, dtype) for h in args.start(program.num_states)]
         self.all_written = seq is None and steps > 0
         self.tensors = [gates, bias, seq, reset, *fields, *params, *self.initial]  # keeps copies
-        self.sizes = [batch, steps, heads, channels, int(args.reverse), torch.get_num_threads()]
-        self.sizes += _gate_strides(gates)
-        for field in fields:
-            self.sizes += (*field.stride()[:2], int(field.shape[-1] > 1))
-        self.addresses = [_openmp(), *addresses(self.tensors)]
+        self.interface = interface_of(program, "cpp", solver)
+        inputs: Values = {
+            "rows": batch,
+            "length": steps,
+            "gate_strides": gate_strides(self.interface, gates.stride()),
+            "field_row": [f.stride(0) for f in fields],
+            "field_time": [f.stride(1) for f in fields],
+            "gates": gates.data_ptr(),
+            "bias": address(bias),
+            "seq": address(seq),
+            "reset": address(reset),
+            "fields": addresses(fields),
+            "params": addresses(params),
+            "initial": addresses(self.initial),
+            "field_channel": [int(f.shape[-1] > 1) for f in fields],
+            "heads": heads,
+            "channels": channels,
+            "reverse": int(args.reverse),
+            "threads": torch.get_num_threads(),
+            "openmp": _openmp(),
+        }
+        self.words = self.interface.packed("Inputs", inputs)
+
+    def launch(self, direction: str, values: Values, shooting: _Shooting) -> list[int]:
+        """The words of a pass: of its problem, and of what a solver takes for cutting time."""
+        parts: dict[str, Words] = {"pass": self.interface.packed(f"{direction}Problem", values)}
+        if shooting.values:
+            parts["shooting"] = self.interface.packed("ShootingWords", shooting.values)
+        return self.interface.packed(f"{direction}Launch", parts)
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -115,23 +160,35 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
 
 
-def _shooting(
-    solver: str, program: Program, args: Arguments, info: Tensor
-) -> tuple[Split, list[int], list[Tensor]]:
-    """How a solver cuts time, and the sizes and tensors that it takes for that.
+class _Shooting(NamedTuple):
+    """How a solver cuts time, what it takes for that, none for the loop, and the memory for it."""
 
-    See kernels/cpp/shooting.h; the loop takes none. `info`: int64 (1, 2), which Newton writes.
-    """
+    split: Split
+    values: Values
+    memory: tuple[Tensor, ...]
+
+
+def _shooting(solver: str, program: Program, args: Arguments, info: Tensor) -> _Shooting:
+    """See kernels/cpp/shooting.h. `info`: int64 (1, 2), which Newton writes."""
     batch, steps = args.gates.shape[:2]
     if solver == "sequential":
-        return Split(1, steps, 0), [], []
+        return _Shooting(Split(1, steps, 0), {}, ())
     split = split_for((batch, steps, args.channels), args.dtype, args.split)
-    new, zeros = args.gates.new_empty, args.gates.new_zeros
-    starts, ends, sizes, products = (
-        make((batch, split.segments, count, args.channels), dtype=args.dtype)
-        for make, count in ((new, program.num_states),) * 3 + ((zeros, program.num_states**2),)
-    )
-    return split, [*split], [starts, ends, sizes, products, info]
+    new, zeros, states = args.gates.new_empty, args.gates.new_zeros, program.num_states
+    size = (batch, split.segments, states, args.channels)
+    starts, ends, sizes = (new(size, dtype=args.dtype) for _ in range(3))
+    products = zeros((batch, split.segments, states**2, args.channels), dtype=args.dtype)
+    values = {
+        "segments": split.segments,
+        "size": split.size,
+        "burn_in": split.burn_in,
+        "starts": starts.data_ptr(),
+        "ends": ends.data_ptr(),
+        "sizes": sizes.data_ptr(),
+        "products": products.data_ptr(),
+        "info": info.data_ptr(),
+    }
+    return _Shooting(split, values, (starts, ends, sizes, products))
 
 
 def split_for(size: tuple[int, int, int], dtype: torch.dtype, asked: Pin = BY_RULE) -> Split:
@@ -182,10 +239,6 @@ def _by_head(gates: Tensor) -> Tensor:
     if gates.ndim == 5 and gates.shape[-1] < MIN_HEAD_CHANNELS:
         gates = gates.flatten(3)
     return by_head(gates)
-
-
-def _gate_strides(gates: Tensor) -> tuple[int, ...]:
-    return gates.stride()[:4]
 
 
 @cache

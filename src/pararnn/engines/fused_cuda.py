@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pararnn.codegen.board import LANES
 from pararnn.codegen.cuda import (
     INFO_SLOTS,
-    LANES,
     Variant,
     check_buildable,
     chunk_of,
@@ -18,9 +18,19 @@ from pararnn.codegen.cuda import (
     usual_variants,
 )
 from pararnn.codegen.emit import why_no_kernels
+from pararnn.codegen.interface import Values, Words, interface_of
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
-from pararnn.engines.layouts import addresses, by_head, copied, gradients_like, narrow, unit_stride
+from pararnn.engines.layouts import (
+    address,
+    addresses,
+    by_head,
+    copied,
+    gate_strides,
+    gradients_like,
+    narrow,
+    unit_stride,
+)
 from pararnn.engines.plan_cuda import cores_of, on_device, plan, shared_of
 from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Pin, Split, segments_for
@@ -46,7 +56,13 @@ def _forward(solver: str, program: Program, args: Arguments) -> Solution:
         info.zero_()
     if inputs.blocks:
         run = inputs.prepared("forward", chunk_of(*inputs.places))
-        run([*inputs.words, *addresses((*states, *final, info))])
+        values: Values = {
+            "in": inputs.words,
+            "states": addresses(states),
+            "final": addresses(final),
+            "info": info.data_ptr(),
+        }
+        run("Forward", values)
     return Solution(states, final, info)
 
 
@@ -90,18 +106,27 @@ def _backward(
         run = inputs.prepared("backward", chunk_of(*places), tuple(g is not None for g in arriving))
         weights, spans = gates.shape[2] + len(args.params), inputs.rows * run.split.segments
         sums_of = new((spans, weights, inputs.channels), dtype=dtype)
-        starts: Sequence[Tensor | None] = grad_initial or [None] * program.num_states
-        outputs = [written, *_padded(grad_fields), *starts, sums_of]
-        words = [
-            *inputs.words,
-            *(row for row, _ in strides),
-            *(time for _, time in strides),
-            *addresses([*saved, *arriving, *arriving_final, *outputs]),
-        ]
-        run(words)
+        values: Values = {
+            "in": inputs.words,
+            "grad_row": [row for row, _ in strides],
+            "grad_time": [time for _, time in strides],
+            "states": addresses(saved),
+            "grad_states": addresses(arriving),
+            "grad_final": addresses(arriving_final),
+            "grad_gates": written.data_ptr(),
+            "grad_fields": addresses(grad_fields),
+            "grad_initial": addresses(grad_initial) or [0] * program.num_states,
+            "partial": sums_of.data_ptr(),
+        }
+        run("Backward", values)
         if "bias" in wanted or "params" in wanted:
-            words = [spans, *addresses([sums_of, grad_bias, *_padded(grad_params)])]
-            run.sum_weights(words, weights)
+            values = {
+                "rows": spans,
+                "partial": sums_of.data_ptr(),
+                "bias": address(grad_bias),
+                "params": addresses(grad_params),
+            }
+            run.sum_weights(values, weights)
     grads = (grad_bias, grad_fields, grad_params, grad_initial)
     return gradients_like(args, grad_gates, written, *grads, wanted)
 
@@ -149,15 +174,22 @@ class _Inputs:
         size = gates.element_size()
         strides = [s for s, n in zip((row, time, gate, head), gates.shape, strict=False) if n > 1]
         self.places = [gates.data_ptr(), width * size, *(s * size for s in strides)]
-        self.words = [
-            self.rows,
-            self.length,
-            *(row, time, gate, head),
-            *_padded_words([f.stride(0) for f in fields]),
-            *_padded_words([f.stride(1) for f in fields]),
-            *addresses((gates, bias, seq, reset, *_padded(fields), *_padded(params))),
-            *(addresses(initial) or [0] * program.num_states),
-        ]
+        self.interface = interface_of(program, "cuda", solver)
+        values: Values = {
+            "rows": self.rows,
+            "length": self.length,
+            "gate_strides": gate_strides(self.interface, (row, time, gate, head)),
+            "field_row": [f.stride(0) for f in fields],
+            "field_time": [f.stride(1) for f in fields],
+            "gates": gates.data_ptr(),
+            "bias": address(bias),
+            "seq": address(seq),
+            "reset": address(reset),
+            "fields": addresses(fields),
+            "params": addresses(params),
+            "initial": addresses(initial) or [0] * program.num_states,
+        }
+        self.words = self.interface.packed("Inputs", values)
 
     def prepared(self, direction: str, chunk: int, arriving: tuple[bool, ...] = ()) -> _Run:
         """The kernels of a pass, and how they cut time."""
@@ -181,7 +213,7 @@ class _Inputs:
 
 
 class _Run:
-    """One pass: called with the words of its problem, it launches the kernel."""
+    """One pass: called with what its problem holds, it launches the kernel."""
 
     def __init__(self, inputs: _Inputs, variant: Variant) -> None:
         size = (inputs.blocks, inputs.length)
@@ -189,42 +221,38 @@ class _Run:
         self.plan = plan(inputs.program, variant, size, inputs.device, inputs.split)
         self.split = self.plan.split
 
-    def __call__(self, words: Sequence[int]) -> None:
-        grid, launch = (self.inputs.blocks * self.split.segments, 1), self.plan.kernels["run"]
-        if self.inputs.solver == "sequential":
-            on_device(self.inputs.device, launch, grid, words, self._stream())
+    def __call__(self, direction: str, values: Values) -> None:
+        own, split, packed = self.inputs, self.split, self.inputs.interface.packed
+        problem: Words = packed(f"{direction}Problem", values)
+        grid, launch = (own.blocks * split.segments, 1), self.plan.kernels["run"]
+        if own.solver == "sequential":
+            words = packed(f"{direction}Launch", {"pass": problem})
+            on_device(own.device, launch, grid, words, self._stream())
             return
-        own = self.inputs
         shared = shared_of(self.plan, own.gates, own.program, own.blocks, own.per_lane)
-        together = not self.plan.cluster and self.split.segments > 1
+        counters = packed("Counters", shared.counters)
+        shooting = {**split._asdict(), **shared.posts, "counters": counters}
+        parts = {"pass": problem, "shooting": packed("Shooting", shooting)}
         on_device(
-            self.inputs.device,
+            own.device,
             launch,
             grid,
-            [*words, *self.split, *shared.words],
+            packed(f"{direction}Launch", parts),
             self._stream(),
-            together=together,
+            together=not self.plan.cluster and split.segments > 1,
             cluster=self.plan.cluster,
         )
 
-    def sum_weights(self, words: Sequence[int], weights: int) -> None:
+    def sum_weights(self, values: Values, weights: int) -> None:
         """Add up what the spans of all rows have summed."""
         grid = (_tiles(self.inputs.channels, 1), weights)
         launch = self.plan.kernels["sum_weights"]
+        words = self.inputs.interface.packed("SumProblem", values)
         on_device(self.inputs.device, launch, grid, words, self._stream())
 
     def _stream(self) -> int:
         # torch.cuda.current_stream makes a Stream object, which takes longer than the launch.
         return torch._C._cuda_getCurrentRawStream(self.inputs.device.index)
-
-
-def _padded(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Arrays of size 0 do not exist in C++: they have one unused item."""
-    return tensors or (None,)
-
-
-def _padded_words(words: Sequence[int]) -> Sequence[int]:
-    return words or (0,)
 
 
 def _tiles(channels: int, per_lane: int) -> int:

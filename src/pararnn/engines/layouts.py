@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from pararnn.codegen.interface import Interface
 from pararnn.engines.base import Arguments, Gradients
 
 
@@ -70,6 +71,17 @@ def as_dtype(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
 
 
+def address(tensor: Tensor | None) -> int:
+    """An address for a kernel; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
-    """Addresses for a kernel; 0 for None."""
+    """Addresses for a kernel, as `address`."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
+    """The strides (B, T, G, H, ...) of `by_head` gates for a kernel."""
+    row, time, gate, head, *_ = strides
+    return interface.packed("GateStrides", {"row": row, "time": time, "gate": gate, "head": head})

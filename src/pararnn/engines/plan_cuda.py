@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.codegen.cuda import LANES, Variant, kernels_of, ring_of
+from pararnn.codegen.board import board_of, found_words
+from pararnn.codegen.cuda import Variant, kernels_of, ring_of
 from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER, Kernel, capability_of
 from pararnn.engines.split import Pin, Split, split_of
-from pararnn.numerics import compute_dtype
 from pararnn.program import Program
 
 
@@ -66,31 +66,31 @@ def cores_of(device: torch.device) -> int:
 
 
 class Shared(NamedTuple):
-    """What segments share: its words, and the memory, which lives as long as this."""
+    """What segments share: addresses by the fields of Shooting and of Counters, and the memory,
+    which lives as long as this."""
 
-    words: list[int]
+    posts: dict[str, int]
+    counters: dict[str, int]
     memory: tuple[Tensor, ...]
 
 
 def shared_of(plan: Plan, gates: Tensor, program: Program, columns: int, per_lane: int) -> Shared:
-    """What the segments of a Newton solve share: see kernels/cuda/boundaries.h, meeting_grid.h.
-
-    Counted in words of 64 bits: one number of 32 bits that is posted, or two that are not.
-    """
-    states, words = program.num_states, compute_dtype(gates.dtype).itemsize // 4
-    lanes, spans, map_size = per_lane * LANES, columns * plan.split.segments, states**2 + 2 * states
-    board = spans * lanes * (2 * map_size + states + 1) * words
-    found = spans * lanes * (3 * states + 2 * states**2 + 1) * words // 2
+    """What the segments of a Newton solve share; clusters need no counters."""
+    own, spans = board_of(program, gates.dtype, per_lane), columns * plan.split.segments
+    board, found = spans * own.board_words, spans * found_words(own, gates.dtype)
     shared = gates.new_empty(board + found, dtype=torch.int64)
-    places = _places(shared, [board, found])
+    posts = _places(shared, {"board": board, "found": found})
     if plan.cluster:
-        return Shared([*places, 0], (shared,))  # an empty struct has a size
-    ends = spans * lanes * 2 * states * words
-    zeros = gates.new_zeros(columns + ends + columns, dtype=torch.int64)
-    return Shared([*places, *_places(zeros, [columns, ends, columns])], (shared, zeros))
+        return Shared(posts, {"arrived": 0, "ends": 0, "furthest": 0}, (shared,))
+    sizes = {"arrived": columns, "ends": spans * own.ends_words, "furthest": columns}
+    zeros = gates.new_zeros(sum(sizes.values()), dtype=torch.int64)
+    return Shared(posts, _places(zeros, sizes), (shared, zeros))
 
 
-def _places(tensor: Tensor, sizes: Sequence[int]) -> list[int]:
+def _places(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:
     """The addresses of neighbours of so many elements in a tensor."""
-    starts = accumulate([0, *sizes[:-1]])
-    return [tensor.data_ptr() + start * tensor.element_size() for start in starts]
+    starts = accumulate([0, *sizes.values()])
+    size = tensor.element_size()
+    return {
+        name: tensor.data_ptr() + start * size for name, start in zip(sizes, starts, strict=False)
+    }

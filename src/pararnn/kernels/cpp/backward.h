@@ -1,39 +1,20 @@
 // The backward pass: the linear recurrence of the adjoint, from the last step to the first. Gates are
 // recomputed from the saved states, and every gradient is made here.
 #pragma once
-#include "problem.h"
+#include "spans.h"
 
 namespace pararnn {
 
-struct BackwardPass {
+constexpr int sum_block = 64;           // steps summed apart, so that long sums stay exact
+
+struct BackwardPass : BackwardProblem {
+  using Launch = BackwardLaunch;
   static constexpr bool exact = false;  // whether segments have to meet to the bit
   using Count = One;  // of spans: what the adjoint is multiplied by does not wait for it
 
   Problem problem;
-  GateStrides gate_strides;
-  Strides state_strides[num_states];
-  const io* grad_states[num_states];     // arriving; null: none
-  const scalar* grad_final[num_states];  // arriving; null: none
-  io* grad_gates;
-  scalar* grad_fields[num_fields + 1];  // (row, time, channel)
-  scalar* grad_initial[num_states];
-  scalar* partial;                    // (row and span, weight, channel): sums over time
-  scalar* grad_weights[num_weights];  // (channel)
 
-  explicit BackwardPass(Reader& in) : problem(read_problem(in)) {
-    in.strides(gate_strides);
-    for (int n = 0; n < num_states; ++n) {
-      in.size(state_strides[n].row);
-      in.size(state_strides[n].time);
-    }
-    for (int n = 0; n < num_states; ++n) in.pointer(grad_states[n]);
-    for (int n = 0; n < num_states; ++n) in.pointer(grad_final[n]);
-    in.pointer(grad_gates);
-    for (int f = 0; f < num_fields; ++f) in.pointer(grad_fields[f]);
-    for (int n = 0; n < num_states; ++n) in.pointer(grad_initial[n]);
-    in.pointer(partial);
-    for (int i = 0; i < num_weights; ++i) in.pointer(grad_weights[i]);
-  }
+  explicit BackwardPass(const BackwardProblem& words) : BackwardProblem(words), problem{words.in} {}
 
   // Runs spans of a tile's channels from `adjoint`, the gradient of the state after them, which becomes
   // that of the state before them. `lesson` learns how the result depends on the adjoint at each span's
@@ -53,7 +34,7 @@ struct BackwardPass {
       const int64_t start = sequence * width + offset;
       io* to_gates[num_gates];
       for (int g = 0; g < num_gates; ++g)
-        to_gates[g] = grad_gates + tile.gate_offset(gate_strides, g, t);
+        to_gates[g] = grad_gates + tile.gate_offset(grad_gate_strides, g, t);
       scalar* to_fields[num_fields + 1];
       for (int f = 0; f < num_fields; ++f)
         to_fields[f] = grad_fields[f] + (row * p.length + t) * width + offset;
@@ -76,15 +57,14 @@ struct BackwardPass {
                                          : load(grad_final[n] + start + v * lanes, channels);
           if (!burns) lesson.forget(chain + v);
         });
-      const Inputs inputs(tile, t, p.soon(true));
+      const StepInputs inputs(tile, t, p.soon(true));
       const io* arriving[num_states];
       const io* saved[num_states];
       for (int n = 0; n < num_states; ++n) {
-        const Strides& strides = state_strides[n];
         arriving[n] = grad_states[n] == nullptr
                           ? nullptr
-                          : grad_states[n] + row * strides.row + t * strides.time + offset;
-        saved[n] = reset || begins ? nullptr : p.state(n, row, l - 1) + offset;
+                          : grad_states[n] + row * grad_row[n] + t * grad_time[n] + offset;
+        saved[n] = reset || begins ? nullptr : states[n] + p.place(row, l - 1) + offset;
       }
       tile.for_each_vector([&](int v, auto channels) {
         const real* weights = tile.weights[v].items;
@@ -93,7 +73,7 @@ struct BackwardPass {
         for (int n = 0; n < num_states; ++n) {
           if (arriving[n] != nullptr)
             own.items[n] += load_ahead(arriving[n] + v * lanes,
-                                       p.soon(true) * state_strides[n].time, channels);
+                                       p.soon(true) * grad_time[n], channels);
           previous[n] = saved[n] != nullptr
                             ? load_ahead(saved[n] + v * lanes, p.soon(true) * width, channels)
                         : reset ? real{}

@@ -5,23 +5,21 @@
 
 extern "C" {
 
-__attribute__((visibility("default"))) void forward(const int64_t* sizes, void* const* pointers) {
+__attribute__((visibility("default"))) void forward(const pararnn::ForwardLaunch* launch) {
   using namespace pararnn;
-  Reader in{sizes, pointers};
-  const ForwardPass pass(in);
+  const ForwardPass pass(launch->pass);
   const Problem& p = pass.problem;
   for (int n = 0; n < num_states; ++n)
-    expect_writes(p.states[n], p.rows * p.length * p.width() * sizeof(io));
-  run(pass, in);
+    expect_writes(pass.states[n], p.rows * p.length * p.width() * sizeof(io));
+  run(pass, *launch);
 }
 
-__attribute__((visibility("default"))) void backward(const int64_t* sizes, void* const* pointers) {
+__attribute__((visibility("default"))) void backward(const pararnn::BackwardLaunch* launch) {
   using namespace pararnn;
-  Reader in{sizes, pointers};
-  const BackwardPass pass(in);
+  const BackwardPass pass(launch->pass);
   const Problem& p = pass.problem;
   expect_writes(pass.grad_gates, p.rows * p.length * num_gates * p.width() * sizeof(io));
-  sum_weights(pass, p.rows * run(pass, in));
+  sum_weights(pass, p.rows * run(pass, *launch));
 }
 
 }  // extern "C"

@@ -1,19 +1,17 @@
 // The forward pass: from the first step to the last.
 #pragma once
-#include "problem.h"
+#include "spans.h"
 
 namespace pararnn {
 
-struct ForwardPass {
+struct ForwardPass : ForwardProblem {
+  using Launch = ForwardLaunch;
   static constexpr bool exact = jumps;  // whether segments have to meet to the bit
   using Count = int;  // of spans side by side, where a segment has few vectors
 
   Problem problem;
-  scalar* final[num_states];  // (sequence, channel)
 
-  explicit ForwardPass(Reader& in) : problem(read_problem(in)) {
-    for (int n = 0; n < num_states; ++n) in.pointer(final[n]);
-  }
+  explicit ForwardPass(const ForwardProblem& words) : ForwardProblem(words), problem{words.in} {}
 
   // Runs spans of a tile's channels from `state`, which becomes the last one. `lesson` learns how the
   // result depends on the state at each span's first step.
@@ -37,8 +35,8 @@ struct ForwardPass {
           if (!burns) lesson.forget(chain + v);
         });
       io* out[num_states];
-      for (int n = 0; n < num_states; ++n) out[n] = p.state(n, row, l) + offset;
-      const Inputs inputs(tile, p.time(l), p.soon(false));
+      for (int n = 0; n < num_states; ++n) out[n] = states[n] + p.place(row, l) + offset;
+      const StepInputs inputs(tile, p.time(l), p.soon(false));
       tile.for_each_vector([&](int v, auto channels) {
         Many<num_states> next = state[chain + v];
         if (sequence >= 0) {
@@ -76,7 +74,7 @@ struct ForwardPass {
     if (problem.is_reset(tile.row, l)) return;
     const real* weights = tile.weights[v].items;
     real gate[num_gates], field[num_fields + 1], own[num_states * num_states];
-    Inputs(tile, problem.time(l), 0).load_vector(v, channels, weights, gate, field);
+    StepInputs(tile, problem.time(l), 0).load_vector(v, channels, weights, gate, field);
     jacobian(state, gate, field, weights + num_gates, next, own);
     for (int i = 0; i < num_states; ++i)
       for (int j = 0; j < num_states; ++j)

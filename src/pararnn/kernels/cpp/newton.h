@@ -144,9 +144,9 @@ void run_open(const Pass& pass, const Shooting& s, const Tiles& tiles, const std
 }
 
 // Returns the segments that a row is cut into.
-template <class Pass> int64_t run(const Pass& pass, Reader& in) {
+template <class Pass> int64_t run(const Pass& pass, const typename Pass::Launch& launch) {
   const Problem& p = pass.problem;
-  const Shooting s(in);
+  const Shooting s{launch.shooting};
   const int64_t vectors = Tiles::vectors_of(p);
   // Guesses run several vectors together; from then on each decides for itself.
   const Tiles wide_tiles(p, (vectors + min_vectors - 1) / min_vectors), tiles(p, vectors);

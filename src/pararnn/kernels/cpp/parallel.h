@@ -16,14 +16,15 @@ typedef void (*openmp_parallel)(void (*)(void*), void*, unsigned, unsigned);
 template <class Work> void call_work(void* work) { (*static_cast<Work*>(work))(); }
 
 template <class Task>
-void run_tasks(int64_t tasks, int64_t threads, openmp_parallel openmp, const Task& task) {
+void run_tasks(int64_t tasks, int64_t threads, void* openmp, const Task& task) {
   std::atomic<int64_t> next{0};
   auto work = [&] {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(i);
   };
   threads = std::min(threads, tasks);
   if (threads <= 1) return work();
-  if (openmp != nullptr) return openmp(call_work<decltype(work)>, &work, (unsigned)threads, 0);
+  if (openmp != nullptr)
+    return ((openmp_parallel)openmp)(call_work<decltype(work)>, &work, (unsigned)threads, 0);
   std::vector<std::thread> others;
   others.reserve(threads - 1);
   try {

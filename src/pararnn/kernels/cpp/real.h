@@ -22,6 +22,8 @@
 
 namespace pararnn {
 
+using int64 = int64_t;
+
 struct bfloat16 { uint16_t bits; };
 struct float16 { uint16_t bits; };
 
@@ -31,6 +33,7 @@ using scalar = double;
 using scalar = float;
 #endif
 using io = PARARNN_IO;
+using weight_io = scalar;  // of biases and params in memory
 constexpr bool wide = sizeof(scalar) == 8;
 using integer = std::conditional<wide, int64_t, int32_t>::type;
 constexpr int lanes = PARARNN_VECTOR_BYTES / sizeof(scalar);

@@ -15,7 +15,7 @@ inline Tiles tiles_for_threads(const Problem& p) {
 }
 
 // Returns the spans that a row is cut into.
-template <class Pass> int64_t run(const Pass& pass, Reader&) {
+template <class Pass> int64_t run(const Pass& pass, const typename Pass::Launch&) {
   const Problem& p = pass.problem;
   const Tiles tiles = tiles_for_threads(p);
   const int64_t threads = threads_for(p, p.rows * p.length * p.width());

@@ -1,7 +1,7 @@
 // Segments of time and the boundaries between them: what each starts from, what it ends at, how the end
 // depends on the start, and Newton's update of the starts.
 #pragma once
-#include "problem.h"
+#include "spans.h"
 
 namespace pararnn {
 
@@ -110,20 +110,7 @@ inline scalar most_of_lanes(real x) {
   return most;
 }
 
-struct Shooting {
-  int64_t segments, size, burn_in;  // how many, steps of one, steps of the guess
-  scalar* starts;                   // (row, segment, state, channel)
-  scalar* ends;                     // (row, segment, state, channel)
-  scalar* sizes;                    // (row, segment, state, channel)
-  scalar* products;                 // (row, segment, entry, channel); zero at first
-  int64_t* info;                    // sweeps, mended tiles
-
-  explicit Shooting(Reader& in) {
-    for (int64_t* size : {&segments, &size, &burn_in}) in.size(*size);
-    for (scalar** array : {&starts, &ends, &sizes, &products}) in.pointer(*array);
-    in.pointer(info);
-  }
-
+struct Shooting : ShootingWords {
   template <int items>
   scalar* place(scalar* array, const Tile& tile, int64_t w, int v) const {
     return array + (tile.row * segments + w) * items * tile.problem.width() + tile.offset() + v * lanes;

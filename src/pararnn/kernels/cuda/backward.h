@@ -8,18 +8,6 @@
 
 namespace pararnn {
 
-struct BackwardProblem {
-  Inputs in;
-  int64 grad_row[num_states], grad_time[num_states];
-  const io* states[num_states];       // (row, time, channel)
-  const io* grad_states[num_states];  // arriving
-  const scalar* grad_final[num_states];  // arriving; null: none
-  io* grad_gates;                     // in the strides of the gates
-  scalar* grad_fields[field_slots];   // (row, time, channel)
-  scalar* grad_initial[num_states];   // (sequence, channel); null: not wanted
-  scalar* partial;                    // (row and segment, weight, channel): sums over time
-};
-
 constexpr int sum_block = 64;  // steps summed apart, so that long sums stay exact
 constexpr bool paired_gates = chunk >= per_lane * (int)sizeof(io);
 
@@ -113,12 +101,12 @@ PARARNN_FUNCTION void store_gate_gradient(const Inputs& in, io* to, const real (
   } else {  // the lane's channels may be of two heads
 #pragma unroll
     for (int c = 0; c < per_lane; ++c)
-      if (c < at.active) to[in.gate_offset(at.own + c) - in.gate_offset(at.own)] = narrow<io>(x[c]);
+      if (c < at.active) to[gate_offset(in, at.own + c) - gate_offset(in, at.own)] = narrow<io>(x[c]);
   }
 }
 
 struct BackwardPass {
-  using Problem = BackwardProblem;
+  using Launch = BackwardLaunch;
   static constexpr int direction = reverse ? 1 : -1;
   using Ring = BackwardRing<direction>;
   static constexpr int sum_bytes = num_weights * tile * (int)sizeof(real);
@@ -152,9 +140,9 @@ struct BackwardPass {
     real(&total)[num_weights][tile] = *reinterpret_cast<real(*)[num_weights][tile]>(memory);
     Ring ring(memory + sum_bytes, p, at, weights, span);
     Events event(in, at, -1, span.begin);
-    const int64 start = time_of(in, direction, span.begin), time = direction * in.time_stride();
-    io* grad_gates = p.grad_gates + at.row * in.gate_row + start * in.time_stride() +
-                     in.gate_offset(at.own);
+    const int64 start = time_of(in, direction, span.begin), time = direction * time_stride(in);
+    io* grad_gates = p.grad_gates + at.row * in.gate_strides.row + start * time_stride(in) +
+                     gate_offset(in, at.own);
     int64 field_place = (at.row * in.length + start) * channels + at.own;
     real recent[num_weights][per_lane] = {};
 #pragma unroll
@@ -228,7 +216,7 @@ struct BackwardPass {
       if constexpr (!burns) {
 #pragma unroll
         for (int g = 0; g < num_gates; ++g)
-          store_gate_gradient(in, grad_gates + s * time + g * in.gate_stride(), grad_gate[g], at);
+          store_gate_gradient(in, grad_gates + s * time + g * gate_stride(in), grad_gate[g], at);
 #pragma unroll
         for (int f = 0; f < num_fields; ++f)
           store<paired_channels>(p.grad_fields[f] + field_place + s * direction * channels,
@@ -324,11 +312,11 @@ struct BackwardPass {
       multiply<true>(own_jacobian, product);
       note_sizes(product, cotangent);
       const int64 t = time_of(p.in, direction, j);
-      io* to = p.grad_gates + own.at.row * p.in.gate_row + t * p.in.time_stride() +
-               p.in.gate_offset(own.number);
+      io* to = p.grad_gates + own.at.row * p.in.gate_strides.row + t * time_stride(p.in) +
+               gate_offset(p.in, own.number);
 #pragma unroll
       for (int g = 0; g < num_gates; ++g) {
-        to[g * p.in.gate_stride()] = narrow<io>(grad_gate[g]);
+        to[g * gate_stride(p.in)] = narrow<io>(grad_gate[g]);
         sums.of[g] += grad_gate[g];
       }
 #pragma unroll
@@ -353,13 +341,6 @@ struct BackwardPass {
           p.grad_initial[n][own.at.row * channels + own.number] = adjoint[n];
     }
   };
-};
-
-struct SumProblem {
-  int64 rows;             // times segments
-  const scalar* partial;  // (row and segment, weight, channel)
-  weight_io* bias;        // (gate, channel) or null
-  weight_io* params[param_slots];
 };
 
 constexpr int sum_ways = 8;  // rows summed side by side

@@ -17,17 +17,12 @@ namespace pararnn {
 constexpr int map_size = entries + 2 * num_states;
 constexpr int map_numbers = per_lane * map_size;
 
-struct Shooting {
-  int64 segments, size, burn_in;  // how many, steps of one, steps of the guess
-  Word* board;  // (row, tile, segment): posts of a map, of its group's, of an end, of gains
-  scalar* found;                  // (row, tile, segment, found_numbers, lane): for who goes on alone
-  Counters counters;              // of the meeting
-};
-
-constexpr int board_words =
-    2 * post_words<map_numbers> + post_words<boundary_numbers> + post_words<per_lane>;  // of a segment
-constexpr int found_a_channel = 2 * num_states + kept + 1;
-constexpr int found_numbers = per_lane * found_a_channel;
+// Where posts are on a segment's board: see codegen/board.py.
+static_assert(board_group - board_map == post_words<map_numbers>);
+static_assert(board_end - board_group == post_words<map_numbers>);
+static_assert(board_gains - board_end == post_words<boundary_numbers>);
+static_assert(board_words - board_gains == post_words<per_lane>);
+static_assert(found_a_channel == 2 * num_states + kept + 1 && found_numbers == per_lane * found_a_channel);
 
 // Where channels do not forget, rounding alone moves the end of a segment by more than a start may be off,
 // and every rerun is rounded otherwise, or cell functions are so coarse that Newton creeps. So there the
@@ -304,11 +299,10 @@ PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int colu
   const unsigned tag = round + 1;
   Word* const all = s.board + (int64)column_number * segments * board_words;
   Word* const mine = all + (int64)own * board_words;
-  Word *const to_group = mine + post_words<map_numbers>, *const to_end =
-      to_group + post_words<map_numbers>;
+  Word *const to_group = mine + board_group, *const to_end = mine + board_end;
   const Linear& linear = trajectory.linear;
   if constexpr (bridges) {
-    Word* const to_gains = to_end + post_words<boundary_numbers>;
+    Word* const to_gains = mine + board_gains;
     real next[1][per_lane];
     if (own > 0) post(to_gains, trajectory.gain, tag);
     collect(to_gains + board_words, 0, own + 1 < segments, tag, next);
@@ -350,7 +344,7 @@ PARARNN_FUNCTION real newton_update(const Shooting& s, const Place& at, int colu
   }
   clear(before.size);
   const int64 group_apart = (int64)group * board_words;
-  for_each_map(all + group_apart - board_words + post_words<map_numbers>, group_apart, own / group,
+  for_each_map(all + group_apart - board_words + board_group, group_apart, own / group,
                tag, [&](const Maps& next) { next.apply(shift, before); });
   inside.apply(shift, before);
   trajectory.measure(before);

@@ -4,15 +4,8 @@
 
 namespace pararnn {
 
-struct ForwardProblem {
-  Inputs in;
-  io* states[num_states];      // (row, time, channel)
-  scalar* final[num_states];   // (sequence, channel)
-  int64* info;                 // (slot, 2): sweeps, mended tiles
-};
-
 struct ForwardPass {
-  using Problem = ForwardProblem;
+  using Launch = ForwardLaunch;
   static constexpr int direction = reverse ? -1 : 1;
   using Ring = InputRing<direction>;
   static constexpr int bytes = Ring::bytes;

@@ -5,8 +5,6 @@
 
 namespace pararnn {
 
-struct Counters {};
-
 constexpr int most_segments = 16;
 
 // Counts bytes that other blocks send, one batch after the other.

@@ -5,11 +5,7 @@
 
 namespace pararnn {
 
-struct Counters {    // zero at first
-  Word* arrived;       // (row, tile): arrivals, and above 2^32 those of segments that do not fit
-  Word* ends;          // (row, tile, segment): posts
-  unsigned* furthest;  // (row, tile, round % 2): bits of a distance
-};
+static_assert(ends_words == post_words<end_numbers>);
 
 struct Meeting {
   static constexpr int bytes = 0;
@@ -40,10 +36,9 @@ struct Meeting {
   // The end of the segment before, as a sweep of this round has found it; nothing for the first one.
   PARARNN_FUNCTION void exchange(int round, const real (&end)[end_numbers],
                                  real (&before)[1][end_numbers]) const {
-    constexpr int size = post_words<end_numbers>;
-    Word* place = counters.ends + (int64)(column * segments + own) * size;
+    Word* place = counters.ends + (int64)(column * segments + own) * ends_words;
     if (own + 1 < segments) post(place, end, round + 1);
-    collect(place - size, 0, own > 0, round + 1, before);
+    collect(place - ends_words, 0, own > 0, round + 1, before);
   }
 
   // Whether any segment does not fit. None counts as unfit at the meeting that follows this one. Does not

@@ -15,11 +15,6 @@
 
 namespace pararnn {
 
-struct NewtonProblem {
-  Pass::Problem pass;
-  Shooting shooting;
-};
-
 // Newton goes on while a round brings the starts this much nearer; in its first rounds, where what a
 // distance is measured by may change too; and while starts are so near that it is rounding which keeps them
 // apart, for some rounds: what is mended is rounded otherwise.
@@ -117,7 +112,7 @@ PARARNN_FUNCTION int run_alone(const Pass& pass, const Shooting& s, const Place&
   return ran;
 }
 
-PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
+PARARNN_FUNCTION void run_newton(const Pass::Launch& p) {
   __shared__ __align__(16) char memory[Pass::bytes];
   __shared__ __align__(16) char desk[at_least_1(Meeting::bytes)];
   const Shooting& s = p.shooting;
@@ -187,6 +182,6 @@ PARARNN_FUNCTION void run_newton(const NewtonProblem& p) {
 
 // Four warps a multiprocessor are enough: twice as many leave each one all registers that it may have.
 extern "C" __global__ void __launch_bounds__(32, 8)
-run(const __grid_constant__ pararnn::NewtonProblem problem) {
-  pararnn::run_newton(problem);
+run(const __grid_constant__ pararnn::Pass::Launch launch) {
+  pararnn::run_newton(launch);
 }

@@ -13,7 +13,8 @@ struct NotLinear {
   PARARNN_FUNCTION void follow_back(int, const real*) {}
 };
 
-PARARNN_FUNCTION void run_sequential(const Pass::Problem& p) {
+PARARNN_FUNCTION void run_sequential(const Pass::Launch& launch) {
+  const auto& p = launch.pass;
   __shared__ __align__(16) char memory[Pass::bytes];
   const Place at(blockIdx.x);
   const Weights weights(p.in, at);
@@ -28,6 +29,6 @@ PARARNN_FUNCTION void run_sequential(const Pass::Problem& p) {
 }  // namespace pararnn
 
 extern "C" __global__ void __launch_bounds__(32)
-run(const __grid_constant__ pararnn::Pass::Problem problem) {
-  pararnn::run_sequential(problem);
+run(const __grid_constant__ pararnn::Pass::Launch launch) {
+  pararnn::run_sequential(launch);
 }

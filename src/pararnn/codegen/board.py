@@ -1,0 +1,54 @@
+"""How much the segments of a Newton solve leave for each other on a GPU.
+
+Kernels are told (see kernels/cuda/boundaries.h and meeting_grid.h), and who allocates it asks here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pararnn.codegen.interface import WORD
+from pararnn.numerics import compute_dtype
+from pararnn.program import Program
+
+LANES = 32
+
+
+class Board(NamedTuple):
+    """A segment's board: where its posts are and how long it is, in words of 64 bits.
+
+    A post has a number of 32 bits a word. In a channel's map are entries, shifts and sizes. Beside
+    the board: the post of an end in a grid's counters, and the numbers that `found` holds of a
+    channel and of a lane: start, end, what is kept of the product, and a status.
+    """
+
+    board_map: int
+    board_group: int
+    board_end: int
+    board_gains: int
+    board_words: int
+    ends_words: int
+    found_a_channel: int
+    found_numbers: int
+
+
+def board_of(program: Program, dtype: torch.dtype, per_lane: int) -> Board:
+    """The board of a cell's segments; dtype is the gates'."""
+    states, entries = program.num_states, program.num_states**2
+    number = LANES * per_lane * words_of(dtype)
+    of_map, of_end, gain = (entries + 2 * states) * number, states * number, number
+    places = (0, of_map, 2 * of_map, 2 * of_map + of_end, 2 * of_map + of_end + gain)
+    found = 2 * states + (2 * entries + states) + 1
+    return Board(*places, 2 * of_end, found, found * per_lane)
+
+
+def words_of(dtype: torch.dtype) -> int:
+    """The words that a posted number of the compute dtype takes."""
+    return compute_dtype(dtype).itemsize // 4
+
+
+def found_words(board: Board, dtype: torch.dtype) -> int:
+    """The words of what a segment leaves in `found`, which are not posts."""
+    return board.found_numbers * LANES * compute_dtype(dtype).itemsize // WORD

@@ -1,0 +1,41 @@
+// One channel of a row, for lanes that each run some of its steps: see mend.h, bridge.h.
+#pragma once
+#include "place.h"
+
+namespace pararnn {
+
+// One channel of a row: its weights, and what its steps take.
+struct Channel {
+  const Inputs& in;
+  const Place& at;
+  const int number;
+  real bias[num_gates], param[param_slots];
+
+  static constexpr int words = num_gates + num_fields;
+
+  PARARNN_FUNCTION Channel(const Inputs& in, const Place& at, int number)
+      : in(in), at(at), number(number) {
+#pragma unroll
+    for (int g = 0; g < num_gates; ++g)
+      bias[g] = in.bias != nullptr ? widen(in.bias[g * channels + number]) : constant(-0.0);
+#pragma unroll
+    for (int i = 0; i < num_params; ++i) param[i] = widen(in.params[i][number]);
+  }
+  // Pre-activations and fields at time t, in the first `words` of x.
+  template <int size> PARARNN_FUNCTION void gather(int64 t, real (&x)[size]) const {
+    const io* gate = in.gates + at.row * in.gate_strides.row + t * time_stride(in) + gate_offset(in, number);
+#pragma unroll
+    for (int g = 0; g < num_gates; ++g) x[g] = widen(gate[g * gate_stride(in)]) + bias[g];
+#pragma unroll
+    for (int f = 0; f < num_fields; ++f)
+      x[num_gates + f] = in.fields[f][at.row * in.field_row[f] + t * in.field_time[f] +
+                                      (broadcast[f] ? 0 : number)];
+  }
+  // The place of time t in a tensor (row, time, channel).
+  PARARNN_FUNCTION int64 place(int64 t) const { return (at.row * in.length + t) * channels + number; }
+  PARARNN_FUNCTION real initial(int n) const {
+    return in.initial[n] != nullptr ? in.initial[n][at.row * channels + number] : constant(0);
+  }
+};
+
+}  // namespace pararnn
