@@ -11,9 +11,9 @@ from torch import Tensor
 from pararnn.codegen.cpp import SOLVERS, kernels_of
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
-from pararnn.engines.layouts import addresses, by_head, copied, gradients_like, narrow, unit_stride
 from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import BY_RULE, Pin, Split, split_of
+from pararnn.engines.strides import addresses, by_head, copied, gradients_like, narrow, unit_stride
 from pararnn.numerics import compute_dtype
 from pararnn.program import Program
 
