@@ -17,7 +17,7 @@ from pararnn.trace import Graph, trace_pointwise, trace_rows
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6
-HEADS = 2
+TRACE_HEADS = 2
 PROBES = 3
 JACOBIAN_TOLERANCE = 1e-9
 SCALES = (-(2.0**30), 2.0**-30)
@@ -62,7 +62,7 @@ def example(
     cls = step.cls
     rows = len(cls.states) + len(cls.gates) + len(cls.fields)
     kinds = [param.kind for param in cls.params.values()]
-    params = [k.lifted(draw(*k.size(channels, HEADS)), channels, HEADS) for k in kinds]
+    params = [k.lifted(draw(*k.size(channels, TRACE_HEADS)), channels, TRACE_HEADS) for k in kinds]
     return [*(draw(*lead, channels) for _ in range(rows)), *params]
 
 

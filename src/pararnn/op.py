@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from pararnn.engines.base import REST, Arguments, Engine, Solution, schema
-from pararnn.engines.layouts import as_dtype
+from pararnn.engines.strides import as_dtype
 from pararnn.engines.table import find
 from pararnn.errors import EngineError
 from pararnn.program import Program, program_by_key, program_in_use

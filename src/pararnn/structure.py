@@ -36,7 +36,7 @@ class Structure(ABC):
 
     @property
     def coupling(self) -> Coupling:
-        """Which channels hang together: what graphs run on, and what solves on its own."""
+        """Which channels hang together, which says what graphs run on and what solves alone."""
         return TOGETHER if self.couples_channels else APART
 
     @abstractmethod

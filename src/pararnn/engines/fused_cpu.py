@@ -14,7 +14,9 @@ from pararnn.codegen.cpp import SOLVERS, kernels_of
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.interface import Values, Words, interface_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
-from pararnn.engines.layouts import (
+from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
+from pararnn.engines.split import BY_RULE, Pin, Split, split_of
+from pararnn.engines.strides import (
     address,
     addresses,
     by_head,
@@ -24,8 +26,6 @@ from pararnn.engines.layouts import (
     narrow,
     unit_stride,
 )
-from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
-from pararnn.engines.split import BY_RULE, Pin, Split, split_of
 from pararnn.numerics import compute_dtype
 from pararnn.program import Program
 

@@ -21,7 +21,10 @@ from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.interface import Values, Words, interface_of
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
-from pararnn.engines.layouts import (
+from pararnn.engines.plan_cuda import cores_of, on_device, plan, shared_of
+from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
+from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Pin, Split, segments_for
+from pararnn.engines.strides import (
     address,
     addresses,
     by_head,
@@ -31,9 +34,6 @@ from pararnn.engines.layouts import (
     narrow,
     unit_stride,
 )
-from pararnn.engines.plan_cuda import cores_of, on_device, plan, shared_of
-from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
-from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Pin, Split, segments_for
 from pararnn.errors import EngineError
 from pararnn.program import Program
 

@@ -1,4 +1,4 @@
-"""The layouts that kernels take: adjacent channels, heads by stride."""
+"""Tensors as kernels take them: adjacent channels, heads by stride."""
 
 from __future__ import annotations
 
