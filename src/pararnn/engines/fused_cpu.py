@@ -69,8 +69,7 @@ def _backward(
             torch.zeros_like(h) if g is None else copied(g, args.dtype)
             for h, g in zip(prepared.initial, grad_final, strict=True)
         ]
-    info = torch.empty((1, 2), dtype=torch.int64)  # of the forward pass only
-    split, cut, boundaries = _shooting(solver, program, args, info)
+    split, cut, boundaries = _shooting(solver, program, args)
     spans = gates.shape[0] * split.segments
     sums = gates.new_empty((spans, weights, channels), dtype=args.dtype)
     grad_bias = gates.new_empty((num_gates, channels), dtype=args.dtype)
@@ -78,10 +77,12 @@ def _backward(
     sizes = [*prepared.sizes, *_gate_strides(written)]
     for grad in arriving:
         sizes += (0, 0) if grad is None else grad.stride()[:2]
-    outputs = [written, *grad_fields, *grad_initial, sums, *grad_bias.unbind(), *grad_params]
-    tensors = [*saved, *arriving, *arriving_final, *outputs, *boundaries]
+    places = addresses([*saved, *arriving, *arriving_final, written, *grad_fields, *grad_initial])
+    row, bias = channels * grad_bias.element_size(), grad_bias.data_ptr()
+    places += [sums.data_ptr(), *[bias + g * row for g in range(num_gates)]]
+    places += addresses([*grad_params, *boundaries])
     kernel = kernels_of(program, args.gates.dtype, solver).backward
-    kernel([*sizes, *cut], [*prepared.addresses, *addresses(tensors)])
+    kernel([*sizes, *cut], [*prepared.addresses, *places])
     grads = (grad_bias, grad_fields, grad_params, grad_initial if args.initial else ())
     return gradients_like(args, grad_gates, written, *grads, wanted)
 
@@ -116,15 +117,18 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _shooting(
-    solver: str, program: Program, args: Arguments, info: Tensor
+    solver: str, program: Program, args: Arguments, info: Tensor | None = None
 ) -> tuple[Split, list[int], list[Tensor]]:
     """How a solver cuts time, and the sizes and tensors that it takes for that.
 
-    See kernels/cpp/shooting.h; the loop takes none. `info`: int64 (1, 2), which Newton writes.
+    See kernels/cpp/shooting.h; the loop takes none. `info`: int64 (1, 2), which Newton writes; None
+    where nobody reads it.
     """
     batch, steps = args.gates.shape[:2]
     if solver == "sequential":
         return Split(1, steps, 0), [], []
+    if info is None:
+        info = torch.empty((1, 2), dtype=torch.int64)
     split = split_for((batch, steps, args.channels), args.dtype, args.split)
     new, zeros = args.gates.new_empty, args.gates.new_zeros
     starts, ends, sizes, products = (
