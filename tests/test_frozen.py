@@ -4,21 +4,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from table import OPS
+from emulated import Device
+from table import OPS, needs_compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pararnn
-from pararnn.engines import table
+from pararnn.engines import fused_cuda, table
 from pararnn.op import _Solve
 
 PARTS = {"gates": "proj", "bias": "bias", "params": "cell"}
 
 
+def _input(device):
+    return torch.randn(2, 20, 3, device=device)
+
+
 class _Recorded:
     """Stands in an engine's place, and keeps what its backward was asked for and gave."""
 
-    def __init__(self, monkeypatch, pair):
-        key = (*pair, "cpu") if (*pair, "cpu") in table.TABLE else (*pair, table.ANY_DEVICE)
+    def __init__(self, monkeypatch, pair, device):
+        key = (*pair, device) if (*pair, device) in table.TABLE else (*pair, table.ANY_DEVICE)
         self.asked, engine = [], table.TABLE[key]
 
         def backward(*given):
@@ -31,18 +36,18 @@ class _Recorded:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("left", [("gates",), ("bias",), ("params",), ("gates", "params")], ids=str)
 @pytest.mark.parametrize("pair", OPS, ids="-".join)
-def test_engines_are_asked_for_what_is_wanted(monkeypatch, pair, left, compiled):
+def test_engines_are_asked_for_what_is_wanted(monkeypatch, device, pair, left, compiled):
     torch.manual_seed(0)
     torch._dynamo.reset()
-    layer = pararnn.RecurrentLayer(pararnn.LSTMCell, 3, 4, solver=pair[0], backend=pair[1])
-    x = torch.randn(2, 20, 3)
+    how = {"solver": pair[0], "backend": pair[1], "device": device}
+    layer, x = pararnn.RecurrentLayer(pararnn.LSTMCell, 3, 4, **how), _input(device)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     layer(x)[0].sum().backward()
     expected = {name: p.grad for name, p in layer.named_parameters()}
     layer.zero_grad()
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(any(name.startswith(PARTS[part]) for part in left))
-    recorded = _Recorded(monkeypatch, pair)
+    recorded = _Recorded(monkeypatch, pair, device)
     run(x)[0].sum().backward()
     [(wanted, grads)] = recorded.asked
     assert list(wanted) == list(left)
@@ -56,8 +61,9 @@ def test_engines_are_asked_for_what_is_wanted(monkeypatch, pair, left, compiled)
 
 
 @pytest.mark.parametrize("pair", OPS, ids="-".join)
-def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, pair):
-    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4, solver=pair[0], backend=pair[1])
+def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, device, pair):
+    how = {"solver": pair[0], "backend": pair[1], "device": device}
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4, **how)
     layer.cell.a_r.requires_grad_(False)
     given, backward = [], _Solve.backward
 
@@ -67,11 +73,30 @@ def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, pair):
         return out
 
     monkeypatch.setattr(_Solve, "backward", staticmethod(kept))
-    layer(torch.randn(2, 20, 3))[0].sum().backward()
+    layer(_input(device))[0].sum().backward()
     [(needed, out)] = given
     assert [grad is not None for grad in out] == list(needed)
     assert layer.cell.a_r.grad is None
     assert layer.cell.a_z.grad is not None
+
+
+@needs_compiler
+@pytest.mark.parametrize("wanted", ["proj", "bias", "cell"])
+@pytest.mark.parametrize("solver", ["sequential", "newton"])
+def test_cuda_adds_up_no_weights_that_are_frozen(monkeypatch, solver, wanted):
+    Device().install(monkeypatch)
+    added, real = [], fused_cuda._Run.sum_weights
+
+    def sum_weights(run, words, weights):
+        added.append(weights)
+        real(run, words, weights)
+
+    monkeypatch.setattr(fused_cuda._Run, "sum_weights", sum_weights)
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4, solver=solver, backend="fused")
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name.startswith(wanted))
+    layer(_input("cpu"))[0].sum().backward()
+    assert added == ([] if wanted == "proj" else [3 + 3])
 
 
 class _Products(TorchDispatchMode):

@@ -87,11 +87,14 @@ def _alone_with(tensors: Iterable[Any]) -> bool:
         or torch._C._autograd._profiler_enabled()
         or forward_ad._current_level >= 0
     )
-    return not watched and all(
-        tensor is None
-        or (type(tensor) in _ORDINARY and not (tensor.is_neg() or tensor._is_zerotensor()))
-        for tensor in tensors
-    )
+    if watched:
+        return False
+    for tensor in tensors:  # `all` of a generator takes longer
+        if tensor is not None and (
+            type(tensor) not in _ORDINARY or tensor.is_neg() or tensor._is_zerotensor()
+        ):
+            return False
+    return True
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -80,12 +80,12 @@ def _backward(
             torch.zeros_like(h) if g is None else copied(g, args.dtype)
             for h, g in zip(prepared.initial, grad_final, strict=True)
         ]
-    info = torch.empty((1, 2), dtype=torch.int64)  # of the forward pass only
-    shooting = _shooting(solver, program, args, info)
+    shooting = _shooting(solver, program, args)
     spans = gates.shape[0] * shooting.split.segments
     sums = gates.new_empty((spans, weights, channels), dtype=args.dtype)
     grad_bias = gates.new_empty((num_gates, channels), dtype=args.dtype)
     grad_params = [gates.new_empty(channels, dtype=args.dtype) for _ in args.params]
+    row, bias = channels * grad_bias.element_size(), grad_bias.data_ptr()
     strides = [(0, 0) if g is None else g.stride()[:2] for g in arriving]
     values: Values = {
         "in": prepared.words,
@@ -99,7 +99,7 @@ def _backward(
         "grad_initial": addresses(grad_initial),
         "partial": sums.data_ptr(),
         "grad_gate_strides": gate_strides(prepared.interface, written.stride()),
-        "grad_weights": addresses([*grad_bias.unbind(), *grad_params]),
+        "grad_weights": [*(bias + g * row for g in range(num_gates)), *addresses(grad_params)],
     }
     words = prepared.launch("Backward", values, shooting)
     kernels_of(program, args.gates.dtype, solver).backward(words)
@@ -168,11 +168,15 @@ class _Shooting(NamedTuple):
     memory: tuple[Tensor, ...]
 
 
-def _shooting(solver: str, program: Program, args: Arguments, info: Tensor) -> _Shooting:
-    """See kernels/cpp/shooting.h. `info`: int64 (1, 2), which Newton writes."""
+def _shooting(
+    solver: str, program: Program, args: Arguments, info: Tensor | None = None
+) -> _Shooting:
+    """See kernels/cpp/shooting.h. `info`: int64 (1, 2), which Newton writes, if somebody reads it."""
     batch, steps = args.gates.shape[:2]
     if solver == "sequential":
         return _Shooting(Split(1, steps, 0), {}, ())
+    if info is None:
+        info = torch.empty((1, 2), dtype=torch.int64)
     split = split_for((batch, steps, args.channels), args.dtype, args.split)
     new, zeros, states = args.gates.new_empty, args.gates.new_zeros, program.num_states
     size = (batch, split.segments, states, args.channels)
@@ -188,7 +192,7 @@ def _shooting(solver: str, program: Program, args: Arguments, info: Tensor) -> _
         "products": products.data_ptr(),
         "info": info.data_ptr(),
     }
-    return _Shooting(split, values, (starts, ends, sizes, products))
+    return _Shooting(split, values, (starts, ends, sizes, products, info))
 
 
 def split_for(size: tuple[int, int, int], dtype: torch.dtype, asked: Pin = BY_RULE) -> Split:

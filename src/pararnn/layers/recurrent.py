@@ -170,17 +170,16 @@ class RecurrentLayer(nn.Module):
         Returns:
             (output, final): the first state (B, T, hidden_size) in the dtype of the projection's
             result, 0 at padding; the final states, like `initial`, in float32 (or float64), unless
-            `keep_dtype`. With
-            `all_states` a third item: a tuple of N tensors like the output.
+            `keep_dtype`. With `all_states` a third item: a tuple of N tensors like the output.
         """
         x, cuts = self._cut(x, initial, reset, reset_states, cu_seqlens, sequences)
         asked = self.asked(solver, backend, mode)
         eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-        choices: list[Choice] = []
+        cell, choices = unwrapped(self.cell), []
 
         def solved(x: Tensor, initial: States | None) -> tuple[Any, Any, Tensor]:
-            args = self._arguments(x, cuts._replace(initial=initial), fields, all_states)
-            states, final, counts, choice = run(program_of(unwrapped(self.cell)), args, *asked)
+            args = self._arguments(cell, x, initial, cuts, fields, all_states)
+            states, final, counts, choice = run(program_of(cell), args, *asked)
             if eager:
                 choices.append(choice)
             return states, final, counts
@@ -216,7 +215,7 @@ class RecurrentLayer(nn.Module):
     ) -> Arguments:
         """The record of the solve that `forward` runs for these."""
         x, cuts = self._cut(x, initial, reset, reset_states, cu_seqlens, sequences)
-        return self._arguments(x, cuts, fields, all_states)
+        return self._arguments(unwrapped(self.cell), x, cuts.initial, cuts, fields, all_states)
 
     def asked(
         self, solver: str | None = None, backend: str | None = None, mode: str | None = None
@@ -249,15 +248,17 @@ class RecurrentLayer(nn.Module):
 
     def _arguments(
         self,
+        cell: Cell,
         x: Tensor,
+        initial: States | None,
         cuts: Cuts,
         fields: Fields | None,
         all_states: bool,
     ) -> Arguments:
         return prepare(
-            unwrapped(self.cell),
+            cell,
             self.proj(x),
-            cuts.initial,
+            initial,
             bias=self.bias,
             fields=fields,
             reset=cuts.reset,

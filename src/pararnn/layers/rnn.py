@@ -340,15 +340,14 @@ class ParaRNN(nn.Module):
             return [None] * count
         names, full = self.cell.states, (count, *size)
         given = (states,) if isinstance(states, Tensor) else tuple(states)
-        shapes = [tuple(state.shape) for state in given]
-        if shapes != [full] * len(names):
+        if len(given) != len(names) or any(state.shape != full for state in given):
             raise ValueError(
                 f"{type(self).__name__}: Expected hidden states {tuple(names)} of size {full} "
-                f"each, got {shapes}"
+                f"each, got {[tuple(state.shape) for state in given]}"
             )
         if len(size) == 1:
             given = tuple(state.unsqueeze(1) for state in given)
-        return list(zip(*(state.unbind() for state in given), strict=True))
+        return list(zip(*[state.unbind() for state in given], strict=True))
 
 
 def either(name: str, given: Any, other: str, also: Any) -> Any:
