@@ -27,7 +27,7 @@ def row_of(metrics: dict[str, Any]) -> dict[str, Any]:
         "steps": metrics["steps"],
         "training_seconds": round(metrics["training_seconds"], 1),
         **{f"bits_{name}": round(value, 3) for name, value in bits.items()},
-        "verified": metrics["verified"],
+        "verified": metrics["verified"] and not metrics["left_out"],
     }
     for timing in metrics["timings"]:
         pair = f"{timing['solver']}_{timing['backend']}"

@@ -11,7 +11,7 @@ from pararnn.errors import MissingExtra
 from pararnn.extras import require
 from pararnn.lm import LanguageModel, LMConfig, load_checkpoint
 from pararnn.tasks import Corpus, bigram_bits, spread_windows, unigram_bits
-from pararnn.train import DemoConfig, Recipe, Record, evaluate, loop, run_demo, train
+from pararnn.train import DemoConfig, Recipe, Record, demo, evaluate, loop, run_demo, train
 from pararnn.train.demo import make_model, printable
 from pararnn.train.loop import make_optimizer, schedule
 from pararnn.train.measure import (
@@ -96,6 +96,35 @@ def test_the_time_budget(corpus, monkeypatch):
     history = train(small_lm(), corpus, recipe)
     assert [record.seconds for record in history.train] == [1, 2, 3]
     assert history.valid[-1].step == 3
+
+
+def test_a_short_demo_leaves_out_what_it_has_no_time_for(text_file, tmp_path, monkeypatch, capsys):
+    """By a clock that goes on by a second a look: eight to train, two more to measure."""
+    for module in ("tqdm", "matplotlib", "safetensors"):
+        pytest.importorskip(module)
+    clock = itertools.count()
+    for module in (loop, demo):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    config = {**TINY, "seconds": 8, "steps": None, "text": str(text_file), "out": str(tmp_path)}
+    metrics = run_demo(DemoConfig(**config))
+    assert metrics["steps"] == 8
+    first = (metrics["timings"][0]["solver"], metrics["timings"][0]["backend"])
+    assert len(metrics["timings"]) == len(metrics["agreement"]) == 1
+    assert metrics["timings"][0]["auto"]
+    assert metrics["verified"]
+    able = pairs_of(make_model(DemoConfig(**config)))
+    assert len(metrics["left_out"]) == 3 * len(able) - 2  # two shapes and verify, for each pair
+    printed = capsys.readouterr().out
+    assert f"pararnn.verify of ({', '.join(first)}): PASS" in printed
+    assert "left out, as --seconds 8 has no time for it:" in printed
+    assert f"  {metrics['left_out'][-1]}\n" in printed
+
+
+@pytest.mark.parametrize(("seconds", "windows"), [(0.1, 1), (5, 10), (50, 100), (NO_LIMIT, 100)])
+def test_short_budgets_evaluate_on_fewer_windows(seconds, windows):
+    config = DemoConfig(seconds=seconds)
+    assert demo.within_budget(100, config) == windows
+    assert demo.make_recipe(config).valid_windows == max(1, round(0.64 * windows))
 
 
 def test_runs_repeat_with_their_seed(corpus):

@@ -240,6 +240,8 @@ def _folded(module: fx.GraphModule, node: fx.Node) -> Any:
         return args[0] if before.shape == after.shape else None
     if args and not any(isinstance(a, fx.Node) for a in args) and _is_pointwise(target):
         return _constant(target, args, node.kwargs)
+    if target is aten.where.self and isinstance(args[0], bool):
+        return args[1] if args[0] else args[2]
     if target is aten.mul.Tensor:
         for one, other in (args, args[::-1]):
             same = isinstance(other, fx.Node) and other.meta["val"].dtype == node.meta["val"].dtype

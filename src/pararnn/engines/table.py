@@ -43,6 +43,8 @@ BACKENDS = sorted({key[1] for key in TABLE})
 
 def find(solver: str, backend: str, device: torch.device) -> Engine | None:
     """The engine of a pair on a device, if the table has one."""
+    if device.type == "meta":  # which holds no numbers that a solve could look at
+        return None
     return TABLE.get((solver, backend, device.type)) or TABLE.get((solver, backend, ANY_DEVICE))
 
 
@@ -175,7 +177,7 @@ def _choose(
     able = [f"({', '.join(pair)})" for pair in pairs_for(program, dtype, device)]
     raise EngineError(
         f"({solver}, {backend}) cannot run {program.cell_name} on {device.type}: {reason}. "
-        f"Pairs that can: {', '.join(able)}"
+        f"Pairs that can: {', '.join(able) or 'none; move layer and inputs to another device'}"
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import shlex
+import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,16 +41,23 @@ from pararnn.train.loop import History, Recipe, evaluate, train
 from pararnn.train.measure import (
     LOOP,
     Agreement,
+    Pair,
     Timing,
+    auto_pair,
     compare_to_loop,
     pairs_of,
     solver_set_to,
     time_pair,
 )
 from pararnn.train.plot import averaged, plot_history
+from pararnn.verify import Report
 
 # Validating more often than this would take up much of a short budget.
 SECONDS_A_VALIDATION = 5
+WHOLE_SECONDS = 50
+"""Budgets below this evaluate on fewer windows, in proportion."""
+AFTER = 0.25
+"""Once measuring has taken this share of the budget, it begins nothing new."""
 MLP_RATIO = 2
 """Hidden channels of the SwiGLU over width: 256 would be the backbone's least, wide for 32."""
 
@@ -58,8 +67,9 @@ class DemoConfig:
     """Everything that a demo run depends on.
 
     device: where to run. text: a file to learn; None is Python's standard library. cell: a name in
-    `pararnn.CELLS`. seconds, steps: the training budget; steps None is no bound. out: the folder
-    for results. seed: of initial weights, windows and the sample.
+    `pararnn.CELLS`. seconds, steps: the training budget; steps None is no bound; what follows is
+    cut to a share of the seconds, see AFTER. out: the folder for results. seed: of initial weights,
+    windows and the sample.
 
     width, num_layers, num_heads, solver, backend: of the model; width None is 128, or 32 for cells
     that mix channels, whose Newton iteration costs width^3. batch, length: of training windows (B,
@@ -118,29 +128,25 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     environment = describe_environment(torch.device(config.device))
     print(f"model: {config.cell}, {size:,} parameters, on {environment['device']}")
     history = train(model, corpus, make_recipe(config), show_progress=True)
+    count = within_budget(config.valid_windows, config)
     bits = {
-        part: evaluate(model, spread_windows(data, config.valid_windows, config.valid_length))
+        part: evaluate(model, spread_windows(data, count, config.valid_length))
         for part, data in (("train", corpus.train), ("validation", corpus.valid))
     }
     print_training(history, bits, baselines)
 
-    device = torch.device(config.device)
-    windows = [
-        random_windows(corpus.valid, batch, length, seeded(config)).to(device)
-        for batch, length in timed_shapes(config)
-    ]
-    pairs = pairs_of(model)
-    timings = [time_pair(model, w, pair, config.timed_repeats) for w in windows for pair in pairs]
-    agreement = [compare_to_loop(model, w, pair) for w in windows for pair in pairs]
-    print_engines(timings, agreement, config.timed_repeats)
-    verified = True
-    for pair in pairs:
-        with solver_set_to(model, *pair):
-            report = pararnn.verify(model, windows[0][: config.verify_batch, :-1])
+    measured = measure(model, corpus, config)
+    verified = all(report.passed for report in measured.reports.values())
+    if measured.timings:
+        print_engines(measured.timings, measured.agreement, config.timed_repeats)
+    for pair, report in measured.reports.items():
         print(f"pararnn.verify of ({', '.join(pair)}): {'PASS' if report.passed else 'FAIL'}")
         if not report.passed:
-            verified = False
             print(report)
+    if measured.left_out:
+        print(f"left out, as --seconds {config.seconds:g} has no time for it:")
+        for name in measured.left_out:
+            print(f"  {name}")
 
     text = make_sample(model, corpus, config)
     print(f"sample:\n{indented(text)}")
@@ -161,8 +167,9 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
         "training_seconds": history.train[-1].seconds,
         "train_curve": [list(record) for record in averaged(history.train)],
         "validation_curve": [list(record) for record in history.valid],
-        "timings": [asdict(timing) for timing in timings],
-        "agreement": [asdict(each) for each in agreement],
+        "timings": [asdict(timing) for timing in measured.timings],
+        "agreement": [asdict(each) for each in measured.agreement],
+        "left_out": measured.left_out,
         "verified": verified,
         "sample": text,
     }
@@ -172,6 +179,55 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     needs = "  # after: pip install 'pararnn[hf]'" if missing else ""
     print(f"  pararnn generate --model {shlex.quote(str(out))} --prompt 'def '{needs}")
     return metrics
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the engines were found to do; `left_out` names what there was no time for."""
+
+    timings: list[Timing]
+    agreement: list[Agreement]
+    reports: dict[Pair, Report]
+    left_out: list[str]
+
+
+def measure(model: LanguageModel, corpus: Corpus, config: DemoConfig) -> Measured:
+    """Verify and time every pair, what "auto" takes first, until the budget is spent."""
+    device = torch.device(config.device)
+    windows = [
+        random_windows(corpus.valid, batch, length, seeded(config)).to(device)
+        for batch, length in timed_shapes(config)
+    ]
+    usual = auto_pair(model, config.batch, config.length)
+    pairs = sorted(pairs_of(model), key=lambda pair: (pair != usual, pair != LOOP))
+    found = Measured([], [], {}, [])
+
+    def verify(pair: Pair) -> None:
+        with solver_set_to(model, *pair):
+            found.reports[pair] = pararnn.verify(model, windows[0][: config.verify_batch, :-1])
+
+    def compare(pair: Pair, batch: Tensor) -> None:
+        found.timings.append(time_pair(model, batch, pair, config.timed_repeats))
+        found.agreement.append(compare_to_loop(model, batch, pair))
+
+    verifying = [(f"pararnn.verify of ({', '.join(p)})", partial(verify, p)) for p in pairs]
+    comparing = [
+        (f"the time of ({', '.join(p)}), B {len(w)}, T {w.shape[1] - 1}", partial(compare, p, w))
+        for w in windows
+        for p in pairs
+    ]
+    deadline = time.perf_counter() + AFTER * config.seconds
+    for name, part in [verifying[0], *comparing, *verifying[1:]]:
+        if found.reports and time.perf_counter() >= deadline:
+            found.left_out.append(name)
+        else:
+            part()
+    return found
+
+
+def within_budget(windows: int, config: DemoConfig) -> int:
+    """As many windows to evaluate on as the budget is long enough for."""
+    return min(windows, max(1, round(windows * config.seconds / WHOLE_SECONDS)))
 
 
 def make_model(config: DemoConfig) -> LanguageModel:
@@ -202,6 +258,7 @@ def make_recipe(config: DemoConfig) -> Recipe:
         length=config.length,
         learning_rate=config.learning_rate,
         validations=min(10, max(1, int(config.seconds // SECONDS_A_VALIDATION))),
+        valid_windows=within_budget(Recipe.valid_windows, config),
         valid_length=config.valid_length,
         seed=config.seed,
     )
@@ -272,20 +329,27 @@ def print_engines(timings: list[Timing], agreement: list[Agreement], repeats: in
     """Every engine against the loop: times and differences, shape by shape."""
     print(f"time of a pass in ms, forward / forward + backward, median of {repeats}:")
     loops = {(t.batch, t.length): t for t in timings if (t.solver, t.backend) == LOOP}
-    for i, (timing, agree) in enumerate(zip(timings, agreement, strict=True)):
+    shown: set[tuple[int, int]] = set()
+    for timing, agree in zip(timings, agreement, strict=True):
         shape = (timing.batch, timing.length)
-        if i % (len(timings) // len(loops)) == 0:
+        if shape not in shown:
             print(f"  B {timing.batch}, T {timing.length}:")
+            shown.add(shape)
         line = f"    {timing.solver + ', ' + timing.backend:18} {milliseconds(timing)}"
-        if timing is not loops[shape]:
-            loop = loops[shape]
+        loop = loops.get(shape)
+        if timing is not loop:
+            line += "   " if loop is None else f"   {speedups(timing, loop)} as fast as the loop; "
             line += (
-                f"   {loop.forward / timing.forward:.2f}x / "
-                f"{loop.forward_backward / timing.forward_backward:.2f}x as fast as the loop; "
                 f"largest differences: logits {agree.logits:.1e}, gradients "
                 f"{agree.gradients:.1e} (relative)"
             )
         print(line + ("   <- auto" if timing.auto else ""))
+
+
+def speedups(timing: Timing, loop: Timing) -> str:
+    """How many times as fast as the loop, forward and both passes."""
+    both = loop.forward_backward / timing.forward_backward
+    return f"{loop.forward / timing.forward:.2f}x / {both:.2f}x"
 
 
 def milliseconds(timing: Timing) -> str:
