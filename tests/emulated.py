@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from pararnn import cache as disk
-from pararnn.codegen import headers
+from pararnn.codegen import headers, targets
 from pararnn.codegen.compiler import compiler_identity, cpu_identity, find_compiler
-from pararnn.codegen.cuda import KERNELS, Variant, source_of
+from pararnn.codegen.cuda import KERNELS, SOLVERS, Variant, source_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
-from pararnn.engines import fused_cuda, plan_cuda, table
+from pararnn.codegen.targets import Gpu
+from pararnn.engines import fused_cuda, table
 
 EMULATOR = Path(__file__).parent / "emulator"
 CORES, BLOCKS_A_CORE = 4, 16
@@ -89,26 +89,20 @@ def kernels_of(program, variant: Variant, capability: tuple[int, int]) -> dict[s
     return {name: Kernel(library, name, block) for name, block in blocks.items()}
 
 
-class Device(NamedTuple):
-    """A GPU that is not there."""
-
-    capability: tuple[int, int] = (9, 0)
-    cores: int = CORES
-
-    def install(self, monkeypatch) -> None:
-        """Run (sequential, fused) and (newton, fused) on a CPU as on this device."""
-        for module in (fused_cuda, plan_cuda):
-            monkeypatch.setattr(module, "on_device", _call)
-            monkeypatch.setattr(module, "cores_of", lambda _: self.cores)
-        monkeypatch.setattr(plan_cuda, "capability_of", lambda _: self.capability)
-        monkeypatch.setattr(plan_cuda, "kernels_of", kernels_of)
-        monkeypatch.setattr(plan_cuda, "plan", plan_cuda.plan.__wrapped__)
-        monkeypatch.setattr(fused_cuda, "plan", plan_cuda.plan)
-        monkeypatch.setattr(fused_cuda._Run, "_stream", lambda _: 0)
-        for engine in (fused_cuda.SEQUENTIAL, fused_cuda.NEWTON):
-            own = replace(engine, build=None)
-            monkeypatch.setitem(table.TABLE, (engine.solver, "fused", "cpu"), own)
+def gpu(capability: tuple[int, int] = (9, 0), cores: int = CORES) -> Gpu:
+    """A GPU that is not there: a CPU that runs its kernels."""
+    return Gpu(
+        **vars(targets.CPU),
+        kernels=kernels_of,
+        capability=lambda device: capability,
+        cores=lambda device: cores,
+        call=lambda device, function, *args, **options: function(*args, **options),
+        stream=lambda device: 0,
+    )
 
 
-def _call(device, call, *args, **options):
-    return call(*args, **options)
+def install(device: Gpu, monkeypatch) -> None:
+    """Run (sequential, fused) and (newton, fused) on a CPU as on this device."""
+    for solver in SOLVERS:
+        own = replace(fused_cuda.engine(solver, device), build=None)
+        monkeypatch.setitem(table.TABLE, (solver, "fused", "cpu"), own)

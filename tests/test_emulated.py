@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulated import Device
+from emulated import gpu, install
 from oracle import beyond, run
 from table import FUSED, NEWTON_FUSED, make_case, needs_compiler, with_latches
 from test_hard_cases import assert_no_jump_is_missed, threshold_case
@@ -19,13 +19,13 @@ from pararnn.solve import run as run_call
 pytestmark = needs_compiler
 
 CHANNELS = 70  # two tiles, the second one with few channels
-MEETINGS = {"cluster": Device(cores=32), "grid": Device(cores=4), "old": Device((8, 0), cores=32)}
+MEETINGS = {"cluster": gpu(cores=32), "grid": gpu(cores=4), "old": gpu((8, 0), cores=32)}
 
 
 @pytest.fixture(params=MEETINGS)
 def meeting(request, monkeypatch):
     """Where the segments of a tile meet: in shared memory, or in global memory."""
-    MEETINGS[request.param].install(monkeypatch)
+    install(MEETINGS[request.param], monkeypatch)
     return request.param
 
 
@@ -49,7 +49,7 @@ def test_latches(meeting):
 
 
 def test_resets_in_half_precision(monkeypatch):
-    MEETINGS["grid"].install(monkeypatch)
+    install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.LSTMCell, torch.bfloat16, 411, "reverse", channels=33)
     _checked(case, segments=16)
 
@@ -73,7 +73,7 @@ def test_slow_channels_meet_soon(bias, meeting):
 def test_gaps_of_slow_channels_do_not_add_up(bias, monkeypatch):
     case = _slow(16384, bias, batch=1)
     exact, loop = (run(case, "cpu", dtype) for dtype in (torch.float64, torch.float32))
-    MEETINGS["grid"].install(monkeypatch)
+    install(MEETINGS["grid"], monkeypatch)
     how = {"solver": NEWTON_FUSED[0], "backend": NEWTON_FUSED[1]}
     with pararnn.using(segments=32):
         got = run(case, "cpu", torch.float32, **how)
@@ -84,7 +84,7 @@ def test_gaps_of_slow_channels_do_not_add_up(bias, monkeypatch):
 @pytest.mark.parametrize("name", ["gru", "lstm"])
 def test_channels_that_forget_at_times_meet_soon(name, dtype, monkeypatch):
     """As those of trained models do: segments differ in what they make of a shift."""
-    MEETINGS["grid"].install(monkeypatch)
+    install(MEETINGS["grid"], monkeypatch)
     segments, channels = 64, 64
     case = make_case(pararnn.CELLS[name], dtype, 64 * segments, channels=channels, batch=1, seed=2)
     kept = torch.rand(segments, channels).repeat_interleave(64, 0) * torch.linspace(4, 14, channels)
@@ -96,7 +96,7 @@ def test_channels_that_forget_at_times_meet_soon(name, dtype, monkeypatch):
 
 
 def test_slow_segments_hand_little_on_to_those_that_expand(monkeypatch):
-    MEETINGS["grid"].install(monkeypatch)
+    install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.GRUCell, torch.bfloat16, 600, channels=16, seed=2)
     with torch.no_grad():
         for parameter in case.cell.recurrent_parameters():
@@ -107,7 +107,7 @@ def test_slow_segments_hand_little_on_to_those_that_expand(monkeypatch):
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
 def test_large_weights(scale, monkeypatch):
-    MEETINGS["grid"].install(monkeypatch)
+    install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.GRUCell, torch.float32, 1024, channels=CHANNELS, batch=1)
     with torch.no_grad():
         for parameter in case.cell.recurrent_parameters():
@@ -116,7 +116,7 @@ def test_large_weights(scale, monkeypatch):
 
 
 def test_steps_that_jump_take_the_states_that_are_returned(monkeypatch):
-    MEETINGS["grid"].install(monkeypatch)
+    install(MEETINGS["grid"], monkeypatch)
     cell, gates = threshold_case(4096, CHANNELS, -10.0)
     with pararnn.using("newton", "fused", segments=16):
         (h, y), _ = pararnn.solve(cell, gates)
@@ -124,7 +124,7 @@ def test_steps_that_jump_take_the_states_that_are_returned(monkeypatch):
 
 
 def test_a_nan_before_a_reset_does_not_hide_what_is_wrong(monkeypatch):
-    MEETINGS["grid"].install(monkeypatch)
+    install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.GRUCell, torch.float64, 48, channels=1, batch=1)
     options = {"cu_seqlens": torch.tensor([0, 28, 48]), "reset": torch.arange(48)[None] == 35}
     loop, _ = pararnn.solve(case.cell, case.gates, solver="sequential", backend="torch", **options)
@@ -137,7 +137,7 @@ def test_a_nan_before_a_reset_does_not_hide_what_is_wrong(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gru", "lstm"])
 def test_the_scale_of_the_loss_scales_gradients(name, monkeypatch):
-    MEETINGS["grid"].install(monkeypatch)
+    install(MEETINGS["grid"], monkeypatch)
     case = slow_case(pararnn.CELLS[name], torch.bfloat16, SLOW.get(name, -4.0))
     usual, scaled = (solved(case, NEWTON_FUSED, scale)[1] for scale in (1.0, 2.0**-30))
     for one, other in zip(usual, scaled, strict=True):

@@ -14,7 +14,7 @@ ROOT = Path(pararnn.__file__).parent
 # The data flow: a module may import from its own row and from the rows above, never below. The docs
 # show it in this order.
 FLOW = [
-    ["errors", "numerics", "parameters", "sequences", "timing", "version"],
+    ["errors", "numerics", "parameters", "version"],
     ["cache", "coupling", "extras", "guard"],
     ["structure"],
     ["cells"],
@@ -24,6 +24,7 @@ FLOW = [
     ["program"],
     ["solvers"],
     ["codegen"],
+    ["sequences", "timing"],
     ["engines"],
     ["op"],
     ["solve"],

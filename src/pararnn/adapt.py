@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pararnn.cells.base import unwrapped
+from pararnn.codegen.targets import target_of
 from pararnn.engines.request import split_asked
 from pararnn.engines.split import BY_RULE
 from pararnn.layers import RecurrentLayer
@@ -85,7 +86,7 @@ class _Watch:
 
     def reset(self) -> None:
         self.slow: dict[Rows, int] = {}  # solves in a row
-        self.pending: tuple[Rows, int, _Count] | None = None
+        self.pending: tuple[Rows, int, Callable[[], Tensor | None]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "pending": None}
@@ -111,18 +112,19 @@ class _Watch:
         info = layer.counts
         if not _is_open(layer, options) or info is None or layer.choice is None:
             return
-        if info.is_cuda and torch.cuda.is_current_stream_capturing():
+        target = target_of(info.device)
+        if target.capturing():
             return
         if self.pending is not None:
-            rows, segments, count = self.pending
-            sweeps = count.arrived()
-            if sweeps is None:
+            rows, segments, arrived = self.pending
+            counts = arrived()
+            if counts is None:
                 return
             self.pending = None
-            self.judge(layer, rows, sweeps, segments)
+            self.judge(layer, rows, int(counts[:, 0].max()), segments)
         split = layer.choice.split()
         if split is not None and split.segments > 1:
-            self.pending = _rows(inputs, options), split.segments, _Count(info)
+            self.pending = _rows(inputs, options), split.segments, target.send(info.detach())
 
     def judge(self, layer: RecurrentLayer, rows: Rows, sweeps: int, segments: int) -> None:
         """Count a solve of (newton, fused)."""
@@ -138,25 +140,6 @@ class _Watch:
                 sweeps,
                 segments,
             )
-
-
-class _Count:
-    """A solve's sweeps, on their way to the host."""
-
-    def __init__(self, info: Tensor) -> None:
-        self.event: torch.cuda.Event | None = None
-        self.host = info.detach()
-        if info.is_cuda:
-            self.host = torch.empty(info.shape, dtype=info.dtype, pin_memory=True)
-            self.host.copy_(info, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(info.device))
-
-    def arrived(self) -> int | None:
-        """The number, or None if it is not there yet."""
-        if self.event is not None and not self.event.query():
-            return None
-        return int(self.host[:, 0].max())
 
 
 def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
+from pararnn.codegen.targets import target_of
 from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, find, why_not
@@ -114,6 +115,5 @@ def problem_of(
         batch, steps = shape[:2] if batch_first else (shape[1], shape[0])
     parameter = next(module.parameters(), torch.empty(0))
     device = torch.device(device) if device is not None else parameter.device
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = target_of(device).numbered(device)
     return program_of(cell), (batch, steps, cell.hidden_size), dtype or parameter.dtype, device

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pararnn.cells.base import Cell
 from pararnn.claims import Check, SolveChecks, compare, finite, gap, peak, stored_rounding, worst
+from pararnn.codegen.targets import target_of
 from pararnn.engines.base import Arguments, totals
 from pararnn.engines.forward_time import to_system
 from pararnn.engines.table import Choice
@@ -73,8 +74,8 @@ class Oracle:
         self.trial = trial
         self._names = trial.cell.states
         gates = trial.args.gates
-        kernels = (gates.device.type, gates.dtype)
-        self._approximates = APPROXIMATED if kernels == ("cuda", torch.bfloat16) else 0.0
+        approximate = gates.dtype in target_of(gates.device).approximate
+        self._approximates = APPROXIMATED if approximate else 0.0
         self.dtype, self.carry = gates.dtype, compute_dtype(gates.dtype)
         self.exact, self.rounded = trial.to(torch.float64), trial.to(self.carry)
         with torch.no_grad():

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.codegen.targets import target_of
+
 PADDING = ("right", "left")
 
 
@@ -120,7 +122,4 @@ def require(right: Tensor, message: str, steps: int, values: Tensor) -> None:
     if torch.compiler.is_compiling():
         return  # before the message is made: that would fix the number of steps
     message = message.format(steps)
-    if right.is_cuda:
-        torch._assert_async(right, message)
-    elif not right:
-        raise ValueError(f"{message}, got {values.tolist()}")
+    target_of(right.device).require(right, message, values)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+
+from pararnn.codegen.targets import target_of
 
 BLOCK_SECONDS = 2e-3
 """Least length of a block of calls: waiting for the device at its end then counts little."""
@@ -34,26 +34,15 @@ def settled_seconds(run: Callable[[], object], device: torch.device, budget: flo
 
 def device_name(device: torch.device) -> str:
     """The processor's name, as measurements should quote it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return target_of(device).title(device)
 
 
 def _block_seconds(run: Callable[[], object], device: torch.device, calls: int) -> float:
     """Seconds of one call among `calls` without a pause between them."""
-    _wait_for(device)
+    wait = target_of(device).wait
+    wait(device)
     start = time.perf_counter()
     for _ in range(calls):
         run()
-    _wait_for(device)
+    wait(device)
     return (time.perf_counter() - start) / calls
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

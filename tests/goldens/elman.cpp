@@ -1,6 +1,6 @@
 constexpr int num_states = 1, num_gates = 1, num_fields = 0, num_params = 1;
 
-inline void step(const real* state, const real* gate, const real* field, const real* param, real* new_state) {
+PARARNN_FUNCTION void step(const real* state, const real* gate, const real* field, const real* param, real* new_state) {
   const real state_h = state[0];
   const real gate_h_in = gate[0];
   const real param_a_h = param[0];
@@ -10,7 +10,7 @@ inline void step(const real* state, const real* gate, const real* field, const r
   new_state[0] = t5;
 }
 
-inline void jacobian(const real* state, const real* gate, const real* field, const real* param, real* new_state, real* jacobian) {
+PARARNN_FUNCTION void jacobian(const real* state, const real* gate, const real* field, const real* param, real* new_state, real* jacobian) {
   const real state_h = state[0];
   const real gate_h_in = gate[0];
   const real param_a_h = param[0];
@@ -24,7 +24,7 @@ inline void jacobian(const real* state, const real* gate, const real* field, con
   jacobian[0] = t8;
 }
 
-inline void vjp(const real* state, const real* gate, const real* field, const real* param, const real* cotangent, real* grad_state, real* grad_gate, real* grad_field, real* grad_param) {
+PARARNN_FUNCTION void vjp(const real* state, const real* gate, const real* field, const real* param, const real* cotangent, real* grad_state, real* grad_gate, real* grad_field, real* grad_param) {
   const real state_h = state[0];
   const real gate_h_in = gate[0];
   const real param_a_h = param[0];

@@ -1,6 +1,6 @@
 constexpr int num_states = 1, num_gates = 3, num_fields = 0, num_params = 3;
 
-inline void step(const real* state, const real* gate, const real* field, const real* param, real* new_state) {
+PARARNN_FUNCTION void step(const real* state, const real* gate, const real* field, const real* param, real* new_state) {
   const real state_h = state[0];
   const real gate_z = gate[0];
   const real gate_r = gate[1];
@@ -24,7 +24,7 @@ inline void step(const real* state, const real* gate, const real* field, const r
   new_state[0] = t19;
 }
 
-inline void jacobian(const real* state, const real* gate, const real* field, const real* param, real* new_state, real* jacobian) {
+PARARNN_FUNCTION void jacobian(const real* state, const real* gate, const real* field, const real* param, real* new_state, real* jacobian) {
   const real state_h = state[0];
   const real gate_z = gate[0];
   const real gate_r = gate[1];
@@ -67,7 +67,7 @@ inline void jacobian(const real* state, const real* gate, const real* field, con
   jacobian[0] = t37;
 }
 
-inline void vjp(const real* state, const real* gate, const real* field, const real* param, const real* cotangent, real* grad_state, real* grad_gate, real* grad_field, real* grad_param) {
+PARARNN_FUNCTION void vjp(const real* state, const real* gate, const real* field, const real* param, const real* cotangent, real* grad_state, real* grad_gate, real* grad_field, real* grad_param) {
   const real state_h = state[0];
   const real gate_z = gate[0];
   const real gate_r = gate[1];

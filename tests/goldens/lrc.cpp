@@ -1,6 +1,6 @@
 constexpr int num_states = 1, num_gates = 3, num_fields = 1, num_params = 6;
 
-inline void step(const real* state, const real* gate, const real* field, const real* param, real* new_state) {
+PARARNN_FUNCTION void step(const real* state, const real* gate, const real* field, const real* param, real* new_state) {
   const real state_h = state[0];
   const real gate_f_in = gate[0];
   const real gate_u_in = gate[1];
@@ -33,7 +33,7 @@ inline void step(const real* state, const real* gate, const real* field, const r
   new_state[0] = t28;
 }
 
-inline void jacobian(const real* state, const real* gate, const real* field, const real* param, real* new_state, real* jacobian) {
+PARARNN_FUNCTION void jacobian(const real* state, const real* gate, const real* field, const real* param, real* new_state, real* jacobian) {
   const real state_h = state[0];
   const real gate_f_in = gate[0];
   const real gate_u_in = gate[1];
@@ -91,7 +91,7 @@ inline void jacobian(const real* state, const real* gate, const real* field, con
   jacobian[0] = t52;
 }
 
-inline void vjp(const real* state, const real* gate, const real* field, const real* param, const real* cotangent, real* grad_state, real* grad_gate, real* grad_field, real* grad_param) {
+PARARNN_FUNCTION void vjp(const real* state, const real* gate, const real* field, const real* param, const real* cotangent, real* grad_state, real* grad_gate, real* grad_field, real* grad_param) {
   const real state_h = state[0];
   const real gate_f_in = gate[0];
   const real gate_u_in = gate[1];

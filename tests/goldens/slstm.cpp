@@ -1,6 +1,6 @@
 constexpr int num_states = 3, num_gates = 4, num_fields = 0, num_params = 4;
 
-inline void step(const real* state, const real* gate, const real* field, const real* param, real* new_state) {
+PARARNN_FUNCTION void step(const real* state, const real* gate, const real* field, const real* param, real* new_state) {
   const real state_h = state[0];
   const real state_c = state[1];
   const real state_n = state[2];
@@ -46,7 +46,7 @@ inline void step(const real* state, const real* gate, const real* field, const r
   new_state[2] = t39;
 }
 
-inline void jacobian(const real* state, const real* gate, const real* field, const real* param, real* new_state, real* jacobian) {
+PARARNN_FUNCTION void jacobian(const real* state, const real* gate, const real* field, const real* param, real* new_state, real* jacobian) {
   const real state_h = state[0];
   const real state_c = state[1];
   const real state_n = state[2];
@@ -158,7 +158,7 @@ inline void jacobian(const real* state, const real* gate, const real* field, con
   jacobian[8] = t92;
 }
 
-inline void vjp(const real* state, const real* gate, const real* field, const real* param, const real* cotangent, real* grad_state, real* grad_gate, real* grad_field, real* grad_param) {
+PARARNN_FUNCTION void vjp(const real* state, const real* gate, const real* field, const real* param, const real* cotangent, real* grad_state, real* grad_gate, real* grad_field, real* grad_param) {
   const real state_h = state[0];
   const real state_c = state[1];
   const real state_n = state[2];

@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pararnn.cache import CPP, load, remembered
+from pararnn.cells.base import Cell
 from pararnn.codegen import headers
 from pararnn.codegen.compiler import (
     compile_library,
@@ -51,6 +53,20 @@ def kernels_of(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
     return remembered(
         _KERNELS, (program.key, dtype, solver), lambda: _build(program, dtype, solver)
     )
+
+
+def usual(
+    program: Program,
+    cell: Cell,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+) -> dict[object, Callable[[], object]]:
+    """What makes the kernels of a cell, by key: they serve all sizes."""
+    return {
+        (program.key, dtype, solver): partial(kernels_of, program, dtype, solver)
+        for solver in SOLVERS
+    }
 
 
 def _build(program: Program, dtype: torch.dtype, solver: str) -> Kernels:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from pararnn import cache as disk
+from pararnn.cells.base import Cell
 from pararnn.codegen import headers
 from pararnn.codegen.board import LANES, board_of
 from pararnn.codegen.emit import IO_TYPES, reads_gates, source_file
 from pararnn.codegen.nvrtc import (
+    CLUSTERS,
     Kernel,
     ToolchainError,
     architecture,
+    capability_of,
     compile_cubin,
     identity,
     load_module,
@@ -42,6 +46,9 @@ SOLVERS = ("sequential", "newton")
 INFO_SLOTS = {"sequential": 1, "newton": 256}
 """Rows of the counts that a solver's forward pass writes: tiles of channels have one of their own,
 where there are enough of them."""
+
+APPROXIMATE = frozenset({torch.bfloat16})
+"""The I/O dtypes that hide the error of the hardware's tanh."""
 
 _LOG = logging.getLogger("pararnn")
 
@@ -152,7 +159,7 @@ def source_of(program: Program, variant: Variant) -> str:
         defines={
             "BACKWARD": int(variant.direction == "backward"),
             "CLUSTER": int(variant.cluster),
-            "APPROXIMATE": int(variant.dtype == torch.bfloat16),
+            "APPROXIMATE": int(variant.dtype in APPROXIMATE),
             "REFINED": int(variant.dtype == torch.float32 and variant.direction == "backward"),
         },
         constants=constants,
@@ -192,6 +199,26 @@ def usual_variants(
         for per_lane in sorted({1, most_per_lane(dtype)})
         if solver == "sequential" or per_lane == most_per_lane(dtype)
     ]
+
+
+def usual(
+    program: Program,
+    cell: Cell,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+) -> dict[object, Callable[[], object]]:
+    """What makes the usual kernels of a cell, by key: `usual_variants` of both solvers."""
+    capability, jobs = capability_of(device), dict[object, Callable[[], object]]()
+    size, clusters = cell.hidden_size, capability >= CLUSTERS
+    width = size // cell.num_heads
+    for solver in SOLVERS:
+        jobs[program.key, dtype, solver] = partial(
+            check_buildable, program, dtype, capability, solver
+        )
+        for variant in usual_variants(program, dtype, size, width, weight_dtype, solver, clusters):
+            jobs[program.key, variant] = partial(kernels_of, program, variant, capability)
+    return jobs
 
 
 def check_buildable(

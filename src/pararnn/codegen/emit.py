@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from pararnn.cells.base import Cell
+from pararnn.codegen.headers import LANGUAGES
 from pararnn.codegen.interface import interface_of
-from pararnn.codegen.spelling import DIALECTS, MASK, REAL, SPELLINGS, Dialect, may_jump, spelled
+from pararnn.codegen.spelling import MASK, REAL, SPELLINGS, may_jump, spelled
 from pararnn.errors import EngineError
 from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.program import MAX_STATES, Program, program_of
@@ -34,13 +35,16 @@ Named = Sequence[tuple[str, str]]
 
 
 def emitted(cell: Cell, target: str = "cpp", dtype: torch.dtype = torch.float32) -> str:
-    """The generated source of a cell: its step, Jacobian and gradient, as compiled for `target`.
+    """The generated source of a cell: its step, Jacobian and gradient, the same for all targets.
 
-    `dtype` is the gates'. In it `real` is a number in the compute dtype (in C++ a SIMD vector of
-    them, one a channel). Raises EngineError as `emit_program`, TypeError for other dtypes.
+    What its names mean is in the headers of `target`. `dtype` is the gates'. In it `real` is a
+    number in the compute dtype (in C++ a SIMD vector of them, one a channel). Raises EngineError as
+    `emit_program` and for an unknown target, TypeError for other dtypes.
     """
     check_io_dtype(dtype, "dtype")
-    return emit_program(program_of(cell), compute_dtype(dtype), target)
+    if target not in LANGUAGES:
+        raise EngineError(f"unknown target {target!r}; known: {', '.join(LANGUAGES)}")
+    return emit_program(program_of(cell), compute_dtype(dtype))
 
 
 def why_no_kernels(program: Program) -> str | None:
@@ -111,7 +115,7 @@ def source_file(
         "",
         f"constexpr bool jumps = {str(jumps(program, dtype)).lower()};",
         *constants,
-        emit_program(program, compute, target),
+        emit_program(program, compute),
         interface_of(program, target, solver).declared(),
         "}  // namespace pararnn",
         "",
@@ -121,18 +125,16 @@ def source_file(
     return "\n".join(lines)
 
 
-def emit_program(program: Program, dtype: torch.dtype, target: str = "cpp") -> str:
+def emit_program(program: Program, dtype: torch.dtype) -> str:
     """The functions step, jacobian and vjp of an elementwise program, in one compute dtype.
 
-    Raises EngineError for an unknown target, for programs that `why_no_kernels` rules out, and for
-    ops that have no spelling.
+    Raises EngineError for programs that `why_no_kernels` rules out, and for ops that have no
+    spelling.
     """
-    if target not in DIALECTS:
-        raise EngineError(f"unknown target {target!r}; known: {', '.join(DIALECTS)}")
     reason = why_no_kernels(program)
     if reason is not None:
         raise EngineError(f"no code can be generated: {reason}")
-    dialect, graphs = DIALECTS[target], program.graphs[dtype]
+    graphs = program.graphs[dtype]
     state = _arguments("state", program.states)
     gate = _arguments("gate", program.gates)
     field = _arguments("field", program.fields)
@@ -155,7 +157,7 @@ def emit_program(program: Program, dtype: torch.dtype, target: str = "cpp") -> s
         f"constexpr int num_states = {program.num_states}, num_gates = {len(gate)}, "
         f"num_fields = {len(field)}, num_params = {len(param)};\n"
     )
-    return "\n".join([sizes, *(_function(dialect, program, *parts) for parts in functions)])
+    return "\n".join([sizes, *(_function(program, *parts) for parts in functions)])
 
 
 def _arguments(kind: str, names: Sequence[str]) -> Named:
@@ -163,7 +165,6 @@ def _arguments(kind: str, names: Sequence[str]) -> Named:
 
 
 def _function(
-    dialect: Dialect,
     program: Program,
     name: str,
     parameters: Sequence[str],
@@ -171,8 +172,8 @@ def _function(
     inputs: Named,
     outputs: Sequence[str],
 ) -> str:
-    lines = [f"{dialect.function} {name}({', '.join(parameters)}) {{"]
-    body = _Body(dialect, f"{program.cell_name}'s {name}")
+    lines = [f"PARARNN_FUNCTION void {name}({', '.join(parameters)}) {{"]
+    body = _Body(f"{program.cell_name}'s {name}")
     nodes = graph.module.graph.nodes
     fused = _fused_sums(nodes)
     products = {product for product, _ in fused.values()}
@@ -221,8 +222,8 @@ def _fused_sums(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, fx.Nod
 class _Body:
     """The values of a function so far: node -> (name or number, kind)."""
 
-    def __init__(self, dialect: Dialect, what: str) -> None:
-        self.dialect, self.what = dialect, what
+    def __init__(self, what: str) -> None:
+        self.what = what
         self.values: dict[fx.Node, tuple[Any, str]] = {}
 
     def converted(self, argument: Any, kind: str) -> Any:
@@ -251,7 +252,7 @@ class _Body:
             branches = [spelled(self.converted(a, kind)) for a in args[1:]]
             return kind, f"select({condition}, {', '.join(branches)})"
         if name in ("aten::logical_not", "aten::bitwise_not") and kind == MASK:
-            return MASK, self.dialect.negation.format(self.converted(args[0], MASK))
+            return MASK, f"negated({self.converted(args[0], MASK)})"
         if name == "aten::_to_copy":
             whole = kind == REAL and not node.meta["dtype"].is_floating_point
             value = spelled(self.converted(args[0], kind))

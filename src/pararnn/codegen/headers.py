@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+LANGUAGES = ("cpp", "cuda")
+"""What there are headers for."""
 KERNELS = Path(__file__).parents[1] / "kernels"
 
 

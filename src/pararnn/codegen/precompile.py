@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import torch
 from torch import nn
 
 from pararnn.cells.base import Cell
-from pararnn.codegen import cpp, cuda, nvrtc
 from pararnn.codegen.emit import why_no_kernels
+from pararnn.codegen.targets import Jobs, target_of
 from pararnn.errors import EngineError
 from pararnn.numerics import check_io_dtype
 from pararnn.program import program_of
@@ -32,7 +31,7 @@ def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -
     if not cells:
         raise EngineError(f"{type(module).__name__} holds no Cell: there is nothing to compile")
     own = next(module.parameters(), torch.empty(0))
-    jobs: dict[object, Callable[[], object]] = {}
+    target, jobs = target_of(own.device), Jobs()
     for cell in cells:
         program = program_of(cell)
         reason = why_no_kernels(program)
@@ -40,23 +39,7 @@ def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -
             raise EngineError(f"cannot precompile {type(module).__name__}: {reason}")
         for dtype in (own.dtype,) if dtypes is None else dtypes:
             check_io_dtype(dtype, "dtypes")
-            if own.device.type != "cuda":
-                for solver in cpp.SOLVERS:
-                    build = partial(cpp.kernels_of, program, dtype, solver)
-                    jobs[program.key, dtype, solver] = build
-                continue
-            capability = nvrtc.capability_of(own.device)
-            width = cell.hidden_size // cell.num_heads
-            for solver in cuda.SOLVERS:
-                check = partial(cuda.check_buildable, program, dtype, capability, solver)
-                jobs[program.key, dtype, solver] = check
-                clusters = capability >= nvrtc.CLUSTERS
-                usual = cuda.usual_variants(
-                    program, dtype, cell.hidden_size, width, own.dtype, solver, clusters
-                )
-                for variant in usual:
-                    make = partial(cuda.kernels_of, program, variant, capability)
-                    jobs[program.key, variant] = make
+            jobs |= target.usual(program, cell, dtype, own.dtype, own.device)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for job in [pool.submit(job) for job in jobs.values()]:
             job.result()

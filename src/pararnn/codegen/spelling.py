@@ -1,4 +1,4 @@
-"""How each ATen op is spelled in generated code: one table for all targets, and their dialects.
+"""How each ATen op is spelled in generated code: one table for all targets.
 
 Generated code is scalar: `real` is a floating-point value, `mask` a truth value. What the names in
 the spellings mean (`select`, `exp`, `at_most`, ...) is the target's matter: functions.h in the
@@ -13,21 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 REAL, MASK = "real", "mask"
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """What differs between targets: how a function is declared, and `not` of a mask."""
-
-    function: str
-    negation: str
-
-
-DIALECTS = {
-    "cpp": Dialect(function="inline void", negation="~{}"),
-    "cuda": Dialect(function="PARARNN_FUNCTION void", negation="!{}"),
-}
-"""Target name -> its dialect."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from pararnn.codegen.cuda import (
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.interface import Values, Words, interface_of
 from pararnn.codegen.nvrtc import capability_of
+from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
-from pararnn.engines.plan_cuda import cores_of, on_device, plan, shared_of
+from pararnn.engines.plan_cuda import plan, shared_of
 from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Pin, Split, segments_for
 from pararnn.engines.strides import (
@@ -41,8 +42,8 @@ MAX_LENGTH = 2**30
 MAX_BLOCKS = 2**31 - 1
 
 
-def _forward(solver: str, program: Program, args: Arguments) -> Solution:
-    inputs = _Inputs(solver, program, args, by_head(args.gates))
+def _forward(gpu: Gpu, solver: str, program: Program, args: Arguments) -> Solution:
+    inputs = _Inputs(gpu, solver, program, args, by_head(args.gates))
     new, dtype, count = args.gates.new_empty, args.dtype, range(program.num_states)
     size = (inputs.rows, inputs.length, inputs.channels)
     states = tuple(new(size) for _ in count)
@@ -67,6 +68,7 @@ def _forward(solver: str, program: Program, args: Arguments) -> Solution:
 
 
 def _backward(
+    gpu: Gpu,
     solver: str,
     program: Program,
     args: Arguments,
@@ -79,7 +81,7 @@ def _backward(
     written, gates = by_head(grad_gates), by_head(args.gates)
     if gates.stride() != written.stride():
         gates = torch.empty_like(written).copy_(gates)
-    inputs = _Inputs(solver, program, args, gates)
+    inputs = _Inputs(gpu, solver, program, args, gates)
     saved = [s.contiguous() for s in states]
     arriving = [None if g is None else unit_stride(g) for g in grad_states]
     arriving_final = [None if g is None else g.contiguous() for g in grad_final]
@@ -134,8 +136,10 @@ def _backward(
 class _Inputs:
     """What both passes begin with: tensors as the kernels take them, and the words that say so."""
 
-    def __init__(self, solver: str, program: Program, args: Arguments, gates: Tensor) -> None:
-        self.solver, self.program, self.reverse = solver, program, args.reverse
+    def __init__(
+        self, gpu: Gpu, solver: str, program: Program, args: Arguments, gates: Tensor
+    ) -> None:
+        self.gpu, self.solver, self.program, self.reverse = gpu, solver, program, args.reverse
         self.split = args.split
         self.rows, self.length, count, heads, width = gates.shape
         row, time, gate, head, _ = gates.stride()
@@ -164,7 +168,8 @@ class _Inputs:
         self.device = gates.device
         self.per_lane = most_per_lane(gates.dtype)
         if solver == "sequential":
-            self.per_lane = _per_lane(gates.dtype, self.rows, self.channels, gates.device)
+            cores = gpu.cores(gates.device)
+            self.per_lane = _per_lane(gates.dtype, self.rows, self.channels, cores)
         self.blocks = self.rows * _tiles(self.channels, self.per_lane) if self.length else 0
         if self.length >= MAX_LENGTH or self.blocks > MAX_BLOCKS:
             raise EngineError(
@@ -218,7 +223,8 @@ class _Run:
     def __init__(self, inputs: _Inputs, variant: Variant) -> None:
         size = (inputs.blocks, inputs.length)
         self.inputs = inputs
-        self.plan = plan(inputs.program, variant, size, inputs.device, inputs.split)
+        split, gpu = inputs.split, inputs.gpu
+        self.plan = plan(inputs.program, variant, size, inputs.device, split, gpu)
         self.split = self.plan.split
 
     def __call__(self, direction: str, values: Values) -> None:
@@ -227,32 +233,27 @@ class _Run:
         grid, launch = (own.blocks * split.segments, 1), self.plan.kernels["run"]
         if own.solver == "sequential":
             words = packed(f"{direction}Launch", {"pass": problem})
-            on_device(own.device, launch, grid, words, self._stream())
+            own.gpu.call(own.device, launch, grid, words, own.gpu.stream(own.device))
             return
         shared = shared_of(self.plan, own.gates, own.program, own.blocks, own.per_lane)
         counters = packed("Counters", shared.counters)
         shooting = {**split._asdict(), **shared.posts, "counters": counters}
         parts = {"pass": problem, "shooting": packed("Shooting", shooting)}
-        on_device(
+        own.gpu.call(
             own.device,
             launch,
             grid,
             packed(f"{direction}Launch", parts),
-            self._stream(),
+            own.gpu.stream(own.device),
             together=not self.plan.cluster and split.segments > 1,
             cluster=self.plan.cluster,
         )
 
     def sum_weights(self, values: Values, weights: int) -> None:
         """Add up what the spans of all rows have summed."""
-        grid = (_tiles(self.inputs.channels, 1), weights)
-        launch = self.plan.kernels["sum_weights"]
-        words = self.inputs.interface.packed("SumProblem", values)
-        on_device(self.inputs.device, launch, grid, words, self._stream())
-
-    def _stream(self) -> int:
-        # torch.cuda.current_stream makes a Stream object, which takes longer than the launch.
-        return torch._C._cuda_getCurrentRawStream(self.inputs.device.index)
+        own, launch = self.inputs, self.plan.kernels["sum_weights"]
+        grid, words = (_tiles(own.channels, 1), weights), own.interface.packed("SumProblem", values)
+        own.gpu.call(own.device, launch, grid, words, own.gpu.stream(own.device))
 
 
 def _tiles(channels: int, per_lane: int) -> int:
@@ -260,11 +261,11 @@ def _tiles(channels: int, per_lane: int) -> int:
     return -(-channels // (LANES * per_lane))
 
 
-def _per_lane(dtype: torch.dtype, rows: int, channels: int, device: torch.device) -> int:
+def _per_lane(dtype: torch.dtype, rows: int, channels: int, cores: int) -> int:
     """Two channels a lane halve the instructions for addresses, one doubles the warps."""
     most = most_per_lane(dtype)
     warps = rows * _tiles(channels, most)
-    return most if warps > WARPS_A_CORE * cores_of(device) // 2 else 1
+    return most if warps > WARPS_A_CORE * cores // 2 else 1
 
 
 def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> int:
@@ -277,7 +278,7 @@ def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.de
 
 
 def _cores_as_constant(device: torch.device) -> int:
-    return cores_of(device)
+    return CUDA.cores(device)
 
 
 # Compiled regions need not look into it: see pararnn.engines.table.
@@ -285,6 +286,7 @@ _cores_as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _split(
+    gpu: Gpu,
     program: Program,
     size: tuple[int, int, int],
     dtype: torch.dtype,
@@ -293,11 +295,10 @@ def _split(
 ) -> Split:
     """How the forward pass on gates of the usual layout cuts time."""
     batch, steps, channels = size
-    if device.index is None:
-        device = torch.device(device.type, torch.cuda.current_device())
+    device = gpu.numbered(device)
     variant = usual_variants(program, dtype, channels, channels, solver="newton")[0]
     columns = batch * _tiles(channels, variant.per_lane)
-    return plan(program, variant, (columns, steps), device, asked).split
+    return plan(program, variant, (columns, steps), device, asked, gpu).split
 
 
 def _build(solver: str, program: Program, dtype: torch.dtype) -> None:
@@ -311,11 +312,20 @@ def _newton_pays(program: Program, size: Size, dtype: torch.dtype, device: torch
 _PAYS: dict[str, Pays] = {"sequential": loop_pays, "newton": _newton_pays}
 
 
-def _engine(solver: str) -> Engine:
-    forward, backward, pays = partial(_forward, solver), partial(_backward, solver), _PAYS[solver]
-    build, cut = partial(_build, solver), _split if solver == "newton" else None
-    rows = INFO_SLOTS[solver]
-    return Engine(solver, "fused", forward, backward, why_no_kernels, pays, build, True, rows, cut)
+def engine(solver: str, gpu: Gpu) -> Engine:
+    """What runs a solver's kernels on a kind of GPU."""
+    return Engine(
+        solver,
+        "fused",
+        partial(_forward, gpu, solver),
+        partial(_backward, gpu, solver),
+        why_no_kernels,
+        _PAYS[solver],
+        partial(_build, solver),
+        completes=True,
+        info_rows=INFO_SLOTS[solver],
+        split=partial(_split, gpu) if solver == "newton" else None,
+    )
 
 
-SEQUENTIAL, NEWTON = _engine("sequential"), _engine("newton")
+SEQUENTIAL, NEWTON = engine("sequential", CUDA), engine("newton", CUDA)

@@ -9,12 +9,11 @@ from pararnn.cells.affine import AFFINE
 from pararnn.engines import fused_cpu, fused_cuda, newton_torch
 from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.rule import never_pays
-from pararnn.engines.split import MIN_SEGMENTS
 from pararnn.program import Program, make_program
 from pararnn.structure import BlockDiagonal, Diagonal, Structure
 
 _KERNELS = {"cpu": (fused_cpu.SEQUENTIAL, fused_cpu.NEWTON), "cuda": (fused_cuda.NEWTON,)}
-"""By device: what runs a recurrence that does not fill it comes last; on a GPU it serves all."""
+"""By device: what may run a recurrence, the one that pays more; on a GPU one serves all."""
 
 
 def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
@@ -34,19 +33,17 @@ def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
         sequences=rhs.shape[0],
         on_failure="raise",
     )
-    program, engine = _affine(structure.num_states), _kernel(rhs)
+    program = _affine(structure.num_states)
+    engine = _kernel(program, rhs)
     states = engine.forward(program, args).states
     return torch.cat([rhs[:, :1], torch.stack(states, 2)], 1)
 
 
-def _kernel(rhs: Tensor) -> Engine:
+def _kernel(program: Program, rhs: Tensor) -> Engine:
     """What runs the recurrence (B, T, N, D)."""
     batch, steps, _, channels = rhs.shape
-    kernels = _KERNELS[rhs.device.type]
-    if rhs.device.type == "cpu":
-        segments = fused_cpu.segments_of((batch, steps, channels), rhs.dtype, rhs.device)
-        return kernels[segments >= MIN_SEGMENTS]
-    return kernels[0]
+    problem = (program, (batch, steps, channels), rhs.dtype, rhs.device)
+    return max(_KERNELS[rhs.device.type], key=lambda engine: engine.pays(*problem).rank)
 
 
 def _affine(num_states: int) -> Program:

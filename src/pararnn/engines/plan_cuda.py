@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from collections.abc import Mapping
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pararnn.codegen.board import board_of, found_words
-from pararnn.codegen.cuda import Variant, kernels_of, ring_of
-from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER, Kernel, capability_of
+from pararnn.codegen.cuda import Variant, ring_of
+from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
+from pararnn.codegen.targets import Gpu
 from pararnn.engines.split import Pin, Split, split_of
 from pararnn.program import Program
 
@@ -20,22 +21,27 @@ from pararnn.program import Program
 class Plan(NamedTuple):
     """The kernels of a pass by name, its split, and the blocks of a cluster (0: no clusters)."""
 
-    kernels: dict[str, Kernel]
+    kernels: Mapping[str, Any]
     split: Split
     cluster: int
 
 
 @lru_cache(maxsize=4096)
 def plan(
-    program: Program, variant: Variant, size: tuple[int, int], device: torch.device, asked: Pin
+    program: Program,
+    variant: Variant,
+    size: tuple[int, int],
+    device: torch.device,
+    asked: Pin,
+    gpu: Gpu,
 ) -> Plan:
-    """The plan of a pass; `size`: tiles of channels, and T. Raises EngineError as `kernels_of`."""
+    """The plan of a pass; `size`: tiles of channels, and T. Raises EngineError as `gpu.kernels`."""
     columns, length = size
-    capability = capability_of(device)
-    plain = partial(kernels_of, program, variant, capability)
+    capability = gpu.capability(device)
+    plain = partial(gpu.kernels, program, variant, capability)
     if variant.solver == "sequential":
         return Plan(plain(), Split(1, length, 0), 0)
-    steps, cores = ring_of(program, variant).steps, cores_of(device)
+    steps, cores = ring_of(program, variant).steps, gpu.cores(device)
 
     def split(capacity: int) -> Split:
         return split_of(length, columns, variant.dtype, steps, cores, capacity, asked)
@@ -44,25 +50,11 @@ def plan(
     # Clusters fill multiprocessors unevenly, which few blocks do anyway.
     few = 1 < free.segments <= MAX_CLUSTER and columns * free.segments <= 2 * cores
     if few and capability >= CLUSTERS:
-        kernels = kernels_of(program, variant._replace(cluster=True), capability)
-        if free.segments <= on_device(device, kernels["run"].most_in_cluster, device.index):
+        kernels = gpu.kernels(program, variant._replace(cluster=True), capability)
+        if free.segments <= gpu.call(device, kernels["run"].most_in_cluster, device.index):
             return Plan(kernels, free, free.segments)
     kernels = plain()
-    return Plan(kernels, split(on_device(device, kernels["run"].blocks_a_core) * cores), 0)
-
-
-def on_device(device: torch.device, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call with a device as the current one."""
-    if device.index == torch.cuda.current_device():
-        return call(*args, **options)
-    with torch.cuda.device(device):
-        return call(*args, **options)
-
-
-@cache
-def cores_of(device: torch.device) -> int:
-    """The device's multiprocessors."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return Plan(kernels, split(gpu.call(device, kernels["run"].blocks_a_core) * cores), 0)
 
 
 class Shared(NamedTuple):

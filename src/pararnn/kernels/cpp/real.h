@@ -47,6 +47,7 @@ inline real constant(double x) { return scalar(x) - real{}; }
 inline real select(mask m, real a, real b) { return m ? a : b; }
 inline mask select(mask m, mask a, mask b) { return (m & a) | (~m & b); }
 inline mask truth(real x) { return x != constant(0); }
+inline mask negated(mask m) { return ~m; }
 inline real multiply_add(real a, real b, real c) { return a * b + c; }
 inline real number(mask m) { return select(m, constant(1), constant(0)); }
 

@@ -35,6 +35,7 @@ PARARNN_FUNCTION constexpr real constant(double x) { return (real)x; }
 PARARNN_FUNCTION real select(mask m, real a, real b) { return m ? a : b; }
 PARARNN_FUNCTION mask select(mask m, mask a, mask b) { return m ? a : b; }
 PARARNN_FUNCTION mask truth(real x) { return x != constant(0); }
+PARARNN_FUNCTION mask negated(mask m) { return !m; }
 PARARNN_FUNCTION real multiply_add(real a, real b, real c) {
   return wide ? (real)::fma((double)a, (double)b, (double)c)
               : (real)::fmaf((float)a, (float)b, (float)c);
