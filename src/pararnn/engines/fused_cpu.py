@@ -171,7 +171,7 @@ class _Shooting(NamedTuple):
 def _shooting(
     solver: str, program: Program, args: Arguments, info: Tensor | None = None
 ) -> _Shooting:
-    """See kernels/cpp/shooting.h. `info`: int64 (1, 2), which Newton writes, if somebody reads it."""
+    """See kernels/cpp/shooting.h. `info`: int64 (1, 2), which Newton writes, if anyone reads it."""
     batch, steps = args.gates.shape[:2]
     if solver == "sequential":
         return _Shooting(Split(1, steps, 0), {}, ())
