@@ -152,6 +152,38 @@ def test_export(tmp_path, device):
     )
 
 
+class _OneStep(torch.nn.Module):
+    """What one exports to decode elsewhere."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, state):
+        return self.layer.step(x, state)
+
+
+def test_onnx(monkeypatch):
+    """By kernels it raises; the loop and a step in PyTorch are ATen operators alone."""
+    gru, x = pararnn.ParaGRU(4, 8), torch.randn(2, 5, 4)
+    one, state = _OneStep(gru), gru(x)[1]
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    for module, inputs in ((gru, (x,)), (one, (x[:, 0], state))):
+        for grad in (True, False):
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(pararnn.EngineError, match=r"ONNX has no operator .*layer\.step"),
+            ):
+                torch.export.export(module, inputs)
+        with pararnn.using(solver="sequential", backend="torch"):
+            program = torch.export.export(module, inputs).run_decompositions()
+        calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
+        assert calls
+        assert all(op.namespace == "aten" for op in calls)
+        for mine, own in zip(program.module()(*inputs), module(*inputs), strict=True):
+            torch.testing.assert_close(mine, own)
+
+
 @pytest.mark.usefixtures("few_compilations")
 def test_aot_inductor(tmp_path, device):
     if device == "cuda":

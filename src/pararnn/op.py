@@ -43,9 +43,12 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
     """Run an engine with a backward as one differentiable op.
 
     Raises NotImplementedError, with the cure, for forward-mode and second derivatives, and for vmap
-    over cells that mix channels, over where sequences start, and over gradients.
+    over cells that mix channels, over where sequences start, and over gradients. Raises EngineError
+    where torch.onnx.export would find the op.
     """
     how = How(program.key, engine.solver, engine.backend)
+    if torch.compiler.is_compiling():
+        _refuse_onnx(engine)
     tensors, rest = args.flatten()
     alone = _alone_with(tensors)
     if not (torch.is_grad_enabled() and _wants_gradient(tensors)):
@@ -65,6 +68,15 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
         ) from error
     n = program.num_states
     return Solution(out[:n], out[n : 2 * n], out[-1])
+
+
+def _refuse_onnx(engine: Engine) -> None:
+    if torch.onnx.is_in_onnx_export():
+        raise EngineError(
+            f"torch.onnx.export: ONNX has no operator for ({engine.solver}, {engine.backend}). "
+            "Export within pararnn.using(solver='sequential', backend='torch'): the layer is then "
+            "its loop, unrolled to a fixed T; or a module that calls layer.step, for one time step"
+        )
 
 
 def _wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
