@@ -21,7 +21,7 @@ from torch import Tensor
 import pararnn
 from pararnn.engines.base import totals
 from pararnn.engines.table import engine_for
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 from pararnn.solve import Solved, prepare, run
 
 CELLS = ("gru", "lstm", "slstm")

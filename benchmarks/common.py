@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pararnn.timing import device_name
+from pararnn.tune.timing import device_name
 
 RESULTS = Path(__file__).parent / "results"
 """The folder of result files."""

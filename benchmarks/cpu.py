@@ -20,7 +20,7 @@ from common import RESULTS, provenance, write_csv
 from torch import Tensor, nn
 
 import pararnn
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 
 BATCH, CHANNELS = 8, 256
 CELLS = ("gru", "lstm")

@@ -38,7 +38,7 @@ from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
 from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.fused_cuda import SEQUENTIAL
 from pararnn.layers import RecurrentLayer
-from pararnn.program import Program, program_of
+from pararnn.program.program import Program, program_of
 from pararnn.solve import prepare
 
 Size = tuple[int, int, int]

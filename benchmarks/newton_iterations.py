@@ -26,7 +26,7 @@ from pararnn.engines.base import Arguments
 from pararnn.engines.forward_time import to_system
 from pararnn.layers import RecurrentLayer
 from pararnn.lm import LanguageModel, load_checkpoint, set_solver
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 from pararnn.solvers.affine_scan import affine_scan
 from pararnn.solvers.system import System
 from pararnn.tasks import spread_windows, stdlib_corpus

@@ -29,7 +29,7 @@ from pararnn.engines.base import Arguments, totals
 from pararnn.engines.fused_cuda import NEWTON, SEQUENTIAL
 from pararnn.engines.table import engine_for
 from pararnn.lm import LanguageModel
-from pararnn.program import Program, program_of
+from pararnn.program.program import Program, program_of
 from pararnn.solve import prepare
 from pararnn.tasks import random_windows, stdlib_corpus
 from pararnn.train import DemoConfig

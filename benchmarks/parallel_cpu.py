@@ -22,7 +22,7 @@ from common import RESULTS, provenance, write_csv
 
 import pararnn
 from pararnn.engines.base import totals
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 from pararnn.solve import Solved, prepare, run
 
 Size = tuple[int, int, int]

@@ -20,7 +20,7 @@ import pararnn
 from pararnn.codegen import headers, nvrtc
 from pararnn.codegen.cuda import SOLVERS, ring_of, source_of, usual_variants
 from pararnn.codegen.emit import why_no_kernels
-from pararnn.program import Program, program_of
+from pararnn.program.program import Program, program_of
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 DTYPES = (torch.float32, torch.bfloat16)

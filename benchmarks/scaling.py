@@ -31,8 +31,8 @@ from torch import Tensor
 import pararnn
 from pararnn.engines.request import MODES
 from pararnn.extras import require
+from pararnn.program.structure import BlockDiagonal, Diagonal
 from pararnn.solvers.affine_scan import affine_scan
-from pararnn.structure import BlockDiagonal, Diagonal
 
 CHANNELS = 64
 REDUCTIONS = [2**power for power in range(2, 23)]

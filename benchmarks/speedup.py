@@ -26,7 +26,7 @@ from torch import Tensor
 import pararnn
 from pararnn.engines.table import pairs_for
 from pararnn.extras import require
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 
 CELLS = ("gru", "lstm")
 SIZES = (8, 256)  # B, D

@@ -7,7 +7,7 @@ import torch
 from pararnn.engines import newton_torch, table, tuned
 from pararnn.engines.split import BY_RULE, split_of
 from pararnn.engines.tuned import Measured, Problem
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 
 CORES, STEPS, TILE = 16, 4, 32
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import copy
 import torch
 
 import pararnn
-from pararnn.claims import QUIET, finite, gap, peak
+from pararnn.check.claims import QUIET, finite, gap, peak
 from pararnn.numerics import (
     CHANNEL_FACTOR,
     FORWARD_TOLERANCE,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import pararnn
 from pararnn import Cell
+from pararnn.check.contract import SolveChecks, check_solves
 from pararnn.codegen.compiler import find_compiler
-from pararnn.contract import SolveChecks, check_solves
 
 HANGS_AFTER = 15 * 60
 """Seconds after which a process hangs, however busy the machine: no bound on how long it takes."""

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from pararnn.program.structure import BlockDiagonal, Dense, Diagonal, make_structure
 from pararnn.solvers.affine_scan import affine_scan
-from pararnn.structure import BlockDiagonal, Dense, Diagonal, make_structure
 
 
 def _random(structure, batch, length, channels, dtype=torch.float64):

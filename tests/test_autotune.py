@@ -29,7 +29,7 @@ def own_folder(monkeypatch, tmp_path):
 def times(monkeypatch):
     """What candidates take, in s, by (solver, backend, segments, burn-in); 1 by default."""
     chosen, seen = {}, []
-    module = sys.modules["pararnn.autotune"]
+    module = sys.modules["pararnn.tune.autotune"]
 
     def call(cell, problem, engine, pin, backward):
         seen.append((engine.solver, engine.backend, *pin))
@@ -69,7 +69,7 @@ def test_what_runs_is_measured():
 @pytest.mark.parametrize("name", ["lrc", "lstm", "dense-gru"])
 def test_every_kind_of_cell_is_measured(name, times, monkeypatch):
     monkeypatch.undo()  # really
-    monkeypatch.setattr(sys.modules["pararnn.autotune"], "SECONDS", 0.0)
+    monkeypatch.setattr(sys.modules["pararnn.tune.autotune"], "SECONDS", 0.0)
     cell = pararnn.CELLS[name](4, dtype=torch.float64)
     for backward in (True, False):
         tuning = pararnn.autotune(cell, (1, 20, 4), backward=backward, remeasure=True)
@@ -142,7 +142,7 @@ def test_slow_engines_of_the_same_solver_and_huge_jacobians_are_left_out(times, 
     seen = times["seen"]
     pararnn.autotune(pararnn.GRUCell(4), (1, 100, 4))
     assert (("sequential", "torch", None, None) in seen) == (FUSED not in PAIRS)
-    monkeypatch.setattr(sys.modules["pararnn.autotune"], "MOST_JACOBIANS", 1000)
+    monkeypatch.setattr(sys.modules["pararnn.tune.autotune"], "MOST_JACOBIANS", 1000)
     dense = pararnn.autotune(pararnn.DenseGRUCell(4), (1, 63, 4))
     assert [row.solver for row in dense.measured] == ["sequential"]
 
@@ -173,7 +173,7 @@ def test_stale_records_are_not_used(times, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "0.0")
     assert pararnn.autotune(layer, SHAPE).path != path
     monkeypatch.undo()
-    module = sys.modules["pararnn.autotune"]
+    module = sys.modules["pararnn.tune.autotune"]
     monkeypatch.setattr(module, "device_name", lambda device: "another")
     monkeypatch.setattr(tuned, "read", lambda path, about: [Measured("a", "b", BY_RULE, 1.0)])
     assert pararnn.autotune(layer, SHAPE).path != path

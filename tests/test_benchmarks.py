@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pararnn import GRUCell
 from pararnn.lm import LanguageModel, LMConfig
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

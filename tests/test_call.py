@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pararnn
 from pararnn.engines import table
 from pararnn.engines.base import KIND_OF, LEAVES, Arguments
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
 
 

@@ -8,7 +8,7 @@ from table import make_case
 
 import pararnn
 from pararnn.cells import NONLINEARITIES
-from pararnn.derive import linearise
+from pararnn.program.derive import linearise
 
 
 def _jacobian(cell, state, gates):
@@ -109,7 +109,7 @@ def test_lrc_reads_its_time_gaps():
 
 @pytest.mark.parametrize("name", sorted(NONLINEARITIES))
 def test_nonlinearities_are_configurable_everywhere(name):
-    from pararnn.contract import check_solve
+    from pararnn.check.contract import check_solve
 
     case = make_case(pararnn.GRUCell, torch.float64, 40, state_nonlinearity=name)
     result = check_solve(case.cell, case.gates * 0.3, solver="newton", backend="torch")

@@ -12,7 +12,7 @@ import pararnn
 from pararnn.codegen import emit, headers, spelling
 from pararnn.codegen.compiler import compile_library
 from pararnn.codegen.spelling import SPELLINGS, literal
-from pararnn.derive import expand_entry
+from pararnn.program.derive import expand_entry
 
 GOLDENS = Path(__file__).parent / "goldens"
 TORCH = "2.13"  # traced graphs may differ in the order of ops between versions

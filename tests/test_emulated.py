@@ -10,9 +10,9 @@ from test_scales import SLOW, slow_case, solved
 from test_scan import _inputs, check_scan
 
 import pararnn
-from pararnn.contract import check_solves
+from pararnn.check.contract import check_solves
 from pararnn.engines.base import totals
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 from pararnn.solve import prepare
 from pararnn.solve import run as run_call
 

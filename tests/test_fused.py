@@ -21,8 +21,8 @@ from table import (
 )
 
 import pararnn
+from pararnn.check.contract import check_solve
 from pararnn.codegen import compiler
-from pararnn.contract import check_solve
 from pararnn.engines import fused_cpu
 
 pytestmark = needs_compiler

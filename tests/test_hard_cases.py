@@ -8,7 +8,7 @@ import torch
 from table import FUSED, OPS, PAIRS, PLAIN, ROWS, SCAN, make_case
 
 import pararnn
-from pararnn.contract import check_solve, check_solves
+from pararnn.check.contract import check_solve, check_solves
 from pararnn.engines import newton_torch
 
 LONG = 1024

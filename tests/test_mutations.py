@@ -8,7 +8,7 @@ from table import COUPLED, DTYPES, dtype_name, make_case
 from torch import Tensor
 
 import pararnn
-from pararnn.oracle import Oracle, Run
+from pararnn.check.oracle import Oracle, Run
 
 LENGTH, SHORT = 128, 32  # dense cells take longest
 SCALED = {torch.float64: 1.01, torch.float32: 1.01, torch.bfloat16: 1.04, torch.float16: 1.01}

@@ -5,10 +5,10 @@ import torch
 from table import make_case
 
 import pararnn
-from pararnn.contract import check_solve
-from pararnn.coupling import APART, TOGETHER
+from pararnn.check.contract import check_solve
 from pararnn.engines.forward_time import to_system
-from pararnn.program import program_of
+from pararnn.program.coupling import APART, TOGETHER
+from pararnn.program.program import program_of
 from pararnn.solve import prepare
 from pararnn.solvers.newton import MAX_SWEEPS, newton
 from pararnn.solvers.sequential import unroll

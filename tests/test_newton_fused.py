@@ -8,7 +8,7 @@ from oracle import failures
 from table import COUPLED, NEWTON_FUSED, dtype_name, make_case, needs_compiler, with_latches
 
 import pararnn
-from pararnn.contract import check_solve
+from pararnn.check.contract import check_solve
 from pararnn.engines import fused_cpu
 
 pytestmark = needs_compiler

@@ -9,8 +9,8 @@ from table import needs_compiler
 
 import pararnn
 from pararnn.codegen.spelling import SPELLINGS
-from pararnn.derive import expand_entry
-from pararnn.trace import trace_pointwise
+from pararnn.program.derive import expand_entry
+from pararnn.program.trace import trace_pointwise
 
 IDENTIFIER = str.maketrans({"-": "minus_", ".": "_"})
 UNARY = {

@@ -10,7 +10,7 @@ import pararnn
 from pararnn import Param
 from pararnn.codegen import cuda
 from pararnn.engines.table import PAIRS, pairs_for
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 
 
 def made(step, count=1, **attributes):

@@ -10,10 +10,10 @@ from fresh import run_fresh
 from table import PAIRS
 
 import pararnn
-from pararnn.contract import check_solve
-from pararnn.derive import example, linearise
-from pararnn.program import make_program, program_by_key
-from pararnn.structure import BlockDiagonal, Dense, Diagonal
+from pararnn.check.contract import check_solve
+from pararnn.program.derive import example, linearise
+from pararnn.program.program import make_program, program_by_key
+from pararnn.program.structure import BlockDiagonal, Dense, Diagonal
 
 
 def make_cell(step, states=("h",), structure=None, **attributes):
@@ -329,7 +329,7 @@ def test_cells_survive_copies_and_new_processes(tmp_path):
     torch.save((cell, gates, h, key), tmp_path / "cell.pt")
     code = f"""
 import torch, pararnn
-from pararnn.program import program_by_key
+from pararnn.program.program import program_by_key
 cell, gates, h, key = torch.load({str(tmp_path / "cell.pt")!r}, weights_only=False)
 assert program_by_key(key).key == key
 assert torch.allclose(pararnn.solve(cell, gates, solver="newton")[0][0], h, atol=1e-6)

@@ -20,7 +20,7 @@ from changing_cells import (
 )
 
 import pararnn
-from pararnn.program import program_by_key
+from pararnn.program.program import program_by_key
 
 PAIRS = [("newton", "torch"), ("sequential", "torch"), ("sequential", "fused")]
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_seen_is_refused():
 
 
 def test_steps_that_change_what_they_read_are_warned_of(monkeypatch):
-    monkeypatch.setattr("pararnn.program.MANY_TRACES", 2)
+    monkeypatch.setattr("pararnn.program.program.MANY_TRACES", 2)
     calls = []
 
     def step(self, state, gate, param):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pararnn.projection import HeadwiseLinear, headwise_product
+from pararnn.layers.projection import HeadwiseLinear, headwise_product
 
 
 def _inputs(dtype=torch.float64):

@@ -14,17 +14,18 @@ import torch
 import torch.nn.functional as F
 
 import pararnn
-from pararnn import cache, content, derive, program, stored
-from pararnn.content import UnknownContent, content_of
-from pararnn.reads import reads_of
-from pararnn.structure import STRUCTURES
+from pararnn import cache
+from pararnn.program import content, derive, program, stored
+from pararnn.program.content import UnknownContent, content_of
+from pararnn.program.reads import reads_of
+from pararnn.program.structure import STRUCTURES
 
 SCRIPT = """
 import sys, torch, pararnn
-from pararnn import trace
+from pararnn.program import trace
 if sys.argv[1:] == ["warm"]:
     trace.trace_pointwise = trace.trace_rows = None  # tracing would fail
-    from pararnn import derive
+    from pararnn.program import derive
     derive.trace_pointwise = derive.trace_rows = None
 LEAK = {leak}
 class Own(pararnn.Cell):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import pararnn
-from pararnn.contract import check_solve
-from pararnn.structure import STRUCTURES, make_structure
+from pararnn.check.contract import check_solve
+from pararnn.program.structure import STRUCTURES, make_structure
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_wrong_jacobian_by_hand_changes_no_result(cls, backend):
 def test_derived_jacobians_of_a_structure_are_made_in_parts(monkeypatch):
     gates = torch.randn(2, 40, 1, 6, dtype=torch.float64)
     whole = pararnn.solve(Wave(6, dtype=torch.float64), gates, solver="newton")[0]
-    monkeypatch.setattr("pararnn.derive.DENSE_NUMBERS", 7 * 36)
+    monkeypatch.setattr("pararnn.program.derive.DENSE_NUMBERS", 7 * 36)
     cell = Wave(6, dtype=torch.float64)
     result = check_solve(cell, gates, solver="newton")
     assert result.passed, [check for check in result.checks if not check.passed]

@@ -12,12 +12,12 @@ import torch
 
 import pararnn
 from pararnn.cells.shapes import ParamShape
-from pararnn.content import UnknownContent, content_of
-from pararnn.contract import check_solve
-from pararnn.coupling import Coupling
-from pararnn.reads import reads_of
+from pararnn.check.contract import check_solve
+from pararnn.program.content import UnknownContent, content_of
+from pararnn.program.coupling import Coupling
+from pararnn.program.reads import reads_of
+from pararnn.program.structure import STRUCTURES
 from pararnn.solvers.sequential import unroll
-from pararnn.structure import STRUCTURES
 
 HEAD = 4
 """K."""

@@ -9,10 +9,10 @@ from torch.autograd.function import once_differentiable
 
 import pararnn
 from pararnn import Param
-from pararnn.content import content_of
-from pararnn.contract import check_solves
-from pararnn.reads import reads_of
-from pararnn.structure import STRUCTURES
+from pararnn.check.contract import check_solves
+from pararnn.program.content import content_of
+from pararnn.program.reads import reads_of
+from pararnn.program.structure import STRUCTURES
 
 SHARP = 1.0
 HERE = sys.modules[__name__]

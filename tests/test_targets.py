@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import pararnn
-from pararnn import timing
 from pararnn.codegen import targets
 from pararnn.sequences import of_lengths
+from pararnn.tune import timing
 
 ROOT = Path(pararnn.__file__).parent
 CPU = torch.device("cpu")

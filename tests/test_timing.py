@@ -2,7 +2,7 @@
 
 import torch
 
-from pararnn.timing import BLOCK_SECONDS, device_name, median_seconds, settled_seconds
+from pararnn.tune.timing import BLOCK_SECONDS, device_name, median_seconds, settled_seconds
 
 CPU = torch.device("cpu")
 

@@ -157,7 +157,7 @@ def test_random_numbers_and_records_stay(watched, monkeypatch):
 def test_a_wrong_state_has_a_defect(watched, monkeypatch):
     from pararnn.lm.hf import ParaRNNForCausalLM
 
-    module = sys.modules["pararnn.verify"]  # pararnn.verify itself is the function
+    module = sys.modules["pararnn.check.verify"]  # pararnn.verify itself is the function
     model = ParaRNNForCausalLM.from_pretrained(watched / "model")
     solve = module.run
 

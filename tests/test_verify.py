@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import pararnn
-from pararnn import oracle as oracle_module
-from pararnn.contract import check_solve
+from pararnn.check import oracle as oracle_module
+from pararnn.check.contract import check_solve
 from pararnn.solve import run
 from pararnn.solvers import newton as newton_module
 

@@ -1,7 +1,5 @@
 """pararnn: nonlinear RNNs, trained in parallel over the sequence, exactly."""
 
-from pararnn.adapt import Adaptation, adapt
-from pararnn.autotune import Tuning, autotune
 from pararnn.cells import (
     CELLS,
     NONLINEARITIES,
@@ -15,6 +13,7 @@ from pararnn.cells import (
     Param,
     SLSTMCell,
 )
+from pararnn.check.verify import Report, verify
 from pararnn.codegen.emit import emitted
 from pararnn.codegen.precompile import precompile
 from pararnn.codegen.spelling import register_spelling
@@ -29,7 +28,6 @@ from pararnn.errors import (
     PararnnError,
     StructureError,
 )
-from pararnn.explain import Explanation, explain
 from pararnn.layers import (
     ParaGRU,
     ParaLSTM,
@@ -40,11 +38,13 @@ from pararnn.layers import (
     load_paper_weights,
     paper_weights,
 )
-from pararnn.program import Program, program_of
+from pararnn.program.program import Program, program_of
+from pararnn.program.structure import BlockDiagonal, Dense, Diagonal, Structure, register_structure
 from pararnn.scan import scan
 from pararnn.solve import solve
-from pararnn.structure import BlockDiagonal, Dense, Diagonal, Structure, register_structure
-from pararnn.verify import Report, verify
+from pararnn.tune.adapt import Adaptation, adapt
+from pararnn.tune.autotune import Tuning, autotune
+from pararnn.tune.explain import Explanation, explain
 from pararnn.version import __version__ as __version__
 
 __all__ = [

@@ -17,7 +17,7 @@ from pararnn.engines.base import REST, Arguments, Engine, Solution, schema
 from pararnn.engines.strides import as_dtype
 from pararnn.engines.table import find
 from pararnn.errors import EngineError
-from pararnn.program import Program, program_by_key, program_in_use
+from pararnn.program.program import Program, program_by_key, program_in_use
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
 

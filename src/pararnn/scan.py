@@ -12,7 +12,7 @@ from pararnn.cells.affine import AFFINE, COMPLEX, REAL_DECAY
 from pararnn.engines.base import Arguments
 from pararnn.engines.request import left_open
 from pararnn.numerics import check_io_dtype, compute_dtype
-from pararnn.program import make_program, program_by_key
+from pararnn.program.program import make_program, program_by_key
 from pararnn.sequences import of_lengths
 from pararnn.solve import checked_reset, run
 

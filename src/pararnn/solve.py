@@ -17,7 +17,7 @@ from pararnn.engines.split import BY_RULE
 from pararnn.engines.table import Choice, choose
 from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.op import apply_engine
-from pararnn.program import Program, program_of
+from pararnn.program.program import Program, program_of
 from pararnn.sequences import Sequences, of_cu_seqlens
 
 _WHOLE = (nn.Parameter, Tensor)

@@ -10,7 +10,7 @@ from table import COUPLED, DTYPES, VARIANTS, Sum, dtype_name, gate_layouts, make
 from test_ops import GROUPS, check_ops
 
 import pararnn
-from pararnn.contract import check_solve
+from pararnn.check.contract import check_solve
 
 CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
 LONGEST = 65536

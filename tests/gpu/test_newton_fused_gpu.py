@@ -8,7 +8,7 @@ from oracle import failures, run
 from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case, with_latches
 
 import pararnn
-from pararnn.contract import check_solve
+from pararnn.check.contract import check_solve
 from pararnn.engines import plan_cuda
 
 HOW = {"solver": "newton", "backend": "fused"}

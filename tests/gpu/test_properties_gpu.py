@@ -17,7 +17,7 @@ from table import (
 )
 
 import pararnn
-from pararnn.contract import check_solve
+from pararnn.check.contract import check_solve
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 17, 100])

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import pararnn
-from pararnn.adapt import SWEEP_COST
 from pararnn.engines import fused_cuda, tuned
 from pararnn.numerics import relative_error
+from pararnn.tune.adapt import SWEEP_COST
 
 HOW = {"solver": "newton", "backend": "fused"}
 LOOP = {"solver": "sequential", "backend": "fused"}

@@ -74,7 +74,7 @@ class Cell(nn.Module):
 
     Of `self`, a step may read config, class attributes and methods: parameters arrive as `param`.
     What else it reads is frozen when it is traced, and traced anew when it has changed: see
-    `pararnn.reads`. It must broadcast over leading dimensions. A method
+    `pararnn.program.reads`. It must broadcast over leading dimensions. A method
     `jacobian(self, state, gate, param)` may override the derived Jacobian: it returns the
     structure's entries (a tensor for one state, N rows of N tensors for N states, a registered
     structure's representation) and is checked against the derived one.

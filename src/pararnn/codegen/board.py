@@ -11,7 +11,7 @@ import torch
 
 from pararnn.codegen.interface import WORD
 from pararnn.numerics import compute_dtype
-from pararnn.program import Program
+from pararnn.program.program import Program
 
 LANES = 32
 

@@ -23,7 +23,7 @@ from pararnn.codegen.compiler import (
 )
 from pararnn.codegen.emit import IO_TYPES, source_file
 from pararnn.errors import EngineError
-from pararnn.program import Program
+from pararnn.program.program import Program
 
 SOLVERS = ("sequential", "newton")
 """What runs both passes: each has a header of its name, and makes a library of its own."""

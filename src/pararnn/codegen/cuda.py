@@ -28,7 +28,7 @@ from pararnn.codegen.nvrtc import (
 )
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
-from pararnn.program import Program
+from pararnn.program.program import Program
 
 SHARED_BYTES = 48 * 1024
 """Shared memory that a block may have without asking."""

@@ -14,8 +14,8 @@ from pararnn.codegen.interface import interface_of
 from pararnn.codegen.spelling import MASK, REAL, SPELLINGS, may_jump, spelled
 from pararnn.errors import EngineError
 from pararnn.numerics import check_io_dtype, compute_dtype
-from pararnn.program import MAX_STATES, Program, program_of
-from pararnn.trace import Graph
+from pararnn.program.program import MAX_STATES, Program, program_of
+from pararnn.program.trace import Graph
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from pararnn.program import Program
+from pararnn.program.program import Program
 
 WORD = 8
 """Bytes of a word: a size, a stride or an address."""

@@ -14,7 +14,7 @@ from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.targets import Jobs, target_of
 from pararnn.errors import EngineError
 from pararnn.numerics import check_io_dtype
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 
 
 def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pararnn.cells.base import Cell
 from pararnn.codegen import cpp, cuda, nvrtc
-from pararnn.program import Program
+from pararnn.program.program import Program
 
 Jobs = dict[object, Callable[[], object]]
 """What is to be compiled: calls, by what they make."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from pararnn.engines.rule import Merit, Size
 from pararnn.engines.split import Pin, Split
 from pararnn.numerics import compute_dtype
-from pararnn.program import Program
+from pararnn.program.program import Program
 
 ON_FAILURE = ("warn", "raise")
 """What a parallel solve does that has not converged: see `pararnn.solve`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.engines.base import Arguments, Gradients
-from pararnn.program import Program
+from pararnn.program.program import Program
 from pararnn.solvers.system import System
 
 

@@ -27,7 +27,7 @@ from pararnn.engines.strides import (
     unit_stride,
 )
 from pararnn.numerics import compute_dtype
-from pararnn.program import Program
+from pararnn.program.program import Program
 
 MIN_HEAD_CHANNELS = 16  # narrower heads waste vector lanes: their gates are copied side by side
 TILE_BYTES = 256

@@ -36,7 +36,7 @@ from pararnn.engines.strides import (
     unit_stride,
 )
 from pararnn.errors import EngineError
-from pararnn.program import Program
+from pararnn.program.program import Program
 
 MAX_LENGTH = 2**30
 MAX_BLOCKS = 2**31 - 1

@@ -9,8 +9,8 @@ from pararnn.cells.affine import AFFINE
 from pararnn.engines import fused_cpu, fused_cuda, newton_torch
 from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.rule import never_pays
-from pararnn.program import Program, make_program
-from pararnn.structure import BlockDiagonal, Diagonal, Structure
+from pararnn.program.program import Program, make_program
+from pararnn.program.structure import BlockDiagonal, Diagonal, Structure
 
 _KERNELS = {"cpu": (fused_cpu.SEQUENTIAL, fused_cpu.NEWTON), "cuda": (fused_cuda.NEWTON,)}
 """By device: what may run a recurrence, the one that pays more; on a GPU one serves all."""

@@ -19,7 +19,7 @@ from pararnn.engines.forward_time import (
 )
 from pararnn.engines.rule import pays_in_torch
 from pararnn.errors import ConvergenceError, ConvergenceWarning, warn_user
-from pararnn.program import Program
+from pararnn.program.program import Program
 from pararnn.solvers.affine_scan import Scan, affine_scan
 from pararnn.solvers.newton import NewtonResult, adjoint, newton
 

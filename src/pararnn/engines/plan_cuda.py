@@ -15,7 +15,7 @@ from pararnn.codegen.cuda import Variant, ring_of
 from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
 from pararnn.engines.split import Pin, Split, split_of
-from pararnn.program import Program
+from pararnn.program.program import Program
 
 
 class Plan(NamedTuple):

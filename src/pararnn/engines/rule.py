@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from pararnn.engines.split import MIN_SEGMENTS
-from pararnn.program import Program
+from pararnn.program.program import Program
 
 Size = tuple[int, int, int]
 """(B, T, D)."""

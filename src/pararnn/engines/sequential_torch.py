@@ -9,7 +9,7 @@ import torch
 from pararnn.engines.base import Arguments, Engine, Solution
 from pararnn.engines.forward_time import final_states, output_states, to_system
 from pararnn.engines.rule import pays_in_torch
-from pararnn.program import Program
+from pararnn.program.program import Program
 from pararnn.solvers.sequential import unroll
 
 

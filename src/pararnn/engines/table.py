@@ -20,7 +20,7 @@ from pararnn.engines.rule import Merit, Size
 from pararnn.engines.split import BY_RULE, Pin, Split
 from pararnn.engines.tuned import Problem
 from pararnn.errors import BackendWarning, EngineError, warn_user
-from pararnn.program import Program, program_by_key
+from pararnn.program.program import Program, program_by_key
 
 ANY_DEVICE = "any"
 

@@ -22,9 +22,9 @@ from pararnn.engines.base import Arguments, totals
 from pararnn.engines.request import Request, chosen, request
 from pararnn.engines.table import PAIRS, Choice
 from pararnn.layers.cuts import Cuts, States, packed_into_one_row, restarted
+from pararnn.layers.projection import HeadwiseLinear
 from pararnn.parameters import Draw, draw_anew
-from pararnn.program import program_of
-from pararnn.projection import HeadwiseLinear
+from pararnn.program.program import program_of
 from pararnn.sequences import Sequences
 from pararnn.solve import prepare, run
 

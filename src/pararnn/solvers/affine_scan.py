@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pararnn.structure import Structure
+from pararnn.program.structure import Structure
 
 Scan = Callable[[Structure, Tensor, Tensor], Tensor]
 """A function with the arguments and the result of `affine_scan`."""

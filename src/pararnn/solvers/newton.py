@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.coupling import Coupling
 from pararnn.numerics import FORWARD_TOLERANCE, rounding, underflow
+from pararnn.program.coupling import Coupling
 from pararnn.solvers.affine_scan import Scan, affine_scan
 from pararnn.solvers.sequential import unroll
 from pararnn.solvers.system import System

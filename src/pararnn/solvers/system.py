@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pararnn.coupling import expand_entry
-from pararnn.derive import linearise
-from pararnn.program import Program
+from pararnn.program.coupling import expand_entry
+from pararnn.program.derive import linearise
+from pararnn.program.program import Program
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import pararnn
 from pararnn.cells import CELLS, Cell
+from pararnn.check.verify import Report
 from pararnn.extras import require
 from pararnn.lm import (
     BYTES,
@@ -26,7 +27,7 @@ from pararnn.lm import (
     save_byte_tokenizer,
     save_checkpoint,
 )
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 from pararnn.tasks import (
     Corpus,
     bigram_bits,
@@ -36,7 +37,6 @@ from pararnn.tasks import (
     stdlib_corpus,
     unigram_bits,
 )
-from pararnn.timing import device_name
 from pararnn.train.loop import History, Recipe, evaluate, train
 from pararnn.train.measure import (
     LOOP,
@@ -50,7 +50,7 @@ from pararnn.train.measure import (
     time_pair,
 )
 from pararnn.train.plot import averaged, plot_history
-from pararnn.verify import Report
+from pararnn.tune.timing import device_name
 
 # Validating more often than this would take up much of a short budget.
 SECONDS_A_VALIDATION = 5

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pararnn.engines.table import engine_for, pairs_for
 from pararnn.lm import LanguageModel, bits_per_byte, set_solver
-from pararnn.program import program_of
-from pararnn.timing import median_seconds
+from pararnn.program.program import program_of
+from pararnn.tune.timing import median_seconds
 
 Pair = tuple[str, str]
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pararnn.cells import Cell
 from pararnn.layers import clip_after_step
-from pararnn.projection import HeadwiseLinear
+from pararnn.layers.projection import HeadwiseLinear
 from pararnn.train.config import OptimiserConfig
 
 MIXES = (nn.Embedding, nn.Linear, HeadwiseLinear, Cell)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_callback import ProgressCallback
 
+from pararnn.check.verify import defect
 from pararnn.layers import RecurrentLayer
-from pararnn.verify import defect
 
 NAMES = ("defect", "sweeps", "mended")
 """Of what `checked` finds: a number each for every recurrent layer."""

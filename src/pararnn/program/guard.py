@@ -81,7 +81,7 @@ def _step_of(what: str) -> str:
 
 def _users_part(error: BaseException) -> TracebackType | None:
     """The traceback from the first line on that is not of this package, torch or Python."""
-    files = (__file__, torch.__file__, os.__file__)
+    files = (os.path.dirname(__file__), torch.__file__, os.__file__)
     inside = tuple(os.path.dirname(str(file)) + os.sep for file in files)
     part = error.__traceback__
     while part is not None:

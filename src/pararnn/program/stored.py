@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from pararnn import cache
-from pararnn.content import UnknownContent
-from pararnn.derive import Graphs
 from pararnn.errors import CellError
-from pararnn.trace import Graph, canonical_text
+from pararnn.program.content import UnknownContent
+from pararnn.program.derive import Graphs
+from pararnn.program.trace import Graph, canonical_text
 
 
 class Traced(NamedTuple):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import Step
-from pararnn.coupling import expand_entry
 from pararnn.errors import CellError, StructureError
-from pararnn.structure import Structure
-from pararnn.trace import Graph, trace_pointwise, trace_rows
+from pararnn.program.coupling import expand_entry
+from pararnn.program.structure import Structure
+from pararnn.program.trace import Graph, trace_pointwise, trace_rows
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6

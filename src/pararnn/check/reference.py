@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments
 from pararnn.engines.forward_time import final_states, output_states, to_system
-from pararnn.program import program_of
+from pararnn.program.program import program_of
 from pararnn.solvers.system import System
 
 Named = dict[str, Tensor]

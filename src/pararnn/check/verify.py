@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from pararnn.cells.base import unwrapped
-from pararnn.claims import finite
-from pararnn.contract import SolveChecks
+from pararnn.check.claims import finite
+from pararnn.check.contract import SolveChecks
+from pararnn.check.oracle import Oracle
+from pararnn.check.reference import Trial, forward_order, local_defects
 from pararnn.engines.base import Arguments, totals
 from pararnn.engines.forward_time import to_system
 from pararnn.layers import RecurrentLayer
 from pararnn.numerics import DEFECT_ULPS, rounding
-from pararnn.oracle import Oracle
-from pararnn.program import program_of
-from pararnn.reference import Trial, forward_order, local_defects
+from pararnn.program.program import program_of
 from pararnn.solve import run
 
 

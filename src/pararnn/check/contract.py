@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from pararnn.cells.base import Cell
-from pararnn.claims import Check, SolveChecks
-from pararnn.oracle import Oracle
+from pararnn.check.claims import Check, SolveChecks
+from pararnn.check.oracle import Oracle
 
 __all__ = ["Check", "SolveChecks", "check_solve", "check_solves"]
 

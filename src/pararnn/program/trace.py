@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from pararnn.errors import CellError
-from pararnn.guard import guarded
+from pararnn.program.guard import guarded
 
 aten = torch.ops.aten
 

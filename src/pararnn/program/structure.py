@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pararnn.coupling import APART, TOGETHER, Coupling
 from pararnn.errors import StructureError
+from pararnn.program.coupling import APART, TOGETHER, Coupling
 
 
 @dataclass(frozen=True)

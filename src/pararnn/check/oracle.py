@@ -12,24 +12,17 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import Cell
-from pararnn.claims import Check, SolveChecks, compare, finite, gap, peak, stored_rounding, worst
-from pararnn.codegen.targets import target_of
-from pararnn.engines.base import Arguments, totals
-from pararnn.engines.forward_time import to_system
-from pararnn.engines.table import Choice
-from pararnn.numerics import (
-    APPROXIMATED,
-    DEFECT_ULPS,
-    FORWARD_TOLERANCE,
-    NEAR_OVERFLOW,
-    REVERSE_QUIET,
-    REVERSE_TOLERANCE,
-    compute_dtype,
-    rounding,
-    underflow,
+from pararnn.check.claims import (
+    Check,
+    SolveChecks,
+    compare,
+    finite,
+    gap,
+    peak,
+    stored_rounding,
+    worst,
 )
-from pararnn.program import program_of
-from pararnn.reference import (
+from pararnn.check.reference import (
     Named,
     OtherRounding,
     Reverse,
@@ -45,6 +38,22 @@ from pararnn.reference import (
     run_loop,
     running,
 )
+from pararnn.codegen.targets import target_of
+from pararnn.engines.base import Arguments, totals
+from pararnn.engines.forward_time import to_system
+from pararnn.engines.table import Choice
+from pararnn.numerics import (
+    APPROXIMATED,
+    DEFECT_ULPS,
+    FORWARD_TOLERANCE,
+    NEAR_OVERFLOW,
+    REVERSE_QUIET,
+    REVERSE_TOLERANCE,
+    compute_dtype,
+    rounding,
+    underflow,
+)
+from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
 
 LOOP = ("sequential", "torch")

@@ -19,11 +19,11 @@ from pararnn.engines.base import Engine
 from pararnn.engines.split import BY_RULE, Pin
 from pararnn.engines.table import choose, find, pairs_for
 from pararnn.engines.tuned import Measured, Problem
-from pararnn.explain import problem_of
 from pararnn.layers import ParaRNN, RecurrentLayer
-from pararnn.program import Program, program_by_key
+from pararnn.program.program import Program, program_by_key
 from pararnn.solve import prepare, run_engine
-from pararnn.timing import device_name, median_seconds, settled_seconds
+from pararnn.tune.explain import problem_of
+from pararnn.tune.timing import device_name, median_seconds, settled_seconds
 from pararnn.version import __version__
 
 SECONDS = 0.2

@@ -13,7 +13,7 @@ from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, find, why_not
 from pararnn.layers import ParaRNN, RecurrentLayer
-from pararnn.program import Program, program_of
+from pararnn.program.program import Program, program_of
 
 
 @dataclass(frozen=True)

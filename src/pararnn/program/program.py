@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from pararnn.cells.base import Cell, Step, resolve_config
-from pararnn.content import content_of
-from pararnn.coupling import TOGETHER, Coupling
-from pararnn.derive import Graphs, check_linear, check_structure, derive, mixing_op
 from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
-from pararnn.guard import BranchError
-from pararnn.reads import Reads, reads_of
-from pararnn.stored import Traced, kept
-from pararnn.structure import STRUCTURES, Structure, make_structure
+from pararnn.program.content import content_of
+from pararnn.program.coupling import TOGETHER, Coupling
+from pararnn.program.derive import Graphs, check_linear, check_structure, derive, mixing_op
+from pararnn.program.guard import BranchError
+from pararnn.program.reads import Reads, reads_of
+from pararnn.program.stored import Traced, kept
+from pararnn.program.structure import STRUCTURES, Structure, make_structure
 
 COMPUTE_DTYPES = (torch.float32, torch.float64)
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pararnn.cells.base import Cell, Param
-from pararnn.reads import CONTRACT, GLOBAL, MISSING, Reads, codes, is_library, named
+from pararnn.program.reads import CONTRACT, GLOBAL, MISSING, Reads, codes, is_library, named
 
 STARTED = time.time()
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis))
 _NAMED = (torch.dtype, torch.device)
