@@ -73,7 +73,7 @@ class Shared(NamedTuple):
 
 
 def shared_of(plan: Plan, gates: Tensor, program: Program, columns: int, per_lane: int) -> Shared:
-    """What the segments of a Newton solve share: see kernels/cuda/boundaries.h, meeting_grid.h.
+    """What the segments of a Newton solve share: see kernels/cuda/boundaries.h, sync_grid.h.
 
     Counted in words of 64 bits: one number of 32 bits that is posted, or two that are not.
     """
