@@ -18,6 +18,7 @@
 #endif
 
 #define PARARNN_FUNCTION inline
+#define PARARNN_UNROLL  // optimisers do
 #define PARARNN_INLINE __attribute__((always_inline))
 
 namespace pararnn {

@@ -6,11 +6,10 @@
 
 namespace pararnn {
 
-constexpr int entries = num_states * num_states;
 constexpr bool backward = PARARNN_BACKWARD;
 
 using State = Vec<num_states>;
-using Matrix = Vec<entries>;  // row by row
+using Matrix = Vec<num_states * num_states>;  // row by row
 using States = Fragment<num_states>;
 
 PARARNN_FUNCTION bool finite(real x) { return abs(x) < constant(INFINITY); }
@@ -32,26 +31,34 @@ PARARNN_FUNCTION real most_of_lanes(real x) {
   return x;
 }
 
-PARARNN_FUNCTION Matrix identity() {
-  return vec<entries>([](int e) { return constant(e % (num_states + 1) == 0); });
-}
+}  // namespace pararnn
 
-// sum + (row i of a) x.
-template <class Column>
-PARARNN_FUNCTION real row_times(const Matrix& a, int i, const Column& x, real sum) {
-  each<num_states>([&](int k) { sum = multiply_add(a[i * num_states + k], x(k), sum); });
-  return sum;
+#include "../common/jacobian.h"
+
+namespace pararnn {
+
+PARARNN_FUNCTION Matrix identity() {
+  Matrix a;
+  set_identity(a);
+  return a;
 }
 
 PARARNN_FUNCTION Matrix product_of(const Matrix& a, const Matrix& b) {
-  return vec<entries>([&](int e) {
-    const int i = e / num_states, j = e % num_states;
-    return row_times(a, i, [&](int k) { return b[k * num_states + j]; }, constant(0));
-  });
+  Matrix product;
+  multiply(a, b, product);
+  return product;
 }
 
 PARARNN_FUNCTION Matrix transpose_of(const Matrix& a) {
-  return vec<entries>([&](int e) { return a[e % num_states * num_states + e / num_states]; });
+  Matrix transposed;
+  transpose(a, transposed);
+  return transposed;
+}
+
+// sum + (row i of a) x.
+PARARNN_FUNCTION real row_times(const Matrix& a, int i, const State& x, real sum) {
+  each<num_states>([&](int j) { sum = multiply_add(a[i * num_states + j], x[j], sum); });
+  return sum;
 }
 
 // The product of the Jacobians of a run of steps; the largest that each of its entries ever was, which says how much
@@ -106,31 +113,20 @@ struct End {
   States state, size;
 };
 
-// The largest states so far after a run of steps: of its `own` ones and those before it, but for states of which
-// its product `a` says that they have forgotten all that was before.
-PARARNN_FUNCTION State pass_on_sizes(const Matrix& a, const State& before, const State& own) {
-  return vec<num_states>([&](int i) {
-    bool forgets = true;
-    each<num_states>([&](int j) { forgets &= a[i * num_states + j] == constant(0); });
-    return forgets ? own[i] : largest(own[i], before[i]);
-  });
-}
-
 // x -> a x + b, of a run of steps, and the largest states on its way.
 struct Affine {
   Matrix a = identity();
   State b = filled<num_states>(constant(0)), size = filled<num_states>(constant(0));
 
   PARARNN_FUNCTION State operator()(const State& x) const {
-    return vec<num_states>([&](int i) {
-      return row_times(a, i, [&](int k) { return x[k]; }, b[i]);
-    });
+    return vec<num_states>([&](int i) { return row_times(a, i, x, b[i]); });
   }
   // This one, after `before`.
   PARARNN_FUNCTION Affine after(const Affine& before) const {
     Affine both;
     both.b = (*this)(before.b);
-    both.size = pass_on_sizes(a, before.size, size);
+    both.size = size;
+    pass_on_sizes(a, before.size, both.size);
     both.a = product_of(a, before.a);
     return both;
   }
@@ -156,7 +152,7 @@ PARARNN_FUNCTION void scan_lanes(Affine& own) {
 // start, unless it overflows.
 PARARNN_FUNCTION State newton_start(const State& end, const Matrix& product, const State& shift) {
   return vec<num_states>([&](int i) {
-    const real change = row_times(product, i, [&](int k) { return shift[k]; }, constant(0));
+    const real change = row_times(product, i, shift, constant(0));
     return end[i] + (finite(change) ? change : constant(0));
   });
 }

@@ -27,7 +27,9 @@ struct Prefix {
     each<per_lane>([&](int c) {
       const Affine& own = next.of[c];
       shift[c] = own(shift[c]);
-      size.set_column(c, pass_on_sizes(own.a, size.column(c), own.size));
+      State after = own.size;
+      pass_on_sizes(own.a, size.column(c), after);
+      size.set_column(c, after);
     });
   }
 };

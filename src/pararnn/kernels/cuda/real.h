@@ -11,6 +11,8 @@
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
+#define PARARNN_UNROLL _Pragma("unroll")
+
 namespace pararnn {
 
 using int64 = long long;

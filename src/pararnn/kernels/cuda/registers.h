@@ -8,7 +8,7 @@ namespace pararnn {
 
 // f(0), f(1) ... f(n - 1).
 template <int n, class F> PARARNN_FUNCTION void each(const F& f) {
-#pragma unroll
+  PARARNN_UNROLL
   for (int i = 0; i < n; ++i) f(i);
 }
 

@@ -61,8 +61,9 @@ struct Trajectory {
   PARARNN_FUNCTION End last_after(const End& before) const {
     End x = last();
     each<per_lane>([&](int c) {
-      const State own = x.size.column(c);
-      x.size.set_column(c, pass_on_sizes(linear.product[c].a, before.size.column(c), own));
+      State size = x.size.column(c);
+      pass_on_sizes(linear.product[c].a, before.size.column(c), size);
+      x.size.set_column(c, size);
     });
     return x;
   }
