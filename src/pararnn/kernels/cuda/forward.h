@@ -52,7 +52,7 @@ struct ForwardPass {
     load_states(state, p.in.initial, at.row, at);
   }
 
-  // Runs a span from `state`, which becomes the last one. `linear` learns how the result depends on
+  // Runs a span from `state`, which becomes the last one. `linear` sees how the result depends on
   // the state at span.first.
   template <class Linear>
   PARARNN_FUNCTION void sweep(const Span& span, States& state, Linear& linear, int64) const {
