@@ -8,7 +8,7 @@
 
 namespace pararnn {
 
-// An epsilon, 2^-23 or 2^-52: as far as two neighbours are apart.
+// An epsilon, 2^-23 or 2^-52, in two digits: as far as two neighbours are apart at most, over their size.
 constexpr scalar unit = wide ? (scalar)2.2e-16 : (scalar)1.2e-7;
 // The smallest normal number: below it rounding has a unit of its own.
 constexpr scalar smallest = wide ? (scalar)2.3e-308 : (scalar)1.2e-38;

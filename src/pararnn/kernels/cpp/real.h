@@ -46,6 +46,8 @@ inline real select(mask m, real a, real b) { return m ? a : b; }
 inline mask select(mask m, mask a, mask b) { return (m & a) | (~m & b); }
 inline mask truth(real x) { return x != constant(0); }
 inline real multiply_add(real a, real b, real c) { return a * b + c; }
+// The larger one of a number and what may be none.
+inline real largest(real a, real b) { return select(b > a, b, a); }
 inline real number(mask m) { return select(m, constant(1), constant(0)); }
 
 // Loads and stores of a row of channels; the short forms touch `count` channels only.

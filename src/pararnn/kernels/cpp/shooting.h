@@ -2,14 +2,6 @@
 // depends on the start, and Newton's update of the starts.
 #pragma once
 #include "problem.h"
-
-namespace pararnn {
-
-// The larger one of a number and what may be none.
-inline real largest(real a, real b) { return select(b > a, b, a); }
-
-}  // namespace pararnn
-
 #include "../common/acceptance.h"
 #include "../common/jacobian.h"
 
@@ -17,7 +9,8 @@ namespace pararnn {
 
 // What a start may be away from where it belongs, over the largest state of the segment before it: two units, as any
 // step of a loop is rounded by. And so much may what the segment's first step makes of it be: where that expands, two
-// units before it are more than the contract's eight after it.
+// units before it are more than the contract's eight after it. (In float64 `unit` is a little less than an epsilon:
+// twice that would leave out two epsilons.)
 constexpr scalar allowance = wide ? 4.5e-16 : 2 * unit;
 
 // What observes a sweep, for every chain of a task: the largest states (adjoints) on the way.

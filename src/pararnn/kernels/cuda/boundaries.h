@@ -75,6 +75,7 @@ PARARNN_FUNCTION State gap_of(const Boundary& b, const End& before, const Trajec
 // What a segment makes of a shift of its start, added to its gap.
 PARARNN_FUNCTION Affine map_of(const Product& product, const State& gap) {
   Affine map;
+  map.begin();
   map.a = product.a;
   map.b = map(gap);
   map.size = product.sizes();
@@ -88,6 +89,7 @@ PARARNN_FUNCTION Prefix prefix_of(const Boundary& b, unsigned flag, const Aggreg
   publish(b.aggregate(b.own), aggregate, flag);
   const int first = b.own - b.own % group;
   Aggregate inside;  // of those before it in its group
+  inside.begin();
   look_back(b.aggregate(first), board_words, b.own - first, flag, inside);
   if (b.own == first + group - 1) {
     Aggregate whole = inside;

@@ -3,8 +3,8 @@
 // nothing else moves. Of gaps that rounding has made, a segment's worth of it is more than one step may be
 // off, and a rerun would be rounded otherwise.
 #pragma once
-#include "boundaries.h"
 #include "passes.h"
+#include "trajectory.h"
 
 namespace pararnn {
 

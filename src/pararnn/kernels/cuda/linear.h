@@ -3,23 +3,20 @@
 #pragma once
 #include "problem.h"
 #include "registers.h"
+#include "../common/jacobian.h"
 
 namespace pararnn {
 
 constexpr bool backward = PARARNN_BACKWARD;
 
 using State = Vec<num_states>;
-using Matrix = Vec<num_states * num_states>;  // row by row
+using Matrix = Vec<entries>;
 using States = Fragment<num_states>;
 
 PARARNN_FUNCTION bool finite(real x) { return abs(x) < constant(INFINITY); }
 
 // The larger one, or what is not a number.
 PARARNN_FUNCTION real larger(real x, real y) { return x <= y ? y : x; }
-// The larger one of two numbers, without those that are none.
-PARARNN_FUNCTION real largest(real x, real y) {
-  return wide ? (real)::fmax((double)x, (double)y) : (real)::fmaxf((float)x, (float)y);
-}
 
 PARARNN_FUNCTION real reciprocal_of(real x) {
   return wide ? (real)(1.0 / (double)x) : (real)fast_reciprocal((float)x);
@@ -30,12 +27,6 @@ PARARNN_FUNCTION real most_of_lanes(real x) {
   for (int step = lanes / 2; step > 0; step /= 2) x = larger(__shfl_xor_sync(~0u, x, step), x);
   return x;
 }
-
-}  // namespace pararnn
-
-#include "../common/jacobian.h"
-
-namespace pararnn {
 
 PARARNN_FUNCTION Matrix identity() {
   Matrix a;
@@ -115,8 +106,14 @@ struct End {
 
 // x -> a x + b, of a run of steps, and the largest states on its way.
 struct Affine {
-  Matrix a = identity();
-  State b = filled<num_states>(constant(0)), size = filled<num_states>(constant(0));
+  Matrix a;
+  State b, size;
+
+  // That of a run of no steps.
+  PARARNN_FUNCTION void begin() {
+    a = identity();
+    b = size = filled<num_states>(constant(0));
+  }
 
   PARARNN_FUNCTION State operator()(const State& x) const {
     return vec<num_states>([&](int i) { return row_times(a, i, x, b[i]); });

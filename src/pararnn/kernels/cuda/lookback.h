@@ -13,6 +13,9 @@ namespace pararnn {
 struct Aggregate {
   Affine of[per_lane];
 
+  PARARNN_FUNCTION void begin() {
+    each<per_lane>([&](int c) { of[c].begin(); });
+  }
   PARARNN_FUNCTION void append(const Aggregate& next) {
     each<per_lane>([&](int c) { of[c] = next.of[c].after(of[c]); });
   }

@@ -49,6 +49,7 @@ PARARNN_FUNCTION bool move_lanes(State& start, const State& end, const Product& 
   const bool known = lane() == 0 || !exists;
   const bool meets = known || distance(start, end_before, gain, sizes) <= lane_share;
   Affine own;
+  own.begin();
   if (lane() > 0) {
     own.a = before;
     // As in newton_update: a gap that fits is none where lanes expand.
@@ -73,6 +74,7 @@ PARARNN_FUNCTION Matrix sizes_of_product(const Matrix& a, const Matrix& b) {
 // Appends what the lanes have done, one after the other, to `product`.
 PARARNN_FUNCTION void append(Product& product, const Product& of_lane) {
   Affine own;
+  own.begin();
   own.a = of_lane.a;
   scan_lanes(own);
   Matrix before = from_lane_before(own.a);

@@ -9,7 +9,12 @@
 //
 // The segments of a tile synchronise after each sweep. What is decided depends on the values only, and all
 // segments decide alike.
+//
+// In reading order: registers.h, ring.h, problem.h and forward.h, a sweep; linear.h, what it notes; acceptance.h and
+// trajectory.h, whether segments fit; sync_grid.h, how they synchronise; lookback.h and boundaries.h, where they
+// start next; mend.h and bridge.h, what runs again.
 #pragma once
+#include "boundaries.h"
 #include "bridge.h"
 #include "mend.h"
 
