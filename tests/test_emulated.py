@@ -148,7 +148,7 @@ def test_the_scale_of_the_loss_scales_gradients(name, monkeypatch):
 @pytest.mark.parametrize("kind", [1, "real"])
 def test_scans_of_a_decay_of_one_row(kind, pair, monkeypatch):
     """`a` of (D,), of which kernels read the same row at every step; and of (T, 1)."""
-    MEETINGS["grid"].install(monkeypatch)
+    install(MEETINGS["grid"], monkeypatch)
     _, b, h = _inputs(kind, channels=CHANNELS, dtype=torch.float32)
     for size in ((CHANNELS,), (40, 1)):
         decay = torch.rand(size, requires_grad=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulated import Device
+from emulated import gpu, install
 from table import OPS, needs_compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,7 +84,7 @@ def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, device, 
 @pytest.mark.parametrize("wanted", ["proj", "bias", "cell"])
 @pytest.mark.parametrize("solver", ["sequential", "newton"])
 def test_cuda_adds_up_no_weights_that_are_frozen(monkeypatch, solver, wanted):
-    Device().install(monkeypatch)
+    install(gpu(), monkeypatch)
     added, real = [], fused_cuda._Run.sum_weights
 
     def sum_weights(run, words, weights):

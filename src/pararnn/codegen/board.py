@@ -1,6 +1,6 @@
 """How much the segments of a Newton solve leave for each other on a GPU.
 
-Kernels are told (see kernels/cuda/boundaries.h and meeting_grid.h), and who allocates it asks here.
+Kernels are told (see kernels/cuda/boundaries.h and sync_grid.h), and who allocates it asks here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ LANES = 32
 
 
 class Board(NamedTuple):
-    """A segment's board: where its posts are and how long it is, in words of 64 bits.
+    """A segment's board: where what it publishes is and how long it is, in words of 64 bits.
 
-    A post has a number of 32 bits a word. In a channel's map are entries, shifts and sizes. Beside
-    the board: the post of an end in a grid's counters, and the numbers that `found` holds of a
-    channel and of a lane: start, end, what is kept of the product, and a status.
+    A word has 32 bits of a number, beside a flag. In a channel's map are entries, shifts and sizes.
+    Beside the board: what is published of an end in a grid's counters, and the numbers that `found`
+    holds of a channel and of a lane: start, end, what is kept of the product, and a status.
     """
 
     board_map: int
@@ -45,10 +45,10 @@ def board_of(program: Program, dtype: torch.dtype, per_lane: int) -> Board:
 
 
 def words_of(dtype: torch.dtype) -> int:
-    """The words that a posted number of the compute dtype takes."""
+    """The words that a published number of the compute dtype takes."""
     return compute_dtype(dtype).itemsize // 4
 
 
 def found_words(board: Board, dtype: torch.dtype) -> int:
-    """The words of what a segment leaves in `found`, which are not posts."""
+    """The words of what a segment leaves in `found`, which has no flags."""
     return board.found_numbers * LANES * compute_dtype(dtype).itemsize // WORD

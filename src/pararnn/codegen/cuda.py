@@ -177,7 +177,7 @@ def usual_variants(
 ) -> list[Variant]:
     """What a layer's training and decoding run without resets: both passes, for all batch sizes.
 
-    `clusters`: also those of Newton's variants that meet in clusters.
+    `clusters`: also those of Newton's variants whose segments synchronise in clusters.
     """
     return [
         Variant(

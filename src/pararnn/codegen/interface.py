@@ -102,14 +102,14 @@ _COUNTERS = (  # zero at first; clusters need none
     Field(
         "Word*", "arrived", "(row, tile): arrivals; above 2^32 those of segments that do not fit"
     ),
-    Field("Word*", "ends", "(row, tile, segment): posts"),
+    Field("Word*", "ends", "(row, tile, segment, ends_words): flagged numbers"),
     Field("unsigned*", "furthest", "(row, tile, round % 2): bits of a distance"),
 )
 _CUDA_SHOOTING = (
     *_SPLIT,
-    Field("Word*", "board", "(row, tile, segment, board_words)"),
+    Field("Word*", "board", "(row, tile, segment, board_words): flagged numbers"),
     Field("scalar*", "found", "(row, tile, segment, found_numbers, lane): for who goes on alone"),
-    Field("Counters", "counters", "of the meeting"),
+    Field("Counters", "counters", "see sync_grid.h"),
 )
 
 _STRUCTS: Mapping[str, Structs] = {

@@ -237,7 +237,7 @@ class _Run:
             return
         shared = shared_of(self.plan, own.gates, own.program, own.blocks, own.per_lane)
         counters = packed("Counters", shared.counters)
-        shooting = {**split._asdict(), **shared.posts, "counters": counters}
+        shooting = {**split._asdict(), **shared.places, "counters": counters}
         parts = {"pass": problem, "shooting": packed("Shooting", shooting)}
         own.gpu.call(
             own.device,

@@ -61,7 +61,7 @@ class Shared(NamedTuple):
     """What segments share: addresses by the fields of Shooting and of Counters, and the memory,
     which lives as long as this."""
 
-    posts: dict[str, int]
+    places: dict[str, int]
     counters: dict[str, int]
     memory: tuple[Tensor, ...]
 
@@ -71,12 +71,12 @@ def shared_of(plan: Plan, gates: Tensor, program: Program, columns: int, per_lan
     own, spans = board_of(program, gates.dtype, per_lane), columns * plan.split.segments
     board, found = spans * own.board_words, spans * found_words(own, gates.dtype)
     shared = gates.new_empty(board + found, dtype=torch.int64)
-    posts = _places(shared, {"board": board, "found": found})
+    places = _places(shared, {"board": board, "found": found})
     if plan.cluster:
-        return Shared(posts, {"arrived": 0, "ends": 0, "furthest": 0}, (shared,))
+        return Shared(places, {"arrived": 0, "ends": 0, "furthest": 0}, (shared,))
     sizes = {"arrived": columns, "ends": spans * own.ends_words, "furthest": columns}
     zeros = gates.new_zeros(sum(sizes.values()), dtype=torch.int64)
-    return Shared(posts, _places(zeros, sizes), (shared, zeros))
+    return Shared(places, _places(zeros, sizes), (shared, zeros))
 
 
 def _places(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:

@@ -17,18 +17,18 @@ struct BackwardPass : BackwardProblem {
   explicit BackwardPass(const BackwardProblem& words) : BackwardProblem(words), problem{words.in} {}
 
   // Runs spans of a tile's channels from `adjoint`, the gradient of the state after them, which becomes
-  // that of the state before them. `lesson` learns how the result depends on the adjoint at each span's
+  // that of the state before them. `observer` sees how the result depends on the adjoint at each span's
   // first step. `slots`: of the spans' sums.
-  template <class Count, class Lesson>
+  template <class Count, class Observer>
   void sweep(const Tile& tile, const Span* spans, Count count, Chains<num_states>& adjoint,
-             Lesson& lesson, const int64_t* slots) const {
+             Observer& observer, const int64_t* slots) const {
     const Problem& p = problem;
     const int vectors = tile.vectors();
     const int64_t row = tile.row, offset = tile.offset(), width = p.width();
     Chains<num_weights> recent = {}, total = {};
-    const auto ready = [&] { lesson.begin(count * vectors, adjoint); };
+    const auto ready = [&] { observer.begin(count * vectors, adjoint); };
     const auto run_step = [&](int s, int64_t j, auto burning) PARARNN_INLINE {
-      constexpr bool burns = decltype(burning)::value, learns = Lesson::jacobians && !burns;
+      constexpr bool burns = decltype(burning)::value, by_jacobian = Observer::jacobians && !burns;
       const int chain = s * vectors;
       const int64_t l = p.length - 1 - j, t = p.time(l), sequence = p.sequence(row, l);
       const int64_t start = sequence * width + offset;
@@ -41,7 +41,7 @@ struct BackwardPass : BackwardProblem {
       if (sequence < 0) {
         tile.for_each_vector([&](int v, int channels) {
           for (int n = 0; n < num_states; ++n) adjoint[chain + v].items[n] = real{};
-          if (!burns) lesson.forget(chain + v);
+          if (!burns) observer.forget(chain + v);
           if (burns) return;
           for (int g = 0; g < num_gates; ++g) store(to_gates[g] + v * lanes, real{}, channels);
           for (int f = 0; f < num_fields; ++f) store(to_fields[f] + v * lanes, real{}, channels);
@@ -55,7 +55,7 @@ struct BackwardPass : BackwardProblem {
             adjoint[chain + v].items[n] =
                 grad_final[n] == nullptr ? real{}
                                          : load(grad_final[n] + start + v * lanes, channels);
-          if (!burns) lesson.forget(chain + v);
+          if (!burns) observer.forget(chain + v);
         });
       const StepInputs inputs(tile, t, p.soon(true));
       const io* arriving[num_states];
@@ -80,11 +80,11 @@ struct BackwardPass : BackwardProblem {
                                 : load(p.initial[n] + start + v * lanes, channels);
         }
         inputs.load_vector(v, channels, weights, gate, field);
-        if (!burns) lesson.note(chain + v, own.items);
-        if constexpr (learns) {
+        if (!burns) observer.note(chain + v, own.items);
+        if constexpr (by_jacobian) {
           real next[num_states], own_jacobian[num_states * num_states];
           jacobian(previous, gate, field, weights + num_gates, next, own_jacobian);
-          lesson.follow_back(chain + v, own_jacobian);
+          observer.follow_back(chain + v, own_jacobian);
         }
         real grad_previous[num_states], grad_gate[num_gates];
         real grad_field[num_fields + 1], grad_param[num_params + 1];
@@ -105,7 +105,7 @@ struct BackwardPass : BackwardProblem {
         if (!burns && begins)
           for (int n = 0; n < num_states; ++n)
             store(grad_initial[n] + start + v * lanes, adjoint[chain + v].items[n], channels);
-        if (!burns && (reset || begins)) lesson.forget(chain + v);
+        if (!burns && (reset || begins)) observer.forget(chain + v);
         if (!burns && l % sum_block == 0)
           for (int i = 0; i < num_weights; ++i) {
             total[chain + v].items[i] += recent[chain + v].items[i];
@@ -113,7 +113,7 @@ struct BackwardPass : BackwardProblem {
           }
       });
     };
-    for_each_step<Lesson::burn_in>(spans, count, ready, run_step);
+    for_each_step<Observer::burn_in>(spans, count, ready, run_step);
     for (int s = 0; s < count; ++s)
       tile.for_each_vector([&](int v, int channels) {
         const int chain = s * vectors + v;

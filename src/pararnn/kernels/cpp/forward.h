@@ -13,17 +13,17 @@ struct ForwardPass : ForwardProblem {
 
   explicit ForwardPass(const ForwardProblem& words) : ForwardProblem(words), problem{words.in} {}
 
-  // Runs spans of a tile's channels from `state`, which becomes the last one. `lesson` learns how the
+  // Runs spans of a tile's channels from `state`, which becomes the last one. `observer` sees how the
   // result depends on the state at each span's first step.
-  template <class Count, class Lesson>
+  template <class Count, class Observer>
   void sweep(const Tile& tile, const Span* spans, Count count, Chains<num_states>& state,
-             Lesson& lesson, const int64_t*) const {
+             Observer& observer, const int64_t*) const {
     const Problem& p = problem;
     const int vectors = tile.vectors();
     const int64_t row = tile.row, offset = tile.offset();
-    const auto ready = [&] { lesson.begin(count * vectors, state); };
+    const auto ready = [&] { observer.begin(count * vectors, state); };
     const auto run_step = [&](int s, int64_t l, auto burning) PARARNN_INLINE {
-      constexpr bool burns = decltype(burning)::value, learns = Lesson::jacobians && !burns;
+      constexpr bool burns = decltype(burning)::value, by_jacobian = Observer::jacobians && !burns;
       const int chain = s * vectors;
       const int64_t sequence = p.sequence(row, l), start = sequence * p.width() + offset;
       const bool zero = sequence < 0 || p.is_reset(row, l);
@@ -32,7 +32,7 @@ struct ForwardPass : ForwardProblem {
           for (int n = 0; n < num_states; ++n)
             state[chain + v].items[n] =
                 zero ? real{} : load(p.initial[n] + start + v * lanes, channels);
-          if (!burns) lesson.forget(chain + v);
+          if (!burns) observer.forget(chain + v);
         });
       io* out[num_states];
       for (int n = 0; n < num_states; ++n) out[n] = states[n] + p.place(row, l) + offset;
@@ -43,15 +43,15 @@ struct ForwardPass : ForwardProblem {
           const real* weights = tile.weights[v].items;
           real gate[num_gates], field[num_fields + 1];
           inputs.load_vector(v, channels, weights, gate, field);
-          if constexpr (learns) {
+          if constexpr (by_jacobian) {
             real own[num_states * num_states];
             jacobian(state[chain + v].items, gate, field, weights + num_gates, next.items, own);
-            lesson.follow(chain + v, own);
+            observer.follow(chain + v, own);
           } else {
             step(state[chain + v].items, gate, field, weights + num_gates, next.items);
           }
           state[chain + v] = next;
-          if (!burns) lesson.note(chain + v, next.items);
+          if (!burns) observer.note(chain + v, next.items);
         }
         if (!burns)
           for (int n = 0; n < num_states; ++n) store(out[n] + v * lanes, next.items[n], channels);
@@ -62,7 +62,7 @@ struct ForwardPass : ForwardProblem {
             store(final[n] + start + v * lanes, state[chain + v].items[n], channels);
         });
     };
-    for_each_step<Lesson::burn_in>(spans, count, ready, run_step);
+    for_each_step<Observer::burn_in>(spans, count, ready, run_step);
   }
 
   // What step l makes of small differences `apart` of the state before it, of vector v: at most `after`, of

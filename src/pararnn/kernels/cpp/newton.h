@@ -15,9 +15,6 @@
 
 namespace pararnn {
 
-// Newton goes on while a sweep brings the starts this much nearer.
-constexpr scalar enough_progress = 0.5;
-
 // A tile of channels, while its segments do not meet.
 struct Open {
   int64_t tile;
@@ -48,9 +45,9 @@ inline std::vector<Job> jobs_for(const std::vector<Open>& open, int64_t most, in
   return jobs;
 }
 
-template <class Pass, class Lesson>
+template <class Pass, class Observer>
 void sweep_segments(const Pass& pass, const Shooting& s, const Tile& tile, const int64_t* segments,
-                    int count, int64_t burn_in, Chains<num_states>& state, Lesson& lesson) {
+                    int count, int64_t burn_in, Chains<num_states>& state, Observer& observer) {
   Span spans[max_vectors];
   int64_t slots[max_vectors];
   for (int i = 0; i < count; ++i) {
@@ -59,10 +56,10 @@ void sweep_segments(const Pass& pass, const Shooting& s, const Tile& tile, const
                 std::min(first + s.size, pass.problem.length)};
     slots[i] = tile.row * s.segments + segments[i];
   }
-  pass.sweep(tile, spans, typename Pass::Count(count), state, lesson, slots);
+  pass.sweep(tile, spans, typename Pass::Count(count), state, observer, slots);
   for (int i = 0; i < count; ++i) {
     s.write(s.ends, tile, segments[i], state + i * tile.vectors());
-    s.write(s.sizes, tile, segments[i], lesson.size + i * tile.vectors());
+    s.write(s.sizes, tile, segments[i], observer.size + i * tile.vectors());
   }
 }
 
@@ -75,16 +72,16 @@ void run_guessed(const Pass& pass, const Shooting& s, const Tile& tile, const Jo
     s.write(s.starts, tile, job.segments[i], guess.start + i * tile.vectors());
 }
 
-template <class Lesson, class Pass>
+template <class Observer, class Pass>
 void run_moved(const Pass& pass, const Shooting& s, const Tile& tile, const Job& job) {
   Chains<num_states> state;
-  Lesson lesson;
+  Observer observer;
   for (int i = 0; i < job.count; ++i)
     s.read_states(s.starts, tile, job.segments[i], state + i * tile.vectors());
-  sweep_segments(pass, s, tile, job.segments, job.count, 0, state, lesson);
-  if constexpr (Lesson::jacobians)
+  sweep_segments(pass, s, tile, job.segments, job.count, 0, state, observer);
+  if constexpr (Observer::jacobians)
     for (int i = 0; i < job.count; ++i)
-      s.write(s.products, tile, job.segments[i], lesson.product + i * tile.vectors());
+      s.write(s.products, tile, job.segments[i], observer.product + i * tile.vectors());
 }
 
 // Runs what is left of a tile, from its first moved segment on, one step after the other; segments that

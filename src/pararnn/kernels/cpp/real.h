@@ -18,6 +18,7 @@
 #endif
 
 #define PARARNN_FUNCTION inline
+#define PARARNN_UNROLL  // optimisers do
 #define PARARNN_INLINE __attribute__((always_inline))
 
 namespace pararnn {
@@ -49,6 +50,8 @@ inline mask select(mask m, mask a, mask b) { return (m & a) | (~m & b); }
 inline mask truth(real x) { return x != constant(0); }
 inline mask negated(mask m) { return ~m; }
 inline real multiply_add(real a, real b, real c) { return a * b + c; }
+// The larger one of a number and what may be none.
+inline real largest(real a, real b) { return select(b > a, b, a); }
 inline real number(mask m) { return select(m, constant(1), constant(0)); }
 
 // Loads and stores of a row of channels; the short forms touch `count` channels only.

@@ -2,26 +2,25 @@
 // depends on the start, and Newton's update of the starts.
 #pragma once
 #include "spans.h"
+#include "../common/acceptance.h"
+#include "../common/jacobian.h"
 
 namespace pararnn {
 
-constexpr int entries = num_states * num_states;
+// What a start may be away from where it belongs, over the largest state of the segment before it: two units, as any
+// step of a loop is rounded by. And so much may what the segment's first step makes of it be: where that expands, two
+// units before it are more than the contract's eight after it. (In float64 `unit` is a little less than an epsilon:
+// twice that would leave out two epsilons.)
+constexpr scalar allowance = wide ? 4.5e-16 : 2 * unit;
 
-// What a start may be away from where it belongs, over the largest state of the segment before it: two
-// units of rounding, as any step makes, before and after the step that it is for. Below `smallest`, rounding
-// itself has a unit.
-constexpr double allowance = wide ? 4.5e-16 : 2.4e-7, smallest = wide ? 2.3e-308 : 1.2e-38;
-
-inline real larger(real a, real b) { return select(b > a, b, a); }
-
-// Lessons of a sweep, for every chain of a task. The largest states (adjoints) on the way.
+// What observes a sweep, for every chain of a task: the largest states (adjoints) on the way.
 struct Sizes {
   Chains<num_states> size = {};
 
   void forget(int chain) { size[chain] = {}; }
   void note(int chain, const real* state) {
     for (int n = 0; n < num_states; ++n)
-      size[chain].items[n] = larger(size[chain].items[n], abs(state[n]));
+      size[chain].items[n] = largest(size[chain].items[n], abs(state[n]));
   }
 };
 
@@ -39,36 +38,28 @@ struct Linear : Sizes {
   Chains<entries> product;
 
   void begin(int chains, const Chains<num_states>&) {
-    for (int i = 0; i < chains; ++i)
-      for (int e = 0; e < entries; ++e)
-        product[i].items[e] = constant(e % (num_states + 1) == 0);
+    for (int i = 0; i < chains; ++i) set_identity(product[i].items);
   }
   void forget(int chain) {
     Sizes::forget(chain);
     product[chain] = {};
   }
-  void follow(int chain, const real* step) { multiply<false>(product[chain].items, step); }
-  void follow_back(int chain, const real* step) { multiply<true>(product[chain].items, step); }
-
-  template <bool transposed> static void multiply(real* product, const real* step) {
-    for (int j = 0; j < num_states; ++j) {
-      real own[num_states];
-      for (int i = 0; i < num_states; ++i) {
-        own[i] = step[transposed ? i : i * num_states] * product[j];
-        for (int k = 1; k < num_states; ++k)
-          own[i] = multiply_add(step[transposed ? k * num_states + i : i * num_states + k],
-                                product[k * num_states + j], own[i]);
-      }
-      for (int i = 0; i < num_states; ++i) product[i * num_states + j] = own[i];
-    }
+  void follow(int chain, const real* step) {
+    const Many<entries> before = product[chain];
+    multiply(step, before.items, product[chain].items);
+  }
+  void follow_back(int chain, const real* step) {
+    real transposed[entries];
+    transpose(step, transposed);
+    follow(chain, transposed);
   }
 };
 
 // `exact`: any difference is too far.
 template <bool exact> real over_allowed(real apart, real size) {
-  const real far = apart / larger(constant(smallest), constant(allowance) * size);
-  const real most = select(far < constant(1e30), far, constant(1e30));
-  return exact ? select(apart == real{}, real{}, larger(most, constant(1.5))) : most;
+  const real far = apart / largest(constant(smallest), constant(allowance) * size);
+  const real most = select(far < constant(farthest), far, constant(farthest));
+  return exact ? select(apart == real{}, real{}, largest(most, constant(not_to_the_bit))) : most;
 }
 
 // How far a segment starts from where it belongs, over what it may: above 1 is too far. `sizes`: what its
@@ -86,22 +77,10 @@ real distance(const Pass& pass, const Tile& tile, int64_t first, int v, int chan
   pass.first_step(tile, first, v, channels, wanted.items, apart, after, next);
   for (int n = 0; n < num_states; ++n) {
     const real size = select(sizes.items[n] < constant(infinity), sizes.items[n], real{});
-    far = larger(far, over_allowed<Pass::exact>(apart[n], larger(size, abs(wanted.items[n]))));
-    far = larger(far, over_allowed<Pass::exact>(after[n], larger(size, abs(next[n]))));
+    far = largest(far, over_allowed<Pass::exact>(apart[n], largest(size, abs(wanted.items[n]))));
+    far = largest(far, over_allowed<Pass::exact>(after[n], largest(size, abs(next[n]))));
   }
   return far;
-}
-
-// The largest states so far after a segment: of its `own` ones and those before it, but for states of which its
-// product says that they have forgotten all that was before, or does not say it yet.
-inline void pass_on_sizes(const Many<entries>& product, const Many<num_states>& before,
-                          Many<num_states>& own) {
-  for (int i = 0; i < num_states; ++i) {
-    mask remembers = product.items[i * num_states] != real{};
-    for (int j = 1; j < num_states; ++j)
-      remembers |= product.items[i * num_states + j] != real{};
-    own.items[i] = select(remembers, larger(own.items[i], before.items[i]), own.items[i]);
-  }
 }
 
 inline scalar most_of_lanes(real x) {
@@ -149,7 +128,7 @@ scalar distance_at(const Pass& pass, const Shooting& s, const Tile& tile, int64_
   tile.for_each_vector([&](int v, int channels) {
     const Many<num_states> start = s.read<num_states>(s.starts, tile, w, v, channels);
     const Many<num_states> sizes = s.read<num_states>(s.sizes, tile, w - 1, v, channels);
-    far = larger(far, distance(pass, tile, w * s.size, v, channels, start, before[v], sizes));
+    far = largest(far, distance(pass, tile, w * s.size, v, channels, start, before[v], sizes));
   });
   return most_of_lanes(far);
 }
@@ -169,7 +148,7 @@ scalar move_starts(const Pass& pass, const Shooting& s, const Tile& tile, char* 
       Many<num_states> start = s.read<num_states>(s.starts, tile, w, v, channels);
       Many<num_states> sizes = s.read<num_states>(s.sizes, tile, w - 1, v, channels);
       const Many<entries> before = s.read<entries>(s.products, tile, w - 1, v, channels);
-      pass_on_sizes(before, before_sizes, sizes);
+      pass_on_sizes(before.items, before_sizes.items, sizes.items);  // nothing while products are zero
       before_sizes = sizes;
       for (int i = 0; i < num_states; ++i) {
         real change = {};
@@ -186,7 +165,7 @@ scalar move_starts(const Pass& pass, const Shooting& s, const Tile& tile, char* 
         shift.items[n] = select(moves, wanted.items[n] - start.items[n], real{});
         start.items[n] = select(moves, wanted.items[n], start.items[n]);
       }
-      furthest = larger(furthest, far);
+      furthest = largest(furthest, far);
       if (!(most_of_lanes(far) > 1)) continue;
       moved[w] = 1;
       s.write_vector(s.starts, tile, w, v, channels, start);

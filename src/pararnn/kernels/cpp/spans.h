@@ -33,7 +33,7 @@ inline void for_each_step(const Span* spans, Count count, const Ready& ready, co
       if (spans[s].first + i < spans[s].end) run_step(s, spans[s].first + i, std::false_type());
 }
 
-// What a sweep learns on its way; the others are in shooting.h.
+// What observes a sweep: here, nothing does; the others are in shooting.h.
 struct Nothing {
   static constexpr bool burn_in = false, jacobians = false;
   void begin(int, const Chains<num_states>&) {}

@@ -1,4 +1,4 @@
-// Some channels of a tile, and their states.
+// Some channels of a tile.
 #pragma once
 #include "linear.h"
 
@@ -11,21 +11,18 @@ struct Channels {
   PARARNN_FUNCTION bool has(int c) const { return (lanes_of[c] >> lane() & 1) != 0; }
   PARARNN_FUNCTION bool any() const {
     unsigned all = 0;
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) all |= lanes_of[c];
+    each<per_lane>([&](int c) { all |= lanes_of[c]; });
     return all != 0;
   }
   PARARNN_FUNCTION int count() const {
     int sum = 0;
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) sum += __popc(lanes_of[c]);
+    each<per_lane>([&](int c) { sum += __popc(lanes_of[c]); });
     return sum;
   }
   // The k-th of them, as its place in the tile.
   PARARNN_FUNCTION int nth(int k) const {
     int place = 0;
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) {
+    each<per_lane>([&](int c) {
       unsigned word = lanes_of[c];
       const int own = __popc(word);
       if (k >= 0 && k < own) {
@@ -33,21 +30,28 @@ struct Channels {
         place = (__ffs(word) - 1) * per_lane + c;
       }
       k -= own;
-    }
+    });
     return place;
   }
 };
 
+// The channels of all lanes for which own(c) holds.
+template <class Own> PARARNN_FUNCTION Channels channels_where(const Own& own) {
+  Channels some;
+  each<per_lane>([&](int c) { some.lanes_of[c] = __ballot_sync(~0u, own(c)); });
+  return some;
+}
+
 // The states of one channel of the tile, by its place.
-PARARNN_FUNCTION void of_channel(const real (&x)[num_states][per_lane], int place,
-                                 real (&state)[num_states]) {
-#pragma unroll
-  for (int n = 0; n < num_states; ++n)
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) {
+PARARNN_FUNCTION State of_channel(const States& x, int place) {
+  State state;
+  each<num_states>([&](int n) {
+    each<per_lane>([&](int c) {
       const real own = __shfl_sync(~0u, x[n][c], place / per_lane);
       if (c == place % per_lane) state[n] = own;
-    }
+    });
+  });
+  return state;
 }
 
 }  // namespace pararnn

@@ -41,22 +41,20 @@ struct ForwardPass {
   }
 
   // The state before the first step of all.
-  PARARNN_FUNCTION void origin(real (&state)[num_states][per_lane]) const {
+  PARARNN_FUNCTION void origin(States& state) const {
     load_states(state, p.in.initial, at.row, at);
   }
 
-  // Runs a span from `state`, which becomes the last one. `linear` learns how the result depends on
+  // Runs a span from `state`, which becomes the last one. `linear` sees how the result depends on
   // the state at span.first.
   template <class Linear>
-  PARARNN_FUNCTION void sweep(const Span& span, real (&state)[num_states][per_lane], Linear& linear,
-                              int64) const {
+  PARARNN_FUNCTION void sweep(const Span& span, States& state, Linear& linear, int64) const {
     const Inputs& in = p.in;
     Ring ring(memory, in, at, weights, span.begin);
     Events event(in, at, 1, span.begin);
     const int64 start = at.row * in.length + time_of(in, direction, span.begin);
     io* out[num_states];
-#pragma unroll
-    for (int n = 0; n < num_states; ++n) out[n] = p.states[n] + start * channels + at.own;
+    each<num_states>([&](int n) { out[n] = p.states[n] + start * channels + at.own; });
 
     const auto begin_stage = [&](int j) {
       if (events) event.at_stage(j, span.begin);
@@ -70,47 +68,39 @@ struct ForwardPass {
         else if (event.begin(j)) load_states(state, in.initial, event.number_of(j), at);
         if (!burns && (fresh || event.begin(j))) linear.forget();
       }
-      real next[num_states][per_lane];
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c) {
-        real own_state[num_states], own_gate[num_gates], own_field[field_slots];
-        real own_param[param_slots], own_next[num_states];
-        column(state, c, own_state);
-        column(values.gate, c, own_gate);
-        column(values.field, c, own_field);
-        column(weights.params, c, own_param);
+      each<per_lane>([&](int c) {
+        const State own = state.column(c);
+        const auto gate = column_of(values.gate, c);
+        const auto field = column_of(values.field, c);
+        const auto param = column_of(weights.params, c);
+        State next;
         if constexpr (Linear::wanted && !burns) {
-          real own_jacobian[num_states * num_states];
-          jacobian(own_state, own_gate, own_field, own_param, own_next, own_jacobian);
+          Matrix own_jacobian;
+          jacobian(own, gate, field, param, next, own_jacobian);
           linear.follow(c, own_jacobian);
-          linear.note(c, own_next);
+          linear.note(c, next);
         } else {
-          step(own_state, own_gate, own_field, own_param, own_next);
+          step(own, gate, field, param, next);
         }
-#pragma unroll
-        for (int n = 0; n < num_states; ++n) next[n][c] = own_next[n];
-      }
-      if (events && event.pad(j)) clear(next);
-#pragma unroll
-      for (int n = 0; n < num_states; ++n) {
-        if (!burns) store<paired_channels>(out[n] + s * direction * channels, next[n], at.active);
-#pragma unroll
-        for (int c = 0; c < per_lane; ++c) state[n][c] = next[n][c];
-      }
+        state.set_column(c, next);
+      });
+      if (events && event.pad(j)) clear(state);
+      each<num_states>([&](int n) {
+        if (!burns) store<paired_channels>(out[n] + s * direction * channels, state[n], at.active);
+      });
       if (!burns && events && event.end(j) && !event.pad(j))
         store_states(p.final, state, event.number_of(j), at);
     };
     const auto end_stage = [&](int) {
-#pragma unroll
-      for (int n = 0; n < num_states; ++n) out[n] += steps * direction * channels;
+      each<num_states>([&](int n) { out[n] += steps * direction * channels; });
     };
     for_each_step<0>(ring, span, begin_stage, ready, run_step, end_stage);
     if (!events && span.end == (int)in.length) store_states(p.final, state, at.row, at);
   }
 
-  // One channel, for lanes that each run some consecutive steps of it. See mend.h.
-  struct Strand {
-    static constexpr int words = Channel::words;
+  // The steps of one channel, for lanes that each run some consecutive ones of them. See mend.h.
+  struct ChannelSteps {
+    using Inputs = Vec<Channel::words>;
     struct Sums {
       PARARNN_FUNCTION void clear() {}
       PARARNN_FUNCTION void add(const Sums&) {}
@@ -119,44 +109,39 @@ struct ForwardPass {
     const ForwardProblem& p;
     const Channel own;
 
-    PARARNN_FUNCTION Strand(const ForwardPass& pass, int channel)
+    PARARNN_FUNCTION ChannelSteps(const ForwardPass& pass, int channel)
         : p(pass.p), own(pass.p.in, pass.at, channel) {}
 
-    PARARNN_FUNCTION void gather(int j, real (&x)[words]) const {
-      own.gather(time_of(p.in, direction, j), x);
+    PARARNN_FUNCTION Inputs gather(int j) const {
+      Inputs x;
+      own.gather(time_of(p.in, direction, j), x.items);
+      return x;
     }
     // What the state before step j was, by the sweep before this one.
-    PARARNN_FUNCTION void guess(int j, real (&state)[num_states]) const {
+    PARARNN_FUNCTION State guess(int j) const {
       const int64 place = own.place(time_of(p.in, direction, j - 1));
-#pragma unroll
-      for (int n = 0; n < num_states; ++n) state[n] = widen(p.states[n][place]);
+      return vec<num_states>([&](int n) { return widen(p.states[n][place]); });
     }
-    template <int size>
-    PARARNN_FUNCTION void step(int j, const real (&x)[words], real (&state)[num_states],
-                               real (&product)[size], Sums&) const {
-      real gate[num_gates], field[field_slots], next[num_states];
-      real own_jacobian[num_states * num_states];
-      part<num_gates>(x, 0, gate);
-      part<num_fields>(x, num_gates, field);
-      jacobian(state, gate, field, own.param, next, own_jacobian);
-      multiply<false>(own_jacobian, product);
-      note_sizes(product, next);
-#pragma unroll
-      for (int n = 0; n < num_states; ++n) state[n] = next[n];
+    PARARNN_FUNCTION void step(int j, const Inputs& x, State& state, Product& product,
+                               Sums&) const {
+      State next;
+      Matrix own_jacobian;
+      jacobian(state, x.items, x.items + num_gates, own.param, next, own_jacobian);
+      product.follow(own_jacobian);
+      product.note(next);
+      state = next;
       put(j, state);
     }
-    PARARNN_FUNCTION void put(int j, const real (&state)[num_states]) const {
+    PARARNN_FUNCTION void put(int j, const State& state) const {
       const int64 place = own.place(time_of(p.in, direction, j));
-#pragma unroll
-      for (int n = 0; n < num_states; ++n) p.states[n][place] = narrow<io>(state[n]);
+      each<num_states>([&](int n) { p.states[n][place] = narrow<io>(state[n]); });
     }
     // The end of a span: `state` is the last one.
-    PARARNN_FUNCTION void finish(const Span& span, int64, const real (&state)[num_states],
-                                 const Sums&) const {
+    PARARNN_FUNCTION void finish(const Span& span, int64, const State& state, const Sums&) const {
       if (lane() > 0 || span.end < (int)p.in.length) return;
-#pragma unroll
-      for (int n = 0; n < num_states; ++n)
+      each<num_states>([&](int n) {
         p.final[n][own.at.row * channels + own.number] = state[n];
+      });
     }
   };
 };

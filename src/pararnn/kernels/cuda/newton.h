@@ -7,19 +7,18 @@
 // does not come nearer, one warp runs the rest one step after the other. The backward pass is the same on
 // a linear recurrence.
 //
-// The segments of a tile meet after each sweep. What is decided depends on the values only, and all
+// The segments of a tile synchronise after each sweep. What is decided depends on the values only, and all
 // segments decide alike.
+//
+// In reading order: registers.h, ring.h, problem.h and forward.h, a sweep; linear.h, what it notes; acceptance.h and
+// trajectory.h, whether segments fit; sync_grid.h, how they synchronise; lookback.h and boundaries.h, where they
+// start next; mend.h and bridge.h, what runs again.
 #pragma once
+#include "boundaries.h"
 #include "bridge.h"
 #include "mend.h"
 
 namespace pararnn {
-
-// Newton goes on while a round brings the starts this much nearer; in its first rounds, where what a
-// distance is measured by may change too; and while starts are so near that it is rounding which keeps them
-// apart, for some rounds: what is mended is rounded otherwise.
-constexpr real enough_progress = 0.5, near_enough = bridges ? 8 * bridged : 8;
-constexpr int first_rounds = 2, patience = 8;
 
 // What a warp keeps of the segment that it runs.
 struct Segment {
@@ -33,15 +32,9 @@ struct Segment {
     trajectory.bridging = bridges && span.end - span.first > bridge_steps;
   }
 
-  PARARNN_FUNCTION void sweep(const Pass& pass) {
+  PARARNN_FUNCTION void sweep_from(const Pass& pass, const States& state) {
+    trajectory.end = state;
     pass.sweep(span, trajectory.end, trajectory.linear, slot);
-  }
-
-  PARARNN_FUNCTION void start_from(const real (&state)[num_states][per_lane]) {
-#pragma unroll
-    for (int n = 0; n < num_states; ++n)
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c) trajectory.end[n][c] = state[n][c];
   }
 
   // Returns whether there were any gaps.
@@ -58,22 +51,17 @@ struct Segment {
   // Runs some channels again.
   PARARNN_FUNCTION void mend_channels(const Pass& pass, const Place& at, const Channels& some,
                                       const End& before) {
-    Linear& linear = trajectory.linear;
     const int count = some.count();
     for (int k = 0; k < count; ++k) {
       const int place = some.nth(k);
-      real state[num_states], sizes[num_states], product[kept];
-      of_channel(linear.start, place, state);
-      of_channel(before.size, place, sizes);
-      mend(pass, at.first + place, span, slot, sizes, state, product);
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c) {
-        if (lane() * per_lane + c != place) continue;
-#pragma unroll
-        for (int n = 0; n < num_states; ++n) trajectory.end[n][c] = state[n];
-#pragma unroll
-        for (int e = 0; e < kept; ++e) linear.product[c][e] = product[e];
-      }
+      State state = of_channel(trajectory.linear.start, place);
+      Product product;
+      mend(pass, at.first + place, span, slot, of_channel(before.size, place), state, product);
+      each<per_lane>([&](int c) {
+        if (lane() * per_lane + c != place) return;
+        trajectory.end.set_column(c, state);
+        trajectory.linear.product[c] = product;
+      });
     }
   }
 };
@@ -88,7 +76,7 @@ PARARNN_FUNCTION int run_alone(const Pass& pass, const Shooting& s, const Place&
   };
   Trajectory known;
   End last;
-  clear(last.size);
+  last.size.fill(constant(0));
   int w = 0;
   for (Status own = status_of(known, 0); own != Status::moved; own = status_of(known, w)) {
     last = known.last_after(last);
@@ -97,8 +85,7 @@ PARARNN_FUNCTION int run_alone(const Pass& pass, const Shooting& s, const Place&
   int ran = 0;
   for (; w < segments; ++ran) {
     Segment segment(s, at, length, w);
-    segment.start_from(last.state);
-    segment.sweep(pass);
+    segment.sweep_from(pass, last.state);
     known = segment.trajectory;
     bool fits = true;  // segments that fit as they are
     while (fits) {
@@ -114,52 +101,48 @@ PARARNN_FUNCTION int run_alone(const Pass& pass, const Shooting& s, const Place&
 
 PARARNN_FUNCTION void run_newton(const Pass::Launch& p) {
   __shared__ __align__(16) char memory[Pass::bytes];
-  __shared__ __align__(16) char desk[at_least_1(Meeting::bytes)];
+  __shared__ __align__(16) char inbox[at_least_1(SegmentSync::bytes)];
   const Shooting& s = p.shooting;
   const int segments = (int)s.segments, length = (int)p.pass.in.length;
   const int own = blockIdx.x % segments, tile_number = blockIdx.x / segments;
-  clear_board(s, tile_number, own);
-  Meeting meeting(s.counters, desk, tile_number, segments, own);
   const Place at(tile_number);
+  Boundary(s, at, tile_number, own).clear();
+  SegmentSync sync(s.counters, inbox, tile_number, segments, own);
   const Weights weights(p.pass.in, at);
   const Pass pass(p.pass, at, weights, memory);
   Segment segment(s, at, length, own);
   Trajectory& trajectory = segment.trajectory;
   const int burn_in = min((int)s.burn_in, segment.span.first);
   segment.span.begin -= burn_in;
-  if (burn_in == segment.span.first) pass.origin(trajectory.end);
-  else clear(trajectory.end);
-  segment.sweep(pass);
+  States guess;
+  if (burn_in == segment.span.first) pass.origin(guess);
+  else guess.fill(constant(0));
+  segment.sweep_from(pass, guess);
   segment.span.begin = segment.span.first;
   real furthest = constant(INFINITY);
   for (int round = 0;; ++round) {
-    real end[end_numbers], end_before[1][end_numbers];
     End before;
-    trajectory.last().get(end);
-    meeting.exchange(round, end, end_before);
-    before.set(end_before[0]);
+    sync.exchange(round, trajectory.last(), before);
     trajectory.measure(before);
-    if (!meeting.any(round, own == 0 || trajectory.follows(before, at))) {
+    if (!sync.any_unfit(round, own == 0 || trajectory.follows(before, at))) {
       if (own == 0) pass.report(tile_number, round + 1, round > 0);
       return;
     }
-    real wanted[num_states][per_lane];
-    Channels moved;
-    const real far = newton_update(s, at, tile_number, own, round, before, trajectory, wanted, moved);
-    const real most = meeting.most(round, far);
+    const Boundary boundary(s, at, tile_number, own);
+    const Update update = newton_update(boundary, round, before, trajectory);
+    const Channels& moved = update.moved;
+    const real most = sync.furthest(round, update.furthest);
     if (most == constant(0)) {
       if (own > 0) segment.bridge_gaps(pass, at, before);
       if (own == 0) pass.report(tile_number, round + 1, true);
       return;
     }
-    const bool nears = most <= enough_progress * furthest || round < first_rounds ||
-                       (most < near_enough && round < patience);
-    if (!nears || round >= segments) {
+    if (!pays(round, furthest, most) || round >= segments) {
       scalar* found = s.found + (int64)tile_number * segments * found_numbers * lanes;
       const bool bridged = own > 0 && !moved.any() && segment.bridge_gaps(pass, at, before);
       const Status status = moved.any() ? Status::moved : bridged ? Status::bridged : Status::as_it_was;
       trajectory.write(found + own * found_numbers * lanes, status);
-      meeting.publish();
+      sync.memory_barrier();
       if (own > 0) return;
       const int sweeps = run_alone(pass, s, at, found, length);
       pass.report(tile_number, round + 1 + sweeps, true);
@@ -168,12 +151,11 @@ PARARNN_FUNCTION void run_newton(const Pass::Launch& p) {
     furthest = most;
     if (!moved.any()) continue;
     const bool few = worth_mending(moved.count(), segment.span.end - segment.span.first);
-    trajectory.move(wanted, moved, !few);
+    trajectory.move(update.start, moved, !few);
     if (few) {
       segment.mend_channels(pass, at, moved, before);
     } else {
-      segment.start_from(trajectory.linear.start);
-      segment.sweep(pass);
+      segment.sweep_from(pass, trajectory.linear.start);
     }
   }
 }

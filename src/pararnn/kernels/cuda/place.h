@@ -70,18 +70,4 @@ PARARNN_FUNCTION void clear(real (&x)[num_states][per_lane]) {
     for (int c = 0; c < per_lane; ++c) x[n][c] = constant(0);
 }
 
-// `count` of the items of x, from `first` on.
-template <int count, int size>
-PARARNN_FUNCTION void part(const real (&x)[size], int first, real* out) {
-#pragma unroll
-  for (int i = 0; i < count; ++i) out[i] = x[first + i];
-}
-
-// A channel's column of values that are kept as (item, channel of the lane).
-template <int size>
-PARARNN_FUNCTION void column(const real (&x)[size][per_lane], int c, real (&out)[size]) {
-#pragma unroll
-  for (int i = 0; i < size; ++i) out[i] = x[i][c];
-}
-
 }  // namespace pararnn

@@ -11,6 +11,8 @@
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
+#define PARARNN_UNROLL _Pragma("unroll")
+
 namespace pararnn {
 
 using int64 = long long;
@@ -39,6 +41,10 @@ PARARNN_FUNCTION mask negated(mask m) { return !m; }
 PARARNN_FUNCTION real multiply_add(real a, real b, real c) {
   return wide ? (real)::fma((double)a, (double)b, (double)c)
               : (real)::fmaf((float)a, (float)b, (float)c);
+}
+// The larger one of two numbers, without those that are none.
+PARARNN_FUNCTION real largest(real x, real y) {
+  return wide ? (real)::fmax((double)x, (double)y) : (real)::fmaxf((float)x, (float)y);
 }
 PARARNN_FUNCTION real number(mask m) { return m ? constant(1) : constant(0); }
 

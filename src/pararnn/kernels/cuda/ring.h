@@ -3,7 +3,7 @@
 //
 // Needs, besides real.h: per_lane (channels a lane runs), steps (of a stage), stages (of the ring).
 #pragma once
-#include "real.h"
+#include "registers.h"
 
 namespace pararnn {
 
@@ -44,32 +44,29 @@ template <class T, int rows, int width, int chunk> struct Stream {
     memory = place;
     const int sub = lane() % chunks, step = lane() / chunks;
     to = shared_address(place) + step * step_bytes + sub * chunk;
-#pragma unroll
-    for (int part = 0; part < parts; ++part) {
+    each<parts>([&](int part) {
       const T* address = source((sub + part * lanes) * (chunk / (int)sizeof(T)));
       first[part] = step < together && address != nullptr ? step : never;
       from[part] = reinterpret_cast<const char*>(address + step * time);
-    }
+    });
   }
 
   // Step `s` of the stage that goes into `slot`, with the steps copied together with it; `left` is
   // how many steps there are from the stage's first one on. `between`: from row to row, in elements.
   PARARNN_FUNCTION void copy(int slot, int s, int left, int64 time, int64 between) const {
     if (s % together != 0) return;
-#pragma unroll
-    for (int part = 0; part < parts; ++part) {
-      if (s + first[part] >= left) continue;
-#pragma unroll
-      for (int row = 0; row < rows; ++row)
+    each<parts>([&](int part) {
+      if (s + first[part] >= left) return;
+      each<rows>([&](int row) {
         copy_async<chunk>(to + slot * stage_bytes + s * step_bytes + row * row_bytes +
                               part * lanes * chunk,
                           from[part] + (s * time + row * between) * (int64)sizeof(T));
-    }
+      });
+    });
   }
 
   PARARNN_FUNCTION void next_stage(int64 time) {
-#pragma unroll
-    for (int part = 0; part < parts; ++part) from[part] += steps * time * (int64)sizeof(T);
+    each<parts>([&](int part) { from[part] += steps * time * (int64)sizeof(T); });
   }
 
   // The lane's channels of a row that has arrived.
@@ -77,8 +74,7 @@ template <class T, int rows, int width, int chunk> struct Stream {
     const char* place = memory + slot * stage_bytes + s * step_bytes + row * row_bytes;
     if constexpr (width == 1) {
       const real value = widen(*reinterpret_cast<const T*>(place));
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c) x[c] = value;
+      each<per_lane>([&](int c) { x[c] = value; });
     } else {
       unpack(reinterpret_cast<const Pack<T, per_lane>*>(place)[lane()], x);
     }

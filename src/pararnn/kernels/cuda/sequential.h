@@ -6,11 +6,10 @@ namespace pararnn {
 
 struct NotLinear {
   static constexpr bool wanted = false;
-  PARARNN_FUNCTION void begin(const real (&)[num_states][per_lane]) {}
+  PARARNN_FUNCTION void begin(const States&) {}
   PARARNN_FUNCTION void forget() {}
-  PARARNN_FUNCTION void note(int, const real*) {}
-  PARARNN_FUNCTION void follow(int, const real*) {}
-  PARARNN_FUNCTION void follow_back(int, const real*) {}
+  PARARNN_FUNCTION void note(int, const State&) {}
+  PARARNN_FUNCTION void follow(int, const Matrix&) {}
 };
 
 PARARNN_FUNCTION void run_sequential(const Pass::Launch& launch) {
@@ -19,7 +18,7 @@ PARARNN_FUNCTION void run_sequential(const Pass::Launch& launch) {
   const Place at(blockIdx.x);
   const Weights weights(p.in, at);
   const Pass pass(p, at, weights, memory);
-  real state[num_states][per_lane];
+  States state;
   pass.origin(state);
   NotLinear nothing;
   pass.sweep(Span{0, 0, (int)p.in.length}, state, nothing, at.row);

@@ -1,0 +1,64 @@
+// Numbers in registers. Loops over them are unrolled, so that no index is left at run time.
+//
+// Needs, besides real.h: per_lane.
+#pragma once
+#include "real.h"
+
+namespace pararnn {
+
+// f(0), f(1) ... f(n - 1).
+template <int n, class F> PARARNN_FUNCTION void each(const F& f) {
+  PARARNN_UNROLL
+  for (int i = 0; i < n; ++i) f(i);
+}
+
+// n numbers of one channel. Emitted functions and arrays of this size take it as an array.
+template <int n> struct Vec {
+  using Array = real[n];
+  Array items;
+
+  PARARNN_FUNCTION operator Array&() { return items; }
+  PARARNN_FUNCTION operator const Array&() const { return items; }
+  PARARNN_FUNCTION real& operator[](int i) { return items[i]; }
+  PARARNN_FUNCTION const real& operator[](int i) const { return items[i]; }
+};
+
+// The vector of f(0) ... f(n - 1).
+template <int n, class F> PARARNN_FUNCTION Vec<n> vec(const F& f) {
+  Vec<n> x;
+  each<n>([&](int i) { x[i] = f(i); });
+  return x;
+}
+
+template <int n> PARARNN_FUNCTION Vec<n> filled(real value) {
+  return vec<n>([&](int) { return value; });
+}
+
+// A lane's part of a tile of n rows: of each row, its neighbouring channels.
+template <int n> struct Fragment {
+  using Row = real[per_lane];
+  using Array = real[n][per_lane];
+  Array rows;
+
+  PARARNN_FUNCTION operator Array&() { return rows; }
+  PARARNN_FUNCTION operator const Array&() const { return rows; }
+  PARARNN_FUNCTION Row& operator[](int i) { return rows[i]; }
+  PARARNN_FUNCTION const Row& operator[](int i) const { return rows[i]; }
+
+  PARARNN_FUNCTION Vec<n> column(int c) const {
+    return vec<n>([&](int i) { return rows[i][c]; });
+  }
+  PARARNN_FUNCTION void set_column(int c, const Vec<n>& x) {
+    each<n>([&](int i) { rows[i][c] = x[i]; });
+  }
+  PARARNN_FUNCTION void fill(real value) {
+    each<n>([&](int i) { each<per_lane>([&](int c) { rows[i][c] = value; }); });
+  }
+};
+
+// The same of arrays that are no fragments.
+template <int n> PARARNN_FUNCTION Vec<n> column_of(const real (&rows)[n][per_lane], int c) {
+  return vec<n>([&](int i) { return rows[i][c]; });
+}
+
+}  // namespace pararnn
