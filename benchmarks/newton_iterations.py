@@ -34,7 +34,7 @@ from pararnn.train import DemoConfig
 
 LENGTHS = (256, 512, 1024, 2048)
 BATCH = 8
-UPDATES = 8
+UPDATES = 10
 CELLS = ("gru", "lstm")
 
 
