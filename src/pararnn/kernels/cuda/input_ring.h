@@ -8,17 +8,11 @@ struct Weights {
   real bias[num_gates][per_lane], params[param_slots][per_lane];
 
   PARARNN_FUNCTION Weights(const Inputs& in, const Place& at) {
-#pragma unroll
-    for (int g = 0; g < num_gates; ++g) {
-      if (in.bias != nullptr) {
-        load(in.bias + g * channels + at.own, bias[g], at.active);
-      } else {
-#pragma unroll
-        for (int c = 0; c < per_lane; ++c) bias[g][c] = constant(-0.0);  // x + -0 is x, also for -0
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < num_params; ++i) load(in.params[i] + at.own, params[i], at.active);
+    each<num_gates>([&](int g) {
+      if (in.bias != nullptr) load(in.bias + g * channels + at.own, bias[g], at.active);
+      else each<per_lane>([&](int c) { bias[g][c] = constant(-0.0); });  // x + -0 is x, also for -0
+    });
+    each<num_params>([&](int i) { load(in.params[i] + at.own, params[i], at.active); });
   }
 };
 
@@ -102,13 +96,12 @@ template <int direction, bool gated = true> struct InputRing {
     fields.next_stage();
   }
   PARARNN_FUNCTION void read(int slot, int s, StepInputs& values) const {
-#pragma unroll
-    for (int g = 0; g < num_gates; ++g) {
+    each<num_gates>([&](int g) {
       if (gated) gates.read(slot, s, g, values.gate[g]);
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c)
+      each<per_lane>([&](int c) {
         values.gate[g][c] = gated ? values.gate[g][c] + weights.bias[g][c] : constant(0);
-    }
+      });
+    });
     fields.read(slot, s, values.field);
   }
 };

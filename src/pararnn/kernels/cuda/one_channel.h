@@ -15,21 +15,19 @@ struct Channel {
 
   PARARNN_FUNCTION Channel(const Inputs& in, const Place& at, int number)
       : in(in), at(at), number(number) {
-#pragma unroll
-    for (int g = 0; g < num_gates; ++g)
+    each<num_gates>([&](int g) {
       bias[g] = in.bias != nullptr ? widen(in.bias[g * channels + number]) : constant(-0.0);
-#pragma unroll
-    for (int i = 0; i < num_params; ++i) param[i] = widen(in.params[i][number]);
+    });
+    each<num_params>([&](int i) { param[i] = widen(in.params[i][number]); });
   }
   // Pre-activations and fields at time t, in the first `words` of x.
   template <int size> PARARNN_FUNCTION void gather(int64 t, real (&x)[size]) const {
     const io* gate = in.gates + at.row * in.gate_strides.row + t * time_stride(in) + gate_offset(in, number);
-#pragma unroll
-    for (int g = 0; g < num_gates; ++g) x[g] = widen(gate[g * gate_stride(in)]) + bias[g];
-#pragma unroll
-    for (int f = 0; f < num_fields; ++f)
+    each<num_gates>([&](int g) { x[g] = widen(gate[g * gate_stride(in)]) + bias[g]; });
+    each<num_fields>([&](int f) {
       x[num_gates + f] = in.fields[f][at.row * in.field_row[f] + t * in.field_time[f] +
                                       (broadcast[f] ? 0 : number)];
+    });
   }
   // The place of time t in a tensor (row, time, channel).
   PARARNN_FUNCTION int64 place(int64 t) const { return (at.row * in.length + t) * channels + number; }

@@ -28,46 +28,37 @@ PARARNN_FUNCTION void store(T* to, const real (&x)[per_lane], int active) {
   if constexpr (paired) {
     if (!ragged || active > 0) *reinterpret_cast<Pack<T, per_lane>*>(to) = packed<T>(x);
   } else {
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c)
+    each<per_lane>([&](int c) {
       if (c < active) to[c] = narrow<T>(x[c]);
+    });
   }
 }
 
 constexpr bool paired_channels = channels % per_lane == 0;
 
 template <class T> PARARNN_FUNCTION void load(const T* from, real (&x)[per_lane], int active) {
-#pragma unroll
-  for (int c = 0; c < per_lane; ++c) x[c] = c < active ? widen(from[c]) : constant(0);
+  each<per_lane>([&](int c) { x[c] = c < active ? widen(from[c]) : constant(0); });
 }
 
 // Row `number` of a tensor a state, (sequence, channel); null is zero.
 PARARNN_FUNCTION void load_states(real (&x)[num_states][per_lane], const scalar* const* from,
                                   int64 number, const Place& at) {
-#pragma unroll
-  for (int n = 0; n < num_states; ++n) {
-    if (from[n] != nullptr) {
-      load(from[n] + number * channels + at.own, x[n], at.active);
-    } else {
-#pragma unroll
-      for (int c = 0; c < per_lane; ++c) x[n][c] = constant(0);
-    }
-  }
+  each<num_states>([&](int n) {
+    if (from[n] != nullptr) load(from[n] + number * channels + at.own, x[n], at.active);
+    else each<per_lane>([&](int c) { x[n][c] = constant(0); });
+  });
 }
 
 PARARNN_FUNCTION void store_states(scalar* const* to, const real (&x)[num_states][per_lane],
                                    int64 number, const Place& at) {
-#pragma unroll
-  for (int n = 0; n < num_states; ++n)
+  each<num_states>([&](int n) {
     if (to[n] != nullptr)
       store<paired_channels>(to[n] + number * channels + at.own, x[n], at.active);
+  });
 }
 
 PARARNN_FUNCTION void clear(real (&x)[num_states][per_lane]) {
-#pragma unroll
-  for (int n = 0; n < num_states; ++n)
-#pragma unroll
-    for (int c = 0; c < per_lane; ++c) x[n][c] = constant(0);
+  each<num_states>([&](int n) { each<per_lane>([&](int c) { x[n][c] = constant(0); }); });
 }
 
 }  // namespace pararnn
