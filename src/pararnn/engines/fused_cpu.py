@@ -19,6 +19,7 @@ from pararnn.engines.split import BY_RULE, Pin, Split, split_of
 from pararnn.engines.strides import (
     address,
     addresses,
+    adjoint_values,
     by_head,
     copied,
     gate_strides,
@@ -86,18 +87,10 @@ def _backward(
     grad_bias = gates.new_empty((num_gates, channels), dtype=args.dtype)
     grad_params = [gates.new_empty(channels, dtype=args.dtype) for _ in args.params]
     row, bias = channels * grad_bias.element_size(), grad_bias.data_ptr()
-    strides = [(0, 0) if g is None else g.stride()[:2] for g in arriving]
     values: Values = {
         "in": prepared.words,
-        "grad_row": [row for row, _ in strides],
-        "grad_time": [time for _, time in strides],
-        "states": addresses(saved),
-        "grad_states": addresses(arriving),
-        "grad_final": addresses(arriving_final),
-        "grad_gates": written.data_ptr(),
-        "grad_fields": addresses(grad_fields),
+        **adjoint_values(saved, arriving, arriving_final, written, grad_fields, sums),
         "grad_initial": addresses(grad_initial),
-        "partial": sums.data_ptr(),
         "grad_gate_strides": gate_strides(prepared.interface, written.stride()),
         "grad_weights": [*(bias + g * row for g in range(num_gates)), *addresses(grad_params)],
     }

@@ -28,11 +28,13 @@ from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Pin, Split, segments
 from pararnn.engines.strides import (
     address,
     addresses,
+    adjoint_values,
     by_head,
     copied,
     gate_strides,
     gradients_like,
     narrow,
+    row_and_time,
     unit_stride,
 )
 from pararnn.errors import EngineError
@@ -102,23 +104,15 @@ def _backward(
     if inputs.blocks:
         places = [*inputs.places, written.data_ptr(), *addresses(saved)]
         places.append(inputs.channels * gates.element_size())
-        strides = [(0, 0) if g is None else g.stride()[:2] for g in arriving]
-        places += [s * gates.element_size() for pair in strides for s in pair]
+        places += [s * gates.element_size() for grad in arriving for s in row_and_time(grad)]
         places += addresses(arriving)
         run = inputs.prepared("backward", chunk_of(*places), tuple(g is not None for g in arriving))
         weights, spans = gates.shape[2] + len(args.params), inputs.rows * run.split.segments
         sums_of = new((spans, weights, inputs.channels), dtype=dtype)
         values: Values = {
             "in": inputs.words,
-            "grad_row": [row for row, _ in strides],
-            "grad_time": [time for _, time in strides],
-            "states": addresses(saved),
-            "grad_states": addresses(arriving),
-            "grad_final": addresses(arriving_final),
-            "grad_gates": written.data_ptr(),
-            "grad_fields": addresses(grad_fields),
+            **adjoint_values(saved, arriving, arriving_final, written, grad_fields, sums_of),
             "grad_initial": addresses(grad_initial) or [0] * program.num_states,
-            "partial": sums_of.data_ptr(),
         }
         run("Backward", values)
         if "bias" in wanted or "params" in wanted:

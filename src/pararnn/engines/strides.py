@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pararnn.codegen.interface import Interface
+from pararnn.codegen.interface import Interface, Values
 from pararnn.engines.base import Arguments, Gradients
 
 
@@ -69,6 +69,33 @@ def gradients_like(
 def as_dtype(tensor: Tensor, like: Tensor) -> Tensor:
     """The tensor in another's dtype: itself where it has that, as `to` takes longer to see."""
     return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
+
+
+def row_and_time(grad: Tensor | None) -> tuple[int, ...]:
+    """The strides (B, T) of a gradient that arrives; 0 for None."""
+    return (0, 0) if grad is None else grad.stride()[:2]
+
+
+def adjoint_values(
+    saved: Sequence[Tensor],
+    arriving: Sequence[Tensor | None],
+    arriving_final: Sequence[Tensor | None],
+    written: Tensor,
+    grad_fields: Sequence[Tensor],
+    partial: Tensor,
+) -> Values:
+    """What backward kernels of all targets read and write, by name: see codegen/interface.py."""
+    strides = [row_and_time(grad) for grad in arriving]
+    return {
+        "grad_row": [row for row, _ in strides],
+        "grad_time": [time for _, time in strides],
+        "states": addresses(saved),
+        "grad_states": addresses(arriving),
+        "grad_final": addresses(arriving_final),
+        "grad_gates": written.data_ptr(),
+        "grad_fields": addresses(grad_fields),
+        "partial": partial.data_ptr(),
+    }
 
 
 def address(tensor: Tensor | None) -> int:
