@@ -62,7 +62,7 @@ def iterations() -> Claim:
         "Newton's iterations, at initialisation and trained (Appendix A)",
         "3, whatever the stage and the length",
         f"until the numerics contract holds: {'; '.join(each)}",
-        "not reproduced for trained cells",
+        "at initialisation; trained cells take more",
         "`python benchmarks/newton_iterations.py`",
     )
 
