@@ -20,7 +20,7 @@ from torch import Tensor
 
 import pararnn
 from pararnn.engines.base import totals
-from pararnn.engines.table import engine_for
+from pararnn.engines.table import choose
 from pararnn.program.program import program_of
 from pararnn.solve import Solved, prepare, run
 
@@ -93,7 +93,7 @@ def main() -> None:
         newton = measure(cell, gates, "newton", args.budget)
         program = pararnn.program_of(cell)
         size_of = (batch, length, channels)
-        auto = engine_for(program, size_of, gates.dtype, device, "auto", "torch").solver
+        auto = choose(program, size_of, gates.dtype, device, "auto", "torch").engine.solver
         ratio = (newton if auto == "newton" else loop)[1] / min(loop[1], newton[1])
         ratios.append(ratio)
         row = {

@@ -27,7 +27,7 @@ from pararnn import CELLS, Cell
 from pararnn.cells.affine import AFFINE
 from pararnn.engines.base import Arguments, totals
 from pararnn.engines.fused_cuda import NEWTON, SEQUENTIAL
-from pararnn.engines.table import engine_for
+from pararnn.engines.table import choose
 from pararnn.lm import LanguageModel
 from pararnn.program.program import Program, program_of
 from pararnn.solve import prepare
@@ -274,7 +274,7 @@ def grid_rows(run: Run) -> list[Row]:
             for solver in ENGINES:
                 total[solver] += times[f"{solver}_ms"]
         device = torch.device("cuda", torch.cuda.current_device())
-        auto = engine_for(program, size, dtype, device, "auto", "auto").solver
+        auto = choose(program, size, dtype, device, "auto", "auto").engine.solver
         row = about_of("grid", name, size, dtype, "both")
         row |= {f"{solver}_ms": round(ms, 5) for solver, ms in total.items()}
         row |= {"auto": auto, "auto_of_best": round(total[auto] / min(total.values()), 3)}

@@ -18,7 +18,7 @@ from pararnn import cache
 from pararnn.codegen import cuda, headers, nvrtc
 from pararnn.codegen.cuda import KERNELS, chunk_of, ring_of, source_of, usual_variants
 from pararnn.engines import table
-from pararnn.engines.table import engine_for
+from pararnn.engines.table import choose
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
@@ -283,12 +283,12 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
     program = _program("gru")
     request = (program, (1, 9, 4), torch.float32, device)
     with pytest.raises(pararnn.EngineError, match=r"\(auto, fused\) cannot run GRUCell.*Tesla T4"):
-        engine_for(*request, "auto", "fused")
+        choose(*request, "auto", "fused")
     with pytest.warns(pararnn.BackendWarning, match=r"GRUCell runs by \(sequential, torch\).*7.5"):
-        assert engine_for(*request, "auto", "auto").backend == "torch"
+        assert choose(*request, "auto", "auto").engine.backend == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine_for(*request, "auto", "auto")
+        choose(*request, "auto", "auto")
 
 
 def test_reports_are_read():

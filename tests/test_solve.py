@@ -173,14 +173,14 @@ def test_devices_must_agree():
 
 @needs_compiler
 def test_auto_depends_on_sizes_and_cell_only():
-    from pararnn.engines.table import engine_for
+    from pararnn.engines.table import choose
 
     program = pararnn.program_of(pararnn.GRUCell(4))
     dense = pararnn.program_of(pararnn.DenseGRUCell(4))
     cpu = torch.device("cpu")
 
     def chosen(program, *size, backend="auto"):
-        engine = engine_for(program, size, torch.float32, cpu, "auto", backend)
+        engine = choose(program, size, torch.float32, cpu, "auto", backend).engine
         return engine.solver, engine.backend
 
     assert chosen(program, 1, 2048, 64) == ("sequential", "fused")

@@ -37,10 +37,10 @@ def _same(got, expected, tolerance=1e-5):
 
 def test_auto_takes_the_kernels():
     cell, gates = pararnn.GRUCell(8, device="cuda"), torch.randn(2, 9, 3, 8, device="cuda")
-    from pararnn.engines.table import engine_for
+    from pararnn.engines.table import choose
 
     program = pararnn.program_of(cell)
-    engine = engine_for(program, (2, 9, 8), gates.dtype, gates.device, "auto", "auto")
+    engine = choose(program, (2, 9, 8), gates.dtype, gates.device, "auto", "auto").engine
     assert (engine.solver, engine.backend) == ("sequential", "fused")
     dense = pararnn.DenseGRUCell(8, device="cuda")
     with pytest.raises(pararnn.EngineError, match="mixes channels"):

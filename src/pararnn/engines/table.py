@@ -90,18 +90,6 @@ class Choice(NamedTuple):
         return None if of is None else of(program_by_key(key), size, dtype, device, self.asked)
 
 
-def engine_for(
-    program: Program,
-    size: Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    solver: str,
-    backend: str,
-) -> Engine:
-    """The engine of `choose`."""
-    return choose(program, size, dtype, device, solver, backend).engine
-
-
 def choose(
     program: Program,
     size: Size,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pararnn.engines.table import engine_for, pairs_for
+from pararnn.engines.table import choose, pairs_for
 from pararnn.lm import LanguageModel, bits_per_byte, set_solver
 from pararnn.program.program import program_of
 from pararnn.tune.timing import median_seconds
@@ -90,8 +90,7 @@ def auto_pair(model: LanguageModel, batch: int, length: int) -> Pair:
     layer, weight = model.recurrent_layers()[0], model.lm_head.weight
     size = (batch, length, layer.hidden_size)
     program = program_of(layer.cell)
-    engine = engine_for(program, size, weight.dtype, weight.device, "auto", "auto")
-    return engine.solver, engine.backend
+    return choose(program, size, weight.dtype, weight.device, "auto", "auto").pair
 
 
 def compare_to_loop(model: LanguageModel, windows: Tensor, pair: Pair) -> Agreement:
