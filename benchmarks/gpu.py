@@ -7,7 +7,7 @@ import importlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,16 +121,17 @@ def left_out(what: str, error: Exception) -> None:
     print(f"peer left out: {what}: {type(error).__name__}: {text}", flush=True)
 
 
-Sections = Mapping[str, tuple[Callable[[Run], list[Row]], str]]
+Sections = Mapping[str, tuple[Callable[[Run], Iterable[Row]], str]]
 """By name: what measures a section's rows, and the file that they are written to."""
 
 
 def run_sections(
     doc: str | None, sections: Sections, graph_budget: float, train_seconds: float | None = None
-) -> None:
+) -> dict[str, list[Row]]:
     """The command line of a benchmark in sections; `graph_budget`: ms for a timing by replays.
 
-    `train_seconds`: the default of --train-seconds, None where no section trains.
+    `train_seconds`: the default of --train-seconds, None where no section trains. Returns the rows
+    of each file.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -157,8 +158,10 @@ def run_sections(
     for section in chosen:
         measure, file = sections[section]
         rows = files.setdefault(file, [])
-        rows += [{**about, **row} for row in measure(run)]
-        if out is not None and rows:
-            write_csv(out / file, rows)  # now: a later section may fail
+        for row in measure(run):
+            rows.append({**about, **row})
+            if out is not None:
+                write_csv(out / file, rows)  # now: what comes later may fail
         print(f"{section}: {time.perf_counter() - begin:.0f} s", flush=True)
     print(f"written to {out or 'nowhere (see --out)'}")
+    return files

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
-from pararnn.engines.base import Arguments, Engine
+from pararnn.engines.base import LEAVES, Arguments, Engine
 from pararnn.engines.fused_cuda import SEQUENTIAL
 from pararnn.layers import RecurrentLayer
 from pararnn.program.program import Program, program_of
@@ -139,7 +139,10 @@ def kernel_calls(cell: Cell, what: str, size: Size, dtype: torch.dtype) -> list[
 def calls_of(
     engine: Engine, program: Program, inputs: Sequence[Arguments], what: str
 ) -> list[Call]:
-    """A pass of an engine on each of the inputs; the output's gradient arrives, no other."""
+    """A pass of an engine on each of the inputs; the output's gradient arrives, no other.
+
+    Gradients of everything are wanted.
+    """
     if what == "forward":
         return [partial(engine.forward, program, args) for args in inputs]
     assert engine.backward is not None
@@ -148,7 +151,8 @@ def calls_of(
     for args in inputs:
         states = SEQUENTIAL.forward(program, args).states
         grads: tuple[Tensor | None, ...] = (torch.randn_like(states[0]), *unread)
-        calls.append(partial(engine.backward, program, args, states, grads, (None, *unread)))
+        final = (None, *unread)
+        calls.append(partial(engine.backward, program, args, states, grads, final, LEAVES))
     return calls
 
 

@@ -16,6 +16,7 @@ from markdown_tables import Row, read, size, source, table
 from tables_claims import claims
 from tables_cuda import (
     auto_cuda,
+    auto_layers,
     kernels,
     kernels_layers,
     kernels_memory,
@@ -214,6 +215,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "auto_torch": auto_torch,
     "auto_cpu": auto_cpu,
     "auto_cuda": auto_cuda,
+    "auto_layers": auto_layers,
     "parallel": lambda: split_times("shapes", "cell"),
     "parallel_hard": lambda: split_times("hard", "GRU with", with_pass=False),
     "parallel_trained": trained,

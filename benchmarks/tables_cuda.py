@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from markdown_tables import Row, figure, measured, not_yet, read, size, source, table
+from segments import taken, worst
+
+from pararnn.engines.rule import MIN_SEGMENTS
 
 
 def resources() -> str:
@@ -142,10 +147,46 @@ def trained() -> str:
     return f"{table(head, body)}\n\n{split_times('trained', 'layer', name=name)}"
 
 
+def of_best(rows: Sequence[Row]) -> str:
+    """The worst of what `auto` takes over the better engine's time, by size, stage and pass."""
+    passes, stages = ("forward", "backward", "both"), ("trained", "fresh")
+    body = []
+    for dtype, shape in dict.fromkeys((row["dtype"], size(row)) for row in rows):
+        mine = [row for row in rows if (row["dtype"], size(row)) == (dtype, shape)]
+        autos = "/".join(dict.fromkeys(row["auto"] for row in mine))
+        ratios = [worst_of_best(mine, stage, step) for stage in stages for step in passes]
+        body.append([dtype, shape, autos, *ratios])
+    head = ["dtype", "B, T, D", "`auto`", *(f"{s}, {p}" for s in stages for p in passes)]
+    return table(head, body)
+
+
+def worst_of_best(rows: Iterable[Row], stage: str, step: str) -> str:
+    """The worst ratio over the layers of a stage; of both passes, their times are added up."""
+    layers: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["stage"] == stage and step in (row["pass"], "both"):
+            layers.setdefault(row["what"], []).append(row)
+    found = []
+    for own in layers.values():
+        times = {s: sum(float(row[f"{s}_ms"]) for row in own) for s in ("newton", "sequential")}
+        found.append(times[own[0]["auto"]] / min(times.values()))
+    return f"{max(found):.2f}" if found else ""
+
+
+def auto_layers() -> str:
+    """What auto takes on fresh and trained layers, against the better engine."""
+    name = "auto_layers.csv"
+    if not measured(name):
+        return not_yet("benchmarks/auto_layers.py")
+    rows = read(name)
+    text = "At worst over both layers of both models, times that of the better engine"
+    return f"{text} {source(rows, name)}:\n\n{of_best(rows)}"
+
+
 def auto_cuda() -> str:
     """Both solvers' kernels and what auto takes."""
     rows = read("auto_cuda.csv")
-    worst = max(float(row["auto_of_best"]) for row in rows)
+    least = MIN_SEGMENTS["cuda"]
     shown = [row for row in rows if row["dtype"] == "float32" and row["T"] in ("512", "2048")]
     body = [
         [
@@ -153,13 +194,13 @@ def auto_cuda() -> str:
             size(row),
             figure(row, "sequential_ms"),
             figure(row, "newton_ms"),
-            row["auto"],
+            taken(row, least),
         ]
         for row in shown
     ]
     text = (
-        f"ms {source(rows, 'auto_cuda.csv')}. At worst `auto` takes {worst:.2f} times the better "
-        f"one's time, over {len(rows)} sizes and dtypes; float32, two lengths of four:"
+        f"ms {source(rows, 'auto_cuda.csv')}. At worst `auto` takes {worst(rows, least):.2f} times "
+        f"the better one's time, over {len(rows)} sizes and dtypes; float32, two lengths of four:"
     )
     head = ["cell", "B, T, D", "(sequential, fused)", "(newton, fused)", "`auto`"]
     return f"{text}\n\n{table(head, body)}"

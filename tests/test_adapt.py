@@ -31,7 +31,7 @@ def _pairs(layer, count, shape=SHAPE, **how):
     return seen
 
 
-@pytest.mark.parametrize(("sweeps", "slow"), [(1, False), (2, False), (3, True)])
+@pytest.mark.parametrize(("sweeps", "slow"), [(1, False), (2, True), (3, True)])
 def test_layers_switch_where_sweeps_persist(layer, newton_fused, caplog, sweeps, slow):
     newton_fused.sweeps = sweeps
     adaptation = pararnn.adapt(layer, patience=3)

@@ -7,7 +7,9 @@ import torch
 from table import make_case
 
 import pararnn
+from pararnn import cache
 from pararnn.cells import NONLINEARITIES
+from pararnn.program import program
 from pararnn.program.derive import linearise
 
 
@@ -201,3 +203,43 @@ def test_missing_parts_raise():
         pararnn.Param("T")
     with pytest.raises(pararnn.CellError, match="must define step"):
         pararnn.program_of(_cell()(3))
+
+
+class Numbered(pararnn.Cell):
+    """A leaky integrator whose rate is a number of its class's config."""
+
+    states = ("h",)
+    gates = ("x",)
+    config = {"rate": 0.1}
+
+    def step(self, state, gate, param):
+        return state.h + self.rate * (torch.tanh(gate.x) - state.h)
+
+
+class Swept(Numbered):
+    """The same with the rate as a scalar Param."""
+
+    params = {"rate": pararnn.Param("", mean=0.1, std=0.0, trainable=False)}
+    config = {}
+
+    def step(self, state, gate, param):
+        return state.h + param.rate * (torch.tanh(gate.x) - state.h)
+
+
+def test_a_scalar_param_serves_all_its_values(monkeypatch):
+    torch.manual_seed(0)
+    swept, gates = Swept(6), torch.randn(2, 40, 1, 6)
+    assert swept.rate == 0.1
+    assert not list(swept.parameters())
+    pararnn.solve(swept, gates)
+    expected = {rate: pararnn.solve(Numbered(6, rate=rate), gates)[0] for rate in (0.2, 0.3)}
+    monkeypatch.setattr(program, "_build", None)  # nothing is traced
+    monkeypatch.setattr(cache, "load", None)  # nor compiled
+    for rate, states in expected.items():
+        swept.rate.fill_(rate)
+        torch.testing.assert_close(pararnn.solve(swept, gates)[0], states)
+        other = Swept(6)
+        other.rate.fill_(rate)
+        torch.testing.assert_close(pararnn.solve(other, gates)[0], states)
+    with pytest.raises(TypeError):
+        pararnn.solve(Numbered(6, rate=0.4), gates)

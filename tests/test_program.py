@@ -22,6 +22,22 @@ def make_cell(step, states=("h",), structure=None, **attributes):
     return type("Made", (pararnn.Cell,), body)
 
 
+@pytest.mark.parametrize(
+    ("step", "affine"),
+    [
+        (lambda self, s, x, p: torch.sigmoid(x.x) * s.h + torch.tanh(x.x), True),
+        (lambda self, s, x, p: 0.5 * s.h + x.x, True),
+        (lambda self, s, x, p: torch.where(x.x > 0, s.h, x.x), True),
+        (lambda self, s, x, p: x.x, True),
+        (lambda self, s, x, p: torch.where(s.h > 0, s.h, x.x), False),
+        (lambda self, s, x, p: s.h * s.h + x.x, False),
+        (lambda self, s, x, p: s.h.abs() + x.x, False),
+    ],
+)
+def test_affine_steps_are_known(step, affine):
+    assert make_program(make_cell(step), {}).affine == affine
+
+
 def test_structures_of_the_librarys_cells():
     expected = {
         "gru": Diagonal(1),

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 import pararnn
+from pararnn.cells.affine import AFFINE
+from pararnn.engines.rule import loop_pays, segments_pay
 from pararnn.engines.split import BURN_IN, BY_RULE, Pin, Split, split_of
+from pararnn.program.program import program_of
 
 HOW = {"solver": "newton", "backend": "fused"}
 
@@ -18,6 +21,15 @@ def test_the_rule():
     assert _cut(2048, columns=128) == Split(4, 512, 48)
     assert _cut(2048, columns=600) == Split(1, 2048, 48)
     assert split_of(2048, 4, torch.float64, 4, 128, 1000).burn_in == BURN_IN[torch.float64]
+
+
+def test_auto_follows_from_trained_layers_where_there_is_anything_to_mend():
+    cell, affine = pararnn.GRUCell(8), AFFINE[1](8)
+    for device, least in (("cpu", 4), ("cuda", 8)):
+        for each, pays_from in ((cell, least), (affine, 4)):
+            ranks = [segments_pay(program_of(each), n, torch.device(device)).rank for n in range(9)]
+            loop = loop_pays(program_of(each), (1, 300, 8), torch.float32, torch.device(device))
+            assert [rank > loop.rank for rank in ranks] == [n >= pays_from for n in range(9)]
 
 
 @pytest.mark.parametrize("length", [1, 31, 256, 2047, 65536])

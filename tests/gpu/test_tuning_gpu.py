@@ -5,6 +5,7 @@ import torch
 
 import pararnn
 from pararnn.engines import fused_cuda, tuned
+from pararnn.engines.rule import MIN_SEGMENTS
 from pararnn.numerics import relative_error
 from pararnn.tune.adapt import SWEEP_COST
 
@@ -134,7 +135,10 @@ def test_autotune(no_records, backward, splits):
     assert pararnn.verify(layer, x)
 
 
-def _slow(segments=4):
+SEGMENTS = MIN_SEGMENTS["cuda"]
+
+
+def _slow(segments=SEGMENTS):
     """A layer and inputs that `auto` cuts into few segments, with channels slow to forget."""
     torch.manual_seed(0)
     cores = torch.cuda.get_device_properties(0).multi_processor_count
@@ -142,6 +146,8 @@ def _slow(segments=4):
     layer = pararnn.ParaGRU(64, 1024, device="cuda")
     with torch.no_grad():
         layer.layers[0].bias[0] = -6.0
+        for param in layer.layers[0].cell.parameters():
+            param.normal_()
     x, h_0 = torch.randn(rows, 2048, 64, device="cuda"), torch.randn(1, rows, 1024, device="cuda")
     assert pararnn.explain(layer, x.shape).split.segments == segments
     return layer, x, h_0
@@ -150,7 +156,7 @@ def _slow(segments=4):
 def test_slow_layers_adapt_without_waiting(caplog):
     layer, x, h_0 = _slow()
     expected, _ = layer(x, h_0)
-    assert SWEEP_COST * layer.last_solve.sweeps.item() >= 4
+    assert SWEEP_COST * layer.last_solve.sweeps.item() >= SEGMENTS
     expected.sum().backward()
     adaptation = pararnn.adapt(layer, patience=3)
     for _ in range(10):
@@ -179,6 +185,8 @@ def test_layers_that_forget_stay():
     layer, x, _ = _slow()
     with torch.no_grad(), pararnn.adapt(layer, patience=1) as adaptation:
         layer.layers[0].bias.zero_()
+        for param in layer.layers[0].cell.parameters():
+            param.mul_(0.03)
         for _ in range(5):
             layer(x)
             torch.cuda.synchronize()

@@ -248,7 +248,7 @@ def _openmp() -> int:
 
 
 def _newton_pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device) -> Merit:
-    return segments_pay(segments_of(size, dtype, device), "threads have")
+    return segments_pay(program, segments_of(size, dtype, device), device)
 
 
 _PAYS: dict[str, Pays] = {"sequential": loop_pays, "newton": _newton_pays}

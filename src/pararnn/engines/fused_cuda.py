@@ -300,7 +300,7 @@ def _build(solver: str, program: Program, dtype: torch.dtype) -> None:
 
 
 def _newton_pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device) -> Merit:
-    return segments_pay(segments_of(size, dtype, device), "the GPU has")
+    return segments_pay(program, segments_of(size, dtype, device), device)
 
 
 _PAYS: dict[str, Pays] = {"sequential": loop_pays, "newton": _newton_pays}

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from pararnn.engines.split import MIN_SEGMENTS
 from pararnn.program.program import Program
 
 Size = tuple[int, int, int]
@@ -18,6 +17,15 @@ NEWTON_MAX_COUPLED = {"cpu": 16, "cuda": 64}
 """Measured by benchmarks/auto_torch.py: Newton wins in PyTorch from so many steps on, while the
 state entries of a step (B N D) stay under the width and, where channels are coupled, those too that
 hang together (N D, of a row).
+"""
+
+MIN_SEGMENTS = {"cpu": 4, "cuda": 8}
+MIN_SEGMENTS_AFFINE = 4
+"""Segments side by side from which on `auto` cuts time: with fewer, mending channels that do not
+forget costs what the others gain, by benchmarks/parallel_cpu.py on a CPU. On a GPU it is the least
+of the worst ratios to the better engine over trained layers, forward + backward: 2.0 with time cut
+from 4 segments on, 1.3 from 8, 1.5 from 16 (benchmarks/segments.py). An affine step's channels are
+mended once at most, whatever was trained.
 """
 
 
@@ -38,11 +46,11 @@ def loop_pays(program: Program, size: Size, dtype: torch.dtype, device: torch.de
     return Merit(4, "a compiled loop beats every solver in PyTorch")
 
 
-def segments_pay(segments: int, what: str) -> Merit:
+def segments_pay(program: Program, segments: int, device: torch.device) -> Merit:
     """(newton, fused), where so many segments of time run side by side on what would be idle."""
-    if segments >= MIN_SEGMENTS:
-        return Merit(5, f"{what} room to run segments of time side by side")
-    return Merit(3, "it was asked for, though the loop would leave little idle")
+    if segments >= (MIN_SEGMENTS_AFFINE if program.affine else MIN_SEGMENTS[device.type]):
+        return Merit(5, "there is room to run segments of time side by side")
+    return Merit(3, "it was asked for, though there is no room for enough segments of time to pay")
 
 
 def pays_in_torch(

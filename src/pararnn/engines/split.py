@@ -16,9 +16,6 @@ WARPS_A_CORE = 4
 """Warps that a multiprocessor should have: one a scheduler."""
 MOST = 2**30
 """What may be asked for: kernels take fewer steps."""
-MIN_SEGMENTS = 4
-"""Segments side by side from which on `auto` cuts time: with fewer, mending channels that do not
-forget costs what the others gain. Measured by benchmarks/parallel.py, and parallel_cpu.py there."""
 
 
 class Split(NamedTuple):

@@ -171,6 +171,16 @@ def linearise(
     return new, structure.coupling.representation(out[states:], like, states)
 
 
+def is_affine(graphs: Graphs, states: int) -> bool:
+    """Whether no entry of an elementwise step's Jacobian depends on a state."""
+    *nodes, output = graphs.jacobian.module.graph.nodes
+    needed = set(output.args[0][states:])
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return needed.isdisjoint([node for node in nodes if node.op == "placeholder"][:states])
+
+
 def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
     """Compare the Jacobians that solvers will use with autograd's at random points, in float64.
 

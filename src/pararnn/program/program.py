@@ -22,7 +22,14 @@ from pararnn.cells.base import Cell, Step, resolve_config
 from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.program.content import content_of
 from pararnn.program.coupling import TOGETHER, Coupling
-from pararnn.program.derive import Graphs, check_linear, check_structure, derive, mixing_op
+from pararnn.program.derive import (
+    Graphs,
+    check_linear,
+    check_structure,
+    derive,
+    is_affine,
+    mixing_op,
+)
 from pararnn.program.guard import BranchError
 from pararnn.program.reads import Reads, reads_of
 from pararnn.program.stored import Traced, kept
@@ -36,6 +43,7 @@ class Program:
     """What solvers and kernels know of a cell.
 
     `structure` is None for sequential-only steps, and `why_sequential` then says why.
+    `affine`: whether it is elementwise, with a Jacobian that depends on no state.
     `step` is the Python step on flat tensors, differentiable by autograd. `reads` is what it read
     outside its arguments when it was traced. A copy is the Program itself; a pickle finds it by its
     key, and nothing in a process that has not traced it.
@@ -49,6 +57,7 @@ class Program:
     params: tuple[str, ...]
     step: Step
     structure: Structure | None
+    affine: bool
     why_sequential: str | None
     graphs: Mapping[torch.dtype, Graphs]
     reads: Reads
@@ -199,6 +208,8 @@ def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Prog
     step = Step(cls, config)
     name, why, warning, graphs = _traced_or_kept(step, config)
     structure = None if name is None else make_structure(name, len(cls.states))
+    affine = structure is not None and not structure.couples_channels
+    affine = affine and is_affine(graphs[torch.float32], len(cls.states))
     if warning is not None:
         warn_user(warning, CellCostWarning)
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
@@ -219,6 +230,7 @@ def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Prog
         params=tuple(cls.params),
         step=step,
         structure=structure,
+        affine=affine,
         why_sequential=why,
         graphs=graphs,
         reads=reads,

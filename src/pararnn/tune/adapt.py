@@ -15,8 +15,9 @@ from pararnn.engines.request import split_asked
 from pararnn.engines.split import BY_RULE
 from pararnn.layers import RecurrentLayer
 
-SWEEP_COST = 1.5
-"""Measured by benchmarks/parallel.py (hard): what a step of a sweep takes, over one of the loop."""
+SWEEP_COST = 2.0
+"""What a step of a sweep takes, over one of the loop, where many channels are mended: measured on
+trained layers (benchmarks/segments.py)."""
 
 _LOG = logging.getLogger("pararnn")
 
@@ -28,7 +29,7 @@ def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
     """Let the layers in `module` leave (newton, fused) where their data make it the slower choice.
 
     Where `auto` has taken (newton, fused), with W segments of time, and k sweeps were needed, that
-    is about 1.5 k / W of the time of the loop: so at 1.5 k >= W a solve is slow. After `patience`
+    is about 2 k / W of the time of the loop: so at 2 k >= W a solve is slow. After `patience`
     slow ones in a row of a layer and a direction at one (B, T), `auto` takes (sequential, fused)
     there from then on, and the logger "pararnn" says so. The counts of a solve are looked at in a
     later forward pass, when the GPU has long finished it: nothing waits.

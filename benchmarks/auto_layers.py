@@ -1,0 +1,97 @@
+"""What `auto` takes on layers of language models, fresh and trained, against the better engine.
+
+For each cell a model is made, its layers' solves of held-out text are timed by both engines, it is
+trained, and they are timed again: forward and backward, float32 and bfloat16. Writes
+results/auto_layers.csv, and prints the worst ratio of each size.
+
+    python benchmarks/auto_layers.py [--only gru] [--quick] [--train-seconds 25] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from gpu import Row, Run, Sections, run_sections
+from parallel import BF16, ENGINES, F32, TRAINED, about_of, inputs_needed, measured
+from tables_cuda import of_best
+from torch import Tensor
+from trained import part_of, solves_of
+
+import pararnn
+from pararnn.engines.base import Arguments
+from pararnn.engines.table import choose
+from pararnn.lm import LanguageModel
+from pararnn.program.program import program_of
+from pararnn.tasks import random_windows, stdlib_corpus
+from pararnn.train import DemoConfig, train
+from pararnn.train.demo import make_model, make_recipe
+
+FILE = "auto_layers.csv"
+DTYPES = (F32, BF16)
+SIZES = ((8, 2048, 1024), (4, 2048, 1024), (2, 8192, 1024), (1, 32768, 1024))
+"""(B, T, D), of few segments and of many."""
+
+
+def model_rows(run: Run, config: DemoConfig) -> Iterator[Row]:
+    """The layers of a model, before and after its training."""
+    torch.set_float32_matmul_precision("high")  # more training in the same time
+    torch.manual_seed(config.seed)
+    corpus, model = stdlib_corpus(), make_model(config).eval()
+    pararnn.precompile(model, DTYPES)
+    yield from layer_rows(run, model, config.cell, corpus.valid, "fresh", (0.0, 0, ""))
+    last = train(model, corpus, make_recipe(config)).valid[-1]
+    trained = (round(last.seconds, 1), last.step, round(last.bits, 3))
+    yield from layer_rows(run, model, config.cell, corpus.valid, "trained", trained)
+
+
+def layer_rows(
+    run: Run,
+    model: LanguageModel,
+    name: str,
+    text: Tensor,
+    stage: str,
+    trained: tuple[float, int, float | str],
+) -> Iterator[Row]:
+    """Every layer at every size: both engines' times of a pass, and what `auto` takes."""
+    cells = [layer.cell for layer in model.recurrent_layers()]
+    about = dict(zip(("train_seconds", "train_steps", "bits_validation"), trained, strict=True))
+    for size in SIZES:
+        given = solves(model, text, size, inputs_needed(cells[0], size, BF16))
+        for (index, cell), dtype in itertools.product(enumerate(cells), DTYPES):
+            program = program_of(cell)
+            inputs = [part_of(args[index], slice(None), dtype) for args in given]
+            device = inputs[0].gates.device
+            auto = choose(program, size, dtype, device, "auto", "auto").solver
+            for step in ("forward", "backward"):
+                times = measured(program, inputs, step, run.graph_budget)
+                best = min(times[f"{solver}_ms"] for solver in ENGINES)
+                row = about_of("auto", f"{name}, layer {index + 1}", size, dtype, step)
+                row |= {"stage": stage, **times, "auto": auto}
+                yield row | {"auto_of_best": round(times[f"{auto}_ms"] / best, 3), **about}
+
+
+def solves(
+    model: LanguageModel, text: Tensor, size: tuple[int, int, int], count: int
+) -> list[list[Arguments]]:
+    """What every layer's solve is given, for some inputs of a size."""
+    generator = torch.Generator().manual_seed(0)
+    windows = random_windows(text, count * size[0], size[1], generator)[:, :-1]
+    device = model.lm_head.weight.device
+    return [solves_of(model, tokens.to(device)) for tokens in windows.split(size[0])]
+
+
+def section(run: Run, cell: str) -> Iterator[Row]:
+    """A cell's rows, at the run's training budget."""
+    return model_rows(run, replace(TRAINED, cell=cell, seconds=run.train_seconds))
+
+
+SECTIONS: Sections = {cell: (partial(section, cell=cell), FILE) for cell in ("gru", "lstm")}
+
+
+if __name__ == "__main__":
+    done = run_sections(__doc__, SECTIONS, graph_budget=100.0, train_seconds=25.0)
+    print(of_best([{key: str(value) for key, value in row.items()} for row in done[FILE]]))

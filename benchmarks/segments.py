@@ -1,0 +1,109 @@
+"""What `auto` follows on a GPU, from recorded times: from how many segments on to cut time.
+
+For each least number of segments, the worst ratio of what `auto` would take to the better engine,
+over trained and over fresh layers, by pass and dtype. And for `adapt`: the ratio of (newton, fused)
+to the loop on trained layers, by sweeps over segments. Prints tables; runs nothing.
+
+    python benchmarks/segments.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from markdown_tables import Row, measured, read, table
+
+from pararnn.codegen.board import LANES
+from pararnn.codegen.cuda import most_per_lane
+from pararnn.engines.split import MIN_LENGTH, segments_for
+
+CORES = 132
+"""Multiprocessors of the GPU that the times are of."""
+LEAST = (2, 4, 8, 16, 32)
+LATER = "auto_layers.csv"
+"""What benchmarks/auto_layers.py writes: trained and fresh layers, with the stage in each row."""
+
+
+def segments(row: Row) -> int:
+    """Into how many segments (newton, fused) cut time on a row's problem."""
+    batch, steps, channels = (int(row[letter]) for letter in "BTD")
+    if steps < MIN_LENGTH:
+        return 1
+    lanes = LANES * most_per_lane(getattr(torch, row["dtype"]))
+    return segments_for(steps, batch * -(-channels // lanes), CORES)
+
+
+def recorded() -> list[Row]:
+    """Both engines' times on trained and on fresh layers, the latter with random gates."""
+    fresh = [row for row in read("parallel.csv") if row["section"] == "shapes"]
+    fresh += read("auto_cuda.csv")
+    rows = [row | {"stage": "trained"} for row in read("parallel_trained.csv")]
+    rows += [row | {"stage": "fresh"} for row in fresh]
+    return rows + (read(LATER) if measured(LATER) else [])
+
+
+def both_passes(rows: Iterable[Row]) -> list[Row]:
+    """Rows of forward + backward where both were timed, as `auto` takes one engine for both."""
+    by_problem: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        by_problem[tuple(row[k] for k in ("commit", "stage", "what", "dtype", *"BTD"))].append(row)
+    found = []
+    for own in by_problem.values():
+        if {row["pass"] for row in own} == {"forward", "backward"}:
+            times = {f"{s}_ms": str(sum(_ms(row, s) for row in own)) for s in SOLVERS}
+            found.append(own[0] | times | {"pass": "both"})
+    return found
+
+
+SOLVERS = ("newton", "sequential")
+
+
+def _ms(row: Row, solver: str) -> float:
+    return float(row[f"{solver}_ms"])
+
+
+def worst(rows: Iterable[Row], least: int) -> float:
+    """The worst ratio to the better engine where time is cut from `least` segments on."""
+    return max(
+        _ms(row, taken(row, least)) / min(_ms(row, solver) for solver in SOLVERS) for row in rows
+    )
+
+
+def taken(row: Row, least: int) -> str:
+    """The solver on a row's problem where time is cut from `least` segments on."""
+    return "newton" if segments(row) >= least else "sequential"
+
+
+def ratios() -> str:
+    """The worst ratios, a column each least number of segments."""
+    rows = recorded()
+    rows += both_passes(rows)
+    body = []
+    cases = itertools.product(
+        ("trained", "fresh"), ("both", "forward", "backward"), ("float32", "bfloat16")
+    )
+    for case in cases:
+        mine = [row for row in rows if (row["stage"], row["pass"], row["dtype"]) == case]
+        body.append([*case, *(f"{worst(mine, least):.2f}" for least in LEAST)])
+    return table(["layers", "pass", "dtype", *(f"from {n} segments" for n in LEAST)], body)
+
+
+def sweeps() -> str:
+    """(newton, fused) over the loop on trained layers, by sweeps and segments."""
+    by_sweeps: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for row in recorded():
+        if row["stage"] == "trained" and row["pass"] == "forward":
+            ratio = _ms(row, "newton") / _ms(row, "sequential")
+            by_sweeps[segments(row), int(row["sweeps"])].append(ratio)
+    body = [
+        [str(w), str(k), f"{k / w:.3f}", " ".join(f"{ratio:.2f}" for ratio in sorted(found))]
+        for (w, k), found in sorted(by_sweeps.items())
+    ]
+    return table(["segments W", "sweeps k", "k / W", "time over the loop's"], body)
+
+
+if __name__ == "__main__":
+    print(f"{ratios()}\n\n{sweeps()}")
