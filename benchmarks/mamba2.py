@@ -42,6 +42,19 @@ CHUNK = 256
 Sizes = Mapping[str, Any]
 """`preset("mamba2", scale).model`: the arguments of transformers' Mamba2Config."""
 
+TINY: Sizes = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "expand": 2,
+    "num_heads": 4,
+    "head_dim": 8,
+    "n_groups": 1,
+    "state_size": 4,
+    "tie_word_embeddings": False,
+}
+"""A model for a CPU."""
+
 
 def kernels(module: str) -> ModuleType:
     """A module of mamba-ssm's Triton kernels.
@@ -190,7 +203,7 @@ class Mamba2Mixer(Mixer):
         self.small_proj = nn.Linear(width, 2 * state + heads, bias=False, **factory)
         self.conv_weight = nn.Parameter(torch.empty(TAPS, inner + 2 * state, **factory))
         self.conv_bias = nn.Parameter(torch.empty(inner + 2 * state, **factory))
-        wide = {"device": factory.get("device"), "dtype": torch.float32}
+        wide: dict[str, Any] = {"device": factory.get("device"), "dtype": torch.float32}
         self.dt_bias = nn.Parameter(torch.empty(heads, **wide))
         self.a_log = nn.Parameter(torch.empty(heads, **wide))
         self.skip = nn.Parameter(torch.empty(heads, **wide))

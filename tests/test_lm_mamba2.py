@@ -16,17 +16,7 @@ import mamba2
 from pararnn.lm import preset, sample
 from pararnn.tasks.mamba2 import scan
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "expand": 2,
-    "num_heads": 4,
-    "head_dim": 8,
-    "n_groups": 1,
-    "state_size": 4,
-    "tie_word_embeddings": False,
-}
+SIZES = mamba2.TINY
 COUNTS = {"400M": 409_072_640, "1B": 1_425_263_104, "2.9B": 2_832_074_240, "7B": 6_959_771_648}
 
 
@@ -103,7 +93,7 @@ def test_it_says_what_it_does_not_read() -> None:
     with pytest.raises(ValueError, match="a token at a time"):
         model(tokens, model.new_cache())
     with pytest.raises(ValueError, match="n_groups must be 1, got 2"):
-        mamba2.language_model(SIZES | {"n_groups": 2})
+        mamba2.language_model({**SIZES, "n_groups": 2})
 
 
 def plain(x, dt, a, b, c, skip, bias):
