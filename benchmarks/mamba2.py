@@ -152,13 +152,19 @@ def advance(
     bias: Tensor,
 ) -> Tensor:
     """One step of `recurrence` on states (B, H, P, N), which change in place; y as x (B, H, P)."""
+    if states.is_cuda:
+        return advance_by_kernel(states, x, dt, a, b, c, skip, bias)
+    dt = F.softplus(dt + bias)
+    new = (dt.unsqueeze(-1) * x).unsqueeze(-1) * b.unsqueeze(1).unsqueeze(1)
+    states.mul_((dt * a).exp().unsqueeze(-1).unsqueeze(-1)).add_(new)
+    y = (states * c.unsqueeze(1).unsqueeze(1)).sum(-1)
+    return (y + x * skip.unsqueeze(-1)).to(x.dtype)
+
+
+def advance_by_kernel(states: Tensor, x: Tensor, dt: Tensor, a: Tensor, *others: Tensor) -> Tensor:
+    """`advance` by mamba-ssm's."""
+    b, c, skip, bias = others
     heads, size, count = states.shape[1:]
-    if not states.is_cuda:
-        dt = F.softplus(dt + bias)
-        new = (dt.unsqueeze(-1) * x).unsqueeze(-1) * b.unsqueeze(1).unsqueeze(1)
-        states.mul_((dt * a).exp().unsqueeze(-1).unsqueeze(-1)).add_(new)
-        y = (states * c.unsqueeze(1).unsqueeze(1)).sum(-1)
-        return (y + x * skip.unsqueeze(-1)).to(x.dtype)
     # Views without strides tell the kernel that a head's channels share them.
     dt = dt.unsqueeze(-1).expand(-1, -1, size)
     a = a.reshape(heads, 1, 1).expand(-1, size, count)

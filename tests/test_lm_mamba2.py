@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import lm_decode
 import mamba2
 
 from pararnn.lm import preset, sample
@@ -125,7 +126,8 @@ def plain_forward(x, dt, a, b, c, chunk, *, D, dt_bias, dt_softplus):
 def lent(monkeypatch):
     """Plain functions in the place of mamba-ssm's."""
     module = SimpleNamespace(
-        _mamba_chunk_scan_combined_fwd=plain_forward, _mamba_chunk_scan_combined_bwd=plain_backward
+        _mamba_chunk_scan_combined_fwd=plain_forward,
+        _mamba_chunk_scan_combined_bwd=plain_backward,
     )
     monkeypatch.setattr(mamba2, "kernels", lambda name: module)
 
@@ -164,3 +166,34 @@ def test_its_blocks_compile_to_one_graph(monkeypatch) -> None:
     loss = model.loss(tokens)
     torch.testing.assert_close(loss, right)
     torch.testing.assert_close(torch.autograd.grad(loss, parameters), expected)
+
+
+@pytest.mark.usefixtures("lent")
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_a_token_by_the_kernel(compiled: bool, monkeypatch) -> None:
+    """The cache's states change in place, in compiled blocks too."""
+    model = small_model()
+    tokens = torch.randint(50, (2, 6))
+    right = model(tokens)
+    mamba2.ready_to_decode(model)
+    plain_advance = mamba2.advance
+
+    def plain_update(states, x, dt, a, b, c, skip, dt_bias, dt_softplus):
+        assert dt_softplus
+        dt, a, skip, bias = dt[..., 0], a[..., 0, 0], skip[..., 0], dt_bias[..., 0]
+        return plain_advance(states, x, dt, a, b[:, 0], c[:, 0], skip, bias)
+
+    module = SimpleNamespace(selective_state_update=plain_update)
+    monkeypatch.setattr(mamba2, "kernels", lambda name: module)
+    monkeypatch.setattr(mamba2, "advance", mamba2.advance_by_kernel)
+    cache = lm_decode.cache_of(model, lm_decode.Case("", mamba2.TINY, "eager", 2, 1))
+    parts = [model(tokens[:, :1], cache)]
+    if compiled:
+        torch.compiler.reset()
+        for block in model.backbone.layers:
+            block.compile(fullgraph=True, backend="aot_eager")
+    states = [layer.states for layer in cache.layers]
+    parts += [model(token, cache) for token in tokens[:, 1:].split(1, 1)]
+    assert all(layer.states is old for layer, old in zip(cache.layers, states, strict=True))
+    torch.testing.assert_close(torch.cat(parts, 1), right, rtol=0, atol=1e-5)

@@ -42,16 +42,18 @@ def test_language_models_decode(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(lm_decode, "MORE", 2)
     cases, cpu, rows = lm_decode.smoke_cases(), torch.device("cpu"), []
     for case in cases:
-        model = lm_decode.LanguageModel(case.config, dtype=torch.bfloat16).eval()
+        model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
+        mamba2.ready_to_decode(model)
         row = lm_decode.measure(case, model, rounds=1)
         rows.append({**lm_step.provenance(cpu), **row, "weights_ms": 0.5})
     write_csv(tmp_path / "lm_decode.csv", rows)
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    *_, head, _, gru, transformer, generated = tables.FIGURES["lm_decode"]().splitlines()
+    *_, head, _, gru, transformer, peer, generated = tables.FIGURES["lm_decode"]().splitlines()
     assert head == "| model | context | B | eager | generate | weights read |"
     for line, start in ((gru, "gru-tiny | 8 | 2"), (transformer, "transformer-tiny | 8 | 2")):
         assert line.startswith(f"| {start} | ")
         assert line.endswith(" |  | 0.5 |")
+    assert peer.startswith("| mamba2-tiny | 8 | 2 | ")
     assert generated.startswith("| gru-tiny | 8 | 1 |  | ")
 
 
