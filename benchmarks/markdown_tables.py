@@ -30,9 +30,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(rows: Sequence[Row], name: str) -> str:
-    """A line that says where figures come from."""
+def source(rows: Sequence[Row], name: str, several: bool = False) -> str:
+    """A line that says where figures come from; `several`: rows of more than one commit."""
     first = rows[0]
+    if several:
+        first = first | {"commit": ", ".join(dict.fromkeys(row["commit"] for row in rows))}
     threads = f", {first['threads']} threads" if "threads" in first else ""
     return (
         f"({first['device']}{threads}, PyTorch {first['torch']}, commit {first['commit']}; "

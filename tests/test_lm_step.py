@@ -10,11 +10,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import lm_context
 import lm_decode
+import lm_generate
 import lm_step
 import mamba2
 import markdown_tables
 import tables
+import tables_lm
 from common import add_row, read_rows, write_csv
 
 
@@ -49,18 +52,135 @@ def test_language_models_decode(tmp_path, monkeypatch) -> None:
     write_csv(tmp_path / "lm_decode.csv", rows)
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
     *_, head, _, gru, transformer, peer, generated = tables.FIGURES["lm_decode"]().splitlines()
-    assert head == "| model | context | B | eager | generate | weights read |"
-    for line, start in ((gru, "gru-tiny | 8 | 2"), (transformer, "transformer-tiny | 8 | 2")):
+    assert head == "| model | context | B | eager | generate | weights read | cache, MB |"
+    starts = ("gru-tiny | 8 | 2", "transformer-tiny | 8 | 2", "mamba2-tiny | 8 | 2")
+    for line, start in zip((gru, transformer, peer), starts, strict=True):
         assert line.startswith(f"| {start} | ")
-        assert line.endswith(" |  | 0.5 |")
-    assert peer.startswith("| mamba2-tiny | 8 | 2 | ")
+        *_, generate, weights, cache = line.rstrip(" |").split(" | ")
+        assert (generate, weights) == ("", "0.5")
+        assert float(cache) > 0
     assert generated.startswith("| gru-tiny | 8 | 1 |  | ")
+
+
+def test_caches_say_what_they_hold() -> None:
+    attention = lm_decode.smoke_cases()[1]
+    for case, layer_bytes in (
+        (lm_decode.Case("", mamba2.TINY, "eager", 3, 8), 3 * (4 * 8 * 4 * 4 + 3 * 40 * 2)),
+        (attention._replace(batch=3), 3 * 2 * 8 * 16 * 2),
+    ):
+        model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
+        mamba2.ready_to_decode(model)
+        cache = lm_decode.cache_of(model, case)
+        lm_decode.step_of(model, case, cache)()
+        assert [layer.bytes for layer in cache.layers] == [layer_bytes] * 2
 
 
 def test_tables_say_what_is_not_measured(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    for name in ("lm_step", "lm_decode"):
+    for name in ("lm_step", "lm_decode", "lm_context", "lm_generate"):
         assert tables.FIGURES[name]() == f"Not measured yet: `benchmarks/{name}.py`."
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch) -> Path:
+    """A folder in the place of the results'."""
+    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables_lm, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_steps_against_the_context(results, monkeypatch) -> None:
+    pytest.importorskip("matplotlib")
+    cpu, path = torch.device("cpu"), results / "lm_context.csv"
+    about = lm_step.provenance(cpu)
+    for case in lm_step.smoke_cases()[:3]:
+        row = lm_context.measure(case, cpu, False, seconds=0.01)
+        add_row(path, {**about, **row}, lm_context.KEYS)
+    assert all(int(row["repeats"]) >= 1 and not row["note"] for row in read_rows(path))
+
+    def too_large(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(lm_context, "step_times", too_large)
+    large = lm_step.smoke_cases()[0]._replace(length=64)
+    add_row(path, {**about, **lm_context.measure(large, cpu, False, 1.0)}, lm_context.KEYS)
+    lm_context.plot(path)
+    assert path.with_suffix(".png").stat().st_size > 0
+    *lines, picture = tables.FIGURES["lm_context"]().splitlines()
+    gru = next(line for line in lines if line.startswith("| gru-tiny"))
+    assert gru.endswith(" | out of memory | 0.0% |")
+    assert picture == "The picture is `benchmarks/results/lm_context.png`."
+
+
+def test_tokens_of_a_step_are_the_same_at_every_length() -> None:
+    found = lm_context.cases(list(lm_context.LENGTHS))
+    sizes = {case.length: case.batch * case.length for case in found}
+    assert sizes == {2048: 32768, 8192: 32768, 32768: 32768, 65536: 65536, 131072: 131072}
+    assert len(found) == 4 * 5
+
+
+def test_generation_by_the_papers_protocol(results) -> None:
+    pytest.importorskip("matplotlib")
+    path = results / "lm_generate.csv"
+    for case in lm_step.smoke_cases()[:3]:
+        model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
+        mamba2.ready_to_decode(model)
+        ways = lm_generate.ways_of(lm_generate.Case(case.name, case.config))
+        assert (ways == list(lm_generate.WAYS)) == case.name.startswith("transformer")
+        for way in ways:
+            for row in lm_generate.curve(model, way, (1, 4), seconds=60):
+                shared = {**lm_step.provenance("cpu"), "model": case.name}
+                add_row(path, {**shared, **row}, lm_generate.KEYS)
+    rows = read_rows(path)
+    assert [(row["tokens"], row["repeats"]) for row in rows] == [("1", "5"), ("4", "5")] * 4
+    lm_generate.plot(path)
+    assert path.with_suffix(".png").stat().st_size > 0
+    lines = tables.FIGURES["lm_generate"]().splitlines()
+    assert lines[2] == "| model |  | 1 | 4 |"
+
+
+def test_generation_ends_with_its_seconds(capsys) -> None:
+    model = mamba2.language_model(lm_step.smoke_cases()[0].config).eval()
+    assert not list(lm_generate.curve(model, "cache", (10**9,), seconds=1.0))
+    assert "1 s do not reach lengths 1000000000" in capsys.readouterr().out
+
+
+@torch.no_grad()
+def test_both_ways_generate_the_same_tokens() -> None:
+    torch.manual_seed(0)
+    for case in lm_step.smoke_cases()[:3]:
+        model = mamba2.language_model(case.config).eval()
+        mamba2.ready_to_decode(model)
+        tokens = [generate(model, 12) for generate in lm_generate.WAYS.values()]
+        assert torch.equal(*tokens)
+
+
+def test_ratios_stand_beside_the_papers(results) -> None:
+    about = lm_step.provenance("cpu") | {"packed": False, "T": 2048, "repeats": 1}
+    rates = {"tokens_per_s": 1000, "mfu_percent": 50, "peak_GiB": 10}
+    steps = {"gru-400M": 90.0, "mamba2-400M": 150.0, "transformer-400M": 100.0}
+    rows = [{**about, "model": name, "median_ms": ms, **rates} for name, ms in steps.items()]
+    write_csv(results / "lm_step.csv", rows)
+    trained = {("gru-7b", "trainer"): 70.0, ("gru-7b", "bare"): 90.0, ("mamba2-7b", "bare"): 200.0}
+    trained |= {("transformer-7b", "bare"): 100.0}
+    training = {**lm_step.provenance("cpu"), "gpus": 2}
+    rows = [
+        {**training, "recipe": name, "path": path, "mean_ms": ms, **rates}
+        for (name, path), ms in trained.items()
+    ]
+    write_csv(results / "train_step.csv", rows)
+    *_, a, b, c, d, e, f = tables.FIGURES["lm_ratios"]().splitlines()
+    expected = {
+        "gru-400M | 1 GPU": "0.90 | 1.18",
+        "mamba2-400M | 1 GPU": "1.50 | 1.42",
+        "transformer-400M | 1 GPU": "1.00 | 1.00",
+        "gru-7B | 2 GPUs, bare": "0.90 | 1.18",
+        "mamba2-7B | 2 GPUs, bare": "2.00 | ",
+        "transformer-7B | 2 GPUs, bare": "1.00 | 1.00",
+    }
+    for line, (start, end) in zip((a, b, c, d, e, f), expected.items(), strict=True):
+        assert line.startswith(f"| {start} | ")
+        assert line.endswith(f" | {end} |")
 
 
 def test_steps_of_a_size_have_the_same_tokens() -> None:
