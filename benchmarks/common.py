@@ -56,3 +56,19 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def add_row(path: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
+    """Put a row into a file, in place of one with the same values under `keys`; others stay."""
+    rows: list[dict[str, Any]] = read_rows(path) if path.exists() else []
+    names = list(dict.fromkeys(name for each in (*rows, row) for name in each))
+    same = [all(str(old[key]) == str(row[key]) for key in keys) for old in rows]
+    rows = [row if found else old for old, found in zip(rows, same, strict=True)]
+    rows += [] if any(same) else [row]
+    write_csv(path, [{name: each.get(name, "") for name in names} for each in rows])
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a result file."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

@@ -5,14 +5,17 @@ graph; "searched", the same after the compiler's search for good kernels; "gener
 generate with a static cache, which compiles the step itself: the time of 64 more tokens. Context:
 tokens that attention's cache holds; recurrent layers hold one state, whatever came before. The
 weights are read once a token: `weights_ms` is the time of that at the GPU's copy bandwidth,
-measured here. Writes results/lm_decode.csv.
+measured here. `cache_MB` is what is remembered of the tokens before, all rows together; `peak_GiB`
+the most that was allocated, weights included. Puts its rows into results/lm_decode.csv; those of
+other cases stay.
 
-    python benchmarks/lm_decode.py [--only gru-1B] [--out FOLDER] [--smoke]
+    python benchmarks/lm_decode.py [--only gru-1B] [--ways eager graph] [--out FOLDER] [--smoke]
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import statistics
 import time
@@ -21,23 +24,30 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from common import RESULTS, provenance, write_csv
+from common import RESULTS, add_row, provenance
+from lm_step import ARCHITECTURES, peak_memory
+from mamba2 import TINY, Sizes, language_model, ready_to_decode
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, preset
 from pararnn.lm.cache import LMCache, PlainCache
 from pararnn.lm.config import LMConfig
+from pararnn.lm.mixers import Attention
 
 MORE = 64
 SEARCH = {"graph": False, "searched": True}
 WAYS = ("eager", *SEARCH)
+CONTEXTS = (2_048, 32_768, 131_072)
+"""Of the Transformer; others hold the same at any."""
+KEYS = ("device", "model", "way", "B", "context")
+"""What tells cases apart."""
 
 
 class Case(NamedTuple):
     """What decodes, and how."""
 
     name: str
-    config: LMConfig
+    config: LMConfig | Sizes
     way: str
     batch: int
     context: int
@@ -46,18 +56,20 @@ class Case(NamedTuple):
 class FixedCache(PlainCache):
     """A cache whose tensors stay where they are, as CUDA graphs need it; keys are random."""
 
-    def __init__(self, batch: int, context: int, config: LMConfig, like: Tensor) -> None:
+    def __init__(self, mixer: Any, batch: int, context: int) -> None:
         super().__init__()
-        heads = config.num_attention_heads
-        size = (batch, heads, context, config.hidden_size // heads)
-        kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        self.keys, self.values = torch.randn(size, **kind), torch.randn(size, **kind)
+        if isinstance(mixer, Attention):
+            weight = mixer.k_proj.weight
+            size = (batch, mixer.heads, context, len(weight) // mixer.heads)
+            kind: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+            self.keys, self.values = torch.randn(size, **kind), torch.randn(size, **kind)
 
     def keep(self, inputs: Tensor | None, states: Tensor) -> None:
         if self.states is None:
             super().keep(None if inputs is None else inputs.clone(), states.clone())
             return
-        self.states.copy_(states)
+        if states is not self.states:  # Mamba2's change in place
+            self.states.copy_(states)
         if inputs is not None:
             cast(Tensor, self.inputs).copy_(inputs)
 
@@ -67,12 +79,19 @@ class FixedCache(PlainCache):
         self.keys[:, :, -1:], self.values[:, :, -1:] = keys, values
         return self.keys, self.values
 
+    @property
+    def bytes(self) -> int:
+        """What is remembered."""
+        parts = (self.inputs, self.states, self.keys, self.values)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
 
 def cases() -> list[Case]:
     """All that is measured."""
     found = []
-    for name, contexts in {"gru": (2048,), "lstm": (2048,), "transformer": (2048, 32_768)}.items():
-        config = cast(LMConfig, preset(name, "1B").model)
+    for name in ARCHITECTURES:
+        config = preset(name, "1B").model
+        contexts = CONTEXTS if name == "transformer" else CONTEXTS[:1]
         for way, batch, context in itertools.product(WAYS, (1, 64), contexts):
             if batch * context <= 2**18:  # keys and values of more do not fit beside the weights
                 found.append(Case(f"{name}-1B", config, way, batch, context))
@@ -88,19 +107,23 @@ def smoke_cases() -> list[Case]:
     eager = [
         Case("gru-tiny", gru, "eager", 2, 8),
         Case("transformer-tiny", attention, "eager", 2, 8),
+        Case("mamba2-tiny", TINY, "eager", 2, 8),
     ]
     return [*eager, Case("gru-tiny", gru, "generate", 1, 8)]
 
 
-def step_of(model: LanguageModel, case: Case) -> Callable[[], None]:
-    """A step that reads the token that the last one wrote."""
-    weight = model.lm_head.weight
+def cache_of(model: LanguageModel, case: Case) -> LMCache:
+    """What is remembered of a case's tokens before."""
     cache = LMCache(0)
-    cache.layers = [
-        FixedCache(case.batch, case.context if mixer == "attention" else 1, case.config, weight)
-        for mixer in case.config.mixers or ()
-    ]
-    token = torch.zeros(case.batch, 1, dtype=torch.long, device=weight.device)
+    mixers = (cast(Any, block).mixer for block in model.backbone.layers)
+    cache.layers = [FixedCache(mixer, case.batch, case.context) for mixer in mixers]
+    return cache
+
+
+def step_of(model: LanguageModel, case: Case, cache: LMCache) -> Callable[[], None]:
+    """A step that reads the token that the last one wrote."""
+    device = model.lm_head.weight.device
+    token = torch.zeros(case.batch, 1, dtype=torch.long, device=device)
 
     @torch.no_grad()
     def step() -> None:
@@ -143,7 +166,7 @@ def generated(model: LanguageModel, case: Case, rounds: int) -> list[float]:
 
     weight = model.lm_head.weight
     with torch.device("meta"):
-        adapted = ParaRNNForCausalLM(ParaRNNConfig.of_lm(case.config))
+        adapted = ParaRNNForCausalLM(ParaRNNConfig.of_lm(cast(LMConfig, case.config)))
     state = {
         name if name.startswith("lm_head") else f"model.{name}": value
         for name, value in model.state_dict().items()
@@ -174,10 +197,16 @@ def generated(model: LanguageModel, case: Case, rounds: int) -> list[float]:
 def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
     """A case's row."""
     device = model.lm_head.weight.device
+    held: float | str = ""
+    if device.type == "cuda":
+        gc.collect()  # the caches before
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     if case.way == "generate":
         times = generated(model, case, rounds)
     else:
-        step = step_of(model, case)
+        cache = cache_of(model, case)
+        step = step_of(model, case, cache)
         if case.way in SEARCH:
             # Products with one row are kernels of the compiler's, which a search makes faster.
             search = {"coordinate_descent_tuning": SEARCH[case.way]}
@@ -185,6 +214,7 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
                 block.compile(fullgraph=True, options=search)
             step = as_graph(step)
         times = clocked(step, device, 10 if case.way == "eager" else 100, rounds)
+        held = round(sum(cast(FixedCache, each).bytes for each in cache.layers) / 1e6, 3)
     read = sum(
         value.numel() * value.element_size()
         for name, value in model.named_parameters()
@@ -198,6 +228,8 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
         "median_ms": round(statistics.median(times), 4),
         "min_ms": round(min(times), 4),
         "weights_GB": round(read / 1e9, 3),
+        "cache_MB": held,
+        "peak_GiB": peak_memory(device),
     }
 
 
@@ -219,33 +251,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="models whose names begin so")
+    parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, "generate"), help="these alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
-    parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
+    parser.add_argument("--out", type=Path, help="default: the results, and none for --smoke")
     args = parser.parse_args()
     device = torch.device("cpu" if args.smoke else "cuda")
     every = smoke_cases() if args.smoke else cases()
-    chosen = [case for case in every if case.name.startswith(args.only)]
-    out = args.out or (None if args.only or args.smoke else RESULTS)
+    chosen = [
+        case
+        for case in every
+        if case.name.startswith(tuple(args.only)) and (not args.ways or case.way in args.ways)
+    ]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(f"{case.name} {case.way}" for case in every))
+        parser.error(f"no case of --only {args.only} --ways {args.ways}; there are {names}")
+    out = args.out or (None if args.smoke else RESULTS)
     shared = provenance(device)
     bandwidth = copy_bandwidth(device)
     print(shared, f"copies {bandwidth / 1e12:.2f} TB/s", flush=True)
-    rows = []
     for _, group in itertools.groupby(chosen, key=lambda case: case.name):
         same = list(group)
         torch.manual_seed(0)
-        model = LanguageModel(same[0].config, device=device, dtype=torch.bfloat16).eval()
+        model = language_model(same[0].config, device=device, dtype=torch.bfloat16).eval()
+        ready_to_decode(model)
         for case in same:
             torch.compiler.reset()
             for block in model.backbone.layers:
                 block._compiled_call_impl = None
             row = measure(case, model, args.rounds)
             row["weights_ms"] = round(row["weights_GB"] * 1e9 / bandwidth * 1e3, 4)
-            rows.append({**shared, **row})
             print(*row.values(), sep="\t", flush=True)
             if out is not None:
-                write_csv(out / "lm_decode.csv", rows)
+                add_row(out / "lm_decode.csv", {**shared, **row}, KEYS)
     print(f"written to {out or 'nowhere (see --out)'}")
 
 

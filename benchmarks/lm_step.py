@@ -1,11 +1,12 @@
 """A step of the paper's language models: forward and backward in bfloat16, without an optimizer.
 
 Models at initialisation on random tokens; every block compiled by itself, the head and its loss in
-chunks. Times by CUDA events, gradients dropped before every step. Memory: the most that was
-allocated, parameters and gradients included. MFU: 6 x parameters x tokens, attention's products
-over time left out, over what the GPU's bfloat16 can do (H100 and H200). Writes results/lm_step.csv.
+chunks. Mamba2 is that of `mamba2.py`. Times by CUDA events, gradients dropped before every step.
+Memory: the most that was allocated, parameters and gradients included. MFU: 6 x parameters x
+tokens, attention's products over time left out, over what the GPU's bfloat16 can do (H100 and
+H200). Puts its rows into results/lm_step.csv; those of other cases stay.
 
-    python benchmarks/lm_step.py [--only gru-400M] [--repeats 20] [--out FOLDER] [--smoke]
+    python benchmarks/lm_step.py [--only gru-400M] [--lengths 2048] [--out FOLDER] [--smoke]
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ import itertools
 import statistics
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, provenance, write_csv
+from common import RESULTS, add_row, provenance
+from mamba2 import TINY, Sizes, language_model
 
 from pararnn.lm import LanguageModel, preset
 from pararnn.lm.config import LMConfig
 
-ARCHITECTURES = ("gru", "lstm", "transformer")
+ARCHITECTURES = ("gru", "lstm", "mamba2", "transformer")
 TOKENS = {"400M": 32_768, "1B": 16_384}
 LENGTHS = (2_048, 8_192, 32_768)
 PEAK_FLOPS = 989e12
 """Of dense bfloat16 products a second, H100 SXM and H200."""
+KEYS = ("device", "model", "B", "T", "packed", "compiled")
+"""What tells cases apart."""
 
 
 class Case(NamedTuple):
     """A model, and the size of its batch."""
 
     name: str
-    config: LMConfig
+    config: LMConfig | Sizes
     batch: int
     length: int
     z_loss: float = 1e-4
@@ -48,7 +52,7 @@ def cases() -> list[Case]:
     Packed: documents of 64 to 4,096 tokens in one row, where resets and borders cost something.
     """
     plain = [
-        Case(found.name, cast(LMConfig, found.model), tokens // length, length, found.z_loss)
+        Case(found.name, found.model, tokens // length, length, found.z_loss)
         for scale, tokens in TOKENS.items()
         for found in (preset(architecture, scale) for architecture in ARCHITECTURES)
         for length in LENGTHS
@@ -57,7 +61,7 @@ def cases() -> list[Case]:
     packed = [
         case._replace(packed=True)
         for case in plain
-        if case.length == TOKENS["400M"] and not case.name.startswith("transformer")
+        if case.length == TOKENS["400M"] and case.name.startswith(("gru", "lstm"))
     ]
     return plain + packed
 
@@ -69,6 +73,7 @@ def smoke_cases() -> list[Case]:
     return [
         Case("gru-tiny", gru, 2, 32),
         Case("transformer-tiny", attention, 2, 32),
+        Case("mamba2-tiny", TINY, 2, 32),
         Case("gru-tiny", gru, 1, 200, packed=True),
     ]
 
@@ -86,7 +91,7 @@ def step_times(
 ) -> list[float]:
     """ms of each of `repeats` steps, after some that are not counted."""
     shape = (case.batch, case.length)
-    tokens = torch.randint(case.config.vocab_size, shape, device=device)
+    tokens = torch.randint(model.lm_head.out_features, shape, device=device)
     borders = borders_of(case.length).to(device) if case.packed else None
 
     def step() -> None:
@@ -110,21 +115,37 @@ def step_times(
     return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
 
 
+def fresh(case: Case, device: torch.device) -> LanguageModel:
+    """A case's model, with what was before it freed, and the highest memory forgotten."""
+    torch.manual_seed(0)
+    torch.compiler.reset()  # code of another length would be made anew for any
+    if device.type == "cuda":
+        gc.collect()  # the model before, which its compiled blocks hold in cycles
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return language_model(case.config, device=device, dtype=torch.bfloat16)
+
+
+def compile_blocks(model: LanguageModel) -> None:
+    """Every block by itself; those of a kind share their code."""
+    for block in model.backbone.layers:
+        block.compile(fullgraph=True)
+
+
+def peak_memory(device: torch.device) -> float | str:
+    """GiB, the most that was allocated on a GPU."""
+    if device.type == "cpu":
+        return ""
+    return round(torch.cuda.max_memory_allocated() / 2**30, 2)
+
+
 def measure(
     case: Case, device: torch.device, compiled: bool, warmup: int, repeats: int
 ) -> dict[str, Any]:
     """A case's row."""
-    torch.manual_seed(0)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        gc.collect()  # the model before, which its compiled blocks hold in cycles
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    model = LanguageModel(case.config, device=device, dtype=torch.bfloat16)
+    model = fresh(case, device)
     if compiled:
-        torch.compiler.reset()  # code of another length would be made anew for any
-        for block in model.backbone.layers:
-            block.compile(fullgraph=True)
+        compile_blocks(model)
     times = step_times(model, case, device, warmup, repeats)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {
@@ -136,7 +157,7 @@ def measure(
         "compiled": compiled,
         "repeats": repeats,
         **figures(times, parameters, case.batch * case.length),
-        "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else "",
+        "peak_GiB": peak_memory(device),
     }
 
 
@@ -156,28 +177,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="models whose names begin so")
+    parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
+    parser.add_argument("--lengths", type=int, nargs="+", help="of these T only")
     parser.add_argument("--repeats", type=int, default=20, help="steps that are timed")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU, not compiled")
-    parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
+    parser.add_argument("--out", type=Path, help="default: the results, and none for --smoke")
     args = parser.parse_args()
     device = torch.device("cpu" if args.smoke else "cuda")
     every = smoke_cases() if args.smoke else cases()
-    chosen = [case for case in every if case.name.startswith(args.only)]
+    chosen = [
+        case
+        for case in every
+        if case.name.startswith(tuple(args.only))
+        and (args.lengths is None or case.length in args.lengths)
+    ]
     if not chosen:
-        names = ", ".join(dict.fromkeys(case.name for case in every))
-        parser.error(f"--only {args.only}: no such model; there are {names}")
-    out = args.out or (None if args.only or args.smoke else RESULTS)
+        names = ", ".join(dict.fromkeys(f"{case.name} at {case.length}" for case in every))
+        parser.error(f"no case of --only {args.only} --lengths {args.lengths}; there are {names}")
+    out = args.out or (None if args.smoke else RESULTS)
     shared = provenance(device)
     print(shared, flush=True)
-    rows = []
     for case in chosen:
         row = measure(case, device, not args.smoke, args.warmup, args.repeats)
-        rows.append({**shared, **row})
         print(*row.values(), sep="\t", flush=True)
-        if out is not None:
-            write_csv(out / "lm_step.csv", rows)  # now: a later case may fail
+        if out is not None:  # now: a later case may fail
+            add_row(out / "lm_step.csv", {**shared, **row}, KEYS)
     print(f"written to {out or 'nowhere (see --out)'}")
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
 
-from common import RESULTS
+from common import RESULTS, read_rows
 
 Row = dict[str, str]
 
 
 def read(name: str) -> list[Row]:
     """The rows of a result file."""
-    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_rows(RESULTS / name)
 
 
 def measured(name: str) -> bool:
@@ -32,9 +30,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(rows: Sequence[Row], name: str) -> str:
-    """A line that says where figures come from."""
+def source(rows: Sequence[Row], name: str, several: bool = False) -> str:
+    """A line that says where figures come from; `several`: rows of more than one commit."""
     first = rows[0]
+    if several:
+        first = first | {"commit": ", ".join(dict.fromkeys(row["commit"] for row in rows))}
     threads = f", {first['threads']} threads" if "threads" in first else ""
     return (
         f"({first['device']}{threads}, PyTorch {first['torch']}, commit {first['commit']}; "

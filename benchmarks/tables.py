@@ -20,14 +20,13 @@ from tables_cuda import (
     kernels,
     kernels_layers,
     kernels_memory,
-    lm_decode,
-    lm_step,
     resources,
     scaling,
     speedup_cuda,
     split_times,
     trained,
 )
+from tables_lm import lm_context, lm_decode, lm_generate, lm_ratios, lm_step
 from tables_training import lengths, remarks, tasks, train_step, words
 
 ROOT = Path(__file__).parents[1]
@@ -231,6 +230,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "speedup_cuda": speedup_cuda,
     "resources": resources,
     "lm_step": lm_step,
+    "lm_ratios": lm_ratios,
+    "lm_context": lm_context,
+    "lm_generate": lm_generate,
     "lm_decode": lm_decode,
     "train_step": train_step,
     "claims": claims,

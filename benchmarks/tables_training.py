@@ -39,8 +39,7 @@ def train_step() -> str:
         for row in rows
     ]
     head = ["recipe", "GPUs", "a GPU", "path", "ms", "minimum", "tokens/s", "MFU", "GiB a GPU"]
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    text = source([rows[0] | {"commit": commits}], "train_step.csv")
+    text = source(rows, "train_step.csv", several=True)
     return f"Means of {rows[0]['steps']} steps, of {rows[-1]['steps']} on two GPUs {text}:\n\n" + (
         table(head, body)
     )

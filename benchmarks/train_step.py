@@ -1,21 +1,23 @@
-"""A training step of a recipe: by `pararnn train`'s own path, and by a bare loop beside it.
+"""A training step of recipes: by `pararnn train`'s own path, and by a bare loop beside it.
 
 Both train the same model on random tokens: blocks compiled, FSDP2, gradients clipped, AdamW. The
 bare loop calls PyTorch only; the other is `RunTrainer`, a row of the log every 10 steps, without
 validations and checkpoints. Times by CUDA events. Memory: the most that was allocated on a GPU.
 MFU: 6 x parameters x tokens, attention's products over time left out, over what the GPUs' bfloat16
-can do. Adds rows to train_step.csv in a folder; those of other commits and GPUs stay.
+can do. Puts rows into train_step.csv in a folder; those of other cases and GPUs stay.
+
+The paper's Mamba2, that of `mamba2.py`, goes by the bare loop only: mamba2-2.9b. Recipes with
+commas between them are measured one by one in the same processes.
 
     python benchmarks/train_step.py gru-400m --rows 16 [--steps 30] [--paths bare trainer]
-    torchrun --standalone --nproc-per-node=2 benchmarks/train_step.py gru-1b --rows 8
+    torchrun --standalone --nproc-per-node=2 benchmarks/train_step.py gru-1b,lstm-1b --rows 8
 
-Other arguments are overrides of the recipe, as in `pararnn train`.
+Other arguments are overrides of the recipes, as in `pararnn train`.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import itertools
 import statistics
@@ -24,23 +26,48 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from common import RESULTS, provenance, write_csv
+from common import RESULTS, add_row, provenance
+from mamba2 import Sizes, ends, put_blocks
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
+from pararnn.lm import preset
+from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.train.config import RunConfig
 from pararnn.train.optimiser import make_adamw, make_scheduler
 from pararnn.train.overrides import resolved
 from pararnn.train.recipes import recipe
-from pararnn.train.setup import bare_model, make_arguments, make_model
+from pararnn.train.setup import bare_model, make_arguments, spread
 from pararnn.train.sharding import clip_gradients, launched, process_group
 from pararnn.train.trainer import PEAK_FLOPS, RunTrainer
 
-WARMUP = 8
-"""Steps that are not timed, compilation among them."""
+PEER = "mamba2-"
+KEYS = ("recipe", "path", "gpus", "rows_a_gpu", "T", "reshard", "checkpointing", "device")
+"""What tells cases apart."""
+
+
+def described(name: str) -> RunConfig:
+    """A recipe; Mamba2's is the GRU's of its size, around other blocks."""
+    if not name.startswith(PEER):
+        return recipe(name)
+    return replace(recipe(name.replace(PEER, "gru-")), name=name, model=ends(peer_sizes(name)))
+
+
+def peer_sizes(name: str) -> Sizes:
+    """The paper's Mamba2 of a name: mamba2-2.9b."""
+    return cast(Sizes, preset("mamba2", name.removeprefix(PEER).upper()).model)
+
+
+def empty_model(config: RunConfig) -> ParaRNNForCausalLM:
+    """The config's model on the meta device."""
+    model = bare_model(config)
+    if config.name.startswith(PEER):
+        with torch.device("meta"):
+            put_blocks(model.model.backbone, peer_sizes(config.name))
+    return model
 
 
 class RandomRows(Dataset[dict[str, torch.Tensor]]):
@@ -78,10 +105,10 @@ class RandomData(NamedTuple):
 
 
 class Clock(TrainerCallback):
-    """Marks the end of every step; ends the run after so many."""
+    """Marks the end of every step; ends the run after those of the warm-up and so many more."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.marks = steps, list[Any]()
+    def __init__(self, warmup: int, steps: int) -> None:
+        self.warmup, self.steps, self.marks = warmup, warmup + steps, list[Any]()
 
     def tick(self) -> None:
         if torch.cuda.is_available():
@@ -96,8 +123,8 @@ class Clock(TrainerCallback):
         control.should_training_stop = len(self.marks) == self.steps
 
     def times(self) -> list[float]:
-        """ms from mark to mark, the first WARMUP left out."""
-        marks = self.marks[WARMUP - 1 :]
+        """ms from mark to mark, those of the warm-up left out."""
+        marks = self.marks[self.warmup - 1 :]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
@@ -106,6 +133,8 @@ class Clock(TrainerCallback):
 
 def by_trainer(config: RunConfig, data: RandomData, clock: Clock) -> None:
     """`pararnn train`'s own path."""
+    if config.name.startswith(PEER):
+        raise ValueError(f"no Trainer takes {config.name}: give --paths bare")
     trainer = RunTrainer(config, data)
     trainer.add_callback(clock)
     trainer.train()
@@ -115,7 +144,7 @@ def bare(config: RunConfig, data: RandomData, clock: Clock) -> None:
     """The same in a loop that anyone could write."""
     device = make_arguments(config, launched()).device  # asks for the launcher's process group
     rank = torch.distributed.get_rank()
-    model = make_model(config, device)
+    model = spread(empty_model(config), config, device)
     model.config.use_cache = False
     optimizer = make_adamw(model, config.optimiser, fused=device.type == "cuda")
     scheduler = make_scheduler(optimizer, config.optimiser, config.steps)
@@ -140,20 +169,21 @@ PATHS: dict[str, Callable[[RunConfig, RandomData, Clock], None]] = {
 }
 
 
-def measure(config: RunConfig, path: str, steps: int) -> dict[str, Any]:
+def measure(config: RunConfig, path: str, warmup: int, steps: int) -> dict[str, Any]:
     """A path's row."""
-    gc.collect()
+    torch.compiler.reset()
+    gc.collect()  # the model before
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    rows = config.batch * (steps + WARMUP + 2)
+    rows = config.batch * (warmup + steps + 2)
     length, vocabulary = config.data.sequence_length, config.model.vocab_size
     random = RandomRows(rows, length, vocabulary)
-    clock = Clock(steps + WARMUP)
+    clock = Clock(warmup, steps)
     PATHS[path](config, RandomData(random, random, NoTokenizer(vocabulary)), clock)
     times = clock.times()
-    parameters = sum(each.numel() for each in bare_model(config).parameters())
+    parameters = sum(each.numel() for each in empty_model(config).parameters())
     tokens, mean = config.batch * length, statistics.mean(times)
     name = torch.cuda.get_device_name() if on_gpu else ""
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
@@ -177,46 +207,38 @@ def measure(config: RunConfig, path: str, steps: int) -> dict[str, Any]:
     }
 
 
-def add_row(path: Path, row: dict[str, Any]) -> None:
-    """Add a row to a table, in place of one of the same case."""
-    case = ("recipe", "path", "gpus", "rows_a_gpu", "T", "reshard", "checkpointing", "device")
-    rows: list[dict[str, Any]] = []
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    kept = [old for old in rows if any(str(old[key]) != str(row[key]) for key in case)]
-    write_csv(path, [*kept, row])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe")
+    parser.add_argument("recipes", help="names, with commas between them")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--rows", type=int, default=16, help="rows that a GPU takes at once")
+    parser.add_argument(
+        "--warmup", type=int, default=8, help="steps that are not timed, at least 1"
+    )
     parser.add_argument("--steps", type=int, default=30, help="steps that are timed")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_intermixed_args()
-    config = resolved(recipe(args.recipe), args.overrides)
+    configs = [resolved(described(name), args.overrides) for name in args.recipes.split(",")]
     never = 10**9
     with tempfile.TemporaryDirectory() as out, process_group():
-        config = replace(
-            config,
-            device_batch=args.rows,
-            batch=args.rows * launched(),
-            steps=10_000,
-            save_every=never,
-            valid_every=never,
-            out=out,
-        )
         shared = provenance("cuda" if torch.cuda.is_available() else "cpu")
-        for path in args.paths:
-            row = {**shared, **measure(config, path, args.steps)}
+        for config, path in itertools.product(configs, args.paths):
+            config = replace(
+                config,
+                device_batch=args.rows,
+                batch=args.rows * launched(),
+                steps=10_000,
+                save_every=never,
+                valid_every=never,
+                out=out,
+            )
+            row = {**shared, **measure(config, path, args.warmup, args.steps)}
             if torch.distributed.get_rank() == 0:
                 print(*row.values(), sep="\t", flush=True)
-                add_row(args.out / "train_step.csv", row)
+                add_row(args.out / "train_step.csv", row, KEYS)
 
 
 if __name__ == "__main__":

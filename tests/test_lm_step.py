@@ -1,6 +1,8 @@
 """The benchmarks of language models: what they measure, and what follows from times."""
 
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import lm_context
 import lm_decode
+import lm_generate
 import lm_step
+import mamba2
 import markdown_tables
 import tables
-from common import write_csv
+import tables_lm
+from common import add_row, read_rows, write_csv
 
 
 def test_language_models_have_steps(tmp_path, monkeypatch) -> None:
@@ -22,13 +28,14 @@ def test_language_models_have_steps(tmp_path, monkeypatch) -> None:
         for case in lm_step.smoke_cases()
     ]
     assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows)
-    assert [row["B"] * row["T"] for row in rows] == [64, 64, 200]
+    assert [row["B"] * row["T"] for row in rows] == [64, 64, 64, 200]
     write_csv(tmp_path / "lm_step.csv", rows)
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
     lines = tables.FIGURES["lm_step"]().splitlines()
-    assert [line.split(" | ")[0][2:] for line in lines[-3:]] == [
+    assert [line.split(" | ")[0][2:] for line in lines[-4:]] == [
         "gru-tiny",
         "transformer-tiny",
+        "mamba2-tiny",
         "gru-tiny, packed",
     ]
 
@@ -38,30 +45,149 @@ def test_language_models_decode(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(lm_decode, "MORE", 2)
     cases, cpu, rows = lm_decode.smoke_cases(), torch.device("cpu"), []
     for case in cases:
-        model = lm_decode.LanguageModel(case.config, dtype=torch.bfloat16).eval()
+        model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
+        mamba2.ready_to_decode(model)
         row = lm_decode.measure(case, model, rounds=1)
         rows.append({**lm_step.provenance(cpu), **row, "weights_ms": 0.5})
     write_csv(tmp_path / "lm_decode.csv", rows)
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    *_, head, _, gru, transformer, generated = tables.FIGURES["lm_decode"]().splitlines()
-    assert head == "| model | context | B | eager | generate | weights read |"
-    for line, start in ((gru, "gru-tiny | 8 | 2"), (transformer, "transformer-tiny | 8 | 2")):
+    *_, head, _, gru, transformer, peer, generated = tables.FIGURES["lm_decode"]().splitlines()
+    assert head == "| model | context | B | eager | generate | weights read | cache, MB |"
+    starts = ("gru-tiny | 8 | 2", "transformer-tiny | 8 | 2", "mamba2-tiny | 8 | 2")
+    for line, start in zip((gru, transformer, peer), starts, strict=True):
         assert line.startswith(f"| {start} | ")
-        assert line.endswith(" |  | 0.5 |")
+        *_, generate, weights, cache = line.rstrip(" |").split(" | ")
+        assert (generate, weights) == ("", "0.5")
+        assert float(cache) > 0
     assert generated.startswith("| gru-tiny | 8 | 1 |  | ")
+
+
+def test_caches_say_what_they_hold() -> None:
+    attention = lm_decode.smoke_cases()[1]
+    for case, layer_bytes in (
+        (lm_decode.Case("", mamba2.TINY, "eager", 3, 8), 3 * (4 * 8 * 4 * 4 + 3 * 40 * 2)),
+        (attention._replace(batch=3), 3 * 2 * 8 * 16 * 2),
+    ):
+        model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
+        mamba2.ready_to_decode(model)
+        cache = lm_decode.cache_of(model, case)
+        lm_decode.step_of(model, case, cache)()
+        assert [layer.bytes for layer in cache.layers] == [layer_bytes] * 2
 
 
 def test_tables_say_what_is_not_measured(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    for name in ("lm_step", "lm_decode"):
+    for name in ("lm_step", "lm_decode", "lm_context", "lm_generate"):
         assert tables.FIGURES[name]() == f"Not measured yet: `benchmarks/{name}.py`."
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch) -> Path:
+    """A folder in the place of the results'."""
+    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables_lm, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_steps_against_the_context(results, monkeypatch) -> None:
+    pytest.importorskip("matplotlib")
+    cpu, path = torch.device("cpu"), results / "lm_context.csv"
+    about = lm_step.provenance(cpu)
+    for case in lm_step.smoke_cases()[:3]:
+        row = lm_context.measure(case, cpu, False, seconds=0.01)
+        add_row(path, {**about, **row}, lm_context.KEYS)
+    assert all(int(row["repeats"]) >= 1 and not row["note"] for row in read_rows(path))
+
+    def too_large(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(lm_context, "step_times", too_large)
+    large = lm_step.smoke_cases()[0]._replace(length=64)
+    add_row(path, {**about, **lm_context.measure(large, cpu, False, 1.0)}, lm_context.KEYS)
+    lm_context.plot(path)
+    assert path.with_suffix(".png").stat().st_size > 0
+    *lines, picture = tables.FIGURES["lm_context"]().splitlines()
+    gru = next(line for line in lines if line.startswith("| gru-tiny"))
+    assert gru.endswith(" | out of memory | 0.0% |")
+    assert picture == "The picture is `benchmarks/results/lm_context.png`."
+
+
+def test_tokens_of_a_step_are_the_same_at_every_length() -> None:
+    found = lm_context.cases(list(lm_context.LENGTHS))
+    sizes = {case.length: case.batch * case.length for case in found}
+    assert sizes == {2048: 32768, 8192: 32768, 32768: 32768, 65536: 65536, 131072: 131072}
+    assert len(found) == 4 * 5
+
+
+def test_generation_by_the_papers_protocol(results) -> None:
+    pytest.importorskip("matplotlib")
+    path = results / "lm_generate.csv"
+    for case in lm_step.smoke_cases()[:3]:
+        model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
+        mamba2.ready_to_decode(model)
+        ways = lm_generate.ways_of(lm_generate.Case(case.name, case.config))
+        assert (ways == list(lm_generate.WAYS)) == case.name.startswith("transformer")
+        for way in ways:
+            for row in lm_generate.curve(model, way, (1, 4), seconds=60):
+                shared = {**lm_step.provenance("cpu"), "model": case.name}
+                add_row(path, {**shared, **row}, lm_generate.KEYS)
+    rows = read_rows(path)
+    assert [(row["tokens"], row["repeats"]) for row in rows] == [("1", "5"), ("4", "5")] * 4
+    lm_generate.plot(path)
+    assert path.with_suffix(".png").stat().st_size > 0
+    lines = tables.FIGURES["lm_generate"]().splitlines()
+    assert lines[2] == "| model |  | 1 | 4 |"
+
+
+def test_generation_ends_with_its_seconds(capsys) -> None:
+    model = mamba2.language_model(lm_step.smoke_cases()[0].config).eval()
+    assert not list(lm_generate.curve(model, "cache", (10**9,), seconds=1.0))
+    assert "1 s do not reach lengths 1000000000" in capsys.readouterr().out
+
+
+@torch.no_grad()
+def test_both_ways_generate_the_same_tokens() -> None:
+    torch.manual_seed(0)
+    for case in lm_step.smoke_cases()[:3]:
+        model = mamba2.language_model(case.config).eval()
+        mamba2.ready_to_decode(model)
+        tokens = [generate(model, 12) for generate in lm_generate.WAYS.values()]
+        assert torch.equal(*tokens)
+
+
+def test_ratios_stand_beside_the_papers(results) -> None:
+    about = lm_step.provenance("cpu") | {"packed": False, "T": 2048, "repeats": 1}
+    rates = {"tokens_per_s": 1000, "mfu_percent": 50, "peak_GiB": 10}
+    steps = {"gru-400M": 90.0, "mamba2-400M": 150.0, "transformer-400M": 100.0}
+    rows = [{**about, "model": name, "median_ms": ms, **rates} for name, ms in steps.items()]
+    write_csv(results / "lm_step.csv", rows)
+    trained = {("gru-7b", "trainer"): 70.0, ("gru-7b", "bare"): 90.0, ("mamba2-7b", "bare"): 200.0}
+    trained |= {("transformer-7b", "bare"): 100.0}
+    training = {**lm_step.provenance("cpu"), "gpus": 2}
+    rows = [
+        {**training, "recipe": name, "path": path, "mean_ms": ms, **rates}
+        for (name, path), ms in trained.items()
+    ]
+    write_csv(results / "train_step.csv", rows)
+    *_, a, b, c, d, e, f = tables.FIGURES["lm_ratios"]().splitlines()
+    expected = {
+        "gru-400M | 1 GPU": "0.90 | 1.18",
+        "mamba2-400M | 1 GPU": "1.50 | 1.42",
+        "transformer-400M | 1 GPU": "1.00 | 1.00",
+        "gru-7B | 2 GPUs, bare": "0.90 | 1.18",
+        "mamba2-7B | 2 GPUs, bare": "2.00 | ",
+        "transformer-7B | 2 GPUs, bare": "1.00 | 1.00",
+    }
+    for line, (start, end) in zip((a, b, c, d, e, f), expected.items(), strict=True):
+        assert line.startswith(f"| {start} | ")
+        assert line.endswith(f" | {end} |")
 
 
 def test_steps_of_a_size_have_the_same_tokens() -> None:
     found = lm_step.cases()
     sizes = {(case.name.split("-")[1], case.batch * case.length) for case in found}
     assert sizes == {("400M", 32_768), ("1B", 16_384)}
-    assert len(found) == 3 * 3 + 3 * 2 + 2
+    assert len(found) == 4 * 3 + 4 * 2 + 2
     assert {case.name for case in found if case.packed} == {"gru-400M", "lstm-400M"}
 
 
@@ -80,3 +206,42 @@ def test_what_follows_from_the_times_of_steps() -> None:
         "tokens_per_s": 327_680,
         "mfu_percent": pytest.approx(6 * 4e8 * 327_680 / 989e12 * 100, abs=0.01),
     }
+
+
+def test_rows_take_the_place_of_their_case(tmp_path) -> None:
+    path = tmp_path / "rows.csv"
+    add_row(path, {"model": "a", "T": 1, "ms": 5}, ("model", "T"))
+    add_row(path, {"model": "b", "T": 1, "ms": 6}, ("model", "T"))
+    add_row(path, {"model": "a", "T": 1, "ms": 7, "GiB": 2}, ("model", "T"))
+    assert read_rows(path) == [
+        {"model": "a", "T": "1", "ms": "7", "GiB": "2"},
+        {"model": "b", "T": "1", "ms": "6", "GiB": ""},
+    ]
+
+
+def test_mamba2_trains_as_recipes_do(monkeypatch, tmp_path) -> None:
+    """Several in one process, each freed before the next."""
+    train_step = pytest.importorskip("train_step")
+    monkeypatch.setattr(train_step, "peer_sizes", lambda name: mamba2.TINY)
+    assert train_step.described("gru-7b") == train_step.recipe("gru-7b")
+    config = train_step.resolved(train_step.described("mamba2-7b"), ["data.sequence_length=16"])
+    config = replace(config, device_batch=2, batch=2, steps=100, out=str(tmp_path), compile=False)
+    kept, plain = [], train_step.spread
+
+    def spread(*args):
+        assert all(model() is None for model in kept)
+        model = plain(*args)
+        kept.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(train_step, "spread", spread)
+    with train_step.process_group():
+        rows = [train_step.measure(config, "bare", warmup=1, steps=2) for _ in range(2)]
+    with torch.device("meta"):
+        model = mamba2.language_model(mamba2.TINY)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert [(row["recipe"], row["steps"], row["parameters"]) for row in rows] == [
+        ("mamba2-7b", 2, count)
+    ] * 2
+    with pytest.raises(ValueError, match="give --paths bare"):
+        train_step.by_trainer(config, None, None)

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-KEPT = (
+KEPT: tuple[OpOverload, ...] = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,

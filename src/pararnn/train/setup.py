@@ -78,7 +78,13 @@ def bare_model(config: RunConfig) -> ParaRNNForCausalLM:
 
 def make_model(config: RunConfig, device: torch.device) -> ParaRNNForCausalLM:
     """The config's model, spread over processes, its weights drawn by the config's seed."""
-    model = bare_model(config)
+    return spread(bare_model(config), config, device)
+
+
+def spread(
+    model: ParaRNNForCausalLM, config: RunConfig, device: torch.device
+) -> ParaRNNForCausalLM:
+    """A model on the meta device, made ready to train as the config says."""
     dtype = torch.bfloat16 if config.precision == "bfloat16" else None
     shard(model, device, dtype=dtype, reshard=config.reshard)
     draw_weights(model, device, config.seed)

@@ -1,0 +1,137 @@
+"""Steps of the paper's 400M models against the context: tokens/s and memory, T to 131,072.
+
+Forward and backward in bfloat16 without an optimizer, as in `lm_step.py`, on 32,768 tokens a step
+at every T; above that on one row. Every T has code of its own. A case is timed for some seconds, at
+least one step after the one that compiles. What does not fit into the GPU's memory has a row that
+says so. Puts its rows into results/lm_context.csv; `--plot` draws lm_context.png from that alone.
+
+    python benchmarks/lm_context.py [--only gru] [--lengths 2048 8192] [--out FOLDER] [--smoke]
+    python benchmarks/lm_context.py --plot
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, add_row, provenance, read_rows
+from lm_step import (
+    ARCHITECTURES,
+    TOKENS,
+    Case,
+    compile_blocks,
+    figures,
+    fresh,
+    peak_memory,
+    smoke_cases,
+    step_times,
+)
+
+from pararnn.extras import require
+from pararnn.lm import preset
+
+SCALE = "400M"
+LENGTHS = (2_048, 8_192, 32_768, 65_536, 131_072)
+KEYS = ("device", "model", "B", "T")
+"""What tells cases apart."""
+MOST = 10
+"""Timed steps of a case."""
+TOO_LARGE = "out of memory"
+
+
+def cases(lengths: list[int]) -> list[Case]:
+    """All four models at these lengths."""
+    return [
+        Case(found.name, found.model, max(TOKENS[SCALE] // length, 1), length, found.z_loss)
+        for found in (preset(architecture, SCALE) for architecture in ARCHITECTURES)
+        for length in lengths
+    ]
+
+
+def timed(case: Case, device: torch.device, compiled: bool, seconds: float) -> dict[str, Any]:
+    """A case's figures; torch.OutOfMemoryError where it does not fit."""
+    model = fresh(case, device)
+    if compiled:
+        compile_blocks(model)
+    times = step_times(model, case, device, warmup=1, repeats=1)
+    more = min(int(seconds * 1e3 / times[0]), MOST)
+    if more > 1:
+        times = step_times(model, case, device, warmup=0, repeats=more)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    found = figures(times, parameters, case.batch * case.length)
+    return {"repeats": len(times), **found, "peak_GiB": peak_memory(device)}
+
+
+def measure(case: Case, device: torch.device, compiled: bool, seconds: float) -> dict[str, Any]:
+    """A case's row."""
+    about = {"model": case.name, "B": case.batch, "T": case.length}
+    try:
+        return {**about, **timed(case, device, compiled, seconds), "note": ""}
+    except torch.OutOfMemoryError:
+        names = ("repeats", *figures([1.0], 1, 1), "peak_GiB")
+        return {**about, **dict.fromkeys(names, ""), "note": TOO_LARGE}
+
+
+def length_of(row: dict[str, str]) -> int:
+    """T of a row of the file."""
+    return int(row["T"])
+
+
+def plot(path: Path) -> None:
+    """A picture of a result file, beside it."""
+    rows = [row for row in read_rows(path) if not row["note"]]
+    figure = require("matplotlib.figure").Figure(figsize=(10, 4), layout="constrained")
+    kinds = {"tokens_per_s": "tokens/s", "peak_GiB": "memory, GiB"}
+    for axes, (key, label) in zip(figure.subplots(1, 2), kinds.items(), strict=True):
+        for model in dict.fromkeys(row["model"] for row in rows):
+            mine = sorted((r for r in rows if r["model"] == model and r[key]), key=length_of)
+            axes.plot(
+                [length_of(r) for r in mine],
+                [float(r[key]) for r in mine],
+                marker=".",
+                label=model,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.set(xlabel="T", ylabel=label)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timed steps, a case")
+    parser.add_argument("--plot", action="store_true", help="draw what was measured")
+    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU, not compiled")
+    parser.add_argument("--out", type=Path, help="default: the results, and none for --smoke")
+    args = parser.parse_args()
+    if args.plot:
+        plot((args.out or RESULTS) / "lm_context.csv")
+        return
+    device = torch.device("cpu" if args.smoke else "cuda")
+    plain = [case for case in smoke_cases() if not case.packed]
+    every = plain if args.smoke else cases(args.lengths)
+    chosen = [case for case in every if case.name.startswith(tuple(args.only))]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(case.name for case in every))
+        parser.error(f"--only {args.only}: no such model; there are {names}")
+    out = args.out or (None if args.smoke else RESULTS)
+    shared = provenance(device)
+    print(shared, flush=True)
+    for case in chosen:
+        row = measure(case, device, not args.smoke, args.seconds)
+        print(*row.values(), sep="\t", flush=True)
+        if out is not None:  # now: a later case may fail
+            add_row(out / "lm_context.csv", {**shared, **row}, KEYS)
+    print(f"written to {out or 'nowhere (see --out)'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The paper's Figure 3: tokens/s of generating so many tokens, by its 1B models, called eagerly.
+
+Its protocol: `timeit`, the least of 5 repetitions, a row of one sequence. Generation begins with a
+single token and takes the likeliest one each time, in bfloat16. "cache": each token is read once,
+and recurrent states, or keys and values, are kept. "no cache": the Transformer reads all tokens
+again for each new one. Lengths are taken in order until the seconds of a curve are spent: then
+there are fewer repetitions than 5, or none, which `repeats` says. A whole curve of 1 to 2,048 takes
+some minutes a model: `--seconds 600`. Puts its rows into results/lm_generate.csv; `--plot` draws
+lm_generate.png from that alone.
+
+    python benchmarks/lm_generate.py [--only gru] [--seconds 10] [--out FOLDER] [--smoke]
+    python benchmarks/lm_generate.py --plot
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import timeit
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import RESULTS, add_row, provenance, read_rows
+from lm_step import ARCHITECTURES, smoke_cases
+from mamba2 import Sizes, language_model, ready_to_decode
+
+from pararnn.extras import require
+from pararnn.lm import LanguageModel, preset, sample
+from pararnn.lm.config import LMConfig
+
+SCALE = "1B"
+LENGTHS = tuple(2**power for power in range(12))
+REPEATS = 5
+KEYS = ("device", "model", "way", "tokens")
+"""What tells cases apart."""
+
+
+class Case(NamedTuple):
+    """What generates."""
+
+    name: str
+    config: LMConfig | Sizes
+
+
+def cases() -> list[Case]:
+    """The paper's models."""
+    found = [preset(architecture, SCALE) for architecture in ARCHITECTURES]
+    return [Case(each.name, each.model) for each in found]
+
+
+def with_cache(model: LanguageModel, length: int) -> torch.Tensor:
+    """The likeliest tokens after the first one."""
+    first = torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device)
+    return sample(model, first, length, temperature=0)
+
+
+@torch.no_grad()
+def without_cache(model: LanguageModel, length: int) -> torch.Tensor:
+    """The same, by reading all tokens anew for each."""
+    tokens = torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device)
+    for _ in range(length):
+        logits = model.lm_head(model.hidden(tokens)[:, -1])
+        tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
+    return tokens[:, 1:]
+
+
+WAYS: dict[str, Callable[[LanguageModel, int], torch.Tensor]] = {
+    "cache": with_cache,
+    "no cache": without_cache,
+}
+
+
+def curve(
+    model: LanguageModel, way: str, lengths: tuple[int, ...], seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Rows by length, as far as the seconds reach."""
+    device = model.lm_head.weight.device
+
+    def generate(length: int) -> None:
+        WAYS[way](model, length)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for length in (1, 2):  # not timed: first calls make kernels
+        generate(length)
+    least = timeit.timeit(partial(generate, 1), number=1)
+    known, left = 1, seconds
+    for length in lengths:
+        repeats = min(REPEATS, int(left / (least * length / known)))
+        if repeats < 1:
+            skipped = ", ".join(str(each) for each in lengths if each >= length)
+            print(f"{way}: {seconds:g} s do not reach lengths {skipped}", flush=True)
+            return
+        times = timeit.repeat(partial(generate, length), number=1, repeat=repeats)
+        least, known, left = min(times), length, left - sum(times)
+        yield {
+            "way": way,
+            "tokens": length,
+            "repeats": repeats,
+            "least_s": round(least, 5),
+            "tokens_per_s": round(length / least, 2),
+        }
+
+
+def ways_of(case: Case) -> list[str]:
+    """Both for the Transformer; a recurrent model has no reason to read again."""
+    return list(WAYS) if case.name.startswith("transformer") else ["cache"]
+
+
+def plot(path: Path) -> None:
+    """A picture of a result file, beside it."""
+    rows = read_rows(path)
+    figure = require("matplotlib.figure").Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for model, way in dict.fromkeys((row["model"], row["way"]) for row in rows):
+        mine = [row for row in rows if (row["model"], row["way"]) == (model, way)]
+        mine.sort(key=lambda row: int(row["tokens"]))
+        label = f"{model}, {way}" if model.startswith("transformer") else model
+        lengths = [int(row["tokens"]) for row in mine]
+        axes.plot(lengths, [float(row["tokens_per_s"]) for row in mine], marker=".", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="generated tokens", ylabel="tokens/s")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a model and a way")
+    parser.add_argument("--plot", action="store_true", help="draw what was measured")
+    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
+    parser.add_argument("--out", type=Path, help="default: the results, and none for --smoke")
+    args = parser.parse_args()
+    if args.plot:
+        plot((args.out or RESULTS) / "lm_generate.csv")
+        return
+    device = torch.device("cpu" if args.smoke else "cuda")
+    tiny = [Case(case.name, case.config) for case in smoke_cases() if not case.packed]
+    every = tiny if args.smoke else cases()
+    chosen = [case for case in every if case.name.startswith(tuple(args.only))]
+    if not chosen:
+        names = ", ".join(case.name for case in every)
+        parser.error(f"--only {args.only}: no such model; there are {names}")
+    out = args.out or (None if args.smoke else RESULTS)
+    shared = provenance(device)
+    print(shared, flush=True)
+    for case in chosen:
+        gc.collect()
+        torch.manual_seed(0)
+        model = language_model(case.config, device=device, dtype=torch.bfloat16).eval()
+        ready_to_decode(model)
+        for way in ways_of(case):
+            for found in curve(model, way, tuple(sorted(args.lengths)), args.seconds):
+                row = {"model": case.name, **found}
+                print(*row.values(), sep="\t", flush=True)
+                if out is not None:
+                    add_row(out / "lm_generate.csv", {**shared, **row}, KEYS)
+    print(f"written to {out or 'nowhere (see --out)'}")
+
+
+if __name__ == "__main__":
+    main()
