@@ -56,3 +56,9 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a result file."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

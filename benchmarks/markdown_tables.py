@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
 
-from common import RESULTS
+from common import RESULTS, read_csv
 
 Row = dict[str, str]
 
 
 def read(name: str) -> list[Row]:
     """The rows of a result file."""
-    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv(RESULTS / name)
 
 
 def measured(name: str) -> bool:
