@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ import cpu
 import fixed_newton
 import host_call
 import mamba_peer
+import markdown_tables
 import paper_kernels
 import paper_plots
 import paper_ways
@@ -31,8 +34,10 @@ import parallel
 import protocol
 import scaling
 import start
+import tables_claims
+import tables_paper
 import trained
-from common import read_csv
+from common import RESULTS, read_csv
 
 CASES = {case.name: case for case in parallel.HARD}
 
@@ -220,3 +225,73 @@ def test_a_way_of_our_own_that_fails_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="wrong"):
         paper_kernels._tried(way, "here", fails)  # type: ignore[arg-type]
     assert paper_kernels._tried(way._replace(peer=True), "here", fails) is None  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def results_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files as a GPU writes them: every way takes as many ms as its place in the list."""
+    about = {"commit": "c", "device": "d", "torch": "t", "python": "p"}
+    place = {"B": 1, "D": 64, "first_s": 0.0}
+
+    def rows(sizes: dict[str, list[str]], steps: tuple[str, ...], lengths: tuple[int, ...]) -> Any:
+        for what, ways in sizes.items():
+            for (ms, way), step, length, launch in itertools.product(
+                enumerate(ways, 1), steps, lengths, protocol.LAUNCHES
+            ):
+                row = place | {"what": what, "way": way, "pass": step, "T": length}
+                slower = 1 if launch == "graph" else 10
+                yield row | {
+                    "launch": launch,
+                    "min_ms": ms * slower,
+                    "median_ms": 2 * ms * slower,
+                    "runs": 100,
+                }
+
+    own = ["scan kernel", "PyTorch, compiled"]
+    cell = [*tables_paper.FUSED, *tables_paper.LOOPS]
+    files = {
+        "reduction": rows(
+            {"diagonal": [*own, paper_ways.MAMBA], "2 x 2": own}, ("forward",), (512, 2**22)
+        ),
+        "solve": rows(
+            {"gru": cell, "lstm": cell, "mamba": [paper_ways.SIMPLIFIED]},
+            paper_kernels.PASSES,
+            (64, 512),
+        ),
+    }
+    for name, found in files.items():
+        with protocol.csv_rows(tmp_path / f"paper_{name}.csv", about) as add:
+            for row in found:
+                add(row)
+    for file in RESULTS.glob("*.csv"):
+        if not (tmp_path / file.name).exists():
+            (tmp_path / file.name).symlink_to(file)
+    for module in (markdown_tables, tables_paper):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_tables_of_the_papers_figures(results_of_the_paper: Path) -> None:
+    assert "| diagonal | Mamba's selective scan, CUDA graph | 3 (6) | 3 (6) |" in (
+        tables_paper.reduction()
+    )
+    solve = tables_paper.solve()
+    assert solve.count("| gru | newton, fused | 20 (40) | 20 (40) |") == 2
+    # Loops are called: 30, 40 and 50 ms, beside 1 ms of the first kernel's graph.
+    assert "| gru | forward | sequential, fused, CUDA graph | 30 x | 40 x | 50 x |" in (
+        tables_paper.speedup()
+    )
+
+
+def test_claims_are_read_from_the_papers_figures(results_of_the_paper: Path) -> None:
+    assert (
+        "over a compiled step 40 and 40 as a CUDA graph, 4 and 4 called eagerly"
+        in (tables_claims.over_the_loop()[2])
+    )
+    assert tables_claims.over_the_loop()[3].startswith("not, ")
+    assert tables_claims.reduction()[2].startswith("diagonal and 2 x 2: 3 and 3 times as fast")
+    assert tables_claims.reduction()[3].startswith("exceeded, ")
+    assert tables_claims.kernels()[2].startswith("GRU 1 as CUDA graphs, 1 called; LSTM 1")
+    assert tables_claims.verdict((3.0, 1.0), (2.6, 1.5)).startswith("in part, ")
+    (results_of_the_paper / "paper_solve.csv").unlink()
+    assert "not measured" in tables_claims.kernels()[2]
