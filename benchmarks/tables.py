@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import tables_paper
 from markdown_tables import Row, read, size, source, table
 from tables_claims import claims
 from tables_cuda import (
@@ -33,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
     "docs/generated-kernels.md",
+    "docs/kernel-figures.md",
     "docs/how-it-works.md",
     "docs/language-models.md",
     "docs/paper.md",
@@ -224,6 +226,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "start": start,
     "cpu": cpu,
     "newton_iterations": newton_iterations,
+    "newton_residuals": tables_paper.residuals,
+    "paper_reduction": tables_paper.reduction,
+    "paper_solve": tables_paper.solve,
+    "paper_speedup": tables_paper.speedup,
+    "paper_split": tables_paper.split,
+    "performance": tables_paper.performance,
     "kernels": kernels,
     "kernels_layers": kernels_layers,
     "kernels_memory": kernels_memory,

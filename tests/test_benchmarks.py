@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import csv
+import fcntl
+import itertools
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pararnn import GRUCell
+import pararnn
+from pararnn import CELLS, GRUCell
 from pararnn.engines import fused_cpu, rule
 from pararnn.lm import LanguageModel, LMConfig
 from pararnn.program.program import program_of
@@ -22,15 +27,26 @@ from pararnn.tune.adapt import SWEEP_COST
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import auto_layers
+import cpu
+import fixed_newton
 import gpu
 import host_call
 import kernels
+import mamba_peer
+import markdown_tables
+import paper_kernels
+import paper_plots
+import paper_ways
 import parallel
+import protocol
 import scaling
 import segments
 import start
+import tables_claims
 import tables_cuda
+import tables_paper
 import trained
+from common import RESULTS, read_rows
 
 CASES = {case.name: case for case in parallel.HARD}
 
@@ -155,3 +171,190 @@ def test_starts_are_measured_cold_and_warm() -> None:
     parts = [f"{part}_ms" for part in start.PARTS]
     assert all(row[part] >= 0 for row in (cold, warm) for part in parts)
     assert warm["sum_ms"] == pytest.approx(sum(warm[part] for part in parts[1:]), abs=1)
+
+
+def test_protocol_runs_as_the_paper_does_or_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_by_clock", lambda call: call() or 1.0)
+    calls: list[int] = []
+    row = protocol.timed(lambda: calls.append(1), torch.device("cpu"), budget=100.0)
+    assert row == {"min_ms": 1.0, "median_ms": 1.0, "runs": 100}
+    assert len(calls) == 1 + 2 + 20 + 100  # one to compile, two that say how long it takes
+    few = protocol.timed(lambda: None, torch.device("cpu"), budget=50.0)
+    least = protocol.timed(lambda: None, torch.device("cpu"), budget=0.0)
+    assert (few["runs"], least["runs"]) == (50, 3)
+
+
+def test_rows_are_in_the_file_before_the_run_ends(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.csv"
+    with protocol.csv_rows(path, {"commit": "c"}) as add:
+        add({"T": 1})
+        add({"T": 2})
+        assert read_rows(path) == [{"commit": "c", "T": "1"}, {"commit": "c", "T": "2"}]
+
+
+def test_a_turn_alone_waits_for_those_who_prepare(tmp_path: Path) -> None:
+    path = tmp_path / "turns"
+
+    def taken(kind: int) -> bool:
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    with protocol.turn(path, alone=False):
+        assert taken(fcntl.LOCK_SH)
+        assert not taken(fcntl.LOCK_EX)
+    with protocol.turn(path, alone=True):
+        assert not taken(fcntl.LOCK_SH)
+    assert taken(fcntl.LOCK_EX)
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_three_updates_have_the_loops_states_and_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    cell = CELLS[name](8)
+    gates = torch.randn(2, 40, 3, 8, requires_grad=True)
+    leaves = [gates, *cell.parameters()]
+    expected = cpu.pair(cell, "sequential", "torch")(gates)
+    right = torch.autograd.grad(expected.square().sum(), leaves)
+    for backend in fixed_newton.SCANS:
+        with torch.compiler.set_stance("force_eager"):
+            states = fixed_newton.fixed_newton(cell, backend)(gates)
+            grads = torch.autograd.grad(states.square().sum(), leaves)
+        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grads, right, rtol=1e-3, atol=1e-4)
+    with torch.compiler.set_stance("force_eager"):
+        once = fixed_newton.fixed_newton(cell, "torch", updates=1)(gates)
+    assert float((once - expected).detach().abs().max()) > 1e-4  # the number of updates is obeyed
+
+
+def test_mambas_scan_is_given_the_linear_recurrence() -> None:
+    torch.manual_seed(0)
+    decay, values = torch.rand(2, 3, 20).clamp(min=0.05), torch.randn(2, 3, 20)
+    states = mamba_peer.reduction(decay, values, mamba_peer.reference_scan)()
+    torch.testing.assert_close(states.mT, pararnn.scan(decay.mT, values.mT), rtol=1e-4, atol=1e-5)
+
+
+def test_simplified_mamba_is_causal_and_learns() -> None:
+    torch.manual_seed(0)
+    model = mamba_peer.SimplifiedMamba(32, mamba_peer.reference_scan, device="cpu")
+    x = torch.randn(1, 12, 32, requires_grad=True)
+    y = model(x)
+    assert y.shape == x.shape
+    grads = torch.autograd.grad(y[:, 5].square().sum(), [x, *model.parameters()])
+    assert grads[0][:, 6:].count_nonzero() == 0
+    assert all(g.count_nonzero() for g in grads)
+
+
+def test_the_papers_figures_from_the_run_to_the_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = replace(
+        paper_kernels.quick(paper_kernels.Settings(torch.device("cpu"), channels=4)),
+        reductions=(4, 16),
+        solves=(1, 9),
+        split_length=600,
+        burn_ins=(None,),
+        budget=0.0,
+    )
+    ways = ("scan", "Mamba", "newton, fused", "newton, 3 updates, scan", "loop, eager", "torch.nn")
+    rows = {}
+    for name, section in paper_kernels.SECTIONS.items():
+        path = tmp_path / f"paper_{name}.csv"
+        with protocol.csv_rows(path, {"commit": "c"}) as add:
+            section(replace(tiny, ways=ways), add)
+        paper_plots.PLOTS[name](path, path.with_suffix(".png"))
+        assert path.with_suffix(".png").stat().st_size > 1000
+        rows[name] = read_rows(path)
+    assert {(row["what"], row["T"]) for row in rows["reduction"]} == {
+        (what, length) for what in ("diagonal", "2 x 2") for length in ("4", "16")
+    }
+    assert "peer left out: Mamba's selective scan" in capsys.readouterr().out
+    mine = {row["way"] for row in rows["solve"] if row["what"] == "gru" and row["pass"] == "both"}
+    assert mine == {*ways[2:5], "torch.nn.GRU"}
+    assert all(float(row["min_ms"]) <= float(row["median_ms"]) for row in rows["solve"])
+    by_asked = {(row["asked"], row["way"]): row for row in rows["split"]}
+    assert by_asked["8", "newton, fused"]["segments"] == "8"
+    assert by_asked["", "sequential, fused"]["sweeps"] == ""
+
+
+def test_a_way_of_our_own_that_fails_ends_the_run() -> None:
+    def fails() -> None:
+        raise RuntimeError("wrong")
+
+    way = paper_ways.Way("ours")
+    with pytest.raises(RuntimeError, match="wrong"):
+        paper_kernels._tried(way, "here", fails)  # type: ignore[arg-type]
+    assert paper_kernels._tried(way._replace(peer=True), "here", fails) is None  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def results_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files as a GPU writes them: every way takes as many ms as its place in the list."""
+    about = {"commit": "c", "device": "d", "torch": "t", "python": "p"}
+    place = {"B": 1, "D": 64, "first_s": 0.0}
+
+    def rows(sizes: dict[str, list[str]], steps: tuple[str, ...], lengths: tuple[int, ...]) -> Any:
+        for what, ways in sizes.items():
+            for (ms, way), step, length, launch in itertools.product(
+                enumerate(ways, 1), steps, lengths, protocol.LAUNCHES
+            ):
+                row = place | {"what": what, "way": way, "pass": step, "T": length}
+                slower = 1 if launch == "graph" else 10
+                yield row | {
+                    "launch": launch,
+                    "min_ms": ms * slower,
+                    "median_ms": 2 * ms * slower,
+                    "runs": 100,
+                }
+
+    own = ["scan kernel", "PyTorch, compiled"]
+    cell = [*tables_paper.FUSED, *tables_paper.LOOPS]
+    files = {
+        "reduction": rows(
+            {"diagonal": [*own, paper_ways.MAMBA], "2 x 2": own}, ("forward",), (512, 2**22)
+        ),
+        "solve": rows(
+            {"gru": cell, "lstm": cell, "mamba": [paper_ways.SIMPLIFIED]},
+            paper_kernels.PASSES,
+            (64, 512),
+        ),
+    }
+    for name, found in files.items():
+        with protocol.csv_rows(tmp_path / f"paper_{name}.csv", about) as add:
+            for row in found:
+                add(row)
+    for file in RESULTS.glob("*.csv"):
+        if not (tmp_path / file.name).exists():
+            (tmp_path / file.name).symlink_to(file)
+    for module in (markdown_tables, tables_paper):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_tables_of_the_papers_figures(results_of_the_paper: Path) -> None:
+    assert "| diagonal | Mamba's selective scan, CUDA graph | 3 (6) | 3 (6) |" in (
+        tables_paper.reduction()
+    )
+    solve = tables_paper.solve()
+    assert solve.count("| gru | newton, fused | 20 (40) | 20 (40) |") == 2
+    # Loops are called: 30, 40 and 50 ms, beside 1 ms of the first kernel's graph.
+    assert "| gru | forward | sequential, fused, CUDA graph | 30 x | 40 x | 50 x |" in (
+        tables_paper.speedup()
+    )
+
+
+def test_claims_are_read_from_the_papers_figures(results_of_the_paper: Path) -> None:
+    assert (
+        "over a compiled step 40 and 40 as a CUDA graph, 4 and 4 called eagerly"
+        in (tables_claims.over_the_loop()[2])
+    )
+    assert tables_claims.over_the_loop()[3].startswith("not, ")
+    assert tables_claims.reduction()[2].startswith("diagonal and 2 x 2: 3 and 3 times as fast")
+    assert tables_claims.reduction()[3].startswith("exceeded, ")
+    assert tables_claims.kernels()[2].startswith("GRU 1 as CUDA graphs, 1 called; LSTM 1")
+    assert tables_claims.verdict((3.0, 1.0), (2.6, 1.5)).startswith("in part, ")
+    (results_of_the_paper / "paper_solve.csv").unlink()
+    assert "not measured" in tables_claims.kernels()[2]

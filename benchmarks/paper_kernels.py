@@ -1,0 +1,305 @@
+"""The paper's kernel figures in its own protocol (Figures 1 and 2, Appendix B), on one device.
+
+reduction: the linear recurrence against the length, diagonal and 2 x 2 blocks: the kernel,
+PyTorch compiled, accelerated-scan, Mamba's selective scan. solve: a cell applied to x, input
+projection included, forward and forward + backward of the paper's loss sum(h^2): kernels, Newton
+with the paper's 3 updates, loops compiled by step and as a whole, a simplified Mamba, torch.nn.
+split: (newton, fused) over segments and burn-ins, which are what its chunks are, for weights that
+forget and for ones that hardly do.
+
+A way is started by its calls from Python, and, where it never waits for the host, as a CUDA graph.
+Writes results/paper_<section>.csv row by row, each picture from its file alone.
+
+    python benchmarks/paper_kernels.py [--only solve] [--quick] [--out FOLDER] [--plot-only]
+
+Processes with --turns FILE compile side by side and time one after the other; their files are put
+together by their lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from common import RESULTS, provenance
+from gpu import Call, Row, left_out
+from paper_plots import PLOTS
+from paper_ways import Way, reduction_ways, solve_ways
+from protocol import LAUNCHES, Add, csv_rows, first_seconds, launched, timed, turn
+from torch import Tensor
+
+import pararnn
+from pararnn.engines.base import totals
+from pararnn.engines.request import using
+from pararnn.engines.split import pin
+from pararnn.engines.table import choose
+from pararnn.program.program import program_of
+from pararnn.solve import prepare, run
+
+REDUCTIONS = tuple(2**power for power in (2, 4, 6, 8, 9, 10, 11, 12, 14, 16, 18, 20, 22))
+SOLVES = tuple(2**power for power in (0, 3, 6, 9, 11, 13, 15, 17))
+SPLIT_LENGTH = 65536
+CHANNELS = 64
+LONGEST = 150.0
+"""ms of a call after which no longer length is tried."""
+SEGMENTS = (None, 4, 16, 64, 128, 256, 512, 1024)
+BURN_INS = (None, 0, 16, 32, 48, 96)
+SHIFTS = {
+    "gru": {"forgets": 0.0, "hardly forgets": -4.0},
+    "lstm": {"forgets": 0.0, "hardly forgets": 4.0},
+}
+"""By cell, what its first gate is shifted by: the update gate shut, the forget gate open."""
+CELLS = tuple(SHIFTS)
+PASSES = ("forward", "both")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run measures: sizes, ms for a timing, and which cells and ways, by what these begin
+    with. `turns`: the file by which processes that share the device take turns."""
+
+    device: torch.device
+    channels: int = CHANNELS
+    reductions: Sequence[int] = REDUCTIONS
+    solves: Sequence[int] = SOLVES
+    split_length: int = SPLIT_LENGTH
+    segments: Sequence[int | None] = SEGMENTS
+    burn_ins: Sequence[int | None] = BURN_INS
+    budget: float = 150.0
+    longest: float = LONGEST
+    cells: Sequence[str] = CELLS
+    ways: Sequence[str] = ("",)
+    turns: Path | None = None
+
+    def wants(self, way: str) -> bool:
+        """Whether a way is measured."""
+        return way.startswith(tuple(self.ways))
+
+
+def place(settings: Settings, what: str, way: str, step: str, length: int) -> Row:
+    """The columns that say what a row is; `step` is the pass."""
+    row: Row = {"what": what, "way": way, "pass": step}
+    return row | {"B": 1, "T": length, "D": settings.channels}
+
+
+def measured(settings: Settings, way: Way, calls: Sequence[tuple[Row, Call]], add: Add) -> float:
+    """Adds a row for each call and launch; the ms of the longest call from Python.
+
+    The calls have been made once.
+    """
+    longest = 0.0
+    launches = LAUNCHES if way.graph and settings.device.type == "cuda" else LAUNCHES[:1]
+    with turn(settings.turns, alone=True):
+        for (row, call), launch in itertools.product(calls, launches):
+            times = timed(launched(call, launch), settings.device, settings.budget)
+            add({**row, "launch": launch, **times})
+            longest = max(longest, times["min_ms"])
+    return longest
+
+
+def reduction(settings: Settings, add: Add) -> None:
+    """The linear recurrence against the length."""
+    for what, length in itertools.product(("diagonal", "2 x 2"), settings.reductions):
+        for way in reduction_ways(what, length, settings.channels, settings.device):
+            if not settings.wants(way.name):
+                continue
+            row = place(settings, what, way.name, "forward", length)
+            with torch.no_grad():
+                _tried(way, f"{what}, T = {length}", partial(_reduce, settings, way, row, add))
+
+
+def _reduce(settings: Settings, way: Way, row: Row, add: Add) -> float:
+    with turn(settings.turns, alone=False):
+        torch.compiler.reset()
+        call = way.make()
+        row |= {"first_s": first_seconds(call, settings.device)}
+        assert way.expected is not None
+        torch.testing.assert_close(call(), way.expected, rtol=1e-3, atol=1e-3)
+    return measured(settings, way, [(row, call)], add)
+
+
+def passes(solve: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> list[Call]:
+    """Forward without gradients, and forward + backward of the paper's loss, sum(h^2)."""
+    leaf = x.clone().requires_grad_()
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return solve(x)
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(solve(leaf).square().sum(), [leaf, *weights])
+
+    return [forward, both]
+
+
+def solve(settings: Settings, add: Add) -> None:
+    """Cells applied to sequences, against the length."""
+    for name in (*settings.cells, "mamba"):  # the peer last: an error of the GPU would end the rest
+        torch.manual_seed(0)
+        for way in solve_ways(name, settings.channels, settings.device):
+            if not settings.wants(way.name):
+                continue
+            for length in settings.solves:
+                if length > way.longest:
+                    break
+                ms = _tried(
+                    way,
+                    f"{name}, T = {length}",
+                    partial(_solve, settings, name, way, length, add),
+                )
+                if ms is None or ms > settings.longest:
+                    break
+
+
+def _solve(settings: Settings, name: str, way: Way, length: int, add: Add) -> float:
+    """Both passes of a way; the longer one's ms."""
+    calls: list[tuple[Row, Call]] = []
+    with turn(settings.turns, alone=False):
+        torch.compiler.reset()
+        x = torch.randn(1, length, settings.channels, device=settings.device)
+        solve = way.make()
+        for step, call in zip(PASSES, passes(solve, x, way.weights), strict=True):
+            row = place(settings, name, way.name, step, length)
+            calls.append((row | {"first_s": first_seconds(call, settings.device)}, call))
+        if way.reference is not None:
+            right = passes(way.reference, x, way.weights)
+            for (_, call), expected in zip(calls, right, strict=True):
+                torch.testing.assert_close(call(), expected(), rtol=2e-3, atol=1e-3)
+    return measured(settings, way, calls, add)
+
+
+def _tried(way: Way, where: str, measure: Callable[[], float]) -> float | None:
+    """What a way measures; None, said aloud, where it is a peer's and it fails."""
+    if not way.peer:
+        return measure()
+    try:
+        return measure()
+    except Exception as error:
+        left_out(f"{way.name}, {where}", error)
+        return None
+
+
+def split(settings: Settings, add: Add) -> None:
+    """(newton, fused) by segments and burn-in, and the loop's kernel."""
+    pins = list(itertools.product(settings.segments, settings.burn_ins))
+    for name in settings.cells:
+        torch.manual_seed(0)
+        for case, shift in SHIFTS[name].items():
+            cell = pararnn.CELLS[name](settings.channels, device=settings.device)
+            size = (1, settings.split_length, len(cell.gates), settings.channels)
+            gates = torch.randn(size, device=settings.device)
+            gates[:, :, 0] += shift
+            _split(settings, cell, gates, f"{name}, {case}", ("sequential", "fused"), None, add)
+            for pinned in pins:
+                _split(settings, cell, gates, f"{name}, {case}", ("newton", "fused"), pinned, add)
+
+
+def _split(
+    settings: Settings,
+    cell: pararnn.Cell,
+    gates: Tensor,
+    what: str,
+    pair: tuple[str, str],
+    pinned: tuple[int | None, int | None] | None,
+    add: Add,
+) -> None:
+    """The rows of a pair, and of what is asked of its split."""
+    program, args = program_of(cell), prepare(cell, gates)
+    asked = pin(*(pinned or (None, None)))
+    way = Way(", ".join(pair), graph=True)
+    row: Row = {"segments": "", "burn_in": "", "size": "", "sweeps": "", "mended": ""}
+    row |= {"asked": "", "asked_burn_in": ""}
+    if pinned is not None:
+        engine = choose(program, args.size, gates.dtype, gates.device, *pair).engine
+        assert engine.split is not None
+        got = engine.split(program, args.size, gates.dtype, gates.device, asked)
+        pinned_args = replace(args, segments=asked.segments, burn_in=asked.burn_in)
+        with torch.no_grad():
+            sweeps, mended = totals(run(program, pinned_args, *pair).info).tolist()
+        row |= {"segments": got.segments, "burn_in": got.burn_in, "size": got.size}
+        row |= {"sweeps": sweeps, "mended": mended}
+        row |= {"asked": asked.segments or "rule"}
+        row |= {"asked_burn_in": "rule" if asked.burn_in is None else asked.burn_in}
+
+    def states(gates: Tensor) -> Tensor:
+        found, _ = pararnn.solve(cell, gates, solver=pair[0], backend=pair[1])
+        return found if isinstance(found, Tensor) else found[0]
+
+    calls = zip(PASSES, passes(states, gates, [*cell.parameters()]), strict=True)
+    about = [
+        (place(settings, what, way.name, step, gates.shape[1]) | row, call) for step, call in calls
+    ]
+    with using(segments=asked.segments, burn_in=asked.burn_in):
+        measured(settings, way, about, add)
+
+
+SECTIONS: dict[str, Callable[[Settings, Add], None]] = {
+    "reduction": reduction,
+    "split": split,
+    "solve": solve,
+}
+
+
+def quick(settings: Settings) -> Settings:
+    """Every path once, at small sizes."""
+    return replace(
+        settings,
+        reductions=(64, 256),
+        solves=(1, 16),
+        split_length=4096,
+        segments=(None, 8),
+        burn_ins=(None, 16),
+        budget=5.0,
+        longest=20.0,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", help=f"sections by prefix: {', '.join(SECTIONS)}")
+    parser.add_argument("--ways", nargs="+", default=("",), help="by what their names begin with")
+    parser.add_argument("--lengths", type=int, nargs="+", help="of reduction and solve")
+    parser.add_argument("--cells", nargs="+", default=CELLS, choices=CELLS)
+    parser.add_argument("--budget", type=float, default=150.0, help="ms for a timing")
+    parser.add_argument("--quick", action="store_true", help="every path once, at small sizes")
+    parser.add_argument("--turns", type=Path, help="a file: processes that name it take turns")
+    parser.add_argument("--plot-only", action="store_true", help="the pictures of what --out holds")
+    parser.add_argument("--no-plot", action="store_true", help="no pictures")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    chosen = [name for name in SECTIONS if name.startswith(options.only)]
+    if not chosen:
+        parser.error(f"--only {options.only}: no such section; there are {', '.join(SECTIONS)}")
+    settings = Settings(
+        torch.device(options.device),
+        budget=options.budget,
+        cells=options.cells,
+        ways=options.ways,
+        turns=options.turns,
+    )
+    settings = quick(settings) if options.quick else settings
+    if options.lengths:
+        settings = replace(settings, reductions=options.lengths, solves=options.lengths)
+    about, begin = provenance(settings.device), time.perf_counter()
+    for name in chosen:
+        path = options.out / f"paper_{name}.csv"
+        if not options.plot_only:
+            torch.manual_seed(0)
+            with csv_rows(path, about) as add:
+                SECTIONS[name](settings, add)
+            print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+        if not options.no_plot:
+            PLOTS[name](path, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Tables and pictures of the paper's kernel figures, and README's one table of performance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common import RESULTS
+from markdown_tables import Row, figure, measured, not_yet, read, size, source, table
+
+COMMAND = "benchmarks/paper_kernels.py"
+LAUNCHED = {"call": "", "graph": ", CUDA graph"}
+CELLS = ("gru", "lstm")
+LOOP_LENGTH = "512"
+FUSED = ("sequential, fused", "newton, fused")
+LOOPS = ("loop, eager", "loop, compiled step", "loop, compiled as a whole")
+
+
+def picture(name: str, caption: str) -> str:
+    """A result picture in a page of the docs; nothing where there is none yet."""
+    path = f"{name}.png"
+    return f"![{caption}](../benchmarks/results/{path})\n\n" if (RESULTS / path).exists() else ""
+
+
+def both_times(row: Row) -> str:
+    """The minimum, and in brackets the median."""
+    return f"{figure(row, 'min_ms')} ({figure(row, 'median_ms')})"
+
+
+def against_length(rows: Sequence[Row], lengths: Sequence[str]) -> str:
+    """A row a way and launch, a column a length."""
+    lengths = [length for length in lengths if any(row["T"] == length for row in rows)]
+    body = []
+    for what, way, launch in dict.fromkeys((r["what"], r["way"], r["launch"]) for r in rows):
+        key = {"what": what, "way": way, "launch": launch}
+        mine = {row["T"]: row for row in rows if key.items() <= row.items()}
+        times = [both_times(mine[length]) if length in mine else "" for length in lengths]
+        body.append([what, way + LAUNCHED[launch], *times])
+    return table(["", "by", *(f"T = {int(length):,}" for length in lengths)], body)
+
+
+def protocol(rows: Sequence[Row], name: str) -> str:
+    """How a table was timed."""
+    return (
+        f"Minima in ms of up to 100 runs after 20, medians in brackets, B = 1, D = {rows[0]['D']}, "
+        f"float32 {source(rows, name)}"
+    )
+
+
+def reduction() -> str:
+    """The linear recurrence, by kernel and by peers."""
+    name = "paper_reduction.csv"
+    if not measured(name):
+        return not_yet(f"{COMMAND} --only reduction")
+    rows = read(name)
+    lengths = ("16", "512", "4096", "65536", "1048576", "4194304")
+    image = picture("paper_reduction", "Linear recurrence against the length")
+    return f"{image}{protocol(rows, name)}:\n\n{against_length(rows, lengths)}"
+
+
+def solve() -> str:
+    """Cells applied to sequences: a table a pass."""
+    name = "paper_solve.csv"
+    if not measured(name):
+        return not_yet(f"{COMMAND} --only solve")
+    rows = read(name)
+    lengths = ("1", "64", "512", "2048", "32768", "131072")
+    image = picture("paper_solve", "GRU and LSTM against the length")
+    parts = [
+        f"{title}:\n\n{against_length([r for r in rows if r['pass'] == step], lengths)}"
+        for step, title in (("forward", "Forward"), ("both", "Forward + backward"))
+    ]
+    return f"{image}{protocol(rows, name)}.\n\n" + "\n\n".join(parts)
+
+
+def longest_to_512(rows: Sequence[Row], **values: str) -> Row | None:
+    """The row of the longest sequence up to LOOP_LENGTH with these values, if any."""
+    mine = [r for r in rows if values.items() <= r.items() and int(r["T"]) <= int(LOOP_LENGTH)]
+    return max(mine, key=lambda row: int(row["T"]), default=None)
+
+
+def ratio(rows: Sequence[Row], way: str, launch: str, loop: Row | None) -> str:
+    """How many times as fast as a loop, called from Python, a way is at the loop's length."""
+    if loop is None:
+        return ""
+    key = {"what": loop["what"], "pass": loop["pass"], "T": loop["T"]}
+    mine = longest_to_512(rows, way=way, launch=launch, **key)
+    return "" if mine is None else f"{float(loop['min_ms']) / float(mine['min_ms']):,.0f} x"
+
+
+def speedup() -> str:
+    """Kernels over loops in Python: eager, by compiled steps, compiled as a whole."""
+    name = "paper_solve.csv"
+    if not measured(name):
+        return not_yet(f"{COMMAND} --only solve")
+    rows = read(name)
+    cells = [cell for cell in CELLS if any(row["what"] == cell for row in rows)]
+    body, heads = [], []
+    for cell in cells:
+        for step, title in (("forward", "forward"), ("both", "forward + backward")):
+            loops = [
+                longest_to_512(rows, what=cell, way=loop, launch="call", **{"pass": step})
+                for loop in LOOPS
+            ]
+            heads = [
+                f"over {loop}{'' if row is None else ', T = ' + row['T']}"
+                for loop, row in zip(LOOPS, loops, strict=True)
+            ]
+            for way in FUSED:
+                for launch, suffix in LAUNCHED.items():
+                    times = [ratio(rows, way, launch, loop) for loop in loops]
+                    if any(times):
+                        body.append([cell, title, way + suffix, *times])
+    return f"{protocol(rows, name)}:\n\n{table(['cell', 'pass', 'by', *heads], body)}"
+
+
+def split() -> str:
+    """What the rule's split takes, the best and the worst of those tried, and the loop's kernel."""
+    name = "paper_split.csv"
+    if not measured(name):
+        return not_yet(f"{COMMAND} --only split")
+    rows = read(name)
+    launch = "graph" if any(row["launch"] == "graph" for row in rows) else "call"
+    body = []
+    for what, step in dict.fromkeys((row["what"], row["pass"]) for row in rows):
+        mine = [r for r in rows if (r["what"], r["pass"], r["launch"]) == (what, step, launch)]
+        loop = next(row for row in mine if row["asked"] == "")
+        tried = [row for row in mine if row["asked"] != ""]
+        rule = next(r for r in tried if r["asked"] == r["asked_burn_in"] == "rule")
+        ranked = sorted(tried, key=lambda row: float(row["min_ms"]))
+        body.append([what, step, both_times(loop), *map(_of_split, (rule, ranked[0], ranked[-1]))])
+    head = ["cell", "pass", "(sequential, fused)", "by the rule", "best tried", "worst tried"]
+    image = picture("paper_split", "Segments and burn-ins of (newton, fused)")
+    text = f"{protocol(rows, name)}, T = {int(rows[0]['T']):,}"
+    return f"{image}{text}:\n\n{table(head, body)}"
+
+
+def _of_split(row: Row) -> str:
+    return (
+        f"{both_times(row)}: {row['segments']} segments, burn-in {row['burn_in']}, "
+        f"{row['sweeps']} sweep{'s' * (row['sweeps'] != '1')}"
+    )
+
+
+def residuals() -> str:
+    """The picture of Newton's residuals."""
+    return picture("newton_iterations", "Newton's residuals by update").strip()
+
+
+def one(name: str, **values: str) -> Row:
+    """The first row of a file with these values."""
+    return next(row for row in read(name) if values.items() <= row.items())
+
+
+def performance() -> str:
+    """README's table: a line a question, ours beside what it is held against."""
+    big = {"what": "GRUCell", "dtype": "bfloat16", "B": "32", "T": "2048", "D": "1024"}
+    loop = {step: one("kernels.csv", **big, **{"pass": step}) for step in ("forward", "backward")}
+    long = {"section": "shapes", "what": "gru", "T": "65536", "D": "1024", "dtype": "float32"}
+    split_ = one("parallel.csv", **long, **{"pass": "forward"})
+    slow = one(
+        "parallel_trained.csv",
+        what="lstm, layer 2",
+        dtype="float32",
+        B="8",
+        T="2048",
+        **{"pass": "forward"},
+    )
+    speed = {"cell": "gru", "T": LOOP_LENGTH}
+    graph = one("speedup_cuda.csv", **speed, way="sequential, fused, CUDA graph")
+    step = one("speedup_cuda.csv", **speed, way="loop, compiled step")
+    lm = {
+        name: one("lm_step.csv", model=f"{name}-1B", T="2048", packed="False")
+        for name in ("gru", "transformer")
+    }
+    token = {
+        name: one("lm_decode.csv", model=f"{name}-1B", way="graph", B="1", context="2048")
+        for name in ("gru", "transformer")
+    }
+    layer = {
+        w: one("cpu.csv", cell="gru", T="2048", what=f"layer: {w}")
+        for w in ("ParaGRU", "torch.nn.GRU")
+    }
+
+    def line(what: str, at: str, ours: float, beside: str, theirs: float) -> list[str]:
+        return [what, at, f"{ours:.3g}", f"{beside}: {theirs:.3g}", f"{theirs / ours:.3g} x"]
+
+    def ms(row: Row, key: str) -> float:
+        return float(row[key])
+
+    body = [
+        *(
+            line(
+                f"GRU's kernel, {name}, bfloat16",
+                size(row),
+                ms(row, "graph_ms"),
+                "its bytes copied",
+                ms(row, "limit_ms"),
+            )
+            for name, row in loop.items()
+        ),
+        line(
+            "GRU split in time, forward, float32",
+            size(split_),
+            ms(split_, "newton_ms"),
+            "the loop's kernel",
+            ms(split_, "sequential_ms"),
+        ),
+        line(
+            "trained LSTM's second layer split in time, forward, float32",
+            size(slow),
+            ms(slow, "newton_ms"),
+            "the loop's kernel",
+            ms(slow, "sequential_ms"),
+        ),
+        line(
+            "GRU's kernel as a CUDA graph, forward, float32",
+            size(graph),
+            ms(graph, "forward_ms"),
+            "a loop in Python over a compiled step",
+            ms(step, "forward_ms"),
+        ),
+        line(
+            "training step of a 1B GRU, no optimizer",
+            f"{lm['gru']['B']}, {lm['gru']['T']}",
+            ms(lm["gru"], "median_ms"),
+            "the Transformer's",
+            ms(lm["transformer"], "median_ms"),
+        ),
+        line(
+            "a token of a 1B GRU, CUDA graph",
+            "1, after 2048",
+            ms(token["gru"], "median_ms"),
+            "the Transformer's, with its cache",
+            ms(token["transformer"], "median_ms"),
+        ),
+        line(
+            "ParaGRU, forward + backward, two cores of a CPU",
+            size(layer["ParaGRU"]),
+            ms(layer["ParaGRU"], "both_ms"),
+            "torch.nn.GRU",
+            ms(layer["torch.nn.GRU"], "both_ms"),
+        ),
+    ]
+    files = "kernels, parallel, parallel_trained, speedup_cuda, lm_step, lm_decode, cpu"
+    about = f"on an {one('kernels.csv')['device']} but for the last line"
+    text = (
+        f"Medians in ms, {about}; below 1 x ours takes longer (`benchmarks/results/`: {files}, "
+        "whose rows say commit and versions):"
+    )
+    drawn, what = (
+        ("paper_solve", "GRU and LSTM against the length, forward, and with the backward pass")
+        if measured("paper_solve.csv")
+        else ("scaling", "The affine scan, and forward + backward passes, against the length")
+    )
+    image = f"{what}, B = 1, D = 64, float32:\n\n![{what}](benchmarks/results/{drawn}.png)"
+    head = ["what", "B, T, D", "ours", "beside", "as fast"]
+    return f"{text}\n\n{table(head, body)}\n\n{image}"
