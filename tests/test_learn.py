@@ -1,0 +1,138 @@
+"""The comparison of mixers: equal tokens in equal order, text held out, and what follows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import learn
+import learn_data
+import learn_models
+import learn_run
+from learn_run import Corpus, Job, Learned, Shape
+
+from pararnn.lm.loss import IGNORED
+from pararnn.train.corpus.packing import Part
+
+CPU = torch.device("cpu")
+SHAPE = Shape(2, 16)
+
+
+@pytest.fixture
+def corpus() -> Corpus:
+    tokens = torch.randint(100, (400,), generator=torch.Generator().manual_seed(0)).int()
+    return Corpus("some", tokens[:300], tokens[300:], 250)
+
+
+def job(mixer: str, seed: int = 0, rate: float = 1e-2) -> Job:
+    return Job(mixer, "some", "final", rate, seed, steps=2, marks=2)
+
+
+def test_mixers_read_the_same_tokens_and_start_anew(corpus: Corpus) -> None:
+    rows = []
+    for mixer in ("gru", "transformer"):
+        learned = Learned(learn_models.tiny()[mixer], CPU, SHAPE)
+        first = list(learned.train(job(mixer), corpus))
+        again = list(learned.train(job(mixer), corpus))
+        timed = ("seconds", "tokens_per_s")
+        assert [{**row, **dict.fromkeys(timed)} for row in first] == [
+            {**row, **dict.fromkeys(timed)} for row in again
+        ]
+        rows += [*first, *learned.train(job(mixer, seed=1), corpus)]
+    learn.check_equal(rows)
+    assert [row["tokens"] for row in rows[:2]] == [32, 64]
+    assert len({row["order"] for row in rows}) == 4  # two seeds, two looks
+    nats = rows[0]["valid_nats"] * (len(corpus.valid) - 1)
+    assert rows[0]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 250, abs=1e-4)
+
+
+def test_mixers_that_read_other_tokens_are_noticed(corpus: Corpus) -> None:
+    learned = Learned(learn_models.tiny()["gru"], CPU, SHAPE)
+    rows = list(learned.train(job("gru"), corpus))
+    other = {**rows[-1], "mixer": "lstm", "order": "another"}
+    with pytest.raises(RuntimeError, match="not read the same"):
+        learn.check_equal([*rows, other])
+
+
+def test_each_token_held_out_is_predicted_once(corpus: Corpus) -> None:
+    labels = torch.cat([labels[:, 1:].flatten() for _, labels in learn_run.held_out(corpus, SHAPE)])
+    assert labels[labels != IGNORED].tolist() == corpus.valid[1:].tolist()
+
+
+def test_steps_fit_into_the_time_and_are_one_number() -> None:
+    speeds = {"fast": (200.0, 0.0), "slow": (100.0, 0.1)}
+    runs, most = {"sweep": 2, "final": 1}, {"sweep": 3200, "final": 6400}
+    whole = (2 * 3200 + 6400) * (1 / 200 + 1 / 100)
+    looks = 0.1 * (2 * learn.MARKS["sweep"] + learn.MARKS["final"])
+    assert learn.planned(speeds, 1e6, runs, most, SHAPE) == {"sweep": 100, "final": 200}
+    half = learn.planned(speeds, whole / 2 + looks + 1e-6, runs, most, SHAPE)
+    assert half == {"sweep": 50, "final": 100}
+    with pytest.raises(SystemExit, match="too few"):
+        learn.planned(speeds, 1.0, runs, most, SHAPE)
+
+
+def test_the_rate_of_the_fewest_bits_is_chosen() -> None:
+    bits = {1e-3: 3.0, 2e-3: 2.5, 4e-3: float("nan"), 8e-3: 2.7}
+    rows = [
+        {"corpus": "some", "mixer": "gru", "stage": "sweep", "rate": rate, "step": step}
+        | {"steps": 4, "bits_per_byte": value if step == 4 else 0.0}
+        for rate, value in bits.items()
+        for step in (2, 4)
+    ]
+    assert learn.best_rates(rows) == {("some", "gru"): 2e-3}
+
+
+def test_files_are_held_out_by_their_paths() -> None:
+    files = [(f"package/{n}.py", b"x = %d\n" % (n % 900)) for n in range(1000)]
+    files += [("package/empty.py", b""), ("package/bytes.py", b"\xff")]
+    train, valid = learn_data.split(reversed(files))
+    assert not set(train) & set(valid)
+    assert len(train) + len(valid) == 900
+    assert 0 < len(valid) < 50
+    assert (train, valid) == learn_data.split(files)
+    fewer = learn_data.split(files[:450])  # whatever else there is, a file stays where it is
+    more = learn_data.split(files[:900])
+    assert set(fewer[0]) <= set(more[0])
+    assert set(fewer[1]) <= set(more[1])
+
+
+def test_the_packages_are_pinned() -> None:
+    lines = learn_data.PACKAGES.read_text().split()
+    assert len(lines) == 40
+    assert all(line.count("==") == 1 for line in lines)
+
+
+def test_a_run_of_two_mixers(tmp_path: Path) -> None:
+    """They learn at two rates, and each at the better one with two seeds."""
+    folder = tmp_path / "some"
+    folder.mkdir()
+    tokens = np.random.default_rng(0).integers(100, size=400).astype(np.uint16)
+    meta = {"dtype": "uint16", "vocabulary": 101, "end": 100}
+    for name, part in (("train", tokens[:300]), ("valid", tokens[300:])):
+        part.tofile(folder / f"{name}.bin")
+        meta[name] = asdict(Part(len(part), 1, 3 * len(part)))
+    (folder / "meta.json").write_text(json.dumps(meta))
+    where = ["some", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--smoke"]
+    size = ["--rows", "2", "--length", "16", "--sweep-tokens", "320", "--final-tokens", "640"]
+    few = ["--rates", "1e-3", "1e-2", "--seeds", "2", "--probe", "1", "--layers-seconds", "0"]
+    learn.main([*where, *size, *few, "--mixers", "gru", "transformer", "--seconds", "10000"])
+    with (tmp_path / "out" / "learn_some.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    learn.check_equal(rows)
+    ends = [row for row in rows if row["step"] == row["steps"]]
+    count = {(row["mixer"], row["stage"]): row["tokens"] for row in ends}
+    assert count == {
+        (mixer, stage): tokens
+        for mixer in ("gru", "transformer")
+        for stage, tokens in (("sweep", "320"), ("final", "640"))
+    }
+    assert len(ends) == 2 * (2 + 2)
