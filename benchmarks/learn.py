@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,9 @@ MARKS = {"sweep": 2, "final": 10}
 """Looks at what is held out in a training."""
 SHARE = 0.88
 """Of the time that is left, what trainings are planned to take: GPUs do not end at once."""
+
+ENDING = 5.0
+"""Seconds that a process may take to end."""
 
 
 class Failed(RuntimeError):
@@ -124,10 +128,11 @@ class Worker:
         self.name = settings.name
         context = mp.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        if settings.smoke:  # tiny models are not worth a process
-            threading.Thread(target=serve, args=(settings, theirs), daemon=True).start()
-        else:
-            context.Process(target=serve, args=(settings, theirs), daemon=True).start()
+        # Tiny models are not worth a process. Daemons might not start compilers of their own.
+        start = threading.Thread if settings.smoke else context.Process
+        self.process = start(target=serve, args=(settings, theirs))
+        self.process.start()
+        if not settings.smoke:
             theirs.close()  # or a process that is gone would not be noticed
 
     def ask(self, *request: Any) -> Iterator[Row]:
@@ -215,10 +220,14 @@ class Fleet:
         return values
 
     def stop(self) -> None:
-        """Let the processes end; those that are at work end with this one, as daemons do."""
+        """End the processes."""
         for worker in self.workers.values():
             with suppress(BrokenPipeError):  # of one that has failed
                 worker.pipe.send(None)
+        for worker in self.workers.values():
+            worker.process.join(ENDING)
+            if isinstance(worker.process, BaseProcess) and worker.process.is_alive():
+                worker.process.terminate()
 
     def _guarded(self, mixer: str, call: Callable[[], object]) -> None:
         try:

@@ -27,6 +27,7 @@ from tables_cuda import (
     split_times,
     trained,
 )
+from tables_learn import learn, learn_layers
 from tables_training import lengths, remarks, tasks, train_step, words
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,7 @@ PAGES = (
     "docs/generated-kernels.md",
     "docs/how-it-works.md",
     "docs/language-models.md",
+    "docs/learning.md",
     "docs/paper.md",
     "docs/scan.md",
     "docs/solvers-and-backends.md",
@@ -231,6 +233,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "lm_step": lm_step,
     "lm_decode": lm_decode,
     "train_step": train_step,
+    "learn": learn,
+    "learn_layers": learn_layers,
     "claims": claims,
     "tasks": tasks,
     "tasks_remarks": remarks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,8 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import learn
 import learn_data
+import learn_layers
 import learn_models
+import learn_plot
 import learn_run
+import tables_learn
 from learn_run import Corpus, Job, Learned, Shape
 
 from pararnn.lm.loss import IGNORED
@@ -136,3 +140,67 @@ def test_a_run_of_two_mixers(tmp_path: Path) -> None:
         for stage, tokens in (("sweep", "320"), ("final", "640"))
     }
     assert len(ends) == 2 * (2 + 2)
+
+
+def test_layers_of_a_trained_model_by_their_pairs(corpus: Corpus, monkeypatch) -> None:
+    monkeypatch.setattr(learn_layers, "SIZES", ((2, 32), (1, 64), (1, 4096)))
+    learned = Learned(learn_models.tiny()["hybrid"], CPU, SHAPE)
+    list(learned.train(job("hybrid"), corpus))
+    model = learned.model
+    given = (model.config, model.state_dict(), corpus)
+    rows = list(learn_layers.layer_rows("hybrid", *given, until=time.time() + 1e6))
+    assert {(row["B"], row["T"], row["D"]) for row in rows} == {(2, 32, 32), (1, 64, 32)}
+    for size in (32, 64):
+        for layer in (1, 2, 3):
+            own = [row for row in rows if (row["T"], row["layer"]) == (size, layer)]
+            assert sum(row["auto"] for row in own) <= 1
+            assert min(row["of_best"] for row in own) == 1
+    assert not list(learn_layers.layer_rows("hybrid", *given, until=0))
+
+
+def final(mixer: str, bits: list[list[float]], speed: float) -> list[dict[str, str]]:
+    """Rows of final trainings, as a file has them: `bits` by seeds and looks."""
+    shared = {"mixer": mixer, "stage": "final", "parameters": "60000000", "rate": "0.002"}
+    size = {"B": "2", "T": "16", "steps": "2", "epochs": "1.0", "device": "x", "torch": "y"}
+    return [
+        {**shared, **size, "commit": "z", "seed": str(seed), "step": str(step)}
+        | {"tokens": str(32 * step), "bits_per_byte": str(value), "seconds": str(step / speed)}
+        for seed, values in enumerate(bits)
+        for step, value in enumerate(values, 1)
+    ]
+
+
+def test_the_winner_is_named_with_the_spread() -> None:
+    fast, slow = final("gru", [[3.0, 2.0], [3.2, 2.2]], 2.0), final("lstm", [[3.0, 2.4]] * 2, 1.0)
+    found = tables_learn.results([*slow, *fast])
+    assert [result.mixer for result in found] == ["gru", "lstm"]
+    assert found[0].curve == [(32, 0.5, pytest.approx(3.1)), (64, 1.0, pytest.approx(2.1))]
+    assert "**gru** has the fewest bits, 12.5% below lstm; every seed" in tables_learn.winner(found)
+    assert tables_learn.seconds_to(found[0].curve, 2.6) == pytest.approx(0.75)
+    assert tables_learn.seconds_to(found[0].curve, 1.0) is None
+    sweep = [{**fast[1], "stage": "sweep"}]
+    *_, first, last = tables_learn.one_corpus("some", [*sweep, *fast, *slow], "f.csv").splitlines()
+    assert first.startswith("| gru | 60.0M | 0.002 | 2.1000 (2.0000 to 2.2000) | 1.0 | 64 |")
+    assert last.endswith("| 2.0 | 32 | 2.0 |")
+
+
+def test_the_worst_ratio_of_auto_is_shown() -> None:
+    size = {"mixer": "gru", "B": "1", "T": "2048"}
+    rows = [
+        {**size, "layer": layer, "solver": solver, "backend": "fused"}
+        | {"of_best": ratio, "auto": str(solver == "newton")}
+        for layer, solver, ratio in (
+            ("1", "newton", "1.0"),
+            ("1", "sequential", "3.0"),
+            ("2", "newton", "1.2"),
+            ("2", "sequential", "1.0"),
+        )
+    ]
+    line = tables_learn.worst_of(rows).splitlines()[-1]
+    assert line == "| gru | 1 x 2,048 | 2 | 1.20 | 2 | (newton, fused) | (sequential, fused) |"
+
+
+def test_the_picture_is_of_the_file_alone(tmp_path: Path) -> None:
+    rows = final("gru", [[3.0, 2.0], [3.2, 2.2]], 2.0)
+    learn_plot.plot({"some": rows, "other": rows}, tmp_path / "learn.png")
+    assert (tmp_path / "learn.png").read_bytes()[:4] == b"\x89PNG"
