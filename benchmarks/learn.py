@@ -40,7 +40,7 @@ import torch
 from common import RESULTS, provenance
 from learn_layers import layer_rows
 from learn_models import CONFIGS, MODELS, tiny
-from learn_run import Corpus, Job, Learned, Row, Shape, read_corpus
+from learn_run import Corpus, Job, Learned, Row, Shape, Tuning, read_corpus
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 MARKS = {"sweep": 2, "final": 10}
@@ -77,15 +77,17 @@ def serve(settings: Settings, pipe: Connection) -> None:
         device = torch.device(settings.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        tuning = Tuning()
         corpora = {Path(each).name: read_corpus(Path(each), device) for each in settings.folders}
         make = (tiny() if settings.smoke else MODELS)[settings.name]
         learned = Learned(make, device, settings.shape)
-        learned.speed(next(iter(corpora.values())), 2)
+        learned.speed(next(iter(corpora.values())), 1)
         pipe.send(("done", learned.parameters))
         while True:
             request = pipe.recv()
             if request is None:
                 return
+            tuning.begin()
             for row in answers(settings, learned, corpora, request):
                 pipe.send(row)
             if device.type == "cuda":
@@ -191,20 +193,31 @@ class Fleet:
         for worker in self.workers.values():
             self._guarded(worker.name, partial(list, worker.rows()))
 
-    def run(
-        self, jobs: Iterable[tuple[str, tuple[Any, ...]]], take: Callable[[str, Row], None]
-    ) -> dict[str, Any]:
-        """Jobs (mixer, request), each on the first device that is free; the last answers' values.
+    def speeds(self, steps: int) -> dict[str, tuple[float, float]]:
+        """By mixer, of its slower process: tokens a second, and seconds of a look."""
+        found: dict[str, list[tuple[float, float]]] = {mixer: [] for mixer in self.mixers}
 
-        take: called with the mixer and each row.
-        """
-        waiting, lock, values = list(jobs), threading.Lock(), dict[str, Any]()
+        def one(mixer: str, device: str) -> None:
+            found[mixer].append(self.workers[mixer, device].result("speed", steps))
+
+        def every(device: str) -> None:
+            for mixer in found:
+                if mixer in self.mixers:
+                    self._guarded(mixer, partial(one, mixer, device))
+
+        self._on_devices(every)
+        return {
+            mixer: (min(speed for speed, _ in found[mixer]), max(look for _, look in found[mixer]))
+            for mixer in self.mixers
+        }
+
+    def run(self, jobs: Iterable[tuple[str, tuple[Any, ...]]], take: Callable[[Row], None]) -> None:
+        """Jobs (mixer, request), each on the first device that is free; `take` is given rows."""
+        waiting, lock = list(jobs), threading.Lock()
 
         def one(mixer: str, request: tuple[Any, ...], device: str) -> None:
-            worker = self.workers[mixer, device]
-            for row in worker.ask(*request):
-                take(mixer, row)
-            values[mixer] = worker.value
+            for row in self.workers[mixer, device].ask(*request):
+                take(row)
 
         def drain(device: str) -> None:
             while True:
@@ -215,9 +228,11 @@ class Fleet:
                 if mixer in self.mixers:
                     self._guarded(mixer, partial(one, mixer, request, device))
 
+        self._on_devices(drain)
+
+    def _on_devices(self, call: Callable[[str], None]) -> None:
         with ThreadPoolExecutor(len(self.devices)) as pool:
-            list(pool.map(drain, self.devices))
-        return values
+            list(pool.map(call, self.devices))
 
     def stop(self) -> None:
         """End the processes."""
@@ -295,7 +310,7 @@ def table_of(rows: Sequence[Row]) -> str:
 
 def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespace) -> None:
     """The whole comparison; `args` as `main` has them, `until` the time at which it is to end."""
-    speeds = fleet.run([(mixer, ("speed", args.probe)) for mixer in fleet.mixers], lambda *_: None)
+    speeds = fleet.speeds(args.probe)
     for mixer, (speed, look) in speeds.items():
         print(f"{mixer}: {speed:,.0f} tokens/s, a look {look:.2f} s", flush=True)
     left = (args.until - args.layers_seconds - time.time()) * SHARE * len(fleet.devices)
@@ -307,7 +322,7 @@ def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespac
 
     def train(jobs: Iterable[Job]) -> None:
         slowest_first = sorted(jobs, key=lambda job: speeds[job.mixer][0])
-        fleet.run([(j.mixer, ("train", j)) for j in slowest_first], lambda _, row: table.add(row))
+        fleet.run([(j.mixer, ("train", j)) for j in slowest_first], table.add)
         check_equal(table.rows)
 
     cases = list(itertools.product(args.corpora, fleet.mixers))
@@ -327,7 +342,7 @@ def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespac
         recurrent = [mixer for mixer in own if "rnn" in (CONFIGS[mixer].mixers or ())]
         fleet.run(
             [(m, ("layers", (c, args.until))) for c in args.corpora for m in recurrent],
-            lambda _, row: layers.add(row),
+            layers.add,
         )
 
 

@@ -99,10 +99,15 @@ def solves(
     batch, length = size
     last = len(text) - batch * length
     starts = [last * index // max(count - 1, 1) for index in range(count)]
-    return [
-        solves_of(model, text[start : start + batch * length].view(batch, length))
-        for start in starts
-    ]
+    given = (solves_of(model, text[at : at + batch * length].view(batch, length)) for at in starts)
+    return [[detached(args) for args in layers] for layers in given]
+
+
+def detached(args: Arguments) -> Arguments:
+    """A solve that no parameter wants a gradient of."""
+    assert args.bias is not None
+    params = tuple(param.detach() for param in args.params)
+    return replace(args, bias=args.bias.detach(), params=params)
 
 
 def timed(
