@@ -27,6 +27,7 @@ from tables_cuda import (
     split_times,
     trained,
 )
+from tables_learn import learn, learn_layers
 from tables_lm import lm_context, lm_decode, lm_generate, lm_ratios, lm_step
 from tables_training import lengths, remarks, tasks, train_step, words
 
@@ -37,6 +38,7 @@ PAGES = (
     "docs/kernel-figures.md",
     "docs/how-it-works.md",
     "docs/language-models.md",
+    "docs/learning.md",
     "docs/paper.md",
     "docs/scan.md",
     "docs/solvers-and-backends.md",
@@ -243,6 +245,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "lm_generate": lm_generate,
     "lm_decode": lm_decode,
     "train_step": train_step,
+    "learn": learn,
+    "learn_layers": learn_layers,
     "claims": claims,
     "tasks": tasks,
     "tasks_remarks": remarks,

@@ -7,7 +7,9 @@ from typing import Any
 
 from common import RESULTS
 from markdown_tables import Row, figure, measured, read, table
+from tables_learn import CORPORA, results
 
+from pararnn.evaluation.paper import PUBLISHED
 from pararnn.tasks.report import percent, read_results
 from pararnn.tasks.table import PAPER, TASKS
 
@@ -292,6 +294,28 @@ def _kernels() -> Claim:
     )
 
 
+def learning() -> Claim:
+    order = [row for row in PUBLISHED if row.size == "400M"]
+    theirs = sorted(order, key=lambda row: row.perplexity)
+    found = {
+        corpus: results(read(f"learn_{corpus}.csv"))
+        for corpus in CORPORA
+        if measured(f"learn_{corpus}.csv")
+    }
+    ours = "; ".join(
+        f"{corpus}: {', '.join(f'{each.mixer} {each.mean:.3f}' for each in every)}"
+        for corpus, every in found.items()
+    )
+    return (
+        "who has the lowest perplexity among equals (Table 5, 400M)",
+        ", ".join(f"{row.model} {row.perplexity:.2f}" for row in theirs),
+        f"bits per byte at 60M, {ours}" if found else "not measured yet",
+        "; ".join(f"{corpus}: {every[0].mixer} first" for corpus, every in found.items())
+        or "not compared yet",
+        "`python benchmarks/learn.py english code`",
+    )
+
+
 def language() -> Claim:
     return (
         "perplexity and downstream tasks to 7B (Tables 2 and 5)",
@@ -311,6 +335,7 @@ CLAIMS: tuple[Callable[[], Claim], ...] = (
     step_time_7b,
     decoding,
     tasks,
+    learning,
     language,
 )
 

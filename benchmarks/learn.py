@@ -1,0 +1,400 @@
+"""Who learns better: mixers of equal size on equal tokens, bits per byte of text held out.
+
+Every mixer (learn_models.py) learns every corpus (learn_data.py) at each of the rates for a sweep's
+tokens; at the rate that was best on what is held out, it learns from new for more tokens with each
+of the seeds. The order of rows depends on the seed alone. Then the recurrent layers of the models
+of seed 0 are measured by every pair (learn_layers.py).
+
+One process for each mixer and GPU compiles first, all at once; from then on each GPU runs one job
+at a time. Steps follow from the mixers' speeds, so that all of it fits into --seconds: the same
+for all. Rows are written as they are measured, to learn_CORPUS.csv and
+learn_layers_CORPUS.csv.
+
+    python benchmarks/learn.py english code --data runs/learn [--seconds 540] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import math
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import RESULTS, provenance
+from learn_layers import layer_rows
+from learn_models import CONFIGS, MODELS, tiny
+from learn_run import Corpus, Job, Learned, Row, Shape, Tuning, read_corpus
+
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+MARKS = {"sweep": 2, "final": 10}
+"""Looks at what is held out in a training."""
+SHARE = 0.88
+"""Of the time that is left, what trainings are planned to take: GPUs do not end at once."""
+
+ENDING = 5.0
+"""Seconds that a process may take to end."""
+
+
+class Failed(RuntimeError):
+    """What went wrong in a process."""
+
+
+class Settings(NamedTuple):
+    """What a process is told at its start."""
+
+    name: str
+    device: str
+    shape: Shape
+    folders: tuple[str, ...]
+    states: str
+    smoke: bool
+
+
+def serve(settings: Settings, pipe: Connection) -> None:
+    """A process's life: compile, say so, then answer requests (name, arguments) with rows.
+
+    A row is sent as ("row", row), an answer's end as ("done", value), what goes wrong as ("failed",
+    its traceback).
+    """
+    try:
+        device = torch.device(settings.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        tuning = Tuning()
+        corpora = {Path(each).name: read_corpus(Path(each), device) for each in settings.folders}
+        make = (tiny() if settings.smoke else MODELS)[settings.name]
+        learned = Learned(make, device, settings.shape)
+        learned.speed(next(iter(corpora.values())), 1)
+        pipe.send(("done", learned.parameters))
+        while True:
+            request = pipe.recv()
+            if request is None:
+                return
+            tuning.begin()
+            for row in answers(settings, learned, corpora, request):
+                pipe.send(row)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # other processes use the same GPU
+    except Exception:
+        # Said by the process that asked, which goes on with the other mixers and then fails.
+        pipe.send(("failed", traceback.format_exc()))
+
+
+def answers(
+    settings: Settings, learned: Learned, corpora: Mapping[str, Corpus], request: tuple[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """What a process sends for a request."""
+    what, told = request
+    if what == "speed":
+        yield "done", learned.speed(next(iter(corpora.values())), told)
+    elif what == "train":
+        for row in learned.train(told, corpora[told.corpus]):
+            yield "row", row
+        if told.stage == "final" and told.seed == 0:
+            torch.save(learned.model.state_dict(), state_path(settings, told.corpus))
+        yield "done", None
+    else:
+        corpus, until = told
+        state = torch.load(state_path(settings, corpus), map_location=settings.device)
+        config = learned.model.config
+        for row in layer_rows(settings.name, config, state, corpora[corpus], until):
+            yield "row", row
+        yield "done", None
+
+
+def state_path(settings: Settings, corpus: str) -> Path:
+    return Path(settings.states) / f"{settings.name}-{corpus}.pt"
+
+
+class Worker:
+    """A process, seen from the one that asks it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.name = settings.name
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        # Tiny models are not worth a process. Daemons might not start compilers of their own.
+        start = threading.Thread if settings.smoke else context.Process
+        self.process = start(target=serve, args=(settings, theirs))
+        self.process.start()
+        if not settings.smoke:
+            theirs.close()  # or a process that is gone would not be noticed
+
+    def ask(self, *request: Any) -> Iterator[Row]:
+        """Rows, as they come; `value` is what the answer ends with. Raises Failed."""
+        self.pipe.send(request)
+        yield from self.rows()
+
+    def rows(self) -> Iterator[Row]:
+        """What is still to come of an answer."""
+        while True:
+            try:
+                kind, value = self.pipe.recv()
+            except EOFError:
+                raise Failed(f"{self.name}: the process is gone") from None
+            if kind == "failed":
+                raise Failed(f"{self.name}: {value}")
+            if kind == "done":
+                self.value = value
+                return
+            yield value
+
+    def result(self, *request: Any) -> Any:
+        """What an answer without rows ends with."""
+        for _ in self.ask(*request):
+            raise AssertionError("rows were not asked for")
+        return self.value
+
+
+class Tables:
+    """CSV files, one a corpus, that have each row as soon as it is known: stem_corpus.csv."""
+
+    def __init__(self, folder: Path, stem: str, shared: Row) -> None:
+        self.folder, self.stem, self.shared = folder, stem, shared
+        self.rows, self.lock = list[Row](), threading.Lock()
+
+    def add(self, row: Row) -> None:
+        path = self.folder / f"{self.stem}_{row['corpus']}.csv"
+        with self.lock:
+            new = all(row["corpus"] != old["corpus"] for old in self.rows)
+            self.rows.append(row)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w" if new else "a", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, [*self.shared, *row], lineterminator="\n")
+                if new:
+                    writer.writeheader()
+                writer.writerow({**self.shared, **row})
+
+
+class Fleet:
+    """A worker for each mixer on each device; mixers that fail are left out of what follows."""
+
+    def __init__(self, settings: Sequence[Settings], devices: Sequence[str]) -> None:
+        self.devices, self.failed = list(devices), dict[str, str]()
+        self.workers = {(each.name, each.device): Worker(each) for each in settings}
+        self.mixers = list(dict.fromkeys(each.name for each in settings))
+        for worker in self.workers.values():
+            self._guarded(worker.name, partial(list, worker.rows()))
+
+    def speeds(self, steps: int) -> dict[str, tuple[float, float]]:
+        """By mixer, of its slower process: tokens a second, and seconds of a look."""
+        found: dict[str, list[tuple[float, float]]] = {mixer: [] for mixer in self.mixers}
+
+        def one(mixer: str, device: str) -> None:
+            found[mixer].append(self.workers[mixer, device].result("speed", steps))
+
+        def every(device: str) -> None:
+            for mixer in found:
+                if mixer in self.mixers:
+                    self._guarded(mixer, partial(one, mixer, device))
+
+        self._on_devices(every)
+        return {
+            mixer: (min(speed for speed, _ in found[mixer]), max(look for _, look in found[mixer]))
+            for mixer in self.mixers
+        }
+
+    def run(self, jobs: Iterable[tuple[str, tuple[Any, ...]]], take: Callable[[Row], None]) -> None:
+        """Jobs (mixer, request), each on the first device that is free; `take` is given rows."""
+        waiting, lock = list(jobs), threading.Lock()
+
+        def one(mixer: str, request: tuple[Any, ...], device: str) -> None:
+            for row in self.workers[mixer, device].ask(*request):
+                take(row)
+
+        def drain(device: str) -> None:
+            while True:
+                with lock:
+                    if not waiting:
+                        return
+                    mixer, request = waiting.pop(0)
+                if mixer in self.mixers:
+                    self._guarded(mixer, partial(one, mixer, request, device))
+
+        self._on_devices(drain)
+
+    def _on_devices(self, call: Callable[[str], None]) -> None:
+        with ThreadPoolExecutor(len(self.devices)) as pool:
+            list(pool.map(call, self.devices))
+
+    def stop(self) -> None:
+        """End the processes."""
+        for worker in self.workers.values():
+            with suppress(BrokenPipeError):  # of one that has failed
+                worker.pipe.send(None)
+        for worker in self.workers.values():
+            worker.process.join(ENDING)
+            if isinstance(worker.process, BaseProcess) and worker.process.is_alive():
+                worker.process.terminate()
+
+    def _guarded(self, mixer: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Failed as error:
+            print(f"left out from here on: {error}", flush=True)
+            self.failed[mixer] = str(error)
+            self.mixers = [each for each in self.mixers if each != mixer]
+
+
+def planned(
+    speeds: Mapping[str, tuple[float, float]],
+    seconds: float,
+    runs: Mapping[str, int],
+    most: Mapping[str, int],
+    shape: Shape,
+) -> dict[str, int]:
+    """Steps of a stage's trainings, the same for all mixers, that fit into GPU-seconds.
+
+    speeds: a mixer's tokens a second, and the seconds of a look at what is held out. runs, most: by
+    stage, how many trainings a mixer has, and tokens of one at most. The stages' shares stay.
+    """
+    looks = sum(look for _, look in speeds.values()) * sum(runs[s] * MARKS[s] for s in runs)
+    training = sum(1 / speed for speed, _ in speeds.values()) * sum(runs[s] * most[s] for s in runs)
+    part = min(1.0, (seconds - looks) / training)
+    steps = {stage: int(part * most[stage] / shape.tokens) for stage in runs}
+    if min(steps.values()) < max(MARKS.values()):
+        raise SystemExit(
+            f"{seconds:.0f} GPU-seconds are too few: they would do for {steps} steps; give more "
+            "--seconds, or fewer mixers, rates or seeds"
+        )
+    return steps
+
+
+def best_rates(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
+    """By corpus and mixer: the rate whose sweep ended with the fewest bits."""
+    ends = [row for row in rows if row["stage"] == "sweep" and row["step"] == row["steps"]]
+    # NaN has no place in an order; of equal ones the last stays.
+    finite = [row for row in ends if math.isfinite(row["bits_per_byte"])]
+    finite.sort(key=lambda row: -row["bits_per_byte"])
+    return {(row["corpus"], row["mixer"]): row["rate"] for row in finite}
+
+
+def check_equal(rows: Iterable[Row]) -> None:
+    """RuntimeError unless all mixers have read the same tokens in the same order."""
+    read: dict[tuple[Any, ...], set[tuple[Any, ...]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("corpus", "stage", "seed", "step"))
+        what = tuple(row[name] for name in ("steps", "tokens", "order", "B", "T"))
+        read.setdefault(key, set()).add(what)
+    for key, found in read.items():
+        if len(found) > 1:
+            raise RuntimeError(f"mixers have not read the same at {key}: {sorted(found)}")
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """The ends of all trainings, a line each."""
+    names = ("corpus", "stage", "mixer", "rate", "seed", "tokens", "bits_per_byte", "tokens_per_s")
+    ends = [row for row in rows if row["step"] == row["steps"]]
+    order = ("corpus", "stage", "mixer", "rate", "seed")
+    ends.sort(key=lambda row: [row[name] for name in order])
+    lines = [names, *(tuple(str(row[name]) for name in names) for row in ends)]
+    return "\n".join("\t".join(line) for line in lines)
+
+
+def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespace) -> None:
+    """The whole comparison; `args` as `main` has them, `until` the time at which it is to end."""
+    speeds = fleet.speeds(args.probe)
+    for mixer, (speed, look) in speeds.items():
+        print(f"{mixer}: {speed:,.0f} tokens/s, a look {look:.2f} s", flush=True)
+    left = (args.until - args.layers_seconds - time.time()) * SHARE * len(fleet.devices)
+    count = len(args.corpora)
+    runs = {"sweep": count * len(args.rates), "final": count * args.seeds}
+    most = {"sweep": args.sweep_tokens, "final": args.final_tokens}
+    steps = planned(speeds, left, runs, most, args.shape)
+    print(f"{left:.0f} GPU-seconds left; steps: {steps}", flush=True)
+
+    def train(jobs: Iterable[Job]) -> None:
+        slowest_first = sorted(jobs, key=lambda job: speeds[job.mixer][0])
+        fleet.run([(j.mixer, ("train", j)) for j in slowest_first], table.add)
+        check_equal(table.rows)
+
+    cases = list(itertools.product(args.corpora, fleet.mixers))
+    train(
+        Job(mixer, corpus, "sweep", rate, 0, steps["sweep"], MARKS["sweep"])
+        for (corpus, mixer), rate in itertools.product(cases, args.rates)
+    )
+    rates = best_rates(table.rows)
+    print("rates:", {" ".join(case): rate for case, rate in rates.items()}, flush=True)
+    train(
+        Job(mixer, corpus, "final", rate, seed, steps["final"], MARKS["final"])
+        for seed in range(args.seeds)
+        for (corpus, mixer), rate in rates.items()
+    )
+    if args.layers_seconds > 0:
+        own = [mixer for mixer in fleet.mixers if mixer in CONFIGS]
+        recurrent = [mixer for mixer in own if "rnn" in (CONFIGS[mixer].mixers or ())]
+        fleet.run(
+            [(m, ("layers", (c, args.until))) for c in args.corpora for m in recurrent],
+            layers.add,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("corpora", nargs="+", help="folders in --data")
+    parser.add_argument("--data", type=Path, default=Path("runs/learn"))
+    parser.add_argument("--mixers", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--sweep-tokens", type=int, default=6_000_000, help="at most")
+    parser.add_argument("--final-tokens", type=int, default=20_000_000, help="at most")
+    parser.add_argument("--rows", type=int, default=16, help="of a step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--seconds", type=float, default=540.0, help="that it may take")
+    parser.add_argument("--layers-seconds", type=float, default=60.0, help="of these, for layers")
+    parser.add_argument("--probe", type=int, default=12, help="steps that tell a mixer's speed")
+    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
+    parser.add_argument("--gpus", type=int, default=0, help="default: all")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(arguments)
+    args.until, args.shape = time.time() + args.seconds, Shape(args.rows, args.length)
+    if args.smoke and args.out == RESULTS:
+        parser.error("--smoke measures nothing: name a folder, --out")
+    count = 1 if args.smoke else args.gpus or torch.cuda.device_count()
+    devices = ["cpu"] if args.smoke else [f"cuda:{index}" for index in range(count)]
+    shared = provenance(devices[0])
+    # Compilers of all processes at once: a share of the cores for each.
+    share = max(1, (os.cpu_count() or 1) // (len(args.mixers) * count) - 1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(share))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    table, layers = (Tables(args.out, stem, shared) for stem in ("learn", "learn_layers"))
+    print(json.dumps(shared), flush=True)
+    folders = tuple(str(args.data / name) for name in args.corpora)
+    with tempfile.TemporaryDirectory() as states:
+        rest = (args.shape, folders, states, args.smoke)
+        begin = time.time()
+        fleet = Fleet(
+            [Settings(m, d, *rest) for m, d in itertools.product(args.mixers, devices)], devices
+        )
+        try:
+            print(f"compiled in {time.time() - begin:.0f} s", flush=True)
+            compare(fleet, table, layers, args)
+        finally:
+            fleet.stop()
+            if table.rows:
+                print(table_of(table.rows), flush=True)
+    if fleet.failed:
+        sys.exit(f"left out: {', '.join(fleet.failed)}, see above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The text that benchmarks/learn.py learns, as tokens: English books, and Python's packages.
+
+Writes train.bin, valid.bin and meta.json into a folder for each corpus, by `pararnn.train`'s own
+tokenizer (byte-level BPE, trained on what is learned) and packing.
+
+English: every book of a folder but moby_dick, which is held out. Code: the .py files of
+learn_packages.txt, where a package is installed in that version from there, or else by `pip
+download --no-deps`; each content once, in the order of a hash of the path, by which one file in
+HELD_OUT is held out.
+
+    python benchmarks/learn_data.py english --books FOLDER [--out runs/learn]
+    python benchmarks/learn_data.py code [--out runs/learn]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from pararnn.train.config import DataConfig
+from pararnn.train.corpus.prepare import prepare
+
+PACKAGES = Path(__file__).parent / "learn_packages.txt"
+VOCABULARY, LENGTH = 8192, 2048
+CODE_TOKENS = 19_500_000
+"""As many as 40 MiB hold, in 16 bits each, beside what is held out."""
+HELD_OUT = 100
+LARGEST = 200_000
+"""Bytes of a file; larger ones are tables of data, mostly."""
+BOOK = "moby_dick"
+
+Source = tuple[str, bytes]
+"""A file's path, the package's name before it, and its content."""
+
+
+def installed(name: str, version: str) -> Iterator[Source] | None:
+    """The .py files of a package that is installed in that version; None where it is not."""
+    try:
+        found = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if found.version != version:
+        return None
+    files = [file for file in found.files or () if file.suffix == ".py" and ".." not in file.parts]
+    return ((f"{name}/{file}", Path(str(file.locate())).read_bytes()) for file in files)
+
+
+def downloaded(name: str, version: str) -> Iterator[Source]:
+    """The .py files of a package's wheel, or of its sdist where it has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["pip", "download", "--no-deps", "--quiet", "-d", folder, f"{name}=={version}"]
+        subprocess.run([sys.executable, "-m", *command], check=True)
+        (archive,) = Path(folder).iterdir()
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as whole:
+                for path in whole.namelist():
+                    if path.endswith(".py"):
+                        yield f"{name}/{path}", whole.read(path)
+        else:
+            with tarfile.open(archive) as packed:
+                for member in packed:
+                    file = packed.extractfile(member) if member.name.endswith(".py") else None
+                    if file is not None:
+                        yield f"{name}/{member.name}", file.read()
+
+
+def sources(packages: Iterable[str]) -> Iterator[Source]:
+    """The .py files of packages, given as name==version."""
+    for package in packages:
+        name, _, version = package.partition("==")
+        yield from installed(name, version) or downloaded(name, version)
+
+
+def place(path: str) -> int:
+    """A number that only the path says, by which files are ordered and held out."""
+    return int(hashlib.sha256(path.encode()).hexdigest(), 16)
+
+
+def split(files: Iterable[Source]) -> tuple[list[str], list[str]]:
+    """Texts to learn and texts held out: in UTF-8, none twice, none empty, none over LARGEST."""
+    contents: dict[bytes, str] = {}
+    for path, content in sorted(files, key=lambda each: place(each[0])):
+        if 0 < len(content) <= LARGEST:
+            contents.setdefault(content, path)
+    parts: tuple[list[str], list[str]] = ([], [])
+    for content, path in contents.items():
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:
+            continue  # few, and no tokenizer of UTF-8 can be asked for them
+        parts[place(path) % HELD_OUT == 0].append(text)
+    return parts
+
+
+def english(books: Path, folder: Path) -> DataConfig:
+    """The config of the books; links to those that are learned go into the folder."""
+    found = sorted(books.glob("*.txt*"))
+    (held_out,) = (path for path in found if path.name.startswith(BOOK))
+    train = folder / "train"
+    train.mkdir()
+    for path in found:
+        if path != held_out:
+            shutil.copy(path, train)
+    return DataConfig(train=str(train), valid=str(held_out))
+
+
+def code(folder: Path) -> DataConfig:
+    """The config of the packages' sources; they are written to the folder as JSON lines."""
+    names = ("train", "valid")
+    for name, texts in zip(names, split(sources(PACKAGES.read_text().split())), strict=True):
+        print(f"{name}: {len(texts)} files, {sum(len(t.encode()) for t in texts) / 1e6:.1f} MB")
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    train, valid = (str(folder / f"{name}.jsonl") for name in names)
+    return DataConfig(train=train, valid=valid, tokens=CODE_TOKENS)
+
+
+def write(config: DataConfig, out: Path, vocabulary: int, length: int, work: Path) -> None:
+    """Tokenise, and copy what learn.py reads."""
+    config = replace(
+        config, tokenizer=f"bpe:{vocabulary}", sequence_length=length, cache=str(work / "cache")
+    )
+    packed = prepare(config)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("train.bin", "valid.bin", "meta.json"):
+        shutil.copy(packed.folder / name, out)
+    for name, rows in (("train", packed.train), ("valid", packed.valid)):
+        print(f"{name}: {rows.part}, {rows.part.bytes_per_token:.3f} bytes a token", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("corpus", choices=("english", "code"))
+    parser.add_argument("--books", type=Path, help="the folder of books, for english")
+    parser.add_argument("--out", type=Path, default=Path("runs/learn"))
+    args = parser.parse_args()
+    if args.corpus == "english" and args.books is None:
+        parser.error("english needs --books FOLDER")
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        config = english(args.books, work) if args.corpus == "english" else code(work)
+        write(config, args.out / args.corpus, VOCABULARY, LENGTH, work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The recurrent layers of a trained model, by its pairs: what `auto` takes against the best.
+
+Each layer solves what it is given of held-out text, gates in bfloat16. Generated kernels are timed
+as replays of CUDA graphs over inputs that exceed the cache, other pairs as calls of the operator
+with autograd, without a graph. A pair that took TOO_SLOW times the best in a model's first layer is
+not timed in the others; the loop in Python, seconds long at these lengths, in none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from gpu import cache_bytes, replay_times, sets_for
+from kernels import calls_of
+from learn_run import Corpus
+from torch import Tensor
+from trained import solves_of
+
+from pararnn import Cell
+from pararnn.engines.base import Arguments
+from pararnn.engines.table import choose, find, pairs_for
+from pararnn.lm import LanguageModel
+from pararnn.lm.config import LMConfig
+from pararnn.program.program import Program, program_of
+from pararnn.solve import run
+from pararnn.tune.timing import settled_seconds
+
+SIZES = ((8, 2048), (4, 2048), (2, 8192), (1, 32768))
+GATES = 3
+"""Of both cells that are compared."""
+TOO_SLOW = 5.0
+BUDGET_MS = 30.0
+"""Of a pass by a pair, over replays or calls."""
+
+Pair = tuple[str, str]
+LOOP: Pair = ("sequential", "torch")
+Row = dict[str, Any]
+
+
+def layer_rows(
+    mixer: str, config: LMConfig, state: Mapping[str, Tensor], corpus: Corpus, until: float
+) -> Iterator[Row]:
+    """A row for each layer, size and pair, until that time; says so where it has to stop."""
+    device = corpus.valid.device
+    model = LanguageModel(config, device=device, dtype=torch.bfloat16).eval()
+    model.load_state_dict(dict(state))
+    layers = model.recurrent_layers()
+    for size in SIZES:
+        if len(corpus.valid) < size[0] * size[1]:
+            print(f"{mixer}, {corpus.name}: too little text for {size}", flush=True)
+            continue
+        slow: set[Pair] = set()
+        given = solves(model, corpus.valid, size, inputs_for(size, config.hidden_size, device))
+        for index, layer in enumerate(layers):
+            if time.time() > until:
+                print(f"{mixer}, {corpus.name}: no time left at {size}, layer {index + 1}")
+                return
+            inputs = [each[index] for each in given]
+            found = timed(layer.cell, inputs, slow)
+            best = min(sum(times) for times in found.values())
+            if index == 0:
+                slow = {pair for pair, times in found.items() if sum(times) > TOO_SLOW * best}
+            whole, dtype = inputs[0].size, inputs[0].gates.dtype
+            auto = choose(program_of(layer.cell), whole, dtype, device, "auto", "auto").pair
+            for pair, (forward, backward) in found.items():
+                yield {
+                    "corpus": corpus.name,
+                    "mixer": mixer,
+                    "layer": index + 1,
+                    "dtype": str(dtype).split(".")[1],
+                    **dict(zip("BTD", whole, strict=True)),
+                    "solver": pair[0],
+                    "backend": pair[1],
+                    "forward_ms": round(forward, 5),
+                    "backward_ms": round(backward, 5),
+                    "of_best": round((forward + backward) / best, 4),
+                    "auto": pair == auto,
+                }
+
+
+def inputs_for(size: tuple[int, int], width: int, device: torch.device) -> int:
+    """How many inputs of a layer together exceed the cache."""
+    if device.type != "cuda":
+        return 1
+    return sets_for(size[0] * size[1] * width * GATES * torch.bfloat16.itemsize, cache_bytes())
+
+
+@torch.no_grad()
+def solves(
+    model: LanguageModel, text: Tensor, size: tuple[int, int], count: int
+) -> list[list[Arguments]]:
+    """What all layers' solves are given for `count` readings of parts of a text."""
+    batch, length = size
+    last = len(text) - batch * length
+    starts = [last * index // max(count - 1, 1) for index in range(count)]
+    given = (solves_of(model, text[at : at + batch * length].view(batch, length)) for at in starts)
+    return [[detached(args) for args in layers] for layers in given]
+
+
+def detached(args: Arguments) -> Arguments:
+    """A solve that no parameter wants a gradient of."""
+    assert args.bias is not None
+    params = tuple(param.detach() for param in args.params)
+    return replace(args, bias=args.bias.detach(), params=params)
+
+
+def timed(
+    cell: Cell, inputs: Sequence[Arguments], slow: set[Pair]
+) -> dict[Pair, tuple[float, float]]:
+    """ms of the forward and the backward pass by each pair that can, but the slow ones."""
+    gates, program = inputs[0].gates, program_of(cell)
+    able = pairs_for(program, gates.dtype, gates.device)
+    pairs = [pair for pair in able if pair not in slow and pair != LOOP]
+    return {pair: pass_times(program, inputs, pair) for pair in pairs}
+
+
+@torch.no_grad()
+def pass_times(program: Program, inputs: Sequence[Arguments], pair: Pair) -> tuple[float, float]:
+    """ms of a pair's two passes, see the module."""
+    gates = inputs[0].gates
+    engine = find(*pair, gates.device)
+    assert engine is not None
+    if pair[1] == "fused" and gates.is_cuda:
+        forward, backward = (
+            statistics.median(replay_times(calls_of(engine, program, inputs, what), BUDGET_MS))
+            for what in ("forward", "backward")
+        )
+        return forward, backward
+    return by_operator(program, inputs, pair)
+
+
+def by_operator(program: Program, inputs: Sequence[Arguments], pair: Pair) -> tuple[float, float]:
+    """ms of the operator without gradients, and of what the gradients add to it."""
+    device = inputs[0].gates.device
+    turns = itertools.cycle(inputs)
+
+    def forward() -> None:
+        run(program, next(turns), *pair)
+
+    @torch.enable_grad()
+    def both() -> None:
+        args = next(turns)
+        gates = args.gates.detach().requires_grad_()
+        states = run(program, replace(args, gates=gates), *pair)[0][0]
+        states.backward(torch.ones_like(states))
+
+    alone, together = (settled_seconds(each, device, BUDGET_MS / 1e3) for each in (forward, both))
+    return alone * 1e3, max(together - alone, 0.0) * 1e3

@@ -1,0 +1,66 @@
+"""Bits per byte against tokens and against seconds, from learn_CORPUS.csv: writes learn.png.
+
+python benchmarks/learn_plot.py [--results FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common import RESULTS
+from markdown_tables import Row
+from tables_learn import CORPORA, results
+
+from pararnn.extras import require
+
+LEFT_OUT = 0.2
+"""Of each training, at its beginning: the axis would show little else."""
+
+
+def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """A row of pictures a corpus: means of the seeds, shaded from the least to the largest."""
+    figure = require("matplotlib.figure").Figure(
+        figsize=(11, 4.2 * len(corpora)), layout="constrained"
+    )
+    grid = figure.subplots(len(corpora), 2, squeeze=False, sharey="row")
+    for (corpus, rows), pair in zip(corpora.items(), grid, strict=True):
+        for column, (axes, label) in enumerate(zip(pair, ("tokens", "seconds"), strict=True)):
+            for result in results(rows):
+                own = [r for r in rows if (r["stage"], r["mixer"]) == ("final", result.mixer)]
+                points = [p for p in result.curve if p[0] > LEFT_OUT * result.curve[-1][0]]
+                across = [point[column] for point in points]
+                seeds = [
+                    [float(r["bits_per_byte"]) for r in own if int(r["tokens"]) == point[0]]
+                    for point in points
+                ]
+                (line,) = axes.plot(across, [p[2] for p in points], marker=".", label=result.mixer)
+                low, high = [min(bits) for bits in seeds], [max(bits) for bits in seeds]
+                axes.fill_between(across, low, high, color=line.get_color(), alpha=0.2)
+            axes.set(title=corpus, xlabel=label, ylabel="bits per byte, held out")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    found = {}
+    for corpus in CORPORA:
+        path = args.results / f"learn_{corpus}.csv"
+        if path.exists():
+            with path.open(encoding="utf-8", newline="") as file:
+                found[corpus] = list(csv.DictReader(file))
+    if not found:
+        parser.error(f"{args.results} has no learn_CORPUS.csv: benchmarks/learn.py writes it")
+    plot(found, args.results / "learn.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""A model that is trained again and again in place: one compilation for all its rates and seeds.
+
+float32 weights, AdamW's moments and gradients' clipping; a copy of the weights in bfloat16
+computes, as FSDP2's mixed precision has it in `pararnn train`. Optimizer, schedule, clipping, loss,
+order of rows and compiled blocks are the library's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from learn_models import Make, body_size
+from torch import Tensor
+
+from pararnn.lm.compiled import compiled
+from pararnn.lm.loss import IGNORED
+from pararnn.train.config import OptimiserConfig
+from pararnn.train.corpus.packing import Part, meta_of
+from pararnn.train.optimiser import make_adamw, make_scheduler
+from pararnn.train.order import RowSampler
+from pararnn.train.sharding import clip_gradients
+
+Row = dict[str, Any]
+
+
+class Shape(NamedTuple):
+    """A step's rows, and the tokens of a row."""
+
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.length
+
+
+class Corpus(NamedTuple):
+    """Tokens to learn and held out, int32 on the device, and what the latter are as text.
+
+    valid has the end of a document in front, so that each of its tokens is predicted.
+    """
+
+    name: str
+    train: Tensor
+    valid: Tensor
+    valid_bytes: int
+
+
+class Job(NamedTuple):
+    """A training: of a mixer on a corpus, at a rate, for so many steps, looked at after some."""
+
+    mixer: str
+    corpus: str
+    stage: str
+    rate: float
+    seed: int
+    steps: int
+    marks: int
+
+
+def read_corpus(folder: Path, device: torch.device) -> Corpus:
+    """What learn_data.py has written into a folder."""
+    meta = meta_of(folder)
+    if meta is None:
+        raise SystemExit(f"{folder} has no whole corpus: write it with benchmarks/learn_data.py")
+
+    def tokens(name: str) -> Tensor:
+        found = np.fromfile(folder / f"{name}.bin", meta["dtype"])
+        return torch.from_numpy(found.astype(np.int32)).to(device)
+
+    end = torch.tensor([meta["end"]], dtype=torch.int32, device=device)
+    valid = torch.cat([end, tokens("valid")])
+    return Corpus(folder.name, tokens("train"), valid, Part(**meta["valid"]).bytes)
+
+
+def batches(corpus: Corpus, shape: Shape, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches without end, as `pararnn train` orders them: the numbers of rows, and their tokens.
+
+    They depend on corpus, shape and seed only, so that all mixers read the same.
+    """
+    length = shape.length
+    rows = corpus.train[: len(corpus.train) // length * length].view(-1, length)
+    if len(rows) < shape.rows:
+        raise ValueError(f"{corpus.name} has {len(rows)} rows, a step takes {shape.rows}")
+    order = RowSampler(len(rows), seed)
+    for epoch in itertools.count():
+        order.set_epoch(epoch)
+        numbers = torch.tensor(list(order))
+        # On the device at once: a copy a step would make the host wait for every step.
+        there = numbers.to(rows.device)
+        for start in range(0, len(rows) - shape.rows + 1, shape.rows):
+            own = slice(start, start + shape.rows)
+            yield numbers[own], rows[there[own]].long()
+
+
+def held_out(corpus: Corpus, shape: Shape) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of tokens and labels, one shape: rows overlap by a token, so each is predicted once.
+
+    A row has `length` - 1 predictions; what fills the last batch has none.
+    """
+    step = shape.length - 1
+    count = -(-(len(corpus.valid) - 1) // step)
+    whole = -(-count // shape.rows) * shape.rows
+    padded = corpus.valid.new_full((whole * step + 1,), IGNORED)
+    padded[: len(corpus.valid)] = corpus.valid
+    labels = padded.unfold(0, shape.length, step).long()
+    for part in labels.split(shape.rows):
+        yield part.clamp(min=0), part
+
+
+class Learned:
+    """A mixer's model on a device, compiled on CUDA."""
+
+    def __init__(self, make: Make, device: torch.device, shape: Shape) -> None:
+        self.device, self.shape = device, shape
+        self.master = make(device=device, dtype=torch.float32)
+        self.model = make(device=device, dtype=torch.bfloat16)
+        self.weights: list[Tensor] = list(self.master.parameters())
+        self.copies: list[Tensor] = list(self.model.parameters())
+        for weight in self.weights:
+            weight.grad = torch.zeros_like(weight)
+        if device.type == "cuda":
+            for block in cast(list[Any], self.model.backbone.blocks):
+                # One compilation serves all: blocks of a kind have the same code.
+                block.forward = compiled(block.forward, fullgraph=True)
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Besides embedding and head, and of the whole."""
+        return {
+            "parameters": body_size(self.master),
+            "parameters_all": sum(each.numel() for each in self.weights),
+        }
+
+    def start(self, rate: float, seed: int, steps: int) -> tuple[Any, Any]:
+        """Weights drawn anew; an optimizer and the schedule of its rate."""
+        torch.manual_seed(seed)
+        self.master.reset_parameters()
+        self._hand_over()
+        self.config = OptimiserConfig(learning_rate=rate)
+        optimizer = make_adamw(self.master, self.config, fused=self.device.type == "cuda")
+        return optimizer, make_scheduler(optimizer, self.config, steps)
+
+    def step(self, tokens: Tensor, optimizer: Any, scheduler: Any) -> Tensor:
+        """One step on tokens (B, T); its loss, which nobody has waited for."""
+        loss = self._loss(tokens, tokens, z_loss=self.config.z_loss)
+        loss.backward()
+        grads = [cast(Tensor, copy.grad) for copy in self.copies]
+        torch._foreach_copy_([cast(Tensor, weight.grad) for weight in self.weights], grads)
+        self.model.zero_grad()
+        clip_gradients(self.weights, self.config.grad_norm)
+        optimizer.step()
+        scheduler.step()
+        self._hand_over()
+        return loss.detach()
+
+    @torch.no_grad()
+    def nats(self, corpus: Corpus) -> float:
+        """The sum of the held-out tokens' cross-entropy."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for tokens, labels in held_out(corpus, self.shape):
+            total += self._loss(tokens, labels, num_items=1)
+        return float(total)
+
+    def speed(self, corpus: Corpus, steps: int) -> tuple[float, float]:
+        """Tokens a second of training, after two more steps, and seconds of a validation."""
+        optimizer, scheduler = self.start(1e-4, 0, steps + 2)
+        source = batches(corpus, self.shape, 0)
+        begin = 0.0
+        for number in range(steps + 2):
+            if number == 2:
+                self._wait()
+                begin = time.perf_counter()
+            self.step(next(source)[1], optimizer, scheduler)
+        self._wait()
+        middle = time.perf_counter()
+        self.nats(corpus)
+        return steps * self.shape.tokens / (middle - begin), time.perf_counter() - middle
+
+    def train(self, job: Job, corpus: Corpus) -> Iterator[Row]:
+        """Train, and yield a row for each of the job's looks at what is held out.
+
+        seconds: of the training alone. order: a hash of all rows so far, in their order. A loss
+        that is not finite ends the training, with that row.
+        """
+        optimizer, scheduler = self.start(job.rate, job.seed, job.steps)
+        source = batches(corpus, self.shape, job.seed)
+        marks = [round(mark * job.steps / job.marks) for mark in range(1, job.marks + 1)]
+        order, seconds, done = hashlib.sha256(), 0.0, 0
+        rows = len(corpus.train) // self.shape.length // self.shape.rows * self.shape.rows
+        for mark in marks:
+            self._wait()
+            begin = time.perf_counter()
+            losses = []
+            for own, tokens in (next(source) for _ in range(mark - done)):
+                order.update(own.numpy().tobytes())
+                losses.append(self.step(tokens, optimizer, scheduler))
+            self._wait()
+            seconds, done = seconds + time.perf_counter() - begin, mark
+            nats, tokens_read = self.nats(corpus), mark * self.shape.tokens
+            yield {
+                "corpus": job.corpus,
+                "mixer": job.mixer,
+                **self.parameters,
+                "stage": job.stage,
+                "rate": job.rate,
+                "seed": job.seed,
+                "B": self.shape.rows,
+                "T": self.shape.length,
+                "steps": job.steps,
+                "step": mark,
+                "tokens": tokens_read,
+                "epochs": round(mark * self.shape.rows / rows, 3),
+                "order": order.hexdigest()[:12],
+                "train_nats": round(float(torch.stack(losses).mean()), 4),
+                "valid_nats": round(nats / (len(corpus.valid) - 1), 5),
+                "bits_per_byte": round(nats / math.log(2) / corpus.valid_bytes, 5),
+                "seconds": round(seconds, 3),
+                "tokens_per_s": round(tokens_read / seconds),
+            }
+            if not math.isfinite(nats):
+                return
+
+    def _loss(self, tokens: Tensor, labels: Tensor, **how: Any) -> Tensor:
+        return self.model.lm_head(self.model.hidden(tokens), labels, **how)
+
+    @torch.no_grad()
+    def _hand_over(self) -> None:
+        torch._foreach_copy_(self.copies, self.weights)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Tuning:
+    """When the tuners of peers' Triton kernels choose; ours have none.
+
+    While several processes compile on a GPU they try all that they may take and time nothing.
+    `begin` lets them choose anew, by short timings: the GPU is this process's alone.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        if importlib.util.find_spec("triton") is None:
+            return
+        testing: Any = importlib.import_module("triton.testing")
+        time_it = testing.do_bench
+
+        def bench(call: Callable[[], object], quantiles: Sequence[float], **_: Any) -> Any:
+            if self.begun:
+                return time_it(call, warmup=5, rep=20, quantiles=quantiles)
+            call()
+            return [1.0] * len(quantiles)
+
+        testing.do_bench = bench
+
+    def begin(self) -> None:
+        """Choose anew from now on; once."""
+        if not self.begun and "triton.runtime" in sys.modules:
+            kind = sys.modules["triton.runtime"].Autotuner
+            peers = [each for name, each in sys.modules.items() if name.startswith("mamba_ssm.")]
+            for part in (part for module in peers for part in vars(module).values()):
+                while hasattr(part, "fn") and not isinstance(part, kind):
+                    part = part.fn
+                if isinstance(part, kind):
+                    part.cache.clear()
+        self.begun = True

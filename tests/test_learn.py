@@ -1,0 +1,206 @@
+"""The comparison of mixers: equal tokens in equal order, text held out, and what follows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import learn
+import learn_data
+import learn_layers
+import learn_models
+import learn_plot
+import learn_run
+import tables_learn
+from learn_run import Corpus, Job, Learned, Shape
+
+from pararnn.lm.loss import IGNORED
+from pararnn.train.corpus.packing import Part
+
+CPU = torch.device("cpu")
+SHAPE = Shape(2, 16)
+
+
+@pytest.fixture
+def corpus() -> Corpus:
+    tokens = torch.randint(100, (400,), generator=torch.Generator().manual_seed(0)).int()
+    return Corpus("some", tokens[:300], tokens[300:], 250)
+
+
+def job(mixer: str, seed: int = 0, rate: float = 1e-2) -> Job:
+    return Job(mixer, "some", "final", rate, seed, steps=2, marks=2)
+
+
+def test_mixers_read_the_same_tokens_and_start_anew(corpus: Corpus) -> None:
+    rows = []
+    for mixer in ("gru", "transformer"):
+        learned = Learned(learn_models.tiny()[mixer], CPU, SHAPE)
+        first = list(learned.train(job(mixer), corpus))
+        again = list(learned.train(job(mixer), corpus))
+        timed = ("seconds", "tokens_per_s")
+        assert [{**row, **dict.fromkeys(timed)} for row in first] == [
+            {**row, **dict.fromkeys(timed)} for row in again
+        ]
+        rows += [*first, *learned.train(job(mixer, seed=1), corpus)]
+    learn.check_equal(rows)
+    assert [row["tokens"] for row in rows[:2]] == [32, 64]
+    assert len({row["order"] for row in rows}) == 4  # two seeds, two looks
+    nats = rows[0]["valid_nats"] * (len(corpus.valid) - 1)
+    assert rows[0]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 250, abs=1e-4)
+
+
+def test_mixers_that_read_other_tokens_are_noticed(corpus: Corpus) -> None:
+    learned = Learned(learn_models.tiny()["gru"], CPU, SHAPE)
+    rows = list(learned.train(job("gru"), corpus))
+    other = {**rows[-1], "mixer": "lstm", "order": "another"}
+    with pytest.raises(RuntimeError, match="not read the same"):
+        learn.check_equal([*rows, other])
+
+
+def test_each_token_held_out_is_predicted_once(corpus: Corpus) -> None:
+    labels = torch.cat([labels[:, 1:].flatten() for _, labels in learn_run.held_out(corpus, SHAPE)])
+    assert labels[labels != IGNORED].tolist() == corpus.valid[1:].tolist()
+
+
+def test_steps_fit_into_the_time_and_are_one_number() -> None:
+    speeds = {"fast": (200.0, 0.0), "slow": (100.0, 0.1)}
+    runs, most = {"sweep": 2, "final": 1}, {"sweep": 3200, "final": 6400}
+    whole = (2 * 3200 + 6400) * (1 / 200 + 1 / 100)
+    looks = 0.1 * (2 * learn.MARKS["sweep"] + learn.MARKS["final"])
+    assert learn.planned(speeds, 1e6, runs, most, SHAPE) == {"sweep": 100, "final": 200}
+    half = learn.planned(speeds, whole / 2 + looks + 1e-6, runs, most, SHAPE)
+    assert half == {"sweep": 50, "final": 100}
+    with pytest.raises(SystemExit, match="too few"):
+        learn.planned(speeds, 1.0, runs, most, SHAPE)
+
+
+def test_the_rate_of_the_fewest_bits_is_chosen() -> None:
+    bits = {1e-3: 3.0, 2e-3: 2.5, 4e-3: float("nan"), 8e-3: 2.7}
+    rows = [
+        {"corpus": "some", "mixer": "gru", "stage": "sweep", "rate": rate, "step": step}
+        | {"steps": 4, "bits_per_byte": value if step == 4 else 0.0}
+        for rate, value in bits.items()
+        for step in (2, 4)
+    ]
+    assert learn.best_rates(rows) == {("some", "gru"): 2e-3}
+
+
+def test_files_are_held_out_by_their_paths() -> None:
+    files = [(f"package/{n}.py", b"x = %d\n" % (n % 900)) for n in range(1000)]
+    files += [("package/empty.py", b""), ("package/bytes.py", b"\xff")]
+    train, valid = learn_data.split(reversed(files))
+    assert not set(train) & set(valid)
+    assert len(train) + len(valid) == 900
+    assert 0 < len(valid) < 50
+    assert (train, valid) == learn_data.split(files)
+    fewer = learn_data.split(files[:450])  # whatever else there is, a file stays where it is
+    more = learn_data.split(files[:900])
+    assert set(fewer[0]) <= set(more[0])
+    assert set(fewer[1]) <= set(more[1])
+
+
+def test_the_packages_are_pinned() -> None:
+    lines = learn_data.PACKAGES.read_text().split()
+    assert len(lines) == 40
+    assert all(line.count("==") == 1 for line in lines)
+
+
+def test_a_run_of_two_mixers(tmp_path: Path) -> None:
+    """They learn at two rates, and each at the better one with two seeds."""
+    folder = tmp_path / "some"
+    folder.mkdir()
+    tokens = np.random.default_rng(0).integers(100, size=400).astype(np.uint16)
+    meta = {"dtype": "uint16", "vocabulary": 101, "end": 100}
+    for name, part in (("train", tokens[:300]), ("valid", tokens[300:])):
+        part.tofile(folder / f"{name}.bin")
+        meta[name] = asdict(Part(len(part), 1, 3 * len(part)))
+    (folder / "meta.json").write_text(json.dumps(meta))
+    where = ["some", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--smoke"]
+    size = ["--rows", "2", "--length", "16", "--sweep-tokens", "320", "--final-tokens", "640"]
+    few = ["--rates", "1e-3", "1e-2", "--seeds", "2", "--probe", "1", "--layers-seconds", "0"]
+    learn.main([*where, *size, *few, "--mixers", "gru", "transformer", "--seconds", "10000"])
+    with (tmp_path / "out" / "learn_some.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    learn.check_equal(rows)
+    ends = [row for row in rows if row["step"] == row["steps"]]
+    count = {(row["mixer"], row["stage"]): row["tokens"] for row in ends}
+    assert count == {
+        (mixer, stage): tokens
+        for mixer in ("gru", "transformer")
+        for stage, tokens in (("sweep", "320"), ("final", "640"))
+    }
+    assert len(ends) == 2 * (2 + 2)
+
+
+def test_layers_of_a_trained_model_by_their_pairs(corpus: Corpus, monkeypatch) -> None:
+    monkeypatch.setattr(learn_layers, "SIZES", ((2, 32), (1, 64), (1, 4096)))
+    learned = Learned(learn_models.tiny()["hybrid"], CPU, SHAPE)
+    list(learned.train(job("hybrid"), corpus))
+    model = learned.model
+    given = (model.config, model.state_dict(), corpus)
+    rows = list(learn_layers.layer_rows("hybrid", *given, until=time.time() + 1e6))
+    assert {(row["B"], row["T"], row["D"]) for row in rows} == {(2, 32, 32), (1, 64, 32)}
+    for size in (32, 64):
+        for layer in (1, 2, 3):
+            own = [row for row in rows if (row["T"], row["layer"]) == (size, layer)]
+            assert sum(row["auto"] for row in own) <= 1
+            assert min(row["of_best"] for row in own) == 1
+    assert not list(learn_layers.layer_rows("hybrid", *given, until=0))
+
+
+def final(mixer: str, bits: list[list[float]], speed: float) -> list[dict[str, str]]:
+    """Rows of final trainings, as a file has them: `bits` by seeds and looks."""
+    shared = {"mixer": mixer, "stage": "final", "parameters": "60000000", "rate": "0.002"}
+    size = {"B": "2", "T": "16", "steps": "2", "epochs": "1.0", "device": "x", "torch": "y"}
+    return [
+        {**shared, **size, "commit": "z", "seed": str(seed), "step": str(step)}
+        | {"tokens": str(32 * step), "bits_per_byte": str(value), "seconds": str(step / speed)}
+        for seed, values in enumerate(bits)
+        for step, value in enumerate(values, 1)
+    ]
+
+
+def test_the_winner_is_named_with_the_spread() -> None:
+    fast, slow = final("gru", [[3.0, 2.0], [3.2, 2.2]], 2.0), final("lstm", [[3.0, 2.4]] * 2, 1.0)
+    found = tables_learn.results([*slow, *fast])
+    assert [result.mixer for result in found] == ["gru", "lstm"]
+    assert found[0].curve == [(32, 0.5, pytest.approx(3.1)), (64, 1.0, pytest.approx(2.1))]
+    assert "**gru** has the fewest bits, 12.5% below lstm; every seed" in tables_learn.winner(found)
+    assert tables_learn.seconds_to(found[0].curve, 2.6) == pytest.approx(0.75)
+    assert tables_learn.seconds_to(found[0].curve, 1.0) is None
+    sweep = [{**fast[1], "stage": "sweep"}]
+    *_, first, last = tables_learn.one_corpus("some", [*sweep, *fast, *slow], "f.csv").splitlines()
+    assert first.startswith("| gru | 60.0M | 0.002 | 2.1000 (2.0000 to 2.2000) | 1.0 | 64 |")
+    assert last.endswith("| 2.0 | 32 | 2.0 |")
+
+
+def test_the_worst_ratio_of_auto_is_shown() -> None:
+    size = {"mixer": "gru", "B": "1", "T": "2048"}
+    rows = [
+        {**size, "layer": layer, "solver": solver, "backend": "fused"}
+        | {"of_best": ratio, "auto": str(solver == "newton")}
+        for layer, solver, ratio in (
+            ("1", "newton", "1.0"),
+            ("1", "sequential", "3.0"),
+            ("2", "newton", "1.2"),
+            ("2", "sequential", "1.0"),
+        )
+    ]
+    line = tables_learn.worst_of(rows).splitlines()[-1]
+    assert line == "| gru | 1 x 2,048 | 2 | 1.20 | 2 | (newton, fused) | (sequential, fused) |"
+
+
+def test_the_picture_is_of_the_file_alone(tmp_path: Path) -> None:
+    rows = final("gru", [[3.0, 2.0], [3.2, 2.2]], 2.0)
+    learn_plot.plot({"some": rows, "other": rows}, tmp_path / "learn.png")
+    assert (tmp_path / "learn.png").read_bytes()[:4] == b"\x89PNG"
