@@ -14,9 +14,10 @@ struct StateStream {
   int64 time;
 
   // `origin`: the row of step 0 of processing. `stride`: from step to step of processing.
-  PARARNN_FUNCTION void start(char* place, const io* origin, int64 stride, const Place& at) {
+  PARARNN_FUNCTION void start(char* place, int offset, const io* origin, int64 stride,
+                              const Place& at) {
     time = stride;
-    rows.start(place, time, [&](int e) -> const io* {
+    rows.start(place, offset, time, [&](int e) -> const io* {
       return at.first + e < channels ? origin + at.first + e : nullptr;
     });
   }
@@ -51,15 +52,15 @@ template <int direction> struct BackwardRing {
                                 const Weights& weights, const Span& span)
       : inputs(place, p.in, at, weights, span.begin), without(span.end == (int)p.in.length) {
     const int64 length = p.in.length, t = time_of(p.in, direction, span.begin);
-    char* next = place + OwnInputs::bytes;
+    int next = OwnInputs::bytes;
     each<num_states>([&](int n) {
-      saved[n].start(next, p.states[n] + (at.row * length + t + direction) * channels,
+      saved[n].start(place, next, p.states[n] + (at.row * length + t + direction) * channels,
                      direction * channels, at);
       next += state_bytes;
     });
     each<num_states>([&](int n) {
       if (!arriving[n]) return;
-      grads[n].start(next, p.grad_states[n] + at.row * p.grad_row[n] + t * p.grad_time[n],
+      grads[n].start(place, next, p.grad_states[n] + at.row * p.grad_row[n] + t * p.grad_time[n],
                      direction * p.grad_time[n], at);
       next += state_bytes;
     });

@@ -24,15 +24,16 @@ template <int f, int direction> struct FieldStreams {
   static constexpr int stage_bytes =
       decltype(own)::stage_bytes + FieldStreams<f + 1, direction>::stage_bytes;
 
-  PARARNN_FUNCTION void start(char* place, const Inputs& in, const Place& at, int begin) {
+  PARARNN_FUNCTION void start(char* place, int offset, const Inputs& in, const Place& at,
+                              int begin) {
     time = direction * in.field_time[f];
     const scalar* origin = in.fields[f] + at.row * in.field_row[f] +
                            time_of(in, direction, begin) * in.field_time[f];
-    own.start(place, time, [&](int e) -> const scalar* {
+    own.start(place, offset, time, [&](int e) -> const scalar* {
       if (broadcast[f]) return origin;
       return at.first + e < channels ? origin + at.first + e : nullptr;
     });
-    rest.start(place + stages * decltype(own)::stage_bytes, in, at, begin);
+    rest.start(place, offset + stages * decltype(own)::stage_bytes, in, at, begin);
   }
   PARARNN_FUNCTION void copy(int slot, int s, int left) const {
     own.copy(slot, s, left, time, 0);
@@ -50,7 +51,7 @@ template <int f, int direction> struct FieldStreams {
 
 template <int direction> struct FieldStreams<num_fields, direction> {
   static constexpr int stage_bytes = 0;
-  PARARNN_FUNCTION void start(char*, const Inputs&, const Place&, int) {}
+  PARARNN_FUNCTION void start(char*, int, const Inputs&, const Place&, int) {}
   PARARNN_FUNCTION void copy(int, int, int) const {}
   PARARNN_FUNCTION void next_stage() {}
   PARARNN_FUNCTION void read(int, int, real (*)[per_lane]) const {}
@@ -82,10 +83,10 @@ template <int direction, bool gated = true> struct InputRing {
         between(gate_stride(in)) {
     const io* origin =
         in.gates + at.row * in.gate_strides.row + time_of(in, direction, begin) * time_stride(in);
-    if (gated) gates.start(place, time, [&](int e) -> const io* {
+    if (gated) gates.start(place, 0, time, [&](int e) -> const io* {
       return at.first + e < channels ? origin + gate_offset(in, at.first + e) : nullptr;
     });
-    fields.start(place + gate_bytes, in, at, begin);
+    fields.start(place, gate_bytes, in, at, begin);
   }
   PARARNN_FUNCTION void copy(int slot, int s, int left) const {
     if (gated) gates.copy(slot, s, left, time, between);

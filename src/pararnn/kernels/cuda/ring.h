@@ -33,15 +33,19 @@ template <class T, int rows, int width, int chunk> struct Stream {
   static constexpr int never = 1 << 30;
 
   char* memory;
-  unsigned to;              // this lane's place in the ring's first stage
+  int offset;               // of the stream in its ring
+  unsigned to;              // this lane's place in the first stage, less the offset: a constant,
+                            // which the streams of a ring need not keep in a register each
   int first[parts];         // of the steps copied together, the one that this lane copies
   const char* from[parts];  // its place in the row of that step, in the stage to come
 
-  // `place`: of the stream's ring. `source(e)`: the address of element e of the first row of step 0,
-  // or null for none. `time`: from one step to the next, in elements.
+  // `place`: of the ring, in which the stream begins `at` bytes on. `source(e)`: the address of
+  // element e of the first row of step 0, or null for none. `time`: from one step to the next, in
+  // elements.
   template <class Source>
-  PARARNN_FUNCTION void start(char* place, int64 time, const Source& source) {
-    memory = place;
+  PARARNN_FUNCTION void start(char* place, int at, int64 time, const Source& source) {
+    memory = place + at;
+    offset = at;
     const int sub = lane() % chunks, step = lane() / chunks;
     to = shared_address(place) + step * step_bytes + sub * chunk;
     each<parts>([&](int part) {
@@ -59,7 +63,7 @@ template <class T, int rows, int width, int chunk> struct Stream {
       if (s + first[part] >= left) return;
       each<rows>([&](int row) {
         copy_async<chunk>(to + slot * stage_bytes + s * step_bytes + row * row_bytes +
-                              part * lanes * chunk,
+                              part * lanes * chunk + offset,
                           from[part] + (s * time + row * between) * (int64)sizeof(T));
       });
     });
