@@ -1,6 +1,7 @@
 """What is put around a layer or its parts, each time against autograd through the loop."""
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from test_habits import (
 )
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils._pytree import tree_leaves
 
 import pararnn
 
@@ -163,11 +165,18 @@ class _OneStep(torch.nn.Module):
         return self.layer.step(x, state)
 
 
-def test_onnx(monkeypatch):
-    """By kernels it raises; the loop and a step in PyTorch are ATen operators alone."""
+@pytest.fixture
+def to_onnx(monkeypatch):
+    """As within torch.onnx.export; by its flag, for compilers know the function by identity."""
+    monkeypatch.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)
+    assert torch.onnx.is_in_onnx_export()
+
+
+@pytest.mark.usefixtures("to_onnx")
+def test_onnx():
+    """By kernels it raises; the loop is one scan and ATen operators, a step these alone."""
     gru, x = pararnn.ParaGRU(4, 8), torch.randn(2, 5, 4)
     one, state = _OneStep(gru), gru(x)[1]
-    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     for module, inputs in ((gru, (x,)), (one, (x[:, 0], state))):
         for grad in (True, False):
             with (
@@ -175,13 +184,53 @@ def test_onnx(monkeypatch):
                 pytest.raises(pararnn.EngineError, match=r"ONNX has no operator .*layer\.step"),
             ):
                 torch.export.export(module, inputs)
-        with pararnn.using(solver="sequential", backend="torch"):
+        with torch.no_grad(), pararnn.using(solver="sequential", backend="torch"):
             program = torch.export.export(module, inputs).run_decompositions()
-        calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
+        scans, calls = _scans_and_others(program)
+        assert scans == (module is gru)
         assert calls
         assert all(op.namespace == "aten" for op in calls)
         for mine, own in zip(program.module()(*inputs), module(*inputs), strict=True):
             torch.testing.assert_close(mine, own)
+
+
+def _scans_and_others(program):
+    calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    scan, parts = torch.ops.higher_order.scan, (torch.ops.higher_order.scan, operator.getitem)
+    return calls.count(scan), [op for op in calls if op not in parts]
+
+
+class _Packed(torch.nn.Module):
+    """A layer with edges of sequences and given states."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = pararnn.ParaLSTM(4, 8)
+
+    def forward(self, x, state, reset, lengths):
+        return self.rnn(x, state, reset=reset, lengths=lengths)
+
+
+@pytest.mark.usefixtures("to_onnx")
+def test_onnx_any_sizes():
+    """The loop's scan takes any batch and T, and knows of given states, resets and lengths."""
+    torch.manual_seed(0)
+    module, any_size = _Packed(), torch.export.Dim.DYNAMIC
+
+    def given(batch, steps):
+        state = (torch.randn(1, batch, 8), torch.randn(1, batch, 8))
+        reset, lengths = torch.rand(batch, steps) < 0.2, torch.arange(batch) % steps + 1
+        return torch.randn(batch, steps, 4), state, reset, lengths
+
+    rows, batch = {0: any_size, 1: any_size}, {1: any_size}
+    sizes = {"x": rows, "state": (batch, batch), "reset": rows, "lengths": {0: any_size}}
+    with torch.no_grad(), pararnn.using(solver="sequential", backend="torch"):
+        program = torch.export.export(module, given(5, 6), dynamic_shapes=sizes)
+        assert _scans_and_others(program)[0] == 1
+        for inputs in (given(5, 6), given(3, 11)):
+            want, got = (tree_leaves(run(*inputs)) for run in (module, program.module()))
+            for mine, own in zip(got, want, strict=True):
+                torch.testing.assert_close(mine, own)
 
 
 @pytest.mark.usefixtures("few_compilations")

@@ -75,7 +75,7 @@ def _refuse_onnx(engine: Engine) -> None:
         raise EngineError(
             f"torch.onnx.export: ONNX has no operator for ({engine.solver}, {engine.backend}). "
             "Export within pararnn.using(solver='sequential', backend='torch'): the layer is then "
-            "its loop, unrolled to a fixed T; or a module that calls layer.step, for one time step"
+            "its loop, ONNX's Scan; or a module that calls layer.step, for one time step"
         )
 
 

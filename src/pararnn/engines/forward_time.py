@@ -52,7 +52,8 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
         begins = begins & ~reset
     fresh = begins | padding if reset is None else begins | padding | reset
     nothing = initial.new_zeros(batch, *initial.shape[1:])
-    rows = initial[seq.clamp(min=0).long()] if len(initial) else nothing.unsqueeze(1)
+    some = initial.shape[0] > 0  # by len() compilers would take the number for a constant
+    rows = initial[seq.clamp(min=0).long()] if some else nothing.unsqueeze(1)
     start = torch.where(begins[..., None, None], rows, 0.0)
     masks = (fresh.unsqueeze(-1), start, padding.unsqueeze(-1))
     inputs = _without_padding(inputs, padding)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,9 @@ from pararnn.solvers.system import System
 
 def unroll(system: System) -> Tensor:
     """All states (B, T, N, D) by plain, differentiable PyTorch (paper, eq. rnn_seq)."""
+    to_onnx = torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+    if to_onnx and system.length not in (0, 1):
+        return _scanned(system)
     step = system.program.step
     states = tuple(system.initial.unbind(1))
     inputs = [x.unbind(1) for x in system.inputs]
@@ -32,3 +37,27 @@ def unroll(system: System) -> Tensor:
         batch, num_states, channels = system.initial.shape
         return leaves.sum().expand(batch, 0, num_states, channels)
     return torch.stack([torch.stack(series, 1) for series in zip(*out, strict=True)], 2)
+
+
+def _scanned(system: System) -> Tensor:
+    """The same as one operator with the step inside, for any T: what becomes ONNX's Scan."""
+    from torch._higher_order_ops.scan import scan
+
+    step, count = system.program.step, len(system.inputs)
+    masks = [x for x in (system.fresh, system.start, system.padding) if x is not None]
+
+    def body(states: tuple[Tensor, ...], given: list[Tensor]) -> tuple[Any, Tensor]:
+        inputs, rest = given[:count], given[count:]
+        if system.fresh is not None and system.start is not None:
+            fresh, begin, *rest = rest
+            states = tuple(
+                torch.where(fresh, b, s) for b, s in zip(begin.unbind(1), states, strict=True)
+            )
+        new = step(states, inputs, system.params)
+        if rest:
+            new = tuple(s.masked_fill(rest[0], 0) for s in new)
+        return tuple(s.clone() for s in new), torch.stack(new, 1)
+
+    first = tuple(s.clone() for s in system.initial.unbind(1))
+    _, states = scan(body, first, [*system.inputs, *masks], dim=1)
+    return states
