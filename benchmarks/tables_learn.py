@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -34,18 +35,25 @@ class Result(NamedTuple):
 
 
 def results(rows: Iterable[Row]) -> list[Result]:
-    """The mixers of a corpus, the best first; those whose seeds all came to an end."""
+    """The mixers of a corpus, the best first; those whose every seed ended with finite bits."""
     finals = [row for row in rows if row["stage"] == "final"]
     found = []
     for mixer in dict.fromkeys(row["mixer"] for row in finals):
         mine = [row for row in finals if row["mixer"] == mixer]
         ends = [float(row["bits_per_byte"]) for row in mine if row["step"] == row["steps"]]
-        if len(ends) < len({row["seed"] for row in mine}):
+        if len(ends) < len({row["seed"] for row in mine}) or not all(map(math.isfinite, ends)):
             continue
         steps = sorted({int(row["step"]) for row in mine})
         curve = [mean_point([row for row in mine if int(row["step"]) == step]) for step in steps]
         found.append(Result(mixer, mine[0], ends, curve))
     return sorted(found, key=lambda result: result.mean)
+
+
+def without_result(rows: Sequence[Row], found: Sequence[Result]) -> str:
+    """A sentence on the mixers that have rows and no result."""
+    missing = {row["mixer"] for row in rows} - {result.mixer for result in found}
+    names = ", ".join(sorted(missing))
+    return f" Without a result, as not all trainings came to an end: {names}." if missing else ""
 
 
 def mean_point(rows: Sequence[Row]) -> Point:
@@ -126,7 +134,7 @@ def one_corpus(corpus: str, rows: Sequence[Row], name: str) -> str:
         f"{corpus.capitalize()}, {last / 1e6:.1f}M tokens ({epochs:.1f} epochs) in steps of "
         f"{first['B']} x {int(first['T']):,}, {seeds} seeds; rates chosen of "
         f"{', '.join(f'{rate:g}' for rate in rates)} by {sweep / 1e6:.1f}M tokens "
-        f"{source([first], name)}. {winner(found)}"
+        f"{source([first], name)}. {winner(found)}{without_result(rows, found)}"
     )
     head = [
         "mixer",

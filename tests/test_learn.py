@@ -7,7 +7,9 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,7 +128,7 @@ def test_a_run_of_two_mixers(tmp_path: Path) -> None:
         meta[name] = asdict(Part(len(part), 1, 3 * len(part)))
     (folder / "meta.json").write_text(json.dumps(meta))
     where = ["some", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--smoke"]
-    size = ["--rows", "2", "--length", "16", "--sweep-tokens", "320", "--final-tokens", "640"]
+    size = ["--rows", "2", "--length", "16", "--sweep-tokens", "320", "--final-tokens", "384"]
     few = ["--rates", "1e-3", "1e-2", "--seeds", "2", "--probe", "1", "--layers-seconds", "0"]
     learn.main([*where, *size, *few, "--mixers", "gru", "transformer", "--seconds", "10000"])
     with (tmp_path / "out" / "learn_some.csv").open() as file:
@@ -137,7 +139,7 @@ def test_a_run_of_two_mixers(tmp_path: Path) -> None:
     assert count == {
         (mixer, stage): tokens
         for mixer in ("gru", "transformer")
-        for stage, tokens in (("sweep", "320"), ("final", "640"))
+        for stage, tokens in (("sweep", "320"), ("final", "384"))
     }
     assert len(ends) == 2 * (2 + 2)
 
@@ -182,6 +184,36 @@ def test_the_winner_is_named_with_the_spread() -> None:
     *_, first, last = tables_learn.one_corpus("some", [*sweep, *fast, *slow], "f.csv").splitlines()
     assert first.startswith("| gru | 60.0M | 0.002 | 2.1000 (2.0000 to 2.2000) | 1.0 | 64 |")
     assert last.endswith("| 2.0 | 32 | 2.0 |")
+
+
+def test_a_training_that_did_not_end_is_named() -> None:
+    good, nan = final("gru", [[3.0, 2.0]], 1.0), final("lstm", [[3.0, float("nan")]], 1.0)
+    short = final("hybrid", [[3.0, 2.0], [float("nan")]], 1.0)
+    rows = [*good, *nan, *short]
+    found = tables_learn.results(rows)
+    assert [result.mixer for result in found] == ["gru"]
+    assert tables_learn.without_result(rows, found).endswith("to an end: hybrid, lstm.")
+    assert tables_learn.without_result(good, found) == ""
+
+
+def test_tuners_time_nothing_before_they_may(monkeypatch) -> None:
+    timed = []
+    testing, runtime, peer = (ModuleType(f"triton.{name}") for name in ("testing", "runtime", "p"))
+    testing.do_bench = lambda call, quantiles, **_: timed.append(call) or [2.0 for _ in quantiles]
+    runtime.Autotuner = type("Autotuner", (), {"cache": {"key": "config"}})
+    tuner = runtime.Autotuner()
+    peer.kernel = SimpleNamespace(fn=tuner)
+    found = {"triton": ModuleType("triton"), "triton.testing": testing, "triton.runtime": runtime}
+    found["triton"].__spec__ = ModuleSpec("triton", None)
+    for name, module in {**found, "mamba_ssm.peer": peer}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    tuning, calls = learn_run.Tuning(), []
+    assert testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [1.0, 1.0]
+    assert (len(calls), len(timed)) == (1, 0)
+    tuning.begin()
+    assert not tuner.cache
+    assert testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [2.0, 2.0]
+    assert (len(calls), len(timed)) == (1, 1)
 
 
 def test_the_worst_ratio_of_auto_is_shown() -> None:
