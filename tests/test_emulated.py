@@ -153,3 +153,36 @@ def test_scans_of_a_decay_of_one_row(kind, pair, monkeypatch):
     for size in ((CHANNELS,), (40, 1)):
         decay = torch.rand(size, requires_grad=True)
         check_scan((decay, b, h), solver=pair[0], backend=pair[1])
+
+
+class _Sums(pararnn.Cell):
+    """Sums of exponentials in logarithms, and what they are made of, written out."""
+
+    states = ("exp", "log1p", "softplus")
+    gates = ("x",)
+
+    def step(self, state, gate, param):
+        power = torch.exp(-gate.x.abs())
+        return torch.exp(gate.x), torch.log1p(gate.x), torch.log1p(power)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_functions_that_the_cuda_headers_spell_themselves(dtype, monkeypatch):
+    """To some units in the last place of float32; bfloat16's own rounding hides the rest."""
+    install(MEETINGS["grid"], monkeypatch)
+    special = torch.tensor([0.0, float("inf"), -float("inf"), float("nan"), -1.0, -2.0])
+    small = torch.logspace(-30, 0, 2001)
+    x = torch.cat([special, torch.linspace(-110, 89, 8001), small, -0.9 * small]).to(dtype)
+    states, _ = pararnn.solve(
+        _Sums(len(x), dtype=dtype), x[None, None, None], solver="sequential", backend="fused"
+    )
+    wide = x.double()
+    softplus = torch.log1p(torch.exp(-wide.abs()))
+    for got, exact in zip(states, (wide.exp(), wide.log1p(), softplus), strict=True):
+        got = got[0, 0]
+        assert torch.equal(got.isnan(), exact.isnan())
+        large = exact.abs() > torch.finfo(dtype).max
+        small = exact.abs() < 2.0**-120  # flushed
+        error = ((got.double() - exact) / exact.abs())[~large & ~small & exact.isfinite()]
+        assert error.abs().max() < (4 if dtype == torch.float32 else 0.52) * torch.finfo(dtype).eps
+        assert got[small].abs().lt(2.0**-119).all() and got[large].isinf().all()

@@ -83,6 +83,7 @@ namespace pararnn {
 // Subnormal results are zero.
 inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 inline float fast_exp2(float x) { return flushed(::exp2f(flushed(x))); }
+inline float fast_log2(float x) { return flushed(::log2f(flushed(x))); }
 inline float fast_reciprocal(float x) { return flushed(1.0f / flushed(x)); }
 inline float fast_tanh(float x) { return ::tanhf(x); }
 inline float least(float a, float b) { return a < b || std::isnan(a) ? a : b; }

@@ -176,15 +176,14 @@ def _function(
     body = _Body(f"{program.cell_name}'s {name}")
     nodes = graph.module.graph.nodes
     fused = _fused_sums(nodes)
-    products = {product for product, _ in fused.values()}
-    unused = {p for p in products if all(fused.get(user, (None,))[0] is p for user in p.users)}
+    needed = _needed(nodes, fused)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     for node, (argument, place) in zip(placeholders, inputs, strict=True):
         body.values[node] = (argument, REAL)
-        if node.users:
+        if node in needed:
             lines.append(f"  const real {argument} = {place};")
     for node in nodes:
-        if node in unused:
+        if node not in needed:
             continue
         if node.op == "call_function" and node.target is not aten.scalar_tensor.default:
             kind, expression = body.expression(node, fused.get(node))
@@ -200,7 +199,10 @@ def _function(
     return "\n".join([*lines, "}", ""])
 
 
-def _fused_sums(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
+Fused = dict[fx.Node, tuple[fx.Node, fx.Node]]
+
+
+def _fused_sums(nodes: Iterable[fx.Node]) -> Fused:
     """Sums of two products -> the product that is known last, to be fused with the sum; the other.
 
     A step takes as long as its longest chain, and compilers would fuse either.
@@ -217,6 +219,34 @@ def _fused_sums(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, fx.Nod
             early, late = sorted(products, key=lambda n: depth[n])
             fused[node] = late, early
     return fused
+
+
+_SOFTPLUS_OF_MINUS = (aten.log1p.default, aten.exp.default, aten.neg.default)
+
+
+def _softplus_of_minus(node: fx.Node) -> fx.Node | None:
+    """The a of log1p(exp(-a)), if it is an absolute value: headers have that as one function."""
+    for target in _SOFTPLUS_OF_MINUS:
+        if node.target is not target:
+            return None
+        (node,) = node.all_input_nodes
+    return node if node.target is aten.abs.default else None
+
+
+def _needed(nodes: fx.graph._node_list, fused: Fused) -> set[fx.Node]:
+    """What results are computed from, where some calls are spelled as one."""
+    needed: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node.op != "output" and node not in needed:
+            continue
+        if node in fused:
+            product, other = fused[node]
+            needed |= {*product.all_input_nodes, other}
+        elif (size := _softplus_of_minus(node)) is not None:
+            needed.add(size)
+        else:
+            needed.update(node.all_input_nodes)
+    return needed
 
 
 class _Body:
@@ -244,6 +274,9 @@ class _Body:
             product, other = fused
             terms = [spelled(self.converted(t, REAL)) for t in (*product.args, other)]
             return REAL, f"multiply_add({', '.join(terms)})"
+        size = _softplus_of_minus(node)
+        if size is not None:
+            return REAL, f"softplus_of_minus({spelled(self.converted(size, REAL))})"
         name = node.target._schema.name  # type: ignore[union-attr]
         kind = MASK if node.meta["dtype"] == torch.bool else REAL
         args = node.args

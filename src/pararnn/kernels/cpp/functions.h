@@ -120,6 +120,8 @@ inline real log1p(real x) {
   return select(u == constant(1), x, y);
 }
 
+inline real softplus_of_minus(real a) { return log1p(exp(-a)); }
+
 #define PARARNN_BY_LANE(name, call)                        \
   inline real name(real x) {                               \
     real y;                                                \

@@ -1,6 +1,7 @@
-// The functions that generated code calls, on `real`: CUDA's own, but for sigmoid and tanh.
+// The functions that generated code calls, on `real`: CUDA's own, but for those that cells' longest
+// chains are made of.
 // Needs PARARNN_APPROXIMATE (0 or 1): whether the type in memory hides the error of the hardware's
-// tanh (1e-5, where it was measured; 5e-4 at most).
+// tanh (1e-5, where it was measured; 5e-4 at most), and relative ones of 1e-4 in exp and log1p.
 // PARARNN_REFINED (0 or 1): whether sigmoid spends two operations more on its last bit.
 #pragma once
 #include "real.h"
@@ -22,13 +23,11 @@ PARARNN_BY_CUDA(sqrt)
 PARARNN_BY_CUDA(floor)
 PARARNN_BY_CUDA(ceil)
 PARARNN_BY_CUDA(trunc)
-PARARNN_BY_CUDA(exp)
 PARARNN_BY_CUDA(exp2)
 PARARNN_BY_CUDA(expm1)
 PARARNN_BY_CUDA(log)
 PARARNN_BY_CUDA(log2)
 PARARNN_BY_CUDA(log10)
-PARARNN_BY_CUDA(log1p)
 PARARNN_BY_CUDA(sin)
 PARARNN_BY_CUDA(cos)
 PARARNN_BY_CUDA(tan)
@@ -65,7 +64,44 @@ PARARNN_FUNCTION real quotient(real a, real b) {
   return wide ? (real)::__ddiv_rn((double)a, (double)b) : (real)::__fdiv_rn((float)a, (float)b);
 }
 
-constexpr float log2_e = 1.4426950408889634f;
+constexpr float log2_e = 1.4426950408889634f, log2_e_rest = 1.925963033e-8f, ln_2 = 0.6931471806f;
+
+PARARNN_FUNCTION real exp(real x) {
+  if constexpr (wide) return (real)::exp((double)x);
+  else if constexpr (PARARNN_APPROXIMATE) return fast_exp2((float)x * log2_e);
+  else return (real)::expf((float)x);
+}
+
+PARARNN_FUNCTION real log1p(real x) {
+  if constexpr (wide) {
+    return (real)::log1p((double)x);
+  } else if constexpr (PARARNN_APPROXIMATE) {
+    // The logarithm is right to 2^-22, of which little is left next to zero: there two terms.
+    const float y = (float)x, near = ::fmaf(-0.5f * y, y, y);
+    return ::fabsf(y) < 0x1p-8f ? near : fast_log2(1.0f + y) * ln_2;
+  } else {
+    return (real)::log1pf((float)x);
+  }
+}
+
+// log1p(exp(-a)) for a of 0 or more, as sums of exponentials in logarithms have it.
+PARARNN_FUNCTION real softplus_of_minus(real a) {
+  if constexpr (wide || PARARNN_APPROXIMATE) {
+    return log1p(exp(-a));
+  } else {
+    // What the product by log2(e) rounds off grows with a: it is put back behind the power. log1p on
+    // [0, 1] is a polynomial, right to 1.2 units in the last place.
+    const float x = -least((float)a, 128.0f), scaled = x * log2_e;
+    const float rest = ::fmaf(x, log2_e_rest, ::fmaf(x, log2_e, -scaled)) * ln_2;
+    const float power = fast_exp2(scaled), e = ::fmaf(power, rest, power), e2 = e * e, e4 = e2 * e2;
+    const float q0 = ::fmaf(0.3332996368f, e, -0.4999990165f);
+    const float q1 = ::fmaf(0.1967593133f, e, -0.2495413274f);
+    const float q2 = ::fmaf(0.1060361713f, e, -0.1530556977f);
+    const float q3 = ::fmaf(0.0198512618f, e, -0.0569591597f);
+    const float high = ::fmaf(-0.0032439807f, e4, ::fmaf(q3, e2, q2));
+    return ::fmaf(::fmaf(high, e4, ::fmaf(q1, e2, q0)), e2, e);
+  }
+}
 
 PARARNN_FUNCTION real sigmoid(real x) {
   if constexpr (wide) return 1.0 / (1.0 + ::exp(-(double)x));

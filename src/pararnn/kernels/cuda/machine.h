@@ -5,10 +5,15 @@
 
 namespace pararnn {
 
-// The special function unit's 2^x, 1/x and tanh.
+// The special function unit's 2^x, log2(x), 1/x and tanh.
 PARARNN_FUNCTION float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+PARARNN_FUNCTION float fast_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 PARARNN_FUNCTION float fast_reciprocal(float x) {
