@@ -72,6 +72,11 @@ class Arguments:
         """What is asked of an engine that cuts time."""
         return Pin(self.segments, self.burn_in)
 
+    @property
+    def all_written(self) -> bool:
+        """Whether every sequence has a step, so that kernels write all that ends at one."""
+        return self.seq is None and self.gates.shape[1] > 0
+
     def start(self, num_states: int) -> tuple[Tensor, ...]:
         """The initial states, zero if there are none."""
         size = (self.sequences, self.channels)
