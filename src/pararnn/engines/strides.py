@@ -114,13 +114,13 @@ def tensors_taken(
 
 def new_states(count: int, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What a forward pass writes: the states, and the final ones."""
-    new, size = args.gates.new_empty, args.size
+    new, size, dtype = args.gates.new_empty, args.size, args.dtype
     states = tuple([new(size) for _ in range(count)])
     if args.all_written:
-        dtype, ends = args.dtype, (args.sequences, size[2])
+        ends = (args.sequences, size[2])
         return states, tuple([new(ends, dtype=dtype) for _ in range(count)])
     # Sequences without a step keep their initial state.
-    return states, tuple([copied(h, args.dtype) for h in args.start(count)])
+    return states, tuple([copied(h, dtype) for h in args.start(count)])
 
 
 def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
