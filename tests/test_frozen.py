@@ -85,13 +85,13 @@ def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, device, 
 @pytest.mark.parametrize("solver", ["sequential", "newton"])
 def test_cuda_adds_up_no_weights_that_are_frozen(monkeypatch, solver, wanted):
     install(gpu(), monkeypatch)
-    added, real = [], fused_cuda._Run.sum_weights
+    added, real = [], fused_cuda._Launch.sum_weights
 
-    def sum_weights(run, words, weights):
-        added.append(weights)
-        real(run, words, weights)
+    def sum_weights(launch, form, tensors):
+        added.append(tensors[0].shape[1])
+        real(launch, form, tensors)
 
-    monkeypatch.setattr(fused_cuda._Run, "sum_weights", sum_weights)
+    monkeypatch.setattr(fused_cuda._Launch, "sum_weights", sum_weights)
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4, solver=solver, backend="fused")
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name.startswith(wanted))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from pararnn.program.program import Program, program_by_key, program_in_use
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
 
+_OUTPUT_ONLY = REST.index("output_only")
 _ORDINARY = (Tensor, nn.Parameter)
 _LIBRARY = torch.library.Library("pararnn", "DEF")
 _HOW = "str key, str solver, str backend"
@@ -46,15 +49,15 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
     over cells that mix channels, over where sequences start, and over gradients. Raises EngineError
     where torch.onnx.export would find the op.
     """
+    tensors, rest = args.flatten()
+    alone = _alone_with(tensors)
+    gradients = torch.is_grad_enabled() and _wants_gradient(tensors)
+    if alone and not gradients:
+        return _forward(program, engine, args)
     how = How(program.key, engine.solver, engine.backend)
     if torch.compiler.is_compiling():
         _refuse_onnx(engine)
-    tensors, rest = args.flatten()
-    alone = _alone_with(tensors)
-    if not (torch.is_grad_enabled() and _wants_gradient(tensors)):
-        if alone:
-            return _forward(program, engine, args)
-        if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+        if not (gradients or torch._C._are_functorch_transforms_active()):
             # Compilers mistake the context for an argument where no gradient is needed.
             states, final, info = torch.ops.pararnn.forward(*how, *args.values())
             return Solution(tuple(states), tuple(final), info)
@@ -81,7 +84,7 @@ def _refuse_onnx(engine: Engine) -> None:
 
 def _wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
     """Whether any of them wants a gradient."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return True in [tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
 def _alone_with(tensors: Iterable[Any]) -> bool:
@@ -101,7 +104,7 @@ def _alone_with(tensors: Iterable[Any]) -> bool:
     )
     if watched:
         return False
-    for tensor in tensors:  # `all` of a generator takes longer
+    for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in _ORDINARY or tensor.is_neg() or tensor._is_zerotensor()
         ):
@@ -130,32 +133,32 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.how, ctx.rest, _, *tensors = inputs
-        ctx.num_states = len(output) // 2
-        states = output[: ctx.num_states]
-        unread = states[1:] if ctx.rest[REST.index("output_only")] else ()
+        ctx.how, ctx.rest, direct, *tensors = inputs
+        ctx.direct = direct and direct[:2]  # the record would keep tensors, saved or not
+        ctx.num_states = n = len(output) // 2
+        unread = output[1:n] if ctx.rest[_OUTPUT_ONLY] else ()
         ctx.mark_non_differentiable(*unread, output[-1])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *states)
+        ctx.save_for_backward(*tensors, *output[:n])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        n = ctx.num_states
-        saved = ctx.saved_tensors
+        n, how, rest, saved = ctx.num_states, ctx.how, ctx.rest, ctx.saved_tensors
         tensors, states = saved[:-n], saved[-n:]
-        args = Arguments.unflatten(tensors, ctx.rest)
-        needed = ctx.needs_input_grad[3:]
-        wanted = Arguments.unflatten(needed, ctx.rest).named_true()
-        # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
-        given = (ctx.how, ctx.rest, wanted, n, *states, *grads[: 2 * n], *tensors)
-        if torch.compiler.is_compiling():
-            out = _run_backward(*given)
-        elif not torch.is_grad_enabled() and _alone_with(given[4:]):
-            out = _backward(ctx.how, args, states, grads[:n], grads[n : 2 * n], wanted)
+        grads, needed = grads[: 2 * n], ctx.needs_input_grad[3:]
+        # What was nobody else's in the forward pass still is, but for gradients that arrive.
+        direct = ctx.direct
+        alone = direct and not torch.is_grad_enabled() and _alone_with(grads)
+        wanted, places = (_wanted_again if alone else _wanted)(needed, rest)
+        if alone:
+            args = Arguments.unflatten(tensors, rest)
+            out = _backward(direct[0], direct[1], args, states, grads[:n], grads[n:], wanted)
         else:
-            out = _apply(_SolveBackward, *given)
-        beside = zip(args.beside(out, wanted), needed, strict=True)
-        return (None, None, None, *[grad if need else None for grad, need in beside])
+            # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
+            given = (how, rest, wanted, n, *states, *grads, *tensors)
+            compiled = torch.compiler.is_compiling()
+            out = _run_backward(*given) if compiled else _apply(_SolveBackward, *given)
+        return (None, None, None, *[None if place is None else out[place] for place in places])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, how: How, rest: Any, direct: Any, *tensors: Any) -> Any:
@@ -192,6 +195,18 @@ def _beside(tensor: Tensor, dim: int | None, size: int, at: int) -> Tensor:
         return tensor.movedim(dim, at)
     repeated = tensor.unsqueeze(at)
     return repeated.expand(*(size if i == repeated.ndim + at else -1 for i in range(repeated.ndim)))
+
+
+def _wanted(needed: tuple[bool, ...], rest: Any) -> tuple[list[str], list[int | None]]:
+    """The names of the gradients that are asked of an engine, and for each tensor of a record its
+    gradient's place among those, None where none is needed."""
+    asked = Arguments.unflatten(needed, rest)
+    wanted = asked.named_true()
+    beside = zip(asked.beside(count(), wanted), needed, strict=True)
+    return wanted, [place if need else None for place, need in beside]
+
+
+_wanted_again = lru_cache(maxsize=4096)(_wanted)  # compilers do not see through it
 
 
 class _SolveBackward(torch.autograd.Function):
@@ -258,24 +273,25 @@ def _backward_op(
     *given: Any,
 ) -> list[Tensor]:
     how, args = _call(*given)
-    return _backward(how, args, tuple(states), tuple(grad_states), tuple(grad_final), wanted)
+    # In lists with None the dispatcher leaves negations that are put off, which kernels do not see.
+    of_states, of_final = (
+        tuple([None if grad is None else grad.resolve_neg() for grad in grads])
+        for grads in (grad_states, grad_final)
+    )
+    program, engine = program_by_key(how.key), _engine(how, args.gates.device)
+    return _backward(program, engine, args, tuple(states), of_states, of_final, wanted)
 
 
 def _backward(
-    how: How,
+    program: Program,
+    engine: Engine,
     args: Arguments,
     states: tuple[Tensor, ...],
     grad_states: tuple[Tensor | None, ...],
     grad_final: tuple[Tensor | None, ...],
     wanted: list[str],
 ) -> list[Tensor]:
-    program, engine = program_by_key(how.key), _engine(how, args.gates.device)
     assert engine.backward is not None
-    # In lists with None the dispatcher leaves negations that are put off, which kernels do not see.
-    grad_states, grad_final = (
-        tuple([None if grad is None else grad.resolve_neg() for grad in grads])
-        for grads in (grad_states, grad_final)
-    )
     if engine.completes:
         grads = engine.backward(program, args, states, grad_states, grad_final, wanted)
         return grads.leaves(wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -162,7 +161,9 @@ def _check_gates(cell: Cell, gates: Tensor) -> None:
     check_io_dtype(gates.dtype, "gates")
     count, channels = len(cell.gates), cell.hidden_size
     size = tuple(gates.shape)
-    if len(size) not in (4, 5) or size[2] != count or math.prod(size[3:]) != channels:
+    if size[2:] == (count, channels):
+        return
+    if len(size) != 5 or size[2] != count or size[3] * size[4] != channels:
         wanted = f"(B, T, {count}, {channels}) or (B, T, {count}, H, {channels}/H)"
         raise ValueError(f"gates of {type(cell).__name__} must be {wanted}, got {size}")
 

@@ -9,7 +9,7 @@ from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case, with_latches
 
 import pararnn
 from pararnn.check.contract import check_solve
-from pararnn.engines import plan_cuda
+from pararnn.engines import fused_cuda, plan_cuda
 
 HOW = {"solver": "newton", "backend": "fused"}
 CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
@@ -31,9 +31,14 @@ def meeting(request, monkeypatch):
     """Segments meet in a cluster's shared memory, or in global memory."""
     if request.param == "grid":
         monkeypatch.setattr(plan_cuda, "CLUSTERS", (99, 0))
-    plan_cuda.plan.cache_clear()
+    _forget()
     yield request.param
+    _forget()
+
+
+def _forget():
     plan_cuda.plan.cache_clear()
+    fused_cuda.launch_of.cache_clear()
 
 
 @pytest.mark.parametrize("segments", [2, 7, 16])

@@ -24,15 +24,14 @@ def _results(cell, gates, **how):
 @pytest.fixture
 def splits(monkeypatch):
     """The splits that passes take."""
-    seen, real = [], fused_cuda.plan
+    seen, real = [], fused_cuda._Launch.run
 
-    def record(*args):
-        found = real(*args)
-        if args[1].solver == "newton":
-            seen.append(found.split)
-        return found
+    def record(launch, form, tensors):
+        if form.solver == "newton":
+            seen.append(launch.plan.split)
+        return real(launch, form, tensors)
 
-    monkeypatch.setattr(fused_cuda, "plan", record)
+    monkeypatch.setattr(fused_cuda._Launch, "run", record)
     return seen
 
 

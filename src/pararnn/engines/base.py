@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from itertools import islice
 from typing import Any, get_type_hints
 
 import torch
@@ -72,6 +73,11 @@ class Arguments:
         """What is asked of an engine that cuts time."""
         return Pin(self.segments, self.burn_in)
 
+    @property
+    def all_written(self) -> bool:
+        """Whether every sequence has a step, so that kernels write all that ends at one."""
+        return self.seq is None and self.gates.shape[1] > 0
+
     def start(self, num_states: int) -> tuple[Tensor, ...]:
         """The initial states, zero if there are none."""
         size = (self.sequences, self.channels)
@@ -101,32 +107,13 @@ class Arguments:
 
     def flatten(self) -> tuple[list[Tensor | None], tuple[Any, ...]]:
         """All tensors in a row, and the rest: plain values, and how many tensors a tuple holds."""
-        tensors: list[Tensor | None] = []
-        rest: list[Any] = []
-        for name, kind in KIND_OF.items():
-            value = getattr(self, name)
-            if kind == _MANY:
-                tensors.extend(value)
-                rest.append(len(value))
-            else:
-                (tensors if kind in _ONE else rest).append(value)
-        return tensors, tuple(rest)
+        return _FLATTEN(self)
 
     @classmethod
     def unflatten(cls, tensors: Sequence[Any], rest: Sequence[Any]) -> Arguments:
         """What `flatten` took apart; anything may stand in the tensors' places."""
-        values: list[Any] = []
-        at, plain = 0, iter(rest)
-        for kind in KIND_OF.values():
-            if kind in _ONE:
-                values.append(tensors[at])
-                at += 1
-            elif kind == _MANY:
-                begin, at = at, at + next(plain)
-                values.append(tuple(tensors[begin:at]))
-            else:
-                values.append(next(plain))
-        return cls(*values)
+        made: Arguments = _UNFLATTEN(cls, iter(tensors), *rest)
+        return made
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Arguments:
         """This record with `function` of each tensor."""
@@ -174,6 +161,35 @@ _TENSORS = (*_ONE, _MANY)
 
 REST = tuple(name for name, kind in KIND_OF.items() if kind not in _ONE)
 """The fields of which `flatten` has the rest."""
+
+
+# Emitted from the table, as launches are packed: loops over it take four times as long.
+_FLATTEN: Callable[[Arguments], tuple[list[Tensor | None], tuple[Any, ...]]] = eval(
+    "lambda record: (["
+    + ", ".join(
+        f"*record.{name}" if kind == _MANY else f"record.{name}"
+        for name, kind in KIND_OF.items()
+        if kind in _TENSORS
+    )
+    + "], ("
+    + ", ".join(
+        f"len(record.{name})" if KIND_OF[name] == _MANY else f"record.{name}" for name in REST
+    )
+    + "))"
+)
+_UNFLATTEN: Callable[..., Arguments] = eval(
+    f"lambda make, tensors, {', '.join(REST)}: make("
+    + ", ".join(
+        "next(tensors)"
+        if kind in _ONE
+        else f"tuple(islice(tensors, {name}))"
+        if kind == _MANY
+        else name
+        for name, kind in KIND_OF.items()
+    )
+    + ")",
+    {"islice": islice, "tuple": tuple, "next": next},
+)
 
 
 def schema() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -14,17 +14,27 @@ from pararnn.codegen.cpp import SOLVERS, kernels_of
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.interface import Values, Words, interface_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
+from pararnn.engines.launch import (
+    FORMS,
+    Frame,
+    Place,
+    Places,
+    adjoint_values,
+    frame_of,
+    input_values,
+)
 from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import BY_RULE, Pin, Split, split_of
 from pararnn.engines.strides import (
-    address,
-    addresses,
-    adjoint_values,
-    by_head,
-    copied,
     gate_strides,
     gradients_like,
+    head_strides,
+    heads_of,
     narrow,
+    new_grad_initial,
+    new_states,
+    row_and_time,
+    tensors_taken,
     unit_stride,
 )
 from pararnn.numerics import compute_dtype
@@ -40,18 +50,12 @@ MIN_SIZE = 256
 
 
 def _forward(solver: str, program: Program, args: Arguments) -> Solution:
-    prepared = _Prepared(solver, program, args, _by_head(args.gates))
-    size = args.size
-    states = tuple([args.gates.new_empty(size) for _ in prepared.initial])
-    if prepared.all_written:
-        final = tuple([torch.empty_like(h) for h in prepared.initial])
-    else:  # sequences without a step keep their initial state
-        final = tuple(h.clone() for h in prepared.initial)
+    form, tensors = _form_of(solver, program, args, _taken(args.gates))
+    states, final = new_states(program.num_states, args)
     info = torch.zeros((1, 2), dtype=torch.int64)
-    shooting = _shooting(solver, program, args, info)
-    values = {"in": prepared.words, "states": addresses(states), "final": addresses(final)}
-    words = prepared.launch("Forward", values, shooting)
-    kernels_of(program, args.gates.dtype, solver).forward(words)
+    launch = _launch(form)
+    tensors += (*states, *final, *launch.shared(args.gates, info))
+    kernels_of(program, args.gates.dtype, solver).forward(launch.frame.filled(tensors))
     return Solution(states, final, info)
 
 
@@ -64,128 +68,136 @@ def _backward(
     grad_final: tuple[Tensor | None, ...],
     wanted: Sequence[str],
 ) -> Gradients:
-    gates = _by_head(args.gates)
-    prepared = _Prepared(solver, program, args, gates)
-    channels = args.channels
-    num_gates, weights = gates.shape[2], gates.shape[2] + len(args.params)
-    saved = [s.contiguous() for s in states]
-    arriving = [None if g is None else unit_stride(g) for g in grad_states]
-    arriving_final = [None if g is None else g.contiguous() for g in grad_final]
+    gates, new, dtype = _taken(args.gates), args.gates.new_empty, args.dtype
+    form, tensors = _form_of(solver, program, args, gates)
     grad_gates = torch.empty_like(args.gates)
-    written = _by_head(grad_gates)
-    grad_fields = [gates.new_empty(f.shape, dtype=args.dtype) for f in args.fields]
-    if prepared.all_written:
-        grad_initial = [torch.empty_like(h) for h in prepared.initial]
-    else:
-        grad_initial = [
-            torch.zeros_like(h) if g is None else copied(g, args.dtype)
-            for h, g in zip(prepared.initial, grad_final, strict=True)
-        ]
-    shooting = _shooting(solver, program, args)
-    spans = gates.shape[0] * shooting.split.segments
-    sums = gates.new_empty((spans, weights, channels), dtype=args.dtype)
-    grad_bias = gates.new_empty((num_gates, channels), dtype=args.dtype)
-    grad_params = [gates.new_empty(channels, dtype=args.dtype) for _ in args.params]
-    row, bias = channels * grad_bias.element_size(), grad_bias.data_ptr()
-    values: Values = {
-        "in": prepared.words,
-        **adjoint_values(saved, arriving, arriving_final, written, grad_fields, sums),
-        "grad_initial": addresses(grad_initial),
-        "grad_gate_strides": gate_strides(prepared.interface, written.stride()),
-        "grad_weights": [*(bias + g * row for g in range(num_gates)), *addresses(grad_params)],
-    }
-    words = prepared.launch("Backward", values, shooting)
-    kernels_of(program, args.gates.dtype, solver).backward(words)
-    grads = (grad_bias, grad_fields, grad_params, grad_initial if args.initial else ())
+    written = _taken(grad_gates)
+    arriving = [None if g is None else unit_stride(g) for g in grad_states]
+    launch = _launch(form, _Adjoint(written.stride(), tuple(map(row_and_time, arriving))))
+    num_gates, num_params, channels = len(program.gates), len(args.params), args.channels
+    grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
+    grad_initial = new_grad_initial(args, grad_final)
+    sums = new((launch.spans, num_gates + num_params, channels), dtype=dtype)
+    grad_bias = new((num_gates, channels), dtype=dtype)
+    grad_params = [new(channels, dtype=dtype) for _ in args.params]
+    tensors += [s.contiguous() for s in states]
+    tensors += arriving
+    tensors += [None if g is None else g.contiguous() for g in grad_final]
+    tensors += (written, *grad_fields, *(grad_initial or (None,) * len(states)), sums)
+    tensors += (grad_bias, *grad_params, *launch.shared(gates, None))
+    kernels_of(program, gates.dtype, solver).backward(launch.frame.filled(tensors))
+    grads = (grad_bias, grad_fields, grad_params, grad_initial)
     return gradients_like(args, grad_gates, written, *grads, wanted)
 
 
-class _Prepared:
-    """What both kernels begin with: tensors in the layouts that they take, and the words for that.
+class _Form(NamedTuple):
+    """All that the words of a pass depend on but addresses; of the gates as kernels take them."""
 
-    `all_written`: whether every sequence has a step, so that kernels write all that ends at one.
-    """
-
-    def __init__(self, solver: str, program: Program, args: Arguments, gates: Tensor) -> None:
-        batch, steps, _, heads, channels = gates.shape
-        dtype = args.dtype
-        fields = [narrow(f, dtype) for f in args.fields]
-        bias = None if args.bias is None else _plain(args.bias, dtype)
-        seq = None if args.seq is None else args.seq.contiguous()
-        reset = None if args.reset is None else args.reset.contiguous()
-        params = [_plain(p, dtype) for p in args.params]
-        self.initial = [_plain(h, dtype) for h in args.start(program.num_states)]
-        self.all_written = seq is None and steps > 0
-        self.tensors = [gates, bias, seq, reset, *fields, *params, *self.initial]  # keeps copies
-        self.interface = interface_of(program, "cpp", solver)
-        inputs: Values = {
-            "rows": batch,
-            "length": steps,
-            "gate_strides": gate_strides(self.interface, gates.stride()),
-            "field_row": [f.stride(0) for f in fields],
-            "field_time": [f.stride(1) for f in fields],
-            "gates": gates.data_ptr(),
-            "bias": address(bias),
-            "seq": address(seq),
-            "reset": address(reset),
-            "fields": addresses(fields),
-            "params": addresses(params),
-            "initial": addresses(self.initial),
-            "field_channel": [int(f.shape[-1] > 1) for f in fields],
-            "heads": heads,
-            "channels": channels,
-            "reverse": int(args.reverse),
-            "threads": torch.get_num_threads(),
-            "openmp": _openmp(),
-        }
-        self.words = self.interface.packed("Inputs", inputs)
-
-    def launch(self, direction: str, values: Values, shooting: _Shooting) -> list[int]:
-        """The words of a pass: of its problem, and of what a solver takes for cutting time."""
-        parts: dict[str, Words] = {"pass": self.interface.packed(f"{direction}Problem", values)}
-        if shooting.values:
-            parts["shooting"] = self.interface.packed("ShootingWords", shooting.values)
-        return self.interface.packed(f"{direction}Launch", parts)
+    solver: str
+    program: Program
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    fields: tuple[tuple[int, ...], ...]
+    reverse: bool
+    asked: Pin
+    threads: int
+    openmp: int
 
 
-def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype, contiguous: itself where it is."""
-    return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
+class _Adjoint(NamedTuple):
+    """What those of a backward pass depend on too: the strides of the gates' gradient, and of those
+    that arrive."""
+
+    strides: tuple[int, ...]
+    arriving: tuple[tuple[int, int], ...]
 
 
-class _Shooting(NamedTuple):
-    """How a solver cuts time, what it takes for that, none for the loop, and the memory for it."""
+def _form_of(
+    solver: str, program: Program, args: Arguments, gates: Tensor
+) -> tuple[_Form, list[Tensor | None]]:
+    """The form of a call, and the tensors that both passes begin with, as kernels take them."""
+    dtype = args.dtype
+    fields = [narrow(f, dtype) for f in args.fields]
+    form = _Form(
+        solver,
+        program,
+        dtype,
+        gates.shape,
+        gates.stride(),
+        tuple([(*f.stride()[:2], f.shape[-1]) for f in fields]),
+        args.reverse,
+        args.split,
+        torch.get_num_threads(),
+        _openmp(),
+    )
+    return form, tensors_taken(args, gates, fields, dtype, program.num_states)
 
-    split: Split
-    values: Values
-    memory: tuple[Tensor, ...]
+
+class _Launch(NamedTuple):
+    """A pass on calls of one form: its words, the spans that it sums apart, and the sizes of what
+    a solver takes for cutting time: nothing for the loop."""
+
+    frame: Frame
+    spans: int
+    starts: tuple[int, ...] = ()
+    products: tuple[int, ...] = ()
+
+    def shared(self, gates: Tensor, info: Tensor | None) -> list[Tensor]:
+        """What segments share, see kernels/cpp/shooting.h. `info`: int64 (1, 2), if anyone reads
+        it."""
+        if not self.starts:
+            return []
+        dtype = compute_dtype(gates.dtype)
+        if info is None:
+            info = torch.empty((1, 2), dtype=torch.int64)
+        own = [gates.new_empty(self.starts, dtype=dtype) for _ in range(3)]
+        return [*own, gates.new_zeros(self.products, dtype=dtype), info]
 
 
-def _shooting(
-    solver: str, program: Program, args: Arguments, info: Tensor | None = None
-) -> _Shooting:
-    """See kernels/cpp/shooting.h. `info`: int64 (1, 2), which Newton writes, if anyone reads it."""
-    batch, steps = args.gates.shape[:2]
-    if solver == "sequential":
-        return _Shooting(Split(1, steps, 0), {}, ())
-    if info is None:
-        info = torch.empty((1, 2), dtype=torch.int64)
-    split = split_for((batch, steps, args.channels), args.dtype, args.split)
-    new, zeros, states = args.gates.new_empty, args.gates.new_zeros, program.num_states
-    size = (batch, split.segments, states, args.channels)
-    starts, ends, sizes = (new(size, dtype=args.dtype) for _ in range(3))
-    products = zeros((batch, split.segments, states**2, args.channels), dtype=args.dtype)
-    values = {
-        "segments": split.segments,
-        "size": split.size,
-        "burn_in": split.burn_in,
-        "starts": starts.data_ptr(),
-        "ends": ends.data_ptr(),
-        "sizes": sizes.data_ptr(),
-        "products": products.data_ptr(),
-        "info": info.data_ptr(),
+@lru_cache(maxsize=FORMS)
+def _launch(form: _Form, adjoint: _Adjoint | None = None) -> _Launch:
+    interface, place = interface_of(form.program, "cpp", form.solver), Places()
+    (batch, steps, *_), (heads, width) = form.shape, heads_of(form.shape)
+    counts, fields = interface.counts, form.fields
+    inputs: Values = {
+        "rows": batch,
+        "length": steps,
+        "gate_strides": gate_strides(interface, head_strides(form.shape, form.strides)),
+        **input_values(place, counts, fields),
+        "field_channel": [int(size > 1) for _, _, size in fields],
+        "heads": heads,
+        "channels": width,
+        "reverse": int(form.reverse),
+        "threads": form.threads,
+        "openmp": form.openmp,
     }
-    return _Shooting(split, values, (starts, ends, sizes, products, info))
+    values: dict[str, Words] = {"in": interface.packed("Inputs", inputs)}
+    if adjoint is None:
+        direction = "Forward"
+        values |= {"states": place.row(counts.states), "final": place.row(counts.states)}
+    else:
+        direction = "Backward"
+        values |= adjoint_values(place, adjoint.arriving, counts.fields)
+        values["grad_gate_strides"] = gate_strides(
+            interface, head_strides(form.shape, adjoint.strides)
+        )
+        bias, row = place.one(), heads * width * form.dtype.itemsize
+        rows = [Place(bias.tensor, g * row) for g in range(counts.gates)]
+        values["grad_weights"] = [*rows, *place.row(counts.params)]
+    parts: dict[str, Words] = {"pass": interface.packed(f"{direction}Problem", values)}
+    spans = batch
+    starts: tuple[int, ...] = ()
+    products: tuple[int, ...] = ()
+    if form.solver == "newton":
+        split = split_for((batch, steps, heads * width), form.dtype, form.asked)
+        shooting = {name: place.one() for name in ("starts", "ends", "sizes", "products", "info")}
+        parts["shooting"] = interface.packed("ShootingWords", {**split._asdict(), **shooting})
+        spans *= split.segments
+        starts = (batch, split.segments, counts.states, heads * width)
+        products = (batch, split.segments, counts.states**2, heads * width)
+    frame = frame_of(interface.packed(f"{direction}Launch", parts))
+    return _Launch(frame, spans, starts, products)
 
 
 def split_for(size: tuple[int, int, int], dtype: torch.dtype, asked: Pin = BY_RULE) -> Split:
@@ -231,11 +243,11 @@ def _threads_as_constant() -> int:
 _threads_as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _by_head(gates: Tensor) -> Tensor:
-    """Gates as kernels take them; narrow heads side by side."""
+def _taken(gates: Tensor) -> Tensor:
+    """Gates as kernels take them: adjacent channels, narrow heads side by side."""
     if gates.ndim == 5 and gates.shape[-1] < MIN_HEAD_CHANNELS:
         gates = gates.flatten(3)
-    return by_head(gates)
+    return unit_stride(gates)
 
 
 @cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +23,31 @@ from pararnn.codegen.interface import Values, Words, interface_of
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
-from pararnn.engines.plan_cuda import plan, shared_of
+from pararnn.engines.launch import (
+    FORMS,
+    Frame,
+    Places,
+    adjoint_values,
+    frame_of,
+    input_values,
+)
+from pararnn.engines.plan_cuda import Plan, plan, shared_of
 from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Pin, Split, segments_for
 from pararnn.engines.strides import (
-    address,
-    addresses,
-    adjoint_values,
-    by_head,
-    copied,
     gate_strides,
     gradients_like,
+    head_strides,
+    heads_of,
     narrow,
+    new_grad_initial,
+    new_states,
     row_and_time,
+    tensors_taken,
     unit_stride,
 )
 from pararnn.errors import EngineError
+from pararnn.numerics import compute_dtype
 from pararnn.program.program import Program
 
 MAX_LENGTH = 2**30
@@ -45,27 +55,14 @@ MAX_BLOCKS = 2**31 - 1
 
 
 def _forward(gpu: Gpu, solver: str, program: Program, args: Arguments) -> Solution:
-    inputs = _Inputs(gpu, solver, program, args, by_head(args.gates))
-    new, dtype, count = args.gates.new_empty, args.dtype, range(program.num_states)
-    size = (inputs.rows, inputs.length, inputs.channels)
-    states = tuple(new(size) for _ in count)
-    if inputs.all_written:
-        final = tuple(new((args.sequences, inputs.channels), dtype=dtype) for _ in count)
-    else:  # sequences without a step keep their initial state
-        final = tuple(copied(h, dtype) for h in args.start(program.num_states))
-    info = new((INFO_SLOTS[solver], 2), dtype=torch.int64)
+    form, tensors = _form_of(gpu, solver, program, args, unit_stride(args.gates))
+    states, final = new_states(program.num_states, args)
+    launch = launch_of(form)
+    info = args.gates.new_empty((INFO_SLOTS[solver], 2), dtype=torch.int64)
     # Slots that no tile writes, or that several share, are zero at first.
-    if not inputs.blocks or (solver == "newton" and inputs.blocks > len(info)):
+    if not launch.blocks or (solver == "newton" and launch.blocks > len(info)):
         info.zero_()
-    if inputs.blocks:
-        run = inputs.prepared("forward", chunk_of(*inputs.places))
-        values: Values = {
-            "in": inputs.words,
-            "states": addresses(states),
-            "final": addresses(final),
-            "info": info.data_ptr(),
-        }
-        run("Forward", values)
+    launch.run(form, [*tensors, *states, *final, info])
     return Solution(states, final, info)
 
 
@@ -80,174 +77,212 @@ def _backward(
     wanted: Sequence[str],
 ) -> Gradients:
     grad_gates = torch.empty_like(args.gates)
-    written, gates = by_head(grad_gates), by_head(args.gates)
+    written, gates = unit_stride(grad_gates), unit_stride(args.gates)
     if gates.stride() != written.stride():
         gates = torch.empty_like(written).copy_(gates)
-    inputs = _Inputs(gpu, solver, program, args, gates)
+    form, tensors = _form_of(gpu, solver, program, args, gates)
     saved = [s.contiguous() for s in states]
     arriving = [None if g is None else unit_stride(g) for g in grad_states]
-    arriving_final = [None if g is None else g.contiguous() for g in grad_final]
-    new, zeros, dtype = gates.new_empty, gates.new_zeros, args.dtype
+    strides = tuple([None if g is None else row_and_time(g) for g in arriving])
+    launch = launch_of(form, _Adjoint(strides, _chunk_of([written, *saved, *arriving])))
+    new, dtype, bias = gates.new_empty, args.dtype, args.bias
+    sums = new if launch.blocks else gates.new_zeros
     grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
-    if inputs.all_written:
-        grad_initial = [new(h.shape, dtype=dtype) for h in args.initial]
-    else:
-        ends = grad_final[: len(args.initial)]
-        like = zip(args.initial, ends, strict=True)
-        grad_initial = [
-            zeros(h.shape, dtype=dtype) if g is None else copied(g, dtype) for h, g in like
-        ]
-    sums = new if inputs.blocks else zeros
-    bias = args.bias
-    grad_bias = None if bias is None else sums(bias.shape, dtype=inputs.weight_dtype)
-    grad_params = [sums(p.shape, dtype=inputs.weight_dtype) for p in args.params]
-    if inputs.blocks:
-        places = [*inputs.places, written.data_ptr(), *addresses(saved)]
-        places.append(inputs.channels * gates.element_size())
-        places += [s * gates.element_size() for grad in arriving for s in row_and_time(grad)]
-        places += addresses(arriving)
-        run = inputs.prepared("backward", chunk_of(*places), tuple(g is not None for g in arriving))
-        weights, spans = gates.shape[2] + len(args.params), inputs.rows * run.split.segments
-        sums_of = new((spans, weights, inputs.channels), dtype=dtype)
-        values: Values = {
-            "in": inputs.words,
-            **adjoint_values(saved, arriving, arriving_final, written, grad_fields, sums_of),
-            "grad_initial": addresses(grad_initial) or [0] * program.num_states,
-        }
-        run("Backward", values)
-        if "bias" in wanted or "params" in wanted:
-            values = {
-                "rows": spans,
-                "partial": sums_of.data_ptr(),
-                "bias": address(grad_bias),
-                "params": addresses(grad_params),
-            }
-            run.sum_weights(values, weights)
+    grad_initial = new_grad_initial(args, grad_final)
+    grad_bias = None if bias is None else sums(bias.shape, dtype=form.weight_dtype)
+    grad_params = [sums(p.shape, dtype=form.weight_dtype) for p in args.params]
+    partial = new((launch.spans, len(program.gates) + len(grad_params), args.channels), dtype=dtype)
+    tensors += [*saved, *arriving]
+    tensors += [None if g is None else g.contiguous() for g in grad_final]
+    tensors += (written, *grad_fields, *(grad_initial or (None,) * len(states)), partial)
+    launch.run(form, tensors)
+    if "bias" in wanted or "params" in wanted:
+        launch.sum_weights(form, [partial, grad_bias, *grad_params])
     grads = (grad_bias, grad_fields, grad_params, grad_initial)
     return gradients_like(args, grad_gates, written, *grads, wanted)
 
 
-class _Inputs:
-    """What both passes begin with: tensors as the kernels take them, and the words that say so."""
+class _Form(NamedTuple):
+    """All that a pass depends on but addresses; of the gates as kernels take them. `chunk` and
+    `field_chunk`: see `_chunk_of`. `events`: whether any step starts or ends a sequence."""
 
-    def __init__(
-        self, gpu: Gpu, solver: str, program: Program, args: Arguments, gates: Tensor
-    ) -> None:
-        self.gpu, self.solver, self.program, self.reverse = gpu, solver, program, args.reverse
-        self.split = args.split
-        self.rows, self.length, count, heads, width = gates.shape
-        row, time, gate, head, _ = gates.stride()
-        if head == width:  # heads side by side are one
-            heads, width, head = 1, heads * width, 0
-        self.channels, self.width, self.gates = heads * width, width, gates
-        # Strides of dimensions of size 1 are never taken.
-        self.adjacent = count == 1 or gate == width
-        self.adjacent &= self.length == 1 or time == count * width
-        fields = [narrow(f, args.dtype) for f in args.fields]
-        self.broadcast = tuple(f.shape[-1] < self.channels for f in fields)
-        whole = [f for f, one in zip(fields, self.broadcast, strict=True) if not one]
-        steps = [s * f.element_size() for f in whole for s in (self.channels, *f.stride()[:2])]
-        self.field_chunk = chunk_of(*(f.data_ptr() for f in whole), *steps)
-        weights = [*args.params, *([] if args.bias is None else [args.bias])]
-        own = {w.dtype for w in weights}
-        self.weight_dtype = own.pop() if len(own) == 1 else args.dtype
-        bias = None if args.bias is None else args.bias.to(self.weight_dtype).contiguous()
-        seq = None if args.seq is None else args.seq.contiguous()
-        reset = None if args.reset is None else args.reset.contiguous()
-        self.events = seq is not None or reset is not None
-        params = [p.to(self.weight_dtype).contiguous() for p in args.params]
-        initial = [h.to(args.dtype).contiguous() for h in args.initial]
-        self.tensors = (bias, seq, reset, *fields, *params, *initial)  # keeps copies alive
-        self.all_written = seq is None and self.length > 0
-        self.device = gates.device
-        self.per_lane = most_per_lane(gates.dtype)
-        if solver == "sequential":
-            cores = gpu.cores(gates.device)
-            self.per_lane = _per_lane(gates.dtype, self.rows, self.channels, cores)
-        self.blocks = self.rows * _tiles(self.channels, self.per_lane) if self.length else 0
-        if self.length >= MAX_LENGTH or self.blocks > MAX_BLOCKS:
-            raise EngineError(
-                f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS} tiles of channels, "
-                f"got T = {self.length} and B = {self.rows}; split the sequence, or the batch"
-            )
-        size = gates.element_size()
-        strides = [s for s, n in zip((row, time, gate, head), gates.shape, strict=False) if n > 1]
-        self.places = [gates.data_ptr(), width * size, *(s * size for s in strides)]
-        self.interface = interface_of(program, "cuda", solver)
-        values: Values = {
-            "rows": self.rows,
-            "length": self.length,
-            "gate_strides": gate_strides(self.interface, (row, time, gate, head)),
-            "field_row": [f.stride(0) for f in fields],
-            "field_time": [f.stride(1) for f in fields],
-            "gates": gates.data_ptr(),
-            "bias": address(bias),
-            "seq": address(seq),
-            "reset": address(reset),
-            "fields": addresses(fields),
-            "params": addresses(params),
-            "initial": addresses(initial) or [0] * program.num_states,
-        }
-        self.words = self.interface.packed("Inputs", values)
-
-    def prepared(self, direction: str, chunk: int, arriving: tuple[bool, ...] = ()) -> _Run:
-        """The kernels of a pass, and how they cut time."""
-        variant = Variant(
-            direction,
-            self.gates.dtype,
-            self.weight_dtype,
-            self.channels,
-            self.width,
-            self.per_lane,
-            chunk,
-            self.field_chunk,
-            self.adjacent,
-            self.reverse,
-            self.events,
-            self.broadcast,
-            arriving or (False,) * self.program.num_states,
-            self.solver,
-        )
-        return _Run(self, variant)
+    gpu: Gpu
+    solver: str
+    program: Program
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    chunk: int
+    fields: tuple[tuple[int, ...], ...]
+    field_chunk: int
+    events: bool
+    reverse: bool
+    asked: Pin
 
 
-class _Run:
-    """One pass: called with what its problem holds, it launches the kernel."""
+class _Adjoint(NamedTuple):
+    """What a backward pass depends on too: the strides of gradients that arrive, None for none, and
+    `_chunk_of` what it reads and writes more."""
 
-    def __init__(self, inputs: _Inputs, variant: Variant) -> None:
-        size = (inputs.blocks, inputs.length)
-        self.inputs = inputs
-        split, gpu = inputs.split, inputs.gpu
-        self.plan = plan(inputs.program, variant, size, inputs.device, split, gpu)
-        self.split = self.plan.split
+    arriving: tuple[tuple[int, ...] | None, ...]
+    chunk: int
 
-    def __call__(self, direction: str, values: Values) -> None:
-        own, split, packed = self.inputs, self.split, self.inputs.interface.packed
-        problem: Words = packed(f"{direction}Problem", values)
-        grid, launch = (own.blocks * split.segments, 1), self.plan.kernels["run"]
-        if own.solver == "sequential":
-            words = packed(f"{direction}Launch", {"pass": problem})
-            own.gpu.call(own.device, launch, grid, words, own.gpu.stream(own.device))
+
+def _form_of(
+    gpu: Gpu, solver: str, program: Program, args: Arguments, gates: Tensor
+) -> tuple[_Form, list[Tensor | None]]:
+    """The form of a call, and the tensors that both passes begin with, as kernels take them."""
+    dtype, bias = args.dtype, args.bias
+    fields = [narrow(f, dtype) for f in args.fields]
+    own = {w.dtype for w in (args.params if bias is None else (*args.params, bias))}
+    weight_dtype = own.pop() if len(own) == 1 else dtype
+    form = _Form(
+        gpu,
+        solver,
+        program,
+        gates.dtype,
+        weight_dtype,
+        gates.device,
+        gates.shape,
+        gates.stride(),
+        _chunk_of([gates]),
+        tuple([(*f.stride()[:2], f.shape[-1]) for f in fields]),
+        _chunk_of([f for f in fields if f.shape[-1] == args.channels]),
+        args.seq is not None or args.reset is not None,
+        args.reverse,
+        args.split,
+    )
+    return form, tensors_taken(args, gates, fields, weight_dtype, program.num_states)
+
+
+def _chunk_of(tensors: Sequence[Tensor | None]) -> int:
+    """The bytes that may be copied at once as far as tensors' addresses go."""
+    return chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
+class _Launch(NamedTuple):
+    """A pass on calls of one form: what is launched, on how many blocks of a segment, with which
+    words; the spans that it sums apart; the words that segments share, and those of their counters;
+    and the words by which spans are added up."""
+
+    blocks: int
+    plan: Plan | None = None
+    frame: Frame | None = None
+    spans: int = 0
+    shared: int = 0
+    counters: int = 0
+    sums: Frame | None = None
+
+    def run(self, form: _Form, tensors: list[Tensor | None]) -> None:
+        """Launch the kernel on these tensors, if there is anything to do."""
+        plan, frame, gates = self.plan, self.frame, tensors[0]
+        if plan is None or frame is None or gates is None:
             return
-        shared = shared_of(self.plan, own.gates, own.program, own.blocks, own.per_lane)
-        counters = packed("Counters", shared.counters)
-        shooting = {**split._asdict(), **shared.places, "counters": counters}
-        parts = {"pass": problem, "shooting": packed("Shooting", shooting)}
-        own.gpu.call(
-            own.device,
-            launch,
-            grid,
-            packed(f"{direction}Launch", parts),
-            own.gpu.stream(own.device),
-            together=not self.plan.cluster and split.segments > 1,
-            cluster=self.plan.cluster,
+        if self.shared:
+            tensors.append(gates.new_empty(self.shared, dtype=torch.int64))
+        if self.counters:
+            tensors.append(gates.new_zeros(self.counters, dtype=torch.int64))
+        segments, cluster, gpu = plan.split.segments, plan.cluster, form.gpu
+        gpu.call(
+            form.device,
+            plan.kernels["run"],
+            (self.blocks * segments, 1),
+            frame.filled(tensors),
+            gpu.stream(form.device),
+            together=not cluster and segments > 1,
+            cluster=cluster,
         )
 
-    def sum_weights(self, values: Values, weights: int) -> None:
-        """Add up what the spans of all rows have summed."""
-        own, launch = self.inputs, self.plan.kernels["sum_weights"]
-        grid, words = (_tiles(own.channels, 1), weights), own.interface.packed("SumProblem", values)
-        own.gpu.call(own.device, launch, grid, words, own.gpu.stream(own.device))
+    def sum_weights(self, form: _Form, tensors: Sequence[Tensor | None]) -> None:
+        """Add up what the spans of all rows have summed, if there is anything to do."""
+        if self.plan is None or self.sums is None or tensors[0] is None:
+            return
+        _, weights, channels = tensors[0].shape
+        kernel, gpu, words = self.plan.kernels["sum_weights"], form.gpu, self.sums.filled(tensors)
+        grid = (_tiles(channels, 1), weights)
+        gpu.call(form.device, kernel, grid, words, gpu.stream(form.device))
+
+
+@lru_cache(maxsize=FORMS)
+def launch_of(form: _Form, adjoint: _Adjoint | None = None) -> _Launch:
+    """The launch of a pass. Raises EngineError for sizes that kernels do not take."""
+    gpu, program, solver, dtype = form.gpu, form.program, form.solver, form.dtype
+    (rows, length, count, *_), (heads, width) = form.shape, heads_of(form.shape)
+    channels, per_lane = heads * width, most_per_lane(dtype)
+    if solver == "sequential":
+        per_lane = _per_lane(dtype, rows, channels, gpu.cores(form.device))
+    blocks = rows * _tiles(channels, per_lane) if length else 0
+    if length >= MAX_LENGTH or blocks > MAX_BLOCKS:
+        raise EngineError(
+            f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS} tiles of channels, "
+            f"got T = {length} and B = {rows}; split the sequence, or the batch"
+        )
+    if not blocks:
+        return _Launch(0)
+    row, time, gate, head = head_strides(form.shape, form.strides)
+    if head == width:  # heads side by side are one
+        heads, width, head = 1, channels, 0
+    size, wide = dtype.itemsize, compute_dtype(dtype).itemsize
+    # Strides of dimensions of size 1 are never taken.
+    sizes = ((row, rows), (time, length), (gate, count), (head, heads))
+    places = [form.chunk, width * size, *[s * size for s, n in sizes if n > 1]]
+    whole = [f for f in form.fields if f[2] == channels]
+    field_places = [s * wide for f in whole for s in (channels, *f[:2])]
+    arriving: tuple[tuple[int, ...] | None, ...] = (None,) * program.num_states
+    if adjoint is not None:
+        arriving = adjoint.arriving
+        places += [adjoint.chunk, channels * size, *[s * size for g in arriving for s in g or ()]]
+    variant = Variant(
+        "forward" if adjoint is None else "backward",
+        dtype,
+        form.weight_dtype,
+        channels,
+        width,
+        per_lane,
+        chunk_of(*places),
+        chunk_of(form.field_chunk, *field_places),
+        (count == 1 or gate == width) and (length == 1 or time == count * width),
+        form.reverse,
+        form.events,
+        tuple(f[2] < channels for f in form.fields),
+        tuple(g is not None for g in arriving),
+        solver,
+    )
+    own = plan(program, variant, (blocks, length), form.device, form.asked, gpu)
+    interface, place = interface_of(program, "cuda", solver), Places()
+    counts, spans = interface.counts, rows * own.split.segments
+    inputs: Values = {
+        "rows": rows,
+        "length": length,
+        "gate_strides": gate_strides(interface, (row, time, gate, head)),
+        **input_values(place, counts, form.fields),
+    }
+    values: dict[str, Words] = {"in": interface.packed("Inputs", inputs)}
+    if adjoint is None:
+        values |= {"states": place.row(counts.states), "final": place.row(counts.states)}
+        values["info"] = place.one()
+    else:
+        values |= adjoint_values(place, [g or (0, 0) for g in arriving], counts.fields)
+    name = "Forward" if adjoint is None else "Backward"
+    parts: dict[str, Words] = {"pass": interface.packed(f"{name}Problem", values)}
+    shared = counters = 0
+    if solver == "newton":
+        shared, counters, board, zeros = shared_of(own, program, dtype, blocks, per_lane, place)
+        board["counters"] = interface.packed("Counters", zeros)
+        parts["shooting"] = interface.packed("Shooting", {**own.split._asdict(), **board})
+    frame, sums = frame_of(interface.packed(f"{name}Launch", parts)), None
+    if adjoint is not None:
+        own_place = Places()
+        of_sum: Values = {
+            "rows": spans,
+            "partial": own_place.one(),
+            "bias": own_place.one(),
+            "params": own_place.row(counts.params),
+        }
+        sums = frame_of(interface.packed("SumProblem", of_sum))
+    return _Launch(blocks, own, frame, spans, shared, counters, sums)
 
 
 def _tiles(channels: int, per_lane: int) -> int:

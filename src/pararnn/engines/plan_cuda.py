@@ -8,12 +8,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from pararnn.codegen.board import board_of, found_words
 from pararnn.codegen.cuda import Variant, ring_of
+from pararnn.codegen.interface import WORD, Words
 from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
+from pararnn.engines.launch import Place, Places
 from pararnn.engines.split import Pin, Split, split_of
 from pararnn.program.program import Program
 
@@ -58,31 +59,30 @@ def plan(
 
 
 class Shared(NamedTuple):
-    """What segments share: addresses by the fields of Shooting and of Counters, and the memory,
-    which lives as long as this."""
+    """What segments share: the words of it, and of counters that are zero at first; and addresses
+    by the fields of Shooting and of Counters, 0 where a cluster needs none."""
 
-    places: dict[str, int]
-    counters: dict[str, int]
-    memory: tuple[Tensor, ...]
+    memory: int
+    zeros: int
+    places: dict[str, Words]
+    counters: dict[str, Words]
 
 
-def shared_of(plan: Plan, gates: Tensor, program: Program, columns: int, per_lane: int) -> Shared:
-    """What the segments of a Newton solve share; clusters need no counters."""
-    own, spans = board_of(program, gates.dtype, per_lane), columns * plan.split.segments
-    board, found = spans * own.board_words, spans * found_words(own, gates.dtype)
-    shared = gates.new_empty(board + found, dtype=torch.int64)
-    places = _places(shared, {"board": board, "found": found})
+def shared_of(
+    plan: Plan, program: Program, dtype: torch.dtype, columns: int, per_lane: int, place: Places
+) -> Shared:
+    """What the segments of a Newton solve share, in one tensor and one of zeros."""
+    own, spans = board_of(program, dtype, per_lane), columns * plan.split.segments
+    sizes = {"board": spans * own.board_words, "found": spans * found_words(own, dtype)}
+    counters = {"arrived": columns, "ends": spans * own.ends_words, "furthest": columns}
+    memory, places = sum(sizes.values()), _places(place, sizes)
     if plan.cluster:
-        return Shared(places, {"arrived": 0, "ends": 0, "furthest": 0}, (shared,))
-    sizes = {"arrived": columns, "ends": spans * own.ends_words, "furthest": columns}
-    zeros = gates.new_zeros(sum(sizes.values()), dtype=torch.int64)
-    return Shared(places, _places(zeros, sizes), (shared, zeros))
+        none: dict[str, Words] = dict.fromkeys(counters, 0)
+        return Shared(memory, 0, places, none)
+    return Shared(memory, sum(counters.values()), places, _places(place, counters))
 
 
-def _places(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:
-    """The addresses of neighbours of so many elements in a tensor."""
-    starts = accumulate([0, *sizes.values()])
-    size = tensor.element_size()
-    return {
-        name: tensor.data_ptr() + start * size for name, start in zip(sizes, starts, strict=False)
-    }
+def _places(place: Places, sizes: dict[str, int]) -> dict[str, Words]:
+    """The addresses of neighbours of so many words in the next tensor."""
+    tensor, starts = place.one().tensor, accumulate([0, *sizes.values()])
+    return {name: Place(tensor, start * WORD) for name, start in zip(sizes, starts, strict=False)}

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pararnn.codegen.interface import Interface, Values
+from pararnn.codegen.interface import Interface
 from pararnn.engines.base import Arguments, Gradients
-
-
-def by_head(gates: Tensor) -> Tensor:
-    """Gates as (B, T, G, H, D/H) with adjacent channels; a copy only where strides demand it."""
-    return unit_stride(gates.unsqueeze(3) if gates.ndim == 4 else gates)
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
@@ -26,6 +21,11 @@ def narrow(field: Tensor, dtype: torch.dtype) -> Tensor:
     if field.stride(-1) == 0:
         return field[..., :1].to(dtype)
     return unit_stride(field.to(dtype))
+
+
+def plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype, contiguous: itself where it is."""
+    return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
 
 
 def copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,44 +71,64 @@ def as_dtype(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
 
 
-def row_and_time(grad: Tensor | None) -> tuple[int, ...]:
+def row_and_time(grad: Tensor | None) -> tuple[int, int]:
     """The strides (B, T) of a gradient that arrives; 0 for None."""
-    return (0, 0) if grad is None else grad.stride()[:2]
+    return (0, 0) if grad is None else (grad.stride(0), grad.stride(1))
 
 
-def adjoint_values(
-    saved: Sequence[Tensor],
-    arriving: Sequence[Tensor | None],
-    arriving_final: Sequence[Tensor | None],
-    written: Tensor,
-    grad_fields: Sequence[Tensor],
-    partial: Tensor,
-) -> Values:
-    """What backward kernels of all targets read and write, by name: see codegen/interface.py."""
-    strides = [row_and_time(grad) for grad in arriving]
-    return {
-        "grad_row": [row for row, _ in strides],
-        "grad_time": [time for _, time in strides],
-        "states": addresses(saved),
-        "grad_states": addresses(arriving),
-        "grad_final": addresses(arriving_final),
-        "grad_gates": written.data_ptr(),
-        "grad_fields": addresses(grad_fields),
-        "partial": partial.data_ptr(),
-    }
+def heads_of(shape: Sequence[int]) -> tuple[int, int]:
+    """The heads of gates of a shape, and the channels of one."""
+    return (shape[3], shape[4]) if len(shape) == 5 else (1, shape[3])
 
 
-def address(tensor: Tensor | None) -> int:
-    """An address for a kernel; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
-    """Addresses for a kernel, as `address`."""
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+def head_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides (B, T, G, H) of gates."""
+    return [*strides[:3], strides[3] if len(shape) == 5 else shape[3]]
 
 
 def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
-    """The strides (B, T, G, H, ...) of `by_head` gates for a kernel."""
-    row, time, gate, head, *_ = strides
+    """The strides (B, T, G, H) of gates for a kernel."""
+    row, time, gate, head = strides
     return interface.packed("GateStrides", {"row": row, "time": time, "gate": gate, "head": head})
+
+
+def tensors_taken(
+    args: Arguments, gates: Tensor, fields: Sequence[Tensor], dtype: torch.dtype, num_states: int
+) -> list[Tensor | None]:
+    """What kernels of all targets begin with, in the order of `input_values`: weights in `dtype`.
+
+    Gates and fields are given as kernels take them.
+    """
+    none: list[Tensor | None] = [None] * num_states
+    wide = args.dtype
+    return [
+        gates,
+        None if args.bias is None else plain(args.bias, dtype),
+        None if args.seq is None else args.seq.contiguous(),
+        None if args.reset is None else args.reset.contiguous(),
+        *fields,
+        *[plain(p, dtype) for p in args.params],
+        *([plain(h, wide) for h in args.initial] or none),
+    ]
+
+
+def new_states(count: int, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What a forward pass writes: the states, and the final ones."""
+    new, size, dtype = args.gates.new_empty, args.size, args.dtype
+    states = tuple([new(size) for _ in range(count)])
+    if args.all_written:
+        ends = (args.sequences, size[2])
+        return states, tuple([new(ends, dtype=dtype) for _ in range(count)])
+    # Sequences without a step keep their initial state.
+    return states, tuple([copied(h, dtype) for h in args.start(count)])
+
+
+def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """What a backward pass writes the gradients of initial states to; none of those not given."""
+    new, dtype, initial = args.gates.new_empty, args.dtype, args.initial
+    if args.all_written:
+        return tuple([new(h.shape, dtype=dtype) for h in initial])
+    ends = zip(initial, grad_final[: len(initial)], strict=True)
+    return tuple(
+        [torch.zeros_like(h, dtype=dtype) if g is None else copied(g, dtype) for h, g in ends]
+    )

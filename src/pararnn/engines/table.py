@@ -51,7 +51,7 @@ def find(solver: str, backend: str, device: torch.device) -> Engine | None:
 def check_names(solver: str, backend: str) -> None:
     """Raise EngineError unless both are names of the table or "auto"."""
     for what, value, known in (("solver", solver, SOLVERS), ("backend", backend, BACKENDS)):
-        if value not in (*known, "auto"):
+        if value != "auto" and value not in known:
             pairs = [f"({', '.join(pair)})" for pair in PAIRS]
             raise EngineError(
                 f"unknown {what} {value!r}; known: {', '.join(known)}, auto. "

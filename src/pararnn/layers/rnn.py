@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import PackedSequence
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.base import totals
-from pararnn.engines.request import request
 from pararnn.layers.cuts import States, without_padding
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import Fields, RecurrentLayer, SolveInfo
@@ -112,7 +111,8 @@ class ParaRNN(nn.Module):
     @property
     def cell(self) -> Cell:
         """The first layer's cell."""
-        return unwrapped(cast(RecurrentLayer, self.layers[0]).cell)
+        first = next(iter(self.layers))  # by its index would take longer
+        return unwrapped(cast(RecurrentLayer, first).cell)
 
     @property
     def last_solve(self) -> SolveInfo | None:
@@ -195,7 +195,9 @@ class ParaRNN(nn.Module):
             "reset": None if reset is None else into(reset),
             "sequences": sequences,
             "all_states": all_states,
-            **request(solver, backend, mode)._asdict(),
+            "solver": solver,
+            "backend": backend,
+            "mode": mode,
         }
 
         def run(i: int, part: RecurrentLayer, x: Tensor) -> Any:
@@ -301,10 +303,10 @@ class ParaRNN(nn.Module):
 
     def _parts(self) -> list[RecurrentLayer]:
         """Layers in the order of their states: layer 0 forward, layer 0 reverse, layer 1 ..."""
-        layers = cast(list[RecurrentLayer], list(self.layers))
+        layers = cast("list[RecurrentLayer]", list(self.layers))
         if not self.bidirectional:
             return layers
-        reverse = cast(list[RecurrentLayer], list(self.reverse_layers))
+        reverse = cast("list[RecurrentLayer]", list(self.reverse_layers))
         return [part for pair in zip(layers, reverse, strict=True) for part in pair]
 
     def _check_rank(self, x: Tensor, ranks: tuple[int, ...]) -> None:
@@ -361,7 +363,7 @@ def stacked(finals: list[States], batched: bool) -> States:
     """The final states of all layers as `ParaRNN` returns them."""
     each = [final if isinstance(final, tuple) else (final,) for final in finals]
     if len(each) == 1:
-        states = tuple(state.unsqueeze(0) for state in each[0])
+        states = tuple([state.unsqueeze(0) for state in each[0]])
     else:
         states = tuple(torch.stack(series) for series in zip(*each, strict=True))
     if not batched:

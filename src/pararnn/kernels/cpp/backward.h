@@ -76,7 +76,7 @@ struct BackwardPass : BackwardProblem {
                                        p.soon(true) * grad_time[n], channels);
           previous[n] = saved[n] != nullptr
                             ? load_ahead(saved[n] + v * lanes, p.soon(true) * width, channels)
-                        : reset ? real{}
+                        : reset || p.initial[n] == nullptr ? real{}
                                 : load(p.initial[n] + start + v * lanes, channels);
         }
         inputs.load_vector(v, channels, weights, gate, field);
@@ -103,7 +103,7 @@ struct BackwardPass : BackwardProblem {
       });
       tile.for_each_vector([&](int v, int channels) {
         if (!burns && begins)
-          for (int n = 0; n < num_states; ++n)
+          for (int n = 0; n < num_states && grad_initial[n] != nullptr; ++n)
             store(grad_initial[n] + start + v * lanes, adjoint[chain + v].items[n], channels);
         if (!burns && (reset || begins)) observer.forget(chain + v);
         if (!burns && l % sum_block == 0)

@@ -31,7 +31,9 @@ struct ForwardPass : ForwardProblem {
         tile.for_each_vector([&](int v, int channels) {
           for (int n = 0; n < num_states; ++n)
             state[chain + v].items[n] =
-                zero ? real{} : load(p.initial[n] + start + v * lanes, channels);
+                zero || p.initial[n] == nullptr
+                    ? real{}
+                    : load(p.initial[n] + start + v * lanes, channels);
           if (!burns) observer.forget(chain + v);
         });
       io* out[num_states];

@@ -1,0 +1,102 @@
+"""The words of launches: made once for calls of one form, which differ in addresses only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pararnn.codegen.interface import Counts, Words
+
+FORMS = 4096
+"""Forms of calls whose words are kept at once."""
+
+
+class Place(int):
+    """Stands in words for the address of one of a launch's tensors, so many bytes into it."""
+
+    tensor: int
+
+    def __new__(cls, tensor: int, offset: int = 0) -> Place:
+        place = super().__new__(cls, offset)
+        place.tensor = tensor
+        return place
+
+
+class Places:
+    """Numbers the tensors of a launch, in the order in which it is given them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def one(self) -> Place:
+        """The next tensor."""
+        self.count += 1
+        return Place(self.count - 1)
+
+    def row(self, count: int) -> list[int]:
+        """The next `count` tensors."""
+        return [self.one() for _ in range(count)]
+
+
+class Frame(NamedTuple):
+    """Words with their addresses left open: (where, which tensor) for each. It holds no tensor."""
+
+    words: list[int]
+    places: list[tuple[int, int]]
+
+    def filled(self, tensors: Iterable[Tensor | None]) -> list[int]:
+        """The words of a launch on these tensors; None has address 0."""
+        at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        words = self.words.copy()
+        for where, which in self.places:
+            words[where] += at[which]
+        return words
+
+
+def frame_of(words: Sequence[int]) -> Frame:
+    """The frame of words in which a Place stands for each address."""
+    places = [(i, word.tensor) for i, word in enumerate(words) if isinstance(word, Place)]
+    return Frame([int(word) for word in words], places)
+
+
+def input_values(
+    place: Places, counts: Counts, fields: Sequence[tuple[int, ...]]
+) -> dict[str, Words]:
+    """The tensors that kernels of all targets begin with, by name: see codegen/interface.py.
+
+    `fields`: the strides (B, T) of each.
+    """
+    return {
+        "field_row": [field[0] for field in fields],
+        "field_time": [field[1] for field in fields],
+        "gates": place.one(),
+        "bias": place.one(),
+        "seq": place.one(),
+        "reset": place.one(),
+        "fields": place.row(counts.fields),
+        "params": place.row(counts.params),
+        "initial": place.row(counts.states),
+    }
+
+
+def adjoint_values(
+    place: Places, strides: Sequence[Sequence[int]], fields: int
+) -> dict[str, Words]:
+    """What backward kernels of all targets read and write, by name: see codegen/interface.py.
+
+    `strides`: (B, T) of the gradients that arrive, a state each.
+    """
+    states = len(strides)
+    return {
+        "grad_row": [stride[0] for stride in strides],
+        "grad_time": [stride[1] for stride in strides],
+        "states": place.row(states),
+        "grad_states": place.row(states),
+        "grad_final": place.row(states),
+        "grad_gates": place.one(),
+        "grad_fields": place.row(fields),
+        "grad_initial": place.row(states),
+        "partial": place.one(),
+    }

@@ -1,0 +1,245 @@
+"""Launches are kept by form: what changes their words is in it, and no tensor is."""
+
+import copy
+import gc
+import threading
+import weakref
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from emulated import gpu
+from table import needs_compiler
+
+import pararnn
+from pararnn.codegen.cuda import Variant
+from pararnn.engines import fused_cpu, fused_cuda
+from pararnn.engines.strides import unit_stride
+from pararnn.program.program import program_of
+from pararnn.solve import prepare
+
+pytestmark = needs_compiler
+
+BATCH, STEPS, CHANNELS = 2, 300, 32
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a launch would run."""
+
+    variant: Variant
+    capability: tuple[int, int]
+
+    def most_in_cluster(self, device):
+        return 16
+
+    def blocks_a_core(self):
+        return 16
+
+
+def _device(cores):
+    """A GPU on which nothing is compiled; one with a number is an older one."""
+    return replace(
+        gpu(cores=cores),
+        kernels=lambda program, variant, capability: {"run": Kernel(variant, capability)},
+        capability=lambda device: (9, 0) if device.index is None else (8, 0),
+    )
+
+
+GPU, OTHER = _device(cores=4), _device(cores=64)
+
+
+class Leaky(pararnn.Cell):
+    """A cell with a field."""
+
+    states, gates, fields = ("h",), ("z", "r", "c"), ("f",)
+    params = {name: pararnn.Param() for name in ("a_z", "a_r", "a_c")}
+
+    def step(self, state, gate, param):
+        z = torch.sigmoid(gate.z + param.a_z * state.h)
+        r = torch.sigmoid(gate.r + param.a_r * state.h)
+        return gate.f * z * state.h + (1 - z) * torch.tanh(gate.c + r * param.a_c * state.h)
+
+
+def _record(dtype=torch.float32, batch=BATCH, steps=STEPS, spread=1, wide=True, **options):
+    torch.manual_seed(0)
+    cell = Leaky(CHANNELS)
+    gates = torch.randn(batch, steps, 3 * spread, CHANNELS)[:, :, ::spread].to(dtype)
+    field = torch.rand(batch, steps, CHANNELS) if wide else torch.rand(batch, steps)
+    return prepare(cell, gates, fields={"f": field}, bias=torch.randn(3, CHANNELS), **options)
+
+
+def _shifted(record):
+    """Gates of which no 16 bytes are aligned."""
+    gates = torch.empty(record.gates.numel() + 1)[1:].view(record.gates.shape)
+    return replace(record, gates=gates.copy_(record.gates))
+
+
+def _halved(record):
+    """All weights of another dtype."""
+    params = tuple(p.bfloat16() for p in record.params)
+    return replace(record, bias=record.bias.bfloat16(), params=params)
+
+
+def _cpu(record, solver="newton"):
+    gates = unit_stride(record.gates)
+    return fused_cpu._form_of(solver, program_of(Leaky(CHANNELS)), record, gates)[0]
+
+
+def _cuda(record, solver="newton"):
+    program = program_of(Leaky(CHANNELS))
+    return fused_cuda._form_of(GPU, solver, program, record, unit_stride(record.gates))[0]
+
+
+PLAIN = _record()
+COMMON = {
+    "solver": ("sequential", PLAIN),
+    "dtype": ("newton", _record(torch.float64)),
+    "shape": ("newton", _record(batch=1)),
+    "strides": ("newton", _record(spread=2)),
+    "fields": ("newton", _record(wide=False)),
+    "reverse": ("newton", _record(reverse=True)),
+    "asked": ("newton", replace(PLAIN, segments=7, burn_in=3)),
+}
+CUDA = COMMON | {
+    "chunk": ("newton", _shifted(PLAIN)),
+    "events": ("newton", _record(reset=torch.zeros(BATCH, STEPS, dtype=torch.bool))),
+    "weight_dtype": ("newton", _halved(PLAIN)),
+}
+OWN = {
+    "gpu": OTHER,
+    "device": torch.device("cpu", 0),
+    "field_chunk": 4,
+    "program": program_of(pararnn.LRCCell(CHANNELS)),
+}
+
+
+def _says(form, launch_of, name, other):
+    """A form that kept its first value of a part would launch something else."""
+    assert getattr(form, name) != getattr(other, name)
+    assert launch_of(other) != launch_of(other._replace(**{name: getattr(form, name)}))
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_cpu_launches_depend_on(name):
+    solver, record = COMMON[name]
+    _says(_cpu(PLAIN), fused_cpu._launch, name, _cpu(record, solver))
+
+
+def test_cpu_launches_depend_on_threads(monkeypatch):
+    form = _cpu(PLAIN)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 7)
+        _says(form, fused_cpu._launch, "threads", _cpu(PLAIN))
+    monkeypatch.setattr(fused_cpu, "_openmp", lambda: 12345)
+    _says(form, fused_cpu._launch, "openmp", _cpu(PLAIN))
+
+
+@pytest.mark.parametrize("name", CUDA)
+def test_cuda_launches_depend_on(name):
+    solver, record = CUDA[name]
+    _says(_cuda(PLAIN), fused_cuda.launch_of, name, _cuda(record, solver))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_cuda_launches_depend_on_what_no_record_says(name):
+    form = _cuda(PLAIN)
+    _says(form, fused_cuda.launch_of, name, form._replace(**{name: OWN[name]}))
+
+
+def test_forms_name_all_that_is_tested():
+    assert {*COMMON, "threads", "openmp", "program"} == {*fused_cpu._Form._fields}
+    assert {*CUDA, *OWN} == {*fused_cuda._Form._fields}
+
+
+def test_backward_launches_depend_on_gradients_that_arrive():
+    form, wide = _cpu(PLAIN), (STEPS * CHANNELS, CHANNELS)
+    strides = PLAIN.gates.stride()
+    launches = [
+        fused_cpu._launch(form, fused_cpu._Adjoint(gates, arriving))
+        for gates in (strides, (*strides[:2], 2 * CHANNELS, 1))
+        for arriving in ((wide,), ((0, 0),))
+    ]
+    form = _cuda(PLAIN)
+    launches += [
+        fused_cuda.launch_of(form, fused_cuda._Adjoint(arriving, chunk))
+        for arriving in ((wide,), ((2 * STEPS * CHANNELS, CHANNELS),), (None,))
+        for chunk in (16, 4)
+    ]
+    assert not any(a == b for i, a in enumerate(launches) for b in launches[:i])
+
+
+def test_launches_hold_no_tensors():
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 8, 8)
+    x = torch.randn(2, 9, 8)
+    output, final = layer(x)
+    output.sum().backward()
+    tensors = [x, output, final, *layer.parameters(), *(p.grad for p in layer.parameters())]
+    seen = [weakref.ref(tensor) for tensor in tensors]
+    del x, output, final, tensors, layer
+    gc.collect()
+    assert not any(ref() is not None for ref in seen)
+
+
+def _replaced(layer):
+    layer.cell.a_z = torch.nn.Parameter(torch.full_like(layer.cell.a_z, 0.5))
+    layer.bias = torch.nn.Parameter(torch.ones_like(layer.bias))
+
+
+def _another_backend(layer):
+    layer.solver, layer.backend = "newton", "fused"
+
+
+CHANGES = {
+    "parameters": _replaced,
+    "dtype": lambda layer: layer.double(),
+    "backend": _another_backend,
+    "frozen": lambda layer: layer.cell.a_r.requires_grad_(False),
+    "no bias": lambda layer: setattr(layer, "bias", None),
+    "direction": lambda layer: setattr(layer, "reverse", True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_layer_that_changes_runs_as_a_new_one(change):
+    def results(layer):
+        x = torch.randn(2, 300, 8, generator=torch.Generator().manual_seed(0))
+        output, _ = layer(x.to(layer.proj.weight.dtype))
+        leaves = [p for p in layer.parameters() if p.requires_grad]
+        return layer.choice, [output, *torch.autograd.grad(output.square().sum(), leaves)]
+
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 8, 8)
+    new = copy.deepcopy(layer)
+    before = results(layer)
+    change(layer)
+    change(new)
+    fused_cpu._launch.cache_clear()
+    expected = results(new)
+    after = results(layer)
+    assert after[0] == expected[0]
+    assert len(after[1]) == len(expected[1])
+    assert all(torch.equal(a, b) for a, b in zip(after[1], expected[1], strict=True))
+    same = [
+        a.shape == b.shape and torch.equal(a, b) for a, b in zip(before[1], after[1], strict=False)
+    ]
+    assert not all(same) or len(before[1]) != len(after[1]) or before[0] != after[0]
+
+
+def test_threads_share_a_layer():
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 8, 8)
+    inputs = [torch.randn(1 + i % 3, 5 + i % 4, 8) for i in range(24)]
+    expected = [layer(x)[0].detach() for x in inputs]
+    wrong = []
+
+    def run(own):
+        for _ in range(20):
+            for i in own:
+                if not torch.equal(layer(inputs[i])[0], expected[i]):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=run, args=(range(k, 24, 4),)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
