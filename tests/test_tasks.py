@@ -24,11 +24,12 @@ def check_mqar(task, row, answers):
     for index in range(task.kappa):
         key, value = row[2 * index], row[2 * index + 1]
         assert key not in pairs
-        assert key < 32
+        assert key < task.keys
         assert 64 <= value < 128
         pairs[key] = value
+    assert task.shuffled or list(pairs) == sorted(pairs)
     rest = row[2 * task.kappa :]
-    assert all(token in pairs or 32 <= token < 64 for token in rest)
+    assert all(token in pairs or task.keys <= token < 64 for token in rest)
     return {2 * task.kappa + t: pairs[token] for t, token in enumerate(rest) if token in pairs}
 
 
@@ -139,7 +140,15 @@ def test_more_hops_and_deeper_brackets():
     verify(check_hops, replace(TASKS["2-hop"], hops=4, vocab=3))
     verify(check_dyck, replace(TASKS["dyck"], kinds=3, depth=2))
     verify(check_dyck, replace(TASKS["dyck"], kinds=1, depth=1))
-    verify(check_mqar, replace(TASKS["mqar"], kappa=8, noise=0.9))
+    verify(check_mqar, replace(TASKS["mqar"], kappa=8, keys=32, noise=0.9))
+
+
+def test_recall_of_keys_in_any_order():
+    task = replace(TASKS["mqar"], keys=32, shuffled=True)
+    verify(check_mqar, task)
+    first, second = task.draw(1000, generator_of(0)).inputs[:, [0, 2]].T
+    assert 400 < (first > second).sum() < 600
+    assert first.unique().numel() == 32
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -192,7 +201,8 @@ def test_what_is_right():
     [
         ("keep-nth", {"n": 101}, "n must be from 1 to 100, got 101"),
         ("parity", {"judge": "first"}, "judge must be all or last, got 'first'"),
-        ("mqar", {"kappa": 33}, "kappa must be from 1 to 32, got 33"),
+        ("mqar", {"kappa": 3}, "kappa must be from 1 to 2, got 3"),
+        ("mqar", {"keys": 64}, "keys must be from 1 to 63, got 64"),
         ("1-hop", {"hops": 0}, "hops must be positive"),
         ("s3", {"group": "s4"}, "group must be one of s3, a5, s5, got 's4'"),
         ("copying", {"length": 10}, "items must be from 1 to 5, got 10"),

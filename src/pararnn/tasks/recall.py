@@ -43,18 +43,23 @@ class MQAR(Task):
     """Multiple-query associative recall: pairs of key and value, then keys among noise.
 
     At every later key its value is asked for. The paper leaves open what kappa is, and how keys,
-    values and noise share the vocabulary. Here kappa is the number of pairs, of different keys;
-    keys are the vocabulary's first quarter, noise its second, values its second half; and each
-    place behind the pairs holds noise with a chance of `noise`, else one of the keys.
+    values and noise share the vocabulary. Here kappa is the number of pairs, of different keys; the
+    vocabulary's first half holds the `keys` that there are and then noise, its second half the
+    values; each place behind the pairs holds noise with a chance of `noise`, else one of the keys.
+    By default there are no more keys than pairs, which come in the keys' order; `shuffled`: in any.
     """
 
     kappa: int = 2
     vocab: int = 128
+    keys: int = 2
+    shuffled: bool = False
     noise: float = 0.5
 
     def __post_init__(self) -> None:
         need(self.vocab >= 4, f"vocab must be at least 4, got {self.vocab}")
-        most = min(self.vocab // 4, (self.length - 1) // 2)
+        most = self.vocab // 2 - 1
+        need(1 <= self.keys <= most, f"keys must be from 1 to {most}, got {self.keys}")
+        most = min(self.keys, (self.length - 1) // 2)
         need(1 <= self.kappa <= most, f"kappa must be from 1 to {most}, got {self.kappa}")
         need(0 <= self.noise < 1, f"noise must be from 0 and below 1, got {self.noise}")
 
@@ -63,14 +68,14 @@ class MQAR(Task):
         return self.vocab
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:
-        quarter, half = self.vocab // 4, self.vocab // 2
+        half = self.vocab // 2
         later = (count, self.length - 2 * self.kappa)
-        order = torch.rand(count, quarter, generator=generator).argsort(1)
-        keys = order[:, : self.kappa]
+        order = torch.rand(count, self.keys, generator=generator).argsort(1)
+        keys = order[:, : self.kappa] if self.shuffled else order[:, : self.kappa].sort(1).values
         values = torch.randint(half, self.vocab, keys.shape, generator=generator)
         pairs = torch.stack([keys, values], -1).flatten(1)
         which = torch.randint(self.kappa, later, generator=generator)
-        noise = torch.randint(quarter, half, later, generator=generator)
+        noise = torch.randint(self.keys, half, later, generator=generator)
         asked = torch.rand(later, generator=generator) >= self.noise
         tail = torch.where(asked, keys.gather(1, which), noise)
         answers = values.gather(1, which).where(asked, 0)
