@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import tables_paper
@@ -29,7 +30,7 @@ from tables_cuda import (
 )
 from tables_learn import learn, learn_layers
 from tables_lm import lm_context, lm_decode, lm_generate, lm_ratios, lm_step
-from tables_training import lengths, remarks, tasks, train_step, words
+from tables_training import lengths, recall, remarks, tasks, train_step, words
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -251,7 +252,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tasks": tasks,
     "tasks_remarks": remarks,
     "tasks_words": words,
-    "tasks_lengths": lengths,
+    "tasks_lengths": partial(lengths, "lengths"),
+    "tasks_s3": partial(lengths, "s3"),
+    "tasks_recall": recall,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from common import RESULTS
 from markdown_tables import figure, read, source, table
 
-from pararnn.tasks.report import percent, read_results
+from pararnn.tasks.report import percent, read_results, row_of
 from pararnn.tasks.report import table as accuracies
 
 REMARKS = {
@@ -51,8 +51,13 @@ def tasks() -> str:
 
 
 def words() -> str:
-    """The word problems of three groups, for one layer and two."""
+    """The word problems of three groups, by layers."""
     return shares_of("words")
+
+
+def recall() -> str:
+    """MQAR in its harder reading."""
+    return shares_of("recall")
 
 
 def shares_of(folder: str) -> str:
@@ -104,25 +109,32 @@ def origin(results: Sequence[Any], folder: str) -> str:
     return f"({'; '.join(places)}; `{Path('benchmarks/results') / folder}`)"
 
 
-def lengths() -> str:
-    """Accuracy by length, the worst and the best seed."""
+def lengths(folder: str) -> str:
+    """A folder's accuracy by length, the worst and the best seed."""
     results = [
         json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted((RESULTS / "tasks" / "lengths").glob("*.json"))
+        for path in sorted((RESULTS / "tasks" / folder).glob("*.json"))
     ]
-    every = list(results[0]["lengths"])
+    for result in results:  # whose positions are learned is tested at its own length only
+        result["lengths"] = result["lengths"] or {str(at_length(result)): result["accuracies"]}
+    every = list(max((result["lengths"] for result in results), key=len))
     body = [
         [
-            result["mixer"],
+            row_of(result),
             f"{result['steps']:,}",
-            *(f"{percent(min(found))} - {percent(max(found))}" for found in seeds_of(result)),
+            *(spread(result["lengths"].get(length)) for length in every),
         ]
         for result in results
     ]
     head = ["mixer", "steps", *(f"{int(length):,}" for length in every)]
-    return f"{origin(results, 'tasks/lengths')}:\n\n{table(head, body)}"
+    return f"{origin(results, f'tasks/{folder}')}:\n\n{table(head, body)}"
 
 
-def seeds_of(result: Any) -> list[list[float]]:
-    """Every length's accuracies, a seed each."""
-    return list(result["lengths"].values())
+def at_length(result: dict[str, Any]) -> int:
+    """The length that a result's model was trained at."""
+    return int(result["config"]["task"]["length"])
+
+
+def spread(found: Sequence[float] | None) -> str:
+    """From the worst to the best seed, in percent."""
+    return "-" if found is None else f"{percent(min(found))} - {percent(max(found))}"
