@@ -117,7 +117,7 @@ def lengths(folder: str) -> str:
     ]
     for result in results:  # whose positions are learned is tested at its own length only
         result["lengths"] = result["lengths"] or {str(at_length(result)): result["accuracies"]}
-    every = list(max((result["lengths"] for result in results), key=len))
+    every = list(dict.fromkeys(length for result in results for length in result["lengths"]))
     body = [
         [
             row_of(result),

@@ -59,6 +59,6 @@ def _scanned(system: System) -> Tensor:
         return tuple(s.clone() for s in new), torch.stack(new, 1)
 
     first = tuple(s.clone() for s in system.initial.unbind(1))
-    # Along the first dimension: PyTorch before 2.13 stacks there whatever it is told.
+    # Along the first dimension: PyTorch 2.11 stacks there whatever it is told.
     _, states = scan(body, first, [x.movedim(1, 0) for x in (*system.inputs, *masks)], dim=0)
     return states.movedim(0, 1)
