@@ -11,12 +11,12 @@ says so. Puts its rows into results/lm_context.csv; `--plot` draws lm_context.pn
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, add_row, provenance, read_rows
+from common import RESULTS, read_rows
+from lm_command import Record, chosen, device_of, parser_of
 from lm_step import (
     ARCHITECTURES,
     TOKENS,
@@ -34,6 +34,7 @@ from pararnn.lm import preset
 
 SCALE = "400M"
 LENGTHS = (2_048, 8_192, 32_768, 65_536, 131_072)
+FILE = "lm_context.csv"
 KEYS = ("device", "model", "B", "T")
 """What tells cases apart."""
 MOST = 10
@@ -102,35 +103,21 @@ def plot(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--seconds", type=float, default=2.0, help="of timed steps, a case")
     parser.add_argument("--plot", action="store_true", help="draw what was measured")
-    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU, not compiled")
-    parser.add_argument("--out", type=Path, help="default: the results, and none for --smoke")
     args = parser.parse_args()
     if args.plot:
-        plot((args.out or RESULTS) / "lm_context.csv")
+        plot((args.out or RESULTS) / FILE)
         return
-    device = torch.device("cpu" if args.smoke else "cuda")
     plain = [case for case in smoke_cases() if not case.packed]
     every = plain if args.smoke else cases(args.lengths)
-    chosen = [case for case in every if case.name.startswith(tuple(args.only))]
-    if not chosen:
-        names = ", ".join(dict.fromkeys(case.name for case in every))
-        parser.error(f"--only {args.only}: no such model; there are {names}")
-    out = args.out or (None if args.smoke else RESULTS)
-    shared = provenance(device)
-    print(shared, flush=True)
-    for case in chosen:
-        row = measure(case, device, not args.smoke, args.seconds)
-        print(*row.values(), sep="\t", flush=True)
-        if out is not None:  # now: a later case may fail
-            add_row(out / "lm_context.csv", {**shared, **row}, KEYS)
-    print(f"written to {out or 'nowhere (see --out)'}")
+    asked = chosen(parser, args, every, lambda case: case.name)
+    record = Record(args, FILE, KEYS)
+    for case in asked:
+        record.put(measure(case, device_of(args), not args.smoke, args.seconds))
+    record.end()
 
 
 if __name__ == "__main__":

@@ -14,17 +14,15 @@ other cases stay.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from common import RESULTS, add_row, provenance
+from lm_command import Record, chosen, device_of, parser_of
 from lm_step import ARCHITECTURES, peak_memory
 from mamba2 import TINY, Sizes, language_model, ready_to_decode
 from torch import Tensor
@@ -248,30 +246,23 @@ def _wait(device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
+    parser = parser_of(__doc__)
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, "generate"), help="these alone")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
-    parser.add_argument("--out", type=Path, help="default: the results, and none for --smoke")
     args = parser.parse_args()
-    device = torch.device("cpu" if args.smoke else "cuda")
+    device = device_of(args)
     every = smoke_cases() if args.smoke else cases()
-    chosen = [
-        case
-        for case in every
-        if case.name.startswith(tuple(args.only)) and (not args.ways or case.way in args.ways)
-    ]
-    if not chosen:
-        names = ", ".join(dict.fromkeys(f"{case.name} {case.way}" for case in every))
-        parser.error(f"no case of --only {args.only} --ways {args.ways}; there are {names}")
-    out = args.out or (None if args.smoke else RESULTS)
-    shared = provenance(device)
+    asked = chosen(
+        parser,
+        args,
+        every,
+        lambda case: f"{case.name} {case.way}",
+        lambda case: not args.ways or case.way in args.ways,
+    )
+    record = Record(args, "lm_decode.csv", KEYS)
     bandwidth = copy_bandwidth(device)
-    print(shared, f"copies {bandwidth / 1e12:.2f} TB/s", flush=True)
-    for _, group in itertools.groupby(chosen, key=lambda case: case.name):
+    print(f"copies {bandwidth / 1e12:.2f} TB/s", flush=True)
+    for _, group in itertools.groupby(asked, key=lambda case: case.name):
         same = list(group)
         torch.manual_seed(0)
         model = language_model(same[0].config, device=device, dtype=torch.bfloat16).eval()
@@ -282,10 +273,8 @@ def main() -> None:
                 block._compiled_call_impl = None
             row = measure(case, model, args.rounds)
             row["weights_ms"] = round(row["weights_GB"] * 1e9 / bandwidth * 1e3, 4)
-            print(*row.values(), sep="\t", flush=True)
-            if out is not None:
-                add_row(out / "lm_decode.csv", {**shared, **row}, KEYS)
-    print(f"written to {out or 'nowhere (see --out)'}")
+            record.put(row)
+    record.end()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ lm_generate.png from that alone.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import timeit
 from collections.abc import Callable, Iterator
@@ -23,7 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, add_row, provenance, read_rows
+from common import RESULTS, read_rows
+from lm_command import Record, chosen, device_of, parser_of
 from lm_step import ARCHITECTURES, smoke_cases
 from mamba2 import Sizes, language_model, ready_to_decode
 
@@ -34,6 +34,7 @@ from pararnn.lm.config import LMConfig
 SCALE = "1B"
 LENGTHS = tuple(2**power for power in range(12))
 REPEATS = 5
+FILE = "lm_generate.csv"
 KEYS = ("device", "model", "way", "tokens")
 """What tells cases apart."""
 
@@ -130,41 +131,26 @@ def plot(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--seconds", type=float, default=10.0, help="of a model and a way")
     parser.add_argument("--plot", action="store_true", help="draw what was measured")
-    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
-    parser.add_argument("--out", type=Path, help="default: the results, and none for --smoke")
     args = parser.parse_args()
     if args.plot:
-        plot((args.out or RESULTS) / "lm_generate.csv")
+        plot((args.out or RESULTS) / FILE)
         return
-    device = torch.device("cpu" if args.smoke else "cuda")
     tiny = [Case(case.name, case.config) for case in smoke_cases() if not case.packed]
-    every = tiny if args.smoke else cases()
-    chosen = [case for case in every if case.name.startswith(tuple(args.only))]
-    if not chosen:
-        names = ", ".join(case.name for case in every)
-        parser.error(f"--only {args.only}: no such model; there are {names}")
-    out = args.out or (None if args.smoke else RESULTS)
-    shared = provenance(device)
-    print(shared, flush=True)
-    for case in chosen:
+    asked = chosen(parser, args, tiny if args.smoke else cases(), lambda case: case.name)
+    record = Record(args, FILE, KEYS)
+    for case in asked:
         gc.collect()
         torch.manual_seed(0)
-        model = language_model(case.config, device=device, dtype=torch.bfloat16).eval()
+        model = language_model(case.config, device=device_of(args), dtype=torch.bfloat16).eval()
         ready_to_decode(model)
         for way in ways_of(case):
             for found in curve(model, way, tuple(sorted(args.lengths)), args.seconds):
-                row = {"model": case.name, **found}
-                print(*row.values(), sep="\t", flush=True)
-                if out is not None:
-                    add_row(out / "lm_generate.csv", {**shared, **row}, KEYS)
-    print(f"written to {out or 'nowhere (see --out)'}")
+                record.put({"model": case.name, **found})
+    record.end()
 
 
 if __name__ == "__main__":

@@ -11,16 +11,14 @@ H200). Puts its rows into results/lm_step.csv; those of other cases stay.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import statistics
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, add_row, provenance
+from lm_command import Record, chosen, device_of, parser_of
 from mamba2 import TINY, Sizes, language_model
 
 from pararnn.lm import LanguageModel, preset
@@ -174,36 +172,23 @@ def figures(times: list[float], parameters: int, tokens: int) -> dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", help="of these T only")
     parser.add_argument("--repeats", type=int, default=20, help="steps that are timed")
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU, not compiled")
-    parser.add_argument("--out", type=Path, help="default: the results, and none for --smoke")
     args = parser.parse_args()
-    device = torch.device("cpu" if args.smoke else "cuda")
     every = smoke_cases() if args.smoke else cases()
-    chosen = [
-        case
-        for case in every
-        if case.name.startswith(tuple(args.only))
-        and (args.lengths is None or case.length in args.lengths)
-    ]
-    if not chosen:
-        names = ", ".join(dict.fromkeys(f"{case.name} at {case.length}" for case in every))
-        parser.error(f"no case of --only {args.only} --lengths {args.lengths}; there are {names}")
-    out = args.out or (None if args.smoke else RESULTS)
-    shared = provenance(device)
-    print(shared, flush=True)
-    for case in chosen:
-        row = measure(case, device, not args.smoke, args.warmup, args.repeats)
-        print(*row.values(), sep="\t", flush=True)
-        if out is not None:  # now: a later case may fail
-            add_row(out / "lm_step.csv", {**shared, **row}, KEYS)
-    print(f"written to {out or 'nowhere (see --out)'}")
+    asked = chosen(
+        parser,
+        args,
+        every,
+        lambda case: f"{case.name} at {case.length}",
+        lambda case: args.lengths is None or case.length in args.lengths,
+    )
+    record = Record(args, "lm_step.csv", KEYS)
+    for case in asked:
+        record.put(measure(case, device_of(args), not args.smoke, args.warmup, args.repeats))
+    record.end()
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ import mamba2
 import markdown_tables
 import tables
 import tables_lm
-from common import add_row, read_rows, write_csv
+from common import add_row, provenance, read_rows, write_csv
 
 
 def test_language_models_have_steps(tmp_path, monkeypatch) -> None:
     cpu = torch.device("cpu")
     rows = [
-        {**lm_step.provenance(cpu), **lm_step.measure(case, cpu, False, warmup=1, repeats=2)}
+        {**provenance(cpu), **lm_step.measure(case, cpu, False, warmup=1, repeats=2)}
         for case in lm_step.smoke_cases()
     ]
     assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows)
@@ -48,7 +48,7 @@ def test_language_models_decode(tmp_path, monkeypatch) -> None:
         model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
         mamba2.ready_to_decode(model)
         row = lm_decode.measure(case, model, rounds=1)
-        rows.append({**lm_step.provenance(cpu), **row, "weights_ms": 0.5})
+        rows.append({**provenance(cpu), **row, "weights_ms": 0.5})
     write_csv(tmp_path / "lm_decode.csv", rows)
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
     *_, head, _, gru, transformer, peer, generated = tables.FIGURES["lm_decode"]().splitlines()
@@ -92,7 +92,7 @@ def results(tmp_path, monkeypatch) -> Path:
 def test_steps_against_the_context(results, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     cpu, path = torch.device("cpu"), results / "lm_context.csv"
-    about = lm_step.provenance(cpu)
+    about = provenance(cpu)
     for case in lm_step.smoke_cases()[:3]:
         row = lm_context.measure(case, cpu, False, seconds=0.01)
         add_row(path, {**about, **row}, lm_context.KEYS)
@@ -129,7 +129,7 @@ def test_generation_by_the_papers_protocol(results) -> None:
         assert (ways == list(lm_generate.WAYS)) == case.name.startswith("transformer")
         for way in ways:
             for row in lm_generate.curve(model, way, (1, 4), seconds=60):
-                shared = {**lm_step.provenance("cpu"), "model": case.name}
+                shared = {**provenance("cpu"), "model": case.name}
                 add_row(path, {**shared, **row}, lm_generate.KEYS)
     rows = read_rows(path)
     assert [(row["tokens"], row["repeats"]) for row in rows] == [("1", "5"), ("4", "5")] * 4
@@ -156,14 +156,14 @@ def test_both_ways_generate_the_same_tokens() -> None:
 
 
 def test_ratios_stand_beside_the_papers(results) -> None:
-    about = lm_step.provenance("cpu") | {"packed": False, "T": 2048, "repeats": 1}
+    about = provenance("cpu") | {"packed": False, "T": 2048, "repeats": 1}
     rates = {"tokens_per_s": 1000, "mfu_percent": 50, "peak_GiB": 10}
     steps = {"gru-400M": 90.0, "mamba2-400M": 150.0, "transformer-400M": 100.0}
     rows = [{**about, "model": name, "median_ms": ms, **rates} for name, ms in steps.items()]
     write_csv(results / "lm_step.csv", rows)
     trained = {("gru-7b", "trainer"): 70.0, ("gru-7b", "bare"): 90.0, ("mamba2-7b", "bare"): 200.0}
     trained |= {("transformer-7b", "bare"): 100.0}
-    training = {**lm_step.provenance("cpu"), "gpus": 2}
+    training = {**provenance("cpu"), "gpus": 2}
     rows = [
         {**training, "recipe": name, "path": path, "mean_ms": ms, **rates}
         for (name, path), ms in trained.items()

@@ -1,0 +1,63 @@
+"""The command line of the language models' benchmarks: which cases, and rows as measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from common import RESULTS, add_row, provenance
+
+Case = TypeVar("Case")
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with what every such benchmark takes."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
+    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU, not compiled")
+    parser.add_argument("--out", type=Path, help="default: the results, and none for --smoke")
+    return parser
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """Where models run."""
+    return torch.device("cpu" if args.smoke else "cuda")
+
+
+def chosen(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    every: Sequence[Case],
+    named: Callable[[Case], str],
+    asked: Callable[[Case], bool] = lambda case: True,
+) -> list[Case]:
+    """The cases that are asked for: by the beginnings of names, and `asked`. None is an error."""
+    found = [case for case in every if named(case).startswith(tuple(args.only)) and asked(case)]
+    if not found:
+        given = {key: value for key, value in vars(args).items() if key != "out" and value}
+        parser.error(f"no case of {given}; there are {', '.join(dict.fromkeys(map(named, every)))}")
+    return found
+
+
+class Record:
+    """Rows of a file, printed and written as they are measured: a later case may fail."""
+
+    def __init__(self, args: argparse.Namespace, file: str, keys: Sequence[str]) -> None:
+        self.out = args.out or (None if args.smoke else RESULTS)
+        self.file, self.keys, self.shared = file, keys, provenance(device_of(args))
+        print(self.shared, flush=True)
+
+    def put(self, row: dict[str, Any]) -> None:
+        """Add a row, in place of one of the same case."""
+        print(*row.values(), sep="\t", flush=True)
+        if self.out is not None:
+            add_row(self.out / self.file, {**self.shared, **row}, self.keys)
+
+    def end(self) -> None:
+        """Say where the rows are."""
+        print(f"written to {self.out or 'nowhere (see --out)'}")
