@@ -61,6 +61,10 @@ def over_the_loop() -> Claim:
     )
 
 
+SOLVED = 0.999
+"""An accuracy from which on a task counts as solved."""
+
+
 def _fastest(rows: Iterable[Row], launch: str, **values: Any) -> float:
     """The least ms of our kernels."""
     return min(
@@ -241,11 +245,16 @@ def tasks() -> Claim:
         return "/".join(map(str, PAPER[mixer]))
 
     mixers = ("gru", "lstm", "mamba2", "transformer")
+    low = [
+        task
+        for task in list(TASKS)[:5]
+        if any(results[task, ours]["best"] < SOLVED for ours in ("gru", "lstm"))
+    ]
     return (
         "Keep-n-th, Parity, MQAR, 1-hop, 2-hop, in percent (Tables 1 and 6)",
         "; ".join(f"{name} {published(name)}" for name in mixers),
         "; ".join(f"{name} {shares(name)}" for name in mixers) + " (+: capped)",
-        "state tracking reproduced; MQAR and 2-hop were capped below 100",
+        f"for GRU and LSTM, but for {', '.join(low)}, capped" if low else "for GRU and LSTM",
         "`pararnn tasks run`, see [Synthetic tasks](tasks.md)",
     )
 
