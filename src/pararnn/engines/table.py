@@ -112,19 +112,18 @@ def choose(
     key = (*request, torch.get_num_threads(), tuned.records(program.key) if follow_tuned else None)
     known = _CHOSEN.get(key)
     if known is not None:
-        choice, engine = known
-        unbuilt = _why_not_built(program.key, *choice.pair, device.type, dtype)
-        if unbuilt is None and choice.engine is engine:
+        choice, engine, building = known
+        if choice.engine is engine and _why_not_built(*building) is None:
             return choice
     choice, not_built = _choose(*request, follow_tuned)
     if not not_built:
         if len(_CHOSEN) >= MOST_CHOSEN:
             _CHOSEN.clear()
-        _CHOSEN[key] = choice, choice.engine
+        _CHOSEN[key] = choice, choice.engine, (program.key, *choice.pair, device.type, dtype)
     return choice
 
 
-_CHOSEN: dict[Any, tuple[Choice, Engine]] = {}
+_CHOSEN: dict[Any, tuple[Choice, Engine, tuple[str, str, str, str, torch.dtype]]] = {}
 MOST_CHOSEN = 4096
 """Choices that are remembered at once."""
 
