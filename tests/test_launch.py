@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from emulated import gpu
+from emulated import gpu, install
 from table import needs_compiler
 
 import pararnn
@@ -167,6 +167,47 @@ def test_backward_launches_depend_on_gradients_that_arrive():
         for chunk in (16, 4)
     ]
     assert not any(a == b for i, a in enumerate(launches) for b in launches[:i])
+
+
+@pytest.mark.parametrize("emulated", [False, True], ids=["cpu", "cuda"])
+def test_gradients_arrive_in_any_layout_one_after_the_other(emulated, monkeypatch):
+    if emulated:
+        install(gpu(), monkeypatch)
+    cell = pararnn.GRUCell(8)
+    gates = torch.randn(2, 20, 3, 8, requires_grad=True)
+    wide = torch.randn(2, 40, 16)
+    layouts = [
+        wide[:, :20, :8].contiguous(),
+        wide[:, ::2, :8],
+        wide[:, :20, ::2],
+        wide[:, :20, :8].transpose(0, 1).contiguous().transpose(0, 1),
+        wide[:1, :1, :8].expand(2, 20, 8),
+    ]
+    for grad in layouts:
+        found = []
+        for backend in ("fused", "torch"):
+            states, _ = pararnn.solve(cell, gates, solver="sequential", backend=backend)
+            found.append(torch.autograd.grad(states, [gates, *cell.parameters()], grad))
+        for mine, plain in zip(*found, strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_that_arrives_unaligned_is_copied_in_small_pieces(monkeypatch):
+    install(gpu(), monkeypatch)
+    chunks, real = [], fused_cuda.launch_of
+
+    def noted(form, adjoint=None):
+        if adjoint is not None:
+            chunks.append(adjoint.chunk)
+        return real(form, adjoint)
+
+    monkeypatch.setattr(fused_cuda, "launch_of", noted)
+    cell, gates = pararnn.GRUCell(8), torch.randn(2, 20, 3, 8, requires_grad=True)
+    for first in (0, 1):
+        states, _ = pararnn.solve(cell, gates, solver="sequential", backend="fused")
+        grad = torch.randn(states.numel() + 1)[first : first + states.numel()].view_as(states)
+        torch.autograd.grad(states, gates, grad)
+    assert chunks == [16, 4]
 
 
 def test_launches_hold_no_tensors():
