@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, read_rows
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import Record, chosen, device_of, draw, parser_of
 from lm_step import (
     ARCHITECTURES,
     TOKENS,
@@ -75,30 +75,17 @@ def measure(case: Case, device: torch.device, compiled: bool, seconds: float) ->
         return {**about, **dict.fromkeys(names, ""), "note": TOO_LARGE}
 
 
-def length_of(row: dict[str, str]) -> int:
-    """T of a row of the file."""
-    return int(row["T"])
-
-
 def plot(path: Path) -> None:
     """A picture of a result file, beside it."""
     rows = [row for row in read_rows(path) if not row["note"]]
     figure = require("matplotlib.figure").Figure(figsize=(10, 4), layout="constrained")
     kinds = {"tokens_per_s": "tokens/s", "peak_GiB": "memory, GiB"}
     for axes, (key, label) in zip(figure.subplots(1, 2), kinds.items(), strict=True):
-        for model in dict.fromkeys(row["model"] for row in rows):
-            mine = sorted((r for r in rows if r["model"] == model and r[key]), key=length_of)
-            axes.plot(
-                [length_of(r) for r in mine],
-                [float(r[key]) for r in mine],
-                marker=".",
-                label=model,
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
-        axes.set(xlabel="T", ylabel=label)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for row in rows:
+            if row[key]:
+                curves.setdefault(row["model"], []).append((int(row["T"]), float(row[key])))
+        draw(axes, curves, "T", label)
     figure.savefig(path.with_suffix(".png"), dpi=150)
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import RESULTS, read_rows
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import Record, chosen, device_of, draw, parser_of
 from lm_step import ARCHITECTURES, smoke_cases
 from mamba2 import Sizes, language_model, ready_to_decode
 
@@ -113,20 +113,13 @@ def ways_of(case: Case) -> list[str]:
 
 def plot(path: Path) -> None:
     """A picture of a result file, beside it."""
-    rows = read_rows(path)
     figure = require("matplotlib.figure").Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for model, way in dict.fromkeys((row["model"], row["way"]) for row in rows):
-        mine = [row for row in rows if (row["model"], row["way"]) == (model, way)]
-        mine.sort(key=lambda row: int(row["tokens"]))
-        label = f"{model}, {way}" if model.startswith("transformer") else model
-        lengths = [int(row["tokens"]) for row in mine]
-        axes.plot(lengths, [float(row["tokens_per_s"]) for row in mine], marker=".", label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="generated tokens", ylabel="tokens/s")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in read_rows(path):
+        several = row["model"].startswith("transformer")
+        name = f"{row['model']}, {row['way']}" if several else row["model"]
+        curves.setdefault(name, []).append((int(row["tokens"]), float(row["tokens_per_s"])))
+    draw(figure.subplots(), curves, "generated tokens", "tokens/s")
     figure.savefig(path.with_suffix(".png"), dpi=150)
 
 

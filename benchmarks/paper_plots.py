@@ -88,7 +88,8 @@ def solve(results: Path, path: Path) -> None:
 
 def split(results: Path, path: Path) -> None:
     """(newton, fused) over segments: a column a cell and case, a row a pass, a curve a burn-in."""
-    rows = [row for row in read_rows(results) if row["launch"] == _launch(results)]
+    every = read_rows(results)
+    rows = [row for row in every if row["launch"] == launch_of(every)]
     cases = list(dict.fromkeys(row["what"] for row in rows))
     figure, grid = _grid(len(PASSES), len(cases))
     for line, (step, title) in zip(grid, PASSES.items(), strict=True):
@@ -116,9 +117,9 @@ def split(results: Path, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _launch(results: Path) -> str:
+def launch_of(rows: Sequence[Row]) -> str:
     """Graphs where there are any, else calls."""
-    return "graph" if any(row["launch"] == "graph" for row in read_rows(results)) else "call"
+    return "graph" if any(row["launch"] == "graph" for row in rows) else "call"
 
 
 PLOTS: Mapping[str, Callable[[Path, Path], None]] = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from common import RESULTS
 from markdown_tables import Row, figure, measured, not_yet, read, size, source, table
+from paper_plots import launch_of
 
 COMMAND = "benchmarks/paper_kernels.py"
 LAUNCHED = {"call": "", "graph": ", CUDA graph"}
@@ -119,7 +120,7 @@ def split() -> str:
     if not measured(name):
         return not_yet(f"{COMMAND} --only split")
     rows = read(name)
-    launch = "graph" if any(row["launch"] == "graph" for row in rows) else "call"
+    launch = launch_of(rows)
     body = []
     for what, step in dict.fromkeys((row["what"], row["pass"]) for row in rows):
         mine = [r for r in rows if (r["what"], r["pass"], r["launch"]) == (what, step, launch)]

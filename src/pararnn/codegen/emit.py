@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -15,7 +15,7 @@ from pararnn.codegen.spelling import MASK, REAL, SPELLINGS, may_jump, spelled
 from pararnn.errors import EngineError
 from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.program.program import MAX_STATES, Program, program_of
-from pararnn.program.trace import Graph
+from pararnn.program.trace import Graph, ancestors
 
 aten = torch.ops.aten
 
@@ -174,9 +174,9 @@ def _function(
 ) -> str:
     lines = [f"PARARNN_FUNCTION void {name}({', '.join(parameters)}) {{"]
     body = _Body(f"{program.cell_name}'s {name}")
-    nodes = graph.module.graph.nodes
-    fused = _fused_sums(nodes)
-    needed = _needed(nodes, fused)
+    nodes = list(graph.module.graph.nodes)
+    joined = _joined(nodes)
+    needed = ancestors(nodes, nodes[-1:], lambda node: _reads(node, joined))
     placeholders = [node for node in nodes if node.op == "placeholder"]
     for node, (argument, place) in zip(placeholders, inputs, strict=True):
         body.values[node] = (argument, REAL)
@@ -186,7 +186,7 @@ def _function(
         if node not in needed:
             continue
         if node.op == "call_function" and node.target is not aten.scalar_tensor.default:
-            kind, expression = body.expression(node, fused.get(node))
+            kind, expression = body.expression(node, joined.get(node))
             body.values[node] = (f"t{len(lines) - 1}", kind)
             lines.append(f"  const {kind} {body.values[node][0]} = {expression};")
         elif node.op == "call_function":
@@ -199,11 +199,31 @@ def _function(
     return "\n".join([*lines, "}", ""])
 
 
-Fused = dict[fx.Node, tuple[fx.Node, fx.Node]]
+class Joined(NamedTuple):
+    """Some calls that are spelled as one: a function of the headers, and what it is given."""
+
+    function: str
+    given: Sequence[Any]
 
 
-def _fused_sums(nodes: Iterable[fx.Node]) -> Fused:
-    """Sums of two products -> the product that is known last, to be fused with the sum; the other.
+def _joined(nodes: Iterable[fx.Node]) -> dict[fx.Node, Joined]:
+    """By the last of the calls."""
+    return _fused_sums(nodes) | {
+        node: Joined("softplus_of_minus", [size])
+        for node in nodes
+        if (size := _softplus_of_minus(node)) is not None
+    }
+
+
+def _reads(node: fx.Node, joined: Mapping[fx.Node, Joined]) -> list[fx.Node]:
+    """What a node's expression is made of."""
+    if node not in joined:
+        return node.all_input_nodes
+    return [given for given in joined[node].given if isinstance(given, fx.Node)]
+
+
+def _fused_sums(nodes: Iterable[fx.Node]) -> dict[fx.Node, Joined]:
+    """Sums of two products: the product that is known last is fused with the sum.
 
     A step takes as long as its longest chain, and compilers would fuse either.
     """
@@ -217,7 +237,7 @@ def _fused_sums(nodes: Iterable[fx.Node]) -> Fused:
         products = [n for n in node.args if isinstance(n, fx.Node) and n.target in _PRODUCTS]
         if len(set(products)) == 2:
             early, late = sorted(products, key=lambda n: depth[n])
-            fused[node] = late, early
+            fused[node] = Joined("multiply_add", [*late.args, early])
     return fused
 
 
@@ -231,22 +251,6 @@ def _softplus_of_minus(node: fx.Node) -> fx.Node | None:
             return None
         (node,) = node.all_input_nodes
     return node if node.target is aten.abs.default else None
-
-
-def _needed(nodes: fx.graph._node_list, fused: Fused) -> set[fx.Node]:
-    """What results are computed from, where some calls are spelled as one."""
-    needed: set[fx.Node] = set()
-    for node in reversed(nodes):
-        if node.op != "output" and node not in needed:
-            continue
-        if node in fused:
-            product, other = fused[node]
-            needed |= {*product.all_input_nodes, other}
-        elif (size := _softplus_of_minus(node)) is not None:
-            needed.add(size)
-        else:
-            needed.update(node.all_input_nodes)
-    return needed
 
 
 class _Body:
@@ -268,15 +272,11 @@ class _Body:
             return argument
         return f"truth({spelled(argument)})" if kind == MASK else f"number({argument})"
 
-    def expression(self, node: fx.Node, fused: tuple[fx.Node, fx.Node] | None) -> tuple[str, str]:
-        """The kind and the expression of a call; of `_fused` sums the multiply-add."""
-        if fused is not None:
-            product, other = fused
-            terms = [spelled(self.converted(t, REAL)) for t in (*product.args, other)]
-            return REAL, f"multiply_add({', '.join(terms)})"
-        size = _softplus_of_minus(node)
-        if size is not None:
-            return REAL, f"softplus_of_minus({spelled(self.converted(size, REAL))})"
+    def expression(self, node: fx.Node, joined: Joined | None) -> tuple[str, str]:
+        """The kind and the expression of a call, or of those that are `joined` in it."""
+        if joined is not None:
+            terms = [spelled(self.converted(term, REAL)) for term in joined.given]
+            return REAL, f"{joined.function}({', '.join(terms)})"
         name = node.target._schema.name  # type: ignore[union-attr]
         kind = MASK if node.meta["dtype"] == torch.bool else REAL
         args = node.args

@@ -13,7 +13,7 @@ from pararnn.cells.base import Step
 from pararnn.errors import CellError, StructureError
 from pararnn.program.coupling import expand_entry
 from pararnn.program.structure import Structure
-from pararnn.program.trace import Graph, trace_pointwise, trace_rows
+from pararnn.program.trace import Graph, ancestors, trace_pointwise, trace_rows
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6
@@ -174,11 +174,8 @@ def linearise(
 def is_affine(graphs: Graphs, states: int) -> bool:
     """Whether no entry of an elementwise step's Jacobian depends on a state."""
     *nodes, output = graphs.jacobian.module.graph.nodes
-    needed = set(output.args[0][states:])
-    for node in reversed(nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    return needed.isdisjoint([node for node in nodes if node.op == "placeholder"][:states])
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    return ancestors(nodes, output.args[0][states:]).isdisjoint(inputs[:states])
 
 
 def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:

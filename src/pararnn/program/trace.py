@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,19 @@ UNTAGGED = {
 }
 # Kept whole: their decomposition is longer than the op and rounds differently.
 UNDECOMPOSED = (aten.lerp.Tensor, aten.lerp.Scalar)
+
+
+def ancestors(
+    nodes: Sequence[fx.Node],
+    of: Iterable[fx.Node],
+    reads: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
+) -> set[fx.Node]:
+    """The nodes of a graph that some are computed from, these included; `reads`: what one takes."""
+    found = set(of)
+    for node in reversed(nodes):
+        if node in found:
+            found.update(reads(node))
+    return found
 
 
 @dataclass(frozen=True)
