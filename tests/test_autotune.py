@@ -223,7 +223,6 @@ def test_a_pair_that_can_no_longer_be_built_is_passed_over(monkeypatch):
 
 
 def test_compiled_code_follows_the_records(operators):
-    torch.compiler.reset()
     layer = pararnn.ParaGRU(4, 6)
     key = pararnn.program_of(layer.cell).key
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -246,7 +245,6 @@ def test_compiled_code_follows_the_records(operators):
         with torch.compiler.set_stance("fail_on_recompile"):
             assert not by_newton(torch.randn(4, 80, 4))
             assert by_newton(x)
-    torch.compiler.reset()
 
 
 def test_wrong_shapes():

@@ -38,7 +38,6 @@ class _Recorded:
 @pytest.mark.parametrize("pair", OPS, ids="-".join)
 def test_engines_are_asked_for_what_is_wanted(monkeypatch, device, pair, left, compiled):
     torch.manual_seed(0)
-    torch._dynamo.reset()
     how = {"solver": pair[0], "backend": pair[1], "device": device}
     layer, x = pararnn.RecurrentLayer(pararnn.LSTMCell, 3, 4, **how), _input(device)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer

@@ -41,7 +41,6 @@ def _unseen_sizes(layer, run, stance="fail_on_recompile", **draw):
 
 
 def _compiled(layer, backend="aot_eager"):
-    torch._dynamo.reset()
     return torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
 
 

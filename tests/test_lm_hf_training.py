@@ -78,7 +78,6 @@ def test_accumulated_batches_are_one_batch():
 def test_checkpointing_changes_no_bit(kind, compiled):
     model = hugging(kind).train()
     blocks, results = model.model.backbone.blocks, []
-    torch._dynamo.reset()
     for part in {"nothing": [], "blocks": blocks, "model": [model]}[compiled]:
         part.compile(backend="aot_eager", fullgraph=True)
     for checkpointing in (False, True):
@@ -105,7 +104,6 @@ def count_calls(module):
 def test_blocks_compile_after_hidden_states_were_asked_for():
     model = hugging("hybrid")
     want = model(ROW, output_hidden_states=True).logits
-    torch._dynamo.reset()
     for block in model.model.backbone.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(model(ROW).logits, want)
@@ -120,7 +118,6 @@ def test_a_decoding_step_is_one_graph(kind):
     want = model(row).logits
     cache = StaticCache(config=model.config, max_cache_len=32)
     model(row[:, :4], past_key_values=cache)
-    torch._dynamo.reset()
     step = torch.compile(model, backend="aot_eager", fullgraph=True)
     got = [step(row[:, at : at + 1], past_key_values=cache).logits for at in (4, 5)]
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -133,7 +130,6 @@ def test_compiled_chunks_may_have_positions():
     model, row = hugging("gru"), tokens(2, 14)
     cache = StaticCache(config=model.config, max_cache_len=16)
     got = [model(row[:, :2], past_key_values=cache).logits]
-    torch._dynamo.reset()
     chunk = torch.compile(model, backend="aot_eager", fullgraph=True)
     for start in (2, 6, 10):
         where = torch.arange(start, start + 4)[None]
@@ -150,7 +146,6 @@ def test_generate_compiles_one_step():
         graphs.append(graph)
         return graph
 
-    torch._dynamo.reset()
     how = transformers.CompileConfig(fullgraph=True, backend=backend)
     how._compile_all_devices = True  # else steps are compiled on a GPU only
     static = {"cache_implementation": "static", "compile_config": how}

@@ -262,7 +262,6 @@ def test_autocast_leaves_float64_alone():
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_caller():
     args = tensors(2, 30)
-    torch._dynamo.reset()
 
     @torch.compile(backend="aot_eager")
     def step(hidden, weight, labels):

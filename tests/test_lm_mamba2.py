@@ -168,7 +168,6 @@ def test_its_blocks_compile_to_one_graph(monkeypatch) -> None:
         return mamba2.ssd(x, dt, a, b.unsqueeze(2), c.unsqueeze(2), skip, bias, mamba2.CHUNK)
 
     monkeypatch.setattr(mamba2, "recurrence", by_operator)
-    torch.compiler.reset()
     for block in model.backbone.layers:
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     loss = model.loss(tokens)
@@ -198,7 +197,6 @@ def test_a_token_by_the_kernel(compiled: bool, monkeypatch) -> None:
     cache = lm_decode.cache_of(model, lm_decode.Case("", mamba2.TINY, "eager", 2, 1))
     parts = [model(tokens[:, :1], cache)]
     if compiled:
-        torch.compiler.reset()
         for block in model.backbone.layers:
             block.compile(fullgraph=True, backend="aot_eager")
     states = [layer.states for layer in cache.layers]

@@ -150,7 +150,6 @@ def test_packed_rows_of_many_lengths_compile_a_few_times():
     model = plain("hybrid")
     for block in model.backbone.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
-    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
 
     def run(steps):

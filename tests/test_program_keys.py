@@ -203,7 +203,6 @@ def test_steps_that_change_what_they_read_are_warned_of(monkeypatch):
 
 
 def test_compiled_code_says_that_the_step_has_changed():
-    torch._dynamo.reset()  # what other tests compiled counts towards its limit
     layer = layer_of(Global)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     try:

@@ -324,7 +324,6 @@ def test_parametrised_parameters_are_drawn():
 
 
 def _compiled(run, backend="aot_eager"):
-    torch._dynamo.reset()  # how often one piece of code may be compiled is counted by process
     counter = CompileCounterWithBackend(backend)
     return torch.compile(run, fullgraph=True, backend=counter), counter
 
@@ -398,7 +397,6 @@ class Block(nn.Module):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("of_blocks", [False, True])
 def test_layers_of_one_shape_share_one_compilation(of_blocks, grad):
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     layers = [Block() if of_blocks else RecurrentLayer(pararnn.GRUCell, 6, 6) for _ in range(10)]
     states = [torch.randn(2, 6) for _ in layers]

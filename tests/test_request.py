@@ -122,7 +122,6 @@ def test_decoding_is_sequential_in_every_context():
 
 
 def test_compiled_code_follows_the_context(operators):
-    torch._dynamo.reset()  # how often one piece of code may be compiled is counted by process
     layer = pararnn.ParaGRU(4, 6)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 5, 4)  # the plain loop is compiled step by step
@@ -137,7 +136,6 @@ def test_compiled_code_follows_the_context(operators):
 
 
 def test_compiled_code_follows_the_context_of_the_thread_that_calls(operators):
-    torch._dynamo.reset()
     layer = pararnn.ParaGRU(4, 6)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 20, 4)

@@ -124,6 +124,14 @@ def test_compile_fullgraph(grad):
     assert torch.allclose(compiled(a, b, h), pararnn.scan(a, b, h), atol=1e-12)
 
 
+def test_compiled_calls_of_several_kinds():
+    """The second size makes Dynamo take every size for a symbol, the number of states too."""
+    compiled = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager")
+    for kind in KINDS:
+        inputs = _inputs(kind)
+        assert torch.allclose(compiled(*inputs), pararnn.scan(*inputs), atol=1e-12)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_what_is_broadcast_reset_and_padded(dynamic):
     _, b, h = _inputs("real")

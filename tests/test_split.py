@@ -94,7 +94,6 @@ def test_a_backward_pass_outside_of_the_context_keeps_the_split(newton_fused):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_follows_the_context(newton_fused, dynamic):
-    torch.compiler.reset()  # each split is a compilation, and there is a limit on their number
     layer, x = pararnn.ParaGRU(4, 6, **HOW), torch.randn(2, 50, 4, requires_grad=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     asked = [(8, None), (16, 0), (None, None), (32, 5), (8, None)]
@@ -102,7 +101,6 @@ def test_compiled_code_follows_the_context(newton_fused, dynamic):
         with pararnn.using(segments=segments, burn_in=burn_in):
             output, _ = compiled(x)
         output.sum().backward()
-    torch.compiler.reset()
     both = [(which, *split) for split in asked for which in ("forward", "backward")]
     assert newton_fused.asked == both
 

@@ -74,8 +74,9 @@ def _parts(
         return kind, gates, tuple(_full(part, b) for part in parts), start
     if b.ndim == 3:
         return 1, b.unsqueeze(2), (_full(a, b),), () if initial is None else (initial,)
-    entries = tuple(entry for row in _full(a, b).unbind(2) for entry in row.unbind(2))
-    return b.shape[2], b, entries, () if initial is None else initial.unbind(1)
+    rows = _full(a, b).unbind(2)  # counted, not b.shape[2]: that may be symbolic in a compiled call
+    entries = tuple(entry for row in rows for entry in row.unbind(2))
+    return len(rows), b, entries, () if initial is None else initial.unbind(1)
 
 
 def _full(a: Tensor, b: Tensor) -> Tensor:

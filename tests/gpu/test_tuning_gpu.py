@@ -75,7 +75,6 @@ def test_a_backward_pass_outside_of_the_context_keeps_the_split(splits):
 
 
 def test_compiled_code_follows_the_context(splits):
-    torch.compiler.reset()
     layer = pararnn.ParaGRU(16, 64, device="cuda", **HOW)
     compiled = torch.compile(layer, fullgraph=True)
     x = torch.randn(1, 4096, 16, device="cuda", requires_grad=True)
@@ -85,7 +84,6 @@ def test_compiled_code_follows_the_context(splits):
             output, _ = compiled(x)
         output.sum().backward()
         assert {split.segments for split in splits} == {segments}
-    torch.compiler.reset()
 
 
 def test_graphs_keep_the_split(splits):
