@@ -17,6 +17,7 @@ from undrawn import undrawn
 from pararnn import op
 from pararnn.codegen import cpp
 from pararnn.engines import tuned
+from pararnn.engines.form import FORMS
 
 torch.set_num_threads(1)
 os.environ["PARARNN_CACHE_DIR"] = str(kept.folder())
@@ -53,9 +54,10 @@ def _frozen() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _compiled_afresh() -> None:
-    """What earlier tests compiled decides nothing: which sizes are symbols, how many variants are
-    left before Dynamo's limit."""
+def _afresh() -> None:
+    """What earlier tests called decides nothing: engines that stood in the table, which sizes are
+    symbols, how many variants are left before Dynamo's limit."""
+    FORMS.clear()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

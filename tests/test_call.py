@@ -3,7 +3,7 @@
 import copy
 import pickle
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pararnn
-from pararnn.engines import table
+from pararnn.engines import table, tuned
 from pararnn.engines.base import KIND_OF, LEAVES, Arguments
+from pararnn.engines.split import BY_RULE
+from pararnn.engines.tuned import Measured
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
 
@@ -77,7 +79,7 @@ def test_the_choice_comes_with_the_solution(pair):
     assert asked == (3, 2)
 
 
-def test_layers_choose_once(monkeypatch):
+def test_layers_choose_once_for_a_form(monkeypatch):
     chosen = []
 
     def choose(*args):
@@ -88,15 +90,14 @@ def test_layers_choose_once(monkeypatch):
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4)
     assert layer.choice is None
     with pararnn.adapt(layer):
-        layer(torch.randn(2, 20, 3))
+        for _ in range(2):
+            layer(torch.randn(2, 20, 3))
     assert len(chosen) == 1
-    kept = layer.choice
-    assert kept.pair in PAIRS
+    layer(torch.randn(2, 21, 3))
+    assert len(chosen) == 2
+    assert layer.choice.pair in PAIRS
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert other.choice == kept
-    chosen.clear()
-    assert pararnn.verify(layer, torch.randn(2, 20, 3))
-    assert len(chosen) == 2  # the module's own call, and the one that is checked
+        assert other.choice == layer.choice
 
 
 @pytest.mark.skipif(("newton", "scan") not in PAIRS, reason="no C++ compiler")
@@ -122,29 +123,46 @@ def test_errors_name_what_can_be_built(monkeypatch):
     assert "fused)" not in str(error.value).partition("that can:")[2]
 
 
-def test_remembered_choices_are_forgotten(monkeypatch):
-    case = make_case(pararnn.GRUCell, torch.float32, 20)
-    program, cpu = program_of(case.cell), torch.device("cpu")
+def test_what_is_remembered_of_a_form_depends_on_the_context_and_on_the_machine(monkeypatch):
+    case = make_case(pararnn.GRUCell, torch.float32, 4096)
+    program = program_of(case.cell)
 
-    def chosen(*pair):
-        return table.choose(program, (1, 4096, 8), torch.float32, cpu, *pair).pair
+    def choice(*asked):
+        return run(program, prepare(case.cell, case.gates), *asked).choice
 
-    asked = [("auto", "auto"), ("newton", "auto")]
-    pairs = [chosen(*pair) for pair in asked]
-    assert [chosen(*pair) for pair in asked] == pairs
+    first = choice("auto", "auto")
+    assert choice("auto", "auto") is first
+    assert choice("newton", "auto").pair == choice("newton", "auto").pair != first.pair
+    with pararnn.using(segments=3):
+        assert choice("auto", "auto").asked.segments == 3
+    assert choice("auto", "auto") is first
     if FUSED in PAIRS:
+        tuned.remember(first.problem, [Measured("newton", "torch", BY_RULE, 1.0)])
+        assert choice("auto", "auto").pair == ("newton", "torch")
+        tuned.forget(first.problem)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-        assert pairs[0] == ("sequential", "fused")
-        assert chosen("auto", "auto") == ("newton", "fused")
-    with monkeypatch.context() as patch:
-        patch.setattr(table, "_why_not_built", _no_compiler)
-        patch.setattr(table, "_say", lambda message: None)
-        assert chosen(*asked[1]) == ("newton", "torch")
-    assert chosen(*asked[1]) == pairs[1]
-    if FUSED in PAIRS:
-        unable = replace(table.find(*pairs[1], cpu), why_not=lambda program: "it is gone")
-        monkeypatch.setitem(table.TABLE, (*pairs[1], "cpu"), unable)
-        assert chosen(*asked[1]) == ("newton", "torch")
+        assert first.pair == ("sequential", "fused")
+        assert choice("auto", "auto").pair == ("newton", "fused")
+
+
+SLIPS = {
+    "a state of another size": lambda cell: torch.zeros(2, 5),
+    "an integer": lambda cell: torch.zeros(2, 4, dtype=torch.long),
+    "elsewhere": lambda cell: torch.zeros(2, 4, device="meta"),
+    "no tensor": lambda cell: [[0.0] * 4],
+}
+
+
+@pytest.mark.parametrize("initial", SLIPS.values(), ids=SLIPS)
+def test_slips_are_seen_after_calls_that_fit(initial):
+    cell, gates = pararnn.GRUCell(4), torch.randn(2, 20, 3, 4)
+    for _ in range(2):
+        pararnn.solve(cell, gates, torch.zeros(2, 4))
+        with pytest.raises((TypeError, ValueError), match="initial state 'h'"):
+            pararnn.solve(cell, gates, initial(cell))
+    cell.to("meta")
+    with pytest.raises(ValueError, match="the cell is on meta"):
+        pararnn.solve(cell, gates, torch.zeros(2, 4))
 
 
 HOW = ("solver", "backend")

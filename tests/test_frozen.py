@@ -86,9 +86,9 @@ def test_cuda_adds_up_no_weights_that_are_frozen(monkeypatch, solver, wanted):
     install(gpu(), monkeypatch)
     added, real = [], fused_cuda._Launch.sum_weights
 
-    def sum_weights(launch, form, tensors):
+    def sum_weights(launch, gpu, tensors):
         added.append(tensors[0].shape[1])
-        real(launch, form, tensors)
+        real(launch, gpu, tensors)
 
     monkeypatch.setattr(fused_cuda._Launch, "sum_weights", sum_weights)
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4, solver=solver, backend="fused")

@@ -14,6 +14,8 @@ from table import needs_compiler
 import pararnn
 from pararnn.codegen.cuda import Variant
 from pararnn.engines import fused_cpu, fused_cuda
+from pararnn.engines.form import FORMS
+from pararnn.engines.launch import taken
 from pararnn.engines.strides import unit_stride
 from pararnn.program.program import program_of
 from pararnn.solve import prepare
@@ -27,6 +29,7 @@ BATCH, STEPS, CHANNELS = 2, 300, 32
 class Kernel:
     """What a launch would run."""
 
+    cell: str
     variant: Variant
     capability: tuple[int, int]
 
@@ -41,7 +44,9 @@ def _device(cores):
     """A GPU on which nothing is compiled; one with a number is an older one."""
     return replace(
         gpu(cores=cores),
-        kernels=lambda program, variant, capability: {"run": Kernel(variant, capability)},
+        kernels=lambda program, variant, capability: {
+            "run": Kernel(program.cell_name, variant, capability)
+        },
         capability=lambda device: (9, 0) if device.index is None else (8, 0),
     )
 
@@ -61,6 +66,13 @@ class Leaky(pararnn.Cell):
         return gate.f * z * state.h + (1 - z) * torch.tanh(gate.c + r * param.a_c * state.h)
 
 
+class Other(Leaky):
+    """A cell of the same words and another step."""
+
+    def step(self, state, gate, param):
+        return gate.f * super().step(state, gate, param)
+
+
 def _record(dtype=torch.float32, batch=BATCH, steps=STEPS, spread=1, wide=True, **options):
     torch.manual_seed(0)
     cell = Leaky(CHANNELS)
@@ -75,20 +87,31 @@ def _shifted(record):
     return replace(record, gates=gates.copy_(record.gates))
 
 
+def _field_shifted(record):
+    """The same of a field."""
+    (field,) = record.fields
+    shifted = torch.empty(field.numel() + 1)[1:].view(field.shape)
+    return replace(record, fields=(shifted.copy_(field),))
+
+
 def _halved(record):
     """All weights of another dtype."""
     params = tuple(p.bfloat16() for p in record.params)
     return replace(record, bias=record.bias.bfloat16(), params=params)
 
 
-def _cpu(record, solver="newton"):
-    gates = unit_stride(record.gates)
-    return fused_cpu._form_of(solver, program_of(Leaky(CHANNELS)), record, gates)[0]
+def _cpu(record, solver="newton", adjoint=None):
+    record = replace(record)  # whose form is asked for anew
+    tensors = taken(record, fused_cpu._taken, record.dtype)
+    return fused_cpu._kept_launch(solver, program_of(Leaky(CHANNELS)), record, tensors, adjoint)
 
 
-def _cuda(record, solver="newton"):
-    program = program_of(Leaky(CHANNELS))
-    return fused_cuda._form_of(GPU, solver, program, record, unit_stride(record.gates))[0]
+def _cuda(record, solver="newton", adjoint=None, device=GPU, cell=Leaky):
+    record = replace(record)
+    weights = fused_cuda._weight_dtype(record)
+    tensors = taken(record, unit_stride, weights)
+    program = program_of(cell(CHANNELS))
+    return fused_cuda._kept_launch(device, solver, program, record, tensors, weights, adjoint)
 
 
 PLAIN = _record()
@@ -100,69 +123,73 @@ COMMON = {
     "fields": ("newton", _record(wide=False)),
     "reverse": ("newton", _record(reverse=True)),
     "asked": ("newton", replace(PLAIN, segments=7, burn_in=3)),
+    "initial": ("newton", replace(PLAIN, initial=(torch.zeros(BATCH, CHANNELS),))),
 }
 CUDA = COMMON | {
     "chunk": ("newton", _shifted(PLAIN)),
+    "field chunk": ("newton", _field_shifted(PLAIN)),
     "events": ("newton", _record(reset=torch.zeros(BATCH, STEPS, dtype=torch.bool))),
-    "weight_dtype": ("newton", _halved(PLAIN)),
+    "weight dtype": ("newton", _halved(PLAIN)),
 }
-OWN = {
-    "gpu": OTHER,
-    "device": torch.device("cpu", 0),
-    "field_chunk": 4,
-    "program": program_of(pararnn.LRCCell(CHANNELS)),
-}
-
-
-def _says(form, launch_of, name, other):
-    """A form that kept its first value of a part would launch something else."""
-    assert getattr(form, name) != getattr(other, name)
-    assert launch_of(other) != launch_of(other._replace(**{name: getattr(form, name)}))
 
 
 @pytest.mark.parametrize("name", COMMON)
 def test_cpu_launches_depend_on(name):
     solver, record = COMMON[name]
-    _says(_cpu(PLAIN), fused_cpu._launch, name, _cpu(record, solver))
+    first = _cpu(PLAIN)
+    assert _cpu(record, solver) != first
+    assert _cpu(PLAIN) is first
 
 
 def test_cpu_launches_depend_on_threads(monkeypatch):
-    form = _cpu(PLAIN)
+    first = _cpu(PLAIN)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 7)
-        _says(form, fused_cpu._launch, "threads", _cpu(PLAIN))
+        assert _cpu(PLAIN) != first
     monkeypatch.setattr(fused_cpu, "_openmp", lambda: 12345)
-    _says(form, fused_cpu._launch, "openmp", _cpu(PLAIN))
+    assert _cpu(PLAIN) != first
 
 
 @pytest.mark.parametrize("name", CUDA)
 def test_cuda_launches_depend_on(name):
     solver, record = CUDA[name]
-    _says(_cuda(PLAIN), fused_cuda.launch_of, name, _cuda(record, solver))
+    first = _cuda(PLAIN)
+    assert _cuda(record, solver) != first
+    assert _cuda(PLAIN) is first
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_cuda_launches_depend_on_what_no_record_says(name):
-    form = _cuda(PLAIN)
-    _says(form, fused_cuda.launch_of, name, form._replace(**{name: OWN[name]}))
+def test_cuda_launches_depend_on_the_gpu_and_the_program():
+    first = _cuda(PLAIN)
+    assert _cuda(PLAIN, device=OTHER) != first
+    assert _cuda(PLAIN, cell=Other) != first
 
 
-def test_forms_name_all_that_is_tested():
-    assert {*COMMON, "threads", "openmp", "program"} == {*fused_cpu._Form._fields}
-    assert {*CUDA, *OWN} == {*fused_cuda._Form._fields}
+def test_forms_differ_by_device_and_by_who_wants_a_gradient():
+    gates = PLAIN.gates.clone()
+    records = [
+        replace(PLAIN),
+        replace(PLAIN, gates=gates.to("meta")),
+        replace(PLAIN, gates=gates.requires_grad_()),
+        replace(PLAIN, gates=torch._neg_view(gates.detach())),
+        replace(PLAIN, on_failure="raise"),
+        replace(PLAIN, output_only=True),
+    ]
+    assert len({id(record.form) for record in records}) == len(records)
+    assert replace(PLAIN).form is records[0].form
+    assert [record.form.leaves for record in records[:3]] == [True] * 3
+    assert [record.form.plain for record in records[2:4]] == [True, False]
 
 
 def test_backward_launches_depend_on_gradients_that_arrive():
-    form, wide = _cpu(PLAIN), (STEPS * CHANNELS, CHANNELS)
+    wide = (STEPS * CHANNELS, CHANNELS)
     strides = PLAIN.gates.stride()
     launches = [
-        fused_cpu._launch(form, fused_cpu._Adjoint(gates, arriving))
+        _cpu(PLAIN, adjoint=fused_cpu._Adjoint(gates, arriving))
         for gates in (strides, (*strides[:2], 2 * CHANNELS, 1))
         for arriving in ((wide,), ((0, 0),))
     ]
-    form = _cuda(PLAIN)
     launches += [
-        fused_cuda.launch_of(form, fused_cuda._Adjoint(arriving, chunk))
+        _cuda(PLAIN, adjoint=fused_cuda._Adjoint(arriving, chunk))
         for arriving in ((wide,), ((2 * STEPS * CHANNELS, CHANNELS),), (None,))
         for chunk in (16, 4)
     ]
@@ -196,10 +223,10 @@ def test_a_gradient_that_arrives_unaligned_is_copied_in_small_pieces(monkeypatch
     install(gpu(), monkeypatch)
     chunks, real = [], fused_cuda.launch_of
 
-    def noted(form, adjoint=None):
-        if adjoint is not None:
-            chunks.append(adjoint.chunk)
-        return real(form, adjoint)
+    def noted(*given):
+        if given[-1] is not None:
+            chunks.append(given[-1].chunk)
+        return real(*given)
 
     monkeypatch.setattr(fused_cuda, "launch_of", noted)
     cell, gates = pararnn.GRUCell(8), torch.randn(2, 20, 3, 8, requires_grad=True)
@@ -254,7 +281,7 @@ def test_a_layer_that_changes_runs_as_a_new_one(change):
     before = results(layer)
     change(layer)
     change(new)
-    fused_cpu._launch.cache_clear()
+    FORMS.clear()
     expected = results(new)
     after = results(layer)
     assert after[0] == expected[0]

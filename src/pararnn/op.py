@@ -12,10 +12,11 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from pararnn.engines.base import REST, Arguments, Engine, Solution, schema
+from pararnn.engines.form import plain
 from pararnn.engines.strides import as_dtype
 from pararnn.engines.table import find
 from pararnn.errors import EngineError
@@ -24,7 +25,6 @@ from pararnn.program.program import Program, program_by_key, program_in_use
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
 
 _OUTPUT_ONLY = REST.index("output_only")
-_ORDINARY = (Tensor, nn.Parameter)
 _LIBRARY = torch.library.Library("pararnn", "DEF")
 _HOW = "str key, str solver, str backend"
 _LIBRARY.define(f"forward({_HOW}, {schema()}) -> (Tensor[], Tensor[], Tensor)")
@@ -49,11 +49,11 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
     over cells that mix channels, over where sequences start, and over gradients. Raises EngineError
     where torch.onnx.export would find the op.
     """
-    tensors, rest = args.flatten()
-    alone = _alone_with(tensors)
-    gradients = torch.is_grad_enabled() and _wants_gradient(tensors)
-    if alone and not gradients:
+    alone = _unwatched() and args.form.plain
+    if alone and not (torch.is_grad_enabled() and args.form.leaves):
         return _forward(program, engine, args)
+    tensors, rest = args.flatten()
+    gradients = torch.is_grad_enabled() and _wants_gradient(tensors)
     how = How(program.key, engine.solver, engine.backend)
     if torch.compiler.is_compiling():
         _refuse_onnx(engine)
@@ -87,13 +87,13 @@ def _wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
     return True in [tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
-def _alone_with(tensors: Iterable[Any]) -> bool:
-    """Whether nobody but autograd sees a call on these tensors: no compiler, transform, mode,
-    tracer, profiler or subclass, nor what the dispatcher makes of negations that are put off.
+def _unwatched() -> bool:
+    """Whether nobody but autograd sees a call on plain tensors: no compiler, transform, mode,
+    tracer or profiler.
 
-    It then only calls what is behind the op, for which it takes 50 us.
+    The dispatcher then only calls what is behind the op, for which it takes 50 us.
     """
-    watched = (
+    return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
@@ -102,14 +102,6 @@ def _alone_with(tensors: Iterable[Any]) -> bool:
         or torch._C._autograd._profiler_enabled()
         or forward_ad._current_level >= 0
     )
-    if watched:
-        return False
-    for tensor in tensors:
-        if tensor is not None and (
-            type(tensor) not in _ORDINARY or tensor.is_neg() or tensor._is_zerotensor()
-        ):
-            return False
-    return True
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -148,7 +140,7 @@ class _Solve(torch.autograd.Function):
         grads, needed = grads[: 2 * n], ctx.needs_input_grad[3:]
         # What was nobody else's in the forward pass still is, but for gradients that arrive.
         direct = ctx.direct
-        alone = direct and not torch.is_grad_enabled() and _alone_with(grads)
+        alone = direct and not torch.is_grad_enabled() and _unwatched() and all(map(plain, grads))
         wanted, places = (_wanted_again if alone else _wanted)(needed, rest)
         if alone:
             args = Arguments.unflatten(tensors, rest)
@@ -298,7 +290,7 @@ def _backward(
     full = args.completed(program.num_states)
     grads = engine.backward(program, full, states, grad_states, grad_final, wanted)
     params = tuple(map(as_dtype, grads.params, args.params))
-    return replace(grads, params=params).leaves(wanted)
+    return grads._replace(params=params).leaves(wanted)
 
 
 def _forward_fake(*given: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:

@@ -7,19 +7,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pararnn.cells.base import Cell
+from pararnn.engines import tuned
 from pararnn.engines.base import ON_FAILURE, Arguments, Engine, Solution
 from pararnn.engines.request import left_open, split_asked
-from pararnn.engines.split import BY_RULE
+from pararnn.engines.split import BY_RULE, Pin
 from pararnn.engines.table import Choice, choose
 from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.op import apply_engine
 from pararnn.program.program import Program, program_of
 from pararnn.sequences import Sequences, of_cu_seqlens
-
-_WHOLE = (nn.Parameter, Tensor)
 
 
 def solve(
@@ -88,14 +87,31 @@ class Solved(NamedTuple):
 
 
 def run(program: Program, args: Arguments, solver: str, backend: str) -> Solved:
-    """A call, by the engine for a request; what the context asks of the split included."""
-    choice = choose(program, args.size, args.gates.dtype, args.gates.device, solver, backend)
-    asked = split_asked(choice.asked)
-    if asked != BY_RULE:
-        choice = choice._replace(asked=asked)
-        args = replace(args, segments=asked.segments, burn_in=asked.burn_in)
-    solution = run_engine(program, choice.engine, args)
-    return Solved(solution.states, solution.final, solution.info, choice)
+    """A call, by the engine for a request; what the context asks of the split included.
+
+    What is checked and chosen is remembered for calls of the same form.
+    """
+    request = (program, solver, backend, split_asked())
+    if torch.compiler.is_compiling():
+        choice, engine = _chosen(args, *request)
+    else:
+        # Beside the call's form and the request a choice depends on these.
+        key = (*request, torch.get_num_threads(), tuned.records(program.key))
+        choice, engine = args.form.kept(key, _chosen, args, *request)
+    if choice.asked != BY_RULE:
+        args = replace(args, segments=choice.asked.segments, burn_in=choice.asked.burn_in)
+    states, final, info = run_engine(program, engine, args)
+    return Solved(states, final, info, choice)
+
+
+def _chosen(
+    args: Arguments, program: Program, solver: str, backend: str, asked: Pin
+) -> tuple[Choice, Engine]:
+    """What runs a call, if its tensors fit each other."""
+    _check_fit(program, args)
+    problem = (args.size, args.gates.dtype, args.gates.device)
+    choice = choose(program, *problem, solver, backend).pinned(asked)
+    return choice, choice.engine
 
 
 def run_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
@@ -121,7 +137,8 @@ def prepare(
     on_failure: str = "warn",
     output_only: bool = False,
 ) -> Arguments:
-    """The record of a call of `solve`, checked; errors as there.
+    """The record of a call of `solve`; errors as there, but for what `run` checks: how parameters
+    and initial states fit the gates.
 
     As layers call it too: with the bias (G, D), `sequences`, which say what `cu_seqlens` would for
     any number of rows, and `output_only`.
@@ -132,20 +149,12 @@ def prepare(
     if cu_seqlens is not None:
         sequences = of_cu_seqlens(cu_seqlens, len(gates), gates.shape[1], gates.device)
     count = gates.shape[0] if sequences is None else sequences.total  # len would fix it in exports
-    params = cell.lifted_params()
-    for param in params:
-        if type(param) not in _WHOLE:
-            _check_whole(cell, param)
-    if params and params[0].device != gates.device:
-        raise ValueError(
-            f"the cell is on {params[0].device} and gates on {gates.device}; move one of them"
-        )
     return Arguments(
         gates=gates,
         bias=bias,
         fields=_fields(cell, gates, fields or {}),
-        params=params,
-        initial=() if initial_state is None else _initial(cell, gates, count, initial_state),
+        params=cell.lifted_params(),
+        initial=() if initial_state is None else _initial(cell, initial_state),
         sequences=count,
         seq=None if sequences is None else sequences.seq,
         reset=checked_reset(gates, reset),
@@ -168,13 +177,27 @@ def _check_gates(cell: Cell, gates: Tensor) -> None:
         raise ValueError(f"gates of {type(cell).__name__} must be {wanted}, got {size}")
 
 
-def _check_whole(cell: Cell, param: Tensor) -> None:
-    if hasattr(param, "full_tensor"):
-        raise TypeError(
-            f"the parameters of {type(cell).__name__} are DTensors, which a solve cannot read: "
-            "what shards a cell gathers them for its forward, and a cell has none. Shard the layer "
-            "around it: fully_shard(rnn.layers[i]), or fully_shard(rnn)"
-        )
+def _check_fit(program: Program, args: Arguments) -> None:
+    """That parameters and initial states fit the gates."""
+    here, size = args.gates.device, (args.sequences, args.channels)
+    for param in args.params:
+        if hasattr(param, "full_tensor"):
+            raise TypeError(
+                f"the parameters of {program.cell_name} are DTensors, which a solve cannot read: "
+                "what shards a cell gathers them for its forward, and a cell has none. Shard the "
+                "layer around it: fully_shard(rnn.layers[i]), or fully_shard(rnn)"
+            )
+        if param.device != here:
+            raise ValueError(f"the cell is on {param.device} and gates on {here}; move one of them")
+    for name, state in zip(program.states, args.initial, strict=False):
+        if not state.is_floating_point():
+            raise TypeError(
+                f"initial state {name!r} must be a floating-point tensor, got {state.dtype}"
+            )
+        if tuple(state.shape) != size:
+            raise ValueError(f"initial state {name!r} must be {size}, got {tuple(state.shape)}")
+        if state.device != here:
+            raise ValueError(f"initial state {name!r} is on {state.device}, gates on {here}")
 
 
 def _fields(cell: Cell, gates: Tensor, fields: Mapping[str, Tensor | float]) -> tuple[Tensor, ...]:
@@ -205,10 +228,8 @@ def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...
     return full.expand(size)
 
 
-def _initial(
-    cell: Cell, gates: Tensor, sequences: int, given: Tensor | Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    names, size = cell.states, (sequences, cell.hidden_size)
+def _initial(cell: Cell, given: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    names = cell.states
     states = (given,) if isinstance(given, Tensor) else tuple(given)
     if len(states) != len(names):
         raise ValueError(
@@ -216,14 +237,10 @@ def _initial(
             f"each of {tuple(names)}, got {len(states)}"
         )
     for name, state in zip(names, states, strict=True):
-        if not isinstance(state, Tensor) or not state.is_floating_point():
-            got = state.dtype if isinstance(state, Tensor) else type(state).__name__
-            raise TypeError(f"initial state {name!r} must be a floating-point tensor, got {got}")
-        if tuple(state.shape) != size:
-            raise ValueError(f"initial state {name!r} must be {size}, got {tuple(state.shape)}")
-        if state.device != gates.device:
-            raise ValueError(
-                f"initial state {name!r} is on {state.device}, gates on {gates.device}"
+        if not isinstance(state, Tensor):
+            raise TypeError(
+                f"initial state {name!r} must be a floating-point tensor, got "
+                f"{type(state).__name__}"
             )
     return states
 

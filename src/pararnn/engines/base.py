@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
 from itertools import islice
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
+from pararnn.engines.form import Form, form_of
 from pararnn.engines.rule import Merit, Size
 from pararnn.engines.split import Pin, Split
 from pararnn.numerics import compute_dtype
@@ -67,6 +69,11 @@ class Arguments:
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
         return compute_dtype(self.gates.dtype)
+
+    @cached_property
+    def form(self) -> Form:
+        """What this call shares with others of its form. Not in compiled regions."""
+        return form_of(self)
 
     @property
     def split(self) -> Pin:
@@ -209,8 +216,7 @@ def _listed(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-@dataclass(frozen=True)
-class Solution:
+class Solution(NamedTuple):
     """States (B, T, D) in the gates' dtype and final states (S, D) in the compute dtype, a state
     each, and info: int64 (K, 2), `sweeps` and `mended` of some columns each; see `totals`."""
 
@@ -228,8 +234,7 @@ def totals(info: Tensor) -> Tensor:
     return torch.stack([info[:, 0].amax(), info[:, 1].sum()])
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Gradients of the arguments of the same names, in their dtypes and shapes; none of initial
     states that are not given. Those that nobody wants need not be right, nor there.
 
@@ -247,7 +252,7 @@ class Gradients:
         return _leaves(self, wanted)
 
 
-LEAVES = tuple(field.name for field in fields(Gradients))
+LEAVES = Gradients._fields
 """The arguments that have gradients, in the record's order."""
 
 Forward = Callable[[Program, Arguments], Solution]

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pararnn.codegen.cpp import SOLVERS, kernels_of
+from pararnn.codegen.cpp import SOLVERS, Kernel, kernels_of
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.interface import Values, Words, interface_of
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.launch import (
-    FORMS,
     Frame,
     Place,
     Places,
     adjoint_values,
+    first_taken,
     frame_of,
     input_values,
+    taken,
 )
 from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import BY_RULE, Pin, Split, split_of
@@ -30,11 +31,9 @@ from pararnn.engines.strides import (
     gradients_like,
     head_strides,
     heads_of,
-    narrow,
     new_grad_initial,
     new_states,
     row_and_time,
-    tensors_taken,
     unit_stride,
 )
 from pararnn.numerics import compute_dtype
@@ -50,12 +49,12 @@ MIN_SIZE = 256
 
 
 def _forward(solver: str, program: Program, args: Arguments) -> Solution:
-    form, tensors = _form_of(solver, program, args, _taken(args.gates))
+    tensors = taken(args, _taken, args.form.dtype)
+    launch = _kept_launch(solver, program, args, tensors)
     states, final = new_states(program.num_states, args)
     info = torch.zeros((1, 2), dtype=torch.int64)
-    launch = _launch(form)
     tensors += (*states, *final, *launch.shared(args.gates, info))
-    kernels_of(program, args.gates.dtype, solver).forward(launch.frame.filled(tensors))
+    launch.kernel(launch.frame.filled(tensors))
     return Solution(states, final, info)
 
 
@@ -68,13 +67,15 @@ def _backward(
     grad_final: tuple[Tensor | None, ...],
     wanted: Sequence[str],
 ) -> Gradients:
-    gates, new, dtype = _taken(args.gates), args.gates.new_empty, args.dtype
-    form, tensors = _form_of(solver, program, args, gates)
+    form, new = args.form, args.gates.new_empty
+    dtype, channels = form.dtype, form.size[2]
+    tensors = taken(args, _taken, dtype)
     grad_gates = torch.empty_like(args.gates)
     written = _taken(grad_gates)
     arriving = [None if g is None else unit_stride(g) for g in grad_states]
-    launch = _launch(form, _Adjoint(written.stride(), tuple(map(row_and_time, arriving))))
-    num_gates, num_params, channels = len(program.gates), len(args.params), args.channels
+    adjoint = _Adjoint(written.stride(), tuple(map(row_and_time, arriving)))
+    launch = _kept_launch(solver, program, args, tensors, adjoint)
+    num_gates, num_params = len(program.gates), len(args.params)
     grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
     grad_initial = new_grad_initial(args, grad_final)
     sums = new((launch.spans, num_gates + num_params, channels), dtype=dtype)
@@ -84,60 +85,25 @@ def _backward(
     tensors += arriving
     tensors += [None if g is None else g.contiguous() for g in grad_final]
     tensors += (written, *grad_fields, *(grad_initial or (None,) * len(states)), sums)
-    tensors += (grad_bias, *grad_params, *launch.shared(gates, None))
-    kernels_of(program, gates.dtype, solver).backward(launch.frame.filled(tensors))
+    tensors += (grad_bias, *grad_params, *launch.shared(args.gates, None))
+    launch.kernel(launch.frame.filled(tensors))
     grads = (grad_bias, grad_fields, grad_params, grad_initial)
     return gradients_like(args, grad_gates, written, *grads, wanted)
 
 
-class _Form(NamedTuple):
-    """All that the words of a pass depend on but addresses; of the gates as kernels take them."""
-
-    solver: str
-    program: Program
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    fields: tuple[tuple[int, ...], ...]
-    reverse: bool
-    asked: Pin
-    threads: int
-    openmp: int
-
-
 class _Adjoint(NamedTuple):
-    """What those of a backward pass depend on too: the strides of the gates' gradient, and of those
-    that arrive."""
+    """What the words of a backward pass depend on beside a call's form: the strides of the gates'
+    gradient, and of those that arrive."""
 
     strides: tuple[int, ...]
     arriving: tuple[tuple[int, int], ...]
 
 
-def _form_of(
-    solver: str, program: Program, args: Arguments, gates: Tensor
-) -> tuple[_Form, list[Tensor | None]]:
-    """The form of a call, and the tensors that both passes begin with, as kernels take them."""
-    dtype = args.dtype
-    fields = [narrow(f, dtype) for f in args.fields]
-    form = _Form(
-        solver,
-        program,
-        dtype,
-        gates.shape,
-        gates.stride(),
-        tuple([(*f.stride()[:2], f.shape[-1]) for f in fields]),
-        args.reverse,
-        args.split,
-        torch.get_num_threads(),
-        _openmp(),
-    )
-    return form, tensors_taken(args, gates, fields, dtype, program.num_states)
-
-
 class _Launch(NamedTuple):
-    """A pass on calls of one form: its words, the spans that it sums apart, and the sizes of what
-    a solver takes for cutting time: nothing for the loop."""
+    """A pass on calls of one form: its kernel and its words, the spans that it sums apart, and the
+    sizes of what a solver takes for cutting time: nothing for the loop."""
 
+    kernel: Kernel
     frame: Frame
     spans: int
     starts: tuple[int, ...] = ()
@@ -155,49 +121,70 @@ class _Launch(NamedTuple):
         return [*own, gates.new_zeros(self.products, dtype=dtype), info]
 
 
-@lru_cache(maxsize=FORMS)
-def _launch(form: _Form, adjoint: _Adjoint | None = None) -> _Launch:
-    interface, place = interface_of(form.program, "cpp", form.solver), Places()
-    (batch, steps, *_), (heads, width) = form.shape, heads_of(form.shape)
-    counts, fields = interface.counts, form.fields
+def _kept_launch(
+    solver: str,
+    program: Program,
+    args: Arguments,
+    tensors: Sequence[Tensor | None],
+    adjoint: _Adjoint | None = None,
+) -> _Launch:
+    """The launch of a pass on tensors as `taken` gives them; kept for all calls of the form."""
+    depends = solver, program, torch.get_num_threads(), _openmp()
+    return args.form.kept((*depends, adjoint), _launch, *depends, args, tensors, adjoint)
+
+
+def _launch(
+    solver: str,
+    program: Program,
+    threads: int,
+    openmp: int,
+    args: Arguments,
+    tensors: Sequence[Tensor | None],
+    adjoint: _Adjoint | None,
+) -> _Launch:
+    interface, place, form = interface_of(program, "cpp", solver), Places(), args.form
+    gates, fields = first_taken(args, tensors)
+    (batch, steps, channels), (heads, width) = form.size, heads_of(gates.shape)
+    counts = interface.counts
     inputs: Values = {
         "rows": batch,
         "length": steps,
-        "gate_strides": gate_strides(interface, head_strides(form.shape, form.strides)),
-        **input_values(place, counts, fields),
-        "field_channel": [int(size > 1) for _, _, size in fields],
+        "gate_strides": gate_strides(interface, head_strides(gates.shape, gates.stride())),
+        **input_values(place, counts, args, fields),
+        "field_channel": [int(field.shape[-1] > 1) for field in fields],
         "heads": heads,
         "channels": width,
-        "reverse": int(form.reverse),
-        "threads": form.threads,
-        "openmp": form.openmp,
+        "reverse": int(args.reverse),
+        "threads": threads,
+        "openmp": openmp,
     }
     values: dict[str, Words] = {"in": interface.packed("Inputs", inputs)}
+    kernels = kernels_of(program, gates.dtype, solver)
     if adjoint is None:
-        direction = "Forward"
+        direction, kernel = "Forward", kernels.forward
         values |= {"states": place.row(counts.states), "final": place.row(counts.states)}
     else:
-        direction = "Backward"
+        direction, kernel = "Backward", kernels.backward
         values |= adjoint_values(place, adjoint.arriving, counts.fields)
         values["grad_gate_strides"] = gate_strides(
-            interface, head_strides(form.shape, adjoint.strides)
+            interface, head_strides(gates.shape, adjoint.strides)
         )
-        bias, row = place.one(), heads * width * form.dtype.itemsize
+        bias, row = place.one(), channels * form.dtype.itemsize
         rows = [Place(bias.tensor, g * row) for g in range(counts.gates)]
         values["grad_weights"] = [*rows, *place.row(counts.params)]
     parts: dict[str, Words] = {"pass": interface.packed(f"{direction}Problem", values)}
     spans = batch
     starts: tuple[int, ...] = ()
     products: tuple[int, ...] = ()
-    if form.solver == "newton":
-        split = split_for((batch, steps, heads * width), form.dtype, form.asked)
+    if solver == "newton":
+        split = split_for(form.size, form.dtype, args.split)
         shooting = {name: place.one() for name in ("starts", "ends", "sizes", "products", "info")}
         parts["shooting"] = interface.packed("ShootingWords", {**split._asdict(), **shooting})
         spans *= split.segments
-        starts = (batch, split.segments, counts.states, heads * width)
-        products = (batch, split.segments, counts.states**2, heads * width)
+        starts = (batch, split.segments, counts.states, channels)
+        products = (batch, split.segments, counts.states**2, channels)
     frame = frame_of(interface.packed(f"{direction}Launch", parts))
-    return _Launch(frame, spans, starts, products)
+    return _Launch(kernel, frame, spans, starts, products)
 
 
 def split_for(size: tuple[int, int, int], dtype: torch.dtype, asked: Pin = BY_RULE) -> Split:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,12 +24,13 @@ from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.launch import (
-    FORMS,
     Frame,
     Places,
     adjoint_values,
+    first_taken,
     frame_of,
     input_values,
+    taken,
 )
 from pararnn.engines.plan_cuda import Plan, plan, shared_of
 from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
@@ -39,15 +40,12 @@ from pararnn.engines.strides import (
     gradients_like,
     head_strides,
     heads_of,
-    narrow,
     new_grad_initial,
     new_states,
     row_and_time,
-    tensors_taken,
     unit_stride,
 )
 from pararnn.errors import EngineError
-from pararnn.numerics import compute_dtype
 from pararnn.program.program import Program
 
 MAX_LENGTH = 2**30
@@ -55,14 +53,15 @@ MAX_BLOCKS = 2**31 - 1
 
 
 def _forward(gpu: Gpu, solver: str, program: Program, args: Arguments) -> Solution:
-    form, tensors = _form_of(gpu, solver, program, args, unit_stride(args.gates))
+    weights = _weight_dtype(args)
+    tensors = taken(args, unit_stride, weights)
+    launch = _kept_launch(gpu, solver, program, args, tensors, weights)
     states, final = new_states(program.num_states, args)
-    launch = launch_of(form)
     info = args.gates.new_empty((INFO_SLOTS[solver], 2), dtype=torch.int64)
     # Slots that no tile writes, or that several share, are zero at first.
     if not launch.blocks or (solver == "newton" and launch.blocks > len(info)):
         info.zero_()
-    launch.run(form, [*tensors, *states, *final, info])
+    launch.run(gpu, [*tensors, *states, *final, info])
     return Solution(states, final, info)
 
 
@@ -76,85 +75,54 @@ def _backward(
     grad_final: tuple[Tensor | None, ...],
     wanted: Sequence[str],
 ) -> Gradients:
+    weights = _weight_dtype(args)
+    tensors = taken(args, _as_gradient, weights)
     grad_gates = torch.empty_like(args.gates)
-    written, gates = unit_stride(grad_gates), unit_stride(args.gates)
-    if gates.stride() != written.stride():
-        gates = torch.empty_like(written).copy_(gates)
-    form, tensors = _form_of(gpu, solver, program, args, gates)
+    written = unit_stride(grad_gates)
     saved = [s.contiguous() for s in states]
     arriving = [None if g is None else unit_stride(g) for g in grad_states]
     strides = tuple([None if g is None else row_and_time(g) for g in arriving])
-    launch = launch_of(form, _Adjoint(strides, _chunk_of([written, *saved, *arriving])))
-    new, dtype, bias = gates.new_empty, args.dtype, args.bias
-    sums = new if launch.blocks else gates.new_zeros
-    grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
+    adjoint = _Adjoint(strides, _chunk_of([written, *saved, *arriving]))
+    launch = _kept_launch(gpu, solver, program, args, tensors, weights, adjoint)
+    form, new, bias = args.form, args.gates.new_empty, args.bias
+    sums = new if launch.blocks else args.gates.new_zeros
+    grad_fields = [new(f.shape, dtype=form.dtype) for f in args.fields]
     grad_initial = new_grad_initial(args, grad_final)
-    grad_bias = None if bias is None else sums(bias.shape, dtype=form.weight_dtype)
-    grad_params = [sums(p.shape, dtype=form.weight_dtype) for p in args.params]
-    partial = new((launch.spans, len(program.gates) + len(grad_params), args.channels), dtype=dtype)
+    grad_bias = None if bias is None else sums(bias.shape, dtype=weights)
+    grad_params = [sums(p.shape, dtype=weights) for p in args.params]
+    rows = (launch.spans, len(program.gates) + len(grad_params), form.size[2])
+    partial = new(rows, dtype=form.dtype)
     tensors += [*saved, *arriving]
     tensors += [None if g is None else g.contiguous() for g in grad_final]
     tensors += (written, *grad_fields, *(grad_initial or (None,) * len(states)), partial)
-    launch.run(form, tensors)
+    launch.run(gpu, tensors)
     if "bias" in wanted or "params" in wanted:
-        launch.sum_weights(form, [partial, grad_bias, *grad_params])
+        launch.sum_weights(gpu, [partial, grad_bias, *grad_params])
     grads = (grad_bias, grad_fields, grad_params, grad_initial)
     return gradients_like(args, grad_gates, written, *grads, wanted)
 
 
-class _Form(NamedTuple):
-    """All that a pass depends on but addresses; of the gates as kernels take them. `chunk` and
-    `field_chunk`: see `_chunk_of`. `events`: whether any step starts or ends a sequence."""
+def _as_gradient(gates: Tensor) -> Tensor:
+    """Gates in the layout in which their gradient is written."""
+    written, gates = unit_stride(torch.empty_like(gates, device="meta")), unit_stride(gates)
+    if gates.stride() == written.stride():
+        return gates
+    return torch.empty_like(written, device=gates.device).copy_(gates)
 
-    gpu: Gpu
-    solver: str
-    program: Program
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    chunk: int
-    fields: tuple[tuple[int, ...], ...]
-    field_chunk: int
-    events: bool
-    reverse: bool
-    asked: Pin
+
+def _weight_dtype(args: Arguments) -> torch.dtype:
+    """That of all weights; the compute dtype where they differ, or there are none."""
+    bias = args.bias
+    own = {w.dtype for w in (args.params if bias is None else (*args.params, bias))}
+    return own.pop() if len(own) == 1 else args.form.dtype
 
 
 class _Adjoint(NamedTuple):
-    """What a backward pass depends on too: the strides of gradients that arrive, None for none, and
-    `_chunk_of` what it reads and writes more."""
+    """What a backward pass depends on beside a call's form: the strides of gradients that arrive,
+    None for none, and `_chunk_of` what it reads and writes more."""
 
     arriving: tuple[tuple[int, ...] | None, ...]
     chunk: int
-
-
-def _form_of(
-    gpu: Gpu, solver: str, program: Program, args: Arguments, gates: Tensor
-) -> tuple[_Form, list[Tensor | None]]:
-    """The form of a call, and the tensors that both passes begin with, as kernels take them."""
-    dtype, bias = args.dtype, args.bias
-    fields = [narrow(f, dtype) for f in args.fields]
-    own = {w.dtype for w in (args.params if bias is None else (*args.params, bias))}
-    weight_dtype = own.pop() if len(own) == 1 else dtype
-    form = _Form(
-        gpu,
-        solver,
-        program,
-        gates.dtype,
-        weight_dtype,
-        gates.device,
-        gates.shape,
-        gates.stride(),
-        _chunk_of([gates]),
-        tuple([(*f.stride()[:2], f.shape[-1]) for f in fields]),
-        _chunk_of([f for f in fields if f.shape[-1] == args.channels]),
-        args.seq is not None or args.reset is not None,
-        args.reverse,
-        args.split,
-    )
-    return form, tensors_taken(args, gates, fields, weight_dtype, program.num_states)
 
 
 def _chunk_of(tensors: Sequence[Tensor | None]) -> int:
@@ -175,7 +143,7 @@ class _Launch(NamedTuple):
     counters: int = 0
     sums: Frame | None = None
 
-    def run(self, form: _Form, tensors: list[Tensor | None]) -> None:
+    def run(self, gpu: Gpu, tensors: list[Tensor | None]) -> None:
         """Launch the kernel on these tensors, if there is anything to do."""
         plan, frame, gates = self.plan, self.frame, tensors[0]
         if plan is None or frame is None or gates is None:
@@ -184,35 +152,65 @@ class _Launch(NamedTuple):
             tensors.append(gates.new_empty(self.shared, dtype=torch.int64))
         if self.counters:
             tensors.append(gates.new_zeros(self.counters, dtype=torch.int64))
-        segments, cluster, gpu = plan.split.segments, plan.cluster, form.gpu
+        segments, cluster = plan.split.segments, plan.cluster
         gpu.call(
-            form.device,
+            gates.device,
             plan.kernels["run"],
             (self.blocks * segments, 1),
             frame.filled(tensors),
-            gpu.stream(form.device),
+            gpu.stream(gates.device),
             together=not cluster and segments > 1,
             cluster=cluster,
         )
 
-    def sum_weights(self, form: _Form, tensors: Sequence[Tensor | None]) -> None:
+    def sum_weights(self, gpu: Gpu, tensors: Sequence[Tensor | None]) -> None:
         """Add up what the spans of all rows have summed, if there is anything to do."""
-        if self.plan is None or self.sums is None or tensors[0] is None:
+        partial = tensors[0]
+        if self.plan is None or self.sums is None or partial is None:
             return
-        _, weights, channels = tensors[0].shape
-        kernel, gpu, words = self.plan.kernels["sum_weights"], form.gpu, self.sums.filled(tensors)
+        _, weights, channels = partial.shape
+        kernel, words = self.plan.kernels["sum_weights"], self.sums.filled(tensors)
         grid = (_tiles(channels, 1), weights)
-        gpu.call(form.device, kernel, grid, words, gpu.stream(form.device))
+        gpu.call(partial.device, kernel, grid, words, gpu.stream(partial.device))
 
 
-@lru_cache(maxsize=FORMS)
-def launch_of(form: _Form, adjoint: _Adjoint | None = None) -> _Launch:
-    """The launch of a pass. Raises EngineError for sizes that kernels do not take."""
-    gpu, program, solver, dtype = form.gpu, form.program, form.solver, form.dtype
-    (rows, length, count, *_), (heads, width) = form.shape, heads_of(form.shape)
-    channels, per_lane = heads * width, most_per_lane(dtype)
+def _kept_launch(
+    gpu: Gpu,
+    solver: str,
+    program: Program,
+    args: Arguments,
+    tensors: Sequence[Tensor | None],
+    weights: torch.dtype,
+    adjoint: _Adjoint | None = None,
+) -> _Launch:
+    """The launch of a pass on tensors as `taken` gives them; kept for all calls of the form whose
+    tensors are aligned alike. Raises EngineError for sizes that kernels do not take."""
+    gates, fields = first_taken(args, tensors)
+    whole = [f for f in fields if f.shape[-1] == args.form.size[2]]
+    chunks = _chunk_of([gates]), _chunk_of(whole)
+    key = (gpu, solver, program, *chunks, adjoint)
+    given = (gpu, solver, program, args, gates, fields, weights, *chunks, adjoint)
+    return args.form.kept(key, launch_of, *given)
+
+
+def launch_of(
+    gpu: Gpu,
+    solver: str,
+    program: Program,
+    args: Arguments,
+    gates: Tensor,
+    fields: Sequence[Tensor],
+    weight_dtype: torch.dtype,
+    chunk: int,
+    field_chunk: int,
+    adjoint: _Adjoint | None,
+) -> _Launch:
+    """The launch of a pass; `chunk` and `field_chunk`: see `_chunk_of`."""
+    (rows, length, channels), (heads, width) = args.form.size, heads_of(gates.shape)
+    count, dtype, device = gates.shape[2], gates.dtype, gates.device
+    per_lane = most_per_lane(dtype)
     if solver == "sequential":
-        per_lane = _per_lane(dtype, rows, channels, gpu.cores(form.device))
+        per_lane = _per_lane(dtype, rows, channels, gpu.cores(device))
     blocks = rows * _tiles(channels, per_lane) if length else 0
     if length >= MAX_LENGTH or blocks > MAX_BLOCKS:
         raise EngineError(
@@ -221,15 +219,15 @@ def launch_of(form: _Form, adjoint: _Adjoint | None = None) -> _Launch:
         )
     if not blocks:
         return _Launch(0)
-    row, time, gate, head = head_strides(form.shape, form.strides)
+    row, time, gate, head = head_strides(gates.shape, gates.stride())
     if head == width:  # heads side by side are one
         heads, width, head = 1, channels, 0
-    size, wide = dtype.itemsize, compute_dtype(dtype).itemsize
+    size, wide = dtype.itemsize, args.form.dtype.itemsize
     # Strides of dimensions of size 1 are never taken.
     sizes = ((row, rows), (time, length), (gate, count), (head, heads))
-    places = [form.chunk, width * size, *[s * size for s, n in sizes if n > 1]]
-    whole = [f for f in form.fields if f[2] == channels]
-    field_places = [s * wide for f in whole for s in (channels, *f[:2])]
+    places = [chunk, width * size, *[s * size for s, n in sizes if n > 1]]
+    whole = [row_and_time(f) for f in fields if f.shape[-1] == channels]
+    field_places = [s * wide for strides in whole for s in (channels, *strides)]
     arriving: tuple[tuple[int, ...] | None, ...] = (None,) * program.num_states
     if adjoint is not None:
         arriving = adjoint.arriving
@@ -237,27 +235,27 @@ def launch_of(form: _Form, adjoint: _Adjoint | None = None) -> _Launch:
     variant = Variant(
         "forward" if adjoint is None else "backward",
         dtype,
-        form.weight_dtype,
+        weight_dtype,
         channels,
         width,
         per_lane,
         chunk_of(*places),
-        chunk_of(form.field_chunk, *field_places),
+        chunk_of(field_chunk, *field_places),
         (count == 1 or gate == width) and (length == 1 or time == count * width),
-        form.reverse,
-        form.events,
-        tuple(f[2] < channels for f in form.fields),
+        args.reverse,
+        args.seq is not None or args.reset is not None,
+        tuple(f.shape[-1] < channels for f in fields),
         tuple(g is not None for g in arriving),
         solver,
     )
-    own = plan(program, variant, (blocks, length), form.device, form.asked, gpu)
+    own = plan(program, variant, (blocks, length), device, args.split, gpu)
     interface, place = interface_of(program, "cuda", solver), Places()
     counts, spans = interface.counts, rows * own.split.segments
     inputs: Values = {
         "rows": rows,
         "length": length,
         "gate_strides": gate_strides(interface, (row, time, gate, head)),
-        **input_values(place, counts, form.fields),
+        **input_values(place, counts, args, fields),
     }
     values: dict[str, Words] = {"in": interface.packed("Inputs", inputs)}
     if adjoint is None:

@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pararnn.codegen.interface import Counts, Words
+from pararnn.engines.base import Arguments
+from pararnn.engines.strides import narrow, plain
 
-FORMS = 4096
-"""Forms of calls whose words are kept at once."""
+Taking = Callable[[Tensor], Tensor]
+"""Makes a tensor one that kernels can take; gives back itself if it is one."""
+
+
+def taken(args: Arguments, gates: Taking, weights: torch.dtype) -> list[Tensor | None]:
+    """The tensors of a call, in the order of `Arguments.flatten`, as kernels take them: the weights
+    in a dtype, the rest in the compute dtype."""
+    tensors = args.flatten()[0]
+    for which, take in args.form.kept(("taken", gates, weights), _takings, args, gates, weights):
+        tensor = tensors[which]
+        assert tensor is not None
+        tensors[which] = take(tensor)
+    return tensors
+
+
+def _takings(args: Arguments, gates: Taking, weights: torch.dtype) -> list[tuple[int, Taking]]:
+    """What is to be done to which tensors."""
+    wide = args.dtype
+    of_weights, of_states = (partial(plain, dtype=dtype) for dtype in (weights, wide))
+    takings: list[Taking] = [
+        gates,
+        of_weights,
+        *[partial(narrow, dtype=wide)] * len(args.fields),
+        *[of_weights] * len(args.params),
+        *[of_states] * len(args.initial),
+        Tensor.contiguous,
+        Tensor.contiguous,
+    ]
+    each = zip(args.flatten()[0], takings, strict=True)
+    return [(i, take) for i, (t, take) in enumerate(each) if t is not None and take(t) is not t]
+
+
+def first_taken(args: Arguments, tensors: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+    """The gates and the fields among what `taken` gives."""
+    gates, _, *others = tensors
+    assert gates is not None
+    return gates, [field for field in others[: len(args.fields)] if field is not None]
 
 
 class Place(int):
@@ -62,22 +101,22 @@ def frame_of(words: Sequence[int]) -> Frame:
 
 
 def input_values(
-    place: Places, counts: Counts, fields: Sequence[tuple[int, ...]]
+    place: Places, counts: Counts, args: Arguments, fields: Sequence[Tensor]
 ) -> dict[str, Words]:
     """The tensors that kernels of all targets begin with, by name: see codegen/interface.py.
 
-    `fields`: the strides (B, T) of each.
+    They are numbered as `taken` gives them; `fields` are those of them.
     """
     return {
-        "field_row": [field[0] for field in fields],
-        "field_time": [field[1] for field in fields],
         "gates": place.one(),
         "bias": place.one(),
-        "seq": place.one(),
-        "reset": place.one(),
         "fields": place.row(counts.fields),
         "params": place.row(counts.params),
-        "initial": place.row(counts.states),
+        "initial": place.row(counts.states) if args.initial else [0] * counts.states,
+        "seq": place.one(),
+        "reset": place.one(),
+        "field_row": [field.stride(0) for field in fields],
+        "field_time": [field.stride(1) for field in fields],
     }
 
 

@@ -107,10 +107,9 @@ def _over(inner: _Asked, outer: _Asked) -> _Asked:
     return type(inner)(*parts)
 
 
-def split_asked(default: Pin) -> Pin:
-    """What the context asks of the split; `default` where it asks for nothing."""
-    asked = _HERE.contexts[-1].split
-    return default if asked == BY_RULE else asked
+def split_asked() -> Pin:
+    """What the context asks of the split."""
+    return _HERE.contexts[-1].split
 
 
 def left_open(solver: str, backend: str) -> tuple[str, str]:

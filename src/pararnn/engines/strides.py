@@ -92,29 +92,10 @@ def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
     return interface.packed("GateStrides", {"row": row, "time": time, "gate": gate, "head": head})
 
 
-def tensors_taken(
-    args: Arguments, gates: Tensor, fields: Sequence[Tensor], dtype: torch.dtype, num_states: int
-) -> list[Tensor | None]:
-    """What kernels of all targets begin with, in the order of `input_values`: weights in `dtype`.
-
-    Gates and fields are given as kernels take them.
-    """
-    none: list[Tensor | None] = [None] * num_states
-    wide = args.dtype
-    return [
-        gates,
-        None if args.bias is None else plain(args.bias, dtype),
-        None if args.seq is None else args.seq.contiguous(),
-        None if args.reset is None else args.reset.contiguous(),
-        *fields,
-        *[plain(p, dtype) for p in args.params],
-        *([plain(h, wide) for h in args.initial] or none),
-    ]
-
-
 def new_states(count: int, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What a forward pass writes: the states, and the final ones."""
-    new, size, dtype = args.gates.new_empty, args.size, args.dtype
+    form, new = args.form, args.gates.new_empty
+    size, dtype = form.size, form.dtype
     states = tuple([new(size) for _ in range(count)])
     if args.all_written:
         ends = (args.sequences, size[2])
@@ -125,7 +106,7 @@ def new_states(count: int, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[T
 
 def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """What a backward pass writes the gradients of initial states to; none of those not given."""
-    new, dtype, initial = args.gates.new_empty, args.dtype, args.initial
+    new, dtype, initial = args.gates.new_empty, args.form.dtype, args.initial
     if args.all_written:
         return tuple([new(h.shape, dtype=dtype) for h in initial])
     ends = zip(initial, grad_final[: len(initial)], strict=True)

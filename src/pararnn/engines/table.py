@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -83,6 +83,10 @@ class Choice(NamedTuple):
         assert engine is not None
         return engine
 
+    def pinned(self, asked: Pin) -> Choice:
+        """This choice, with what is asked of its split, if anything."""
+        return self if asked == BY_RULE else self._replace(asked=asked)
+
     def split(self) -> Split | None:
         """How the forward pass cuts time, on gates of the usual layout; None where none is cut."""
         key, size, dtype, device = self.problem
@@ -105,39 +109,6 @@ def choose(
     on what this process has tuned, unless `follow_tuned` is False. Raises EngineError naming the
     pairs that can run.
     """
-    if torch.compiler.is_compiling():
-        return _choose(program, size, dtype, device, solver, backend, follow_tuned)[0]
-    request = (program, size, dtype, device, solver, backend)
-    # Beside the request a choice depends on these; and on what stands in the table and is built.
-    key = (*request, torch.get_num_threads(), tuned.records(program.key) if follow_tuned else None)
-    known = _CHOSEN.get(key)
-    if known is not None:
-        choice, engine, building = known
-        if choice.engine is engine and _why_not_built(*building) is None:
-            return choice
-    choice, not_built = _choose(*request, follow_tuned)
-    if not not_built:
-        if len(_CHOSEN) >= MOST_CHOSEN:
-            _CHOSEN.clear()
-        _CHOSEN[key] = choice, choice.engine, (program.key, *choice.pair, device.type, dtype)
-    return choice
-
-
-_CHOSEN: dict[Any, tuple[Choice, Engine, tuple[str, str, str, str, torch.dtype]]] = {}
-MOST_CHOSEN = 4096
-"""Choices that are remembered at once."""
-
-
-def _choose(
-    program: Program,
-    size: Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    solver: str,
-    backend: str,
-    follow_tuned: bool,
-) -> tuple[Choice, list[str]]:
-    """What `choose` remembers, and why what would come before it could not be built."""
     check_names(solver, backend)
     problem = Problem(program.key, size, dtype, device)
     candidates = _candidates(program, size, dtype, device, solver, backend)
@@ -158,7 +129,7 @@ def _choose(
             if unable is None:
                 for other in not_built:
                     _say(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
-                return Choice(*pair, why, split.get(pair, BY_RULE), problem), not_built
+                return Choice(*pair, why, split.get(pair, BY_RULE), problem)
             not_built.append(unable)
         reason = unable
     able = [f"({', '.join(pair)})" for pair in pairs_for(program, dtype, device)]

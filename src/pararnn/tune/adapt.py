@@ -148,7 +148,7 @@ def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     asked = layer.asked(*(options.get(part) for part in ("solver", "backend", "mode")))
-    return asked in (("auto", "auto"), ("auto", "fused")) and split_asked(BY_RULE) == BY_RULE
+    return asked in (("auto", "auto"), ("auto", "fused")) and split_asked() == BY_RULE
 
 
 def _rows(inputs: Any, options: Mapping[str, Any]) -> Rows:

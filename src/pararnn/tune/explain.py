@@ -74,8 +74,7 @@ def explain(
     if not isinstance(module, Cell):
         default = Request(module.solver, module.backend)
     asked = chosen(request(solver, backend, mode), default)
-    choice = choose(program, size, dtype, device, *asked)
-    choice = choice._replace(asked=split_asked(choice.asked))
+    choice = choose(program, size, dtype, device, *asked).pinned(split_asked())
     # Kernels of the pair that runs have been built, and others would be: each takes a second.
     others = {
         p: why_not(program, p, dtype, device)
