@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROGRAM = Path(__file__).with_name("lm_scale_run.py")
+TOO_LARGE, TRACE, PARAMETERS = "out-of-memory", "trace.json", "parameters"
+"""Files that it leaves in a run's folder."""
 TAIL = 4_000
 """Characters of a failed run's output that are shown."""
 NEVER = 10**9

@@ -26,6 +26,7 @@ printed, have no row, and end the program with code 1. key=value: overrides for 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 import time
@@ -38,9 +39,8 @@ from typing import Any, NamedTuple, cast
 import lm_lost
 import torch
 from common import RESULTS, add_row, read_rows
-from lm_command import Record, device_of, draw, parser_of
-from lm_launch import NEVER, launch, told, write_corpus
-from lm_scale_run import PARAMETERS, TOO_LARGE, TRACE
+from lm_command import Record, draw, parser_of
+from lm_launch import NEVER, PARAMETERS, TOO_LARGE, TRACE, launch, told, write_corpus
 from step_profile import breakdown, kernels_of
 
 from pararnn.extras import require
@@ -177,26 +177,27 @@ def run_cases(args: argparse.Namespace, folder: Path, end: float) -> list[str]:
     failed: list[str] = []
     there = args.missing and record.out is not None and (record.out / FILE).exists()
     rows = read_rows(cast(Path, record.out) / FILE) if there else []
-    known = {tuple(row[key] for key in KEYS) for row in rows}
+    notes = {tuple(row[key] for key in KEYS): row["note"] for row in rows}
     for case in queue:  # which grows
-        if (record.shared["device"], *map(str, case), " ".join(args.overrides)) in known:
-            continue
+        keys = (record.shared["device"], *map(str, case), " ".join(args.overrides))
         left = end - time.monotonic()
-        if left <= 0:
+        if keys not in notes and left <= 0:
             failed.append(f"{case}: left out, the time is over")
             continue
-        print(f"{case}, {left:.0f} s left", file=sys.stderr, flush=True)
-        try:
-            row = measure(case, folder, args, left)
-        except RuntimeError as error:
-            print(error, file=sys.stderr, flush=True)
-            failed.append(f"{case}: {str(error).splitlines()[0]}")
-            continue
-        profile = row.pop("profile", [])
-        record.put(row)
-        for part in profile:
-            put_profile(record, row, part)
-        if row["note"] and case.way == "plain":
+        if keys not in notes:
+            print(f"{case}, {left:.0f} s left", file=sys.stderr, flush=True)
+            try:
+                row = measure(case, folder, args, min(left, args.case_seconds))
+            except RuntimeError as error:
+                print(error, file=sys.stderr, flush=True)
+                failed.append(f"{case}: {str(error).splitlines()[0]}")
+                continue
+            profile = row.pop("profile", [])
+            record.put(row)
+            for part in profile:
+                put_profile(record, row, part)
+            notes[keys] = row["note"]
+        if notes[keys] and case.way == "plain":
             more = (case._replace(way=way) for way in ways_of(case.recipe))
             queue += [each for each in more if each not in queue]
     record.end()
@@ -212,15 +213,21 @@ def put_profile(record: Record, row: dict[str, Any], part: dict[str, Any]) -> No
 
 
 def plot(path: Path) -> None:
-    """A picture of a result file, beside it: scaling at 1B, and steps of the sizes by T."""
+    """A picture of a result file, beside it: scaling at 1B, and steps of the sizes by T.
+
+    None where nothing of these was measured.
+    """
     rows = [row for row in read_rows(path) if not row["note"] and row["way"] == "plain"]
-    panels = {scale: by_length(rows, scale) for scale in sorted(SCALES)}
-    figure = require("matplotlib.figure").Figure(figsize=(13, 4), layout="constrained")
-    left, *others = figure.subplots(1, 1 + len(panels))
-    draw(left, by_gpus(rows), "GPUs", "tokens/s a GPU")
-    left.set_title(SCALING.upper())
-    for axes, (scale, curves) in zip(others, panels.items(), strict=True):
-        draw(axes, curves, "T", "ms a step")
+    panels = {SCALING: (by_gpus(rows), "GPUs", "tokens/s a GPU")}
+    panels |= {scale: (by_length(rows, scale), "T", "ms a step") for scale in sorted(SCALES)}
+    known = {scale: panel for scale, panel in panels.items() if panel[0]}
+    if not known:
+        return
+    size = 4.5 * len(known), 4
+    figure = require("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    every = figure.subplots(1, len(known), squeeze=False)[0]
+    for axes, (scale, panel) in zip(every, known.items(), strict=True):
+        draw(axes, *panel)
         axes.set_title(scale.upper())
     figure.savefig(path.with_suffix(".png"), dpi=150)
 
@@ -268,6 +275,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="steps that are timed")
     parser.add_argument("--every", type=int, default=5, help="steps of a row of the log")
     parser.add_argument("--seconds", type=float, default=NEVER, help="for all cases together")
+    parser.add_argument("--case-seconds", type=float, default=900, help="for a case")
     parser.add_argument("--missing", action="store_true", help="only what has no row yet")
     parser.add_argument("--profile", action="store_true", help="trace a step of every case")
     parser.add_argument("--plot", action="store_true", help="draw what was measured")
@@ -307,10 +315,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             except RuntimeError as error:
                 print(error, file=sys.stderr, flush=True)
                 failed.append(f"lost: {str(error).splitlines()[0]}")
+    if path.exists() and not args.smoke:
+        if importlib.util.find_spec("matplotlib") is None:
+            print("no picture: matplotlib is not installed; draw it elsewhere by --plot")
+        else:
+            plot(path)
     if failed:
         sys.exit("without a row:\n" + "\n".join(failed))
-    if path.exists() and device_of(args).type == "cuda":
-        plot(path)
 
 
 if __name__ == "__main__":

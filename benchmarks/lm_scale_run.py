@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lm_launch import PARAMETERS, TOO_LARGE, TRACE
 from torch.profiler import ProfilerActivity, profile, schedule
 from train_step import PEER, described, empty_model
 from transformers import TrainerCallback
@@ -28,10 +30,6 @@ from pararnn.lm.presets import SCALES
 from pararnn.train import setup, trainer
 from pararnn.train.config import RunConfig
 from pararnn.train.recipes import RECIPES
-
-TOO_LARGE = "out-of-memory"
-TRACE = "trace.json"
-PARAMETERS = "parameters"
 
 
 class Measured(Exception):
@@ -108,8 +106,11 @@ def main() -> None:
     except Measured:
         code = 0
     except torch.OutOfMemoryError:
+        traceback.print_exc()
         (out / TOO_LARGE).touch()
-        raise
+        sys.stdout.flush()
+        # Without the end of the interpreter, which may wait for collectives that others wait in.
+        os._exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(code)

@@ -23,8 +23,8 @@ class Kernel(NamedTuple):
 OTHERS = "elementwise"
 """All that is in no other class: what the compiler fused, sums, the loss."""
 CLASSES = {
-    "NCCL": "nccl",
     OTHERS: "^triton_(poi|red|per)_",  # whose names have those of all that was fused
+    "NCCL": "nccl",
     "attention": "flash|fmha|attention|sdpa",
     "recurrence": "^(run|sum_weights)$|_chunk_|_state_passing",
     "products": "gemm|gemv|cublas|cutlass|nvjet|xmma|wgmma",
