@@ -20,7 +20,8 @@ left out. What is learned is generated text in bytes; vocabularies stay the pape
 --profile: rank 0 of every case traces one step more, see `step_profile.py`, into
 lm_scale_profile.csv. --seconds: no case begins later, and one that runs then is ended. A row is
 written as soon as it is measured; one without room in memory says so in `note`. Other failures are
-printed, have no row, and end the program with code 1. key=value: overrides for all cases.
+printed, have no row, and end the program with code 1: Mamba2 without mamba-ssm, see `mamba2.py`.
+key=value: overrides for all cases.
 """
 
 from __future__ import annotations

@@ -136,17 +136,17 @@ def lm_scale_profile() -> str:
     if not measured(PROFILE):
         return not_yet(f"{COMMAND} --sections scaling --profile")
     rows = read(PROFILE)
-    runs = list(dict.fromkeys((row["recipe"], int(row["gpus"]), row["T"]) for row in rows))
-    body = []
-    for kind in dict.fromkeys(row["class"] for row in rows):
-        mine = {
-            (row["recipe"], int(row["gpus"]), row["T"]): row
-            for row in rows
-            if row["class"] == kind and row["way"] == "plain"
-        }
-        cells = (alone(mine[run]) if run in mine else "" for run in runs)
-        body.append([kind, *cells])
-    head = [f"{recipe}, T = {int(t):,}, {gpus}" for recipe, gpus, t in runs]
+    cells = {(tuple(row[key] for key in KEYS), row["class"]): alone(row) for row in rows}
+    runs = {tuple(row[key] for key in KEYS): row for row in rows}
+    body = [
+        [kind, *(cells.get((run, kind), "") for run in runs)]
+        for kind in dict.fromkeys(row["class"] for row in rows)
+    ]
+    head = [
+        f"{row['recipe']}, T = {int(row['T']):,}, {row['gpus']} x GPU"
+        + ("" if row["way"] == "plain" else f", {row['way']}")
+        for row in runs.values()
+    ]
     text = f"ms of rank 0 busy, in brackets with nothing else {source(rows, PROFILE, several=True)}"
     return f"{text}:\n\n{table(['kernels', *head], body)}"
 

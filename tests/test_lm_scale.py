@@ -147,7 +147,9 @@ def test_from_cases_to_tables_and_picture(results, monkeypatch, capsys) -> None:
     )
     memory = tables.FIGURES["lm_scale_memory"]()
     assert "| mamba2-1b | 1 | 4 x 32 | plain | out of memory |  |" in memory
-    assert "| recurrence | 1.0 | 1.0 |" in tables.FIGURES["lm_scale_profile"]()
+    profile = tables.FIGURES["lm_scale_profile"]().splitlines()
+    assert profile[2].endswith(" | mamba2-1b, T = 32, 2 x GPU, checkpointing |")
+    assert profile[4:] == ["| recurrence | 1.0 | 1.0 | 1.0 | 1.0 |", "| idle" + " | 0.0" * 4 + " |"]
     lm_scale.plot(results / lm_scale.FILE)
     assert (results / "lm_scale.png").stat().st_size > 0
 
