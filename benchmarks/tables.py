@@ -30,6 +30,7 @@ from tables_cuda import (
 )
 from tables_learn import learn, learn_layers
 from tables_lm import lm_context, lm_decode, lm_generate, lm_ratios, lm_step
+from tables_scale import lm_lost, lm_scale, lm_scale_memory, lm_scale_profile, lm_scaling
 from tables_training import lengths, recall, remarks, tasks, train_step, words
 
 ROOT = Path(__file__).parents[1]
@@ -246,6 +247,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "lm_generate": lm_generate,
     "lm_decode": lm_decode,
     "train_step": train_step,
+    "lm_scale": lm_scale,
+    "lm_scaling": lm_scaling,
+    "lm_scale_memory": lm_scale_memory,
+    "lm_scale_profile": lm_scale_profile,
+    "lm_lost": lm_lost,
     "learn": learn,
     "learn_layers": learn_layers,
     "claims": claims,

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from common import RESULTS, add_row, provenance
-from mamba2 import Sizes, ends, put_blocks
+from mamba2 import TINY, Sizes, ends, put_blocks
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
@@ -39,7 +39,7 @@ from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.train.config import RunConfig
 from pararnn.train.optimiser import make_adamw, make_scheduler
 from pararnn.train.overrides import resolved
-from pararnn.train.recipes import recipe
+from pararnn.train.recipes import BYTE_VOCAB, recipe
 from pararnn.train.setup import bare_model, make_arguments, spread
 from pararnn.train.sharding import clip_gradients, launched, process_group
 from pararnn.train.trainer import PEAK_FLOPS, RunTrainer
@@ -53,12 +53,16 @@ def described(name: str) -> RunConfig:
     """A recipe; Mamba2's is the GRU's of its size, around other blocks."""
     if not name.startswith(PEER):
         return recipe(name)
-    return replace(recipe(name.replace(PEER, "gru-")), name=name, model=ends(peer_sizes(name)))
+    same = "tiny" if name == f"{PEER}tiny" else name.replace(PEER, "gru-")
+    return replace(recipe(same), name=name, model=ends(peer_sizes(name)))
 
 
 def peer_sizes(name: str) -> Sizes:
-    """The paper's Mamba2 of a name: mamba2-2.9b."""
-    return cast(Sizes, preset("mamba2", name.removeprefix(PEER).upper()).model)
+    """The paper's Mamba2 of a name: mamba2-2.9b; mamba2-tiny is for a CPU."""
+    scale = name.removeprefix(PEER).upper()
+    if scale == "TINY":
+        return {**TINY, "vocab_size": BYTE_VOCAB}
+    return cast(Sizes, preset("mamba2", scale).model)
 
 
 def empty_model(config: RunConfig) -> ParaRNNForCausalLM:

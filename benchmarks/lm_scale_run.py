@@ -1,0 +1,120 @@
+"""A process of `lm_scale.py`: `pararnn train` itself, with the paper's Mamba2 among its recipes.
+
+    torchrun --standalone --nproc-per-node=8 benchmarks/lm_scale_run.py OPTIONS train gru-7b ...
+
+OPTIONS is JSON: "steps", after which the run ends without a checkpoint and without a model, or null
+for a run that ends as any does; "profile", whether rank 0 profiles one step more and leaves
+trace.json. The folder of the run (out) gets `parameters`, a number; `pid-RANK`; and `out-of-memory`
+where torch.OutOfMemoryError ended it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lm_launch import PARAMETERS, TOO_LARGE, TRACE
+from torch.profiler import ProfilerActivity, profile, schedule
+from train_step import PEER, described, empty_model
+from transformers import TrainerCallback
+
+from pararnn import cli
+from pararnn.lm.presets import SCALES
+from pararnn.train import setup, trainer
+from pararnn.train.config import RunConfig
+from pararnn.train.recipes import RECIPES
+
+
+class Measured(Exception):
+    """All steps that were asked for are done."""
+
+
+class End(TrainerCallback):
+    """Ends a run after some steps; before that, profiles two more, the first of them to warm up."""
+
+    def __init__(self, steps: int, trace: Path | None, first: bool) -> None:
+        self.end = steps + (0 if trace is None else 2)
+        self.profiled = steps if trace and first else -1
+        self.profiler: profile | None = None
+        self.trace = trace
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.end:
+            raise Measured
+        if state.global_step == self.profiled:
+            self.profiler = profile(
+                activities=list(activities()),
+                schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+                on_trace_ready=lambda found: found.export_chrome_trace(str(self.trace)),
+            )
+            self.profiler.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.profiler is not None and state.global_step <= self.end:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # kernels of one step only, and all of them
+            self.profiler.step()
+
+
+def activities() -> set[ProfilerActivity]:
+    """A GPU's kernels alone: to record what the host does would slow it."""
+    on_gpu = torch.cuda.is_available()
+    return {ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU}
+
+
+def ending(options: dict[str, Any]) -> type[trainer.RunTrainer]:
+    """`RunTrainer`, which ends as the options say and leaves what `lm_scale.py` reads."""
+
+    class Trainer(trainer.RunTrainer):
+        def __init__(self, config: RunConfig, packed: Any) -> None:
+            super().__init__(config, packed)
+            rank, out = os.environ.get("RANK", "0"), Path(config.out)
+            (out / f"pid-{rank}").write_text(str(os.getpid()))
+            first = self.is_world_process_zero()
+            if first:
+                (out / PARAMETERS).write_text(str(self.flops_of_token // 6))
+            if options["steps"] is not None:
+                trace = out / TRACE if options["profile"] else None
+                self.add_callback(End(options["steps"], trace, first))
+
+    return Trainer
+
+
+def register() -> None:
+    """Let recipes have Mamba2, whose blocks are not those of an LMConfig."""
+    for scale in (*SCALES, "tiny"):
+        name = PEER + scale.lower()
+        RECIPES[name] = partial(described, name)
+    setup.bare_model = empty_model
+
+
+def main() -> None:
+    options, arguments = json.loads(sys.argv[1]), sys.argv[2:]
+    register()
+    trainer.RunTrainer = ending(options)  # type: ignore[misc]
+    out = Path(next(text for text in arguments if text.startswith("out=")).removeprefix("out="))
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        code = cli.main(arguments)
+    except Measured:
+        code = 0
+    except torch.OutOfMemoryError:
+        traceback.print_exc()
+        (out / TOO_LARGE).touch()
+        sys.stdout.flush()
+        # Without the end of the interpreter, which may wait for collectives that others wait in.
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The benchmark of several GPUs: cases, children, what follows from logs and traces, tables."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import lm_launch
+import lm_lost
+import lm_scale
+import markdown_tables
+import tables
+import tables_lm
+from common import add_row, provenance, read_rows
+from step_profile import Kernel, breakdown, class_of, covered, kernels_of
+
+SMALL = ["--smoke", "--gpus", "1", "2", "--warmup", "2", "--steps", "4", "--every", "2"]
+
+
+def test_what_is_hidden_and_what_is_not() -> None:
+    kernels = [
+        Kernel("nvjet_tst_128x256", 0, 4000, 7),
+        Kernel("ncclDevKernel_AllGather_RING_LL", 3000, 4000, 20),  # 3 ms behind the product
+        Kernel("run", 5000, 1000, 7),  # within the collective
+        Kernel("sum_weights", 5500, 500, 8),  # on another stream, at the same time
+        Kernel("triton_poi_fused_mm_nccl", 9000, 1000, 7),
+    ]
+    rows = breakdown(kernels)
+    assert rows == [
+        {"class": "products", "kernels": 1, "streams": 1, "busy_ms": 4.0, "alone_ms": 3.0},
+        {"class": "NCCL", "kernels": 1, "streams": 1, "busy_ms": 4.0, "alone_ms": 2.0},
+        {"class": "recurrence", "kernels": 2, "streams": 2, "busy_ms": 1.0, "alone_ms": 0.0},
+        {"class": "elementwise", "kernels": 1, "streams": 1, "busy_ms": 1.0, "alone_ms": 1.0},
+        {"class": "idle", "kernels": 0, "streams": 0, "busy_ms": 2.0, "alone_ms": 2.0},
+    ]
+    assert breakdown(kernels[::-1])[-1] == rows[-1]
+    assert breakdown([]) == []
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert covered([(0, 2), (1, 5), (2, 3), (7, 8), (8, 9)]) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "NCCL"),
+        ("_chunk_scan_fwd_kernel", "recurrence"),
+        ("void pytorch_flash::flash_fwd_kernel<T>", "attention"),
+        ("triton_red_fused__flash_attention_forward_mean_3", "elementwise"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32", "products"),
+        ("void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel", "FSDP's copies"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdam>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "memory"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "elementwise"),
+    ],
+)
+def test_classes_of_kernels(name, kind) -> None:
+    assert class_of(name) == kind
+
+
+def test_a_trace_is_read(tmp_path) -> None:
+    event = {"ph": "X", "cat": "kernel", "name": "run", "ts": 5.5, "dur": 2.0}
+    host = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 9.0}
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": [event | {"args": {"stream": 7}}, host]}))
+    assert kernels_of(trace) == [Kernel("run", 5.5, 2.0, 7)]
+
+
+def test_tokens_of_a_gpu_are_the_same_in_every_case(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    found = lm_scale.cases(lm_scale.parsed([]))
+    assert {case.rows * case.length for case in found} == {16_384}
+    sizes = [case for case in found if case.way == "plain" and not case.recipe.endswith("-1b")]
+    assert len(sizes) == 2 * 2 * 4
+    assert {case.gpus for case in sizes} == {8}
+    scaling = [case for case in found if case.recipe.endswith("-1b")]
+    assert [case.gpus for case in scaling] == [1, 2, 4, 8] * 4
+    kept = {case.recipe for case in found if case.way == "recompute_gates"}
+    assert kept == {"gru-7b", "lstm-7b", "gru-2.9b", "lstm-2.9b"}
+    with pytest.raises(SystemExit):
+        lm_scale.parsed(["--gpus", "16"])
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch) -> Path:
+    """A folder in the place of the results'."""
+    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables_lm, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def out_of(arguments) -> Path:
+    return Path(next(text for text in arguments if text.startswith("out="))[4:])
+
+
+def stands_for_torchrun(arguments, gpus, output, seconds, steps=None, profile=False):
+    """Leaves what a run would: plain Mamba2 does not fit, 2 GPUs are 1.5 times as fast."""
+    out = out_of(arguments)
+    (out / lm_launch.PARAMETERS).write_text("1000")
+    if arguments[1].startswith("mamba2") and "checkpointing=true" not in arguments:
+        (out / lm_launch.TOO_LARGE).touch()
+        return lm_launch.Ended(1, 1.0, "torch.OutOfMemoryError")
+    for step in range(2, steps + 3, 2):
+        slow = 10 if step == 2 or step > steps else 1  # what is not to count
+        rate = 1000 * (1.5 if gpus == 2 else 1) / slow
+        add_row(out / "log.csv", {"step": step, "loss": 1, **logged(rate, step)}, ["step"])
+    trace = {"cat": "kernel", "name": "run", "ts": 0, "dur": 1000, "args": {"stream": 7}}
+    (out / lm_launch.TRACE).write_text(json.dumps({"traceEvents": [trace]}))
+    return lm_launch.Ended(0, 1.0, "")
+
+
+def logged(rate, step):
+    return {"tokens_per_second": rate, "mfu": 0.5, "memory_gib": step}
+
+
+def test_from_cases_to_tables_and_picture(results, monkeypatch, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(lm_scale, "launch", stands_for_torchrun)
+    names = {"tiny": "gru-1b", "mamba2-tiny": "mamba2-1b"}
+    monkeypatch.setattr(lm_scale, "named", lambda args, scale: list(names.values()))
+    asked = [*SMALL, "--sections", "scaling", "--profile", "--out", str(results), "reshard=false"]
+    lm_scale.main(asked)
+    rows = read_rows(results / lm_scale.FILE)
+    about = [(row["recipe"], row["gpus"], row["way"], row["note"]) for row in rows]
+    assert about == [
+        ("gru-1b", "1", "plain", ""),
+        ("gru-1b", "2", "plain", ""),
+        ("mamba2-1b", "1", "plain", "out of memory"),
+        ("mamba2-1b", "2", "plain", "out of memory"),
+        ("mamba2-1b", "1", "checkpointing", ""),
+        ("mamba2-1b", "2", "checkpointing", ""),
+    ]
+    assert list(rows[0])[:4] == ["commit", "device", "torch", "python"]
+    assert (rows[0]["log_rows"], rows[0]["tokens_per_s"], rows[0]["peak_GiB"]) == (
+        "2",
+        "1000",
+        "6.0",
+    )
+    assert rows[0]["overrides"] == "reshard=false"
+    assert "| gru-1b | 4 x 32 | plain | 128.0 (100.0%) | 170.7 (75.0%) |" in (
+        tables.FIGURES["lm_scaling"]()
+    )
+    memory = tables.FIGURES["lm_scale_memory"]()
+    assert "| mamba2-1b | 1 | 4 x 32 | plain | out of memory |  |" in memory
+    profile = tables.FIGURES["lm_scale_profile"]().splitlines()
+    assert profile[2].endswith(" | mamba2-1b, T = 32, 2 x GPU, checkpointing |")
+    assert profile[4:] == ["| recurrence | 1.0 | 1.0 | 1.0 | 1.0 |", "| idle" + " | 0.0" * 4 + " |"]
+    lm_scale.plot(results / lm_scale.FILE)
+    assert (results / "lm_scale.png").stat().st_size > 0
+
+    def none(*args, **kwargs):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(lm_scale, "launch", none)
+    lm_scale.main([*asked, "--missing"])
+
+
+def test_what_fails_has_no_row_and_ends_with_an_error(tmp_path, monkeypatch, capsys) -> None:
+    ended = lm_launch.Ended(1, 3.0, "KeyError: wrong")
+    monkeypatch.setattr(lm_scale, "launch", lambda *args: ended)
+    with pytest.raises(SystemExit, match=r"without a row:\n.*tiny.*exit code 1 after 3 s"):
+        lm_scale.main([*SMALL, "--sections", "scaling", "--only", "tiny", "--out", str(tmp_path)])
+    assert "KeyError: wrong" in capsys.readouterr().err
+    assert not (tmp_path / lm_scale.FILE).exists()
+    with pytest.raises(SystemExit, match="left out, the time is over"):
+        lm_scale.main([*SMALL, "--sections", "scaling", "--seconds", "0"])
+
+
+def test_sizes_stand_beside_the_transformers(results) -> None:
+    about = provenance("cpu") | {"gpus": 8, "rows_a_gpu": 8, "T": 2048, "overrides": ""}
+    for recipe, way, ms, note in (
+        ("gru-7b", "plain", 90.0, ""),
+        ("transformer-7b", "plain", "", "out of memory"),
+        ("transformer-7b", "checkpointing", 100.0, ""),
+    ):
+        found = {"median_ms": ms, "min_ms": ms, "tokens_per_s": 10, "mfu_percent": 50}
+        row = {**about, "recipe": recipe, "way": way, **found, "peak_GiB": 7, "note": note}
+        add_row(results / lm_scale.FILE, row, lm_scale.KEYS)
+    lines = tables.FIGURES["lm_scale"]().splitlines()
+    assert lines[-3].endswith("| 90.0 | 90.0 | 10 | 50.0% | 7 | 0.90 |")
+    assert lines[-2].endswith("| plain | out of memory |  |  |  |  |  |")
+
+
+def test_tables_say_what_is_not_measured(results) -> None:
+    sections = {"lm_scale": "", "lm_scaling": " --sections scaling", "lm_lost": " --sections lost"}
+    for name, more in sections.items():
+        said = f"Not measured yet: `benchmarks/lm_scale.py{more}`."
+        assert tables.FIGURES[name]() == said
+
+
+def test_a_rank_is_killed_after_its_checkpoint(tmp_path, monkeypatch, results) -> None:
+    """Whose runs are stood for: the whole one, the killed one, and those that go on."""
+    killed = []
+
+    def stands(arguments, gpus, output, seconds, meanwhile=None):
+        out = out_of(arguments)
+        steps = 41 if out.name == "lost" else lm_lost.STEPS
+        (out / "checkpoint-40").mkdir(exist_ok=True)
+        (out / "checkpoint-40" / "complete").touch()
+        (out / "log.csv").write_text(
+            "step,loss\n" + "".join(f"{n + 1},{1 + (out.name == 'on-1')}\n" for n in range(steps))
+        )
+        if out.name == "lost":
+            (out / "pid-3").write_text("99")
+            meanwhile()
+            meanwhile()
+        return lm_launch.Ended(int(out.name == "lost"), 1.0, "")
+
+    monkeypatch.setattr(lm_lost, "launch", stands)
+    monkeypatch.setattr(lm_lost.os, "kill", lambda *asked: killed.append(asked))
+    for row in lm_lost.rows("gru-30m", [1, 2, 4], tmp_path, 1e18, []):
+        add_row(tmp_path / lm_lost.FILE, {**provenance("cpu"), **row}, lm_lost.KEYS)
+    assert killed == [(99, lm_lost.SIGKILL)]
+    rows = read_rows(tmp_path / lm_lost.FILE)
+    found = [(row["goes_on_with"], row["goes_on_from"], row["largest_difference"]) for row in rows]
+    assert found == [("4", "40", "0.0"), ("2", "40", "0.0"), ("1", "40", "1.0")]
+    assert tables.FIGURES["lm_lost"]().endswith(" | 40 | 1 | 1.0e+00 |")
+
+
+def test_a_child_trains_by_the_command_and_ends_after_its_steps(tmp_path, monkeypatch) -> None:
+    """The paper's Mamba2 by `pararnn train`; then the same without room in memory."""
+    lm_scale_run = pytest.importorskip("lm_scale_run")
+    pytest.importorskip("tokenizers")
+    for owner, name in (
+        (lm_scale_run.trainer, "RunTrainer"),
+        (lm_scale_run.setup, "bare_model"),
+    ):  # put back after the test
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(lm_scale_run, "RECIPES", dict(lm_scale_run.RECIPES))
+    monkeypatch.setattr("pararnn.train.recipes.RECIPES", lm_scale_run.RECIPES)
+    lm_launch.write_corpus(tmp_path / "corpus.txt", 20_000)
+    args = lm_scale.parsed([*SMALL, "compile=false"])
+    case = lm_scale.Case("mamba2-tiny", 1, 2, 16, "checkpointing")
+    command = ["train", case.recipe, *lm_scale.overrides_of(case, tmp_path, args)]
+
+    def child(out, profile) -> int | None:
+        options = json.dumps({"steps": 6, "profile": profile})
+        monkeypatch.setattr(sys, "argv", ["", options, *command, f"out={out}"])
+        with pytest.raises(SystemExit) as ended:
+            lm_scale_run.main()
+        return ended.value.code
+
+    out = tmp_path / "run"
+    assert child(out, profile=True) == 0
+    log = read_rows(out / "log.csv")
+    assert [row["step"] for row in log if int(row["step"]) <= 6] == ["2", "4", "6"]
+    assert not (out / "model").exists()
+    assert not list(out.glob("checkpoint-*"))
+    assert kernels_of(out / lm_launch.TRACE) == []  # of a CPU there are none
+    assert int((out / lm_launch.PARAMETERS).read_text()) > 0
+    assert not (out / lm_launch.TOO_LARGE).exists()
+
+    def too_large(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(lm_scale_run.cli, "main", too_large)
+    monkeypatch.setattr(lm_scale_run.os, "_exit", sys.exit)
+    assert child(tmp_path / "large", profile=False) == 1
+    assert (tmp_path / "large" / lm_launch.TOO_LARGE).exists()
