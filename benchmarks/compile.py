@@ -18,7 +18,7 @@ from pathlib import Path
 from common import RESULTS, provenance, write_csv
 
 from pararnn.cells import CELLS
-from pararnn.codegen.compiler import find_compiler
+from pararnn.codegen.compiler import compiler_command
 
 ONE = """
 import sys, time
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     compiler = subprocess.run(
-        [find_compiler(), "--version"], check=True, capture_output=True, text=True
+        [*compiler_command(), "--version"], check=True, capture_output=True, text=True
     ).stdout.splitlines()[0]
     rows = []
     for cell in CELLS:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pararnn import cache as disk
 from pararnn.codegen import headers, targets
-from pararnn.codegen.compiler import compiler_identity, cpu_identity, find_compiler
+from pararnn.codegen.compiler import compiler_command, compiler_identity, cpu_identity
 from pararnn.codegen.cuda import KERNELS, SOLVERS, Variant, source_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
@@ -64,7 +64,7 @@ def _build(file: Path, out: Path) -> None:
         shutil.copytree(headers.KERNELS, copied, dirs_exist_ok=True)
         for own in EMULATOR.glob("*.h"):
             shutil.copy(own, copied / "cuda")
-        command = [find_compiler(), *FLAGS, f"-I{copied / 'cuda'}", str(file), "-o", str(out)]
+        command = [*compiler_command(), *FLAGS, f"-I{copied / 'cuda'}", str(file), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]
 
@@ -83,7 +83,7 @@ def kernels_of(program, variant: Variant, capability: tuple[int, int]) -> dict[s
     blocks = KERNELS[variant.direction]
     source = source_of(program, variant) + "".join(_launcher(name) for name in blocks)
     own = "\n".join(file.read_text() for file in sorted(EMULATOR.glob("*.h")))
-    machine = (compiler_identity(find_compiler()), *FLAGS, cpu_identity())
+    machine = (compiler_identity(*compiler_command()), *FLAGS, cpu_identity())
     key = "\n".join((source, headers.text("cuda"), own, *machine))
     library = disk.load(disk.CPP, f"emulated-{program.cell_name}", key, source, _build)
     return {name: Kernel(library, name, block) for name, block in blocks.items()}

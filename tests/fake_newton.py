@@ -6,7 +6,7 @@ import torch
 
 from pararnn.engines import newton_torch, table, tuned
 from pararnn.engines.split import BY_RULE, split_of
-from pararnn.engines.tuned import Measured, Problem
+from pararnn.engines.tuned import Measured, Workload
 from pararnn.program.program import program_of
 
 CORES, STEPS, TILE = 16, 4, 32
@@ -41,5 +41,5 @@ class FakeNewton:
 
     def taken_by_auto(self, cell, size, asked=BY_RULE, dtype=torch.float32):
         """Have `auto` take it for a size (B, T, D)."""
-        problem = Problem(program_of(cell).key, size, dtype, CPU)
-        tuned.remember(problem, [Measured("newton", "fused", asked, 1.0)])
+        workload = Workload(program_of(cell).key, size, dtype, CPU)
+        tuned.remember(workload, [Measured("newton", "fused", asked, 1.0)])

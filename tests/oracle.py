@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from relative import relative_error
 
 import pararnn
 from pararnn.check.claims import QUIET, finite, gap, peak
@@ -12,7 +13,6 @@ from pararnn.numerics import (
     LARGEST_PART,
     SEQUENTIAL_ERRORS,
     compute_dtype,
-    relative_error,
 )
 
 HOW = {"solver": "sequential", "backend": "fused"}

@@ -17,7 +17,7 @@ from torch import Tensor
 import pararnn
 from pararnn import Cell
 from pararnn.check.contract import SolveChecks, check_solves
-from pararnn.codegen.compiler import find_compiler
+from pararnn.codegen.compiler import compiler_command
 
 HANGS_AFTER = 15 * 60
 """Seconds after which a process hangs, however busy the machine: no bound on how long it takes."""
@@ -38,7 +38,7 @@ def there(missing: Exception | None) -> bool:
 def has_compiler() -> bool:
     """Whether this machine can build kernels."""
     try:
-        find_compiler()
+        compiler_command()
     except pararnn.EngineError as error:
         return there(error)
     return there(None)

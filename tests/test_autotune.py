@@ -10,7 +10,7 @@ from table import FUSED, NEWTON_FUSED, PAIRS, PLAIN
 import pararnn
 from pararnn.engines import table, tuned
 from pararnn.engines.split import BY_RULE, Pin
-from pararnn.engines.tuned import Measured, Problem
+from pararnn.engines.tuned import Measured, Workload
 
 SHAPE = (2, 100, 4)
 OTHER = NEWTON_FUSED if NEWTON_FUSED in PAIRS else ("newton", "torch")
@@ -31,7 +31,7 @@ def times(monkeypatch):
     chosen, seen = {}, []
     module = sys.modules["pararnn.tune.autotune"]
 
-    def call(cell, problem, engine, pin, backward):
+    def call(cell, workload, engine, pin, backward):
         seen.append((engine.solver, engine.backend, *pin))
         return seen[-1]
 
@@ -79,7 +79,7 @@ def test_every_kind_of_cell_is_measured(name, times, monkeypatch):
         pararnn.autotune(heads, (1, 20, 4), dtype=torch.bfloat16, remeasure=True)
 
 
-def test_auto_takes_the_fastest_for_this_problem_only(times):
+def test_auto_takes_the_fastest_for_this_workload_only(times):
     layer = pararnn.ParaGRU(4, 6)
     times[OTHER] = 0.5
     tuning = pararnn.autotune(layer, SHAPE)
@@ -211,8 +211,9 @@ def test_a_folder_that_cannot_be_written(times, own_folder):
 
 def test_a_pair_that_can_no_longer_be_built_is_passed_over(monkeypatch):
     cell = pararnn.GRUCell(6)
-    problem = Problem(pararnn.program_of(cell).key, (2, 100, 6), torch.float32, torch.device("cpu"))
-    tuned.remember(problem, [Measured("newton", "scan", BY_RULE, 1.0)])
+    key = pararnn.program_of(cell).key
+    workload = Workload(key, (2, 100, 6), torch.float32, torch.device("cpu"))
+    tuned.remember(workload, [Measured("newton", "scan", BY_RULE, 1.0)])
     monkeypatch.setattr(
         table,
         "_why_not_built",
@@ -238,8 +239,8 @@ def test_compiled_code_follows_the_records(operators):
         assert not by_newton(x)
         with torch.compiler.set_stance("fail_on_recompile"):
             assert not by_newton(torch.randn(3, 70, 4))
-        problem = Problem(key, (2, 90, 6), torch.float32, torch.device("cpu"))
-        tuned.remember(problem, [Measured("newton", "torch", BY_RULE, 1.0)])
+        workload = Workload(key, (2, 90, 6), torch.float32, torch.device("cpu"))
+        tuned.remember(workload, [Measured("newton", "torch", BY_RULE, 1.0)])
         assert by_newton(x)
         assert not by_newton(torch.randn(3, 70, 4))
         with torch.compiler.set_stance("fail_on_recompile"):

@@ -101,7 +101,8 @@ def test_second_use_compiles_nothing(folder, monkeypatch):
 
 def _tiny_library(source, output):
     subprocess.run(
-        [compiler.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(output)], check=True
+        [*compiler.compiler_command(), "-shared", "-fPIC", str(source), "-o", str(output)],
+        check=True,
     )
 
 
@@ -334,7 +335,7 @@ def test_without_a_compiler_damaged_entries_do_not_serve(folder, damage, monkeyp
 
 @needs_compiler
 def test_a_compiler_is_a_command_with_arguments(folder, monkeypatch):
-    plain, calls = compiler.find_compiler(), []
+    plain, calls = compiler.compiler_command()[0], []
 
     def run(command, f=subprocess.run, **options):
         calls.append(command)

@@ -137,9 +137,9 @@ def test_what_is_remembered_of_a_form_depends_on_the_context_and_on_the_machine(
         assert choice("auto", "auto").asked.segments == 3
     assert choice("auto", "auto") is first
     if FUSED in PAIRS:
-        tuned.remember(first.problem, [Measured("newton", "torch", BY_RULE, 1.0)])
+        tuned.remember(first.workload, [Measured("newton", "torch", BY_RULE, 1.0)])
         assert choice("auto", "auto").pair == ("newton", "torch")
-        tuned.forget(first.problem)
+        tuned.forget(first.workload)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
         assert first.pair == ("sequential", "fused")
         assert choice("auto", "auto").pair == ("newton", "fused")

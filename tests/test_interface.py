@@ -9,7 +9,7 @@ from table import needs_compiler
 from test_cuda import _program, needs_nvrtc
 
 from pararnn.codegen import cuda, headers, nvrtc
-from pararnn.codegen.compiler import find_compiler
+from pararnn.codegen.compiler import compiler_command
 from pararnn.codegen.interface import WORD, Counts, Interface, interface_of, structs_of
 
 COUNTS = Counts(states=2, gates=3, fields=0, params=1)
@@ -37,7 +37,7 @@ def _against(target, declarations, tmp_path):
         except nvrtc.ToolchainError as error:
             return str(error)
         return ""
-    command = [find_compiler(), "-std=c++17", "-fsyntax-only", f"-I{folder}", str(file)]
+    command = [*compiler_command(), "-std=c++17", "-fsyntax-only", f"-I{folder}", str(file)]
     return subprocess.run(command, capture_output=True, text=True).stderr
 
 

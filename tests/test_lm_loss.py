@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from relative import relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.lm import causal_lm_loss, loss
-from pararnn.numerics import relative_error
 
 VOCAB = 37
 PER_CHUNK = 16

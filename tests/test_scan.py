@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relative import relative_error
 from table import FUSED, PAIRS
 
 import pararnn
-from pararnn.numerics import FORWARD_TOLERANCE, relative_error
+from pararnn.numerics import FORWARD_TOLERANCE
 
 KINDS = [1, 2, 3, 4, "complex", "real"]  # "real": a is, b is complex
 

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,8 +23,6 @@ from pararnn.train.overrides import printed, resolved
 from pararnn.train.recipes import RECIPES, recipe, summary
 from pararnn.version import __version__
 
-ABSENT = argparse.SUPPRESS
-"""The default of options whose function has its own, and whose help is to name none."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -124,13 +123,19 @@ def make_parser() -> Parser:
         ("eval", evaluate, "measure a language model on texts and tasks", add_evaluate),
         ("export", export, "write the model of a run's checkpoint", add_export),
         ("generate", generate, "let a language model go on with a text", add_generate),
-        ("tasks", tasks, "train small models on synthetic tasks", add_tasks),
+        (
+            "tasks",
+            tasks,
+            "train small models on synthetic tasks",
+            partial(add_actions, device=_device),
+        ),
     ):
         command = commands.add_parser(
             name,
             help=text,
             description=f"{text[0].upper()}{text[1:]}.",
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            argument_default=argparse.SUPPRESS,  # where a function has its own, help names none
         )
         add_options(command)
         command.set_defaults(run=run)
@@ -145,145 +150,71 @@ def add_device(command: argparse.ArgumentParser) -> None:
 
 def add_demo(command: argparse.ArgumentParser) -> None:
     """The options of `pararnn demo`."""
-    default = DemoConfig()
+    default, option = DemoConfig(), command.add_argument
+    seconds = "time to train for; measuring after it takes about a quarter more"
     add_device(command)
-    command.add_argument(
-        "--text", metavar="FILE", default=ABSENT, help="learn this file, not Python's library"
-    )
-    command.add_argument("--cell", choices=list(CELLS), default=default.cell, help="the recurrence")
-    command.add_argument(
-        "--seconds",
-        type=_positive,
-        default=default.seconds,
-        help="time to train for; measuring after it takes about a quarter more",
-    )
-    command.add_argument(
-        "--steps", type=_count, default=ABSENT, help="train for at most so many steps"
-    )
-    command.add_argument("--out", metavar="DIR", default=default.out, help="folder for the results")
-    command.add_argument("--seed", type=_seed, default=default.seed, help="of all random numbers")
+    option("--text", metavar="FILE", help="learn this file, not Python's library")
+    option("--cell", choices=list(CELLS), default=default.cell, help="the recurrence")
+    option("--seconds", type=_positive, default=default.seconds, help=seconds)
+    option("--steps", type=_count, help="train for at most so many steps")
+    option("--out", metavar="DIR", default=default.out, help="folder for the results")
+    option("--seed", type=_seed, default=default.seed, help="of all random numbers")
 
 
 def add_train(command: argparse.ArgumentParser) -> None:
     """The options of `pararnn train`."""
-    command.add_argument(
-        "recipe_name", metavar="RECIPE", nargs="?", default=ABSENT, help="see --list"
+    keys = "other values than the recipe's, such as data.train=FILE steps=500; see --print"
+    config = "print the config, with the keys and values that a run would have"
+    command.add_argument("recipe_name", metavar="RECIPE", nargs="?", help="see --list")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help=keys)
+    show = partial(
+        command.add_mutually_exclusive_group().add_argument, dest="show", action="store_const"
     )
-    command.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        default=ABSENT,
-        help="other values than the recipe's, such as data.train=FILE steps=500; see --print",
-    )
-    shown = command.add_mutually_exclusive_group()
-    for flag, show, text in (
-        ("--list", "recipes", "print the recipes"),
-        ("--print", "config", "print the config, with the keys and values that a run would have"),
-    ):
-        shown.add_argument(
-            flag, dest="show", action="store_const", const=show, default=ABSENT, help=text
-        )
+    show("--list", const="recipes", help="print the recipes")
+    show("--print", const="config", help=config)
 
 
 def add_evaluate(command: argparse.ArgumentParser) -> None:
     """The options of `pararnn eval`."""
+    option, several = command.add_argument, partial(command.add_argument, nargs="+")
+    tasks = "tasks of lm-eval by name, or files of questions (.jsonl, .yaml) and their folders"
+    texts = "texts for perplexity and bits per byte"
     add_device(command)
-    command.add_argument(
-        "model", metavar="MODEL", default=ABSENT, help="folder of the model, or a name on the Hub"
-    )
-    command.add_argument(
-        "--tasks",
-        metavar="NAME|FILE",
-        nargs="+",
-        default=ABSENT,
-        help="tasks of lm-eval by name, or files of questions (.jsonl, .yaml) and their folders",
-    )
-    command.add_argument(
-        "--preset", choices=list(PRESETS), default=ABSENT, help="the paper's tasks and shots"
-    )
-    command.add_argument(
-        "--text",
-        dest="texts",
-        metavar="FILE|FOLDER|DATASET",
-        nargs="+",
-        default=ABSENT,
-        help="texts for perplexity and bits per byte",
-    )
-    command.add_argument(
-        "--column", metavar="NAME", default=ABSENT, help="the text's field in JSON lines and so on"
-    )
-    command.add_argument(
-        "--limit", type=_count, default=ABSENT, help="ask and read only the first so many"
-    )
-    command.add_argument(
-        "--shots", type=_shots, default=ABSENT, help="examples, if not as the task has it"
-    )
-    command.add_argument("--batch", type=_count, default=ABSENT, help="rows that are read at once")
-    command.add_argument(
-        "--length", type=_count, default=ABSENT, help="tokens at once, if not as the model has it"
-    )
-    command.add_argument(
-        "--dtype", choices=DTYPES, default=ABSENT, help="of the weights, if not as they are stored"
-    )
-    command.add_argument(
-        "--seed", type=_seed, default=ABSENT, help="of the examples that are drawn"
-    )
-    command.add_argument(
-        "--out", metavar="DIR", default=ABSENT, help="the report's folder, if not eval in MODEL"
-    )
+    option("model", metavar="MODEL", help="folder of the model, or a name on the Hub")
+    several("--tasks", metavar="NAME|FILE", help=tasks)
+    option("--preset", choices=list(PRESETS), help="the paper's tasks and shots")
+    several("--text", dest="texts", metavar="FILE|FOLDER|DATASET", help=texts)
+    option("--column", metavar="NAME", help="the text's field in JSON lines and so on")
+    option("--limit", type=_count, help="ask and read only the first so many")
+    option("--shots", type=_shots, help="examples, if not as the task has it")
+    option("--batch", type=_count, help="rows that are read at once")
+    option("--length", type=_count, help="tokens at once, if not as the model has it")
+    option("--dtype", choices=DTYPES, help="of the weights, if not as they are stored")
+    option("--seed", type=_seed, help="of the examples that are drawn")
+    option("--out", metavar="DIR", help="the report's folder, if not eval in MODEL")
 
 
 def add_export(command: argparse.ArgumentParser) -> None:
     """The options of `pararnn export`."""
-    command.add_argument(
-        "run_folder", metavar="RUN", default=ABSENT, help="folder of a run of pararnn train"
-    )
-    command.add_argument(
-        "--step",
-        type=_count,
-        default=ABSENT,
-        help="of the checkpoint, if not the last",
-    )
-    command.add_argument("--to", metavar="DIR", default=ABSENT, help="if not RUN/model-STEP")
+    command.add_argument("run_folder", metavar="RUN", help="folder of a run of pararnn train")
+    command.add_argument("--step", type=_count, help="of the checkpoint, if not the last")
+    command.add_argument("--to", metavar="DIR", help="if not RUN/model-STEP")
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:
     """The options of `pararnn generate`."""
+    option, needed = command.add_argument, partial(command.add_argument, required=True)
+    prompt = "text to go on with; - reads it from the standard input"
+    together = "draw among the likeliest tokens that together have this chance"
     add_device(command)
-    command.add_argument(
-        "--model", metavar="DIR", required=True, default=ABSENT, help="folder of the model"
-    )
-    command.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        type=_prompt,
-        required=True,
-        default=ABSENT,
-        help="text to go on with; - reads it from the standard input",
-    )
-    command.add_argument("--max-new-tokens", type=_count, default=200, help="how many to write")
-    command.add_argument(
-        "--temperature", type=_temperature, default=0.8, help="0 takes the likeliest token"
-    )
-    command.add_argument(
-        "--top-k", type=_count, default=ABSENT, help="draw among so many likeliest tokens"
-    )
-    command.add_argument(
-        "--top-p",
-        type=_chance,
-        default=ABSENT,
-        help="draw among the likeliest tokens that together have this chance",
-    )
-    command.add_argument("--seed", type=_seed, default=0, help="of the draws")
-    command.add_argument(
-        "--dtype", choices=DTYPES, default=ABSENT, help="of the weights, if not as they are stored"
-    )
-
-
-def add_tasks(command: argparse.ArgumentParser) -> None:
-    """The options of `pararnn tasks`."""
-    add_actions(command, _device)
+    needed("--model", metavar="DIR", help="folder of the model")
+    needed("--prompt", metavar="TEXT", type=_prompt, help=prompt)
+    option("--max-new-tokens", type=_count, default=200, help="how many to write")
+    option("--temperature", type=_temperature, default=0.8, help="0 takes the likeliest token")
+    option("--top-k", type=_count, help="draw among so many likeliest tokens")
+    option("--top-p", type=_chance, help=together)
+    option("--seed", type=_seed, default=0, help="of the draws")
+    option("--dtype", choices=DTYPES, help="of the weights, if not as they are stored")
 
 
 def _device(text: str) -> str:
@@ -299,27 +230,6 @@ def _device(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> float:
-    value = _number(text, float)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = _number(text, float)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be 0 or a positive number, got {text!r}")
-    return value
-
-
-def _chance(text: str) -> float:
-    value = _number(text, float)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
-    return value
-
-
 def _prompt(text: str) -> str:
     data = sys.stdin.buffer.read() if text == "-" else os.fsencode(text)
     if not data:
@@ -330,34 +240,30 @@ def _prompt(text: str) -> str:
         raise argparse.ArgumentTypeError(f"must be UTF-8: {error}") from None
 
 
-def _count(text: str) -> int:
-    value = _number(text, int)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
-    return int(value)
+def _number(
+    kind: type[int] | type[float], holds: Callable[[float], bool], what: str
+) -> Callable[[str], float]:
+    """What reads a number and checks that it `holds`."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            article = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {article}, got {text!r}") from None
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+        return value
+
+    return read
 
 
-def _shots(text: str) -> int:
-    value = _number(text, int)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text!r}")
-    return int(value)
-
-
-def _seed(text: str) -> int:
-    value = _number(text, int)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 2^63 - 1, got {text!r}")
-    return int(value)
-
-
-def _number(text: str, kind: type[int] | type[float]) -> float:
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a{'n integer' if kind is int else ' number'}, got {text!r}"
-        ) from None
+_positive = _number(float, lambda x: 0 < x < math.inf, "a positive number")
+_temperature = _number(float, lambda x: 0 <= x < math.inf, "0 or a positive number")
+_chance = _number(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
+_count = _number(int, lambda x: x >= 1, "at least 1")
+_shots = _number(int, lambda x: x >= 0, "at least 0")
+_seed = _number(int, lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1")
 
 
 if __name__ == "__main__":

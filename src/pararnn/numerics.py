@@ -79,26 +79,3 @@ def underflow(dtype: torch.dtype) -> float:
 def rounding(sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """What rounding to `dtype` may do to values of such sizes: eps of them, or `underflow`."""
     return (torch.finfo(dtype).eps * sizes).clamp(min=underflow(dtype))
-
-
-def relative_error(value: Tensor, reference: Tensor, scale: Tensor | None = None) -> float:
-    """max |value - reference| over max |reference| (or over `scale`), in float64, 0 when empty.
-
-    Places where the reference is not finite must match it exactly, else the error is inf.
-    """
-    value, reference = value.detach().double().cpu(), reference.detach().double().cpu()
-    if value.shape != reference.shape:
-        raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")
-    if reference.numel() == 0:
-        return 0.0
-    finite = reference.isfinite()
-    same = (value == reference) | (value.isnan() & reference.isnan())
-    if not bool((finite | same).all()) or not bool(value[finite].isfinite().all()):
-        return float("inf")
-    if not bool(finite.any()):
-        return 0.0
-    error = (value - reference)[finite].abs().max()
-    denominator = reference[finite].abs().max() if scale is None else scale.double().cpu()
-    if float(error) == 0.0:
-        return 0.0
-    return float(error / denominator)

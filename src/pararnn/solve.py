@@ -109,8 +109,8 @@ def _chosen(
 ) -> tuple[Choice, Engine]:
     """What runs a call, if its tensors fit each other."""
     _check_fit(program, args)
-    problem = (args.size, args.gates.dtype, args.gates.device)
-    choice = choose(program, *problem, solver, backend).pinned(asked)
+    workload = (args.size, args.gates.dtype, args.gates.device)
+    choice = choose(program, *workload, solver, backend).pinned(asked)
     return choice, choice.engine
 
 

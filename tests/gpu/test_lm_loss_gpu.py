@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from relative import relative_error
 
 from pararnn.lm import causal_lm_loss, loss
-from pararnn.numerics import relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 WIDTH, VOCAB = 256, 5003

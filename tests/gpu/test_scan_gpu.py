@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from relative import relative_error
 from test_scan import KINDS, _inputs, check_scan
 
 import pararnn
-from pararnn.numerics import relative_error
 
 PAIRS = [("sequential", "fused"), ("newton", "fused"), ("newton", "scan")]
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from relative import relative_error
 
 import pararnn
 from pararnn.engines import fused_cuda, tuned
 from pararnn.engines.rule import MIN_SEGMENTS
-from pararnn.numerics import relative_error
 from pararnn.tune.adapt import SWEEP_COST
 
 HOW = {"solver": "newton", "backend": "fused"}

@@ -25,36 +25,19 @@ class _Blocks(Cell):
         return tuple(new)
 
 
-class Affine1(_Blocks):
-    """One state a channel: a is diagonal."""
-
-    states = ("h0",)
-    gates = ("b0",)
-    fields = ("a00",)
-
-
-class Affine2(_Blocks):
-    """Two states a channel: a is 2 x 2 blocks."""
-
-    states = ("h0", "h1")
-    gates = ("b0", "b1")
-    fields = tuple(f"a{i}{j}" for i in range(2) for j in range(2))
+def _blocks(size: int) -> type[Cell]:
+    """The cell for N = `size`."""
+    parts = {
+        "__doc__": f"{size} states a channel: a is {size} x {size} blocks.",
+        "__module__": __name__,
+        "states": tuple(f"h{i}" for i in range(size)),
+        "gates": tuple(f"b{i}" for i in range(size)),
+        "fields": tuple(f"a{i}{j}" for i in range(size) for j in range(size)),
+    }
+    return type(f"Affine{size}", (_Blocks,), parts)
 
 
-class Affine3(_Blocks):
-    """Three states a channel: a is 3 x 3 blocks."""
-
-    states = ("h0", "h1", "h2")
-    gates = ("b0", "b1", "b2")
-    fields = tuple(f"a{i}{j}" for i in range(3) for j in range(3))
-
-
-class Affine4(_Blocks):
-    """Four states a channel: a is 4 x 4 blocks."""
-
-    states = ("h0", "h1", "h2", "h3")
-    gates = ("b0", "b1", "b2", "b3")
-    fields = tuple(f"a{i}{j}" for i in range(4) for j in range(4))
+Affine1, Affine2, Affine3, Affine4 = map(_blocks, range(1, 5))
 
 
 class AffineComplex(Cell):

@@ -247,7 +247,7 @@ class Step:
     """A cell class's step as a pure function of flat tensors: (states, inputs, params) -> states.
 
     It runs the user's method on an object that holds nothing but config, so that the result can
-    depend on the class, the config and the arguments only.
+    depend on the class, the config and the arguments only. `num_rows`: of states and inputs.
     """
 
     def __init__(self, cls: type[Cell], config: Mapping[str, Any]) -> None:
@@ -258,6 +258,8 @@ class Step:
         self.state_type = namedtuple("State", list(cls.states))  # type: ignore[misc]
         self.gate_type = namedtuple("Gate", [*cls.gates, *cls.fields])  # type: ignore[misc]
         self.param_type = namedtuple("Params", list(cls.params))  # type: ignore[misc]
+        self.num_states = len(cls.states)
+        self.num_rows = len([*cls.states, *cls.gates, *cls.fields])
 
     @property
     def has_jacobian(self) -> bool:

@@ -63,10 +63,6 @@ ROUNDINGS = 3
 """Other roundings of the loop that are looked at, where its own error says too little."""
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
 class Run(NamedTuple):
     """Values and gradients by name, the counts, and what ran; None for the oracle's own loop."""
 
@@ -141,7 +137,9 @@ class Oracle:
         read = [loss_scale if n == 0 or whole else 0.0 for n in range(len(cell.states))]
         series = [draw(example, scale).to(args.gates.dtype) for scale in read]
         ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
-        own = replace(call, params=()).mapped(_leaf)
+        own = replace(call, params=()).mapped(
+            lambda t: t.detach().requires_grad_(t.is_floating_point())
+        )
         return cls(Trial(copy.deepcopy(cell), own, (*series, *ends)))
 
     def sequential(self) -> Run:

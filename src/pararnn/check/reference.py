@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pararnn.cells.base import Cell
 from pararnn.engines.base import Arguments
 from pararnn.engines.forward_time import final_states, output_states, to_system
+from pararnn.program.derive import gradients
 from pararnn.program.program import program_of
 from pararnn.solvers.system import System
 
@@ -155,8 +156,7 @@ def steps(
 def advance(trial: Trial, states: Tensor) -> Tensor:
     """f(h_{l-1}, x_l) for all l at given states (B, T, N, D), in the trial's dtype."""
     system, _ = to_system(program_of(trial.cell), trial.arguments())
-    new = steps(system, system.previous(states), system.inputs, system.params)
-    return new if system.padding is None else new.masked_fill(system.padding.unsqueeze(2), 0)
+    return system.blank(steps(system, system.previous(states), system.inputs, system.params))
 
 
 def local_defects(trial: Trial, states: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0) -> Reverse:
     coupling, size = system.program.coupling, (*at.shape[:2], at.shape[-1])
     params = [p.expand(coupling.param_sizes(p, size)) for p in system.params]
     arranged = [previous, *system.inputs, *params]
-    rows = [_blank(t, system) for t in arranged[: 1 + len(system.inputs)]]
+    rows = [system.blank(t) for t in arranged[: 1 + len(system.inputs)]]
     rows = [t.detach().requires_grad_() for t in [*rows, *params]]
     walk = _walk_coupled if system.program.couples_channels else _walk
     shaken = nullcontext() if not seed else OtherRounding(system.dtype, seed)
@@ -273,15 +273,6 @@ def _uncut(mask: Tensor | None, t: int, values: Tensor) -> Tensor:
     return values.masked_fill(here.reshape(len(here), *[1] * (values.ndim - 2), -1), 0)
 
 
-def _blank(tensor: Tensor, system: System) -> Tensor:
-    """Zero at padding, which may hold anything."""
-    if system.padding is None:
-        return tensor
-    return tensor.masked_fill(
-        system.padding.unsqueeze(2) if tensor.ndim == 4 else system.padding, 0
-    )
-
-
 def _combined(jacobian: list[Pieces], cotangent: Tensor) -> Pieces:
     """Derivatives of each new state by rows, times cotangents (B, T, N, D), summed over states."""
     out = []
@@ -302,20 +293,9 @@ def _pull(
     cotangents: Sequence[Tensor],
 ) -> list[Tensor]:
     """The outputs' cotangents at leaves, zero where nothing depends on one."""
-    pairs = zip(outputs, cotangents, strict=True)
-    needed = [(o, c.to(o.dtype)) for o, c in pairs if o.requires_grad]
-    if not needed:
-        return [torch.zeros_like(leaf) for leaf in leaves]
+    arriving = [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)]
     with torch.autograd.set_multithreading_enabled(False):
-        found = torch.autograd.grad(
-            [o for o, _ in needed],
-            leaves,
-            [c for _, c in needed],
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    return list(found)
+        return list(gradients(outputs, leaves, arriving))
 
 
 def forward_order(args: Arguments, states: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

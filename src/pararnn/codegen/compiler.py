@@ -34,11 +34,6 @@ class CompilerError(EngineError):
     """There is no C++ compiler, or it does not compile our code. The message has the cure."""
 
 
-def find_compiler() -> str:
-    """The full path of what `compiler_command` starts."""
-    return compiler_command()[0]
-
-
 def compiler_command() -> list[str]:
     """The compiler's full path and its first arguments.
 
@@ -73,17 +68,17 @@ def compiler_identity(*command: str) -> str:
 @functools.cache
 def cpu_identity() -> str:
     """The processor's model and features: code for one may not run on another."""
-    lines = [platform.system(), platform.machine(), platform.processor()]
+    names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    own = [f"{name}: {value}" for name, value in cpu_facts().items() if name in names]
+    return "\n".join([platform.system(), platform.machine(), platform.processor(), *own])
+
+
+def cpu_facts() -> dict[str, str]:
+    """What Linux says of the first core, by name; the other cores say the same."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        with info.open(encoding="utf-8", errors="replace") as text:
-            for line in text:
-                if not line.strip():  # the other cores say the same
-                    break
-                name = line.split(":")[0].strip()
-                if name in ("model name", "flags", "Features", "CPU implementer", "CPU part"):
-                    lines.append(line.strip())
-    return "\n".join(lines)
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    parts = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in parts}
 
 
 def target_identity() -> str:

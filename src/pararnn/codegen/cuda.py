@@ -117,27 +117,23 @@ def ring_of(program: Program, variant: Variant) -> Ring:
     )
 
 
+_INTEGERS = ("channels", "head_width", "per_lane", "chunk", "field_chunk")
+_FLAGS = ("adjacent_gates", "reverse", "events")
+"""What of a variant kernels know by the same name."""
+
+
 def source_of(program: Program, variant: Variant) -> str:
     """The CUDA file of a variant. Raises EngineError as `ring_of` and `emit_program`."""
-    ring = ring_of(program, variant)
+    given = variant._asdict()
     integers = {
-        "channels": variant.channels,
-        "head_width": variant.head_width,
-        "per_lane": variant.per_lane,
-        "chunk": variant.chunk,
-        "field_chunk": variant.field_chunk,
-        "steps": ring.steps,
-        "stages": ring.stages,
+        **{name: given[name] for name in _INTEGERS},
+        **ring_of(program, variant)._asdict(),
         "info_slots": INFO_SLOTS[variant.solver],
     }
     if variant.solver == "newton":
         integers |= board_of(program, variant.dtype, variant.per_lane)._asdict()
-    flags = {
-        "adjacent_gates": variant.adjacent_gates,
-        "reverse": variant.reverse,
-        "events": variant.events,
-        "backward_reads_gates": reads_gates(program, variant.dtype),
-    }
+    flags = {name: given[name] for name in _FLAGS}
+    flags["backward_reads_gates"] = reads_gates(program, variant.dtype)
     by_part = {"broadcast": variant.broadcast}
     if variant.direction == "backward":
         by_part["arriving"] = variant.arriving

@@ -96,7 +96,7 @@ _CPP_SHOOTING = (
     Field("scalar*", "ends", "(row, segment, state, channel)"),
     Field("scalar*", "sizes", "(row, segment, state, channel)"),
     Field("scalar*", "products", "(row, segment, entry, channel); zero at first"),
-    Field("int64*", "info", "sweeps, mended tiles"),
+    Field("int64*", "info", "sweeps, unfit tiles"),
 )
 _COUNTERS = (  # zero at first; clusters need none
     Field(
@@ -131,7 +131,7 @@ _STRUCTS: Mapping[str, Structs] = {
     "cuda": {
         "GateStrides": _GATE_STRIDES,
         "Inputs": _INPUTS,
-        "ForwardProblem": (*_FORWARD, Field("int64*", "info", "(slot, 2): sweeps, mended tiles")),
+        "ForwardProblem": (*_FORWARD, Field("int64*", "info", "(slot, 2): sweeps, unfit tiles")),
         "BackwardProblem": _BACKWARD,  # grad_gates: in the strides of the gates
         "SumProblem": (
             Field("int64", "rows", "times segments"),

@@ -106,18 +106,14 @@ def compile_cubin(source: Path, include: Path, output: Path, arch: str) -> str:
         program = core.Program(source.read_text(encoding="utf-8"), "c++", options)
         code = program.compile("cubin", logs=log)
     except Exception as error:  # cuda-core wraps NVRTC's failures in its own exceptions, by version
+        said = "\n".join((log.getvalue() or str(error)).strip("\0 \n").splitlines()[:20])
         raise ToolchainError(
-            f"NVRTC failed on generated code for {arch} ({identity()}): "
-            f"{_shortened(log.getvalue() or str(error))}\n"
+            f"NVRTC failed on generated code for {arch} ({identity()}): {said}\n"
             f"A newer NVRTC may help (pip install --upgrade 'pararnn[{extra()}]'), and "
             "backend='torch' does without one"
         ) from error
     output.write_bytes(code.code)
     return log.getvalue()
-
-
-def _shortened(log: str) -> str:
-    return "\n".join(log.strip("\0 \n").splitlines()[:20])
 
 
 def resources(report: str) -> dict[str, dict[str, int]]:

@@ -108,33 +108,10 @@ def _elu(x: str, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> 
 
 
 _ROUNDING = ("sign", "floor", "ceil", "trunc", "round")
-_NAMED = (
-    "abs",
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "sqrt",
-    "sin",
-    "cos",
-    "tan",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "asinh",
-    "acosh",
-    "atanh",
-    "sigmoid",
-    "erf",
-    "erfc",
-    "relu",
-)
+_EXPONENTIAL = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sigmoid")
+_TRIGONOMETRIC = ("sin", "cos", "tan", "asin", "acos", "atan")
+_HYPERBOLIC = ("sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
+_NAMED = (*_EXPONENTIAL, *_TRIGONOMETRIC, *_HYPERBOLIC, "abs", "sqrt", "erf", "erfc", "relu")
 _NAMED_2 = ["maximum", "minimum", "fmax", "fmin", "hypot"]
 _ROUNDING_2 = ["atan2", "fmod", "remainder"]
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

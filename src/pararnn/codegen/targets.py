@@ -9,14 +9,13 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pararnn.cells.base import Cell
-from pararnn.codegen import cpp, cuda, nvrtc
+from pararnn.codegen import compiler, cpp, cuda, nvrtc
 from pararnn.program.program import Program
 
 Jobs = dict[object, Callable[[], object]]
@@ -62,25 +61,13 @@ class Gpu(Target):
 
 
 def _processor(device: torch.device) -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    named = compiler.cpu_facts().get("model name")
+    return named or platform.processor() or platform.machine()
 
 
 def _raise_unless(right: Tensor, message: str, values: Tensor) -> None:
     if not right:
         raise ValueError(f"{message}, got {values.tolist()}")
-
-
-def _at_once(tensor: Tensor) -> Callable[[], Tensor | None]:
-    return lambda: tensor
-
-
-def _assert_later(right: Tensor, message: str, values: Tensor) -> None:
-    torch._assert_async(right, message)  # reading it would wait
 
 
 def _numbered(device: torch.device) -> torch.device:
@@ -121,7 +108,7 @@ CPU = Target(
     wait=lambda device: None,
     numbered=lambda device: device,
     require=_raise_unless,
-    send=_at_once,
+    send=lambda tensor: lambda: tensor,
     capturing=lambda: False,
     usual=cpp.usual,
     approximate=frozenset(),
@@ -130,7 +117,7 @@ CUDA = Gpu(
     title=torch.cuda.get_device_name,
     wait=torch.cuda.synchronize,
     numbered=_numbered,
-    require=_assert_later,
+    require=lambda right, message, values: torch._assert_async(right, message),  # reads nothing
     send=_copied_later,
     capturing=torch.cuda.is_current_stream_capturing,
     usual=cuda.usual,

@@ -226,10 +226,10 @@ class Solution(NamedTuple):
 
 
 def totals(info: Tensor) -> Tensor:
-    """What all columns took, int64 (2,): the most sweeps, and what was not settled at once.
+    """What all columns took, int64 (2,): the most sweeps, and how many were `mended`.
 
-    The latter, `mended`, is of the engine: PyTorch's Newton counts columns that the sequential
-    solver redid, kernels the tiles of channels that took more than one sweep.
+    That is of the engine: PyTorch's Newton counts columns that the sequential solver finished,
+    kernels the tiles of channels that were unfit: whose segments did not fit after one sweep.
     """
     return torch.stack([info[:, 0].amax(), info[:, 1].sum()])
 

@@ -21,11 +21,11 @@ hang together (N D, of a row).
 
 MIN_SEGMENTS = {"cpu": 4, "cuda": 8}
 MIN_SEGMENTS_AFFINE = 4
-"""Segments side by side from which on `auto` cuts time: with fewer, mending channels that do not
-forget costs what the others gain, by benchmarks/parallel_cpu.py on a CPU. On a GPU it is the least
-of the worst ratios to the better engine over trained layers, forward + backward: 2.0 with time cut
-from 4 segments on, 1.3 from 8, 1.5 from 16 (benchmarks/segments.py). An affine step's channels are
-mended once at most, whatever was trained.
+"""Segments side by side from which on `auto` cuts time: with fewer, running channels that do not
+forget again costs what the others gain, by benchmarks/parallel_cpu.py on a CPU. On a GPU it is the
+least of the worst ratios to the better engine over trained layers, forward + backward: 2.0 with
+time cut from 4 segments on, 1.3 from 8, 1.5 from 16 (benchmarks/segments.py). An affine step's
+channels run again once at most, whatever was trained.
 """
 
 

@@ -18,7 +18,7 @@ from pararnn.engines import (
 from pararnn.engines.base import Engine
 from pararnn.engines.rule import Merit, Size
 from pararnn.engines.split import BY_RULE, Pin, Split
-from pararnn.engines.tuned import Problem
+from pararnn.engines.tuned import Workload
 from pararnn.errors import BackendWarning, EngineError, warn_user
 from pararnn.program.program import Program, program_by_key
 
@@ -60,7 +60,7 @@ def check_names(solver: str, backend: str) -> None:
 
 
 class Choice(NamedTuple):
-    """What runs a problem: a pair, why it, and what is asked of its split.
+    """What runs a workload: a pair, why it, and what is asked of its split.
 
     It comes back with the solution. Names and numbers only: it can be kept, copied and pickled.
     """
@@ -69,7 +69,7 @@ class Choice(NamedTuple):
     backend: str
     why: str
     asked: Pin
-    problem: Problem
+    workload: Workload
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -79,7 +79,7 @@ class Choice(NamedTuple):
     @property
     def engine(self) -> Engine:
         """The engine of the pair."""
-        engine = find(self.solver, self.backend, self.problem.device)
+        engine = find(self.solver, self.backend, self.workload.device)
         assert engine is not None
         return engine
 
@@ -89,7 +89,7 @@ class Choice(NamedTuple):
 
     def split(self) -> Split | None:
         """How the forward pass cuts time, on gates of the usual layout; None where none is cut."""
-        key, size, dtype, device = self.problem
+        key, size, dtype, device = self.workload
         of = self.engine.split
         return None if of is None else of(program_by_key(key), size, dtype, device, self.asked)
 
@@ -110,10 +110,10 @@ def choose(
     pairs that can run.
     """
     check_names(solver, backend)
-    problem = Problem(program.key, size, dtype, device)
+    workload = Workload(program.key, size, dtype, device)
     candidates = _candidates(program, size, dtype, device, solver, backend)
     split: dict[tuple[str, str], Pin] = {}
-    found = tuned.fastest(problem, solver, backend) if follow_tuned else None
+    found = tuned.fastest(workload, solver, backend) if follow_tuned else None
     if found is not None:
         row, why = found
         first = (row.solver, row.backend)
@@ -123,13 +123,13 @@ def choose(
     reason = f"there is no such engine for {device.type}"
     not_built: list[str] = []
     for pair, why in candidates.items():
-        unable = _why_not(program, pair, device)
+        unable = why_never(program, pair, device)
         if unable is None:
             unable = _why_not_built(program.key, *pair, device.type, dtype)
             if unable is None:
                 for other in not_built:
                     _say(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
-                return Choice(*pair, why, split.get(pair, BY_RULE), problem)
+                return Choice(*pair, why, split.get(pair, BY_RULE), workload)
             not_built.append(unable)
         reason = unable
     able = [f"({', '.join(pair)})" for pair in pairs_for(program, dtype, device)]
@@ -168,7 +168,7 @@ def why_not(
     program: Program, pair: tuple[str, str], dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """The reason why a pair cannot run a cell here, if any."""
-    reason = _why_not(program, pair, device)
+    reason = why_never(program, pair, device)
     return reason or _why_not_built(program.key, *pair, device.type, dtype)
 
 
@@ -177,7 +177,8 @@ def pairs_for(program: Program, dtype: torch.dtype, device: torch.device) -> lis
     return [pair for pair in PAIRS if why_not(program, pair, dtype, device) is None]
 
 
-def _why_not(program: Program, pair: tuple[str, str], device: torch.device) -> str | None:
+def why_never(program: Program, pair: tuple[str, str], device: torch.device) -> str | None:
+    """The reason why a pair cannot run a cell, whatever can be built here, if any."""
     engine = find(*pair, device)
     if engine is not None:
         return engine.why_not(program)

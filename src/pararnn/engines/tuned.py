@@ -20,7 +20,7 @@ MARGIN = 1.05
 
 
 class Measured(NamedTuple):
-    """The time of a pair on one problem, in ms; `split` as asked, by the rule where it is not."""
+    """The time of a pair on one workload, in ms; `split` as asked, by the rule where it is not."""
 
     solver: str
     backend: str
@@ -28,7 +28,7 @@ class Measured(NamedTuple):
     ms: float
 
 
-class Problem(NamedTuple):
+class Workload(NamedTuple):
     """What a record is about: a program's key, (B, T, D), the gates' dtype, and the device."""
 
     key: str
@@ -38,9 +38,9 @@ class Problem(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The measurements of a problem, the one to take first, and why each would be taken."""
+    """The measurements of a workload, the one to take first, and why each would be taken."""
 
-    problem: Problem
+    workload: Workload
     measured: tuple[Measured, ...]
     why: tuple[str, ...]
 
@@ -49,12 +49,13 @@ class Record(NamedTuple):
 _RECORDS: dict[str, tuple[Record, ...]] = {}
 
 
-def fastest(problem: Problem, solver: str, backend: str) -> tuple[Measured, str] | None:
+def fastest(workload: Workload, solver: str, backend: str) -> tuple[Measured, str] | None:
     """The measurement to follow where a request leaves a part open by "auto", and why; if any."""
-    for record in records(problem.key):
-        own = record.problem
+    key, size, dtype, device = workload
+    for record in records(key):
+        own = record.workload
         # Sizes last: compiled code for any size then asks about them where it must only.
-        if own.dtype == problem.dtype and own.device == problem.device and own.size == problem.size:
+        if own.dtype == dtype and own.device == device and own.size == size:
             for row, why in zip(record.measured, record.why, strict=True):
                 if solver in (row.solver, "auto") and backend in (row.backend, "auto"):
                     return row, why
@@ -66,7 +67,7 @@ def records(key: str) -> tuple[Record, ...]:
     return _RECORDS.get(key, ())
 
 
-def remember(problem: Problem, measured: Sequence[Measured]) -> tuple[Measured, ...]:
+def remember(workload: Workload, measured: Sequence[Measured]) -> tuple[Measured, ...]:
     """Have `fastest` follow these measurements, of which the first is the rule's choice.
 
     Returns them in the order in which they are to be taken: the rule's first unless another is
@@ -84,17 +85,17 @@ def remember(problem: Problem, measured: Sequence[Measured]) -> tuple[Measured, 
         f"autotune measured it fastest of what was asked for: {row.ms:.4g} ms"
         for row in ordered[1:]
     ]
-    record = Record(problem, tuple(ordered), (first, *later))
-    forget(problem)
-    _RECORDS[problem.key] = (*_RECORDS.get(problem.key, ()), record)
+    record = Record(workload, tuple(ordered), (first, *later))
+    forget(workload)
+    _RECORDS[workload.key] = (*_RECORDS.get(workload.key, ()), record)
     return record.measured
 
 
-def forget(problem: Problem) -> None:
-    """Drop what is remembered of a problem, in this process."""
-    kept = tuple(r for r in _RECORDS.pop(problem.key, ()) if r.problem != problem)
+def forget(workload: Workload) -> None:
+    """Drop what is remembered of a workload, in this process."""
+    kept = tuple(r for r in _RECORDS.pop(workload.key, ()) if r.workload != workload)
     if kept:
-        _RECORDS[problem.key] = kept
+        _RECORDS[workload.key] = kept
 
 
 def path_of(name: str, about: dict[str, Any]) -> Path:

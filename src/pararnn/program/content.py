@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from pararnn.cells.base import Cell, Param
+from pararnn.cells.base import Cell
 from pararnn.program.reads import CONTRACT, GLOBAL, MISSING, Reads, codes, is_library, named
 
 STARTED = time.time()
@@ -106,12 +106,6 @@ def _json(value: Any) -> str:
     raise UnknownContent(f"config of type {type(value).__name__}")
 
 
-def _check_shapes(params: Mapping[str, Param]) -> None:
-    for name, param in params.items():
-        if not isinstance(param.shape, str):
-            raise UnknownContent(f"the shape of {name}, which is none of this package's")
-
-
 class _Writer:
     """Writes places out; objects that several places may share are numbered as they come."""
 
@@ -130,11 +124,12 @@ class _Writer:
         """The lines of all places of `reads`, and of what code names in libraries."""
         self.followed = {id(owner) for owner, name, _ in reads.attributes if name == "__code__"}
         self.check_classes()
+        for name, param in self.cls.params.items():
+            if not isinstance(param.shape, str):
+                raise UnknownContent(f"the shape of {name}, which is none of this package's")
         for owner, name, value in reads.attributes:
             static = vars(owner).get(name, value) if isinstance(owner, type) else value
             contract = owner is self.cls and name in CONTRACT
-            if contract and name == "params":
-                _check_shapes(value)
             said = repr(value) if contract else self.said(static, name)
             self.lines.append(f"{self.number(owner)}.{name} = {said}")
         for mapping, key, value in reads.items:

@@ -44,10 +44,8 @@ class Graphs:
 
 def flat(step: Step, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call(states, inputs, params)` as a function of one flat list of tensors."""
-    cls = step.cls
-    states = len(cls.states)
-    inputs = states + len(cls.gates) + len(cls.fields)
-    return lambda *t: call(t[:states], t[states:inputs], t[inputs : inputs + len(cls.params)])
+    states, rows, params = step.num_states, step.num_rows, len(step.cls.params)
+    return lambda *t: call(t[:states], t[states:rows], t[rows : rows + params])
 
 
 def example(
@@ -59,11 +57,9 @@ def example(
     def draw(*size: int) -> Tensor:
         return torch.rand(size, generator=generator, dtype=torch.float64).add(0.25).to(dtype)
 
-    cls = step.cls
-    rows = len(cls.states) + len(cls.gates) + len(cls.fields)
-    kinds = [param.kind for param in cls.params.values()]
+    kinds = [param.kind for param in step.cls.params.values()]
     params = [k.lifted(draw(*k.size(channels, TRACE_HEADS)), channels, TRACE_HEADS) for k in kinds]
-    return [*(draw(*lead, channels) for _ in range(rows)), *params]
+    return [*(draw(*lead, channels) for _ in range(step.num_rows)), *params]
 
 
 def mixing_op(step: Step) -> str | None:
@@ -100,20 +96,20 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     coupled = structure.couples_channels
     lead = (TRACE_ROWS,) if coupled else ()
     trace = trace_rows if coupled else trace_pointwise
-    states = len(step.cls.states)
+    states = step.num_states
     call = flat(step, step)
     tensors = example(step, lead, TRACE_CHANNELS[0], dtype)
-    cotangents = example(step, lead, TRACE_CHANNELS[0], dtype, seed=1)[:states]
+    both = [*tensors, *example(step, lead, TRACE_CHANNELS[0], dtype, seed=1)[:states]]
 
-    @torch.enable_grad()
-    def vjp(*t: Tensor) -> tuple[Tensor, ...]:
-        inputs = _leaves(t[:-states])
-        return _gradients(call(*inputs), inputs, t[-states:])
+    def vjp(count: int) -> Callable[..., tuple[Tensor, ...]]:
+        """Gradients of the first `count` arguments, of those and of cotangents."""
 
-    @torch.enable_grad()
-    def states_vjp(*t: Tensor) -> tuple[Tensor, ...]:
-        inputs = _leaves(t[:states])
-        return _gradients(call(*inputs, *t[states:-states]), inputs, t[-states:])
+        @torch.enable_grad()
+        def pulled_back(*t: Tensor) -> tuple[Tensor, ...]:
+            inputs = _leaves(t[:count])
+            return gradients(call(*inputs, *t[count:-states]), inputs, t[-states:])
+
+        return pulled_back
 
     @torch.enable_grad()
     def rows(*t: Tensor) -> list[Tensor]:
@@ -122,7 +118,7 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
         new = call(*inputs, *t[states:])
         out = list(new)
         for state in new:
-            out += _gradients([state], inputs, [torch.ones_like(state)])
+            out += gradients([state], inputs, [torch.ones_like(state)])
         return out
 
     def written(*t: Tensor) -> list[Tensor]:
@@ -135,8 +131,8 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     what = f"{name}'s Jacobian"
     graphs = Graphs(
         trace(call, tensors, f"{name}.step"),
-        trace(states_vjp, [*tensors, *cotangents], what) if coupled else trace(rows, tensors, what),
-        trace(vjp, [*tensors, *cotangents], f"{name}'s gradient"),
+        trace(vjp(states), both, what) if coupled else trace(rows, tensors, what),
+        trace(vjp(len(tensors)), both, f"{name}'s gradient"),
         trace(written, tensors, f"{name}.jacobian") if step.has_jacobian else None,
     )
     named = ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient"), (graphs.by_hand, "jacobian"))
@@ -161,7 +157,7 @@ def linearise(
     Elementwise: tensors (..., D). Coupled channels: rows (R, D). `by_hand`: by the class's own
     Jacobian, where it writes one.
     """
-    states, like = len(step.cls.states), tensors[0]
+    states, like = step.num_states, tensors[0]
     graph = graphs.by_hand if by_hand and graphs.by_hand is not None else graphs.jacobian
     if structure.couples_channels and graph is graphs.jacobian:
         new = [expand_entry(s, like, like.shape) for s in graphs.step(*tensors)]
@@ -184,14 +180,12 @@ def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
     Catches a hand-written Jacobian that is wrong and a registered structure that the step does not
     have. Raises StructureError naming the entry.
     """
-    cls, channels = step.cls, TRACE_CHANNELS[0]
-    states = len(cls.states)
-    split = states + len(cls.gates) + len(cls.fields)
+    channels, states, rows = TRACE_CHANNELS[0], step.num_states, step.num_rows
     for seed in range(PROBES):
         t = [x * 3 - 2 for x in example(step, (1,), channels, torch.float64, seed)]
 
         def stacked(whole: Tensor, t: list[Tensor] = t) -> Tensor:
-            rest = (*(x[0] for x in t[states:split]), *t[split:])
+            rest = (*(x[0] for x in t[states:rows]), *t[rows:])
             return torch.cat(flat(step, step)(*whole.reshape(states, -1).unbind(), *rest))
 
         with torch.enable_grad():
@@ -199,7 +193,7 @@ def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
             derived = torch.autograd.functional.jacobian(stacked, whole)
         for by_hand in (True, False) if step.has_jacobian else (False,):
             representation = linearise(step, structure, graphs, t, by_hand)[1]
-            _compare(cls, structure, structure.to_dense(representation)[0], derived, by_hand)
+            _compare(step.cls, structure, structure.to_dense(representation)[0], derived, by_hand)
 
 
 def check_linear(step: Step, graphs: Graphs) -> None:
@@ -212,7 +206,7 @@ def check_linear(step: Step, graphs: Graphs) -> None:
         [x * 3 - 2 for x in example(step, (1,), TRACE_CHANNELS[0], torch.float64, seed)]
         for seed in (0, 1)
     )
-    arriving = cotangents[: len(step.cls.states)]
+    arriving = cotangents[: step.num_states]
     grads = graphs.vjp(*tensors, *arriving)
     for scale in SCALES:
         scaled = graphs.vjp(*tensors, *(scale * c for c in arriving))
@@ -253,12 +247,9 @@ def _pulled_back(
     step: Step, structure: Structure, graph: Graph, tensors: Sequence[Tensor]
 ) -> Tensor:
     """Jacobians at rows (R, D): all cotangents pulled back in one batch, some rows at a time."""
-    cls, (_, channels) = step.cls, tensors[0].shape
-    states = len(cls.states)
-    split = states + len(cls.gates) + len(cls.fields)
-    cotangents = structure.cotangents(tensors[0])
+    cotangents, split = structure.cotangents(tensors[0]), step.num_rows
     count = len(cotangents)
-    most = max(1, DENSE_NUMBERS // (count * states * channels))
+    most = max(1, DENSE_NUMBERS // (count * step.num_states * tensors[0].shape[1]))
 
     def pulled(rows: Sequence[Tensor]) -> Tensor:
         """(R, K, N*D)."""
@@ -277,7 +268,7 @@ def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.detach().requires_grad_() for t in tensors]
 
 
-def _gradients(
+def gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Gradients of all inputs, zero where nothing depends on one.
@@ -295,21 +286,19 @@ def _gradients(
 
 def _check_rows(step: Step) -> None:
     """A step that mixes channels must still treat leading dimensions as independent rows."""
-    cls, channels = step.cls, TRACE_CHANNELS[0]
-    tensors = example(step, (2, 3), channels, torch.float64)
-    rows = len(cls.states) + len(cls.gates) + len(cls.fields)
-    call = flat(step, step)
+    name, channels, rows = step.cls.__name__, TRACE_CHANNELS[0], step.num_rows
+    tensors, call = example(step, (2, 3), channels, torch.float64), flat(step, step)
     try:
         whole = call(*tensors)
         single = call(*(t[1, 2] for t in tensors[:rows]), *tensors[rows:])
     except (RuntimeError, IndexError) as error:
         raise CellError(
-            f"{cls.__name__}.step must broadcast over leading dimensions (..., D); "
+            f"{name}.step must broadcast over leading dimensions (..., D); "
             f"with shape (2, 3, {channels}) it fails: {error}"
         ) from error
     for many, one in zip(whole, single, strict=True):
         if many.shape != (2, 3, channels) or not torch.allclose(many[1, 2], one):
             raise CellError(
-                f"{cls.__name__}.step must treat leading dimensions as independent rows: "
+                f"{name}.step must treat leading dimensions as independent rows: "
                 f"given (2, 3, {channels}) it returns {tuple(many.shape)} or mixes rows"
             )

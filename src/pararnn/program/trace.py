@@ -238,7 +238,8 @@ def _folded(module: fx.GraphModule, node: fx.Node) -> Any:
         return value.item() if isinstance(value, Tensor) else None
     if node.op != "call_function":
         return None
-    target, args = node.target, node.args
+    target: Any = node.target
+    args = node.args
     if target in CONSTANTS:
         return args[CONSTANTS[target]]
     if target in ZERO_ONE:
@@ -252,7 +253,7 @@ def _folded(module: fx.GraphModule, node: fx.Node) -> Any:
         before, after = args[0].meta["val"], node.meta["val"]
         return args[0] if before.shape == after.shape else None
     if args and not any(isinstance(a, fx.Node) for a in args) and _is_pointwise(target):
-        return _constant(target, args, node.kwargs)
+        return target(*_with_numbers(target, args, _exact), **node.kwargs).item()
     if target is aten.where.self and isinstance(args[0], bool):
         return args[1] if args[0] else args[2]
     if target is aten.mul.Tensor:
@@ -265,39 +266,33 @@ def _folded(module: fx.GraphModule, node: fx.Node) -> Any:
 
 def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Give a 0-d tensor to ops that take no number there; it works on any device."""
+
+    def boxed(number: int | float) -> fx.Node:
+        # In the graph's own dtype: where() over two 0-d tensors would promote to a wider one.
+        own = torch.int64 if isinstance(number, int) else dtype
+        return graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": own})
+
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target in TAKES_NUMBERS:
-            continue
-        if not isinstance(node.target, torch._ops.OpOverload):  # operator.getitem
+        # No OpOverload: operator.getitem.
+        if node.target in TAKES_NUMBERS or not isinstance(node.target, torch._ops.OpOverload):
             continue
         with graph.inserting_before(node):
-            node.args = tuple(
-                graph.call_function(aten.scalar_tensor.default, (value,), _boxed(value, dtype))
-                if kind == "Tensor" and _is_number(value)
-                else value
-                for value, kind in zip(node.args, _argument_types(node.target), strict=False)
-            )
+            node.args = _with_numbers(node.target, node.args, boxed)
 
 
-def _boxed(value: Any, dtype: torch.dtype) -> dict[str, Any]:
-    # In the graph's own dtype: where() over two 0-d tensors would promote to a wider one.
-    return {"dtype": torch.int64 if isinstance(value, int) else dtype}
-
-
-def _argument_types(target: Any) -> list[str]:
-    return [str(argument.type) for argument in target._schema.arguments]
-
-
-def _constant(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A pointwise op on numbers only, as a number."""
-    kinds = _argument_types(target)
-    tensors = [
-        torch.tensor(value, dtype=torch.float64)
-        if kind == "Tensor" and _is_number(value)
-        else value
+def _with_numbers(
+    target: Any, args: Sequence[Any], tensor: Callable[[int | float], Any]
+) -> tuple[Any, ...]:
+    """An op's arguments, with `tensor` of each number that stands where a tensor should."""
+    kinds = [str(argument.type) for argument in target._schema.arguments]
+    return tuple(
+        tensor(value) if kind == "Tensor" and _is_number(value) else value
         for value, kind in zip(args, kinds, strict=False)
-    ]
-    return target(*tensors, **kwargs).item()
+    )
+
+
+def _exact(number: int | float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
 
 
 def _is_number(value: Any) -> bool:

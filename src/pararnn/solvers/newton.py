@@ -161,8 +161,7 @@ def adjoint(
     assert structure is not None
     _, jacobian = system.linearise(previous)
     backward = structure.transpose(jacobian)[:, 1:].flip(1)
-    if system.padding is not None:
-        cotangent = cotangent.masked_fill(system.padding.unsqueeze(2), 0)
+    cotangent = system.blank(cotangent)
     total = scan(structure, backward, cotangent.flip(1)).flip(1)
     coupling = structure.coupling
     mask = coupling.any(~total.isfinite())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +43,14 @@ class System:
         """The compute dtype."""
         return self.initial.dtype
 
+    def blank(self, values: Tensor) -> Tensor:
+        """Values (B, T, D) or (B, T, N, D), zero at padding, which may hold anything."""
+        if self.padding is None:
+            return values
+        return values.masked_fill(
+            self.padding.unsqueeze(2) if values.ndim == 4 else self.padding, 0
+        )
+
     def previous(self, states: Tensor) -> Tensor:
         """prev_l for all l, (B, T, N, D), given the states (B, T, N, D)."""
         shifted = torch.cat([self.initial.unsqueeze(1), states], 1)[:, : self.length]
@@ -73,8 +81,7 @@ class System:
 
     def advance(self, previous: Tensor) -> Tensor:
         """f(prev_l, x_l) for all l, (B, T, N, D)."""
-        out = self._run("step", previous)
-        return self._stack(out, previous)
+        return self._stack(self._run("step", previous), previous)
 
     def linearise(self, previous: Tensor) -> tuple[Tensor, Tensor]:
         """f(prev_l, x_l) and d h_l / d h_{l-1}, zero at edges, for all l."""
@@ -94,16 +101,14 @@ class System:
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Gradients of prev (B, T, N, D), of the inputs (B, T, D) and, if wanted, of the params,
         summed."""
-        if self.padding is not None:
-            cotangent = cotangent.masked_fill(self.padding.unsqueeze(2), 0)
+        cotangent = self.blank(cotangent)
         grads = self._run("vjp", previous, cotangent)
         states, size = self.program.num_states, self.inputs[0].shape
         rows = states + len(self.inputs)
         coupling = self.program.coupling
 
         def at_steps(grad: object) -> Tensor:
-            full = expand_entry(grad, cotangent, self._sizes).reshape(size)
-            return full if self.padding is None else full.masked_fill(self.padding, 0)
+            return self.blank(expand_entry(grad, cotangent, self._sizes).reshape(size))
 
         def summed(grad: object, param: Tensor) -> Tensor:
             full = expand_entry(grad, cotangent, coupling.param_sizes(param, size))
@@ -115,34 +120,21 @@ class System:
 
     def at(self, step: int) -> System:
         """The system of one step alone; the state before it is not its own to know."""
-
-        def cut(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[:, step : step + 1]
-
-        return replace(
-            self,
-            inputs=tuple(x[:, step : step + 1] for x in self.inputs),
-            fresh=cut(self.fresh),
-            start=cut(self.start),
-            padding=cut(self.padding),
-        )
+        return self._cut(lambda x: x[:, step : step + 1])
 
     def columns(self, mask: Tensor) -> System:
         """The part of the system in the columns that `mask` names: see `Coupling.take`."""
         coupling = self.program.coupling
+        params, initial = coupling.take_params(self.params, mask), coupling.take(self.initial, mask)
+        return replace(self, params=params, initial=initial)._cut(lambda x: coupling.take(x, mask))
 
-        def take(x: Tensor | None) -> Tensor | None:
-            return None if x is None else coupling.take(x, mask)
-
-        return replace(
-            self,
-            inputs=tuple(coupling.take(x, mask) for x in self.inputs),
-            params=coupling.take_params(self.params, mask),
-            initial=coupling.take(self.initial, mask),
-            fresh=take(self.fresh),
-            start=take(self.start),
-            padding=take(self.padding),
+    def _cut(self, part: Callable[[Tensor], Tensor]) -> System:
+        """The system with a `part` of each of its series (B, T, ...)."""
+        fresh, start, padding = (
+            None if x is None else part(x) for x in (self.fresh, self.start, self.padding)
         )
+        inputs = tuple(map(part, self.inputs))
+        return replace(self, inputs=inputs, fresh=fresh, start=start, padding=padding)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -163,7 +155,4 @@ class System:
 
     def _stack(self, new: Sequence[object], like: Tensor) -> Tensor:
         size, rows = self.inputs[0].shape, self._sizes
-        states = torch.stack([expand_entry(s, like, rows).reshape(size) for s in new], 2)
-        if self.padding is None:
-            return states
-        return states.masked_fill(self.padding.unsqueeze(2), 0)
+        return self.blank(torch.stack([expand_entry(s, like, rows).reshape(size) for s in new], 2))

@@ -16,7 +16,7 @@ from pararnn.engines.split import BY_RULE
 from pararnn.layers import RecurrentLayer
 
 SWEEP_COST = 2.0
-"""What a step of a sweep takes, over one of the loop, where many channels are mended: measured on
+"""What a step of a sweep takes, over one of the loop, where many channels run again: measured on
 trained layers (benchmarks/segments.py)."""
 
 _LOG = logging.getLogger("pararnn")

@@ -18,11 +18,11 @@ from pararnn.engines import tuned
 from pararnn.engines.base import Engine
 from pararnn.engines.split import BY_RULE, Pin
 from pararnn.engines.table import choose, find, pairs_for
-from pararnn.engines.tuned import Measured, Problem
+from pararnn.engines.tuned import Measured, Workload
 from pararnn.layers import ParaRNN, RecurrentLayer
 from pararnn.program.program import Program, program_by_key
 from pararnn.solve import prepare, run_engine
-from pararnn.tune.explain import problem_of
+from pararnn.tune.explain import workload_of
 from pararnn.tune.timing import device_name, median_seconds, settled_seconds
 from pararnn.version import __version__
 
@@ -103,9 +103,9 @@ def autotune(
 
     Raises as `explain`. Warns with BackendWarning where a record cannot be used, or not be kept.
     """
-    program, size, dtype, device = problem_of(module, shape, dtype, device)
+    program, size, dtype, device = workload_of(module, shape, dtype, device)
     cell = unwrapped(module if isinstance(module, Cell) else module.cell)
-    problem = Problem(program.key, size, dtype, device)
+    workload = Workload(program.key, size, dtype, device)
     about = {
         "cell": program.key,
         "size": list(size),
@@ -120,21 +120,21 @@ def autotune(
     measured = None if remeasure else tuned.read(path, about)
     anew = measured is None
     if measured is None:
-        measured = _measure(cell, problem, backward)
+        measured = _measure(cell, workload, backward)
         tuned.write(path, about, measured)
-    ordered = tuned.remember(problem, measured)
+    ordered = tuned.remember(workload, measured)
     name = program.cell_name
     return Tuning(name, size, dtype, device, backward, ordered, measured[0], path, anew)
 
 
-def candidates(problem: Problem) -> list[tuple[Engine, Pin]]:
+def candidates(workload: Workload) -> list[tuple[Engine, Pin]]:
     """What is worth measuring, the rule's choice first.
 
     Of engines for the same solver that of the fused kernels, where there is one; and for what cuts
     time half and twice the rule's segments and burn-in.
     """
-    program = program_by_key(problem.key)
-    size, dtype, device = problem.size, problem.dtype, problem.device
+    program = program_by_key(workload.key)
+    size, dtype, device = workload.size, workload.dtype, workload.device
     rule = choose(program, size, dtype, device, "auto", "auto", follow_tuned=False).engine
     pairs = pairs_for(program, dtype, device)
     found = {(rule.solver, rule.backend): rule}
@@ -145,7 +145,7 @@ def candidates(problem: Problem) -> list[tuple[Engine, Pin]]:
             if solver == "newton" and _jacobians(program, size) > MOST_JACOBIANS:
                 continue
             found[solver, backend] = engine
-    return [(engine, pin) for engine in found.values() for pin in _pins(engine, problem)]
+    return [(engine, pin) for engine in found.values() for pin in _pins(engine, workload)]
 
 
 def _jacobians(program: Program, size: tuple[int, int, int]) -> int:
@@ -154,11 +154,11 @@ def _jacobians(program: Program, size: tuple[int, int, int]) -> int:
     return batch * steps * program.num_states**2 * channels * program.coupling.reach(channels)
 
 
-def _pins(engine: Engine, problem: Problem) -> list[Pin]:
+def _pins(engine: Engine, workload: Workload) -> list[Pin]:
     """The splits to try of an engine, that of the rule first."""
     if engine.split is None:
         return [BY_RULE]
-    split_of = partial(engine.split, program_by_key(problem.key), *problem[1:])
+    split_of = partial(engine.split, program_by_key(workload.key), *workload[1:])
     rule = split_of(BY_RULE)
     pins = {rule: BY_RULE}
     for segments in (rule.segments // 2, rule.segments, 2 * rule.segments):
@@ -168,38 +168,38 @@ def _pins(engine: Engine, problem: Problem) -> list[Pin]:
     return list(pins.values())
 
 
-def _measure(cell: Cell, problem: Problem, backward: bool) -> list[Measured]:
+def _measure(cell: Cell, workload: Workload, backward: bool) -> list[Measured]:
     """The times of all candidates."""
-    cell = copy.deepcopy(cell).to(problem.device)
+    cell = copy.deepcopy(cell).to(workload.device)
     rows: list[Measured] = []
     best = float("inf")
-    for engine, pin in candidates(problem):
-        call = _call(cell, problem, engine, pin, backward)
-        seconds = median_seconds(call, problem.device, 1)
+    for engine, pin in candidates(workload):
+        call = _call(cell, workload, engine, pin, backward)
+        seconds = median_seconds(call, workload.device, 1)
         best = min(best, seconds)
         if seconds <= HOPELESS * best:
-            seconds = settled_seconds(call, problem.device, SECONDS)
+            seconds = settled_seconds(call, workload.device, SECONDS)
         rows.append(Measured(engine.solver, engine.backend, pin, seconds * 1e3))
     return rows
 
 
 def _call(
-    cell: Cell, problem: Problem, engine: Engine, pin: Pin, backward: bool
+    cell: Cell, workload: Workload, engine: Engine, pin: Pin, backward: bool
 ) -> Callable[[], Any]:
     """One pass, or both, on random inputs."""
-    (batch, steps, channels), device = problem.size, problem.device
+    (batch, steps, channels), device = workload.size, workload.device
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
         drawn = torch.randn(size, generator=generator, device=device)
-        return drawn.to(problem.dtype)
+        return drawn.to(workload.dtype)
 
     # As a layer's projection leaves them.
     width = channels // cell.num_heads
     by_head = random(cell.num_heads, batch, steps, len(cell.gates), width)
     gates = by_head.permute(1, 2, 3, 0, 4).requires_grad_(backward)
     fields = {name: random(batch, steps).abs() for name in cell.fields}
-    program, leaves = program_by_key(problem.key), [gates, *cell.parameters()]
+    program, leaves = program_by_key(workload.key), [gates, *cell.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     grad = random(batch, steps, channels)
 

@@ -11,7 +11,7 @@ from pararnn.cells.base import unwrapped
 from pararnn.codegen.targets import target_of
 from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import Split
-from pararnn.engines.table import PAIRS, choose, find, why_not
+from pararnn.engines.table import PAIRS, choose, why_never, why_not
 from pararnn.layers import ParaRNN, RecurrentLayer
 from pararnn.program.program import Program, program_of
 
@@ -69,7 +69,7 @@ def explain(
     Builds the kernels of the pair that runs; of others only where that one needs none. Raises
     ValueError for an impossible shape, EngineError where the request cannot run.
     """
-    program, size, dtype, device = problem_of(module, shape, dtype, device)
+    program, size, dtype, device = workload_of(module, shape, dtype, device)
     default = Request()
     if not isinstance(module, Cell):
         default = Request(module.solver, module.backend)
@@ -79,7 +79,7 @@ def explain(
     others = {
         p: why_not(program, p, dtype, device)
         if choice.engine.build is None
-        else _ruled_out(program, p, device)
+        else why_never(program, p, device)
         for p in PAIRS
         if p != choice.pair
     }
@@ -87,15 +87,7 @@ def explain(
     return Explanation(program.cell_name, size, dtype, device, *said)
 
 
-def _ruled_out(program: Program, pair: tuple[str, str], device: torch.device) -> str | None:
-    """The reason why a pair cannot run a cell, whatever can be built here."""
-    engine = find(*pair, device)
-    return (
-        f"there is no such engine for {device.type}" if engine is None else engine.why_not(program)
-    )
-
-
-def problem_of(
+def workload_of(
     module: ParaRNN | RecurrentLayer | Cell,
     shape: tuple[int, ...],
     dtype: torch.dtype | None,

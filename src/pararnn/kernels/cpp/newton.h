@@ -150,7 +150,7 @@ template <class Pass> int64_t run(const Pass& pass, const typename Pass::Launch&
   run_open(pass, s, wide_tiles, all_open(wide_tiles, s), run_guessed<Pass>);
   std::vector<Open> alone, open = still_open(all_open(tiles, s), pass, s, tiles, alone);
   int64_t sweeps = 1;
-  const int64_t mended = open.size();
+  const int64_t unfit = open.size();  // after the first sweep
   for (; !open.empty(); ++sweeps) {
     for (Open& own : open) {
       if (sweeps <= 2) own.distance = infinity;  // what came before says nothing about Newton
@@ -160,7 +160,7 @@ template <class Pass> int64_t run(const Pass& pass, const typename Pass::Launch&
     open = still_open(std::move(open), pass, s, tiles, alone);
   }
   s.info[0] = sweeps + !alone.empty();
-  s.info[1] = mended;
+  s.info[1] = unfit;
   run_tasks(alone.size(), threads_for(p, alone.size() * p.length * tiles.each), p.openmp,
             [&](int64_t i) { run_alone(pass, s, tiles[alone[i].tile], alone[i].moved); });
   return s.segments;

@@ -19,20 +19,20 @@ struct ForwardPass {
                                char* memory)
       : p(p), at(at), weights(weights), memory(memory) {}
 
-  // What the solver did to a tile of channels: sweeps, and whether it mended it. Tiles without a slot of
-  // their own share one, which is zero at first; slots without a tile repeat what others say.
-  PARARNN_FUNCTION void report(int number, int sweeps, bool mended) const {
+  // What the solver did to a tile of channels: sweeps, and whether its segments were unfit after the first. Tiles
+  // without a slot of their own share one, which is zero at first; slots without a tile repeat what others say.
+  PARARNN_FUNCTION void report(int number, int sweeps, bool unfit) const {
     const int all = (int)p.in.rows * tiles;
     if (all > info_slots) {
       if (lane() > 0) return;
       int64* slot = p.info + number % info_slots * 2;
       atomicMax(slot, (int64)sweeps);
-      if (mended) atomicAdd(reinterpret_cast<unsigned long long*>(slot + 1), 1ull);
+      if (unfit) atomicAdd(reinterpret_cast<unsigned long long*>(slot + 1), 1ull);
       return;
     }
     for (int k = number + lane() * all; k < info_slots; k += lanes * all) {
       p.info[k * 2] = sweeps;
-      p.info[k * 2 + 1] = mended && k == number;
+      p.info[k * 2 + 1] = unfit && k == number;
     }
   }
   PARARNN_FUNCTION void report_none() const {
