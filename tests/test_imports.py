@@ -33,7 +33,7 @@ FLOW = [
     ["layers"],
     ["check/claims", "check/reference"],
     ["check/oracle"],
-    ["check/contract"],
+    ["check/contract", "check/readout"],
     ["check/verify"],
     ["tune/adapt", "tune/explain", "tune/timing"],
     ["tune/autotune"],

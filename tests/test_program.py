@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fresh import run_fresh
-from table import PAIRS
 
 import pararnn
 from pararnn.check.contract import check_solve
@@ -406,37 +405,3 @@ def test_the_first_use_may_be_within_transforms_and_devices():
     leaf = gates.clone().requires_grad_()
     (grad,) = torch.autograd.grad(loss(first, leaf), leaf)
     torch.testing.assert_close(slope, grad.sum())
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_a_readout_is_a_state_that_no_step_reads_or_is_made_of_states_outside(pair):
-    """Both ways of docs/writing-a-cell.md have the same values and gradients."""
-
-    def sums(state, gate):
-        f, i = torch.sigmoid(gate.f), torch.sigmoid(gate.i)
-        return f * state.c + i * torch.tanh(gate.z), f * state.n + i
-
-    class Inside(pararnn.Cell):
-        states = ("y", "c", "n")
-        gates = ("f", "i", "z", "o")
-
-        def step(self, state, gate, param):
-            c, n = sums(state, gate)
-            return torch.sigmoid(gate.o) * c / n, c, n
-
-    class Outside(pararnn.Cell):
-        states = ("c", "n")
-        gates = ("f", "i", "z")
-
-        def step(self, state, gate, param):
-            return sums(state, gate)
-
-    torch.manual_seed(0)
-    gates = torch.randn(2, 30, 4, 5, dtype=torch.float64, requires_grad=True)
-    how = {"solver": pair[0], "backend": pair[1]}
-    inside = pararnn.solve(Inside(5, dtype=torch.float64), gates, **how)[0][0]
-    c, n = pararnn.solve(Outside(5, dtype=torch.float64), gates[:, :, :3], **how)[0]
-    outside = torch.sigmoid(gates[:, :, 3]) * c / n
-    torch.testing.assert_close(inside, outside, rtol=1e-10, atol=1e-12)
-    grads = [torch.autograd.grad(y.sin().sum(), gates)[0] for y in (inside, outside)]
-    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)

@@ -53,7 +53,8 @@ def solve(
 
     Returns:
         (states, final): states (B, T, D) in the gates' dtype, final (B, D) or (S, D) in float32
-        (float64 for float64); for several states, tuples of them.
+        (float64 for float64); for several states, tuples of them. A cell's readout is left to
+        layers.
 
     Raises:
         TypeError, ValueError: wrong dtypes, ranks, sizes or devices, named.

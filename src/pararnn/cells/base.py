@@ -25,6 +25,9 @@ LAYER_ARGUMENTS = frozenset(
 )
 """What layers and cells take themselves: no config can have such a name."""
 
+OPTIONAL_METHODS = ("jacobian", "readout")
+"""What a cell may define beside its step."""
+
 
 @dataclass(frozen=True)
 class Param:
@@ -60,7 +63,7 @@ class Cell(nn.Module):
     """A recurrence: subclass it, name its parts and write `step` for one time step.
 
     Class attributes:
-        states: names of the states; the first is the layer's output.
+        states: names of the states; the first is the layer's output, unless there is a readout.
         gates: names of the pre-activations, projected from the input by the layer.
         fields: names of per-step inputs that are not projected (time gaps, masks).
         params: `Param` by name.
@@ -78,6 +81,10 @@ class Cell(nn.Module):
     `jacobian(self, state, gate, param)` may override the derived Jacobian: it returns the
     structure's entries (a tensor for one state, N rows of N tensors for N states, a registered
     structure's representation) and is checked against the derived one.
+
+    A method `readout(self, state, gate, param)` makes a layer's output of the step's new states,
+    and of the gates, fields and parameters that the step got: one tensor like a state, of plain
+    PyTorch over leading dimensions (B, T). It is no part of the recurrence: `solve` returns states.
     """
 
     states: ClassVar[Sequence[str]] = ()
@@ -109,7 +116,8 @@ class Cell(nn.Module):
             if not isinstance(param, Param):
                 raise CellError(f"{cls.__name__}.params[{name!r}] must be a Param, got {param!r}")
         names = [*cls.params, *cls.config]
-        taken = [name for name in names if hasattr(Cell, name) or name in nn.Module.__annotations__]
+        own = (*nn.Module.__annotations__, *OPTIONAL_METHODS)
+        taken = [name for name in names if hasattr(Cell, name) or name in own]
         if taken:
             raise CellError(f"{cls.__name__}: {taken[0]!r} is a name of torch.nn.Module or Cell")
         for name in cls.config:
@@ -176,6 +184,11 @@ class Cell(nn.Module):
         """This cell, also when asked of a module in its place: see `unwrapped`."""
         return self
 
+    @property
+    def has_readout(self) -> bool:
+        """Whether the class makes a layer's output of the states by a method of its own."""
+        return getattr(type(self), "readout", None) is not None
+
     def config_values(self) -> dict[str, Any]:
         """The config that this cell was made with."""
         return {name: getattr(self, name) for name in type(self).config}
@@ -207,7 +220,7 @@ class Cell(nn.Module):
             raise AttributeError(
                 f"config is immutable: make a new {type(self).__name__} with {name}={value!r}"
             )
-        if name in ("step", "jacobian"):
+        if name in ("step", *OPTIONAL_METHODS):
             raise AttributeError(
                 f"the {name} of a cell is its class's: override it in a subclass of "
                 f"{type(self).__name__}"
@@ -223,7 +236,8 @@ class Cell(nn.Module):
             if name in cls.params
             else f"declare it in {cls.__name__}.config, or pass it in as a field or a Param"
         )
-        raise AttributeError(f"{cls.__name__}.step reads self.{name}, which it may not: {hint}")
+        method = "step (or readout)" if self.has_readout else "step"
+        raise AttributeError(f"{cls.__name__}.{method} reads self.{name}, which it may not: {hint}")
 
     def extra_repr(self) -> str:
         items = {"num_heads": self.num_heads, **self.config_values()}
@@ -267,7 +281,7 @@ class Step:
         return hasattr(self.cls, "jacobian")
 
     def call(self, method: str, states: Any, inputs: Any, params: Any) -> Any:
-        """Call the cell's `method` (step or jacobian) on flat tensors."""
+        """Call the cell's `method` (step, jacobian or readout) on flat tensors."""
         return getattr(self.view, method)(
             self.state_type(*states), self.gate_type(*inputs), self.param_type(*params)
         )

@@ -14,6 +14,7 @@ from pararnn.cells.base import unwrapped
 from pararnn.check.claims import finite
 from pararnn.check.contract import SolveChecks
 from pararnn.check.oracle import Oracle
+from pararnn.check.readout import readout_checks
 from pararnn.check.reference import Trial, forward_order, local_defects
 from pararnn.engines.base import Arguments, totals
 from pararnn.engines.forward_time import to_system
@@ -58,8 +59,9 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
 
     For each layer, the same call that the module makes, forward and backward, on the inputs that
     the layer sees: the defect, the forward errors of states, final states and each gradient against
-    a float64 loop, and the solver's counts. The gradients that arrive are as large as those of a
-    mean over the layer's output. Takes a few loops over T in PyTorch.
+    a float64 loop, and the solver's counts; where the cell has a readout, also that and its
+    gradients, at the states that the solver returned. The gradients that arrive are as large as
+    those of a mean over the layer's output. Takes a few loops over T in PyTorch.
     Raises ValueError when the call runs no pararnn layer. Parameters' .grad are left alone.
     """
     calls: list[tuple[str, RecurrentLayer, tuple[Any, ...], dict[str, Any]]] = []
@@ -122,8 +124,14 @@ def _check(
 ) -> tuple[str, str, SolveChecks]:
     args, asked = _call(layer, inputs, options)
     cell = unwrapped(layer.cell)
-    oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=1 / max(math.prod(args.size), 1))
-    checks = oracle.judge(oracle.run(*asked))
+    scale = 1 / max(math.prod(args.size), 1)
+    oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=scale)
+    ran = oracle.run(*asked)
+    checks = oracle.judge(ran)
+    if cell.has_readout:
+        cotangent = oracle.trial.cotangents[0]
+        more = readout_checks(oracle.trial, ran.values, cotangent)
+        checks = replace(checks, checks=(*checks.checks[:-1], *more, checks.checks[-1]))
     what = (
         f"{type(cell).__name__} (B, T, D) = {args.size}, {args.gates.dtype}, "
         f"{checks.pair[0]} on {checks.pair[1]}"

@@ -27,14 +27,8 @@ class Edges:
 
 def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
     """The arguments as a System in forward time; differentiable."""
-    dtype = args.dtype
-    gates = args.gates.flatten(3) if args.gates.ndim == 5 else args.gates
-    gates = _in_order(gates, args.reverse).to(dtype)
-    if args.bias is not None:
-        gates = gates + args.bias.to(dtype)
-    fields = tuple(_in_order(f, args.reverse).to(dtype) for f in args.fields)
-    initial = torch.stack([h.to(dtype) for h in args.initial], 1)
-    inputs = (*gates.unbind(2), *fields)
+    inputs = step_inputs(args)
+    initial = torch.stack([h.to(args.dtype) for h in args.initial], 1)
     reset = None if args.reset is None else _in_order(args.reset, args.reverse)
     if args.seq is None:
         if reset is None:
@@ -56,9 +50,20 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
     rows = initial[seq.clamp(min=0).long()] if some else nothing.unsqueeze(1)
     start = torch.where(begins[..., None, None], rows, 0.0)
     masks = (fresh.unsqueeze(-1), start, padding.unsqueeze(-1))
-    inputs = _without_padding(inputs, padding)
+    inputs = without_padding(inputs, padding)
     system = System(program, inputs, args.params, nothing, *masks)
     return system, Edges(seq, begins, last)
+
+
+def step_inputs(args: Arguments) -> tuple[Tensor, ...]:
+    """Gates, bias added, and fields as steps get them: (B, T, D) each, in the compute dtype."""
+    dtype = args.dtype
+    gates = args.gates.flatten(3) if args.gates.ndim == 5 else args.gates
+    gates = _in_order(gates, args.reverse).to(dtype)
+    if args.bias is not None:
+        gates = gates + args.bias.to(dtype)
+    fields = (_in_order(f, args.reverse).to(dtype) for f in args.fields)
+    return (*gates.unbind(2), *fields)
 
 
 def final_states(args: Arguments, edges: Edges, states: Tensor) -> tuple[Tensor, ...]:
@@ -179,19 +184,21 @@ def _grad_initial(
     return tuple(out)
 
 
-def _without_padding(inputs: tuple[Tensor, ...], padding: Tensor) -> tuple[Tensor, ...]:
+def without_padding(inputs: Sequence[Tensor], padding: Tensor) -> tuple[Tensor, ...]:
     """Inputs (B, T, D) with those at padding (B, T) replaced by those of the first real step.
 
     A step is taken at padding too, and 0 times what is not finite there is NaN, in the gradients of
-    parameters. Where a step is taken anyway, it may be taken once more: zeros might not do.
+    parameters. Where a step is taken anyway, it may be taken once more: zeros might not do. Ones
+    stand where there is no real step at all.
     """
     if not padding.numel():
-        return inputs
+        return tuple(inputs)
     first = (~padding).flatten().to(torch.uint8).argmax(0, keepdim=True)
+    nowhere = padding.all()
 
     def filled(x: Tensor) -> Tensor:
         real = x.detach().flatten(0, 1).index_select(0, first).nan_to_num(0, 0, 0)
-        return torch.where(padding.unsqueeze(-1), real, x)
+        return torch.where(padding.unsqueeze(-1), real.masked_fill(nowhere, 1), x)
 
     return tuple(filled(x) for x in inputs)
 

@@ -23,6 +23,7 @@ from pararnn.engines.request import Request, chosen, request
 from pararnn.engines.table import PAIRS, Choice
 from pararnn.layers.cuts import Cuts, States, packed_into_one_row, restarted
 from pararnn.layers.projection import HeadwiseLinear
+from pararnn.layers.readout import check_readout, read_out
 from pararnn.parameters import Draw, draw_anew
 from pararnn.program.program import program_of
 from pararnn.sequences import Sequences
@@ -123,6 +124,7 @@ class RecurrentLayer(nn.Module):
         if recurrent_std is not None:
             self.cell.reset_parameters(recurrent_std)
         program_of(self.cell)  # now, because tracing cannot happen inside a compiled region
+        check_readout(self.cell)
 
     @property
     def last_solve(self) -> SolveInfo | None:
@@ -168,37 +170,40 @@ class RecurrentLayer(nn.Module):
             solver, backend, mode: for this call; else those of `using`, else the layer's own.
 
         Returns:
-            (output, final): the first state (B, T, hidden_size) in the dtype of the projection's
-            result, 0 at padding; the final states, like `initial`, in float32 (or float64), unless
-            `keep_dtype`. With `all_states` a third item: a tuple of N tensors like the output.
+            (output, final): the first state, or the cell's readout, (B, T, hidden_size) in the
+            dtype of the projection's result, 0 at padding; the final states, like `initial`, in
+            float32 (or float64), unless `keep_dtype`. With `all_states` a third item: the states,
+            a tuple of N tensors like the output.
         """
         x, cuts = self._cut(x, initial, reset, reset_states, cu_seqlens, sequences)
         asked = self.asked(solver, backend, mode)
         eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
         cell, choices = unwrapped(self.cell), []
 
-        def solved(x: Tensor, initial: States | None) -> tuple[Any, Any, Tensor]:
+        def solved(x: Tensor, initial: States | None) -> tuple[Tensor, Any, Any, Tensor]:
             args = self._arguments(cell, x, initial, cuts, fields, all_states)
-            states, final, counts, choice = run(program_of(cell), args, *asked)
+            program = program_of(cell)
+            states, final, counts, choice = run(program, args, *asked)
             if eager:
                 choices.append(choice)
-            return states, final, counts
+            output = read_out(program, args, states) if cell.has_readout else states[0]
+            return output, states, final, counts
 
         if self.recompute_gates and torch.is_grad_enabled():
             contexts = partial(create_selective_checkpoint_contexts, _keep_states)
-            states, final, counts = checkpoint(
+            output, states, final, counts = checkpoint(
                 solved, x, cuts.initial, use_reentrant=False, context_fn=contexts
             )
         else:
-            states, final, counts = solved(x, cuts.initial)
+            output, states, final, counts = solved(x, cuts.initial)
         if eager:
             self.__dict__["counts"] = counts  # nn.Module's way takes a microsecond longer
             self.__dict__["choice"] = choices[0]
         if cuts.last is not None:
             final = tuple([h.index_select(0, cuts.last) for h in final])
         if self.keep_dtype:
-            final = tuple([h.to(states[0].dtype) for h in final])
-        results = states[0], final[0] if len(final) == 1 else final
+            final = tuple([h.to(output.dtype) for h in final])
+        results = output, final[0] if len(final) == 1 else final
         return (*results, states) if all_states else results
 
     def arguments(
@@ -265,7 +270,7 @@ class RecurrentLayer(nn.Module):
             sequences=cuts.sequences,
             reverse=self.reverse,
             on_failure=self.on_failure,
-            output_only=not all_states,
+            output_only=not (all_states or cell.has_readout),
         )
 
     def step(

@@ -169,11 +169,11 @@ class ParaRNN(nn.Module):
             solver, backend, mode: for this call; else those of `using`, else the layer's own.
 
         Returns:
-            (output, h_n): the last layer's first state, laid out like x with hidden_size channels
-            (twice as many if bidirectional), in the dtype of the projection's result, 0 at padding;
-            the final states, like h_0, in float32 (or float64), unless `keep_dtype`. With
-            `all_states` a third item: for each layer and direction, in the order of h_n, a tuple of
-            N tensors like the output.
+            (output, h_n): the last layer's first state, or its cell's readout, laid out like x with
+            hidden_size channels (twice as many if bidirectional), in the dtype of the projection's
+            result, 0 at padding; the final states, like h_0, in float32 (or float64), unless
+            `keep_dtype`. With `all_states` a third item: for each layer and direction, in the order
+            of h_n, its states, a tuple of N tensors like the output.
         """
         x, h_0 = self._named(x, input, "x"), either("h_0", h_0, "hx", hx)
         data = x.data if isinstance(x, PackedSequence) else x

@@ -49,7 +49,12 @@ def flat(step: Step, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def example(
-    step: Step, lead: tuple[int, ...], channels: int, dtype: torch.dtype, seed: int = 0
+    step: Step,
+    lead: tuple[int, ...],
+    channels: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    heads: int = TRACE_HEADS,
 ) -> list[Tensor]:
     """Random states, inputs and params of a cell, as flat tensors with leading sizes `lead`."""
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +63,7 @@ def example(
         return torch.rand(size, generator=generator, dtype=torch.float64).add(0.25).to(dtype)
 
     kinds = [param.kind for param in step.cls.params.values()]
-    params = [k.lifted(draw(*k.size(channels, TRACE_HEADS)), channels, TRACE_HEADS) for k in kinds]
+    params = [k.lifted(draw(*k.size(channels, heads)), channels, heads) for k in kinds]
     return [*(draw(*lead, channels) for _ in range(step.num_rows)), *params]
 
 

@@ -43,10 +43,10 @@ def guarded(
     except (AttributeError, IndexError) as error:
         if "can't set attribute" in str(error):
             raise CellError(
-                f"{what} sets an attribute of state, gate or param{_line_of(error)}, which it may "
+                f"{what} sets an attribute of state, gate or param{line_of(error)}, which it may "
                 "only read: name the new tensor (h = state.h + ...) and return it"
-            ) from _from_the_users_line(error)
-        raise CellError(f"{what} fails: {error}{_line_of(error)}") from _from_the_users_line(error)
+            ) from from_the_users_line(error)
+        raise CellError(f"{what} fails: {error}{line_of(error)}") from from_the_users_line(error)
     except AssertionError as error:
         if "FakeTensor" not in str(error):
             raise
@@ -62,7 +62,7 @@ def guarded(
                 f"{_step_of(what)} writes into a tensor in place (h += ..., h[mask] = ..., h.add_()"
                 "), and its gradient needs what was there: make a new one, by torch.where for a "
                 "mask"
-            ) from _from_the_users_line(error)
+            ) from from_the_users_line(error)
         sizes = ""
         if re.search(r"sizes?\b|shapes?\b|dimension", str(error)):
             sizes = (
@@ -70,8 +70,8 @@ def guarded(
                 "they may hold no size of their own: read it off a state, or make it a Param"
             )
         raise CellError(
-            f"{what} cannot be traced: {error}{_line_of(error)}{sizes}"
-        ) from _from_the_users_line(error)
+            f"{what} cannot be traced: {error}{line_of(error)}{sizes}"
+        ) from from_the_users_line(error)
 
 
 def _step_of(what: str) -> str:
@@ -92,13 +92,13 @@ def _users_part(error: BaseException) -> TracebackType | None:
     return None
 
 
-def _from_the_users_line(error: Exception) -> Exception:
+def from_the_users_line(error: Exception) -> Exception:
     """An error without the frames above the user's line, if one of those is there."""
     part = _users_part(error)
     return error if part is None else error.with_traceback(part)
 
 
-def _line_of(error: Exception) -> str:
+def line_of(error: Exception) -> str:
     """Where the user's code is, in words."""
     part = _users_part(error)
     if part is None:

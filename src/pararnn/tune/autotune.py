@@ -205,10 +205,11 @@ def _call(
 
     def call() -> None:
         with torch.set_grad_enabled(backward):
-            args = prepare(cell, gates, fields=fields, output_only=True)
+            args = prepare(cell, gates, fields=fields, output_only=not cell.has_readout)
             args = replace(args, segments=pin.segments, burn_in=pin.burn_in)
             states = run_engine(program, engine, args).states
             if backward:
-                torch.autograd.grad(states[0], leaves, grad, allow_unused=True)
+                read = states if cell.has_readout else states[:1]
+                torch.autograd.grad(read, leaves, [grad] * len(read), allow_unused=True)
 
     return call
