@@ -125,17 +125,22 @@ def _held(
     judged = known & (own <= most * size)
     held = [Check(name, 0.0, tolerance)]
     for part in (judged, judged & (own <= tolerance * size)):
-        if bool(part.any()) and float(size[part].max()) > 0:
-            scale = float(size[part].max())
-            limit = tolerance + SEQUENTIAL_ERRORS * float(own[part].max()) / scale
-            held.append(Check(name, float(error[part].max()) / scale, limit))
-    if bool(judged.any()):
+        scale = _largest(size, part)
+        if scale > 0:
+            limit = tolerance + SEQUENTIAL_ERRORS * _largest(own, part) / scale
+            held.append(Check(name, _largest(error, part) / scale, limit))
+    if error.numel():
         allowed = CHANNEL_FACTOR * (tolerance * size + SEQUENTIAL_ERRORS * own)
         allowed = torch.minimum(allowed, LARGEST_PART * size)
-        held.append(worst(name, error[judged], allowed[judged], size[judged]))
+        held.append(worst(name, error.masked_fill(~judged, 0), allowed, size))
     noisy = int((known & ~judged).sum())
     why = f"{noisy} of {judged.numel()} {what} not judged: rounding alone moves them"
     return replace(max(held, key=lambda c: c.part), note=why if noisy else "")
+
+
+def _largest(values: Tensor, part: Tensor) -> float:
+    """The largest of non-negative values in a part of them, 0 if that is empty."""
+    return float(values.masked_fill(~part, 0).max()) if values.numel() else 0.0
 
 
 def worst(name: str, error: Tensor, limit: Tensor, unit: Tensor) -> Check:

@@ -95,6 +95,8 @@ class Oracle:
         self.loop = self._returned(self.carried)
         self._there: _There | None = None
         self._loops, self._reverses = {0: self.loop}, dict[int, Named]()
+        self._owns: dict[tuple[str, int], Tensor] = {}
+        self._noises: dict[tuple[str, int], Tensor] = {}
         self.loop_at = self._at(self.loop)
         sizes = results(self.exact, self.system.sizes(self.states))
         self.sizes = {
@@ -144,7 +146,7 @@ class Oracle:
 
     def sequential(self) -> Run:
         """The loop in the trial's dtype, as an engine with a backward would return it."""
-        return Run(self.loop, self._loop_grads(0), torch.zeros(1, 2, dtype=torch.int64))
+        return Run(self.loop, self.loop_grads(0), torch.zeros(1, 2, dtype=torch.int64))
 
     def run(self, solver: str, backend: str) -> Run:
         """Solve by a pair, forward and backward."""
@@ -224,17 +226,21 @@ class Oracle:
 
         Of a final state, what it makes of its channel up to there: its own error is one of many.
         """
-        nowhere = tuple(torch.zeros_like(h) for h in self.args.initial)
-        args = replace(self.args, initial=nowhere)
-        system, _ = to_system(self.system.program, args)
         for seed in range(ROUNDINGS + 1):
-            if self._series(name):
-                yield self._gap(name, self._another(seed)[name])
-                continue
-            parts = [gap(self._another(seed)[n], self.truth[n], self.loop[n]) for n in self._names]
-            moved = forward_order(args, parts, torch.float64).to(args.gates.device)
-            ends = last_states(self.trial.cell, args, system.sizes(moved))
-            yield torch.maximum(ends[name].cpu(), self._gap(name, self._another(seed)[name]))
+            if (name, seed) not in self._noises:
+                self._noises |= self._noises_of(seed)
+            yield self._noises[name, seed]
+
+    def _noises_of(self, seed: int) -> dict[tuple[str, int], Tensor]:
+        nowhere = tuple(torch.zeros_like(h) for h in self.args.initial)
+        args, another = replace(self.args, initial=nowhere), self._another(seed)
+        system, _ = to_system(self.system.program, args)
+        parts = [gap(another[name], self.truth[name], self.loop[name]) for name in self._names]
+        moved = forward_order(args, parts, torch.float64).to(args.gates.device)
+        ends = last_states(self.trial.cell, args, system.sizes(moved))
+        apart = {name: self._gap(name, value) for name, value in another.items()}
+        apart |= {name: torch.maximum(end.cpu(), apart[name]) for name, end in ends.items()}
+        return {(name, seed): noise for name, noise in apart.items()}
 
     def _another(self, seed: int) -> Named:
         """A loop that rounds otherwise; 0 is the loop itself."""
@@ -244,31 +250,41 @@ class Oracle:
         return self._loops[seed]
 
     @cached_property
-    def _reverse(self) -> Reverse:
-        return reverse(self.exact, self.states)
+    def true(self) -> Reverse:
+        return reverse(self.exact, self.states, sizes=True)
 
     @cached_property
     def _size(self) -> Named:
         """By leaf, what the forward error of its gradient is relative to, channel by channel."""
         sizes = {}
-        for name, grad in self._reverse.grads.items():
+        for name, grad in self.true.grads.items():
             series = self._series(name)
-            sizes[name] = peak(
-                (grad if series else self._reverse.amounts[name]).abs().cpu(), series
-            )
+            sizes[name] = peak((grad if series else self.true.amounts[name]).abs().cpu(), series)
         return sizes
 
-    def _loop_grads(self, seed: int) -> Named:
+    def loop_grads(self, seed: int) -> Named:
         """The gradients of a loop; 0 is the loop itself."""
         if seed not in self._reverses:
-            at = self._at(self._another(seed)).to(self.carry)
-            self._reverses[seed] = self.stored(reverse(self.rounded, at, seed=seed).grads)
+            at = self._at(self._another(seed))
+            same = not seed and torch.equal(at, self.states)
+            self._reverses[seed] = self.grads_at(at, seed, self.true if same else None)
         return self._reverses[seed]
+
+    def grads_at(self, at: Tensor, seed: int, true: Reverse | None) -> Named:
+        """Gradients at given states by a rounding of the step's derivatives in the trial's dtype.
+
+        In float64 PyTorch's own, 0, is the true one, where that is known.
+        """
+        if true is None or seed or self.carry != torch.float64:
+            true = reverse(self.rounded, at.to(self.carry), seed)
+        return {name: true.grads[name].to(leaf.dtype) for name, leaf in self.trial.leaves().items()}
 
     def _own(self, name: str, seed: int = 0) -> Tensor:
         """A loop's own error of a gradient, channel by channel."""
-        grads = (self._loop_grads(seed), self._reverse.grads, self._loop_grads(0))
-        return peak(gap(*(g[name] for g in grads)), self._series(name))
+        if (name, seed) not in self._owns:
+            grads = (self.loop_grads(seed), self.true.grads, self.loop_grads(0))
+            self._owns[name, seed] = peak(gap(*(g[name] for g in grads)), self._series(name))
+        return self._owns[name, seed]
 
     def _expands(self, name: str) -> bool:
         own, size = self._own(name), finite(self._size[name])
@@ -297,7 +313,7 @@ class Oracle:
 
     def _check_forward_gradient(self, name: str, value: Tensor) -> Check:
         """The forward error of a gradient, in the channels that rounding leaves alone."""
-        true, loop = self._reverse.grads[name], self._loop_grads(0)[name]
+        true, loop = self.true.grads[name], self.loop_grads(0)[name]
         # A parameter kept in a lower precision than the gates has its gradient in that precision.
         tolerance = max(FORWARD_TOLERANCE[self.dtype], FORWARD_TOLERANCE[value.dtype])
         error = peak(gap(value, true, loop), self._series(name))
@@ -358,26 +374,23 @@ class Oracle:
         named = results(self.rounded, states)
         return {n: v.to(self.dtype) if self._series(n) else v for n, v in named.items()}
 
-    def stored(self, grads: Named) -> Named:
-        """Gradients in their leaves' own dtypes."""
-        return {name: grads[name].to(leaf.dtype) for name, leaf in self.trial.leaves().items()}
-
 
 class _There:
     """Reverse passes at given states: the true one, and others as rounding makes them."""
 
     def __init__(self, oracle: Oracle, at: Tensor) -> None:
         self.oracle, self.at = oracle, at
-        self.true = reverse(oracle.exact, at)
+        same = torch.equal(at, oracle.states)
+        self.true = oracle.true if same else reverse(oracle.exact, at, sizes=True)
         self.units = {n: oracle.behind(n, unit.cpu()) for n, unit in self.true.units.items()}
-        self._loops: dict[int, Named] = {}
+        known = torch.equal(at, oracle.loop_at)
+        self._loops = {0: oracle.loop_grads(0)} if known else dict[int, Named]()
         self._noises: dict[tuple[str, int], Tensor] = {}
 
     def loop(self, seed: int) -> Named:
         """Gradients in the trial's dtype, by a rounding of the step's derivatives."""
         if seed not in self._loops:
-            at = self.at.to(self.oracle.carry)
-            self._loops[seed] = self.oracle.stored(reverse(self.oracle.rounded, at, seed).grads)
+            self._loops[seed] = self.oracle.grads_at(self.at, seed, self.true)
         return self._loops[seed]
 
     def noise(self, name: str, seed: int) -> Tensor:

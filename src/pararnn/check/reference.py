@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,10 @@ def last_states(cell: Cell, args: Arguments, states: Tensor) -> Named:
     return {f"final {name}": end for name, end in zip(cell.states, ends, strict=True)}
 
 
+DRAWN = 1 << 14
+"""Numbers of noise that are drawn at once: steps are small, and many."""
+
+
 class OtherRounding(TorchDispatchMode):
     """Rounds results of pointwise ops in `dtype` otherwise: noise of one epsilon, from a seed.
 
@@ -103,16 +108,30 @@ class OtherRounding(TorchDispatchMode):
         super().__init__()
         self.dtype, self.eps = dtype, max(torch.finfo(dtype).eps, at_least)
         self.generator = torch.Generator().manual_seed(seed)
+        self.factors = torch.empty(0, dtype=dtype)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an op, and shake what it returns."""
         out = func(*args, **(kwargs or {}))
-        if torch.Tag.pointwise not in func.tags or getattr(out, "dtype", None) != self.dtype:
+        if not _pointwise(func) or getattr(out, "dtype", None) != self.dtype:
             return out
-        noise = torch.rand(out.shape, generator=self.generator, dtype=self.dtype).to(out.device)
-        return out * (1 + self.eps * (2 * noise - 1))
+        return out * self._factor(out.numel()).view(out.shape).to(out.device)
+
+    def _factor(self, count: int) -> Tensor:
+        """The next numbers of 1 + eps * U(-1, 1)."""
+        if count > len(self.factors):
+            more = max(count - len(self.factors), DRAWN)
+            noise = torch.rand(more, generator=self.generator, dtype=self.dtype)
+            self.factors = torch.cat([self.factors, 1 + self.eps * (2 * noise - 1)])
+        factor, self.factors = self.factors[:count], self.factors[count:]
+        return factor
+
+
+@cache
+def _pointwise(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags
 
 
 @torch.no_grad()
@@ -169,7 +188,8 @@ class Reverse(NamedTuple):
 
     amounts: by leaf the |contributions| to a gradient, summed; of initial states, the largest
     |adjoint| of their channel. units: what an entry would be if every adjoint were as large as its
-    channel's largest among the steps behind it, those that the reverse pass comes from.
+    channel's largest among the steps behind it, those that the reverse pass comes from. Both are
+    empty where nobody asked for sizes.
     """
 
     grads: Named
@@ -177,10 +197,11 @@ class Reverse(NamedTuple):
     units: Named
 
 
-def reverse(trial: Trial, states: Tensor, seed: int = 0) -> Reverse:
+def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) -> Reverse:
     """The reverse pass at given states (B, T, N, D), step by step in the trial's dtype.
 
-    `seed`: 0 for PyTorch's own rounding, another for another, see OtherRounding.
+    `seed`: 0 for PyTorch's own rounding, another for another, see OtherRounding. `sizes`: whether
+    amounts and units are wanted.
     """
     leaves, args = trial.leaves(), trial.arguments()
     system, edges = to_system(program_of(trial.cell), args)
@@ -195,82 +216,124 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0) -> Reverse:
     rows = [t.detach().requires_grad_() for t in [*rows, *params]]
     walk = _walk_coupled if system.program.couples_channels else _walk
     shaken = nullcontext() if not seed else OtherRounding(system.dtype, seed)
-    pulled, amounts, units = walk(system, rows, arriving.detach(), shaken)
+    pulled, *measured = walk(system, rows, arriving.detach(), shaken, sizes)
 
     def to_leaves(pieces: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Named:
         found = _pull((*arranged, *final), list(leaves.values()), (*pieces, *cotangents))
         return dict(zip(leaves, found, strict=True))
 
     ends = trial.cotangents[len(final) :]
-    bare = [c.abs() for c in ends]
-    return Reverse(to_leaves(pulled, ends), to_leaves(amounts, bare), to_leaves(units, bare))
+    grads, bare = to_leaves(pulled, ends), [c.abs() for c in ends]
+    amounts, units = (to_leaves(m, bare) for m in measured) if sizes else ({}, {})
+    return Reverse(grads, amounts, units)
 
 
 Pieces = list[Tensor]
 
 
 def _walk(
-    system: System, rows: Pieces, arriving: Tensor, shaken: AbstractContextManager[Any]
-) -> tuple[Pieces, Pieces, Pieces]:
-    """Pulls back to rows (previous states, inputs, params a step), all steps' Jacobians at once."""
+    system: System,
+    rows: Pieces,
+    arriving: Tensor,
+    shaken: AbstractContextManager[Any],
+    sizes: bool,
+) -> tuple[Pieces, ...]:
+    """Pulls back to rows (previous states, inputs, params a step), all steps' Jacobians at once.
+
+    Returns what arrives there and, for sizes, amounts and units, see Reverse.
+    """
     count, num_states = 1 + len(system.inputs), system.program.num_states
     with shaken, torch.enable_grad():
         new = steps(system, rows[0], rows[1:count], rows[count:])
         ones = torch.ones_like(new[:, :, 0])
         jacobian = [_pull([new[:, :, n]], rows, [ones]) for n in range(num_states)]
-    entries = torch.stack([row[0] for row in jacobian], 2)  # (B, T, N of new, N of previous, D)
-    adjoint, carry = torch.zeros_like(arriving), torch.zeros_like(system.initial)
-    cut = system.fresh
-    for t in reversed(range(system.length)):
-        adjoint[:, t] = _uncut(system.padding, t, arriving[:, t] + carry)
-        carry = _uncut(cut, t, (entries[:, t] * adjoint[:, t].unsqueeze(2)).sum(1))
-    largest = running(adjoint.abs(), cut)
+    # Of each step, (B, N of new, N of previous, D).
+    slopes = torch.stack([row[0] for row in jacobian], 2).unbind(1)
+
+    def back(t: int, adjoint: Tensor) -> Tensor:
+        return (slopes[t] * adjoint.unsqueeze(2)).sum(1)
+
+    adjoint = _adjoints(system, arriving, back)
     pulled = _combined(jacobian, adjoint)
-    sizes = [[piece.abs() for piece in row] for row in jacobian]
-    units = _combined(sizes, largest)
+    if not sizes:
+        return (pulled,)
+    largest = running(adjoint.abs(), system.fresh)
+    units = _combined([[piece.abs() for piece in row] for row in jacobian], largest)
     amounts = [torch.maximum(largest, pulled[0].abs()), *(p.abs() for p in pulled[1:])]
     return pulled, amounts, units
 
 
 def _walk_coupled(
-    system: System, rows: Pieces, arriving: Tensor, shaken: AbstractContextManager[Any]
-) -> tuple[Pieces, Pieces, Pieces]:
+    system: System,
+    rows: Pieces,
+    arriving: Tensor,
+    shaken: AbstractContextManager[Any],
+    sizes: bool,
+) -> tuple[Pieces, ...]:
     """As `_walk` where channels mix: pulls back a step after the other, and units are amounts."""
     count, step = 1 + len(system.inputs), system.program.step
-    series, params = rows[:count], rows[count:]
-    pulled, amounts = ([torch.zeros_like(r) for r in rows] for _ in range(2))
-    adjoint, carry = torch.zeros_like(arriving), torch.zeros_like(system.initial)
-    cut = system.fresh
-    for t in reversed(range(system.length)):
-        adjoint[:, t] = _uncut(system.padding, t, arriving[:, t] + carry)
-        here = [s[:, t].detach().requires_grad_() for s in series]
+    series, params = [row.unbind(1) for row in rows[:count]], rows[count:]
+    parts: list[list[Tensor]] = []
+    pulled, amounts = ([torch.zeros_like(p) for p in params] for _ in range(2))
+
+    def back(t: int, adjoint: Tensor) -> Tensor:
+        here = [s[t].detach().requires_grad_() for s in series]
         with shaken, torch.enable_grad():
             new = torch.stack(step(here[0].unbind(1), here[1:], params), 1)
-            parts = _pull([new], [*here, *params], [adjoint[:, t]])
-        for i, part in enumerate(parts):
-            (pulled[i][:, t] if i < count else pulled[i]).add_(part)
-            (amounts[i][:, t] if i < count else amounts[i]).add_(part.abs())
-        carry = _uncut(cut, t, parts[0])
-    amounts[0] = torch.maximum(running(adjoint.abs(), cut), amounts[0])
-    return pulled, amounts, amounts
+            found = _pull([new], [*here, *params], [adjoint])
+        parts.append(found[:count])
+        for i, part in enumerate(found[count:]):
+            pulled[i].add_(part)
+            amounts[i].add_(part.abs())
+        return found[0]
+
+    adjoint = _adjoints(system, arriving, back)
+    in_time = [torch.stack(p[::-1], 1) for p in zip(*parts, strict=True)]
+    own = in_time or [torch.zeros_like(row) for row in rows[:count]]
+    sized = [p.abs() for p in own]
+    sized[0] = torch.maximum(running(adjoint.abs(), system.fresh), sized[0])
+    return [*own, *pulled], [*sized, *amounts], [*sized, *amounts]
+
+
+def _adjoints(system: System, arriving: Tensor, back: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """What arrives at each state, (B, T, N, D): `back` takes a step's to the state before it."""
+    carry, found = torch.zeros_like(system.initial), []
+    cut, padding = (_where(mask) for mask in (system.fresh, system.padding))
+    for t, here in reversed(list(enumerate(arriving.unbind(1)))):
+        found.append(_masked(padding, t, here + carry))
+        carry = _masked(cut, t, back(t, found[-1]))
+    return torch.stack(found[::-1], 1) if found else torch.zeros_like(arriving)
 
 
 def running(values: Tensor, cut: Tensor | None) -> Tensor:
     """The largest of (B, T, ..., D) from each step to its sequence's end; at `cut` one begins."""
     if cut is None:
         return values.flip(1).cummax(1).values.flip(1) if values.shape[1] else values
-    out = values.clone()
-    for t in reversed(range(values.shape[1] - 1)):
-        out[:, t] = torch.maximum(out[:, t], _uncut(cut, t + 1, out[:, t + 1]))
-    return out
+    # By doubling: `ends` says whether a sequence begins in the `seen` steps behind each.
+    ends = cut.roll(-1, 1).reshape(*cut.shape[:2], *[1] * (values.ndim - 3), cut.shape[2])
+    seen = 1
+    while seen < values.shape[1]:
+        later = values[:, seen:].masked_fill(ends[:, :-seen], 0)
+        values = torch.cat([torch.maximum(values[:, :-seen], later), values[:, -seen:]], 1)
+        ends = torch.cat([ends[:, :-seen] | ends[:, seen:], ends[:, -seen:]], 1)
+        seen *= 2
+    return values
 
 
-def _uncut(mask: Tensor | None, t: int, values: Tensor) -> Tensor:
-    """Values (B, ..., D) of a step, zero where the mask (B, T, 1 or D) holds."""
+Masks = dict[int, Tensor]
+"""Those of (B, 1, 1 or D) that hold somewhere, by their step."""
+
+
+def _where(mask: Tensor | None) -> Masks:
     if mask is None:
-        return values
-    here = mask[:, t]
-    return values.masked_fill(here.reshape(len(here), *[1] * (values.ndim - 2), -1), 0)
+        return {}
+    held = mask.flatten(2).any(2).any(0).nonzero().flatten().tolist()
+    return {t: mask[:, t].unsqueeze(1) for t in held}
+
+
+def _masked(masks: Masks, t: int, values: Tensor) -> Tensor:
+    """Values (B, N, D) of a step, zero where its mask holds."""
+    return values.masked_fill(masks[t], 0) if t in masks else values
 
 
 def _combined(jacobian: list[Pieces], cotangent: Tensor) -> Pieces:
