@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 import torch._inductor.config
-from table import FUSED, PLAIN
+from table import FUSED, PLAIN, needs_compiler
 from test_habits import (
     agree,
     input_of,
@@ -151,6 +151,25 @@ def test_export(tmp_path, device):
         "assert all(torch.equal(a, b) for a, b in zip(run(*inputs), expected))",
         given=tmp_path,
     )
+
+
+@needs_compiler
+def test_export_of_packed_rows(device):
+    """Any number of sequences, and steps on either side of where a solver in PyTorch would change:
+    which one comes first is nothing to a layer that runs by kernels."""
+    layer = pararnn.ParaGRU(4, 6, device=device)
+    x = {1: torch.export.Dim("steps")}
+    sizes = {"x": x, "cu_seqlens": {0: torch.export.Dim("borders", min=3)}}
+
+    def draw(steps, count):
+        borders = torch.linspace(0, steps, count + 1, device=device).long()
+        return {"x": torch.randn(1, steps, 4, device=device), "cu_seqlens": borders}
+
+    program = torch.export.export(layer, (), draw(20, 3), dynamic_shapes=sizes).module()
+    for steps, count in ((20, 3), (9, 7), (200, 2)):
+        given = draw(steps, count)
+        for got, expected in zip(program(**given), layer(**given), strict=True):
+            assert torch.equal(got, expected)
 
 
 class _OneStep(torch.nn.Module):

@@ -52,6 +52,18 @@ def test_vmap(case, pair, heads):
         torch.func.vmap(torch.func.grad(lambda g: _loss(case, g, pair)))(many)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_several_gradients_at_once(case, pair, create_graph):
+    """By torch.autograd.grad, as jacobian(vectorize=True) does, and by vmap around it."""
+    gates, asked = case.gates.requires_grad_(), {"solver": pair[0], "backend": pair[1]}
+    (h, _), _ = pararnn.solve(case.cell, gates, case.initial, **asked)
+    many, options = torch.randn(3, *h.shape, dtype=h.dtype), {"create_graph": create_graph}
+    with pytest.raises(NotImplementedError, match=r"vmap.*gradient.*solver='sequential'"):
+        torch.autograd.grad(h, gates, many, is_grads_batched=True, **options)
+    with pytest.raises(NotImplementedError, match=r"vmap.*gradient.*solver='sequential'"):
+        torch.func.vmap(lambda one: torch.autograd.grad(h, gates, one, **options))(many)
+
+
 @pytest.mark.parametrize("name", ["lstm", "slstm", "lrc"])
 def test_vmap_over_weights(name, pair):
     """Stacked layers are separate ones, with their gradients; fields and states too."""

@@ -15,8 +15,19 @@ def _inputs(dtype=torch.float64):
 def test_derivatives():
     for leaves in ((True, True), (True, False), (False, True)):
         inputs = tuple(t.requires_grad_(f) for t, f in zip(_inputs(), leaves, strict=True))
-        assert torch.autograd.gradcheck(headwise_product, inputs, check_forward_ad=True)
+        options = {"check_forward_ad": True, "check_batched_grad": True}
+        assert torch.autograd.gradcheck(headwise_product, inputs, **options)
         assert torch.autograd.gradgradcheck(headwise_product, inputs)
+
+
+def test_several_gradients_at_once():
+    rows, weight = _inputs()
+    product = headwise_product(rows, weight)
+    (many,) = torch.func.vmap(lambda one: torch.autograd.grad(product, rows, one))(
+        torch.stack([product, 2 * product]).detach()
+    )
+    (grad,) = torch.autograd.grad(headwise_product(rows, weight), rows, product.detach())
+    assert torch.allclose(many, torch.stack([grad, 2 * grad]))
 
 
 def test_the_gradient_of_rows_has_their_layout():

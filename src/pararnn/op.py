@@ -23,6 +23,7 @@ from pararnn.errors import EngineError
 from pararnn.program.program import Program, program_by_key, program_in_use
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
+_MANY_GRADIENTS = f"vmap over the gradient of a solve by this engine: {_PLAIN}"
 
 _OUTPUT_ONLY = REST.index("output_only")
 _LIBRARY = torch.library.Library("pararnn", "DEF")
@@ -104,6 +105,12 @@ def _unwatched() -> bool:
     )
 
 
+def stands_for_many(grad: Tensor | None) -> bool:
+    """Whether a gradient is several at once, by `is_grads_batched` of torch.autograd.grad, which
+    shows in nothing else."""
+    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply`, in eager mode without what binds default arguments: that takes 20 us."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -138,6 +145,9 @@ class _Solve(torch.autograd.Function):
         n, how, rest, saved = ctx.num_states, ctx.how, ctx.rest, ctx.saved_tensors
         tensors, states = saved[:-n], saved[-n:]
         grads, needed = grads[: 2 * n], ctx.needs_input_grad[3:]
+        compiled = torch.compiler.is_compiling()
+        if not compiled and any(map(stands_for_many, grads)):
+            raise NotImplementedError(_MANY_GRADIENTS)
         # What was nobody else's in the forward pass still is, but for gradients that arrive.
         direct = ctx.direct
         alone = direct and not torch.is_grad_enabled() and _unwatched() and all(map(plain, grads))
@@ -148,7 +158,6 @@ class _Solve(torch.autograd.Function):
         else:
             # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
             given = (how, rest, wanted, n, *states, *grads, *tensors)
-            compiled = torch.compiler.is_compiling()
             out = _run_backward(*given) if compiled else _apply(_SolveBackward, *given)
         return (None, None, None, *[None if place is None else out[place] for place in places])
 
@@ -218,7 +227,7 @@ class _SolveBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(f"vmap over the gradient of a solve by this engine: {_PLAIN}")
+        raise NotImplementedError(_MANY_GRADIENTS)
 
 
 def _run_backward(how: How, rest: Any, wanted: list[str], n: int, *tensors: Any) -> Any:

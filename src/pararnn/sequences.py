@@ -34,7 +34,7 @@ def of_cu_seqlens(cu_seqlens: Tensor, batch: int, steps: int, device: torch.devi
             f"cu_seqlens must be int32 or int64 (S + 1,), got {cu_seqlens.dtype} "
             f"{tuple(cu_seqlens.shape)}"
         )
-    if batch != 1 or len(cu_seqlens) < 1:
+    if batch != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens packs all sequences into one row: got B = {batch}")
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, the steps on {device}")
@@ -42,7 +42,7 @@ def of_cu_seqlens(cu_seqlens: Tensor, batch: int, steps: int, device: torch.devi
     right = (cu_seqlens.diff() >= 0).all() & (first == 0) & (last <= steps)
     order = "cu_seqlens must start at 0, not fall, and end at {} or before"
     require(right, order, steps, cu_seqlens)
-    total = len(cu_seqlens) - 1
+    total = cu_seqlens.shape[0] - 1  # len would fix it in exports
     position = torch.arange(steps, device=device, dtype=cu_seqlens.dtype)
     number = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
     return Sequences(number.masked_fill(number == total, -1).to(torch.int32).unsqueeze(0), total)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ from pararnn.errors import BackendWarning, EngineError, warn_user
 from pararnn.program.program import Program, program_by_key
 
 ANY_DEVICE = "any"
+FIRST = "fused"
+"""The backend whose pairs all rank before those of others, whatever the size."""
 
 TABLE: dict[tuple[str, str, str], Engine] = {
     (engine.solver, engine.backend, ANY_DEVICE): engine
@@ -111,18 +115,17 @@ def choose(
     """
     check_names(solver, backend)
     workload = Workload(program.key, size, dtype, device)
-    candidates = _candidates(program, size, dtype, device, solver, backend)
-    split: dict[tuple[str, str], Pin] = {}
     found = tuned.fastest(workload, solver, backend) if follow_tuned else None
+    split: dict[tuple[str, str], Pin] = {}
+    candidates = _candidates(program, size, dtype, device, solver, backend)
     if found is not None:
         row, why = found
-        first = (row.solver, row.backend)
-        split = {first: row.split}
+        split = {(row.solver, row.backend): row.split}
         if "auto" in (solver, backend):
-            candidates = {first: why} | {p: w for p, w in candidates.items() if p != first}
+            candidates = chain([((row.solver, row.backend), why)], candidates)
     reason = f"there is no such engine for {device.type}"
     not_built: list[str] = []
-    for pair, why in candidates.items():
+    for pair, why in candidates:
         unable = why_never(program, pair, device)
         if unable is None:
             unable = _why_not_built(program.key, *pair, device.type, dtype)
@@ -146,18 +149,25 @@ def _candidates(
     device: torch.device,
     solver: str,
     backend: str,
-) -> dict[tuple[str, str], str]:
+) -> Iterator[tuple[tuple[str, str], str]]:
     """The pairs of the table that a request leaves open, the best first, and why each comes where
-    it does."""
+    it does.
+
+    Those of FIRST rank before all others, which are not asked about the size until then: in
+    compiled code and exports to compare a size is to hold for the like of it only.
+    """
     if "auto" not in (solver, backend):
-        return {(solver, backend): "it was asked for"}
-    merits = []
-    for pair in PAIRS:
-        engine = find(*pair, device)
-        if engine is not None and solver in (pair[0], "auto") and backend in (pair[1], "auto"):
-            merits.append((engine.pays(program, size, dtype, device), pair))
-    merits.sort(key=_rank, reverse=True)
-    return {pair: merit.why for merit, pair in merits}
+        yield (solver, backend), "it was asked for"
+        return
+    for first in (True, False):
+        merits = []
+        for pair in PAIRS:
+            engine = find(*pair, device) if (pair[1] == FIRST) == first else None
+            if engine is not None and solver in (pair[0], "auto") and backend in (pair[1], "auto"):
+                merits.append((engine.pays(program, size, dtype, device), pair))
+        merits.sort(key=_rank, reverse=True)
+        for merit, pair in merits:
+            yield pair, merit.why
 
 
 def _rank(entry: tuple[Merit, tuple[str, str]]) -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.op import stands_for_many
 from pararnn.parameters import Draw, draw_anew
 
 
@@ -42,7 +43,13 @@ class _HeadwiseProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weight = ctx.saved_tensors
         grad_rows = grad_weight = None
-        if ctx.needs_input_grad[0] and torch.is_grad_enabled():  # for second derivatives
+        # Nothing is written in place for second derivatives, and where vmap sees it.
+        plain = (
+            torch.is_grad_enabled()
+            or torch._C._are_functorch_transforms_active()
+            or stands_for_many(grad)
+        )
+        if ctx.needs_input_grad[0] and plain:
             grad_rows = torch.bmm(grad, weight).transpose(0, 1)
         elif ctx.needs_input_grad[0]:
             grad_rows = rows.new_empty(rows.shape)
