@@ -110,8 +110,8 @@ class OtherRounding(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if torch.Tag.pointwise not in func.tags or getattr(out, "dtype", None) != self.dtype:
             return out
-        noise = torch.rand(out.shape, generator=self.generator, dtype=self.dtype).to(out.device)
-        return out * (1 + self.eps * (2 * noise - 1))
+        noise = torch.rand(out.shape, generator=self.generator, dtype=self.dtype, device="cpu")
+        return out * (1 + self.eps * (2 * noise.to(out.device) - 1))
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ MIN_SIZE = 256
 def _forward(solver: str, program: Program, args: Arguments) -> Solution:
     form, tensors = _form_of(solver, program, args, _taken(args.gates))
     states, final = new_states(program.num_states, args)
-    info = torch.zeros((1, 2), dtype=torch.int64)
+    info = args.gates.new_zeros((1, 2), dtype=torch.int64)
     launch = _launch(form)
     tensors += (*states, *final, *launch.shared(args.gates, info))
     kernels_of(program, args.gates.dtype, solver).forward(launch.frame.filled(tensors))
@@ -150,7 +150,7 @@ class _Launch(NamedTuple):
             return []
         dtype = compute_dtype(gates.dtype)
         if info is None:
-            info = torch.empty((1, 2), dtype=torch.int64)
+            info = gates.new_empty((1, 2), dtype=torch.int64)
         own = [gates.new_empty(self.starts, dtype=dtype) for _ in range(3)]
         return [*own, gates.new_zeros(self.products, dtype=dtype), info]
 
