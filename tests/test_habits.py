@@ -7,7 +7,8 @@ import pickle
 import pytest
 import torch
 from fresh import run_fresh
-from table import FUSED, PLAIN, dtype_name, has_compiler
+from table import FUSED, PAIRS, PLAIN, dtype_name, has_compiler
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import pararnn
@@ -378,3 +379,21 @@ def test_moving_between_dtypes(cls, pair, dtype, device):
     agree(got, results(loop_of(layer), x), NEAR[dtype])
     layer.to(device, torch.float64)
     agree(results(layer, x.double()), results(loop_of(layer), x.double()))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_a_default_device_is_nothing_to_tensors_that_are_elsewhere(pair):
+    layer, x = layer_of(pararnn.ParaGRU, pair, "cpu"), torch.randn(2, 40, 4, dtype=torch.float64)
+    packed = pack_padded_sequence(x, [40, 9], batch_first=True)
+    asked = {"solver": pair[0], "backend": pair[1]}
+
+    def calls():
+        yield layer(x)[0]
+        yield layer(x, lengths=[3, 40])[0]
+        yield layer(packed)[0].data
+        yield pararnn.scan(x, x, lengths=[3, 40], **asked)
+
+    expected = list(calls())
+    with torch.device("meta"):
+        assert all(map(torch.equal, calls(), expected))
+        assert pararnn.verify(layer, x).passed

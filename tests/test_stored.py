@@ -95,6 +95,14 @@ class Own(Base):
 def unread():
     return 0.9
 """
+CONSTANT = """
+class Own(pararnn.Cell):
+    states = ("h",)
+    gates = ("x",)
+    structure = "dense"
+    def step(self, state, gate, param):
+        return torch.tanh(gate.x + torch.tensor(0.5) * state.h.mean(-1, keepdim=True))
+"""
 CHANGES = {
     "a global": ("LEAK = 0.9", "LEAK = 0.8"),
     "a type": ("LEAK = 0.9", "LEAK = True"),
@@ -356,3 +364,15 @@ def test_errors_of_a_step_are_raised_and_not_kept(folder):
         with pytest.raises(pararnn.CellError, match="not a step"):
             stored.kept("Own", lambda: "text", make)
     assert not list(folder.iterdir())
+
+
+def test_a_constant_is_read_back_to_where_it_was_traced():
+    gates, made = torch.randn(2, 3, 1, 4), _made(CONSTANT)
+    with torch.device("meta"):
+        program.make_program(made, {})
+    pairs = [("newton", "torch"), ("sequential", "torch")]
+    states = [
+        pararnn.solve(made(4), gates, solver=solver, backend=backend)[0]
+        for solver, backend in pairs
+    ]
+    assert torch.allclose(*states)

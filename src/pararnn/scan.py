@@ -56,7 +56,7 @@ def scan(
     batch, steps = b.shape[:2]
     seq = None
     if lengths is not None:
-        seq = of_lengths(torch.as_tensor(lengths), "right", batch, steps, b.device).seq
+        seq = of_lengths(lengths, "right", batch, steps, b.device).seq
     args = Arguments(gates, None, entries, (), start, batch, seq, checked_reset(b, reset), reverse)
     solved = run(program_by_key(_program_key(kind)), args, *left_open(solver, backend))
     states = _joined(b, solved.states, 2)

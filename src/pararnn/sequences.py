@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ def of_cu_seqlens(cu_seqlens: Tensor, batch: int, steps: int, device: torch.devi
 
 
 def of_lengths(
-    lengths: Tensor, padding: str, batch: int, steps: int, device: torch.device
+    lengths: Tensor | Sequence[int], padding: str, batch: int, steps: int, device: torch.device
 ) -> Sequences:
     """One sequence a row, int (B,) steps long, with padding to its right or left.
 
@@ -57,6 +58,8 @@ def of_lengths(
     """
     if padding not in PADDING:
         raise ValueError(f"padding must be one of {PADDING}, got {padding!r}")
+    if not isinstance(lengths, Tensor):
+        lengths = torch.as_tensor(lengths, device="cpu")  # where values are checked
     if lengths.dtype not in (torch.int32, torch.int64) or tuple(lengths.shape) != (batch,):
         raise ValueError(
             f"lengths must be int32 or int64 ({batch},), got {lengths.dtype} {tuple(lengths.shape)}"

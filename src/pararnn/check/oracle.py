@@ -132,7 +132,7 @@ class Oracle:
             example = args.fields[0] if args.fields else args.gates.flatten(3)[:, :, 0]
 
         def draw(like: Tensor, scale: float) -> Tensor:
-            drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+            drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
             return (scale * drawn).to(like.device)
 
         whole = not call.output_only
@@ -146,7 +146,8 @@ class Oracle:
 
     def sequential(self) -> Run:
         """The loop in the trial's dtype, as an engine with a backward would return it."""
-        return Run(self.loop, self.loop_grads(0), torch.zeros(1, 2, dtype=torch.int64))
+        info = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+        return Run(self.loop, self.loop_grads(0), info)
 
     def run(self, solver: str, backend: str) -> Run:
         """Solve by a pair, forward and backward."""
@@ -197,8 +198,8 @@ class Oracle:
         """
         half = torch.finfo(self.dtype).eps / 2 if self.carry != self.dtype else 0.0
         generator = torch.Generator().manual_seed(seed)
-        noise = torch.rand(at.shape, generator=generator, dtype=at.dtype).to(at.device)
-        moved = (at * (1 + half * (2 * noise - 1))).to(self.carry)
+        noise = torch.rand(at.shape, generator=generator, dtype=at.dtype, device="cpu")
+        moved = (at * (1 + half * (2 * noise.to(at.device) - 1))).to(self.carry)
         with OtherRounding(self.carry, seed):
             shaken = advance(self.rounded, moved)
         return finite((shaken.double() - advance(self.exact, at)).abs() + half * at.abs())

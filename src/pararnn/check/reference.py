@@ -108,7 +108,7 @@ class OtherRounding(TorchDispatchMode):
         super().__init__()
         self.dtype, self.eps = dtype, max(torch.finfo(dtype).eps, at_least)
         self.generator = torch.Generator().manual_seed(seed)
-        self.factors = torch.empty(0, dtype=dtype)
+        self.factors = torch.empty(0, dtype=dtype, device="cpu")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -123,7 +123,7 @@ class OtherRounding(TorchDispatchMode):
         """The next numbers of 1 + eps * U(-1, 1)."""
         if count > len(self.factors):
             more = max(count - len(self.factors), DRAWN)
-            noise = torch.rand(more, generator=self.generator, dtype=self.dtype)
+            noise = torch.rand(more, generator=self.generator, dtype=self.dtype, device="cpu")
             self.factors = torch.cat([self.factors, 1 + self.eps * (2 * noise - 1)])
         factor, self.factors = self.factors[:count], self.factors[count:]
         return factor

@@ -77,7 +77,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def _copied_later(tensor: Tensor) -> Callable[[], Tensor | None]:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(tensor.device))

@@ -52,7 +52,7 @@ def _forward(solver: str, program: Program, args: Arguments) -> Solution:
     tensors = taken(args, _taken, args.form.dtype)
     launch = _kept_launch(solver, program, args, tensors)
     states, final = new_states(program.num_states, args)
-    info = torch.zeros((1, 2), dtype=torch.int64)
+    info = args.gates.new_zeros((1, 2), dtype=torch.int64)
     tensors += (*states, *final, *launch.shared(args.gates, info))
     launch.kernel(launch.frame.filled(tensors))
     return Solution(states, final, info)
@@ -116,7 +116,7 @@ class _Launch(NamedTuple):
             return []
         dtype = compute_dtype(gates.dtype)
         if info is None:
-            info = torch.empty((1, 2), dtype=torch.int64)
+            info = gates.new_empty((1, 2), dtype=torch.int64)
         own = [gates.new_empty(self.starts, dtype=dtype) for _ in range(3)]
         return [*own, gates.new_zeros(self.products, dtype=dtype), info]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from heapq import heappush, heapreplace
 from typing import Any, NamedTuple
 
@@ -78,8 +79,8 @@ def layout_of(
         return layout._replace(batched=True, sequences=sequences)
     if not layout.batched:
         raise ValueError("lengths need a batch, got an unbatched input")
-    given = torch.as_tensor(lengths)
-    return layout._replace(sequences=of_lengths(given, padding, batch, steps, x.device))
+    assert lengths is not None
+    return layout._replace(sequences=of_lengths(lengths, padding, batch, steps, x.device))
 
 
 def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) -> Tensor:
@@ -101,13 +102,14 @@ def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) 
 def _packed(x: PackedSequence) -> Layout:
     """As many sequences to a row as the longest leaves room for, so that little is padding."""
     sizes, device = x.batch_sizes, x.data.device
+    numbered = partial(torch.arange, device=sizes.device)
     count, steps = (int(sizes[0]), len(sizes)) if len(sizes) else (0, 0)
     # Sizes fall: the i-th longest sequence has a step t where sizes[t] > i.
-    lengths = torch.searchsorted(-sizes, -torch.arange(count))
-    row, start = _into_rows(lengths.tolist(), steps)
-    time = torch.repeat_interleave(torch.arange(steps), sizes)
+    lengths = torch.searchsorted(-sizes, -numbered(count))
+    row, start = map(sizes.new_tensor, _into_rows(lengths.tolist(), steps))
+    time = torch.repeat_interleave(numbered(steps), sizes)
     ends = sizes.cumsum(0)
-    which = torch.arange(len(time)) - torch.repeat_interleave(ends - sizes, sizes)
+    which = numbered(len(time)) - torch.repeat_interleave(ends - sizes, sizes)
     place = (row[which] * steps + start[which] + time).to(device, non_blocking=True)
     rows = int(row.max()) + 1 if count else 0
     numbers = which.to(device, torch.int32, non_blocking=True)
@@ -135,9 +137,10 @@ def _packed(x: PackedSequence) -> Layout:
     return Layout(into, back, sequences=Sequences(seq, count))
 
 
-def _into_rows(lengths: list[int], steps: int) -> tuple[Tensor, Tensor]:
+def _into_rows(lengths: list[int], steps: int) -> tuple[list[int], list[int]]:
     """Rows and first steps of sequences, the longest first, in rows of `steps`."""
-    row, start = [], []
+    row: list[int] = []
+    start: list[int] = []
     used: list[tuple[int, int]] = []  # the emptiest row first
     for length in lengths:
         if used and used[0][0] + length <= steps:
@@ -148,4 +151,4 @@ def _into_rows(lengths: list[int], steps: int) -> tuple[Tensor, Tensor]:
             heappush(used, (length, at))
         row.append(at)
         start.append(begin)
-    return torch.tensor(row, dtype=torch.long), torch.tensor(start, dtype=torch.long)
+    return row, start

@@ -185,7 +185,8 @@ def _restored(stored: dict[str, Any]) -> Graph:
         if op == "placeholder":
             node = graph.placeholder(f"arg{len(nodes)}")
         elif op == "get_attr" and _CONSTANT.fullmatch(target):
-            setattr(root, target, torch.tensor(constant[1], dtype=_named("dtype", constant[0])))
+            where = {"dtype": _named("dtype", constant[0]), "device": "cpu"}
+            setattr(root, target, torch.tensor(constant[1], **where))
             node = graph.get_attr(target)
         elif op == "call_function":
             node = graph.call_function(_function(target), args, kwargs)
