@@ -23,6 +23,7 @@ import pararnn
 from pararnn import cache
 from pararnn.codegen import compiler, cpp
 from pararnn.engines import table
+from pararnn.engines.form import FORMS
 
 RUN = """
 import sys
@@ -41,6 +42,7 @@ def _forget(patch):
     """Let this process remember no kernels, and no failures."""
     patch.setattr(cpp, "_KERNELS", {})
     table._build_failure.cache_clear()
+    FORMS.clear()
 
 
 @pytest.fixture

@@ -139,23 +139,21 @@ class Oracle:
         read = [loss_scale if n == 0 or whole else 0.0 for n in range(len(cell.states))]
         series = [draw(example, scale).to(args.gates.dtype) for scale in read]
         ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
-        own = replace(call, params=()).mapped(
-            lambda t: t.detach().requires_grad_(t.is_floating_point())
-        )
+        alone = replace(call, params=())
+        own = alone.mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()))
         return cls(Trial(copy.deepcopy(cell), own, (*series, *ends)))
 
     def sequential(self) -> Run:
         """The loop in the trial's dtype, as an engine with a backward would return it."""
-        info = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
-        return Run(self.loop, self.loop_grads(0), info)
+        none = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+        return Run(self.loop, self.loop_grads(0), none)
 
     def run(self, solver: str, backend: str) -> Run:
         """Solve by a pair, forward and backward."""
-        trial = self.trial
-        program = program_of(trial.cell)
-        states, final, info, choice = run(program, trial.call(), solver, backend)
+        trial, cell = self.trial, self.trial.cell
+        states, final, info, choice = run(program_of(cell), trial.call(), solver, backend)
         grads = gradients_of((*states, *final), trial, trial.leaves())
-        values = by_name(trial.cell, states, final)
+        values = by_name(cell, states, final)
         return Run({name: v.detach() for name, v in values.items()}, grads, info, choice)
 
     def judge(self, run: Run) -> SolveChecks:
