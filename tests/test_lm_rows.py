@@ -146,6 +146,17 @@ def test_what_does_not_fit_raises():
 
 
 @torch.no_grad()
+def test_compiled_blocks_take_rows_of_any_length():
+    """From the second length on it is a symbol to whom compiles."""
+    model, rows = plain("layer norm"), [tokens(2, steps) for steps in (5, 17, 64)]
+    want = [model(row) for row in rows]
+    for block in model.backbone.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for row, expected in zip(rows, want, strict=True):
+        torch.testing.assert_close(model(row), expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
 def test_packed_rows_of_many_lengths_compile_a_few_times():
     model = plain("hybrid")
     for block in model.backbone.blocks:

@@ -168,7 +168,9 @@ class Attention(Mixer):
         q, k = rotated(q, *rows.rotary), rotated(k, *rows.rotary)
         if cache is not None:
             k, v = cache.extend(k, v)
-        causal = rows.attend is None and q.shape[2] > 1
+        causal = False
+        if rows.attend is None and q.shape[2] > 1:  # compilers would have a symbol of the condition
+            causal = True
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.attend, is_causal=causal)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
