@@ -128,7 +128,7 @@ def test_compile_fullgraph(grad):
 def test_compiled_calls_of_several_kinds():
     """The second size makes Dynamo take every size for a symbol, the number of states too."""
     compiled = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager")
-    for kind in KINDS:
+    for kind in (1, 2, "complex"):
         inputs = _inputs(kind)
         assert torch.allclose(compiled(*inputs), pararnn.scan(*inputs), atol=1e-12)
 
