@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from pararnn.engines.form import Form, form_of
+from pararnn.engines.form import Form, form_of, size_of
 from pararnn.engines.rule import Merit, Size
 from pararnn.engines.split import Pin, Split
 from pararnn.numerics import compute_dtype
@@ -62,8 +61,7 @@ class Arguments:
     @property
     def size(self) -> Size:
         """(B, T, D)."""
-        batch, steps, _, *channels = self.gates.shape
-        return batch, steps, math.prod(channels)
+        return size_of(self.gates)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,7 +71,7 @@ class Arguments:
     @cached_property
     def form(self) -> Form:
         """What this call shares with others of its form. Not in compiled regions."""
-        return form_of(self)
+        return form_of(*self.flatten())
 
     @property
     def split(self) -> Pin:

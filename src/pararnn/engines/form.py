@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, TypeVar
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from pararnn.engines.base import Arguments
+from pararnn.engines.rule import Size
+from pararnn.numerics import compute_dtype
 
 ORDINARY = (Tensor, nn.Parameter)
 """The types of tensors that nobody watches over."""
@@ -28,8 +29,12 @@ class Form:
 
     __slots__ = ("_kept", "dtype", "leaves", "plain", "size")
 
-    def __init__(self, args: Arguments, plain: bool, leaves: bool) -> None:
-        self.size, self.dtype, self.plain, self.leaves = args.size, args.dtype, plain, leaves
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        gates = tensors[0]
+        assert gates is not None
+        self.size, self.dtype = size_of(gates), compute_dtype(gates.dtype)
+        self.plain = all(map(plain, tensors))
+        self.leaves = any(t is not None and t.requires_grad for t in tensors)
         self._kept: dict[Hashable, Any] = {}
 
     def kept(self, key: Hashable, make: Callable[..., Value], *args: Any) -> Value:
@@ -44,10 +49,9 @@ FORMS: dict[Hashable, Form] = {}
 """By what they share."""
 
 
-def form_of(args: Arguments) -> Form:
-    """The form of a record, one object for all of that form; one of its own where types or sizes
-    may hide more: subclasses of tensors, and what is being traced."""
-    tensors, rest = args.flatten()
+def form_of(tensors: Sequence[Tensor | None], rest: Hashable) -> Form:
+    """The form of a record as `Arguments.flatten` takes it apart, one object for all of that form;
+    one of its own where types or sizes may hide more: subclasses of tensors, what is traced."""
     described: list[Any] = []
     for t in tensors:
         if t is None:
@@ -56,21 +60,22 @@ def form_of(args: Arguments) -> Form:
             put_off = t.is_neg() or t._is_zerotensor()
             described.append((t.shape, t.stride(), t.dtype, t.device, t.requires_grad, put_off))
         else:
-            return _new(args, tensors)
+            return Form(tensors)
     if torch._C._get_tracing_state():
-        return _new(args, tensors)
+        return Form(tensors)
     key = (tuple(described), rest)
     form = FORMS.get(key)
     if form is None:
         if len(FORMS) >= MOST_FORMS:
             FORMS.clear()
-        form = FORMS[key] = _new(args, tensors)
+        form = FORMS[key] = Form(tensors)
     return form
 
 
-def _new(args: Arguments, tensors: list[Tensor | None]) -> Form:
-    leaves = any(t is not None and t.requires_grad for t in tensors)
-    return Form(args, all(map(plain, tensors)), leaves)
+def size_of(gates: Tensor) -> Size:
+    """(B, T, D)."""
+    batch, steps, _, *channels = gates.shape
+    return batch, steps, math.prod(channels)
 
 
 def plain(tensor: Tensor | None) -> bool:
