@@ -190,6 +190,21 @@ def test_auto_depends_on_sizes_and_cell_only():
     assert chosen(dense, 1, 2048, 256) == ("sequential", "torch")
 
 
+@pytest.mark.parametrize("size", [(1, 1, 1), (1, 2048, 8), (1, 65536, 64), (64, 512, 256)])
+@pytest.mark.parametrize("cell", [pararnn.GRUCell, pararnn.LSTMCell, pararnn.DenseGRUCell])
+def test_pairs_that_are_asked_first_rank_first(cell, size):
+    """`auto` asks the others about sizes only where none of these can run."""
+    from pararnn.engines.table import FIRST, TABLE
+
+    program, cpu = pararnn.program_of(cell(4)), torch.device("cpu")
+    ranks: dict[bool, list[int]] = {True: [], False: []}
+    for (_, backend, device), engine in TABLE.items():
+        if device != "cuda":
+            merit = engine.pays(program, size, torch.float32, cpu)
+            ranks[backend == FIRST].append(merit.rank)
+    assert min(ranks[True]) > max(ranks[False])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_fields_that_are_numbers_are_not_rounded(dtype):
     cell, gates = pararnn.LRCCell(3), torch.randn(1, 300, 3, 3, dtype=dtype)

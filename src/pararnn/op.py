@@ -54,10 +54,10 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
     if alone and not (torch.is_grad_enabled() and args.form.leaves):
         return _forward(program, engine, args)
     tensors, rest = args.flatten()
-    gradients = torch.is_grad_enabled() and _wants_gradient(tensors)
     how = How(program.key, engine.solver, engine.backend)
     if torch.compiler.is_compiling():
         _refuse_onnx(engine)
+        gradients = torch.is_grad_enabled() and _wants_gradient(tensors)
         if not (gradients or torch._C._are_functorch_transforms_active()):
             # Compilers mistake the context for an argument where no gradient is needed.
             states, final, info = torch.ops.pararnn.forward(*how, *args.values())
