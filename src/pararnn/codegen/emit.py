@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
 from pararnn.cells.base import Cell
+from pararnn.codegen.chain import PRODUCTS, Joined, cost, shortened
 from pararnn.codegen.headers import LANGUAGES
 from pararnn.codegen.interface import interface_of
 from pararnn.codegen.spelling import MASK, REAL, SPELLINGS, may_jump, spelled
@@ -26,9 +27,6 @@ IO_TYPES = {
     torch.float16: "float16",
 }
 """What the headers call the dtypes of tensors in memory."""
-
-_PRODUCTS = {aten.mul.Tensor}
-_CHEAP = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}
 
 Named = Sequence[tuple[str, str]]
 """An argument's name in the function's body, and where it is in the function's parameters."""
@@ -157,7 +155,8 @@ def emit_program(program: Program, dtype: torch.dtype) -> str:
         f"constexpr int num_states = {program.num_states}, num_gates = {len(gate)}, "
         f"num_fields = {len(field)}, num_params = {len(param)};\n"
     )
-    return "\n".join([sizes, *(_function(program, *parts) for parts in functions)])
+    step = list(graphs.step.module.graph.nodes)
+    return "\n".join([sizes, *(_function(program, step, *parts) for parts in functions)])
 
 
 def _arguments(kind: str, names: Sequence[str]) -> Named:
@@ -166,6 +165,7 @@ def _arguments(kind: str, names: Sequence[str]) -> Named:
 
 def _function(
     program: Program,
+    step: Sequence[fx.Node],
     name: str,
     parameters: Sequence[str],
     graph: Graph,
@@ -175,7 +175,7 @@ def _function(
     lines = [f"PARARNN_FUNCTION void {name}({', '.join(parameters)}) {{"]
     body = _Body(f"{program.cell_name}'s {name}")
     nodes = list(graph.module.graph.nodes)
-    joined = _joined(nodes)
+    joined = _joined(nodes) | shortened(step, nodes, program.num_states)
     needed = ancestors(nodes, nodes[-1:], lambda node: _reads(node, joined))
     placeholders = [node for node in nodes if node.op == "placeholder"]
     for node, (argument, place) in zip(placeholders, inputs, strict=True):
@@ -197,13 +197,6 @@ def _function(
         for place, value in zip(outputs, result, strict=True)
     ]
     return "\n".join([*lines, "}", ""])
-
-
-class Joined(NamedTuple):
-    """Some calls that are spelled as one: a function of the headers, and what it is given."""
-
-    function: str
-    given: Sequence[Any]
 
 
 def _joined(nodes: Iterable[fx.Node]) -> dict[fx.Node, Joined]:
@@ -230,11 +223,10 @@ def _fused_sums(nodes: Iterable[fx.Node]) -> dict[fx.Node, Joined]:
     depth: dict[fx.Node, int] = {}
     fused = {}
     for node in nodes:
-        cost = 1 if node.target in _CHEAP else 10  # functions take as long as some sums
-        depth[node] = cost + max((depth[n] for n in node.all_input_nodes), default=0)
+        depth[node] = cost(node) + max((depth[n] for n in node.all_input_nodes), default=0)
         if node.target is not aten.add.Tensor or node.kwargs:
             continue
-        products = [n for n in node.args if isinstance(n, fx.Node) and n.target in _PRODUCTS]
+        products = [n for n in node.args if isinstance(n, fx.Node) and n.target in PRODUCTS]
         if len(set(products)) == 2:
             early, late = sorted(products, key=lambda n: depth[n])
             fused[node] = Joined("multiply_add", [*late.args, early])

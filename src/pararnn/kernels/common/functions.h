@@ -12,6 +12,7 @@ PARARNN_FUNCTION real minimum(real a, real b) { return select((b < a) | isnan(b)
 PARARNN_FUNCTION real fmax(real a, real b) { return select((b > a) | isnan(a), b, a); }
 PARARNN_FUNCTION real fmin(real a, real b) { return select((b < a) | isnan(a), b, a); }
 PARARNN_FUNCTION real sign(real x) { return number(x > constant(0)) - number(x < constant(0)); }
+PARARNN_FUNCTION real product(real a, real b, real c) { return (a * b) * c; }  // c is known last
 PARARNN_FUNCTION real relu(real x) { return at_least(x, constant(0)); }
 
 // From the end that is nearer, as PyTorch does: exact at both.

@@ -80,6 +80,8 @@ inline real sigmoid(real x) {
   return constant(1) / (exp_reduced(reduced.r) * reduced.power() + constant(1));
 }
 
+inline real sigmoid_of_sum(real a, real b, real c) { return sigmoid(multiply_add(a, b, c)); }
+
 inline real tanh(real x) {
   const Reduced reduced = reduce(constant(-2) * at_most(abs(x), constant(20)));
   const real power = reduced.power();

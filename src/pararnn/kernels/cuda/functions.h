@@ -115,6 +115,12 @@ PARARNN_FUNCTION real sigmoid(real x) {
   }
 }
 
+// sigmoid(a b + c), where b is known last: what scales the sum scales a and c, ahead of b.
+PARARNN_FUNCTION real sigmoid_of_sum(real a, real b, real c) {
+  if constexpr (wide || PARARNN_REFINED) return sigmoid(multiply_add(a, b, c));
+  else return fast_reciprocal(1.0f + fast_exp2(::fmaf((float)a * -log2_e, (float)b, (float)c * -log2_e)));
+}
+
 PARARNN_FUNCTION real tanh(real x) {
   if constexpr (wide) {
     return ::tanh((double)x);
