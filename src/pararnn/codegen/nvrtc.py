@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import re
+import threading
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+_IMPORTS = threading.Lock()
+
+
 class ToolchainError(EngineError):
     """CUDA kernels cannot be compiled or run here. The message has the cure."""
 
@@ -51,8 +55,10 @@ def _missing(what: str, error: Exception) -> ToolchainError:
 def toolchain() -> tuple[Any, Any]:
     """The modules cuda.core and cuda.bindings.driver. Raises ToolchainError if they are missing."""
     try:
-        import cuda.core
-        from cuda.bindings import driver
+        # The package's parts import one another: threads that begin at once meet half of it.
+        with _IMPORTS:
+            import cuda.core
+            from cuda.bindings import driver
     except ImportError as error:
         raise _missing("cuda-core", error) from error
     return cuda.core, driver
