@@ -22,9 +22,11 @@ from pararnn.engines.split import MIN_LENGTH, segments_for
 
 CORES = 132
 """Multiprocessors of the GPU that the times are of."""
-LEAST = (2, 4, 8, 16, 32)
+LEAST = (2, 4, 6, 8, 16, 32)
 LATER = "auto_layers.csv"
 """What benchmarks/auto_layers.py writes: trained and fresh layers, with the stage in each row."""
+LEARNED = "learn_layers_english.csv"
+"""What benchmarks/learn.py writes: the layers of trained language models, a row each pair."""
 
 
 def segments(row: Row) -> int:
@@ -42,7 +44,24 @@ def recorded() -> list[Row]:
     fresh += read("auto_cuda.csv")
     rows = [row | {"stage": "trained"} for row in read("parallel_trained.csv")]
     rows += [row | {"stage": "fresh"} for row in fresh]
-    return rows + (read(LATER) if measured(LATER) else [])
+    return [*rows, *learned(), *(read(LATER) if measured(LATER) else [])]
+
+
+def learned() -> list[Row]:
+    """Both engines' times on the layers of trained language models, a row a pass; of those layers
+    that both were measured on."""
+    by_layer: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in read(LEARNED):
+        if row["backend"] == "fused":
+            by_layer[tuple(row[k] for k in ("mixer", "layer", "dtype", *"BTD"))].append(row)
+    pairs = [own for own in by_layer.values() if len(own) == len(SOLVERS)]
+    return [
+        own[0]
+        | {"stage": "trained", "what": f"{own[0]['mixer']}, layer {own[0]['layer']}", "pass": step}
+        | {f"{row['solver']}_ms": row[f"{step}_ms"] for row in own}
+        for own in pairs
+        for step in ("forward", "backward")
+    ]
 
 
 def both_passes(rows: Iterable[Row]) -> list[Row]:
@@ -95,7 +114,7 @@ def sweeps() -> str:
     """(newton, fused) over the loop on trained layers, by sweeps and segments."""
     by_sweeps: dict[tuple[int, int], list[float]] = defaultdict(list)
     for row in recorded():
-        if row["stage"] == "trained" and row["pass"] == "forward":
+        if row["stage"] == "trained" and row["pass"] == "forward" and "sweeps" in row:
             ratio = _ms(row, "newton") / _ms(row, "sequential")
             by_sweeps[segments(row), int(row["sweeps"])].append(ratio)
     body = [

@@ -112,7 +112,9 @@ def test_auto_cuts_time_where_trained_layers_lose_least(dtype: str) -> None:
 
 def test_adapt_tells_the_layers_for_which_the_loop_is_faster() -> None:
     rows = segments.both_passes(segments.recorded())
-    rows = [row for row in rows if row["stage"] == "trained" and segments.segments(row) >= 8]
+    rows = [row for row in rows if row["stage"] == "trained" and "sweeps" in row]
+    rows = [row for row in rows if segments.segments(row) >= 8]
+    assert rows
     for row in rows:
         slow = SWEEP_COST * int(row["sweeps"]) >= segments.segments(row)
         assert slow == (float(row["newton_ms"]) > float(row["sequential_ms"])), row

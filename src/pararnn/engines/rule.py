@@ -19,12 +19,12 @@ state entries of a step (B N D) stay under the width and, where channels are cou
 hang together (N D, of a row).
 """
 
-MIN_SEGMENTS = {"cpu": 4, "cuda": 8}
+MIN_SEGMENTS = {"cpu": 4, "cuda": 6}
 MIN_SEGMENTS_AFFINE = 4
 """Segments side by side from which on `auto` cuts time: with fewer, running channels that do not
 forget again costs what the others gain, by benchmarks/parallel_cpu.py on a CPU. On a GPU it is the
 least of the worst ratios to the better engine over trained layers, forward + backward: 2.0 with
-time cut from 4 segments on, 1.3 from 8, 1.5 from 16 (benchmarks/segments.py). An affine step's
+time cut from 4 segments on, 1.35 from 6, 2.3 from 8 (benchmarks/segments.py). An affine step's
 channels run again once at most, whatever was trained.
 """
 

@@ -104,7 +104,7 @@ constexpr real lane_share_of_sum = 4 * lane_share;
 //     forward: distances were below 3, and the tile fitted at round 3 (20 times), 4 (17), 5 (9), 6 (2) or 7 (3). None
 //     gave up, and none would have with 7.
 //   - What they cost. A round runs one segment's steps at most, and giving up runs those of all W. `auto` cuts time
-//     from 8 segments on (engines/rule.py), so 8 rounds that lead nowhere take the time of the loop once more at most.
+//     from 6 segments on (engines/rule.py), so 8 rounds that lead nowhere take 4/3 of the loop's time at most.
 constexpr real near_enough = bridges ? 8 * bridged : 8;
 constexpr int first_rounds = 2, patience = 8;
 
