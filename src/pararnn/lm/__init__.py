@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from pararnn.extras import require
+from pararnn.lm.auto_classes import register_once_there
 from pararnn.lm.cache import LMCache
 from pararnn.lm.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from pararnn.lm.config import LMConfig
@@ -47,19 +47,11 @@ HF = ("ParaRNNConfig", "ParaRNNForCausalLM", "ParaRNNModel")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HF:
+    if name not in (*HF, "hf"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require("transformers")
-    from pararnn.lm import hf
+    hf = importlib.import_module("pararnn.lm.hf")
+    return hf if name == "hf" else getattr(hf, name)
 
-    return getattr(hf, name)
 
-
-if importlib.util.find_spec("transformers") is not None:
-    try:  # so that its Auto classes know our models
-        from pararnn.lm import hf as hf
-    except ImportError as error:  # of a version that is too old, which plain models do not need
-        warnings.warn(
-            f"transformers is too old for pararnn's models ({error}): pip install 'pararnn[hf]'",
-            stacklevel=2,
-        )
+register_once_there()
