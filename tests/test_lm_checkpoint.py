@@ -249,17 +249,3 @@ assert type(AutoModelForCausalLM.from_pretrained({str(folder)!r})) is pararnn.lm
 """
     done = run_fresh(code)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_transformers_that_is_too_old_is_left_in_peace(tmp_path):
-    (tmp_path / "transformers.py").write_text("__version__ = '4.0'\n")
-    code = f"""
-import sys, warnings
-sys.path.insert(0, {str(tmp_path)!r})
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    import pararnn.lm
-assert ["pip install 'pararnn[hf]'" in str(one.message) for one in seen] == [True], seen
-"""
-    done = run_fresh(code)
-    assert done.returncode == 0, done.stderr

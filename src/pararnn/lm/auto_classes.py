@@ -1,7 +1,7 @@
 """Transformers' Auto classes learn of the language models as soon as both are there.
 
 To import transformers takes longer than all else here, and most of what uses `pararnn.lm` does
-without: so the adapter is imported when its Auto classes are, by whomever.
+without: so the adapter is imported when transformers is, by whomever.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-AUTO = "transformers.models.auto.configuration_auto"
-"""What all Auto classes import."""
+PACKAGE = "transformers"
+"""The whole of it: its parts import one another, and a hook in one would meet half of others."""
 
 
 def register_once_there() -> None:
-    """Register the models with the Auto classes now, or right after these are imported."""
-    if AUTO in sys.modules:
+    """Register the models with the Auto classes: now, or right after transformers is imported."""
+    if PACKAGE in sys.modules:
         register()
     else:
-        sys.meta_path.insert(0, _AutoClasses())
+        sys.meta_path.insert(0, _Transformers())
 
 
 def register() -> None:
@@ -37,13 +37,13 @@ def register() -> None:
         )
 
 
-class _AutoClasses(MetaPathFinder):
-    """Finds the module of the Auto classes as others do, to be followed by `register`."""
+class _Transformers(MetaPathFinder):
+    """Finds transformers as others do, to be followed by `register`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != AUTO:
+        if fullname != PACKAGE:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others)
