@@ -31,13 +31,14 @@ class CausalConv(nn.Module):
         """
         reach, steps = len(self.weight) - 1, u.shape[1]
         known = u if before is None else torch.cat([before.transpose(1, 2).to(u.dtype), u], 1)
-        y = u * self.weight[0] + self.bias
-        for lag in range(1, reach + 1):
+        newest, *earlier = self.weight.unbind()
+        y = torch.addcmul(self.bias, u, newest)
+        for lag, weight in enumerate(earlier, 1):
             # Each lag is padded by itself: compilers then read u itself, and keep no padded copy.
             shifted = _last(known, lag, steps)
             if rows.since is not None:
                 shifted = shifted.masked_fill((rows.since < lag).unsqueeze(-1), 0)
-            y = y + shifted * self.weight[lag]
+            y = torch.addcmul(y, shifted, weight)
         return y, self._tail(_last(known, 0, reach), rows)
 
     def _tail(self, last: Tensor, rows: Rows) -> Tensor:
