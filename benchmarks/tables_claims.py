@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from common import RESULTS
@@ -282,15 +282,31 @@ def learning() -> Claim:
         for corpus in CORPORA
         if measured(f"learn_{corpus}.csv")
     }
+
+    def listed(bits: Mapping[str, float]) -> str:
+        return ", ".join(
+            f"{mixer} {bits[mixer]:.3f}" for mixer in sorted(bits, key=bits.__getitem__)
+        )
+
+    ends = {c: {each.mixer: each.mean for each in every} for c, every in found.items()}
+    least = {c: {each.mixer: each.least[2] for each in every} for c, every in found.items()}
     ours = "; ".join(
-        f"{corpus}: {', '.join(f'{each.mixer} {each.mean:.3f}' for each in every)}"
-        for corpus, every in found.items()
+        f"{corpus}: {listed(ends[corpus])} at the end, {listed(least[corpus])} at the least on the "
+        "way"
+        for corpus in found
     )
+
+    def first(bits: Mapping[str, float]) -> str:
+        return min(bits, key=bits.__getitem__)
+
     return (
         "who has the lowest perplexity among equals (Table 5, 400M)",
         ", ".join(f"{row.model} {row.perplexity:.2f}" for row in theirs),
         f"bits per byte at 60M, {ours}" if found else "not measured yet",
-        "; ".join(f"{corpus}: {every[0].mixer} first" for corpus, every in found.items())
+        "; ".join(
+            f"{corpus}: {first(ends[corpus])} first at the end, {first(least[corpus])} by the least"
+            for corpus in found
+        )
         or "not compared yet",
         "`python benchmarks/learn.py english code`",
     )
