@@ -18,6 +18,7 @@ from pararnn.extras import require
 
 LEFT_OUT = 0.2
 """Of each training, at its beginning: the axis would show little else."""
+UNITS = {"million tokens": 1e6, "seconds": 1.0}
 
 
 def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
@@ -27,11 +28,11 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
     )
     grid = figure.subplots(len(corpora), 2, squeeze=False, sharey="row")
     for (corpus, rows), pair in zip(corpora.items(), grid, strict=True):
-        for column, (axes, label) in enumerate(zip(pair, ("tokens", "seconds"), strict=True)):
+        for column, (axes, (label, unit)) in enumerate(zip(pair, UNITS.items(), strict=True)):
             for result in results(rows):
                 own = [r for r in rows if (r["stage"], r["mixer"]) == ("final", result.mixer)]
                 points = [p for p in result.curve if p[0] > LEFT_OUT * result.curve[-1][0]]
-                across = [point[column] for point in points]
+                across = [point[column] / unit for point in points]
                 seeds = [
                     [float(r["bits_per_byte"]) for r in own if int(r["tokens"]) == point[0]]
                     for point in points

@@ -19,6 +19,12 @@ def measured(name: str) -> bool:
     return (RESULTS / name).exists()
 
 
+def picture(name: str, caption: str) -> str:
+    """A result picture in a page of the docs, before its table; nothing where there is none."""
+    path = f"{name}.png"
+    return f"![{caption}](../benchmarks/results/{path})\n\n" if (RESULTS / path).exists() else ""
+
+
 def not_yet(command: str) -> str:
     """What stands in place of a table that has no result file."""
     return f"Not measured yet: `{command}`."

@@ -7,75 +7,110 @@ from pathlib import Path
 from typing import Any
 
 from common import read_rows
+from kernels import LINEAR_SCANS
+from paper_ways import KINDS, MAMBA, SCAN_KERNEL, TORCH_SCAN
 
 from pararnn.extras import require
 
 Row = dict[str, str]
 STYLES = {"call": "--", "graph": "-"}
+LABELS = {
+    "graph": "solid: as a CUDA graph",
+    "call": "broken: called from Python, as it has no graph",
+}
+WAYS = (SCAN_KERNEL, TORCH_SCAN, MAMBA, *LINEAR_SCANS, *KINDS)
+"""The order of rows and of colours."""
 PASSES = {"forward": "forward", "both": "forward + backward"}
 
 
-def _grid(rows: int, columns: int) -> tuple[Any, Any]:
+def _grid(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
     figure = require("matplotlib.figure").Figure(
         figsize=(5.6 * columns, 4.2 * rows), layout="constrained"
     )
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """By cell and way, ours before peers: processes that take turns write their rows as they come.
+
+    What stands in no list is last: Mamba's cell and torch.nn's layers.
+    """
+    whats = list(dict.fromkeys(row["what"] for row in rows))
+
+    def place(row: Row) -> tuple[int, int]:
+        way = WAYS.index(row["way"]) if row["way"] in WAYS else len(WAYS)
+        return whats.index(row["what"]), way
+
+    return sorted(rows, key=place)
+
+
+def drawn(rows: Sequence[Row]) -> list[Row]:
+    """CUDA graphs, and the calls of what has no graph: a device's time where it is known."""
+
+    def way(row: Row) -> tuple[str, ...]:
+        return row["what"], row["way"], row["pass"]
+
+    with_graph = {way(row) for row in rows if row["launch"] == "graph"}
+    return [row for row in in_order(rows) if row["launch"] == "graph" or way(row) not in with_graph]
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, Any]:
     """A colour for each way; torch.nn's layers, one a cell, share theirs."""
     ways = list(dict.fromkeys(_family(row["way"]) for row in rows))
-    palette = require("matplotlib").colormaps["tab20"].colors
-    order = [*range(0, 20, 2), *range(1, 20, 2)]
-    return {way: palette[order[index % 20]] for index, way in enumerate(ways)}
+    palette = [*require("matplotlib").colormaps["tab10"].colors, "black", "gold"]
+    return dict(zip(ways, palette, strict=False))
 
 
 def _family(way: str) -> str:
     return "torch.nn's layer" if way.startswith("torch.nn.") else way
 
 
-def _curves(axes: Any, rows: Sequence[Row], title: str, colours: Mapping[str, Any]) -> None:
-    """The least ms against the length: a colour a way, broken lines for calls from Python."""
-    for way in dict.fromkeys(row["way"] for row in rows):
-        for launch, style in STYLES.items():
-            mine = [row for row in rows if (row["way"], row["launch"]) == (way, launch)]
-            points = sorted((int(row["T"]), float(row["min_ms"])) for row in mine)
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True), style, color=colours[_family(way)], marker="."
-                )
+def _scales(axes: Any, title: str, x: str) -> None:
+    """Logarithmic axes, the ms in plain numbers."""
+    ticker = require("matplotlib.ticker")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set(title=title, xlabel="T", ylabel="ms, minimum")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda ms, _: f"{ms:g}"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.set(title=title, xlabel=x, ylabel="ms, minimum")
     axes.grid(alpha=0.3)
 
 
-def _finish(figure: Any, colours: Mapping[str, Any], path: Path) -> None:
+def _curves(axes: Any, rows: Sequence[Row], title: str, colours: Mapping[str, Any]) -> None:
+    """The least ms against the length: a colour a way, broken lines for calls from Python."""
+    for way, launch in dict.fromkeys((row["way"], row["launch"]) for row in rows):
+        mine = [row for row in rows if (row["way"], row["launch"]) == (way, launch)]
+        points = sorted((int(row["T"]), float(row["min_ms"])) for row in mine)
+        style, colour = STYLES[launch], colours[_family(way)]
+        axes.plot(*zip(*points, strict=True), style, color=colour, marker=".")
+    _scales(axes, title, "T")
+
+
+def _finish(figure: Any, rows: Sequence[Row], colours: Mapping[str, Any], path: Path) -> None:
     """One legend for all panels, below them."""
     line = require("matplotlib.lines").Line2D
     handles = [line([], [], color=colour, label=way) for way, colour in colours.items()]
-    handles += [
-        line([], [], color="black", linestyle=STYLES[launch], label=label)
-        for launch, label in (("graph", "as a CUDA graph"), ("call", "called from Python"))
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    launches = {row["launch"] for row in rows}
+    title = "; ".join(label for launch, label in LABELS.items() if launch in launches)
+    figure.legend(handles=handles, title=title, loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=130)
 
 
 def reduction(results: Path, path: Path) -> None:
     """The linear recurrence against the length, diagonal and 2 x 2 blocks."""
-    rows = read_rows(results)
+    rows = drawn(read_rows(results))
     kinds, colours = list(dict.fromkeys(row["what"] for row in rows)), _colours(rows)
     figure, grid = _grid(1, len(kinds))
     for axes, kind in zip(grid[0], kinds, strict=True):
         mine = [row for row in rows if row["what"] == kind]
         _curves(axes, mine, f"linear recurrence, {kind}", colours)
-    _finish(figure, colours, path)
+    _finish(figure, rows, colours, path)
 
 
 def solve(results: Path, path: Path) -> None:
     """Cells against the length: a row of panels a pass, a column a cell; Mamba in each."""
-    rows = read_rows(results)
+    rows = drawn(read_rows(results))
     cells = [what for what in dict.fromkeys(row["what"] for row in rows) if what != "mamba"]
     colours = _colours(rows)
     figure, grid = _grid(len(PASSES), len(cells))
@@ -83,25 +118,29 @@ def solve(results: Path, path: Path) -> None:
         for axes, cell in zip(line, cells, strict=True):
             mine = [row for row in rows if row["what"] in (cell, "mamba") and row["pass"] == step]
             _curves(axes, mine, f"{cell}, {title}", colours)
-    _finish(figure, colours, path)
+    _finish(figure, rows, colours, path)
 
 
 def split(results: Path, path: Path) -> None:
-    """(newton, fused) over segments: a column a cell and case, a row a pass, a curve a burn-in."""
+    """(newton, fused) over segments: a column a cell and case, a row a pass, a curve a burn-in.
+
+    Segments and burn-ins are those that were run, by the rule or as asked.
+    """
     every = read_rows(results)
     rows = [row for row in every if row["launch"] == launch_of(every)]
     cases = list(dict.fromkeys(row["what"] for row in rows))
-    figure, grid = _grid(len(PASSES), len(cases))
+    burn_ins = sorted({int(row["burn_in"]) for row in rows if row["asked"]})
+    figure, grid = _grid(len(PASSES), len(cases), sharey="row")
     for line, (step, title) in zip(grid, PASSES.items(), strict=True):
         for axes, case in zip(line, cases, strict=True):
             mine = [row for row in rows if (row["what"], row["pass"]) == (case, step)]
-            pinned = [row for row in mine if row["asked"] not in ("", "rule")]
-            for burn_in in dict.fromkeys(row["asked_burn_in"] for row in pinned):
-                points = sorted(
-                    (int(row["segments"]), float(row["min_ms"]))
-                    for row in pinned
-                    if row["asked_burn_in"] == burn_in
-                )
+            for burn_in in burn_ins:
+                least: dict[int, float] = {}
+                for row in mine:
+                    if row["burn_in"] == str(burn_in):
+                        at, ms = int(row["segments"]), float(row["min_ms"])
+                        least[at] = min(ms, least.get(at, ms))
+                points = sorted(least.items())
                 axes.plot(*zip(*points, strict=True), marker=".", label=f"burn-in {burn_in}")
             for row in mine:
                 if row["asked"] == row["asked_burn_in"] == "rule":
@@ -109,12 +148,10 @@ def split(results: Path, path: Path) -> None:
                     axes.plot(*place, "k*", markersize=10, label="by the rule")
                 if row["asked"] == "":
                     axes.axhline(float(row["min_ms"]), color="gray", label="the loop's kernel")
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set(title=f"{case}, {title}", xlabel="segments", ylabel="ms, minimum")
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize="x-small")
-    figure.savefig(path, dpi=130)
+            _scales(axes, f"{case}, {title}", "segments")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.savefig(path, dpi=100)
 
 
 def launch_of(rows: Sequence[Row]) -> str:

@@ -12,11 +12,11 @@ from cpu import output_of, pair, python_loop
 from fixed_newton import UPDATES, fixed_newton
 from kernels import LINEAR_SCANS
 from mamba_peer import SimplifiedMamba, reduction
-from speedup import compiled_loop
 from torch import Tensor, nn
 
 import pararnn
 from pararnn.layers import RecurrentLayer
+from pararnn.program.program import program_of
 from pararnn.program.structure import BlockDiagonal, Diagonal
 from pararnn.solvers.affine_scan import affine_scan
 
@@ -31,6 +31,8 @@ EAGER = "loop, eager"
 FIXED = f"newton, {UPDATES} updates"
 MAMBA = "Mamba's selective scan"
 SIMPLIFIED = "simplified Mamba, compiled"
+SCAN_KERNEL = "scan kernel"
+TORCH_SCAN = "PyTorch, compiled"
 
 
 class Way(NamedTuple):
@@ -59,8 +61,8 @@ def reduction_ways(what: str, length: int, channels: int, device: torch.device) 
     b = torch.randn(1, length, *block[:1], channels, device=device)
     kernel = partial(pararnn.scan, a, b, backend="fused")
     expected = kernel()
-    yield Way("scan kernel", lambda: kernel, graph=True, expected=expected)
-    yield Way("PyTorch, compiled", partial(_compiled_scan, a, b), graph=True, expected=expected)
+    yield Way(SCAN_KERNEL, lambda: kernel, graph=True, expected=expected)
+    yield Way(TORCH_SCAN, partial(_compiled_scan, a, b), graph=True, expected=expected)
     if states > 1:
         return
     decay, values = (t.mT.contiguous() for t in (a, b))  # time last, as peers have it
@@ -92,6 +94,30 @@ class Kind(NamedTuple):
     solve: Callable[[pararnn.Cell], Solve]
     graph: bool = False
     longest: int = NO_LIMIT
+
+
+def compiled_loop(cell: pararnn.Cell) -> Solve:
+    """The paper's baseline: one step compiled on tensors (B, D), called in a Python loop."""
+    program = program_of(cell)
+
+    def step(
+        states: tuple[Tensor, ...], inputs: tuple[Tensor, ...], params: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        return program.step(states, inputs, params)
+
+    compiled = torch.compile(step, fullgraph=True)
+
+    def run(gates: Tensor) -> Tensor:
+        params = cell.lifted_params(gates.dtype)
+        zeros = gates.new_zeros(program.num_states, len(gates), cell.hidden_size)
+        states, out = zeros.unbind(0), []
+        # Steps in one piece each: their strides, which code is compiled for, do not hold T then.
+        for inputs in gates.permute(1, 2, 0, 3).contiguous().unbind(0):
+            states = compiled(states, inputs.unbind(0), params)
+            out.append(states[0])
+        return torch.stack(out, 1)
+
+    return run
 
 
 def _whole_loop(cell: pararnn.Cell) -> Solve:
@@ -141,10 +167,11 @@ def solve_ways(name: str, channels: int, device: torch.device) -> list[Way]:
 
 
 def _torch_layer(name: str, channels: int, device: torch.device) -> Way:
-    """torch.nn's dense layer of the same sizes: cuDNN on a GPU."""
+    """torch.nn's dense layer of the same sizes: cuDNN on a GPU, which refuses long sequences."""
     layer = TORCH_LAYERS[name](channels, channels, batch_first=True, device=device)
     weights = tuple(layer.parameters())
-    return Way(f"torch.nn.{name.upper()}", lambda: output_of(layer), weights=weights)
+    name = f"torch.nn.{name.upper()}"
+    return Way(name, lambda: output_of(layer), peer=True, weights=weights)
 
 
 def _simplified_mamba(channels: int, device: torch.device) -> Way:

@@ -88,25 +88,6 @@ def kernels_memory() -> str:
     return f"{text}\n\n{table(head, body)}"
 
 
-def speedup_cuda() -> str:
-    """Engines against loops in Python, at the length that the paper's figures stand beside."""
-    rows = [row for row in read("speedup_cuda.csv") if row["T"] == "512"]
-    loops, kinds = ("eager", "compiled"), ("forward", "both")
-    body = [
-        [
-            *(row["cell"], row["way"]),
-            *(figure(row, f"{kind}_ms") for kind in kinds),
-            *(f"{float(row[f'{kind}_over_{loop}']):.1f} x" for kind in kinds for loop in loops),
-        ]
-        for row in rows
-    ]
-    titles = {"forward": "forward", "both": "forward + backward"}
-    head = ["cell", "", *(f"{titles[kind]}, ms" for kind in kinds)]
-    head += [f"{titles[kind]}, over {loop}" for kind in kinds for loop in loops]
-    text = f"B, T, D = {size(rows[0])}, float32 {source(rows, 'speedup_cuda.csv')}:"
-    return f"{text}\n\n{table(head, body)}"
-
-
 def over_loop(row: Row) -> list[str]:
     """Newton's time, sweeps, the loop's time and the speed-up, the limit's ratio and the aim."""
     keys = ("newton_ms", "sequential_ms", "speedup", "of_limit", "aim_ms")
@@ -203,25 +184,4 @@ def auto_cuda() -> str:
         f"the better one's time, over {len(rows)} sizes and dtypes; float32, two lengths of four:"
     )
     head = ["cell", "B, T, D", "(sequential, fused)", "(newton, fused)", "`auto`"]
-    return f"{text}\n\n{table(head, body)}"
-
-
-def scaling() -> str:
-    """The scan, and forward + backward of whole solves, at some lengths, by every pair."""
-    rows = [
-        row for row in read("scaling.csv") if row["section"] == "reduction" or row["pass"] == "both"
-    ]
-    rows.sort(key=lambda row: (row["section"], row["what"] == "2 x 2"))  # peers come last
-    lengths = ("64", "512", "4096", "65536", "131072", "1048576", "4194304")
-    body = []
-    for key in dict.fromkeys((row["section"], row["what"], row["way"]) for row in rows):
-        mine = {
-            row["T"]: figure(row, "ms")
-            for row in rows
-            if (row["section"], row["what"], row["way"]) == key
-        }
-        what = f"scan, {key[1]}" if key[0] == "reduction" else key[1]
-        body.append([what, key[2], *(mine.get(length, "") for length in lengths)])
-    head = ["", "by", *(f"T = {int(length):,}" for length in lengths)]
-    text = f"ms, B = 1, D = {rows[0]['D']}, float32 {source(rows, 'scaling.csv')}:"
     return f"{text}\n\n{table(head, body)}"

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from markdown_tables import Row, measured, not_yet, read, source, table
+from markdown_tables import Row, measured, not_yet, picture, read, source, table
 
 CORPORA = ("english", "code")
-COMMAND = "benchmarks/learn.py english code"
+COMMAND = "benchmarks/learn.py"
 Point = tuple[int, float, float]
 """Tokens, seconds and bits per byte, means over seeds."""
 
@@ -27,6 +27,11 @@ class Result(NamedTuple):
     def mean(self) -> float:
         """Bits per byte at the end."""
         return statistics.mean(self.bits)
+
+    @property
+    def least(self) -> Point:
+        """Where the mean curve has its fewest bits, which need not be its end."""
+        return min(self.curve, key=lambda point: point[2])
 
     @property
     def seconds(self) -> float:
@@ -91,26 +96,53 @@ def winner(found: Sequence[Result]) -> str:
     apart = max(best.bits) < min(second.bits)
     ahead = 100 * (1 - best.mean / second.mean)
     return (
-        f"**{best.mixer}** has the fewest bits, {ahead:.1f}% below {second.mixer}; "
+        f"**{best.mixer}** has the fewest bits at the end, {ahead:.1f}% below {second.mixer}; "
         + ("every seed of it is below all of that one's" if apart else "their seeds overlap")
         + "."
     )
 
 
+def winner_on_the_way(found: Sequence[Result]) -> str:
+    """Who is first where each has its least mean, and who leads up to how many tokens."""
+    best, *others = sorted(found, key=lambda result: result.least[2])
+    if not others:
+        return ""
+    ahead = 100 * (1 - best.least[2] / others[0].least[2])
+    lead = ", ".join(f"{name} to {tokens / 1e6:.1f}M" for name, tokens in leaders(found))
+    return (
+        f" By the least mean on the way **{best.mixer}** is first, {ahead:.1f}% below "
+        f"{others[0].mixer}. First by tokens: {lead}."
+    )
+
+
+def leaders(found: Sequence[Result]) -> list[tuple[str, int]]:
+    """Who has the fewest bits in the mean, and up to which number of tokens it goes on so."""
+    ends: list[tuple[str, int]] = []
+    for points in zip(*(result.curve for result in found), strict=True):
+        bits = [point[2] for point in points]
+        first = found[bits.index(min(bits))].mixer
+        if ends and ends[-1][0] == first:
+            ends.pop()
+        ends.append((first, points[0][0]))
+    return ends
+
+
 def learn() -> str:
     """A table a corpus, and who wins there."""
-    parts = []
-    for corpus in CORPORA:
-        name = f"learn_{corpus}.csv"
-        if measured(name):
-            parts.append(one_corpus(corpus, read(name), name))
-    return "\n\n".join(parts) or not_yet(COMMAND)
+    image = picture("learn", "Bits per byte against tokens and against seconds")
+    parts = [
+        one_corpus(corpus, read(name), name)
+        if measured(name := f"learn_{corpus}.csv")
+        else not_yet(f"{COMMAND} {corpus}")
+        for corpus in CORPORA
+    ]
+    return image + "\n\n".join(parts)
 
 
 def one_corpus(corpus: str, rows: Sequence[Row], name: str) -> str:
     """A corpus's table."""
     found = results(rows)
-    slowest = max(result.mean for result in found)
+    slowest = max(result.least[2] for result in found)
     body = []
     for result in found:
         reached = seconds_to(result.curve, slowest)
@@ -120,6 +152,8 @@ def one_corpus(corpus: str, rows: Sequence[Row], name: str) -> str:
                 f"{int(result.first['parameters']) / 1e6:.1f}M",
                 f"{float(result.first['rate']):g}",
                 spread(result.bits),
+                f"{result.least[2]:.4f}",
+                f"{result.least[0] / 1e6:.1f}M",
                 f"{result.seconds:.1f}",
                 f"{result.curve[-1][0] / result.seconds:,.0f}",
                 "" if reached is None else f"{reached:.1f}",
@@ -134,13 +168,16 @@ def one_corpus(corpus: str, rows: Sequence[Row], name: str) -> str:
         f"{corpus.capitalize()}, {last / 1e6:.1f}M tokens ({epochs:.1f} epochs) in steps of "
         f"{first['B']} x {int(first['T']):,}, {seeds} seeds; rates chosen of "
         f"{', '.join(f'{rate:g}' for rate in rates)} by {sweep / 1e6:.1f}M tokens "
-        f"{source([first], name)}. {winner(found)}{without_result(rows, found)}"
+        f"{source([first], name)}. {winner(found)}"
+        f"{winner_on_the_way(found)}{without_result(rows, found)}"
     )
     head = [
         "mixer",
         "parameters",
         "rate",
-        "bits per byte (seeds)",
+        "bits per byte at the end (seeds)",
+        "least mean",
+        "had at",
         "seconds",
         "tokens/s",
         f"seconds to {slowest:.4f}",
@@ -156,13 +193,17 @@ def learn_layers() -> str:
         if measured(name):
             rows = read(name)
             parts.append(f"Layers trained on {corpus} {source(rows, name)}:\n\n{worst_of(rows)}")
-    return "\n\n".join(parts) or not_yet(COMMAND)
+        else:
+            parts.append(not_yet(f"{COMMAND} {corpus}"))
+    return "\n\n".join(parts)
 
 
 def worst_of(rows: Sequence[Row]) -> str:
     """A line for each mixer and size."""
     body = []
-    for mixer, *size in dict.fromkeys((r["mixer"], r["B"], r["T"]) for r in rows):
+    mixers = list(dict.fromkeys(row["mixer"] for row in rows))
+    cases = dict.fromkeys((row["mixer"], row["B"], row["T"]) for row in rows)
+    for mixer, *size in sorted(cases, key=lambda case: mixers.index(case[0])):
         mine = [r for r in rows if [r["mixer"], r["B"], r["T"]] == [mixer, *size]]
         taken = [row for row in mine if row["auto"] == "True"]
         if not taken:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from common import RESULTS
-from markdown_tables import Row, figure, measured, not_yet, read, source, table
+from markdown_tables import Row, figure, measured, not_yet, picture, read, source, table
 
 PAPER_MS: dict[str, dict[str, float | None]] = {
     "400M": {"gru": 95.7, "lstm": 116, "mamba2": 115, "transformer": 81.0},
@@ -12,12 +11,6 @@ PAPER_MS: dict[str, dict[str, float | None]] = {
     "7B": {"gru": 613, "lstm": 715, "mamba2": None, "transformer": 520},
 }
 """Table 3's ms a step; its 7B Mamba2 (9,475) does not fit the rest, and is left out."""
-
-
-def picture(name: str) -> str:
-    """A line that names a picture, where there is one."""
-    found = (RESULTS / name).exists()
-    return f"\n\nThe picture is `benchmarks/results/{name}`." if found else ""
 
 
 def lm_step() -> str:
@@ -124,7 +117,8 @@ def lm_context() -> str:
         body.append([model, *cells, apart])
     head = ["model", *(f"T = {length:,}" for length in lengths), "slowest below fastest"]
     text = f"Tokens/s (GiB) {source(rows, name, several=True)}:"
-    return f"{text}\n\n{table(head, body)}{picture('lm_context.png')}"
+    image = picture("lm_context", "Tokens/s and memory against the context")
+    return f"{image}{text}\n\n{table(head, body)}"
 
 
 def rate_and_memory(row: Row) -> str:
@@ -180,7 +174,8 @@ def lm_generate() -> str:
         "Tokens/s, the least time of 5 repetitions, of fewer where a number in brackets says so "
         f"{source(rows, name, several=True)}:"
     )
-    return f"{text}\n\n{table(head, body)}{picture('lm_generate.png')}"
+    image = picture("lm_generate", "Tokens/s against the tokens that are generated")
+    return f"{image}{text}\n\n{table(head, body)}"
 
 
 def rate(row: Row) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lm_scale import FILE, KEYS, PROFILE, SCALES, SCALING
-from markdown_tables import Row, figure, measured, not_yet, read, source, table
-from tables_lm import picture
+from markdown_tables import Row, figure, measured, not_yet, picture, read, source, table
 
 COMMAND = "benchmarks/lm_scale.py"
 GROUP = ("device", "gpus", "rows_a_gpu", "T", "overrides")
@@ -66,7 +65,8 @@ def lm_scale() -> str:
     head = ["recipe", "GPUs", "a GPU", "keeps", "ms", "minimum", "tokens/s", "MFU", "GiB a GPU"]
     text = f"Medians of the log's rows {source(rows, FILE, several=True)}:"
     body = table([*head, "over the Transformer"], [line(row, rows) for row in mine])
-    return f"{text}\n\n{body}{picture('lm_scale.png')}"
+    image = picture("lm_scale", "Training at 1B by GPUs, and steps of the sizes by T")
+    return f"{image}{text}\n\n{body}"
 
 
 def lm_scaling() -> str:

@@ -39,14 +39,13 @@ import paper_plots
 import paper_ways
 import parallel
 import protocol
-import scaling
 import segments
 import start
 import tables_claims
 import tables_cuda
 import tables_paper
 import trained
-from common import RESULTS, read_rows
+from common import RESULTS, read_rows, write_csv
 
 CASES = {case.name: case for case in parallel.HARD}
 
@@ -158,12 +157,6 @@ def test_host_times_are_held_to_pytorchs_own() -> None:
     ]
     assert all(float(row["us"]) > 0 for row in rows)
     assert rows[2]["ratio"] == rows[5]["ratio"] == "1.00"
-
-
-def test_peers_get_the_reductions_lengths() -> None:
-    assert [scaling.REDUCTIONS[0], scaling.REDUCTIONS[-1]] == [2**2, 2**22]
-    assert sorted(scaling.PEER_LENGTHS) == scaling.REDUCTIONS
-    assert scaling.PEER_LENGTHS[:11] == [2**power for power in range(7, 18)]
 
 
 def test_starts_are_measured_cold_and_warm() -> None:
@@ -282,6 +275,33 @@ def test_the_papers_figures_from_the_run_to_the_picture(
     assert by_asked["", "sequential, fused"]["sweeps"] == ""
 
 
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_a_compiled_step_makes_the_loop(name: str) -> None:
+    torch.manual_seed(0)
+    cell, gates = CELLS[name](8), torch.randn(2, 9, 3, 8)
+    with torch.compiler.set_stance("force_eager"):
+        states = paper_ways.compiled_loop(cell)(gates)
+    torch.testing.assert_close(states, cpu.pair(cell, "sequential", "torch")(gates))
+
+
+def test_cudnns_layers_are_left_out_where_they_refuse_a_length(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refusing(torch.nn.GRU):
+        def forward(self, x: Tensor, state: Tensor | None = None) -> Any:
+            if x.shape[1] > 4:
+                raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.\nSome advice")
+            return super().forward(x, state)
+
+    monkeypatch.setitem(paper_ways.TORCH_LAYERS, "gru", Refusing)
+    cpu_settings = paper_kernels.Settings(torch.device("cpu"), channels=4, budget=0.0)
+    settings = replace(cpu_settings, cells=("gru",), solves=(2, 9), ways=("torch.nn",))
+    rows: list[gpu.Row] = []
+    paper_kernels.solve(settings, rows.append)
+    assert [(row["T"], row["pass"]) for row in rows] == [(2, "forward"), (2, "both")]
+    assert "peer left out: torch.nn.GRU, gru, T = 9: RuntimeError: cuDNN" in capsys.readouterr().out
+
+
 def test_a_way_of_our_own_that_fails_ends_the_run() -> None:
     def fails() -> None:
         raise RuntimeError("wrong")
@@ -331,8 +351,7 @@ def results_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     for file in RESULTS.glob("*.csv"):
         if not (tmp_path / file.name).exists():
             (tmp_path / file.name).symlink_to(file)
-    for module in (markdown_tables, tables_paper):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
     return tmp_path
 
 
@@ -346,6 +365,31 @@ def test_tables_of_the_papers_figures(results_of_the_paper: Path) -> None:
     assert "| gru | forward | sequential, fused, CUDA graph | 30 x | 40 x | 50 x |" in (
         tables_paper.speedup()
     )
+    assert "| gru | forward | sequential, fused | 3.0 x | 4.0 x | 5.0 x |" in tables_paper.speedup()
+    assert [tables_paper.times_as_fast(n) for n in (0.21, 9.94, 9.96)] == [
+        "0.21 x",
+        "9.9 x",
+        "10 x",
+    ]
+
+
+def test_rows_are_in_order_and_calls_drawn_where_there_is_no_graph() -> None:
+    ways = [("lstm", "loop, eager", "call"), ("gru", "newton, fused", "call")]
+    ways += [("gru", "newton, fused", "graph"), ("gru", "sequential, fused", "call")]
+    ways += [("gru", "torch.nn.GRU", "call")]
+    rows = [{"what": a, "way": b, "launch": c, "pass": "both"} for a, b, c in ways]
+    assert paper_plots.in_order(rows) == [rows[n] for n in (0, 3, 1, 2, 4)]
+    assert paper_plots.drawn(rows) == [rows[n] for n in (0, 3, 2, 4)]
+
+
+def test_a_peer_is_compared_at_the_longest_length_that_it_has(results_of_the_paper: Path) -> None:
+    path = results_of_the_paper / "paper_reduction.csv"
+    rows = read_rows(path)
+    path.unlink()
+    write_csv(
+        path, [row for row in rows if (row["way"], row["T"]) != ("PyTorch, compiled", str(2**22))]
+    )
+    assert "2 and 2 times as fast as PyTorch's, compiled, at 512" in tables_claims.reduction()[2]
 
 
 def test_claims_are_read_from_the_papers_figures(results_of_the_paper: Path) -> None:
@@ -358,5 +402,3 @@ def test_claims_are_read_from_the_papers_figures(results_of_the_paper: Path) -> 
     assert tables_claims.reduction()[3].startswith("exceeded, ")
     assert tables_claims.kernels()[2].startswith("GRU 1 as CUDA graphs, 1 called; LSTM 1")
     assert tables_claims.verdict((3.0, 1.0), (2.6, 1.5)).startswith("in part, ")
-    (results_of_the_paper / "paper_solve.csv").unlink()
-    assert "not measured" in tables_claims.kernels()[2]

@@ -23,7 +23,9 @@ import learn_layers
 import learn_models
 import learn_plot
 import learn_run
+import markdown_tables
 import tables_learn
+from common import write_csv
 from learn_run import Corpus, Job, Learned, Shape
 
 from pararnn.lm.loss import IGNORED
@@ -163,7 +165,14 @@ def test_layers_of_a_trained_model_by_their_pairs(corpus: Corpus, monkeypatch) -
 def final(mixer: str, bits: list[list[float]], speed: float) -> list[dict[str, str]]:
     """Rows of final trainings, as a file has them: `bits` by seeds and looks."""
     shared = {"mixer": mixer, "stage": "final", "parameters": "60000000", "rate": "0.002"}
-    size = {"B": "2", "T": "16", "steps": "2", "epochs": "1.0", "device": "x", "torch": "y"}
+    size = {
+        "B": "2",
+        "T": "16",
+        "steps": str(len(bits[0])),
+        "epochs": "1.0",
+        "device": "x",
+        "torch": "y",
+    }
     return [
         {**shared, **size, "commit": "z", "seed": str(seed), "step": str(step)}
         | {"tokens": str(32 * step), "bits_per_byte": str(value), "seconds": str(step / speed)}
@@ -177,13 +186,39 @@ def test_the_winner_is_named_with_the_spread() -> None:
     found = tables_learn.results([*slow, *fast])
     assert [result.mixer for result in found] == ["gru", "lstm"]
     assert found[0].curve == [(32, 0.5, pytest.approx(3.1)), (64, 1.0, pytest.approx(2.1))]
-    assert "**gru** has the fewest bits, 12.5% below lstm; every seed" in tables_learn.winner(found)
+    assert "**gru** has the fewest bits at the end, 12.5% below" in tables_learn.winner(found)
     assert tables_learn.seconds_to(found[0].curve, 2.6) == pytest.approx(0.75)
     assert tables_learn.seconds_to(found[0].curve, 1.0) is None
     sweep = [{**fast[1], "stage": "sweep"}]
     *_, first, last = tables_learn.one_corpus("some", [*sweep, *fast, *slow], "f.csv").splitlines()
-    assert first.startswith("| gru | 60.0M | 0.002 | 2.1000 (2.0000 to 2.2000) | 1.0 | 64 |")
-    assert last.endswith("| 2.0 | 32 | 2.0 |")
+    assert first.startswith("| gru | 60.0M | 0.002 | 2.1000 (2.0000 to 2.2000) | 2.1000 | 0.0M |")
+    assert first.endswith("| 1.0 | 64 | 0.9 |")
+    assert last.endswith("| 2.4000 | 0.0M | 2.0 | 32 | 2.0 |")
+
+
+def test_least_bits_on_the_way_and_who_leads_until_when() -> None:
+    early, late = final("gru", [[3.0, 2.0, 2.6]], 2.0), final("lstm", [[3.5, 2.5, 2.2]], 1.0)
+    found = tables_learn.results([*early, *late])
+    assert [result.mixer for result in found] == ["lstm", "gru"]
+    assert [result.least[2] for result in found] == [2.2, 2.0]
+    assert tables_learn.leaders(found) == [("gru", 64), ("lstm", 96)]
+    assert "**gru** is first, 9.1% below lstm. First by" in tables_learn.winner_on_the_way(found)
+
+
+def test_a_corpus_without_results_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
+    name = "learn_layers_code.csv"
+    row = {"mixer": "gru", "B": "1", "T": "8", "layer": "1", "solver": "newton", "backend": "fused"}
+    row |= {"of_best": "1.0", "auto": "True"}
+    about = {"commit": "c", "device": "d", "torch": "t"}
+    write_csv(
+        tmp_path / name,
+        [about | each for each in (row, row | {"mixer": "lstm"}, row | {"T": "16"})],
+    )
+    missing, _, _, *lines = tables_learn.learn_layers().splitlines()
+    assert missing == "Not measured yet: `benchmarks/learn.py english`."
+    assert [line[:6] for line in lines[3:]] == ["| gru ", "| gru ", "| lstm"]
+    assert tables_learn.learn().count("Not measured yet") == 2
 
 
 def test_a_training_that_did_not_end_is_named() -> None:

@@ -14,7 +14,6 @@ import lm_lost
 import lm_scale
 import markdown_tables
 import tables
-import tables_lm
 from common import add_row, provenance, read_rows
 from step_profile import Kernel, breakdown, class_of, covered, kernels_of
 
@@ -90,7 +89,6 @@ def test_tokens_of_a_gpu_are_the_same_in_every_case(monkeypatch) -> None:
 def results(tmp_path, monkeypatch) -> Path:
     """A folder in the place of the results'."""
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables_lm, "RESULTS", tmp_path)
     return tmp_path
 
 
