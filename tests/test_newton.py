@@ -12,6 +12,7 @@ from pararnn.program.program import program_of
 from pararnn.solve import prepare
 from pararnn.solvers.newton import MAX_SWEEPS, newton
 from pararnn.solvers.sequential import unroll
+from pararnn.solvers.system import running_max
 
 
 def _system(case):
@@ -99,3 +100,17 @@ def test_columns_round_trip(shape):
     assert torch.equal(zeroed == 0, mask.reshape(3, *[1] * (len(shape) - 2), 5).expand(shape))
     rows = torch.tensor([True, False, True])
     assert torch.equal(TOGETHER.put(whole, rows, TOGETHER.take(whole, rows)), whole)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 13, 64, 65])
+@pytest.mark.parametrize("channels", [1, 4], ids=["all channels", "each channel"])
+@pytest.mark.parametrize("part", [None, 0.0, 0.3, 1.0])
+def test_the_largest_so_far_is_a_loops(part, channels, length):
+    torch.manual_seed(0)
+    x = torch.rand(2, length, 3, 4)
+    apart = None if part is None else torch.rand(2, length, 1, channels) < part
+    expected = x.clone()
+    for t in range(1, length):
+        further = torch.maximum(expected[:, t - 1], x[:, t])
+        expected[:, t] = further if apart is None else further.where(~apart[:, t], x[:, t])
+    assert torch.equal(running_max(x, apart), expected)
