@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 import torch
 from markdown_tables import Row, measured, read, table
+from tables_learn import CORPORA
 
 from pararnn.codegen.board import LANES
 from pararnn.codegen.cuda import most_per_lane
@@ -25,7 +26,7 @@ CORES = 132
 LEAST = (2, 4, 6, 8, 16, 32)
 LATER = "auto_layers.csv"
 """What benchmarks/auto_layers.py writes: trained and fresh layers, with the stage in each row."""
-LEARNED = "learn_layers_english.csv"
+LEARNED = [f"learn_layers_{corpus}.csv" for corpus in CORPORA]
 """What benchmarks/learn.py writes: the layers of trained language models, a row each pair."""
 
 
@@ -51,9 +52,10 @@ def learned() -> list[Row]:
     """Both engines' times on the layers of trained language models, a row a pass; of those layers
     that both were measured on."""
     by_layer: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row in read(LEARNED):
+    for row in itertools.chain.from_iterable(read(name) for name in LEARNED if measured(name)):
         if row["backend"] == "fused":
-            by_layer[tuple(row[k] for k in ("mixer", "layer", "dtype", *"BTD"))].append(row)
+            own = (row[k] for k in ("corpus", "mixer", "layer", "dtype", *"BTD"))
+            by_layer[tuple(own)].append(row)
     pairs = [own for own in by_layer.values() if len(own) == len(SOLVERS)]
     return [
         own[0]

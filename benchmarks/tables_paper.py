@@ -171,18 +171,6 @@ def performance() -> str:
     at_512 = {"what": "gru", "T": LOOP_LENGTH, "pass": "forward"}
     graph = one("paper_solve.csv", **at_512, way="newton, fused", launch="graph")
     step = one("paper_solve.csv", **at_512, way=LOOPS[1], launch="call")
-    lm = {
-        name: one("lm_step.csv", model=f"{name}-1B", T="2048", packed="False")
-        for name in ("gru", "transformer")
-    }
-    long_text = {
-        name: one("lm_context.csv", model=f"{name}-400M", T="131072")
-        for name in ("gru", "transformer")
-    }
-    token = {
-        name: one("lm_decode.csv", model=f"{name}-1B", way="graph", B="1", context="2048")
-        for name in ("gru", "transformer")
-    }
     layer = {
         w: one("cpu.csv", cell="gru", T="2048", what=f"layer: {w}")
         for w in ("ParaGRU", "torch.nn.GRU")
@@ -196,6 +184,13 @@ def performance() -> str:
 
     def ms(row: Row, key: str) -> float:
         return float(row[key])
+
+    def against_transformer(
+        what: str, beside: str, name: str, scale: str, **case: str
+    ) -> list[str]:
+        gru, other = (one(name, model=f"{m}-{scale}", **case) for m in ("gru", "transformer"))
+        at = f"{gru['B']}, {gru['T']}" if "T" in gru else f"{gru['B']}, after {gru['context']}"
+        return line(what, at, ms(gru, "median_ms"), beside, ms(other, "median_ms"))
 
     body = [
         *(
@@ -229,26 +224,29 @@ def performance() -> str:
             "a loop in Python over a compiled step",
             ms(step, "median_ms"),
         ),
-        line(
+        against_transformer(
             "training step of a 1B GRU, no optimizer",
-            f"{lm['gru']['B']}, {lm['gru']['T']}",
-            ms(lm["gru"], "median_ms"),
             "the Transformer's",
-            ms(lm["transformer"], "median_ms"),
+            "lm_step.csv",
+            "1B",
+            T="2048",
+            packed="False",
         ),
-        line(
+        against_transformer(
             "training step of a 400M GRU on long text, no optimizer",
-            f"{long_text['gru']['B']}, {long_text['gru']['T']}",
-            ms(long_text["gru"], "median_ms"),
             "the Transformer's",
-            ms(long_text["transformer"], "median_ms"),
+            "lm_context.csv",
+            "400M",
+            T="131072",
         ),
-        line(
+        against_transformer(
             "a token of a 1B GRU, CUDA graph",
-            "1, after 2048",
-            ms(token["gru"], "median_ms"),
             "the Transformer's, with its cache",
-            ms(token["transformer"], "median_ms"),
+            "lm_decode.csv",
+            "1B",
+            way="graph",
+            B="1",
+            context="2048",
         ),
         line(
             "ParaGRU, forward + backward, two cores of a CPU",

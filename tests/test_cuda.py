@@ -1,13 +1,17 @@
 """CUDA sources, rings and the toolchain, as far as they can be checked without a GPU."""
 
+import builtins
 import functools
 import hashlib
 import inspect
 import logging
 import shutil
 import sys
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +242,27 @@ def test_compiler_errors_show_the_log_and_the_source(tmp_path, monkeypatch):
         cuda.cubin_of(program, _variant(program, "forward"), "sm_90")
     kept = Path(str(e.value).rpartition("The source is ")[2])
     assert kept.read_text(encoding="utf-8") == "this is no C++"
+
+
+def test_threads_import_one_by_one(monkeypatch):
+    """What they import has parts that import one another, and half of it is no module."""
+    within, most = [], []
+
+    def import_slowly(name, *args):
+        if not name.startswith("cuda"):
+            return plain_import(name, *args)
+        within.append(name)
+        most.append(len(within))
+        time.sleep(0.01)
+        within.remove(name)
+        return SimpleNamespace(core=None, driver=None)
+
+    plain_import = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", import_slowly)
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(nvrtc.toolchain.__wrapped__) for _ in range(8)]
+        assert [job.result() for job in jobs] == [(None, None)] * 8
+    assert most == [1] * 16
 
 
 def test_without_cuda_core(monkeypatch):

@@ -136,8 +136,9 @@ def test_importing_the_library_leaves_the_demo_alone():
         "import sys, pararnn\n"
         "parts = {'pararnn.lm', 'pararnn.tasks', 'pararnn.train', 'pararnn.cli'}\n"
         "assert not parts & set(sys.modules)\n"
-        "import pararnn.cli\n"
-        "assert 'matplotlib' not in sys.modules\n"
+        "import pararnn.cli, pararnn.evaluation\n"
+        "assert parts <= set(sys.modules)\n"
+        "assert not {'matplotlib', 'transformers'} & set(sys.modules)\n"
     )
     done = run_fresh(code)
     assert done.returncode == 0, done.stderr

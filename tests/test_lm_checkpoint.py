@@ -240,12 +240,30 @@ def test_missing_packages_are_named(folder, monkeypatch):
 def test_auto_classes_know_the_models_in_either_order(first, folder):
     pytest.importorskip("transformers")
     code = f"""
-import importlib
+import importlib.util, sys
 importlib.import_module({first!r})
+assert importlib.util.find_spec("transformers")  # which imports nothing
 import pararnn.lm
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 assert type(AutoConfig.for_model("pararnn")) is pararnn.lm.ParaRNNConfig
 assert type(AutoModelForCausalLM.from_pretrained({str(folder)!r})) is pararnn.lm.ParaRNNForCausalLM
+assert "pararnn.lm.auto_classes" not in [type(finder).__module__ for finder in sys.meta_path]
+"""
+    done = run_fresh(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_transformers_that_is_too_old_is_left_in_peace(tmp_path):
+    (tmp_path / "transformers.py").write_text("__version__ = '4.0'\n")
+    code = f"""
+import sys, warnings
+sys.path.insert(0, {str(tmp_path)!r})
+import pararnn.lm
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import transformers
+assert ["pip install 'pararnn[hf]'" in str(one.message) for one in seen] == [True], seen
 """
     done = run_fresh(code)
     assert done.returncode == 0, done.stderr
