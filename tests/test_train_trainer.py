@@ -4,7 +4,9 @@ import csv
 import dataclasses
 import itertools
 import os
+import re
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -159,7 +161,21 @@ def test_half_a_line_is_no_row(tmp_path):
         append_row(path, {"lost": 1})
 
 
-def test_only_the_bar_is_shown(tmp_path, capfd):
+def test_only_lines_are_shown_in_a_file(tmp_path, capfd):
+    run_training(config(tmp_path, steps=3), Packed())
+    out, err = capfd.readouterr()
+    assert out == ""
+    steps = [
+        re.fullmatch(r"step (\d) of 3: (loss|valid) \d\.\d+", line) for line in err.splitlines()
+    ]
+    assert [step and step.groups() for step in steps] == [
+        *((str(step), "loss") for step in (1, 2, 3)),
+        ("3", "valid"),
+    ]
+
+
+def test_only_the_bar_is_shown_on_a_terminal(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run_training(config(tmp_path, steps=3), Packed())
     out, err = capfd.readouterr()
     assert out == ""

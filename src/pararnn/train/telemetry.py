@@ -1,13 +1,14 @@
-"""What one looks at: the bar, reports, and what the recurrent layers' solvers do."""
+"""What one looks at: progress, reports, and what the recurrent layers' solvers do."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from pararnn.check.verify import defect
 from pararnn.layers import RecurrentLayer
@@ -59,15 +60,33 @@ def reporting(asked: str) -> str:
     return "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
 
 
-class Bar(ProgressCallback):
+def progress() -> TrainerCallback:
+    """What shows how far a run is: a bar on a terminal, lines in a file."""
+    return _Bar() if sys.stderr.isatty() else _Lines()
+
+
+class _Bar(ProgressCallback):
     """Trainer's progress bar, with the last figures beside it and nothing else."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.training_bar is None:
             return
-        self.shown = getattr(self, "shown", {}) | {
-            short: f"{logs[name]:.4g}"
-            for name, short in (("loss", "loss"), ("eval_loss", "valid"))
-            if name in logs
-        }
+        self.shown = getattr(self, "shown", {}) | _shown(logs)
         self.training_bar.set_postfix(self.shown)
+
+
+class _Lines(TrainerCallback):
+    """A line on standard error whenever there are figures: a bar would fill a file."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        shown = _shown(logs)
+        if shown and state.is_world_process_zero:
+            figures = ", ".join(f"{name} {value}" for name, value in shown.items())
+            at = f"step {state.global_step} of {state.max_steps}"
+            print(f"{at}: {figures}", file=sys.stderr, flush=True)
+
+
+def _shown(logs: dict[str, Any]) -> dict[str, str]:
+    """The figures that are shown on the way, nats a token, by short names."""
+    names = {"loss": "loss", "eval_loss": "valid"}
+    return {short: f"{logs[name]:.4g}" for name, short in names.items() if name in logs}

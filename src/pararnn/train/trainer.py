@@ -35,7 +35,7 @@ from pararnn.train.log import append_row
 from pararnn.train.optimiser import make_adamw, make_scheduler
 from pararnn.train.setup import TrainingData, check_rows, make_arguments, make_model
 from pararnn.train.sharding import clip_gradients, launched
-from pararnn.train.telemetry import Bar, checked, solves
+from pararnn.train.telemetry import checked, progress, solves
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 products a second, by a part of the device's name."""
@@ -60,7 +60,7 @@ class RunTrainer(Trainer):
         )
         for theirs in (ProgressCallback, PrinterCallback):
             self.remove_callback(theirs)
-        self.add_callback(Bar())
+        self.add_callback(progress())
         for each in self.callback_handler.callbacks:
             if isinstance(each, TensorBoardCallback):
                 each.logging_dir = each.logging_dir or str(Path(config.out) / "tensorboard")
