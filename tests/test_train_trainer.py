@@ -21,7 +21,7 @@ import pararnn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from pararnn.errors import TrainingError
+from pararnn.errors import PararnnError, TrainingError
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.train import checkpoints, run
@@ -238,6 +238,22 @@ def test_what_does_not_fit_raises(tmp_path):
     with pytest.raises(TrainingError, match="the train data has 3 rows of 12 tokens, at least 4"):
         run_training(config(tmp_path / "b"), Packed(train=Rows(3)))
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 3}, "no such model: .* multiples of num_heads = 3, got 16 and 16"),
+        ({"mixers": ("rnn", "mine")}, "no such model: .*got 'mine'"),
+        ({"mixers": ("attention",) * 2, "num_attention_heads": 3}, "even multiple of .* 16 and 3"),
+        ({"cell": "gruu"}, "there is no cell 'gruu'"),
+    ],
+)
+def test_a_model_that_cannot_be_is_said_before_the_data_are_read(changes, message, tmp_path):
+    model = LMConfig(**options("gru") | changes)
+    data = DataConfig(train=str(tmp_path / "missing.txt"), sequence_length=LENGTH)
+    with pytest.raises(PararnnError, match=message):
+        run_training(config(tmp_path / "run", model=model, data=data))
 
 
 def test_an_unmarked_checkpoint_is_not_gone_on_from(whole, tmp_path, monkeypatch, capsys):
