@@ -74,8 +74,9 @@ class LanguageModel(nn.Module):
             cu_seq_lens: int (S + 1,), the starts of S documents packed into one row (B = 1) and the
                 end of the last.
 
-        Returns (B, T, vocab_size). Raises ValueError for packed documents with a cache, for padding
-        that is not on one side (on CUDA the device asserts it), and for sizes that do not fit.
+        Returns (B, T, vocab_size). Raises ValueError for packed documents with a cache, for borders
+        that are not those of T tokens and padding that is not on one side (on CUDA the device
+        asserts these), and for sizes and dtypes that do not fit.
         """
         args = {"padding_mask": padding_mask, "position_ids": position_ids}
         return self.lm_head(self.hidden(tokens, cache, **args, cu_seq_lens=cu_seq_lens))
@@ -97,6 +98,10 @@ class LanguageModel(nn.Module):
             raise ValueError(
                 f"packed documents ({packed[0]}) cannot be kept in a cache: give each its own row, "
                 "padded on the left, or no cache"
+            )
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens must be integers (B, T), got {tokens.dtype} {tuple(tokens.shape)}"
             )
         past = 0 if cache is None else cache.length
         attention = self.backbone.needs_positions
