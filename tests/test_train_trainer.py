@@ -215,6 +215,14 @@ def test_rows_of_a_second_epoch_are_the_same_after_going_on(tmp_path, monkeypatc
     same_bits(*results)
 
 
+def test_more_steps_have_their_own_schedule(tmp_path):
+    for steps in (6, 9):
+        run_training(config(tmp_path, steps=steps), Packed())
+    rates = [float(row["learning_rate"]) for row in read_rows(tmp_path / "log.csv") if row["loss"]]
+    wanted = [share(step, 6 if step < 6 else 9, 0.1, 0.0) for step in range(9)]
+    assert rates == pytest.approx([1e-2 * each for each in wanted])
+
+
 def test_a_run_that_has_ended_is_not_trained_again(whole, tmp_path):
     before = losses(whole)
     model = weights(whole / "model")
