@@ -157,6 +157,22 @@ def test_borders_are_those_of_the_tokens(cuts):
 
 
 @torch.no_grad()
+def test_attention_does_not_take_padding_in_a_cache_for_tokens():
+    batch, mask = padded(documents([6, 3]), "left")
+    for kind, needs_mask in (("hybrid", True), ("gru", False)):
+        model = model_of(kind)
+        cache = model.new_cache()
+        model(batch[:, :4], cache, padding_mask=mask[:, :4])
+        if needs_mask:
+            with pytest.raises(ValueError, match=r"for all tokens so far, \(2, 4\), and the new"):
+                model(batch[:, 4:], cache)
+            model(batch[:, 4:], cache, padding_mask=mask)
+        else:
+            model(batch[:, 4:], cache)
+        assert cache.length == 6
+
+
+@torch.no_grad()
 def test_compiled_blocks_take_rows_of_any_length():
     """From the second length on it is a symbol to whom compiles."""
     model, rows = plain("layer norm"), [tokens(2, steps) for steps in (5, 17, 64)]

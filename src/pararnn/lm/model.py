@@ -104,7 +104,15 @@ class LanguageModel(nn.Module):
                 f"tokens must be integers (B, T), got {tokens.dtype} {tuple(tokens.shape)}"
             )
         past = 0 if cache is None else cache.length
-        attention = self.backbone.needs_positions
+        attention, masked = self.backbone.needs_positions, rows.get("padding_mask") is not None
+        if cache is not None and attention:
+            if cache.masked and not masked:
+                raise ValueError(
+                    "the cache's rows came with a padding_mask, and attention would take their "
+                    f"padding for tokens: give one for all tokens so far, {(len(tokens), past)}, "
+                    "and the new ones"
+                )
+            cache.masked = masked
         batch, steps = tokens.shape
         rows |= {"past": past, "cached": cache is not None}
         return rows_of(batch, steps, tokens.device, attention=attention, **rows)
