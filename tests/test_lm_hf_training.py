@@ -217,6 +217,21 @@ def test_adapters_of_the_head_take_part_in_the_loss(how):
     assert sum(parameter.grad.abs().sum() for parameter in learned) > 0
 
 
+@pytest.mark.parametrize("kind", ["gru", "tied"])
+def test_more_tokens_need_no_logits_of_all_rows_in_training(kind, monkeypatch):
+    model = hugging(kind)
+    before = model(ROW).logits.detach()
+    model.resize_token_embeddings(VOCABULARY + 5)
+    after = model(ROW, labels=ROW)
+    assert torch.equal(after.logits[..., :VOCABULARY], before)
+    monkeypatch.setattr("pararnn.lm.hf.model.logits_loss", None)  # which reads them
+    loss = model.train()(ROW, labels=ROW).loss
+    torch.testing.assert_close(loss, after.loss)
+    loss.backward()
+    assert model.lm_head.weight.grad.shape == (VOCABULARY + 5, 16)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (kind == "tied")
+
+
 @torch.no_grad()
 def test_the_loss_of_packed_rows_is_that_of_their_documents():
     from transformers import DataCollatorWithFlattening

@@ -264,6 +264,17 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
             hidden_states=out.hidden_states,
         )
 
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Put another head in; a linear one, as `resize_token_embeddings` makes it, gives the loss.
+
+        It would have to make all logits for it.
+        """
+        head = new_embeddings
+        if type(head) is nn.Linear and head.bias is None:
+            new_embeddings = Head(head.in_features, head.out_features, bias=False, device="meta")
+            new_embeddings.weight = head.weight
+        super().set_output_embeddings(new_embeddings)
+
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `GenerationMixin.generate`; rows padded on the right are padded on the left first.
 
