@@ -400,10 +400,13 @@ def test_the_schedule_rises_to_the_peak_and_falls_to_its_end():
     assert [share(step, 2, 1.0, 0.0) for step in (0, 1)] == [0.5, 1]
 
 
+@pytest.mark.parametrize(
+    ("given", "own"), [({"clip_to": 0.25}, 0.5), ({}, 0.25)], ids=["given", "the model's"]
+)
 @pytest.mark.parametrize("clip", ["elementwise", "norm", "none"])
-def test_recurrent_vectors_are_clipped(clip):
-    model = hugging("gru")
-    optimizer = make_adamw(model, OptimiserConfig(clip=clip, clip_to=0.25))
+def test_recurrent_vectors_are_clipped(clip, given, own):
+    model = hugging("gru", recurrent_clip=own)
+    optimizer = make_adamw(model, OptimiserConfig(clip=clip, **given))
     vectors = [
         vector
         for part in model.modules()

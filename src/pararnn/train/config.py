@@ -63,7 +63,8 @@ class OptimiserConfig:
     `final` of it. weight_decay: of matrices, in a step, not scaled by the rate (torch's is value /
     peak rate). beta1, beta2, grad_norm: DCLM's; gradients are scaled down to that norm, 0 for
     never. z_loss: weight of the squared log-partition. clip: of recurrent parameters after each
-    step, "elementwise", "norm" (of each vector) or "none", to `clip_to`.
+    step, "elementwise", "norm" (of each vector) or "none", to `clip_to`; None is the model's
+    `recurrent_clip`.
 
     Raises ValueError for impossible values.
     """
@@ -77,7 +78,7 @@ class OptimiserConfig:
     grad_norm: float = 1.0
     z_loss: float = 1e-4
     clip: str = "elementwise"
-    clip_to: float = 0.5
+    clip_to: float | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self, OF_OPTIMISER)
