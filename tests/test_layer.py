@@ -247,7 +247,8 @@ def test_dropout_between_layers_in_training_only():
     assert not torch.equal(layer(x)[0], layer(x)[0])
     layer.eval()
     assert torch.equal(layer(x)[0], layer(x)[0])
-    single = pararnn.ParaGRU(3, 64, dropout=0.5)
+    with pytest.warns(UserWarning, match=r"dropout = 0\.5 is between layers: one alone has none"):
+        single = pararnn.ParaGRU(3, 64, dropout=0.5)
     assert torch.equal(single(x)[0], single(x)[0])
 
 

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.base import totals
+from pararnn.errors import warn_user
 from pararnn.layers.cuts import States, without_padding
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import Fields, RecurrentLayer, SolveInfo
@@ -82,6 +83,8 @@ class ParaRNN(nn.Module):
             raise ValueError(f"num_layers must be positive, got {num_layers}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, got {dropout}")
+        if dropout and num_layers == 1:
+            warn_user(f"dropout = {dropout} is between layers: one alone has none", UserWarning)
         if proj_size:
             raise ValueError(
                 f"proj_size must be 0, got {proj_size}: projected states would mix channels within "
