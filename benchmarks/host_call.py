@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ import pararnn
 
 BATCH, STEPS, CHANNELS = 2, 16, 64
 ROUNDS, WARM_UP = 1500, 50
+
+HEADS = 4
+BY_HEADS = f"RecurrentLayer of {HEADS} heads"
+"""As language models have it."""
 
 BARE = "nn.Linear and an autograd Function"
 """What autograd takes for a layer's projection and for as many tensors as a solve has."""
@@ -45,8 +50,7 @@ def training(device: str) -> Calls:
     """Forward with gradients, and backward, by name; the last is what the others are held to."""
     x = torch.randn(BATCH, STEPS, CHANNELS, device=device)
     grad = torch.randn(BATCH, STEPS, CHANNELS, device=device)
-    stack = pararnn.ParaGRU(CHANNELS, CHANNELS, device=device)
-    layer = pararnn.RecurrentLayer(pararnn.GRUCell, CHANNELS, CHANNELS, device=device)
+    modules = _modules(device)
     linear = nn.Linear(CHANNELS, 3 * CHANNELS, bias=False, device=device)
     loose = [torch.randn(3, CHANNELS, device=device, requires_grad=True)]
     loose += [torch.randn(CHANNELS, device=device, requires_grad=True) for _ in range(3)]
@@ -59,23 +63,35 @@ def training(device: str) -> Calls:
         output, _ = Opaque.apply(linear(x).unflatten(-1, (3, -1)), *loose)
         return torch.autograd.grad(output, [linear.weight, *loose], grad)
 
-    named: Calls = {"ParaGRU": solved(stack), "RecurrentLayer": solved(layer)}
+    named: Calls = {name: solved(module) for name, module in modules.items()}
     return named | {BARE: opaque}
+
+
+def _modules(device: str) -> dict[str, Any]:
+    """What is timed, by name."""
+    make = partial(pararnn.RecurrentLayer, pararnn.GRUCell, CHANNELS, CHANNELS, device=device)
+    return {
+        "ParaGRU": pararnn.ParaGRU(CHANNELS, CHANNELS, device=device),
+        "RecurrentLayer": make(),
+        BY_HEADS: make(num_heads=HEADS),
+    }
 
 
 def decoding(device: str) -> Calls:
     """One step without gradients, by name; the last is what the others are held to."""
     x, state = (torch.randn(BATCH, CHANNELS, device=device) for _ in range(2))
-    stack = pararnn.ParaGRU(CHANNELS, CHANNELS, device=device)
-    layer = pararnn.RecurrentLayer(pararnn.GRUCell, CHANNELS, CHANNELS, device=device)
+    modules = _modules(device)
     cell = nn.GRUCell(CHANNELS, CHANNELS, device=device)
 
     def quietly(call: Callable[[], object]) -> Callable[[], object]:
         return torch.no_grad()(call)
 
+    def stepped(module: Any) -> Callable[[], object]:
+        given = state.unsqueeze(0) if isinstance(module, pararnn.ParaRNN) else state
+        return quietly(lambda: module.step(x, given))
+
     return {
-        "ParaGRU": quietly(lambda: stack.step(x, state.unsqueeze(0))),
-        "RecurrentLayer": quietly(lambda: layer.step(x, state)),
+        **{name: stepped(module) for name, module in modules.items()},
         "nn.GRUCell": quietly(lambda: cell(x, state)),
     }
 

@@ -149,14 +149,15 @@ def test_autos_choice_is_timed_on_fresh_and_trained_layers(
 
 
 def test_host_times_are_held_to_pytorchs_own() -> None:
+    own = ("ParaGRU", "RecurrentLayer", host_call.BY_HEADS)
     rows = host_call.rows("cpu", rounds=2)
     cases = [(row["case"], row["call"]) for row in rows]
     assert cases == [
-        *(("forward and backward", call) for call in ("ParaGRU", "RecurrentLayer", host_call.BARE)),
-        *(("step", call) for call in ("ParaGRU", "RecurrentLayer", "nn.GRUCell")),
+        *(("forward and backward", call) for call in (*own, host_call.BARE)),
+        *(("step", call) for call in (*own, "nn.GRUCell")),
     ]
     assert all(float(row["us"]) > 0 for row in rows)
-    assert rows[2]["ratio"] == rows[5]["ratio"] == "1.00"
+    assert rows[3]["ratio"] == rows[7]["ratio"] == "1.00"
 
 
 def test_starts_are_measured_cold_and_warm() -> None:

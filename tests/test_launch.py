@@ -15,7 +15,7 @@ import pararnn
 from pararnn.codegen.cuda import Variant
 from pararnn.engines import fused_cpu, fused_cuda
 from pararnn.engines.form import FORMS
-from pararnn.engines.launch import taken
+from pararnn.engines.launch import taken, takings_of
 from pararnn.engines.strides import unit_stride
 from pararnn.program.program import program_of
 from pararnn.solve import prepare
@@ -102,14 +102,13 @@ def _halved(record):
 
 def _cpu(record, solver="newton", adjoint=None):
     record = replace(record)  # whose form is asked for anew
-    tensors = taken(record, fused_cpu._taken, record.dtype)
-    return fused_cpu._kept_launch(solver, program_of(Leaky(CHANNELS)), record, tensors, adjoint)
+    return fused_cpu._kept_launch(solver, program_of(Leaky(CHANNELS)), record, adjoint)
 
 
 def _cuda(record, solver="newton", adjoint=None, device=GPU, cell=Leaky):
     record = replace(record)
     weights = fused_cuda._weight_dtype(record)
-    tensors = taken(record, unit_stride, weights)
+    tensors = taken(record, takings_of(record, unit_stride, weights))
     program = program_of(cell(CHANNELS))
     return fused_cuda._kept_launch(device, solver, program, record, tensors, weights, adjoint)
 

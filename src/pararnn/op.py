@@ -51,7 +51,7 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
     where torch.onnx.export would find the op.
     """
     alone = _unwatched() and args.form.plain
-    if alone and not (torch.is_grad_enabled() and args.form.leaves):
+    if alone and not (args.form.leaves and torch.is_grad_enabled()):
         return _forward(program, engine, args)
     tensors, rest = args.flatten()
     how = How(program.key, engine.solver, engine.backend)
@@ -63,7 +63,8 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
             states, final, info = torch.ops.pararnn.forward(*how, *args.values())
             return Solution(tuple(states), tuple(final), info)
     try:
-        out = _apply(_Solve, how, rest, (program, engine, args) if alone else None, *tensors)
+        direct = (program, engine, args) if alone else None
+        out = apply_function(_Solve, how, rest, direct, *tensors)
     except NotImplementedError as error:
         if "jvp" not in str(error):
             raise
@@ -111,7 +112,7 @@ def stands_for_many(grad: Tensor | None) -> bool:
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply`, in eager mode without what binds default arguments: that takes 20 us."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -158,7 +159,7 @@ class _Solve(torch.autograd.Function):
         else:
             # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
             given = (how, rest, wanted, n, *states, *grads, *tensors)
-            out = _run_backward(*given) if compiled else _apply(_SolveBackward, *given)
+            out = _run_backward(*given) if compiled else apply_function(_SolveBackward, *given)
         return (None, None, None, *[None if place is None else out[place] for place in places])
 
     @staticmethod
@@ -185,7 +186,7 @@ class _Solve(torch.autograd.Function):
             params=tuple(map(wide, args.params, dims.params)),
             initial=tuple(map(wide, args.initial, dims.initial)),
         )
-        out = _apply(_Solve, how, rest, None, *own.flatten()[0])
+        out = apply_function(_Solve, how, rest, None, *own.flatten()[0])
         parts = tuple(part.unflatten(-1, (size, -1)) for part in out[:-1])
         return (*parts, out[-1]), (*(part.ndim - 2 for part in parts), None)
 
@@ -259,10 +260,9 @@ def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     if not engine.completes:
         args = args.completed(program.num_states)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
-    device = args.gates.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch._C._is_any_autocast_enabled():
         return engine.forward(program, args)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(args.gates.device.type, enabled=False):
         return engine.forward(program, args)
 
 

@@ -212,7 +212,8 @@ class Cell(nn.Module):
                 value = getattr(self, name)
             if dtype is not None and value.dtype != dtype:
                 value = value.to(dtype)
-            lifted.append(param.kind.lifted(value, channels, heads))
+            lift = param.kind.lift
+            lifted.append(value if lift is None else lift(value, channels, heads))
         return tuple(lifted)
 
     def __setattr__(self, name: str, value: Any) -> None:

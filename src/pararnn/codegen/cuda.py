@@ -18,6 +18,7 @@ from pararnn.codegen.board import LANES, board_of
 from pararnn.codegen.emit import IO_TYPES, reads_gates, source_file
 from pararnn.codegen.nvrtc import (
     CLUSTERS,
+    OLDEST,
     Kernel,
     ToolchainError,
     architecture,
@@ -25,6 +26,7 @@ from pararnn.codegen.nvrtc import (
     compile_cubin,
     identity,
     load_module,
+    too_old,
 )
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
@@ -205,20 +207,54 @@ def usual(
     device: torch.device,
 ) -> dict[object, Callable[[], object]]:
     """What makes the usual kernels of a cell, by key: `usual_variants` of both solvers."""
-    capability, jobs = capability_of(device), dict[object, Callable[[], object]]()
+    return _usual(program, cell, dtype, weight_dtype, capability_of(device), kernels_of)
+
+
+def usual_elsewhere(
+    program: Program,
+    cell: Cell,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    capability: tuple[int, int],
+) -> dict[object, Callable[[], object]]:
+    """The same for GPUs of a compute capability, none of which need be here: what is made is kept
+    on disk, and loaded nowhere. Raises ToolchainError where they are too old."""
+    if capability < OLDEST:
+        raise ToolchainError(too_old("the GPU asked for", capability))
+    return _usual(program, cell, dtype, weight_dtype, capability, _code_of)
+
+
+Make = Callable[[Program, Variant, tuple[int, int]], object]
+"""Makes the kernels of a pass for a compute capability: `kernels_of`, or something that leaves them
+where that finds them."""
+
+
+def _usual(
+    program: Program,
+    cell: Cell,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    capability: tuple[int, int],
+    make: Make,
+) -> dict[object, Callable[[], object]]:
+    jobs = dict[object, Callable[[], object]]()
     size, clusters = cell.hidden_size, capability >= CLUSTERS
     width = size // cell.num_heads
     for solver in SOLVERS:
         jobs[program.key, dtype, solver] = partial(
-            check_buildable, program, dtype, capability, solver
+            check_buildable, program, dtype, capability, solver, make
         )
         for variant in usual_variants(program, dtype, size, width, weight_dtype, solver, clusters):
-            jobs[program.key, variant] = partial(kernels_of, program, variant, capability)
+            jobs[program.key, variant] = partial(make, program, variant, capability)
     return jobs
 
 
 def check_buildable(
-    program: Program, dtype: torch.dtype, capability: tuple[int, int], solver: str = "sequential"
+    program: Program,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    solver: str = "sequential",
+    make: Make | None = None,
 ) -> None:
     """Make kernels of a small size, which stand for all: what fails, fails here. EngineError."""
     variants = usual_variants(program, dtype, LANES, LANES, solver=solver)
@@ -227,7 +263,7 @@ def check_buildable(
         ring_of(program, variant._replace(arriving=(of_all,) * program.num_states))
     for variant in variants:
         if solver != "sequential" or variant.per_lane == 1:
-            kernels_of(program, variant, capability)
+            (make or kernels_of)(program, variant, capability)
 
 
 def most_per_lane(dtype: torch.dtype) -> int:
@@ -256,11 +292,15 @@ def kernels_of(
     """
 
     def make() -> dict[str, Kernel]:
-        module = load_module(cubin_of(program, variant, architecture(capability)))
+        module = load_module(_code_of(program, variant, capability))
         blocks = KERNELS[variant.direction]
         return {name: Kernel(module, name, block) for name, block in blocks.items()}
 
     return disk.remembered(_KERNELS, (program.key, variant, capability), make)
+
+
+def _code_of(program: Program, variant: Variant, capability: tuple[int, int]) -> bytes:
+    return cubin_of(program, variant, architecture(capability))
 
 
 def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:

@@ -84,12 +84,16 @@ def capability_of(device: torch.device) -> tuple[int, int]:
         raise ToolchainError("there is no GPU that PyTorch can use (torch.cuda.is_available())")
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
-        raise ToolchainError(
-            f"{torch.cuda.get_device_name(device)} has compute capability "
-            f"{capability[0]}.{capability[1]}; the kernels need {OLDEST[0]}.{OLDEST[1]} or newer "
-            "(A100, RTX 30): use backend='torch'"
-        )
+        raise ToolchainError(too_old(torch.cuda.get_device_name(device), capability))
     return capability
+
+
+def too_old(name: str, capability: tuple[int, int]) -> str:
+    """What to say of a GPU older than OLDEST."""
+    return (
+        f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need "
+        f"{OLDEST[0]}.{OLDEST[1]} or newer (A100, RTX 30): use backend='torch'"
+    )
 
 
 def architecture(capability: tuple[int, int]) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import nn
 
 from pararnn.cells.base import Cell
+from pararnn.codegen import cuda
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.targets import Jobs, target_of
 from pararnn.errors import EngineError
@@ -17,21 +19,29 @@ from pararnn.numerics import check_io_dtype
 from pararnn.program.program import program_of
 
 
-def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -> None:
+def precompile(
+    module: nn.Module,
+    dtypes: Sequence[torch.dtype] | None = None,
+    *,
+    capability: tuple[int, int] | None = None,
+) -> None:
     """Compile the kernels of every cell in `module` (a layer, a model, a cell) ahead of its use.
 
-    For the device that the module's parameters are on. `dtypes` are those of the gates: by default
-    the parameters' (float32 for a cell without any); under autocast name its dtype. On a CPU one
-    compilation serves all sizes; on a GPU the usual variants are made (forward and backward for the
-    layer's sizes, for few and for many rows), and others, such as those with resets, at first use.
-    What is in the cache is not compiled again. Raises EngineError for cells that kernels cannot be
-    generated for, without a compiler, and if it fails.
+    For the device that the module's parameters are on; with `capability`, such as (9, 0), for GPUs
+    of that compute capability, none of which need be here: an image can be built on a machine
+    without one, and the module may be on the meta device. `dtypes` are those of the gates: by
+    default the parameters' (float32 for a cell without any); under autocast name its dtype. On a
+    CPU one compilation serves all sizes; on a GPU the usual variants are made (forward and backward
+    for the layer's sizes, for few and for many rows), and others, such as those with resets, at
+    first use. What is in the cache is not compiled again. Raises EngineError for cells that kernels
+    cannot be generated for, without a compiler, and if it fails; ValueError for a module on the
+    meta device without `capability`, and for one that is no pair of numbers.
     """
     cells = [part for part in module.modules() if isinstance(part, Cell)]
     if not cells:
         raise EngineError(f"{type(module).__name__} holds no Cell: there is nothing to compile")
-    own = next(module.parameters(), torch.empty(0))
-    target, jobs = target_of(own.device), Jobs()
+    own, jobs = next(module.parameters(), torch.empty(0)), Jobs()
+    usual, where = _usual_for(own.device, capability)
     for cell in cells:
         program = program_of(cell)
         reason = why_no_kernels(program)
@@ -39,7 +49,29 @@ def precompile(module: nn.Module, dtypes: Sequence[torch.dtype] | None = None) -
             raise EngineError(f"cannot precompile {type(module).__name__}: {reason}")
         for dtype in (own.dtype,) if dtypes is None else dtypes:
             check_io_dtype(dtype, "dtypes")
-            jobs |= target.usual(program, cell, dtype, own.dtype, own.device)
+            # Language models in 16 bits have cells in float32.
+            weights = next(cell.parameters(), own).dtype
+            jobs |= usual(program, cell, dtype, weights, where)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for job in [pool.submit(job) for job in jobs.values()]:
             job.result()
+
+
+def _usual_for(
+    device: torch.device, capability: tuple[int, int] | None
+) -> tuple[Callable[..., Jobs], Any]:
+    """What names the kernels to make, and for which device or GPUs."""
+    if capability is None:
+        if device.type == "meta":
+            raise ValueError(
+                "a module on the meta device has none to compile for: move it, or name the GPUs' "
+                "compute capability (capability=(9, 0))"
+            )
+        return target_of(device).usual, device
+    numbers = tuple(capability)
+    if len(numbers) != 2 or not all(isinstance(number, int) for number in numbers):
+        raise ValueError(
+            "capability must be two integers, as torch.cuda.get_device_capability() returns them, "
+            f"got {capability!r}"
+        )
+    return cuda.usual_elsewhere, numbers

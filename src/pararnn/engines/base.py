@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, get_type_hints
 
@@ -20,6 +19,17 @@ from pararnn.program.program import Program
 
 ON_FAILURE = ("warn", "raise")
 """What a parallel solve does that has not converged: see `pararnn.solve`."""
+
+
+class _OwnForm:
+    """`Arguments.form`: looked up at the first use, and an attribute of the record from then on.
+
+    functools.cached_property takes a lock for that, and a microsecond, before Python 3.12.
+    """
+
+    def __get__(self, record: Arguments, owner: object = None) -> Form:
+        form = record.__dict__["form"] = form_of(*record.flatten())
+        return form
 
 
 @dataclass
@@ -68,10 +78,8 @@ class Arguments:
         """The compute dtype."""
         return compute_dtype(self.gates.dtype)
 
-    @cached_property
-    def form(self) -> Form:
-        """What this call shares with others of its form. Not in compiled regions."""
-        return form_of(*self.flatten())
+    form = _OwnForm()
+    """What this call shares with others of its form. Not in compiled regions."""
 
     @property
     def split(self) -> Pin:

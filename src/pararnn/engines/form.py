@@ -14,6 +14,8 @@ from pararnn.numerics import compute_dtype
 
 ORDINARY = (Tensor, nn.Parameter)
 """The types of tensors that nobody watches over."""
+REMEMBERED = {*ORDINARY, type(None)}
+"""The types of what stands in a record whose form is remembered."""
 MOST_FORMS = 4096
 """Forms that are remembered at once; what is kept with them goes when they do."""
 
@@ -52,17 +54,21 @@ FORMS: dict[Hashable, Form] = {}
 def form_of(tensors: Sequence[Tensor | None], rest: Hashable) -> Form:
     """The form of a record as `Arguments.flatten` takes it apart, one object for all of that form;
     one of its own where types or sizes may hide more: subclasses of tensors, what is traced."""
-    described: list[Any] = []
-    for t in tensors:
-        if t is None:
-            described.append(None)
-        elif type(t) in ORDINARY:
-            put_off = t.is_neg() or t._is_zerotensor()
-            described.append((t.shape, t.stride(), t.dtype, t.device, t.requires_grad, put_off))
-        else:
-            return Form(tensors)
-    if torch._C._get_tracing_state():
+    if not REMEMBERED.issuperset(map(type, tensors)) or torch._C._get_tracing_state():
         return Form(tensors)
+    described = [
+        None
+        if t is None
+        else (
+            t.shape,
+            t.stride(),
+            t.dtype,
+            t.device,
+            t.requires_grad,
+            t.is_neg() or t._is_zerotensor(),
+        )
+        for t in tensors
+    ]
     key = (tuple(described), rest)
     form = FORMS.get(key)
     if form is None:

@@ -18,11 +18,13 @@ from pararnn.engines.launch import (
     Frame,
     Place,
     Places,
+    Takings,
     adjoint_values,
     first_taken,
     frame_of,
     input_values,
     taken,
+    takings_of,
 )
 from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
 from pararnn.engines.split import BY_RULE, Pin, Split, split_of
@@ -49,8 +51,8 @@ MIN_SIZE = 256
 
 
 def _forward(solver: str, program: Program, args: Arguments) -> Solution:
-    tensors = taken(args, _taken, args.form.dtype)
-    launch = _kept_launch(solver, program, args, tensors)
+    launch = _kept_launch(solver, program, args)
+    tensors = taken(args, launch.takings)
     states, final = new_states(program.num_states, args)
     info = args.gates.new_zeros((1, 2), dtype=torch.int64)
     tensors += (*states, *final, *launch.shared(args.gates, info))
@@ -69,12 +71,12 @@ def _backward(
 ) -> Gradients:
     form, new = args.form, args.gates.new_empty
     dtype, channels = form.dtype, form.size[2]
-    tensors = taken(args, _taken, dtype)
     grad_gates = torch.empty_like(args.gates)
     written = _taken(grad_gates)
     arriving = [None if g is None else unit_stride(g) for g in grad_states]
     adjoint = _Adjoint(written.stride(), tuple(map(row_and_time, arriving)))
-    launch = _kept_launch(solver, program, args, tensors, adjoint)
+    launch = _kept_launch(solver, program, args, adjoint)
+    tensors = taken(args, launch.takings)
     num_gates, num_params = len(program.gates), len(args.params)
     grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
     grad_initial = new_grad_initial(args, grad_final)
@@ -100,9 +102,10 @@ class _Adjoint(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """A pass on calls of one form: its kernel and its words, the spans that it sums apart, and the
-    sizes of what a solver takes for cutting time: nothing for the loop."""
+    """A pass on calls of one form: how tensors are taken, its kernel and its words, the spans that
+    it sums apart, and the sizes of what a solver takes for cutting time: nothing for the loop."""
 
+    takings: Takings
     kernel: Kernel
     frame: Frame
     spans: int
@@ -125,12 +128,11 @@ def _kept_launch(
     solver: str,
     program: Program,
     args: Arguments,
-    tensors: Sequence[Tensor | None],
     adjoint: _Adjoint | None = None,
 ) -> _Launch:
-    """The launch of a pass on tensors as `taken` gives them; kept for all calls of the form."""
-    depends = solver, program, torch.get_num_threads(), _openmp()
-    return args.form.kept((*depends, adjoint), _launch, *depends, args, tensors, adjoint)
+    """The launch of a pass, kept for all calls of the form."""
+    depends = solver, program, torch.get_num_threads(), _openmp(), adjoint
+    return args.form.kept(depends, _launch, *depends, args)
 
 
 def _launch(
@@ -138,12 +140,12 @@ def _launch(
     program: Program,
     threads: int,
     openmp: int,
-    args: Arguments,
-    tensors: Sequence[Tensor | None],
     adjoint: _Adjoint | None,
+    args: Arguments,
 ) -> _Launch:
     interface, place, form = interface_of(program, "cpp", solver), Places(), args.form
-    gates, fields = first_taken(args, tensors)
+    takings = takings_of(args, _taken, form.dtype)
+    gates, fields = first_taken(args, taken(args, takings))
     (batch, steps, channels), (heads, width) = form.size, heads_of(gates.shape)
     counts = interface.counts
     inputs: Values = {
@@ -184,7 +186,7 @@ def _launch(
         starts = (batch, split.segments, counts.states, channels)
         products = (batch, split.segments, counts.states**2, channels)
     frame = frame_of(interface.packed(f"{direction}Launch", parts))
-    return _Launch(kernel, frame, spans, starts, products)
+    return _Launch(takings, kernel, frame, spans, starts, products)
 
 
 def split_for(size: tuple[int, int, int], dtype: torch.dtype, asked: Pin = BY_RULE) -> Split:

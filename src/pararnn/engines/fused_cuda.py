@@ -26,11 +26,13 @@ from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.launch import (
     Frame,
     Places,
+    Taking,
     adjoint_values,
     first_taken,
     frame_of,
     input_values,
     taken,
+    takings_of,
 )
 from pararnn.engines.plan_cuda import Plan, plan, shared_of
 from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
@@ -54,7 +56,7 @@ MAX_BLOCKS = 2**31 - 1
 
 def _forward(gpu: Gpu, solver: str, program: Program, args: Arguments) -> Solution:
     weights = _weight_dtype(args)
-    tensors = taken(args, unit_stride, weights)
+    tensors = _tensors(args, unit_stride, weights)
     launch = _kept_launch(gpu, solver, program, args, tensors, weights)
     states, final = new_states(program.num_states, args)
     info = args.gates.new_empty((INFO_SLOTS[solver], 2), dtype=torch.int64)
@@ -76,7 +78,7 @@ def _backward(
     wanted: Sequence[str],
 ) -> Gradients:
     weights = _weight_dtype(args)
-    tensors = taken(args, _as_gradient, weights)
+    tensors = _tensors(args, _as_gradient, weights)
     grad_gates = torch.empty_like(args.gates)
     written = unit_stride(grad_gates)
     saved = [s.contiguous() for s in states]
@@ -100,6 +102,12 @@ def _backward(
         launch.sum_weights(gpu, [partial, grad_bias, *grad_params])
     grads = (grad_bias, grad_fields, grad_params, grad_initial)
     return gradients_like(args, grad_gates, written, *grads, wanted)
+
+
+def _tensors(args: Arguments, gates: Taking, weights: torch.dtype) -> list[Tensor | None]:
+    """The tensors of a call as kernels take them."""
+    how = gates, weights
+    return taken(args, args.form.kept(how, takings_of, args, *how))
 
 
 def _as_gradient(gates: Tensor) -> Tensor:

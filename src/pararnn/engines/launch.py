@@ -17,19 +17,23 @@ Taking = Callable[[Tensor], Tensor]
 """Makes a tensor one that kernels can take; gives back itself if it is one."""
 
 
-def taken(args: Arguments, gates: Taking, weights: torch.dtype) -> list[Tensor | None]:
-    """The tensors of a call, in the order of `Arguments.flatten`, as kernels take them: the weights
-    in a dtype, the rest in the compute dtype."""
+Takings = list[tuple[int, Taking]]
+"""What is to be done to which tensors of a call, by their numbers in `Arguments.flatten`."""
+
+
+def taken(args: Arguments, takings: Takings) -> list[Tensor | None]:
+    """The tensors of a call, in the order of `Arguments.flatten`, as kernels take them."""
     tensors = args.flatten()[0]
-    for which, take in args.form.kept(("taken", gates, weights), _takings, args, gates, weights):
+    for which, take in takings:
         tensor = tensors[which]
         assert tensor is not None
         tensors[which] = take(tensor)
     return tensors
 
 
-def _takings(args: Arguments, gates: Taking, weights: torch.dtype) -> list[tuple[int, Taking]]:
-    """What is to be done to which tensors."""
+def takings_of(args: Arguments, gates: Taking, weights: torch.dtype) -> Takings:
+    """How kernels take the tensors of a call of this form: the weights in a dtype, the rest in the
+    compute dtype."""
     wide = args.dtype
     of_weights, of_states = (partial(plain, dtype=dtype) for dtype in (weights, wide))
     takings: list[Taking] = [

@@ -27,6 +27,9 @@ class Request(NamedTuple):
     backend: str | None = None
 
 
+OPEN = Request()
+"""Leaves both to whom it comes after."""
+
 _Asked = TypeVar("_Asked", Request, Pin)
 
 
@@ -51,7 +54,7 @@ def request(
 class Context(NamedTuple):
     """What `using` asks for."""
 
-    pair: Request = Request()
+    pair: Request = OPEN
     split: Pin = BY_RULE
 
 
@@ -115,7 +118,7 @@ def split_asked() -> Pin:
 def left_open(solver: str, backend: str) -> tuple[str, str]:
     """The pair of a function whose "auto" leaves a part to the context, else to the rule."""
     solver_, backend_ = (None if name == "auto" else name for name in (solver, backend))
-    return chosen(Request(solver_, backend_), Request())
+    return chosen(Request(solver_, backend_), OPEN)
 
 
 def chosen(call: Request, default: Request) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.op import stands_for_many
+from pararnn.op import apply_function, stands_for_many
 from pararnn.parameters import Draw, draw_anew
 
 
@@ -19,9 +19,11 @@ def headwise_product(rows: Tensor, weight: Tensor) -> Tensor:
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         rows, weight = rows.to(dtype), weight.to(dtype)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    wanted = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if transformed or not wanted:  # the Function would take as long as the product
         return torch.bmm(rows.transpose(0, 1), weight.mT)
-    return _HeadwiseProduct.apply(rows, weight)
+    return apply_function(_HeadwiseProduct, rows, weight)
 
 
 class _HeadwiseProduct(torch.autograd.Function):
@@ -125,7 +127,7 @@ class HeadwiseLinear(nn.Module):
         if heads == 1:
             # Views that autograd need not fill or copy for.
             out = F.linear(x, weight.squeeze(0))
-            return out.view(*out.shape[:-1], gates, out.shape[-1] // gates)
+            return out.view(*x.shape[:-1], gates, weight.shape[1] // gates)
         batch, steps, _ = x.shape
         # One batched product into (H, B*T, G*D/H): what follows only moves strides.
         out = headwise_product(x.reshape(batch * steps, heads, inputs), weight)

@@ -19,7 +19,7 @@ from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
 from pararnn.cells.find import check_cell_class
 from pararnn.engines.base import Arguments, totals
-from pararnn.engines.request import Request, chosen, request
+from pararnn.engines.request import OPEN, Request, chosen, request
 from pararnn.engines.table import PAIRS, Choice
 from pararnn.layers.cuts import Cuts, States, packed_into_one_row, restarted
 from pararnn.layers.projection import HeadwiseLinear
@@ -367,7 +367,7 @@ CLIPS = {"elementwise": _clamp, "norm": _scale_down}
 
 def decoding_pair(backend: str) -> Request:
     """The request for a single step of a layer with this backend."""
-    _, backend = chosen(Request(), Request(backend=backend))
+    _, backend = chosen(OPEN, Request(None, backend))
     return Request("sequential", backend if ("sequential", backend) in PAIRS else "auto")
 
 

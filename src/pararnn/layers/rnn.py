@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -114,8 +114,7 @@ class ParaRNN(nn.Module):
     @property
     def cell(self) -> Cell:
         """The first layer's cell."""
-        first = next(iter(self.layers))  # by its index would take longer
-        return unwrapped(cast(RecurrentLayer, first).cell)
+        return unwrapped(self._parts()[0].cell)
 
     @property
     def last_solve(self) -> SolveInfo | None:
@@ -187,8 +186,9 @@ class ParaRNN(nn.Module):
         if sequences is not None and data is x:
             rows = without_padding(rows, sequences)  # a PackedSequence has ours, which is 0
         size = (rows.shape[0] if sequences is None else sequences.total, self.hidden_size)
-        initial = self._by_layer(h_0, size if layout.batched else size[1:])
-        starts = self._at_resets(reset_states)
+        parts = self._parts()
+        initial = self._by_layer(parts, h_0, size if layout.batched else size[1:])
+        starts = self._at_resets(parts, reset_states)
         if starts[0] is not None and reset is not None:
             order = order_of_resets(reset, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
@@ -203,10 +203,16 @@ class ParaRNN(nn.Module):
             "mode": mode,
         }
 
-        def run(i: int, part: RecurrentLayer, x: Tensor) -> Any:
-            return part(x, initial[i], reset_states=starts[i], **options)
-
-        output, results = self._through(rows, run)
+        output, results, directions = rows, [], 1 + self.bidirectional
+        for first in range(0, len(parts), directions):
+            read = self._between(output) if first else output
+            own = [
+                parts[i](read, initial[i], reset_states=starts[i], **options)
+                for i in range(first, first + directions)
+            ]
+            last = first + directions == len(parts)
+            output = own[0][0] if directions == 1 else self._merged([r[0] for r in own], last)
+            results += own
         h_n = stacked([result[1] for result in results], layout.batched)
         if not all_states:
             return back(output), h_n
@@ -242,36 +248,31 @@ class ParaRNN(nn.Module):
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
             reset = None if reset is None else reset.unsqueeze(0)
         size = (x_t.shape[0], self.hidden_size)
-        initial = self._by_layer(state, size if batched else size[1:])
-        starts = self._at_resets(reset_states)
+        parts = self._parts()
+        initial = self._by_layer(parts, state, size if batched else size[1:])
+        starts = self._at_resets(parts, reset_states)
+        output, finals = x_t, []
+        for i, part in enumerate(parts):
+            output, final = part.step(
+                self._between(output) if i else output,
+                initial[i],
+                fields=fields,
+                reset=reset,
+                reset_states=starts[i],
+            )
+            finals.append(final)
+        return output if batched else output.squeeze(0), stacked(finals, batched)
 
-        def run(i: int, part: RecurrentLayer, x: Tensor) -> Any:
-            state = initial[i]
-            return part.step(x, state, fields=fields, reset=reset, reset_states=starts[i])
+    def _between(self, output: Tensor) -> Tensor:
+        """What the next layer reads of one's output."""
+        if not (self.dropout and self.training):
+            return output
+        # On CUDA the mask follows the layout, which would depend on the engine.
+        return F.dropout(output.contiguous(), self.dropout)
 
-        output, results = self._through(x_t, run)
-        h_n = stacked([result[1] for result in results], batched)
-        return output if batched else output.squeeze(0), h_n
-
-    def _through(
-        self, x: Tensor, run: Callable[[int, RecurrentLayer, Tensor], Any]
-    ) -> tuple[Tensor, list[Any]]:
-        """The last layer's output, and what `run(i, part, x)` has returned for the i-th part."""
-        results: list[Any] = []
-        parts, directions = self._parts(), 1 + self.bidirectional
-        for index in range(self.num_layers):
-            if index and self.dropout and self.training:
-                # On CUDA the mask follows the layout, which would depend on the engine.
-                x = F.dropout(x.contiguous(), self.dropout)
-            own = range(index * directions, (index + 1) * directions)
-            results += [run(i, parts[i], x) for i in own]
-            outputs = [results[i][0] for i in own]
-            x = outputs[0] if directions == 1 else self._merged(outputs, index)
-        return x, results
-
-    def _merged(self, outputs: list[Tensor], index: int) -> Tensor:
+    def _merged(self, outputs: list[Tensor], last: bool) -> Tensor:
         """Both directions side by side; between layers head by head, as each head sees a slice."""
-        if index == self.num_layers - 1 or self.num_heads == 1:
+        if last or self.num_heads == 1:
             return torch.cat(outputs, -1)
         by_head = [output.unflatten(-1, (self.num_heads, -1)) for output in outputs]
         return torch.cat(by_head, -1).flatten(-2)
@@ -330,28 +331,33 @@ class ParaRNN(nn.Module):
             raise TypeError(f"{type(self).__name__} needs its input: {name}, or input by name")
         return given
 
-    def _at_resets(self, states: States | None) -> Sequence[tuple[Tensor, ...] | None]:
+    def _at_resets(
+        self, parts: list[RecurrentLayer], states: States | None
+    ) -> Sequence[tuple[Tensor, ...] | None]:
         """The states that K resets start from, by layer."""
-        first = states if states is None or isinstance(states, Tensor) else states[0]
-        count = first.shape[1] if first is not None and first.ndim > 1 else 0
-        return self._by_layer(states, (count, self.hidden_size))
+        if states is None:
+            return [None] * len(parts)
+        first = states if isinstance(states, Tensor) else states[0]
+        count = first.shape[1] if first.ndim > 1 else 0
+        return self._by_layer(parts, states, (count, self.hidden_size))
 
     def _by_layer(
-        self, states: States | None, size: tuple[int, ...]
+        self, parts: list[RecurrentLayer], states: States | None, size: tuple[int, ...]
     ) -> Sequence[tuple[Tensor, ...] | None]:
         """States of all layers, of a size each, as every one takes them: with a batch dimension."""
-        count = self.num_layers * (1 + self.bidirectional)
         if states is None:
-            return [None] * count
-        names, full = self.cell.states, (count, *size)
+            return [None] * len(parts)
+        names, full = unwrapped(parts[0].cell).states, (len(parts), *size)
         given = (states,) if isinstance(states, Tensor) else tuple(states)
-        if len(given) != len(names) or any(state.shape != full for state in given):
+        if [state.shape for state in given] != [full] * len(names):
             raise ValueError(
                 f"{type(self).__name__}: Expected hidden states {tuple(names)} of size {full} "
                 f"each, got {[tuple(state.shape) for state in given]}"
             )
         if len(size) == 1:
             given = tuple(state.unsqueeze(1) for state in given)
+        if len(given) == 1:
+            return [(state,) for state in given[0].unbind()]
         return list(zip(*[state.unbind() for state in given], strict=True))
 
 

@@ -58,7 +58,8 @@ class CausalConv(nn.Module):
 
 def _last(inputs: Tensor, lag: int, count: int) -> Tensor:
     """`count` steps up to the last but `lag`; zeros before the first."""
-    end = max(inputs.shape[1] - lag, 0)
-    kept = inputs[:, max(end - count, 0) : end]
-    missing = count - kept.shape[1]
-    return nn.functional.pad(kept, (0, 0, missing, 0)) if missing else kept
+    first = inputs.shape[1] - lag - count
+    if first >= 0:
+        return inputs.narrow(1, first, count)
+    kept = inputs[:, : max(inputs.shape[1] - lag, 0)]
+    return nn.functional.pad(kept, (0, 0, count - kept.shape[1], 0))
