@@ -247,8 +247,7 @@ class ParaRNN(nn.Module):
             x_t = x_t.unsqueeze(0)
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
             reset = None if reset is None else reset.unsqueeze(0)
-        size = (x_t.shape[0], self.hidden_size)
-        parts = self._parts()
+        size, parts = (x_t.shape[0], self.hidden_size), self._parts()
         initial = self._by_layer(parts, state, size if batched else size[1:])
         starts = self._at_resets(parts, reset_states)
         output, finals = x_t, []
