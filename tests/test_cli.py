@@ -1,4 +1,6 @@
 import io
+import json
+import re
 import subprocess
 import sys
 import types
@@ -312,6 +314,16 @@ def test_weights_that_are_missing_are_not_drawn(model, tmp_path, capsys):
         cli.main(["generate", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu"])
     assert stopped.value.code == 2
     assert "misses the weight lm_head.weight" in capsys.readouterr().err
+
+
+def test_weights_that_the_model_has_not_are_not_left_out(model, tmp_path, capsys):
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"conv_kernel_size": 1}))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["generate", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu"])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(r"holds a weight that the model has not: \S+\.conv\.bias, \d in all", error)
 
 
 def test_generate_needs_transformers(monkeypatch, capsys):

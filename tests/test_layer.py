@@ -229,6 +229,20 @@ def test_clipping_after_each_step():
     assert step() > 0.5
 
 
+@pytest.mark.parametrize("bound", [-0.5, float("nan")])
+def test_a_bound_is_not_negative(bound):
+    """Clamping to [0.5, -0.5] makes -0.5 of every parameter."""
+    layer = pararnn.ParaGRU(3, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    with pytest.raises(ValueError, match="clipped to 0 or more, got"):
+        pararnn.clip_after_step(optimizer, layer, to=bound)
+    before = layer.cell.a_z.clone()
+    layer.recurrent_clip = bound
+    with pytest.raises(ValueError, match="clipped to 0 or more, got"):
+        layer.clip_recurrent()
+    assert torch.equal(layer.cell.a_z, before)
+
+
 def test_only_recurrent_parameters_are_clipped():
     layer = pararnn.ParaRNN(pararnn.LRCCell, 3, 4)
     with torch.no_grad():
@@ -247,7 +261,8 @@ def test_dropout_between_layers_in_training_only():
     assert not torch.equal(layer(x)[0], layer(x)[0])
     layer.eval()
     assert torch.equal(layer(x)[0], layer(x)[0])
-    single = pararnn.ParaGRU(3, 64, dropout=0.5)
+    with pytest.warns(UserWarning, match=r"dropout = 0\.5 is between layers: one alone has none"):
+        single = pararnn.ParaGRU(3, 64, dropout=0.5)
     assert torch.equal(single(x)[0], single(x)[0])
 
 

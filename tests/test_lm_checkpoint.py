@@ -185,6 +185,8 @@ def test_what_holds_no_model_is_refused(folder, tmp_path):
         ({"hidden_size": None}, "describes no model: .*hidden_size"),
         ({"layer_types": ["sliding_attention"] * 2}, "describes no model: .*sliding_attention"),
         ({"dtype": "float99"}, "describes no model: .*float99"),
+        ({"dtype": "int8"}, "describes no model: dtype must have one of .*, got torch.int8"),
+        ({"tie_word_embeddings": True}, r"lm_head\.weight is not the embedding: set it to false"),
         ({"num_hidden_layers": 1}, "describes no model: mixers must name one"),
         ({"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}, "misses the weight"),
         ({"conv_kernel_size": 1}, r"holds a weight that the model has not: \S+conv\S+ and 3 more"),
@@ -204,6 +206,14 @@ def test_weights_that_cannot_be_read_are_refused(folder):
         load_checkpoint(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no weights: .*model\.safetensors is missing"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("content", ["{}", "[1", "[1]", '{"weight_map": [1]}'])
+def test_an_index_that_names_no_files_is_refused(content, folder):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(content)
+    with pytest.raises(CheckpointError, match=f"{index.name} names no files of weights"):
         load_checkpoint(folder)
 
 

@@ -320,6 +320,8 @@ def test_what_cannot_be_right_raises():
         model(left, position_ids=positions([3, 2]), use_cache=True)
     with pytest.raises(ValueError, match="packed documents cannot be kept"):
         model(left[:1], cu_seq_lens_q=borders([3, 2]), past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=r"\(seq_idx\) must be \(2, 5\), got \(5,\)"):
+        model(left, seq_idx=torch.tensor([0, 0, 1, 1, 1]))
     with pytest.raises(ValueError, match="exactly one"):
         model()
     with pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\)"):

@@ -54,6 +54,24 @@ def test_the_loss_is_that_of_the_logits(kind):
     close(gradients(model), wanted, 1e-4)
 
 
+@pytest.mark.parametrize("head", ["ours", "another"])
+def test_labels_may_be_shifted_already(head):
+    """As collators and Trainer hand them on, which counts `shift_labels` where there are any."""
+    model = hugging("gru").train()
+    if head == "another":
+        linear = torch.nn.Linear(16, VOCABULARY)
+        linear.weight, linear.bias.data = model.lm_head.weight, torch.zeros(VOCABULARY)
+        model.lm_head = linear
+    shifted = torch.nn.functional.pad(ROW[:, 1:], (0, 1), value=-100)
+    want = model(ROW, labels=ROW).loss
+    torch.testing.assert_close(model(ROW, labels=ROW, shift_labels=shifted).loss, want)
+    torch.testing.assert_close(model(ROW, shift_labels=shifted).loss, want)
+    shifted[:, 2:5] = -100
+    logits = model(ROW).logits.flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(logits, shifted.flatten())
+    torch.testing.assert_close(model(ROW, labels=ROW, shift_labels=shifted).loss, want)
+
+
 def test_accumulated_batches_are_one_batch():
     model, labels = hugging("gru").train(), ROW.clone()
     model.config.z_loss = 0.01
@@ -215,6 +233,21 @@ def test_adapters_of_the_head_take_part_in_the_loss(how):
     loss.backward()
     learned = [p for name, p in model.named_parameters() if "lm_head" in name and p.requires_grad]
     assert sum(parameter.grad.abs().sum() for parameter in learned) > 0
+
+
+@pytest.mark.parametrize("kind", ["gru", "tied"])
+def test_more_tokens_need_no_logits_of_all_rows_in_training(kind, monkeypatch):
+    model = hugging(kind)
+    before = model(ROW).logits.detach()
+    model.resize_token_embeddings(VOCABULARY + 5)
+    after = model(ROW, labels=ROW)
+    assert torch.equal(after.logits[..., :VOCABULARY], before)
+    monkeypatch.setattr("pararnn.lm.hf.model.logits_loss", None)  # which reads them
+    loss = model.train()(ROW, labels=ROW).loss
+    torch.testing.assert_close(loss, after.loss)
+    loss.backward()
+    assert model.lm_head.weight.grad.shape == (VOCABULARY + 5, 16)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (kind == "tied")
 
 
 @torch.no_grad()

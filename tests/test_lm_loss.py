@@ -72,7 +72,8 @@ def test_equals_cross_entropy(shape, options):
 
 
 def test_many_tokens():
-    assert_same(tensors(8, 1024), z_loss=1e-4)
+    # Both sum 8,184 float32 products, in orders that are the machine's: each is 3e-6 off on some.
+    assert_same(tensors(8, 1024), 1e-5, z_loss=1e-4)
 
 
 def test_large_logits():

@@ -143,6 +143,33 @@ def test_what_does_not_fit_raises():
         model(tokens(2, 6), cu_seq_lens=borders([2, 4]))
     with pytest.raises(ValueError, match="no padding"):
         model(row, cu_seq_lens=borders([2, 4]), padding_mask=torch.ones(1, 6))
+    with pytest.raises(ValueError, match=r"tokens must be integers \(B, T\), got .* \(6,\)"):
+        model(row[0])
+    with pytest.raises(ValueError, match=r"tokens must be integers .* got torch.float32"):
+        model(row.float())
+
+
+@pytest.mark.parametrize("cuts", [[0, 3], [2, 6], [0, 4, 2, 6], [-1, 6], [0, 9], []], ids=str)
+def test_borders_are_those_of_the_tokens(cuts):
+    """What is behind the last document was one more, and its tokens were learned."""
+    with pytest.raises(ValueError, match=r"cu_seq_lens (must|is)"):
+        model_of("gru").loss(tokens(1, 6), cu_seq_lens=torch.tensor(cuts, dtype=torch.int64))
+
+
+@torch.no_grad()
+def test_attention_does_not_take_padding_in_a_cache_for_tokens():
+    batch, mask = padded(documents([6, 3]), "left")
+    for kind, needs_mask in (("hybrid", True), ("gru", False)):
+        model = model_of(kind)
+        cache = model.new_cache()
+        model(batch[:, :4], cache, padding_mask=mask[:, :4])
+        if needs_mask:
+            with pytest.raises(ValueError, match=r"for all tokens so far, \(2, 4\), and the new"):
+                model(batch[:, 4:], cache)
+            model(batch[:, 4:], cache, padding_mask=mask)
+        else:
+            model(batch[:, 4:], cache)
+        assert cache.length == 6
 
 
 @torch.no_grad()

@@ -70,3 +70,14 @@ def test_transforms_and_compilation():
     grads = torch.autograd.grad(compiled(rows, weight).sum(), (rows, weight))
     wanted = torch.autograd.grad(expected.sum(), (rows, weight))
     assert all(torch.allclose(a, b) for a, b in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(0, 5), (2, 0), (0, 0)])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_nothing_has_the_shape_of_something(heads, batch, steps):
+    proj, x = HeadwiseLinear(8, 3, 16, heads), torch.randn(batch, steps, 8, requires_grad=True)
+    gates = proj(x)
+    assert gates.shape == (batch, steps, 3, *([16] if heads == 1 else [heads, 16 // heads]))
+    gates.sum().backward()
+    assert x.grad.shape == x.shape
+    assert not proj.weight.grad.any()

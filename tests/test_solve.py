@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from table import PAIRS, ROWS, make_case, needs_compiler
+from table import PAIRS, ROWS, VARIANTS, make_case, needs_compiler
 
 import pararnn
 
@@ -76,6 +76,25 @@ def test_chunks_equal_one_run(pair):
     for a, b, c in zip(whole, first, second, strict=True):
         assert torch.allclose(a, torch.cat([b, c], 1), atol=1e-13)
     assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(end, last, strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@torch.no_grad()
+def test_what_is_written_into_a_result_changes_no_other(pair, variant):
+    """A residual in place (`states += x`), or a final state that is set to zero."""
+    case = make_case(pararnn.LSTMCell, torch.float32, 7, variant)
+    how = {"solver": pair[0], "backend": pair[1], **case.options}
+    states, final = pararnn.solve(case.cell, case.gates, case.initial, **how)
+    given = (case.gates, *(case.initial or ()))
+    tensors = (*given, *states, *final)
+    before = [tensor.clone() for tensor in tensors]
+    for changed in (*states, *final):
+        kept = changed.clone()
+        changed.fill_(7.0)
+        for tensor, old in zip(tensors, before, strict=True):
+            assert tensor is changed or torch.equal(tensor, old)
+        changed.copy_(kept)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

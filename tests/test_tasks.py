@@ -200,6 +200,7 @@ def test_what_is_right():
     ("name", "options", "message"),
     [
         ("keep-nth", {"n": 101}, "n must be from 1 to 100, got 101"),
+        ("keep-nth", {"vocab": 0}, "vocab must be at least 2, got 0"),
         ("parity", {"judge": "first"}, "judge must be all or last, got 'first'"),
         ("mqar", {"kappa": 3}, "kappa must be from 1 to 2, got 3"),
         ("mqar", {"keys": 64}, "keys must be from 1 to 63, got 64"),

@@ -1,6 +1,7 @@
 """Runs of synthetic tasks: configs, results, tables and the command."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -54,11 +55,22 @@ def test_overrides():
         ("stop=soon", "stop must be one of any, all, never, got 'soon'"),
         ("batch=10001", "batch must be at most rows = 10000"),
         ("test=0", "test must be positive, got 0"),
+        ("lr=0", "lr must be positive and finite, got 0.0"),
+        ("lr=inf", "lr must be positive and finite, got inf"),
+        ("weight_decay=-1", "weight_decay must be 0 or positive, got -1.0"),
+        ("seconds=-1", "seconds must be positive, or none, got -1.0"),
     ],
 )
 def test_bad_overrides(override, message):
     with pytest.raises(ValueError, match=message):
         configured("parity", "gru", [override])
+
+
+def test_lengths_that_a_task_cannot_have_are_said_before_training():
+    with pytest.raises(ValueError, match="items must be from 1 to 5, got 10"):
+        configured("copying", "gru", lengths=[100, 10])
+    with pytest.raises(ValueError, match=r"lengths must be positive, got 8, 0$"):
+        configured("parity", "gru", lengths=[8, 0])
 
 
 def test_lengths_that_learned_positions_do_not_reach():
@@ -116,11 +128,30 @@ def test_results_are_repeatable_and_name_their_commit(folder, monkeypatch):
 def test_results_that_exist_stay(folder, capsys):
     command = ["tasks", "run", "parity", "--mixer", "gru", "--device", "cpu", "--out", str(folder)]
     before = (folder / "parity-gru.json").read_bytes()
-    assert main([*command, *SMALL, "steps=10"]) == 0
+    assert main([*command, "--lengths", "8,40", *SMALL, "steps=30"]) == 0
     assert "parity-gru.json exists: left as it is" in capsys.readouterr().out
     assert (folder / "parity-gru.json").read_bytes() == before
     layered = configured("parity", "gru", ["layers=2"])
     assert result_name(layered) == "parity-gru-2-layers"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["steps=10"], "parity-gru.json has steps = 30, and this run 10: give it a folder"),
+        (["steps=30", "judge=last"], "has judge = 'all', and this run 'last'"),
+        (["steps=30", "--lengths", "8"], r"has lengths = \[8, 40\], and this run \[8\]"),
+    ],
+)
+def test_a_result_of_another_config_is_no_result_of_this_one(changes, message, folder, capsys):
+    """It was left as it is, and stood in the table for what had been asked."""
+    command = ["tasks", "run", "parity", "--mixer", "lstm,gru", "--device", "cpu"]
+    lengths = [] if "--lengths" in changes else ["--lengths", "8,40"]
+    before = sorted(folder.iterdir())
+    with pytest.raises(SystemExit):
+        main([*command, "--out", str(folder), *lengths, *SMALL, *changes])
+    assert re.search(message, capsys.readouterr().err)
+    assert sorted(folder.iterdir()) == before  # nothing was trained
 
 
 def test_report(folder, capsys):

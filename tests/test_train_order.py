@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 from lm_kinds import options
 from test_train_trainer import Packed, config, losses, same_bits, weights
 
+from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
 from pararnn.train import telemetry
 from pararnn.train.config import DataConfig
@@ -204,7 +205,12 @@ def test_tensorboard_has_the_scalars(watched):
 def test_without_tensorboard_auto_is_none(monkeypatch):
     monkeypatch.setattr(telemetry.importlib.util, "find_spec", lambda name: None)
     assert telemetry.reporting("auto") == "none"
-    assert telemetry.reporting("wandb") == "wandb"
+    assert telemetry.reporting("none") == "none"
+    with monkeypatch.context() as patch:
+        patch.setattr(telemetry, "get_available_reporting_integrations", lambda: ["wandb"])
+        assert telemetry.reporting("wandb") == "wandb"
+        with pytest.raises(TrainingError, match="one of auto, none, all, wandb, got 'wadnb'"):
+            telemetry.reporting("wadnb")
 
 
 def test_negative_steps_between_checks_raise(tmp_path):

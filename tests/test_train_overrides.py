@@ -27,7 +27,7 @@ def of(path: str, config: RunConfig):
     [
         ("steps=10", 10),
         ("steps = 20_000", 20_000),
-        ("seed=-1", -1),
+        ("verify_every=0", 0),
         ("optimiser.learning_rate=1e-3", 1e-3),
         ("optimiser.learning_rate=1", 1.0),
         ("compile=false", False),
@@ -156,6 +156,22 @@ def test_mixed_mixers_do_not_follow():
         ("model.hidden_size=0", "hidden_size must be a positive integer, got 0"),
         ("precision=float8", "precision must be one of"),
         ("optimiser.clip=hard", "clip must be one of"),
+        ("optimiser.learning_rate=0", "learning_rate must be positive, got 0.0"),
+        ("optimiser.clip_to=-0.5", "clip_to must be positive, got -0.5"),
+        ("optimiser.weight_decay=-1", "weight_decay must be 0 or positive, got -1.0"),
+        ("optimiser.grad_norm=-1", "grad_norm must be 0 or positive"),
+        ("optimiser.z_loss=-1", "z_loss must be 0 or positive"),
+        ("optimiser.warmup=2000", "warmup must be from 0 to 1, got 2000.0"),
+        ("optimiser.final=-0.1", "final must be from 0 to 1"),
+        ("optimiser.beta1=1", "beta1 must be from 0 and below 1, got 1.0"),
+        ("optimiser.beta2=-1", "beta2 must be from 0 and below 1"),
+        ("seed=-1", "seed must be from 0 to 2^32 - 1, got -1"),
+        ("data.sequence_length=1", "data.sequence_length must be at least 2"),
+        ("model.norm_eps=-1", "norm_eps must be 0 or positive"),
+        ("model.rope_theta=0", "rope_theta must be positive, got 0.0"),
+        ("model.recurrent_clip=0", "recurrent_clip must be positive, got 0.0"),
+        ("model.recurrent_std=-1", "recurrent_std must be 0 or positive"),
+        ("model.projection_gain=-1", "projection_gain must be 0 or positive"),
     ],
 )
 def test_bad_overrides_say_what_was_got_and_wanted(override, message):
@@ -191,13 +207,14 @@ def test_printed_is_what_one_would_write():
 
 def records(kind, **known):
     """Configs of any values: by the types of fields, but for the known ones."""
+    positive = st.floats(0, exclude_min=True, allow_infinity=False)
     by_type = {
-        int: st.integers(1, 10**9),
-        float: st.floats(allow_nan=False, allow_infinity=False),
+        int: st.integers(2, 10**9),
+        float: positive,
         bool: st.booleans(),
         str: st.text(max_size=12) | st.sampled_from(["none", '"', " a", "a = b", "\u2028", "a\r"]),
         int | None: st.none() | st.integers(1, 10**6),
-        float | None: st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        float | None: st.none() | positive,
     }
     hints = get_type_hints(kind)
     rest = {name: by_type[hints[name]] for name in hints if name not in known}
@@ -225,7 +242,12 @@ runs = records(
     RunConfig,
     model=models(),
     data=records(DataConfig, stateful=st.just(False)),  # or models with attention raise
-    optimiser=records(OptimiserConfig, clip=st.sampled_from(CLIPS)),
+    optimiser=records(
+        OptimiserConfig,
+        clip=st.sampled_from(CLIPS),
+        **dict.fromkeys(("warmup", "final"), st.floats(0, 1)),
+        **dict.fromkeys(("beta1", "beta2"), st.floats(0, 1, exclude_max=True)),
+    ),
     precision=st.sampled_from(PRECISIONS),
 )
 

@@ -23,7 +23,7 @@ import pararnn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from pararnn.errors import TrainingError
+from pararnn.errors import PararnnError, TrainingError
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.train import checkpoints, run
@@ -231,6 +231,14 @@ def test_rows_of_a_second_epoch_are_the_same_after_going_on(tmp_path, monkeypatc
     same_bits(*results)
 
 
+def test_more_steps_have_their_own_schedule(tmp_path):
+    for steps in (6, 9):
+        run_training(config(tmp_path, steps=steps), Packed())
+    rates = [float(row["learning_rate"]) for row in read_rows(tmp_path / "log.csv") if row["loss"]]
+    wanted = [share(step, 6 if step < 6 else 9, 0.1, 0.0) for step in range(9)]
+    assert rates == pytest.approx([1e-2 * each for each in wanted])
+
+
 def test_a_run_that_has_ended_is_not_trained_again(whole, tmp_path):
     before = losses(whole)
     model = weights(whole / "model")
@@ -254,6 +262,22 @@ def test_what_does_not_fit_raises(tmp_path):
     with pytest.raises(TrainingError, match="the train data has 3 rows of 12 tokens, at least 4"):
         run_training(config(tmp_path / "b"), Packed(train=Rows(3)))
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 3}, "no such model: .* multiples of num_heads = 3, got 16 and 16"),
+        ({"mixers": ("rnn", "mine")}, "no such model: .*got 'mine'"),
+        ({"mixers": ("attention",) * 2, "num_attention_heads": 3}, "even multiple of .* 16 and 3"),
+        ({"cell": "gruu"}, "there is no cell 'gruu'"),
+    ],
+)
+def test_a_model_that_cannot_be_is_said_before_the_data_are_read(changes, message, tmp_path):
+    model = LMConfig(**options("gru") | changes)
+    data = DataConfig(train=str(tmp_path / "missing.txt"), sequence_length=LENGTH)
+    with pytest.raises(PararnnError, match=message):
+        run_training(config(tmp_path / "run", model=model, data=data))
 
 
 def test_an_unmarked_checkpoint_is_not_gone_on_from(whole, tmp_path, monkeypatch, capsys):
@@ -392,10 +416,13 @@ def test_the_schedule_rises_to_the_peak_and_falls_to_its_end():
     assert [share(step, 2, 1.0, 0.0) for step in (0, 1)] == [0.5, 1]
 
 
+@pytest.mark.parametrize(
+    ("given", "own"), [({"clip_to": 0.25}, 0.5), ({}, 0.25)], ids=["given", "the model's"]
+)
 @pytest.mark.parametrize("clip", ["elementwise", "norm", "none"])
-def test_recurrent_vectors_are_clipped(clip):
-    model = hugging("gru")
-    optimizer = make_adamw(model, OptimiserConfig(clip=clip, clip_to=0.25))
+def test_recurrent_vectors_are_clipped(clip, given, own):
+    model = hugging("gru", recurrent_clip=own)
+    optimizer = make_adamw(model, OptimiserConfig(clip=clip, **given))
     vectors = [
         vector
         for part in model.modules()

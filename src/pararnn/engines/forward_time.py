@@ -67,11 +67,14 @@ def step_inputs(args: Arguments) -> tuple[Tensor, ...]:
 
 
 def final_states(args: Arguments, edges: Edges, states: Tensor) -> tuple[Tensor, ...]:
-    """The last state of each sequence, (S, D) a state; an empty sequence's is its initial state."""
+    """The last state of each sequence, (S, D) a state, in memory of its own; an empty sequence's is
+    its initial state.
+    """
     initial = torch.stack([h.to(states.dtype) for h in args.initial], 1)
     if edges.seq is None or edges.last is None:
         # Without a step too they hang on all that the states do.
-        return tuple((states[:, -1] if states.shape[1] else initial + states.sum(1)).unbind(1))
+        last = states[:, -1].clone() if states.shape[1] else initial + states.sum(1)
+        return tuple(last.unbind(1))
     ids = edges.seq[edges.last].long()
     return tuple(initial.index_put((ids,), states[edges.last]).unbind(1))
 

@@ -20,8 +20,8 @@ def clip_after_step(
     larger down to the bound. to: the bound; None is each layer's `recurrent_clip` (paper, Appendix
     C: 0.5), of which None leaves the layer alone. Sharded parameters (FSDP2) are clipped as whole
     ones are. Returns the hook's handle, whose `remove()` ends the clipping. Raises ValueError for
-    another `by`; and, now or after a step, for a recurrent parameter that a parametrisation
-    computes.
+    another `by`; and, now or after a step, for a negative bound and for a recurrent parameter that
+    a parametrisation computes.
     """
     if by not in CLIPS:
         raise ValueError(f"by must be one of {', '.join(CLIPS)}, got {by!r}")
@@ -34,6 +34,6 @@ def clip_after_step(
             layer.clip_recurrent(by, to)
 
     for layer in layers():
-        if to is not None or layer.recurrent_clip is not None:
+        if layer.clip_bound(to) is not None:
             layer.recurrent_parameters()
     return optimizer.register_step_post_hook(clip)

@@ -122,6 +122,7 @@ class HeadwiseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads, gates, weight = self.num_heads, self.num_gates, self.weight
+        _, outputs, inputs = weight.shape
         _check(x, weight)
         if heads == 1:
             # Views that autograd need not fill or copy for.
@@ -129,8 +130,8 @@ class HeadwiseLinear(nn.Module):
             return out.view(*x.shape[:-1], gates, weight.shape[1] // gates)
         batch, steps, _ = x.shape
         # One batched product into (H, B*T, G*D/H): what follows only moves strides.
-        out = headwise_product(x.reshape(batch * steps, heads, -1), weight)
-        return out.reshape(heads, batch, steps, gates, -1).permute(1, 2, 3, 0, 4)
+        out = headwise_product(x.reshape(batch * steps, heads, inputs), weight)
+        return out.reshape(heads, batch, steps, gates, outputs // gates).permute(1, 2, 3, 0, 4)
 
     def extra_repr(self) -> str:
         heads, outputs, inputs = self.weight.shape

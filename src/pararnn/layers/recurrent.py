@@ -324,13 +324,23 @@ class RecurrentLayer(nn.Module):
                 )
         return list(cell.recurrent_parameters())
 
+    def clip_bound(self, to: float | None = None) -> float | None:
+        """What recurrent parameters are clipped to, `to` or the layer's own; None is nothing.
+
+        Raises ValueError for a negative one, and NaN: clamping would make all of them one number.
+        """
+        bound = self.recurrent_clip if to is None else to
+        if bound is not None and not bound >= 0:
+            raise ValueError(f"recurrent parameters are clipped to 0 or more, got {bound}")
+        return bound
+
     @torch.no_grad()
     def clip_recurrent(self, by: str = "elementwise", to: float | None = None) -> None:
         """Clip the recurrent parameters, see `pararnn.clip_after_step`.
 
-        Raises ValueError as `recurrent_parameters`.
+        Raises ValueError as `recurrent_parameters` and `clip_bound`.
         """
-        bound = self.recurrent_clip if to is None else to
+        bound = self.clip_bound(to)
         if bound is not None:
             for parameter in self.recurrent_parameters():
                 CLIPS[by](parameter, bound)

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.base import totals
+from pararnn.errors import warn_user
 from pararnn.layers.cuts import States, without_padding
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import Fields, RecurrentLayer, SolveInfo
@@ -82,6 +83,8 @@ class ParaRNN(nn.Module):
             raise ValueError(f"num_layers must be positive, got {num_layers}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, got {dropout}")
+        if dropout and num_layers == 1:
+            warn_user(f"dropout = {dropout} is between layers: one alone has none", UserWarning)
         if proj_size:
             raise ValueError(
                 f"proj_size must be 0, got {proj_size}: projected states would mix channels within "
@@ -244,8 +247,7 @@ class ParaRNN(nn.Module):
             x_t = x_t.unsqueeze(0)
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
             reset = None if reset is None else reset.unsqueeze(0)
-        size = (x_t.shape[0], self.hidden_size)
-        parts = self._parts()
+        size, parts = (x_t.shape[0], self.hidden_size), self._parts()
         initial = self._by_layer(parts, state, size if batched else size[1:])
         starts = self._at_resets(parts, reset_states)
         output, finals = x_t, []

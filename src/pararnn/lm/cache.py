@@ -81,8 +81,10 @@ class LMCache:
     """What a language model remembers: `length` tokens of each row, one entry a layer.
 
     A model that is called with it goes on from there, and leaves in it what the next call needs.
+    masked: whether attention has keys of padding, which a mask says.
     """
 
     def __init__(self, layers: int) -> None:
         self.layers = [PlainCache() for _ in range(layers)]
         self.length = 0
+        self.masked = False

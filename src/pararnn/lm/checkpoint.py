@@ -15,6 +15,7 @@ from pararnn.errors import CellError, PararnnError
 from pararnn.extras import require
 from pararnn.lm.config import LAYER_TYPES, LMConfig
 from pararnn.lm.model import LanguageModel
+from pararnn.numerics import check_io_dtype
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_TYPE = "pararnn"
@@ -69,6 +70,7 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
     try:
         config = _of_hf(content)
         dtype = getattr(torch, content.get("dtype") or "float32")
+        check_io_dtype(dtype, "dtype")
         model = LanguageModel(config, device=device, dtype=dtype)
     except CellError:
         raise
@@ -80,7 +82,12 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
         for name, tensor in _read(file)
     }
     if config.tie_word_embeddings and EMBEDDING in weights:
-        weights[HEAD] = weights[EMBEDDING]
+        shared = weights[EMBEDDING]
+        if not torch.equal(weights.setdefault(HEAD, shared), shared):
+            raise CheckpointError(
+                f"{folder / CONFIG} says tie_word_embeddings, and {HEAD} is not the embedding: set "
+                "it to false, or remove that weight"
+            )
     _check(folder, model.state_dict(), weights)
     model.load_state_dict(weights)
     return model.eval()
@@ -128,8 +135,11 @@ def _weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights: one, or those of an index."""
     if not (folder / INDEX).exists():
         return [folder / WEIGHTS]
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / INDEX} names no files of weights: {error!r}") from error
 
 
 def _read(file: Path) -> Iterator[tuple[str, Tensor]]:

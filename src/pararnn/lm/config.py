@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 NORMS = ("rms", "layer")
+
+
+class Range(NamedTuple):
+    """What a number of a config must be, unless it is None: in words, and as a condition."""
+
+    wanted: str
+    holds: Callable[[Any], bool]
+
+
+POSITIVE = Range("positive", lambda x: x is None or x > 0)
+NOT_NEGATIVE = Range("0 or positive", lambda x: x is None or x >= 0)
+COUNT = Range("a positive integer", lambda x: isinstance(x, int) and x > 0)
+
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")
+HEADS = ("num_heads", "conv_kernel_size", "num_attention_heads")
+RANGES = {
+    **dict.fromkeys((*SIZES, *HEADS), COUNT),
+    **dict.fromkeys(("norm_eps", "projection_gain", "recurrent_std"), NOT_NEGATIVE),
+    **dict.fromkeys(("rope_theta", "recurrent_clip"), POSITIVE),
+}
+"""Of the numbers of an `LMConfig`."""
+
+
+def check_ranges(record: Any, ranges: Mapping[str, Range]) -> None:
+    """ValueError for the first number of a record that is out of its range."""
+    for name, (wanted, holds) in ranges.items():
+        value = getattr(record, name)
+        if not holds(value):
+            raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
 
 LAYER_TYPES = {"linear_attention": "rnn", "full_attention": "attention"}
 """transformers' words for a layer's cache, and the mixers that we have for them."""
@@ -65,10 +95,7 @@ class LMConfig:
         if self.mixers is None:
             set_once(self, "mixers", ("rnn",) * self.num_hidden_layers)
         set_once(self, "mixers", tuple(self.mixers or ()))
-        for name in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"):
-            _at_least_one(name, getattr(self, name))
-        for name in ("num_heads", "conv_kernel_size", "num_attention_heads"):
-            _at_least_one(name, getattr(self, name))
+        check_ranges(self, RANGES)
         if len(self.mixers or ()) != self.num_hidden_layers:
             raise ValueError(
                 f"mixers must name one mixer for each of the {self.num_hidden_layers} blocks, got "
@@ -80,8 +107,3 @@ class LMConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
         return asdict(self) | {"mixers": list(self.mixers or ())}
-
-
-def _at_least_one(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -36,11 +36,18 @@ class Head(nn.Linear):
 
 
 def logits_loss(
-    logits: Tensor, labels: Tensor, z_loss: float = 0.0, num_items: Tensor | int | None = None
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    shift: bool = True,
+    z_loss: float = 0.0,
+    num_items: Tensor | int | None = None,
 ) -> Tensor:
     """`causal_lm_loss` of logits (B, T, V) that there are, for heads that others have changed."""
-    wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-    target = labels[:, 1:].flatten().long()
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    target = labels.flatten().long()
     total = F.cross_entropy(wide, target, ignore_index=IGNORED, reduction="sum")
     if z_loss:
         squares = wide.logsumexp(1).square()

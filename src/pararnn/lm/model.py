@@ -74,8 +74,9 @@ class LanguageModel(nn.Module):
             cu_seq_lens: int (S + 1,), the starts of S documents packed into one row (B = 1) and the
                 end of the last.
 
-        Returns (B, T, vocab_size). Raises ValueError for packed documents with a cache, for padding
-        that is not on one side (on CUDA the device asserts it), and for sizes that do not fit.
+        Returns (B, T, vocab_size). Raises ValueError for packed documents with a cache, for borders
+        that are not those of T tokens and padding that is not on one side (on CUDA the device
+        asserts these), and for sizes and dtypes that do not fit.
         """
         args = {"padding_mask": padding_mask, "position_ids": position_ids}
         return self.lm_head(self.hidden(tokens, cache, **args, cu_seq_lens=cu_seq_lens))
@@ -98,8 +99,20 @@ class LanguageModel(nn.Module):
                 f"packed documents ({packed[0]}) cannot be kept in a cache: give each its own row, "
                 "padded on the left, or no cache"
             )
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens must be integers (B, T), got {tokens.dtype} {tuple(tokens.shape)}"
+            )
         past = 0 if cache is None else cache.length
-        attention = self.backbone.needs_positions
+        attention, masked = self.backbone.needs_positions, rows.get("padding_mask") is not None
+        if cache is not None and attention:
+            if cache.masked and not masked:
+                raise ValueError(
+                    "the cache's rows came with a padding_mask, and attention would take their "
+                    f"padding for tokens: give one for all tokens so far, {(len(tokens), past)}, "
+                    "and the new ones"
+                )
+            cache.masked = masked
         batch, steps = tokens.shape
         rows |= {"past": past, "cached": cache is not None}
         return rows_of(batch, steps, tokens.device, attention=attention, **rows)

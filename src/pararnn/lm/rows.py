@@ -62,10 +62,11 @@ def rows_of(
         document: int (B, T), another number for every document of a row.
         attention: whether to make what attention needs: `attend`.
 
-    Raises ValueError for sizes that do not fit, for packed documents with padding, and for padding
-    between tokens or, in front of a cache, behind them: on CUDA the device asserts the latter.
+    Raises ValueError for sizes that do not fit, for packed documents with padding, for borders that
+    are not those of T tokens, and for padding between tokens or, in front of a cache, behind them:
+    on CUDA the device asserts the latter two.
     """
-    _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens)
+    _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens, document)
     known = None if padding_mask is None else padding_mask.to(device).bool()
     if known is not None:
         _check_sides(known, cached)
@@ -144,6 +145,7 @@ def _check(
     padding_mask: Tensor | None,
     position_ids: Tensor | None,
     cu_seq_lens: Tensor | None,
+    document: Tensor | None,
 ) -> None:
     if padding_mask is not None and tuple(padding_mask.shape) != (batch, past + steps):
         raise ValueError(
@@ -155,12 +157,22 @@ def _check(
             f"position_ids must be {(batch, steps)} or {(1, steps)}, got "
             f"{tuple(position_ids.shape)}"
         )
+    if document is not None and tuple(document.shape) != (batch, steps):
+        raise ValueError(
+            f"the numbers of documents (seq_idx) must be {(batch, steps)}, got "
+            f"{tuple(document.shape)}"
+        )
     if cu_seq_lens is None:
         return
     if padding_mask is not None:
         raise ValueError("packed documents (cu_seq_lens) have no padding: give one of the two")
-    if batch != 1 or cu_seq_lens.ndim != 1:
+    if batch != 1 or cu_seq_lens.ndim != 1 or not cu_seq_lens.shape[0]:
         raise ValueError(
             "cu_seq_lens is (S + 1,) and packs all documents into one row, got "
             f"{tuple(cu_seq_lens.shape)} and a batch of {batch}"
         )
+    inside = (cu_seq_lens[0] == 0) & (cu_seq_lens[-1] == steps)
+    order = (
+        "cu_seq_lens must start at 0, not fall, and end at {}, as what is behind would be learned"
+    )
+    require(inside & (cu_seq_lens.diff() >= 0).all(), order, steps, cu_seq_lens)

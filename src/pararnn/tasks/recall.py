@@ -27,6 +27,7 @@ class KeepNth(Task):
     def __post_init__(self) -> None:
         need_judge(self.judge)
         need(1 <= self.n <= self.length, f"n must be from 1 to {self.length}, got {self.n}")
+        need(self.vocab > 1, f"vocab must be at least 2, got {self.vocab}")
 
     @property
     def symbols(self) -> int:

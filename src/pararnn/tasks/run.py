@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -44,7 +45,12 @@ class TaskRun:
     def __post_init__(self) -> None:
         for name in ("test", "length_rows"):
             need(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
-        need(all(length > 0 for length in self.lengths), f"lengths must be positive, got {self}")
+        need(
+            all(length > 0 for length in self.lengths),
+            f"lengths must be positive, got {', '.join(map(str, self.lengths))}",
+        )
+        for length in self.lengths:
+            self.task.at(length)  # which would say only after the training what it cannot be
         need(
             self.model.mixer != "transformer" or max(self.lengths, default=0) <= self.task.length,
             f"the Transformer's positions are learned up to {self.task.length}, lengths are "
@@ -124,18 +130,18 @@ def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
         "seconds": round(trained.seconds, 3),
         "capped": trained.capped,
         "lengths": _by_length(model, config),
-        "config": {
-            "task": asdict(task),
-            "model": asdict(config.model),
-            "train": asdict(config.train),
-            "test": config.test,
-            "length_rows": config.length_rows,
-        },
+        "config": _recorded(config),
         "history": [list(each) for each in trained.history],
         "device": _device_name(config.device),
         "versions": {"pararnn": __version__, "torch": torch.__version__},
         "commit": os.environ.get(COMMIT),
     }
+
+
+def _recorded(config: TaskRun) -> dict[str, Any]:
+    """What a result says of its config, beside names and lengths."""
+    parts = {name: asdict(getattr(config, name)) for name in ("task", "model", "train")}
+    return {**parts, "test": config.test, "length_rows": config.length_rows}
 
 
 def _by_length(model: FoldedModel, config: TaskRun) -> dict[str, list[float]]:
@@ -165,13 +171,17 @@ def at_once(line: str) -> None:
 def run_all(
     configs: Sequence[TaskRun], out: Path, say: Callable[[str], None] = at_once
 ) -> list[Path]:
-    """Run one config after the other, each result a JSON file in `out`; those that exist stay."""
+    """Run one config after the other, each result a JSON file in `out`; those that exist stay.
+
+    Raises ValueError, before the first run, for a result that is there of another config.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for config in configs:
-        path = out / f"{result_name(config)}.json"
-        paths.append(path)
-        if path.exists():
+    paths = [out / f"{result_name(config)}.json" for config in configs]
+    there = [path.exists() for path in paths]
+    for config, path in itertools.compress(zip(configs, paths, strict=True), there):
+        _check_same(config, path)
+    for config, path, exists in zip(configs, paths, there, strict=True):
+        if exists:
             say(f"{path} exists: left as it is")
             continue
         with _Bar(config) as bar:
@@ -181,6 +191,26 @@ def run_all(
         unfinished.rename(path)
         say(said(result))
     return paths
+
+
+def _check_same(config: TaskRun, path: Path) -> None:
+    """ValueError unless the result in a file is of this config."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    found = {**result["config"], "lengths": list(map(int, result["lengths"]))}
+    own = {**_recorded(config), "lengths": list(config.lengths)}
+    theirs, ours = (dict(_flat(each)) for each in (found, own))
+    for key in {**ours, **theirs}:
+        need(
+            ours.get(key) == theirs.get(key),
+            f"{path} has {key} = {theirs.get(key)!r}, and this run {ours.get(key)!r}: give it a "
+            "folder of its own (--out), or remove that result",
+        )
+
+
+def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values of a mapping, and of those in it."""
+    for key, value in record.items():
+        yield from _flat(value) if isinstance(value, Mapping) else [(key, value)]
 
 
 def said(result: Mapping[str, Any]) -> str:

@@ -51,6 +51,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("seeds", "rows", "batch", "steps", "every", "validation"):
             need(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+        need(0 < self.lr < math.inf, f"lr must be positive and finite, got {self.lr}")
+        need(self.weight_decay >= 0, f"weight_decay must be 0 or positive, got {self.weight_decay}")
+        need(
+            self.seconds is None or self.seconds > 0,
+            f"seconds must be positive, or none, got {self.seconds}",
+        )
         need(self.batch <= self.rows, f"batch must be at most rows = {self.rows}, got {self.batch}")
         need(self.stop in STOPS, f"stop must be one of {', '.join(STOPS)}, got {self.stop!r}")
 

@@ -7,11 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pararnn.errors import TrainingError
-from pararnn.lm.config import LMConfig
+from pararnn.lm.config import NOT_NEGATIVE, POSITIVE, LMConfig, Range, check_ranges
 from pararnn.train.corpus.tokenizer import size_of
 
 CLIPS = ("elementwise", "norm", "none")
 PRECISIONS = ("float32", "bfloat16")
+
+OF_OPTIMISER = {
+    **dict.fromkeys(("learning_rate", "clip_to"), POSITIVE),
+    **dict.fromkeys(("weight_decay", "grad_norm", "z_loss"), NOT_NEGATIVE),
+    **dict.fromkeys(("warmup", "final"), Range("from 0 to 1", lambda x: 0 <= x <= 1)),
+    **dict.fromkeys(("beta1", "beta2"), Range("from 0 and below 1", lambda x: 0 <= x < 1)),
+}
+COUNTS = ("steps", "batch", "device_batch", "save_every", "valid_every", "log_every")
+OF_RUN = {
+    **dict.fromkeys((*COUNTS, "keep", "valid_rows"), POSITIVE),
+    "verify_every": Range("positive, or 0 for never", lambda x: x >= 0),
+    "seed": Range("from 0 to 2^32 - 1", lambda x: 0 <= x < 2**32),
+}
 
 
 @dataclass(frozen=True)
@@ -48,9 +61,12 @@ class OptimiserConfig:
 
     learning_rate: the peak, reached after `warmup` of the steps; a cosine falls from there to
     `final` of it. weight_decay: of matrices, in a step, not scaled by the rate (torch's is value /
-    peak rate). beta1, beta2, grad_norm: DCLM's. z_loss: weight of the squared log-partition. clip:
-    of recurrent parameters after each step, "elementwise", "norm" (of each vector) or "none", to
-    `clip_to`.
+    peak rate). beta1, beta2, grad_norm: DCLM's; gradients are scaled down to that norm, 0 for
+    never. z_loss: weight of the squared log-partition. clip: of recurrent parameters after each
+    step, "elementwise", "norm" (of each vector) or "none", to `clip_to`; None is the model's
+    `recurrent_clip`.
+
+    Raises ValueError for impossible values.
     """
 
     learning_rate: float = 3e-3
@@ -62,7 +78,12 @@ class OptimiserConfig:
     grad_norm: float = 1.0
     z_loss: float = 1e-4
     clip: str = "elementwise"
-    clip_to: float = 0.5
+    clip_to: float | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self, OF_OPTIMISER)
+        if self.clip not in CLIPS:
+            raise ValueError(f"clip must be one of {CLIPS}, got {self.clip!r}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +101,8 @@ class RunConfig:
     numerics contract, 0 for none. report_to: one of transformers' integrations, such as
     "tensorboard", or "none"; "auto" is TensorBoard where it is installed. out: the run's folder; a
     run that finds checkpoints there goes on from the last one.
+
+    Raises ValueError for impossible values, and for those that do not fit each other.
     """
 
     name: str
@@ -104,13 +127,11 @@ class RunConfig:
     out: str = "runs/train"
 
     def __post_init__(self) -> None:
-        positive = ("steps", "batch", "device_batch", "save_every", "valid_every", "log_every")
-        for name in (*positive, "keep", "valid_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.verify_every < 0:
+        check_ranges(self, OF_RUN)
+        if self.data.sequence_length < 2:
             raise ValueError(
-                f"verify_every must be positive, or 0 for never, got {self.verify_every}"
+                "data.sequence_length must be at least 2, a token and the one to predict, got "
+                f"{self.data.sequence_length}"
             )
         others = sorted(set(self.model.mixers or ()) - {"rnn"})
         if self.data.stateful and others:
@@ -121,8 +142,6 @@ class RunConfig:
             )
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
-        if self.optimiser.clip not in CLIPS:
-            raise ValueError(f"clip must be one of {CLIPS}, got {self.optimiser.clip!r}")
         size = size_of(self.data.tokenizer)
         if size is not None and size > self.model.vocab_size:
             raise ValueError(

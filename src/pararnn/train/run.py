@@ -50,16 +50,18 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     instead of what `config.data` says.
 
     Raises MissingExtra without transformers and accelerate; DataError for data that cannot be used;
-    TrainingError for batches that do not divide, for a folder of another run, for a loss that is
-    NaN, and for files that cannot be read or written.
+    TrainingError for a model that cannot be made, for batches that do not divide, for a folder of
+    another run, for a loss that is NaN, and for files that cannot be read or written.
     """
     for module in ("transformers", "accelerate"):
         require(module)
+    from pararnn.train.setup import bare_model
     from pararnn.train.sharding import process_group
     from pararnn.train.trainer import RunTrainer
 
     out = Path(config.out)
     check_same_run(config, out / "config.json")
+    bare_model(config)  # before the data are made ready, which may take hours
     from pararnn.train.corpus.prepare import prepare
 
     data: TrainingData = packed or prepare(config.data)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
-from pararnn.errors import TrainingError
+from pararnn.errors import PararnnError, TrainingError
 from pararnn.lm.compiled import compiled
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.train.config import RunConfig
@@ -71,9 +71,15 @@ def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
 
 
 def bare_model(config: RunConfig) -> ParaRNNForCausalLM:
-    """The config's model on the meta device: no weights yet."""
-    with torch.device("meta"):
-        return ParaRNNForCausalLM(ParaRNNConfig.of_lm(config.model, z_loss=config.optimiser.z_loss))
+    """The config's model on the meta device: no weights yet. TrainingError where it cannot be."""
+    try:
+        with torch.device("meta"):
+            hf = ParaRNNConfig.of_lm(config.model, z_loss=config.optimiser.z_loss)
+            return ParaRNNForCausalLM(hf)
+    except PararnnError:
+        raise
+    except ValueError as error:
+        raise TrainingError(f"there is no such model: {error}") from error
 
 
 def make_model(config: RunConfig, device: torch.device) -> ParaRNNForCausalLM:

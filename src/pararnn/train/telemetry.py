@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from pararnn.check.verify import defect
+from pararnn.errors import TrainingError
 from pararnn.layers import RecurrentLayer
 
 NAMES = ("defect", "sweeps", "mended")
@@ -54,8 +56,17 @@ def solves(model: nn.Module) -> dict[str, list[int]]:
 
 
 def reporting(asked: str) -> str:
-    """Of transformers' integrations, the one that is asked for; "auto" is TensorBoard, if there."""
+    """Of transformers' integrations, the one that is asked for; "auto" is TensorBoard, if there.
+
+    Raises TrainingError for one that is not there.
+    """
     if asked != "auto":
+        there = ("auto", "none", "all", *get_available_reporting_integrations())
+        if asked not in there:
+            raise TrainingError(
+                f"report_to must be one of {', '.join(there)}, got {asked!r}; others have to be "
+                "installed"
+            )
         return asked
     return "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
 

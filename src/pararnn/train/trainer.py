@@ -281,7 +281,11 @@ class RunTrainer(Trainer):
             return
         load_state(Path(checkpoint), self.own_model, self.optimizer)
         state = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
-        cast(Any, self.lr_scheduler).load_state_dict(state)
+        schedule = cast(Any, self.lr_scheduler)
+        schedule.load_state_dict(state)
+        # The optimizer's rate is by the schedule that it was saved with, which had its own `steps`.
+        schedule.last_epoch -= 1
+        schedule.step()
         if self.carry is not None:
             own = (self.args.process_index, self.world, self.args.device)
             carry.load(self.carry, Path(checkpoint), *own)

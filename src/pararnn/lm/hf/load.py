@@ -9,14 +9,14 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pararnn.lm.checkpoint import CheckpointError, read_config
+from pararnn.lm.checkpoint import MODEL_TYPE, CheckpointError, read_config
 
 HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """What a name on the Hub looks like."""
 
 
 def load_folder(folder: Path | str, dtype: str = "auto") -> tuple[Any, Any]:
-    """The model and the tokenizer of a folder, and nothing drawn at random.
+    """The model and the tokenizer of a folder, nothing drawn at random and, of ours, none left out.
 
     dtype: of the weights; "auto" is the folder's. Raises CheckpointError where the folder holds no
     such model, CellError for a cell that cannot be imported.
@@ -50,4 +50,9 @@ def _load(name: Path | str, dtype: str, **where: bool) -> tuple[Any, Any]:
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{name} misses the weight {missing[0]}, {len(missing)} in all")
+    more = sorted(info["unexpected_keys"])
+    if more and model.config.model_type == MODEL_TYPE:  # of others, some have such and need none
+        raise CheckpointError(
+            f"{name} holds a weight that the model has not: {more[0]}, {len(more)} in all"
+        )
     return model, tokenizer

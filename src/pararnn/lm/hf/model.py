@@ -232,8 +232,12 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
             logits_to_keep: only the last so many positions, or those of an index; 0 is all.
             num_items_in_batch: the number of labels that the loss is divided by, over all batches
                 of an optimizer step; None is the number in this batch.
+            shift_labels: (B, T), the label that each position predicts, in place of `labels`: as
+                collators make them that know the borders of what they pack.
             others: as in `ParaRNNModel.forward`.
         """
+        # No argument of its own: transformers would take it for a label that every batch must have.
+        shift_labels = kwargs.pop("shift_labels", None)
         out = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -246,13 +250,15 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         )
         hidden = out.last_hidden_state
         loss = logits = None
-        if labels is not None:
+        asked = labels if shift_labels is None else shift_labels
+        if asked is not None:
             how: dict[str, Any] = {"z_loss": self.config.z_loss, "num_items": num_items_in_batch}
+            how["shift"] = shift_labels is None
             if isinstance(self.lm_head, Head):
-                loss = self.lm_head(hidden, labels, **how)
+                loss = self.lm_head(hidden, asked, **how)
             else:  # an adapter's, of which weight is only a part
-                loss = logits_loss(self.lm_head(hidden), labels, **how)
-        if labels is None or not self.training:
+                loss = logits_loss(self.lm_head(hidden), asked, **how)
+        if asked is None or not self.training:
             keep = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
@@ -263,6 +269,17 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
             past_key_values=out.past_key_values,
             hidden_states=out.hidden_states,
         )
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Put another head in; a linear one, as `resize_token_embeddings` makes it, gives the loss.
+
+        It would have to make all logits for it.
+        """
+        head = new_embeddings
+        if type(head) is nn.Linear and head.bias is None:
+            new_embeddings = Head(head.in_features, head.out_features, bias=False, device="meta")
+            new_embeddings.weight = head.weight
+        super().set_output_embeddings(new_embeddings)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `GenerationMixin.generate`; rows padded on the right are padded on the left first.
