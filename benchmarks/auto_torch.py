@@ -93,7 +93,7 @@ def main() -> None:
         newton = measure(cell, gates, "newton", args.budget)
         program = pararnn.program_of(cell)
         size_of = (batch, length, channels)
-        auto = choose(program, size_of, gates.dtype, device, "auto", "torch").engine.solver
+        auto = choose(program, size_of, gates.dtype, device, "auto", "torch").engine().solver
         ratio = (newton if auto == "newton" else loop)[1] / min(loop[1], newton[1])
         ratios.append(ratio)
         row = {

@@ -216,7 +216,7 @@ def _split(
     row: Row = {"segments": "", "burn_in": "", "size": "", "sweeps": "", "mended": ""}
     row |= {"asked": "", "asked_burn_in": ""}
     if pinned is not None:
-        engine = choose(program, args.size, gates.dtype, gates.device, *pair).engine
+        engine = choose(program, args.size, gates.dtype, gates.device, *pair).engine()
         assert engine.split is not None
         got = engine.split(program, args.size, gates.dtype, gates.device, asked)
         pinned_args = replace(args, segments=asked.segments, burn_in=asked.burn_in)

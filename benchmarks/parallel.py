@@ -274,7 +274,7 @@ def grid_rows(run: Run) -> list[Row]:
             for solver in ENGINES:
                 total[solver] += times[f"{solver}_ms"]
         device = torch.device("cuda", torch.cuda.current_device())
-        auto = choose(program, size, dtype, device, "auto", "auto").engine.solver
+        auto = choose(program, size, dtype, device, "auto", "auto").engine().solver
         row = about_of("grid", name, size, dtype, "both")
         row |= {f"{solver}_ms": round(ms, 5) for solver, ms in total.items()}
         row |= {"auto": auto, "auto_of_best": round(total[auto] / min(total.values()), 3)}

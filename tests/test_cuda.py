@@ -310,7 +310,7 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
     with pytest.raises(pararnn.EngineError, match=r"\(auto, fused\) cannot run GRUCell.*Tesla T4"):
         choose(*request, "auto", "fused")
     with pytest.warns(pararnn.BackendWarning, match=r"GRUCell runs by \(sequential, torch\).*7.5"):
-        assert choose(*request, "auto", "auto").engine.backend == "torch"
+        assert choose(*request, "auto", "auto").engine().backend == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choose(*request, "auto", "auto")

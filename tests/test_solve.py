@@ -199,7 +199,7 @@ def test_auto_depends_on_sizes_and_cell_only():
     cpu = torch.device("cpu")
 
     def chosen(program, *size, backend="auto"):
-        engine = choose(program, size, torch.float32, cpu, "auto", backend).engine
+        engine = choose(program, size, torch.float32, cpu, "auto", backend).engine()
         return engine.solver, engine.backend
 
     assert chosen(program, 1, 2048, 64) == ("sequential", "fused")

@@ -115,8 +115,8 @@ def _check(a: Tensor, b: Tensor, initial: Tensor | None) -> None:
     if a.is_complex() and not b.is_complex():
         raise TypeError(f"a is complex: b must be too, got {a.dtype} and {b.dtype}")
     full = _size_of_a(b)
-    broadcast = zip(reversed(a.shape), reversed(full), strict=False)
-    if a.ndim > len(full) or any(own not in (1, size) for own, size in broadcast):
+    last = full[max(len(full) - a.ndim, 0) :]
+    if len(last) != a.ndim or any(n not in (1, m) for n, m in zip(a.shape, last, strict=True)):
         raise ValueError(
             f"a must be {full} for b {tuple(b.shape)}, or broadcast to it, got {tuple(a.shape)}"
         )

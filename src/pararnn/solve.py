@@ -112,7 +112,7 @@ def _chosen(
     _check_fit(program, args)
     workload = (args.size, args.gates.dtype, args.gates.device)
     choice = choose(program, *workload, solver, backend).pinned(asked)
-    return choice, choice.engine
+    return choice, choice.engine()
 
 
 def run_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
@@ -190,7 +190,8 @@ def _check_fit(program: Program, args: Arguments) -> None:
             )
         if param.device != here:
             raise ValueError(f"the cell is on {param.device} and gates on {here}; move one of them")
-    for name, state in zip(program.states, args.initial, strict=False):
+    names = program.states[: len(args.initial)]
+    for name, state in zip(names, args.initial, strict=True):
         if not state.is_floating_point():
             raise TypeError(
                 f"initial state {name!r} must be a floating-point tensor, got {state.dtype}"

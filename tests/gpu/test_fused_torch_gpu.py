@@ -40,7 +40,7 @@ def test_auto_takes_the_kernels():
     from pararnn.engines.table import choose
 
     program = pararnn.program_of(cell)
-    engine = choose(program, (2, 9, 8), gates.dtype, gates.device, "auto", "auto").engine
+    engine = choose(program, (2, 9, 8), gates.dtype, gates.device, "auto", "auto").engine()
     assert (engine.solver, engine.backend) == ("sequential", "fused")
     dense = pararnn.DenseGRUCell(8, device="cuda")
     with pytest.raises(pararnn.EngineError, match="mixes channels"):

@@ -161,7 +161,7 @@ class Oracle:
         at, choice = self._at(run.values), run.choice
         checks = [self._check_defect(at), *self._check_values(run.values, at)]
         # What autograd differentiates by itself has its gradients at the states that it carried.
-        own = choice is None or choice.engine.backward is not None
+        own = choice is None or choice.engine().backward is not None
         there = at if own else self.carried.double()
         checks += self._check_gradients(run, there)
         bad = ~self.carried.isfinite().all(2)

@@ -80,7 +80,7 @@ class Choice(NamedTuple):
         """(solver, backend)."""
         return self.solver, self.backend
 
-    @property
+    # No property: before PyTorch 2.10, compilers do not look into those of a NamedTuple.
     def engine(self) -> Engine:
         """The engine of the pair."""
         engine = find(self.solver, self.backend, self.workload.device)
@@ -94,7 +94,7 @@ class Choice(NamedTuple):
     def split(self) -> Split | None:
         """How the forward pass cuts time, on gates of the usual layout; None where none is cut."""
         key, size, dtype, device = self.workload
-        of = self.engine.split
+        of = self.engine().split
         return None if of is None else of(program_by_key(key), size, dtype, device, self.asked)
 
 

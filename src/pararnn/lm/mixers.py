@@ -106,7 +106,7 @@ class RNNMixer(Mixer):
             h = h.unsqueeze(1)
         else:
             h, final = self.rnn(
-                u, _one(initial), fields=self.fields, reset=rows.start, sequences=rows.sequences
+                u, _one(initial), fields=self.fields, reset=rows.start, sequences=rows.sequences()
             )
         if cache is not None:
             # A single state needs no copy.

@@ -196,8 +196,8 @@ class TaskModel(nn.Module):
         if self.config.mixer == "attention":
             tables = rotary_tables(rows.positions, width // self.config.heads, 10_000.0)
             rows = rows._replace(rotary=tables)
-        for index, (norm, mixer) in enumerate(zip(self.norms, self.mixers, strict=False)):
-            mixed = mixer(norm(x), rows)
+        for index, mixer in enumerate(self.mixers):
+            mixed = mixer(self.norms[index](x), rows)
             if self.scales:
                 mixed = mixed + x * self.scales[index]
             elif self.config.mixer in ("attention", "transformer"):

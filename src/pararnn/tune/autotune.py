@@ -135,7 +135,7 @@ def candidates(workload: Workload) -> list[tuple[Engine, Pin]]:
     """
     program = program_by_key(workload.key)
     size, dtype, device = workload.size, workload.dtype, workload.device
-    rule = choose(program, size, dtype, device, "auto", "auto", follow_tuned=False).engine
+    rule = choose(program, size, dtype, device, "auto", "auto", follow_tuned=False).engine()
     pairs = pairs_for(program, dtype, device)
     found = {(rule.solver, rule.backend): rule}
     for solver, backend in pairs:

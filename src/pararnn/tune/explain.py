@@ -78,7 +78,7 @@ def explain(
     # Kernels of the pair that runs have been built, and others would be: each takes a second.
     others = {
         p: why_not(program, p, dtype, device)
-        if choice.engine.build is None
+        if choice.engine().build is None
         else why_never(program, p, device)
         for p in PAIRS
         if p != choice.pair
