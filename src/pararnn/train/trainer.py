@@ -158,8 +158,9 @@ class RunTrainer(Trainer):
         goes_on = f"goes on from {found[1]}" if found else "starts anew: no checkpoint is complete"
         raise TrainingError(
             f"the {what} is NaN or infinite in step {step or self.state.global_step}; the same "
-            f"command {goes_on}. If it happens there again, lower optimiser.learning_rate or "
-            "optimiser.grad_norm, or look for what is odd in the data"
+            f"command {goes_on}. If it happens there again, look for what is odd in the data, or "
+            "lower optimiser.learning_rate or optimiser.grad_norm, which takes a run of its own "
+            "(out=...)"
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
