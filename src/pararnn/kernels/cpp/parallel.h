@@ -1,10 +1,10 @@
 // Independent tasks over threads. Which thread runs a task must not matter to its result.
 #pragma once
+#include <pthread.h>  // to read <thread> takes a quarter of a small kernel's compilation
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 namespace pararnn {
@@ -14,6 +14,11 @@ namespace pararnn {
 typedef void (*openmp_parallel)(void (*)(void*), void*, unsigned, unsigned);
 
 template <class Work> void call_work(void* work) { (*static_cast<Work*>(work))(); }
+
+template <class Work> void* call_in_thread(void* work) {
+  call_work<Work>(work);
+  return nullptr;
+}
 
 template <class Task>
 void run_tasks(int64_t tasks, int64_t threads, void* openmp, const Task& task) {
@@ -25,15 +30,14 @@ void run_tasks(int64_t tasks, int64_t threads, void* openmp, const Task& task) {
   if (threads <= 1) return work();
   if (openmp != nullptr)
     return ((openmp_parallel)openmp)(call_work<decltype(work)>, &work, (unsigned)threads, 0);
-  std::vector<std::thread> others;
+  std::vector<pthread_t> others;
   others.reserve(threads - 1);
-  try {
-    while ((int64_t)others.size() < threads - 1) others.emplace_back(work);
-  } catch (const std::system_error&) {
-    // The system gives no more threads: those there are do all tasks.
+  for (pthread_t other; (int64_t)others.size() < threads - 1; others.push_back(other)) {
+    // Where the system gives no more threads, those there are do all tasks.
+    if (pthread_create(&other, nullptr, call_in_thread<decltype(work)>, &work) != 0) break;
   }
   work();
-  for (std::thread& other : others) other.join();
+  for (pthread_t other : others) pthread_join(other, nullptr);
 }
 
 }  // namespace pararnn

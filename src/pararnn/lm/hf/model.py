@@ -173,7 +173,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=out,
             past_key_values=cache,
-            hidden_states=None if seen is None else (*seen, out),
+            hidden_states=cast(Any, None if seen is None else (*seen, out)),
         )
 
     def _cached_rows(self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache) -> Rows:
