@@ -58,6 +58,7 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
     if torch.compiler.is_compiling():
         _refuse_onnx(engine)
         gradients = torch.is_grad_enabled() and _wants_gradient(tensors)
+        gradients &= not torch.compiler.is_exporting()  # whose programs hold no Function
         if not (gradients or torch._C._are_functorch_transforms_active()):
             # Compilers mistake the context for an argument where no gradient is needed.
             states, final, info = torch.ops.pararnn.forward(*how, *args.values())
