@@ -164,8 +164,8 @@ def _compiled():
 
 
 def test_compiled_code_has_nothing_that_older_compilers_take_wrongly():
-    """Dynamo of PyTorch 2.9 takes a property of a NamedTuple for something that is never None, and
-    zip(strict=False) for strict=True, silently and not: CI has a newer one."""
+    """PyTorch 2.9's fails on zip(strict=False) where lengths differ, and takes a property of a
+    NamedTuple for something that is never None, silently: CI has a newer one."""
     properties, zips = set(), []
     for node in _compiled():
         if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):

@@ -212,8 +212,7 @@ class Cell(nn.Module):
                 value = getattr(self, name)
             if dtype is not None and value.dtype != dtype:
                 value = value.to(dtype)
-            lift = param.kind.lift
-            lifted.append(value if lift is None else lift(value, channels, heads))
+            lifted.append(param.kind.lifted(value, channels, heads))
         return tuple(lifted)
 
     def __setattr__(self, name: str, value: Any) -> None:

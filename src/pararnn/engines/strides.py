@@ -97,7 +97,7 @@ def new_states(count: int, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[T
     form, new = args.form, args.gates.new_empty
     size, dtype = form.size, form.dtype
     states = tuple([new(size) for _ in range(count)])
-    if args.seq is None and size[1]:
+    if args.all_written:
         ends = (args.sequences, size[2])
         return states, tuple([new(ends, dtype=dtype) for _ in range(count)])
     # Sequences without a step keep their initial state.

@@ -80,7 +80,7 @@ class Choice(NamedTuple):
         """(solver, backend)."""
         return self.solver, self.backend
 
-    # No property: before PyTorch 2.10, compilers do not look into those of a NamedTuple.
+    # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
     def engine(self) -> Engine:
         """The engine of the pair."""
         engine = find(self.solver, self.backend, self.workload.device)

@@ -127,7 +127,7 @@ class HeadwiseLinear(nn.Module):
         if heads == 1:
             # Views that autograd need not fill or copy for.
             out = F.linear(x, weight.squeeze(0))
-            return out.view(*x.shape[:-1], gates, weight.shape[1] // gates)
+            return out.view(*x.shape[:-1], gates, outputs // gates)
         batch, steps, _ = x.shape
         # One batched product into (H, B*T, G*D/H): what follows only moves strides.
         out = headwise_product(x.reshape(batch * steps, heads, inputs), weight)

@@ -355,8 +355,6 @@ class ParaRNN(nn.Module):
             )
         if len(size) == 1:
             given = tuple(state.unsqueeze(1) for state in given)
-        if len(given) == 1:
-            return [(state,) for state in given[0].unbind()]
         return list(zip(*[state.unbind() for state in given], strict=True))
 
 

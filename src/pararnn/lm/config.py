@@ -10,7 +10,7 @@ NORMS = ("rms", "layer")
 
 
 class Range(NamedTuple):
-    """What a number of a config must be, unless it is None: in words, and as a condition."""
+    """What a number of a config must be: in words, and as a condition."""
 
     wanted: str
     holds: Callable[[Any], bool]

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     attend: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
 
-    # No property: before PyTorch 2.10, compilers do not look into those of a NamedTuple.
+    # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
     def sequences(self) -> Sequences | None:
         """Padding, as solvers know it: a row is one sequence, wherever it begins and ends."""
         if self.real is None:
