@@ -58,7 +58,7 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
     if torch.compiler.is_compiling():
         _refuse_onnx(engine)
         gradients = torch.is_grad_enabled() and _wants_gradient(tensors)
-        gradients &= not torch.compiler.is_exporting()  # whose programs hold no Function
+        gradients &= not _exporting()  # whose programs hold no Function
         if not (gradients or torch._C._are_functorch_transforms_active()):
             # Compilers mistake the context for an argument where no gradient is needed.
             states, final, info = torch.ops.pararnn.forward(*how, *args.values())
@@ -74,6 +74,15 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
         ) from error
     n = program.num_states
     return Solution(out[:n], out[n : 2 * n], out[-1])
+
+
+def _exporting() -> bool:
+    """Whether torch.export is at work.
+
+    Not torch.compiler.is_exporting(): Dynamo of PyTorch 2.9 to 2.11 takes it for true in all that
+    it compiles, and layers would have no gradient.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def _refuse_onnx(engine: Engine) -> None:
