@@ -150,7 +150,8 @@ class _ChunkedSum(torch.autograd.Function):
             part = slice(start, start + size)
             chunk = rows[part].to(dtype)
             loss, gradient = differentiate(chunk @ head.T, labels[part], z_loss)
-            total += loss
+            # Not in place: PyTorch 2.11 compiles that without the gradient of what came in.
+            total = total + loss
             if grad_rows is not None:
                 grad_rows[part] = gradient @ head
             if grad_weight is not None:
