@@ -22,7 +22,12 @@ UNITS = {"million tokens": 1e6, "seconds": 1.0}
 
 
 def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """A row of pictures a corpus: means of the seeds, shaded from the least to the largest."""
+    """A row of pictures a corpus: means of the seeds, shaded from the least to the largest.
+
+    A mixer has the same colour in all, wherever it ends in the order of one.
+    """
+    mixers = sorted({row["mixer"] for rows in corpora.values() for row in rows})
+    colors = {mixer: f"C{index}" for index, mixer in enumerate(mixers)}
     figure = require("matplotlib.figure").Figure(
         figsize=(11, 4.2 * len(corpora)), layout="constrained"
     )
@@ -37,9 +42,10 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
                     [float(r["bits_per_byte"]) for r in own if int(r["tokens"]) == point[0]]
                     for point in points
                 ]
-                (line,) = axes.plot(across, [p[2] for p in points], marker=".", label=result.mixer)
+                means, color = [p[2] for p in points], colors[result.mixer]
+                axes.plot(across, means, marker=".", label=result.mixer, color=color)
                 low, high = [min(bits) for bits in seeds], [max(bits) for bits in seeds]
-                axes.fill_between(across, low, high, color=line.get_color(), alpha=0.2)
+                axes.fill_between(across, low, high, color=color, alpha=0.2)
             axes.set(title=corpus, xlabel=label, ylabel="bits per byte, held out")
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")

@@ -3,20 +3,21 @@
 Its protocol: `timeit`, the least of 5 repetitions, a row of one sequence. Generation begins with a
 single token and takes the likeliest one each time, in bfloat16. "cache": each token is read once,
 and recurrent states, or keys and values, are kept. "no cache": the Transformer reads all tokens
-again for each new one. Lengths are taken in order until the seconds of a curve are spent: then
-there are fewer repetitions than 5, or none, which `repeats` says. A whole curve of 1 to 2,048 takes
-some minutes a model: `--seconds 600`. Puts its rows into results/lm_generate.csv; `--plot` draws
-lm_generate.png from that alone.
+again for each new one. Where the seconds of a curve do not reach 5 repetitions of all lengths, the
+longer ones have fewer, or none, which `repeats` says: one of each length comes first. A whole curve
+of 1 to 2,048 takes some minutes a model: `--seconds 600`. Puts its rows into
+results/lm_generate.csv; `--plot` draws lm_generate.png from that alone.
 
-    python benchmarks/lm_generate.py [--only gru] [--seconds 10] [--out FOLDER] [--smoke]
+    python benchmarks/lm_generate.py [--only gru] [--ways cache] [--seconds 10] [--out FOLDER]
     python benchmarks/lm_generate.py --plot
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,9 +90,11 @@ def curve(
         generate(length)
     least = timeit.timeit(partial(generate, 1), number=1)
     known, left = 1, seconds
-    for length in lengths:
-        repeats = min(REPEATS, int(left / (least * length / known)))
-        if repeats < 1:
+    for place, length in enumerate(lengths):
+        costs = [least * each / known for each in lengths[place:]]
+        once = max((total for total in itertools.accumulate(costs) if total <= left), default=0.0)
+        repeats = min(REPEATS, 1 + int((left - once) / costs[0]))
+        if not once:
             skipped = ", ".join(str(each) for each in lengths if each >= length)
             print(f"{way}: {seconds:g} s do not reach lengths {skipped}", flush=True)
             return
@@ -106,9 +109,10 @@ def curve(
         }
 
 
-def ways_of(case: Case) -> list[str]:
-    """Both for the Transformer; a recurrent model has no reason to read again."""
-    return list(WAYS) if case.name.startswith("transformer") else ["cache"]
+def ways_of(case: Case, asked: Sequence[str]) -> list[str]:
+    """All that are asked for; but a recurrent model has no reason to read again."""
+    both = case.name.startswith("transformer")
+    return [way for way in asked if both or way == "cache"]
 
 
 def plot(path: Path) -> None:
@@ -126,6 +130,7 @@ def plot(path: Path) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seconds", type=float, default=10.0, help="of a model and a way")
     parser.add_argument("--plot", action="store_true", help="draw what was measured")
     args = parser.parse_args()
@@ -140,7 +145,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = language_model(case.config, device=device_of(args), dtype=torch.bfloat16).eval()
         ready_to_decode(model)
-        for way in ways_of(case):
+        for way in ways_of(case, args.ways):
             for found in curve(model, way, tuple(sorted(args.lengths)), args.seconds):
                 record.put({"model": case.name, **found})
     record.end()
