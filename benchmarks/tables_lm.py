@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from markdown_tables import Row, figure, measured, not_yet, picture, read, source, table
 
 PAPER_MS: dict[str, dict[str, float | None]] = {
@@ -36,64 +38,86 @@ def lm_step() -> str:
     return f"Medians of {repeats} steps {about}:\n\n{table(head, body)}"
 
 
-def steps_of(scale: str) -> tuple[str, dict[str, Row]]:
-    """A scale's steps at T = 2,048 by architecture, and how they were taken.
+Steps = tuple[str, dict[str, Row]]
+"""How steps were taken, and by architecture what they took."""
 
-    Those of one GPU are without an optimizer. Of several GPUs' paths the bare loop's are taken,
-    if the Transformer's is there: Mamba2 goes by no other.
+
+def steps_of(scale: str) -> list[Steps]:
+    """A scale's steps at T = 2,048, without an optimizer at 400M and 1B.
+
+    Of train_step.csv's paths the bare loop's are taken, if the Transformer's is there: Mamba2 goes
+    by no other. What lm_scale.csv has on as many GPUs stands in its place.
     """
     if scale in ("400M", "1B"):
-        rows = [
-            row for row in read("lm_step.csv") if row["T"] == "2048" and row["packed"] == "False"
-        ]
-        return "1 GPU", {
-            row["model"].split("-")[0]: row for row in rows if row["model"].endswith(f"-{scale}")
-        }
-    rows = [
-        row
-        for row in read("train_step.csv")
-        if row["recipe"].endswith(f"-{scale.lower()}") and row["gpus"] != "1"
+        rows = [row for row in read("lm_step.csv") if row["packed"] == "False"]
+        return [("1 GPU", at_2048(rows, scale, "model"))]
+    trained = [row for row in read("train_step.csv") if row["gpus"] != "1"]
+    bare = [row for row in trained if row["path"] == "bare"]
+    path = "bare" if "transformer" in at_2048(bare, scale, "recipe") else "trainer"
+    rows = [row for row in trained if row["path"] == path]
+    found = {row["gpus"]: (path, at_2048(rows, scale, "recipe")) for row in rows}
+    plain = [row for row in scaled() if row["way"] == "plain" and not row["overrides"]]
+    for gpus in {row["gpus"] for row in plain}:
+        mine = at_2048([row for row in plain if row["gpus"] == gpus], scale, "recipe")
+        if "transformer" in mine:
+            found[gpus] = "`pararnn train`", mine
+    ordered = sorted(found.items(), key=lambda item: int(item[0]))
+    return [
+        (f"{gpus} GPU{'s' * (gpus != '1')}, {how}", mine) for gpus, (how, mine) in ordered if mine
     ]
-    paths = {row["path"] for row in rows if row["recipe"].startswith("transformer")}
-    path = "bare" if "bare" in paths else "trainer"
-    mine = [row for row in rows if row["path"] == path]
-    gpus = mine[0]["gpus"] if mine else ""
-    return f"{gpus} GPUs, {path}", {row["recipe"].split("-")[0]: row for row in mine}
+
+
+def at_2048(rows: Iterable[Row], scale: str, name: str) -> dict[str, Row]:
+    """By architecture, the rows of a scale at the length of the paper's table."""
+    mine = [row for row in rows if row["T"] == "2048"]
+    ending = f"-{scale.lower()}"
+    return {row[name].split("-")[0]: row for row in mine if row[name].lower().endswith(ending)}
+
+
+def scaled() -> list[Row]:
+    """The rows of lm_scale.csv that fitted into memory."""
+    return (
+        [row for row in read("lm_scale.csv") if not row["note"]] if measured("lm_scale.csv") else []
+    )
 
 
 def lm_ratios() -> str:
     """Steps at the paper's sizes, over the Transformer's, beside the paper's ratios."""
     if not (measured("lm_step.csv") and measured("train_step.csv")):
         return not_yet("benchmarks/lm_step.py")
-    body, used = [], []
+    body, used = list[list[str]](), list[Row]()
     for scale, paper in PAPER_MS.items():
-        how, found = steps_of(scale)
-        base, paper_base = found.get("transformer"), paper["transformer"]
-        if base is None or paper_base is None:
-            continue
-        for name, ms in paper.items():
-            row = found.get(name)
-            if row is None:
-                continue
-            used.append(row)
-            ratio = milliseconds(row) / milliseconds(base)
-            theirs = "" if ms is None else f"{ms / paper_base:.2f}"
-            body.append(
-                [
-                    f"{name}-{scale}",
-                    how,
-                    f"{milliseconds(row):.1f}",
-                    f"{int(row['tokens_per_s']):,}",
-                    f"{float(row['mfu_percent']):.0f}%",
-                    figure(row, "peak_GiB"),
-                    f"{ratio:.2f}",
-                    theirs,
-                ]
-            )
+        for how, found in steps_of(scale):
+            body += ratios(scale, how, found, paper)
+            used += found.values()
     head = ["model", "on", "ms", "tokens/s", "MFU", "GiB a GPU", "over the Transformer"]
     head.append("the paper")
-    text = source(used, "lm_step.csv", several=True).replace("csv`", "csv` and `train_step.csv`")
-    return f"T = 2,048 {text}:\n\n{table(head, body)}"
+    about = source(used, "lm_step.csv", several=True)
+    about = about.replace("csv`", "csv`, `train_step.csv` and `lm_scale.csv`")
+    return f"T = 2,048 {about}:\n\n{table(head, body)}"
+
+
+def ratios(
+    scale: str, how: str, found: Mapping[str, Row], paper: Mapping[str, float | None]
+) -> list[list[str]]:
+    """Lines of steps that were taken alike, in the paper's order."""
+    base, paper_base = found.get("transformer"), paper["transformer"]
+    if base is None or paper_base is None:
+        return []
+    return [
+        [
+            f"{name}-{scale}",
+            how,
+            f"{milliseconds(found[name]):.1f}",
+            f"{int(found[name]['tokens_per_s']):,}",
+            f"{float(found[name]['mfu_percent']):.0f}%",
+            figure(found[name], "peak_GiB"),
+            f"{milliseconds(found[name]) / milliseconds(base):.2f}",
+            "" if ms is None else f"{ms / paper_base:.2f}",
+        ]
+        for name, ms in paper.items()
+        if name in found
+    ]
 
 
 def milliseconds(row: Row) -> float:

@@ -115,8 +115,10 @@ def test_adapt_tells_the_layers_for_which_the_loop_is_faster() -> None:
     rows = [row for row in rows if segments.segments(row) >= 8]
     assert rows
     for row in rows:
-        slow = SWEEP_COST * int(row["sweeps"]) >= segments.segments(row)
-        assert slow == (float(row["newton_ms"]) > float(row["sequential_ms"])), row
+        newton, loop = float(row["newton_ms"]), float(row["sequential_ms"])
+        if abs(newton - loop) > 0.02 * loop:  # or neither costs anything
+            slow = SWEEP_COST * int(row["sweeps"]) >= segments.segments(row)
+            assert slow == (newton > loop), row
 
 
 def test_autos_choice_is_timed_on_fresh_and_trained_layers(

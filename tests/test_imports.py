@@ -17,7 +17,7 @@ FLOW = [
     ["errors", "numerics", "parameters", "version"],
     ["cache", "extras"],
     ["cells"],
-    ["program/coupling", "program/guard"],
+    ["program/apart", "program/coupling", "program/guard"],
     ["program/structure"],
     ["program/reads", "program/trace"],
     ["program/content", "program/derive"],

@@ -161,22 +161,32 @@ def test_ratios_stand_beside_the_papers(results) -> None:
     write_csv(results / "lm_step.csv", rows)
     trained = {("gru-7b", "trainer"): 70.0, ("gru-7b", "bare"): 90.0, ("mamba2-7b", "bare"): 200.0}
     trained |= {("transformer-7b", "bare"): 100.0}
-    training = {**provenance("cpu"), "gpus": 2}
+    training = {**provenance("cpu"), "gpus": 2, "T": 2048}
     rows = [
         {**training, "recipe": name, "path": path, "mean_ms": ms, **rates}
         for (name, path), ms in trained.items()
     ]
     write_csv(results / "train_step.csv", rows)
-    *_, a, b, c, d, e, f = tables.FIGURES["lm_ratios"]().splitlines()
+    whole = {**provenance("cpu"), "way": "plain", "overrides": "", "note": "", **rates}
+    cases = {("gru-7b", 1): 60.0, ("transformer-7b", 1): 120.0, ("lstm-7b", 4): 60.0}
+    rows = [
+        {**whole, "recipe": name, "gpus": gpus, "T": length, "median_ms": ms * length / 2048}
+        for (name, gpus), ms in cases.items()
+        for length in (2048, 16384)
+    ]
+    write_csv(results / "lm_scale.csv", rows)
+    lines = tables.FIGURES["lm_ratios"]().splitlines()[-8:]
     expected = {
         "gru-400M | 1 GPU": "0.90 | 1.18",
         "mamba2-400M | 1 GPU": "1.50 | 1.42",
         "transformer-400M | 1 GPU": "1.00 | 1.00",
+        "gru-7B | 1 GPU, `pararnn train`": "0.50 | 1.18",
+        "transformer-7B | 1 GPU, `pararnn train`": "1.00 | 1.00",
         "gru-7B | 2 GPUs, bare": "0.90 | 1.18",
         "mamba2-7B | 2 GPUs, bare": "2.00 | ",
         "transformer-7B | 2 GPUs, bare": "1.00 | 1.00",
     }
-    for line, (start, end) in zip((a, b, c, d, e, f), expected.items(), strict=True):
+    for line, (start, end) in zip(lines, expected.items(), strict=True):
         assert line.startswith(f"| {start} | ")
         assert line.endswith(f" | {end} |")
 

@@ -145,8 +145,11 @@ BINARY = {
     "huber": lambda x, y: F.huber_loss(x, y, reduction="none"),
     "smooth_l1": lambda x, y: F.smooth_l1_loss(x, y, reduction="none"),
 }
-OPS = {**UNARY, **BINARY}
 OWN_SPELLINGS = set(SPELLINGS)  # before a test registers others
+if torch.__version__ < "2.11":  # whose gradient of ldexp no tracer can follow
+    del BINARY["ldexp"]
+    OWN_SPELLINGS.remove("aten::ldexp")
+OPS = {**UNARY, **BINARY}
 GROUP = 8  # as many states as a kernel takes
 GROUPS = [tuple(OPS)[i : i + GROUP] for i in range(0, len(OPS), GROUP)]
 

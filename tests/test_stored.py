@@ -259,7 +259,7 @@ def _graphs_of(traced):
 def test_what_is_read_back_is_what_was_traced(name):
     cls = pararnn.CELLS[name]
     step = program.Step(cls, dict(cls.config))
-    traced = program._apart(step)
+    traced = program.apart(program._traced, step)
     again = stored.from_text(stored.to_text(traced))
     assert again[:3] == traced[:3]
     tensors = derive.example(step, (6,), 8, torch.float64)
@@ -284,7 +284,7 @@ def _kept(calls=None, text="what it reads"):
 
     def make():
         calls.append(1)
-        return program._apart(program.Step(cls, dict(cls.config)))
+        return program.apart(program._traced, program.Step(cls, dict(cls.config)))
 
     calls = [] if calls is None else calls
     assert stored.kept("Elman", lambda: text, make).structure == "diagonal"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from pararnn.cells.base import Cell, Step
 from pararnn.engines.base import Arguments
 from pararnn.engines.forward_time import step_inputs, without_padding
 from pararnn.errors import CellError
+from pararnn.program.apart import apart
 from pararnn.program.derive import example
 from pararnn.program.guard import from_the_users_line, line_of
 from pararnn.program.program import COMPUTE_DTYPES, Program, program_of
@@ -55,9 +55,8 @@ def check_readout(cell: Cell) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _checked(program: Program, channels: int, heads: int) -> None:
-    """Once for all layers of a stack; in a thread, away from what modes the caller is in."""
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(_check, program.step, channels, heads).result()
+    """Once for all layers of a stack."""
+    apart(_check, program.step, channels, heads)
 
 
 def _check(step: Step, channels: int, heads: int) -> None:

@@ -12,7 +12,6 @@ import importlib
 import json
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 
 from pararnn.cells.base import Cell, Step, resolve_config
 from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
+from pararnn.program.apart import apart
 from pararnn.program.content import content_of
 from pararnn.program.coupling import TOGETHER, Coupling
 from pararnn.program.derive import (
@@ -245,18 +245,8 @@ def _traced_or_kept(step: Step, config: Mapping[str, Any]) -> Traced:
         return content_of(cls, config, reads_of(cls, STRUCTURES, cls.structure or ""))
 
     if cls.structure == "sequential":  # nothing is traced
-        return _apart(step)
-    return kept(cls.__name__, content, lambda: _apart(step))
-
-
-def _apart(step: Step) -> Traced:
-    """`_traced`, in a thread of its own.
-
-    The trace must not see what the caller's thread is in: autocast would put casts into the graphs,
-    a transform its tangents, a default device constants that are elsewhere.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_traced, step).result()
+        return apart(_traced, step)
+    return kept(cls.__name__, content, lambda: apart(_traced, step))
 
 
 def _traced(step: Step) -> Traced:

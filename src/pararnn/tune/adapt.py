@@ -15,7 +15,7 @@ from pararnn.engines.request import split_asked
 from pararnn.engines.split import BY_RULE
 from pararnn.layers import RecurrentLayer
 
-SWEEP_COST = 2.0
+SWEEP_COST = 3.0
 """What a step of a sweep takes, over one of the loop, where many channels run again: measured on
 trained layers (benchmarks/segments.py)."""
 

@@ -1,0 +1,25 @@
+"""Running what traces or checks a cell away from the modes that its caller is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+R = TypeVar("R")
+
+
+def apart(function: Callable[..., R], *args: object) -> R:
+    """What `function` returns, called in a thread of its own.
+
+    A trace must not see what the caller's thread is in: autocast would put casts into the graphs,
+    a transform its tangents, a default device constants that are elsewhere.
+    """
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        # PyTorch built for CUDA, on a machine without a GPU: its stand-in for GPUs belongs to the
+        # first thread that makes fake tensors, and whoever makes some once that has ended crashes.
+        torch._C._ensureCUDADeviceGuardSet()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()

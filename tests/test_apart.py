@@ -1,0 +1,37 @@
+"""What traces a cell runs in a thread of its own, and leaves nothing of that thread behind."""
+
+import threading
+
+import pytest
+import torch
+
+from pararnn.program.apart import apart
+
+
+def test_modes_of_the_caller_are_not_seen():
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert torch.is_autocast_enabled("cpu")
+        assert not apart(torch.is_autocast_enabled, "cpu")
+        assert apart(torch.empty, 1).device.type == "cpu"
+
+
+@pytest.mark.parametrize("gpus", [None, False, True])
+def test_the_stand_in_for_gpus_outlives_the_thread(monkeypatch, gpus):
+    """PyTorch built for CUDA, without a GPU, keeps that of the first thread with fake tensors."""
+    calls = []
+
+    def call():
+        calls.append(threading.current_thread())
+
+    monkeypatch.setattr(torch.version, "cuda", None if gpus is None else "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", call, raising=False)
+    apart(call)
+    *before, thread = calls
+    assert before == ([threading.current_thread()] if gpus is False else [])
+    assert thread not in before
+
+
+def test_errors_are_the_callers():
+    with pytest.raises(ValueError, match="invalid literal"):
+        apart(int, "x")
