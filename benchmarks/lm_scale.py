@@ -216,12 +216,16 @@ def put_profile(record: Record, row: dict[str, Any], part: dict[str, Any]) -> No
 def plot(path: Path) -> None:
     """A picture of a result file, beside it: scaling at 1B, and steps of the sizes by T.
 
-    None where nothing of these was measured.
+    None where nothing of these was measured at two points.
     """
     rows = [row for row in read_rows(path) if not row["note"] and row["way"] == "plain"]
     panels = {SCALING: (by_gpus(rows), "GPUs", "tokens/s a GPU")}
     panels |= {scale: (by_length(rows, scale), "T", "ms a step") for scale in sorted(SCALES)}
-    known = {scale: panel for scale, panel in panels.items() if panel[0]}
+    known = {
+        scale: panel
+        for scale, panel in panels.items()
+        if any(len(points) > 1 for points in panel[0].values())
+    }
     if not known:
         return
     size = 4.5 * len(known), 4

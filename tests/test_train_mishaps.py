@@ -84,9 +84,9 @@ def kill_often(folder, steps, rank):
         for _ in range(wanted):
             os.read(read, 1)
         time.sleep(random.uniform(0, random.choice([0.001, 0.02]) if wanted else 0.3))
-        os.close(read)
         os.kill(process, SIGKILL)
         how = ended(process)
+        os.close(read)  # not before: it would end of a broken pipe
         found = checkpoints.last_complete(out)
         kept, at = found[0] if found else 0, max(losses(out), default=0)
         half = half_saved(out)
