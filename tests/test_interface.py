@@ -32,11 +32,11 @@ def _against(target, declarations, tmp_path):
     file.write_text(f"{HEAD}{own}{declarations}\n}}\n", encoding="utf-8")
     folder = headers.folder(target)
     if target == "cuda":
-        if "nvrtc 12" in nvrtc.identity():
-            pytest.skip("NVRTC 12 has no __builtin_offsetof")
         try:
             nvrtc.compile_cubin(file, folder, tmp_path / "cubin", "sm_80")
         except nvrtc.ToolchainError as error:
+            if '"__builtin_offsetof" is undefined' in str(error):
+                pytest.skip("this NVRTC has no __builtin_offsetof: 12 and 13.0 have not")
             return str(error)
         return ""
     command = [*compiler_command(), "-std=c++17", "-fsyntax-only", f"-I{folder}", str(file)]
