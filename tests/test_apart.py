@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pararnn.program.apart import apart
 
@@ -18,18 +19,22 @@ def test_modes_of_the_caller_are_not_seen():
 @pytest.mark.parametrize("gpus", [None, False, True])
 def test_the_stand_in_for_gpus_outlives_the_thread(monkeypatch, gpus):
     """PyTorch built for CUDA, without a GPU, keeps that of the first thread with fake tensors."""
-    calls = []
+    threads, enter = [], FakeTensorMode.__enter__
 
-    def call():
-        calls.append(threading.current_thread())
+    def entered(mode):
+        threads.append(threading.current_thread())
+        return enter(mode)
+
+    def fake():
+        with FakeTensorMode():
+            return threading.current_thread()
 
     monkeypatch.setattr(torch.version, "cuda", None if gpus is None else "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
-    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", call, raising=False)
-    apart(call)
-    *before, thread = calls
-    assert before == ([threading.current_thread()] if gpus is False else [])
-    assert thread not in before
+    monkeypatch.setattr(FakeTensorMode, "__enter__", entered)
+    other, own = apart(fake), threading.current_thread()
+    assert other is not own
+    assert threads == ([own, other] if gpus is False else [other])
 
 
 def test_errors_are_the_callers():

@@ -20,6 +20,9 @@ def apart(function: Callable[..., R], *args: object) -> R:
     if torch.version.cuda is not None and not torch.cuda.is_available():
         # PyTorch built for CUDA, on a machine without a GPU: its stand-in for GPUs belongs to the
         # first thread that makes fake tensors, and whoever makes some once that has ended crashes.
-        torch._C._ensureCUDADeviceGuardSet()
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            pass
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()
