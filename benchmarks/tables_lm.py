@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from markdown_tables import Row, figure, measured, not_yet, picture, read, source, table
 
@@ -54,17 +54,23 @@ def steps_of(scale: str) -> list[Steps]:
     trained = [row for row in read("train_step.csv") if row["gpus"] != "1"]
     bare = [row for row in trained if row["path"] == "bare"]
     path = "bare" if "transformer" in at_2048(bare, scale, "recipe") else "trainer"
-    rows = [row for row in trained if row["path"] == path]
-    found = {row["gpus"]: (path, at_2048(rows, scale, "recipe")) for row in rows}
     plain = [row for row in scaled() if row["way"] == "plain" and not row["overrides"]]
-    for gpus in {row["gpus"] for row in plain}:
-        mine = at_2048([row for row in plain if row["gpus"] == gpus], scale, "recipe")
-        if "transformer" in mine:
-            found[gpus] = "`pararnn train`", mine
-    ordered = sorted(found.items(), key=lambda item: int(item[0]))
-    return [
-        (f"{gpus} GPU{'s' * (gpus != '1')}, {how}", mine) for gpus, (how, mine) in ordered if mine
-    ]
+    ways = {path: [row for row in trained if row["path"] == path], "`pararnn train`": plain}
+    found = {
+        gpus: (f"{gpus} GPU{'s' * (gpus != '1')}, {how}", mine)
+        for how, own in ways.items()
+        for gpus, mine in by_gpus(own, scale).items()
+        if "transformer" in mine  # or there is nothing to be beside
+    }
+    return [found[gpus] for gpus in sorted(found, key=int)]
+
+
+def by_gpus(rows: Sequence[Row], scale: str) -> dict[str, dict[str, Row]]:
+    """A scale's rows by the number of GPUs and by architecture."""
+    return {
+        gpus: at_2048((row for row in rows if row["gpus"] == gpus), scale, "recipe")
+        for gpus in {row["gpus"] for row in rows}
+    }
 
 
 def at_2048(rows: Iterable[Row], scale: str, name: str) -> dict[str, Row]:

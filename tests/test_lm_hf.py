@@ -25,7 +25,9 @@ from pararnn.lm.config import LMConfig  # noqa: E402
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM, ParaRNNModel  # noqa: E402
 
 LENGTHS = [19, 12, 2, 1]
-BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.08}  # as in test_lm_rows.py
+if torch.__version__ < "2.13":  # which rounds one logit of 1,632 to 0.082 from its own
+    BOUNDS[torch.bfloat16] = 0.1
 GENERATED = ["gru", "user's", "attention", "hybrid", "no convolution"]
 
 model_of = lru_cache(maxsize=None)(hugging)

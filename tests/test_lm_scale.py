@@ -14,7 +14,7 @@ import lm_lost
 import lm_scale
 import markdown_tables
 import tables
-from common import add_row, provenance, read_rows
+from common import add_row, provenance, read_rows, write_csv
 from step_profile import Kernel, breakdown, class_of, covered, kernels_of
 
 SMALL = ["--smoke", "--gpus", "1", "2", "--warmup", "2", "--steps", "4", "--every", "2"]
@@ -149,7 +149,13 @@ def test_from_cases_to_tables_and_picture(results, monkeypatch, capsys) -> None:
     assert profile[2].endswith(" | mamba2-1b, T = 32, 2 x GPU, checkpointing |")
     assert profile[4:] == ["| recurrence | 1.0 | 1.0 | 1.0 | 1.0 |", "| idle" + " | 0.0" * 4 + " |"]
     lm_scale.plot(results / lm_scale.FILE)
-    assert (results / "lm_scale.png").stat().st_size > 0
+    picture = results / "lm_scale.png"
+    assert picture.stat().st_size > 0
+    picture.unlink()
+    alone = results / "alone" / lm_scale.FILE
+    write_csv(alone, rows[:1])
+    lm_scale.plot(alone)  # a point is no curve
+    assert list(alone.parent.iterdir()) == [alone]
 
     def none(*args, **kwargs):
         raise AssertionError("measured again")

@@ -4,6 +4,7 @@ import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,19 @@ def test_generation_by_the_papers_protocol(results) -> None:
     assert lines[4] == "| model |  | 1 | 4 |"
 
 
+def test_longer_generations_come_before_more_of_the_short(monkeypatch) -> None:
+    model = mamba2.language_model(lm_step.smoke_cases()[0].config).eval()
+
+    def repeated(call: Any, number: int, repeat: int) -> list[float]:
+        return [float(call.args[0])] * repeat
+
+    monkeypatch.setattr(lm_generate.timeit, "timeit", lambda call, number: 1.0)
+    monkeypatch.setattr(lm_generate.timeit, "repeat", repeated)
+    for seconds, repeats in {9.0: [3, 1, 1], 7.0: [1, 1, 1], 4.0: [2, 1], 40.0: [5, 5, 5]}.items():
+        found = lm_generate.curve(model, "cache", (1, 2, 4), seconds)
+        assert [row["repeats"] for row in found] == repeats
+
+
 def test_generation_ends_with_its_seconds(capsys) -> None:
     model = mamba2.language_model(lm_step.smoke_cases()[0].config).eval()
     assert not list(lm_generate.curve(model, "cache", (10**9,), seconds=1.0))
@@ -166,13 +180,14 @@ def test_ratios_stand_beside_the_papers(results) -> None:
         {**training, "recipe": name, "path": path, "mean_ms": ms, **rates}
         for (name, path), ms in trained.items()
     ]
+    rows.append({**rows[1], "gpus": 4, "mean_ms": 1.0})  # without a Transformer beside it
     write_csv(results / "train_step.csv", rows)
     whole = {**provenance("cpu"), "way": "plain", "overrides": "", "note": "", **rates}
     cases = {("gru-7b", 1): 60.0, ("transformer-7b", 1): 120.0, ("lstm-7b", 4): 60.0}
     rows = [
-        {**whole, "recipe": name, "gpus": gpus, "T": length, "median_ms": ms * length / 2048}
+        {**whole, "recipe": name, "gpus": gpus, "T": length, "median_ms": ms}
         for (name, gpus), ms in cases.items()
-        for length in (2048, 16384)
+        for length, ms in ((2048, ms), (16384, 1000.0))
     ]
     write_csv(results / "lm_scale.csv", rows)
     lines = tables.FIGURES["lm_ratios"]().splitlines()[-8:]
