@@ -24,14 +24,52 @@ class LayerCache(Protocol):
         ...
 
 
+LEAST_ROOM = 256
+"""Tokens that a cache of keys has free places for, at least."""
+
+
+class Room:
+    """A tensor with free places behind its tokens (dim 2), so that most that follow copy none.
+
+    joined: the tensor. What is not this very object, as after a crop or in a copy of a cache that
+    went on elsewhere, has no room here.
+    """
+
+    def __init__(self, joined: Tensor, more: int) -> None:
+        length = joined.shape[2]
+        count = length + more + max(LEAST_ROOM, length // 8)
+        self.places = joined.new_empty((*joined.shape[:2], count, *joined.shape[3:]))
+        self.joined = self.places[:, :, :length].copy_(joined)
+
+    def has(self, before: Tensor, more: int) -> bool:
+        """Whether so many tokens may follow these here."""
+        writable = torch.is_inference_mode_enabled() or not self.places.is_inference()
+        return before is self.joined and writable and self.end(more) <= self.places.shape[2]
+
+    def end(self, more: int) -> int:
+        """How many tokens there are with so many more."""
+        return self.joined.shape[2] + more
+
+    def add(self, more: Tensor) -> Tensor:
+        """All tokens, these behind the others."""
+        start, end = self.joined.shape[2], self.end(more.shape[2])
+        self.places[:, :, start:end] = more
+        self.joined = self.places[:, :, :end]
+        return self.joined
+
+
 class PlainCache:
-    """A layer's cache as tensors: of a convolution, hidden states, keys and values."""
+    """A layer's cache as tensors: of a convolution, hidden states, keys and values.
+
+    Keys and values have room for more where nobody asks for gradients; a compiler plans its own.
+    """
 
     def __init__(self) -> None:
         self.inputs: Tensor | None = None
         self.states: Tensor | None = None
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.rooms: dict[str, Room] = {}
 
     def read(self) -> tuple[Tensor | None, Tensor | None]:
         """As in `LayerCache`."""
@@ -43,11 +81,21 @@ class PlainCache:
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """As in `LayerCache`."""
-        if self.keys is not None and self.values is not None:
-            keys = torch.cat([self.keys, keys], 2)
-            values = torch.cat([self.values, values], 2)
-        self.keys, self.values = keys, values
-        return keys, values
+        self.keys = self._behind("keys", self.keys, keys)
+        self.values = self._behind("values", self.values, values)
+        return self.keys, self.values
+
+    def _behind(self, name: str, before: Tensor | None, more: Tensor) -> Tensor:
+        """All of a name's tokens."""
+        if before is None:
+            return more
+        sizes = [(*part.shape[:2], *part.shape[3:], part.dtype) for part in (before, more)]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or sizes[0] != sizes[1]:
+            return torch.cat([before, more], 2)
+        room = self.rooms.get(name)
+        if room is None or not room.has(before, more.shape[2]):
+            room = self.rooms[name] = Room(before, more.shape[2])
+        return room.add(more)
 
 
 class CarriedCache:

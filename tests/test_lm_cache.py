@@ -1,0 +1,113 @@
+"""Keys and values of a cache: all that came, in their order, whoever else went on from them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from pararnn.lm.cache import LEAST_ROOM, PlainCache
+
+
+def tokens(count: int, rows: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, 3, count, 4, dtype=dtype)
+
+
+def extended(cache: PlainCache, parts: list[Tensor]) -> None:
+    """Each call gives all so far; values are keys' negatives."""
+    for number in range(len(parts)):
+        keys, values = cache.extend(parts[number], -parts[number])
+        expected = torch.cat(parts[: number + 1], 2)
+        assert torch.equal(keys, expected)
+        assert torch.equal(values, -expected)
+        assert cache.keys is keys
+        assert cache.values is values
+
+
+@pytest.mark.parametrize("first", [1, 5, 9 * LEAST_ROOM])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_all_tokens_are_there(first: int, gradients: bool) -> None:
+    with torch.set_grad_enabled(gradients):
+        extended(PlainCache(), [tokens(first), *(tokens(1) for _ in range(5)), tokens(700)])
+
+
+@torch.no_grad()
+def test_most_tokens_copy_no_others() -> None:
+    cache = PlainCache()
+    seen = set()
+    for _ in range(2 * LEAST_ROOM):
+        keys, _ = cache.extend(tokens(1), tokens(1))
+        seen.add(keys.data_ptr())
+    assert len(seen) <= 4
+    assert keys.shape[2] == 2 * LEAST_ROOM
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_of_a_cache_go_on_apart(copied: object) -> None:
+    start = [tokens(3), tokens(1)]
+    one = PlainCache()
+    extended(one, start)
+    other = copied(one)  # type: ignore[operator]
+    for _ in range(3):
+        ours, theirs = tokens(1), tokens(1)
+        one.extend(ours, ours)
+        other.extend(theirs, theirs)
+        start.append(theirs)
+    assert one.keys is not None
+    assert torch.equal(other.keys, torch.cat(start, 2))
+    assert not torch.equal(one.keys, other.keys)
+
+
+@torch.no_grad()
+def test_a_crop_and_a_choice_of_rows_go_on_from_there() -> None:
+    cache = PlainCache()
+    start = tokens(6)
+    extended(cache, [start[:, :, :5], start[:, :, 5:]])
+    before = cache.keys
+    assert before is not None
+    assert cache.values is not None
+    cache.keys, cache.values = before[:, :, :4], cache.values[:, :, :4]
+    more = tokens(1)
+    keys, _ = cache.extend(more, more)
+    assert torch.equal(keys, torch.cat([start[:, :, :4], more], 2))
+    assert torch.equal(before, start)
+    cache.keys, cache.values = keys[:1], cache.values[:1]
+    keys, _ = cache.extend(more[:1], more[:1])
+    assert torch.equal(keys, torch.cat([start[:1, :, :4], more[:1], more[:1]], 2))
+
+
+@torch.no_grad()
+def test_rows_and_dtypes_are_not_changed_silently() -> None:
+    cache = PlainCache()
+    half = tokens(1, dtype=torch.bfloat16)
+    cache.extend(half, half)
+    cache.extend(half, half)
+    more = tokens(1)
+    assert torch.equal(cache.extend(more, more)[0], torch.cat([half, half, more], 2))
+    with pytest.raises(RuntimeError, match="match"):
+        cache.extend(tokens(1, rows=1), tokens(1, rows=1))
+
+
+def test_gradients_reach_all_that_was_joined() -> None:
+    parts = [tokens(2).requires_grad_() for _ in range(3)]
+    cache = PlainCache()
+    for part in parts:
+        keys, values = cache.extend(part, 2 * part)
+    (keys.sum() + values.sum()).backward()
+    for part in parts:
+        assert part.grad is not None
+        assert bool((part.grad == 3).all())
+
+
+def test_what_inference_left_goes_on_outside() -> None:
+    cache = PlainCache()
+    parts = [tokens(1) for _ in range(5)]
+    with torch.inference_mode():
+        extended(cache, parts[:3])
+    with torch.no_grad():
+        cache.extend(parts[3], parts[3])
+        keys, _ = cache.extend(parts[4], parts[4])
+    assert torch.equal(keys, torch.cat(parts, 2))
