@@ -102,6 +102,20 @@ def test_gradients_reach_all_that_was_joined() -> None:
         assert bool((part.grad == 3).all())
 
 
+def test_gradients_of_what_was_read_before_more_came() -> None:
+    """As attention's are, which keeps the keys of each call for its backward pass."""
+    parts = [tokens(2).requires_grad_() for _ in range(3)]
+    cache = PlainCache()
+    losses = []
+    for part in parts:
+        keys, values = cache.extend(part, 2 * part)
+        losses.append((keys * values).sum())
+    torch.stack(losses).sum().backward()
+    for calls, part in zip((3, 2, 1), parts, strict=True):
+        assert part.grad is not None
+        torch.testing.assert_close(part.grad, 4 * calls * part.detach())
+
+
 def test_what_inference_left_goes_on_outside() -> None:
     cache = PlainCache()
     parts = [tokens(1) for _ in range(5)]
