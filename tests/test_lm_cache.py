@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pararnn.lm import LanguageModel, LMConfig, sample
 from pararnn.lm.cache import LEAST_ROOM, PlainCache
 
 
@@ -125,3 +130,63 @@ def test_what_inference_left_goes_on_outside() -> None:
         cache.extend(parts[3], parts[3])
         keys, _ = cache.extend(parts[4], parts[4])
     assert torch.equal(keys, torch.cat(parts, 2))
+
+
+MIXERS = {"attention": ("attention", "attention"), "hybrid": ("rnn", "attention")}
+
+
+def attended(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[LanguageModel, list[bool]]:
+    """A model, and for each attention that it computes whether cuDNN's is allowed."""
+    allowed: list[bool] = []
+    attend = F.scaled_dot_product_attention
+
+    def record(*args: Any, **how: Any) -> Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    config = LMConfig(32, 2, 61, num_attention_heads=2, mixers=MIXERS[kind])
+    return LanguageModel(config), allowed
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_lengths_that_a_cache_meets_are_not_planned_for(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model, allowed = attended(monkeypatch, kind)
+    row = torch.randint(61, (1, 9))
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
+        sample(model, row, 4)
+        assert not any(allowed)
+        assert len(allowed) == 4 * MIXERS[kind].count("attention")
+        allowed.clear()
+        model(row)  # one length, which trainings repeat
+        model(row, model.new_cache())  # gradients are asked for
+        with torch.no_grad():
+            model(row)
+        assert all(allowed)
+        assert allowed
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_who_allows_one_kernel_gets_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, allowed = attended(monkeypatch, "attention")
+    row = torch.randint(61, (1, 9))
+    with sdpa_kernel(SDPBackend.MATH):
+        sample(model, row, 1)
+        assert not any(allowed)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    allowed.clear()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), contextlib.suppress(RuntimeError):
+        sample(model, row, 1)  # without a GPU there is no such kernel
+    assert all(allowed)
+    assert allowed
+
+
+def test_an_error_leaves_the_choice_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = attended(monkeypatch, "attention")
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
+        with pytest.raises(TypeError):
+            sample(model, torch.randint(61, (1, 9)), 1)
+        assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pararnn.lm import LanguageModel, LMConfig
+from pararnn.lm import LanguageModel, LMConfig, sample
 
 KINDS = {
     "gru": {"cell": "gru"},
@@ -52,6 +52,16 @@ def test_all_ways_agree(kind, dtype):
         wanted = whole[row, :length]
         assert (left[row, 300 - length :] - wanted).abs().max() < limit
         assert (row_of[borders[row] : borders[row + 1]] - wanted).abs().max() < limit
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_new_lengths_of_a_cache_make_no_plans(kind):
+    model = make(kind, torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        sample(model, tokens(1, 7), 5, temperature=0)
+    names = {event.name for event in seen.events() if "attention" in event.name}
+    assert names
+    assert not [name for name in names if "cudnn" in name]
 
 
 @pytest.mark.parametrize("steps", [2048, 16_384])

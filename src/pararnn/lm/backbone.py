@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from pararnn.lm.cache import CarriedCache, LayerCache
 from pararnn.lm.config import LMConfig
-from pararnn.lm.mixers import input_draw, make_mixer, make_norm, output_draw, rotary_tables
+from pararnn.lm.mixers import (
+    input_draw,
+    make_mixer,
+    make_norm,
+    output_draw,
+    rotary_tables,
+    without_plans,
+)
 from pararnn.lm.recompute import keeping_products
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
@@ -123,15 +131,18 @@ class Backbone(nn.Module):
             size = self.config.hidden_size // self.config.num_attention_heads
             cos, sin = rotary_tables(rows.positions, size, self.config.rope_theta)
             rows = rows._replace(rotary=(cos.to(x.dtype), sin.to(x.dtype)))
-        for index, block in enumerate(self.blocks):
-            if seen is not None:
-                seen(x)
-            own = None if cache is None else cache[index]
-            again = own is None or isinstance(own, CarriedCache)
-            if self.gradient_checkpointing and self.training and again:
-                x = self._gradient_checkpointing_func(block.__call__, x, rows, own)
-            else:
-                x = block(x, rows, own)
+        growing = cache is not None and self.needs_positions and not torch.is_grad_enabled()
+        growing = growing and not torch.compiler.is_compiling()
+        with without_plans() if growing else nullcontext():
+            for index, block in enumerate(self.blocks):
+                if seen is not None:
+                    seen(x)
+                own = None if cache is None else cache[index]
+                again = own is None or isinstance(own, CarriedCache)
+                if self.gradient_checkpointing and self.training and again:
+                    x = self._gradient_checkpointing_func(block.__call__, x, rows, own)
+                else:
+                    x = block(x, rows, own)
         return self.norm(x)
 
     def draws(self) -> Iterator[tuple[nn.Module, str, Draw]]:

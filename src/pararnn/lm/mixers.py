@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -181,6 +182,27 @@ class Attention(Mixer):
         inputs = {f"{name}_proj.weight": input_draw(width) for name in "qkv"}
         ones = {f"{name}.weight": Draw("constant", mean=1) for name in norms}
         return inputs | ones | {"out_proj.weight": output_draw(width, layer)}
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """Attention by kernels that take any length: PyTorch's others, where it would take cuDNN's.
+
+    For keys of a length that it has not met, cuDNN plans a kernel first: some 35 ms on an H200,
+    where a token of the paper's 1B Transformer takes 11. A cache's keys have another length at
+    every call. Nothing changes where the caller allows cuDNN alone. As with PyTorch's own switches,
+    threads share the choice.
+    """
+    cuda = torch.backends.cuda
+    others = cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled
+    if not cuda.cudnn_sdp_enabled() or not any(enabled() for enabled in others):
+        yield
+        return
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(True)
 
 
 def make_norm(config: LMConfig, **factory: Any) -> nn.Module:
