@@ -154,18 +154,19 @@ def step_time() -> Claim:
 
 
 def step_time_7b() -> Claim:
-    rows = read("train_step.csv")
-    mine, other = (
-        one(rows, recipe=f"{name}-7b", path="trainer", gpus=2) for name in ("gru", "transformer")
+    rows = read("lm_scale.csv")
+    two = {"gpus": 2, "rows_a_gpu": 8, "T": 2048, "way": "plain", "overrides": ""}
+    gru, lstm, other = (
+        one(rows, recipe=f"{name}-7b", **two) for name in ("gru", "lstm", "transformer")
     )
-    ratio = float(mine["mean_ms"]) / float(other["mean_ms"])
+    ratios = [float(row["median_ms"]) / float(other["median_ms"]) for row in (gru, lstm)]
     return (
         "7B models train in parallel over the sequence (Table 3)",
         "GRU 1.18, LSTM 1.38 times the Transformer's step, 8 GPUs",
-        f"GRU {ratio:.2f} on 2 H200s, {int(mine['tokens_per_s']):,} tokens/s, MFU "
-        f"{mine['mfu_percent']}%",
+        f"GRU {ratios[0]:.2f}, LSTM {ratios[1]:.2f} on 2 H200s; GRU "
+        f"{int(gru['tokens_per_s']):,} tokens/s, MFU {gru['mfu_percent']}%",
         "exceeded for the step; no such model has been trained here",
-        "`torchrun --nproc-per-node=2 benchmarks/train_step.py gru-7b --rows 4`",
+        "`python benchmarks/lm_scale.py --gpus 2 --sections sizes --scales 7b --lengths 2048`",
     )
 
 
