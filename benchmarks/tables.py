@@ -27,7 +27,7 @@ from tables_cuda import (
     trained,
 )
 from tables_learn import learn, learn_layers
-from tables_lm import lm_context, lm_decode, lm_generate, lm_ratios, lm_step
+from tables_lm import lm_context, lm_decode, lm_first_text, lm_generate, lm_ratios, lm_step
 from tables_scale import lm_lost, lm_scale, lm_scale_memory, lm_scale_profile, lm_scaling
 from tables_training import lengths, recall, remarks, tasks, train_step, words
 
@@ -241,6 +241,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "lm_ratios": lm_ratios,
     "lm_context": lm_context,
     "lm_generate": lm_generate,
+    "lm_first_text": lm_first_text,
     "lm_decode": lm_decode,
     "train_step": train_step,
     "lm_scale": lm_scale,

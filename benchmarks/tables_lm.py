@@ -212,3 +212,15 @@ def rate(row: Row) -> str:
     """A cell of `lm_generate`."""
     few = "" if row["repeats"] == "5" else f" ({row['repeats']})"
     return f"{float(row['tokens_per_s']):.1f}{few}"
+
+
+def lm_first_text() -> str:
+    """A token's time while every length is new, by the kernels that attention may take."""
+    name = "lm_first_text.csv"
+    if not measured(name):
+        return not_yet("benchmarks/lm_first_text.py")
+    rows = read(name)
+    keys = ("model", "kernels", "text", "tokens", "median_ms", "max_ms")
+    head = ["model", "attention's kernels", "text", "tokens", "ms a token", "most"]
+    body = [[row[key] for key in keys] for row in rows]
+    return f"Medians in ms {source(rows, name, several=True)}:\n\n{table(head, body)}"

@@ -1,5 +1,6 @@
 """The benchmarks of language models: what they measure, and what follows from times."""
 
+import itertools
 import sys
 import weakref
 from dataclasses import replace
@@ -13,12 +14,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import lm_context
 import lm_decode
+import lm_first_text
 import lm_generate
 import lm_step
 import mamba2
 import markdown_tables
 import tables
 from common import add_row, provenance, read_rows, write_csv
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+CHOICES_AND_TEXTS = list(itertools.product(lm_first_text.CHOICES, (1, 2)))
 
 
 def test_language_models_have_steps(tmp_path, monkeypatch) -> None:
@@ -77,7 +82,7 @@ def test_caches_say_what_they_hold() -> None:
 
 def test_tables_say_what_is_not_measured(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    for name in ("lm_step", "lm_decode", "lm_context", "lm_generate"):
+    for name in ("lm_step", "lm_decode", "lm_context", "lm_generate", "lm_first_text"):
         assert tables.FIGURES[name]() == f"Not measured yet: `benchmarks/{name}.py`."
 
 
@@ -136,6 +141,28 @@ def test_generation_by_the_papers_protocol(results) -> None:
     assert path.with_suffix(".png").stat().st_size > 0
     lines = tables.FIGURES["lm_generate"]().splitlines()
     assert lines[4] == "| model |  | 1 | 4 |"
+
+
+def test_first_texts_by_the_kernels_that_attention_may_take(results, monkeypatch) -> None:
+    allowed, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def record(*args, **how):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    case = lm_step.smoke_cases()[1]
+    model, rows = mamba2.language_model(case.config).eval(), []
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
+        for row in lm_first_text.rows(model, 3):
+            rows.append({**provenance("cpu"), "model": case.name, **row})
+            assert set(allowed) == {row["kernels"] == "PyTorch's"}
+            allowed.clear()
+    assert all(0 < row["median_ms"] <= row["max_ms"] for row in rows)
+    write_csv(results / "lm_first_text.csv", rows)
+    lines = tables.FIGURES["lm_first_text"]().splitlines()[-4:]
+    names = [f"| transformer-tiny | {name} | {text} | 3 | " for name, text in CHOICES_AND_TEXTS]
+    assert [line.startswith(name) for line, name in zip(lines, names, strict=True)] == [True] * 4
 
 
 def test_longer_generations_come_before_more_of_the_short(monkeypatch) -> None:

@@ -1,0 +1,86 @@
+"""What a first text costs: ms of each token while a cache meets every length for the first time.
+
+The paper's 1B Transformer, called eagerly in bfloat16, a row of one sequence, the likeliest token
+each time; the GPU ends a token before the next one begins. Two texts of each choice of attention's
+kernels: "any length", as the library chooses with a cache, and "PyTorch's", its own choice, which
+on Hopper is cuDNN's. Puts its rows into results/lm_first_text.csv.
+
+    python benchmarks/lm_first_text.py [--tokens 700] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lm_command import Record, chosen, device_of, parser_of
+from lm_step import smoke_cases
+from mamba2 import language_model
+
+from pararnn.lm import LanguageModel, preset
+
+FILE = "lm_first_text.csv"
+KEYS = ("device", "model", "kernels", "text", "tokens")
+"""What tells cases apart."""
+CHOICES = ("any length", "PyTorch's")
+
+
+def choice(name: str) -> AbstractContextManager[Any]:
+    """The library as it is, or without its choice of kernels."""
+    own = patch("pararnn.lm.backbone.without_plans", nullcontext)
+    return nullcontext() if name == CHOICES[0] else own
+
+
+@torch.no_grad()
+def token_times(model: LanguageModel, count: int) -> Iterator[float]:
+    """ms of each of so many tokens."""
+    device = model.lm_head.weight.device
+    tokens, cache = torch.zeros(1, 1, dtype=torch.long, device=device), model.new_cache()
+    for _ in range(count):
+        begin = time.perf_counter()
+        tokens = model.lm_head(model.hidden(tokens, cache)[:, -1]).argmax(-1, keepdim=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        yield (time.perf_counter() - begin) * 1e3
+
+
+def rows(model: LanguageModel, count: int) -> Iterator[dict[str, Any]]:
+    """Two texts of each choice; a few tokens before the first are not timed, as kernels load."""
+    for name in CHOICES:
+        with choice(name):
+            list(token_times(model, 4))
+            for text in (1, 2):
+                times = list(token_times(model, count))
+                yield {
+                    "kernels": name,
+                    "text": text,
+                    "tokens": count,
+                    "seconds": round(sum(times) / 1e3, 2),
+                    "median_ms": round(median(times), 2),
+                    "max_ms": round(max(times), 1),
+                }
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--tokens", type=int, default=700, help="of each text")
+    args = parser.parse_args()
+    known = [preset("transformer", "1B")]
+    every = [(each.name, each.model) for each in known]
+    tiny = [(c.name, c.config) for c in smoke_cases() if c.name.startswith("transformer")]
+    record = Record(args, FILE, KEYS)
+    for name, config in chosen(parser, args, tiny[:1] if args.smoke else every, lambda c: c[0]):
+        torch.manual_seed(0)
+        model = language_model(config, device=device_of(args), dtype=torch.bfloat16).eval()
+        for row in rows(model, args.tokens):
+            record.put({"model": name, **row})
+    record.end()
+
+
+if __name__ == "__main__":
+    main()
