@@ -25,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.lm import LanguageModel, Mixer, recompute
+from pararnn.lm import LanguageModel, Mixer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import input_draw, output_draw
+from pararnn.lm.recompute import PRODUCTS, PRODUCTS_BY_HEADS, keeping
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
 from pararnn.tasks.mamba2 import scan
@@ -123,8 +124,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 ssd.register_autograd(_backward, setup_context=_remember)
-# Of a block's operations compiled code keeps this one's result, as it keeps that of our solves.
-recompute.KEPT = (*recompute.KEPT, torch.ops.pararnn_peers.ssd.default)
+SOLVES = (torch.ops.pararnn_peers.ssd.default,)
 
 
 def recurrence(
@@ -196,6 +196,8 @@ class Mamba2Mixer(Mixer):
 
     Then `recurrence`, and V norm(y silu(z)). With a cache it reads one token at a time.
     """
+
+    kept = (*PRODUCTS, *PRODUCTS_BY_HEADS, *SOLVES)
 
     def __init__(self, sizes: Sizes, **factory: Any) -> None:
         super().__init__()
@@ -307,7 +309,7 @@ class Mamba2Block(nn.Module):
         """As `pararnn.lm.backbone.Block.forward`."""
         if cache is not None:
             return x + self._mixed(x, rows, cache)
-        return x + recompute.keeping_products(self._mixed, x, rows)
+        return x + keeping(self.mixer.kept, self._mixed, x, rows)
 
     def _mixed(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         return self.mixer(self.mixer_norm(x), rows, cache)

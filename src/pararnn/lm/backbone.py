@@ -22,7 +22,7 @@ from pararnn.lm.mixers import (
     rotary_tables,
     without_plans,
 )
-from pararnn.lm.recompute import keeping_products
+from pararnn.lm.recompute import keeping
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
 
@@ -59,10 +59,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """See the class; `rows` and `cache` as in `Mixer.forward`."""
-        if self.mixer.keeps_products and cache is None:
-            mixed = keeping_products(self._mixed, x, rows)
-        elif self.mixer.keeps_products and isinstance(cache, CarriedCache):
-            mixed, *after = keeping_products(self._going_on, x, rows, *cache.read())
+        if self.mixer.kept and cache is None:
+            mixed = keeping(self.mixer.kept, self._mixed, x, rows)
+        elif self.mixer.kept and isinstance(cache, CarriedCache):
+            mixed, *after = keeping(self.mixer.kept, self._going_on, x, rows, *cache.read())
             cache.after = tuple(after)
         else:
             mixed = self._mixed(x, rows, cache)

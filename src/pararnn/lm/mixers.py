@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from pararnn.cells import CELLS
 from pararnn.cells.find import find_cell
@@ -17,6 +18,7 @@ from pararnn.layers import RecurrentLayer
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.conv import CausalConv
+from pararnn.lm.recompute import PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
 
@@ -26,13 +28,13 @@ class Mixer(nn.Module):
 
     `scales_residual` says whether its block multiplies the residual by learnable factors, one a
     channel. `needs_positions` says whether it reads `Rows.rotary` and `Rows.attend`.
-    `keeps_products` says whether compiled code keeps no more than matrix products and solves of it
-    for the backward pass, see `pararnn.lm.recompute`.
+    `kept` names the operations whose results compiled code keeps of it for the backward pass, none
+    else, see `pararnn.lm.recompute`; without any it is the compiler's choice.
     """
 
     scales_residual: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False
-    keeps_products: bool = False
+    kept: tuple[OpOverload, ...] = ()
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """The rows' tokens, each mixed with those before it; `cache` holds earlier ones."""
@@ -82,7 +84,8 @@ class RNNMixer(Mixer):
             **factory,
             **config.cell_config,
         )
-        self.keeps_products = not config.recompute_gates  # which keeps less in a way of its own
+        gates = () if config.recompute_gates else PRODUCTS_BY_HEADS
+        self.kept = (*PRODUCTS, *gates, *SOLVES)
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
             # What is per channel stays float32, as solvers read it (the numerics contract).
