@@ -54,6 +54,8 @@ class Case(NamedTuple):
 class FixedCache(PlainCache):
     """A cache whose tensors stay where they are, as CUDA graphs need it; keys are random."""
 
+    grows = False
+
     def __init__(self, mixer: Any, batch: int, context: int) -> None:
         super().__init__()
         if isinstance(mixer, Attention):

@@ -169,6 +169,16 @@ def test_lengths_that_a_cache_meets_are_not_planned_for(
         assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+def test_a_cache_of_a_fixed_length_keeps_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's kernels read many rows' keys in less time, and are planned once."""
+    model, allowed = attended(monkeypatch, "attention")
+    monkeypatch.setattr(PlainCache, "grows", False)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
+        sample(model, torch.randint(61, (1, 9)), 2)
+    assert all(allowed)
+    assert allowed
+
+
 def test_who_allows_one_kernel_gets_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model, allowed = attended(monkeypatch, "attention")
     row = torch.randint(61, (1, 9))

@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 from pararnn.errors import CellError  # noqa: E402
 from pararnn.lm.config import LMConfig  # noqa: E402
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM, ParaRNNModel  # noqa: E402
+from pararnn.lm.hf.cache import LayerView  # noqa: E402
 
 LENGTHS = [19, 12, 2, 1]
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.08}  # as in test_lm_rows.py
@@ -351,6 +352,14 @@ def test_padding_on_the_right_is_moved_or_raises(kind):
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=16)):
         with pytest.raises(ValueError, match="padded on the right"):
             generate(model, right, attention_mask=mask, past_key_values=cache)
+
+
+def test_static_caches_do_not_grow():
+    """For keys of a fixed length attention may take kernels that are planned for it."""
+    model = model_of("hybrid")
+    attention = model.config.layer_types.index("full_attention")
+    caches = DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=16)
+    assert [LayerView(cache.layers[attention]).grows for cache in caches] == [True, False]
 
 
 def test_masks_of_another_size_raise():

@@ -131,9 +131,8 @@ class Backbone(nn.Module):
             size = self.config.hidden_size // self.config.num_attention_heads
             cos, sin = rotary_tables(rows.positions, size, self.config.rope_theta)
             rows = rows._replace(rotary=(cos.to(x.dtype), sin.to(x.dtype)))
-        growing = cache is not None and self.needs_positions and not torch.is_grad_enabled()
-        growing = growing and not torch.compiler.is_compiling()
-        with without_plans() if growing else nullcontext():
+        eager = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        with without_plans() if eager and self._keys_grow(cache) else nullcontext():
             for index, block in enumerate(self.blocks):
                 if seen is not None:
                     seen(x)
@@ -144,6 +143,13 @@ class Backbone(nn.Module):
                 else:
                     x = block(x, rows, own)
         return self.norm(x)
+
+    def _keys_grow(self, cache: Sequence[LayerCache] | None) -> bool:
+        """Whether attention has keys of another length at every call."""
+        if cache is None:
+            return False
+        needs = [block.mixer.needs_positions for block in self.blocks]
+        return any(needed and cache[index].grows for index, needed in enumerate(needs))
 
     def draws(self) -> Iterator[tuple[nn.Module, str, Draw]]:
         """How each parameter starts; as `Block.draws`."""

@@ -11,6 +11,11 @@ from torch import Tensor
 class LayerCache(Protocol):
     """What mixers need of a layer's cache: Hugging Face's caches are wrapped into this too."""
 
+    @property
+    def grows(self) -> bool:
+        """Whether its keys have another length after every `extend`."""
+        ...
+
     def read(self) -> tuple[Tensor | None, Tensor | None]:
         """Inputs of the convolution (B, d, K - 1) and hidden states (B, N, D); None before any."""
         ...
@@ -64,6 +69,8 @@ class PlainCache:
     Keys and values have room for more where nobody asks for gradients; a compiler plans its own.
     """
 
+    grows = True
+
     def __init__(self) -> None:
         self.inputs: Tensor | None = None
         self.states: Tensor | None = None
@@ -104,6 +111,8 @@ class CarriedCache:
     What is read stays and what is kept stands beside it, so that a block may run again in the
     backward pass; what is kept is detached, and holds no memory of its step.
     """
+
+    grows = False
 
     def __init__(self, inputs: Tensor | None = None, states: Tensor | None = None) -> None:
         self.before = inputs, states

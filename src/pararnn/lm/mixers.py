@@ -192,9 +192,9 @@ def without_plans() -> Iterator[None]:
     """Attention by kernels that take any length: PyTorch's others, where it would take cuDNN's.
 
     For keys of a length that it has not met, cuDNN plans a kernel first: some 35 ms on an H200,
-    where a token of the paper's 1B Transformer takes 11. A cache's keys have another length at
-    every call. Nothing changes where the caller allows cuDNN alone. As with PyTorch's own switches,
-    threads share the choice.
+    where a token of the paper's 1B Transformer takes 11. A growing cache's keys have another length
+    at every call; for one of a fixed length cuDNN's are the faster ones, and stay. Nothing changes
+    where the caller allows cuDNN alone. As with PyTorch's own switches, threads share the choice.
     """
     cuda = torch.backends.cuda
     others = cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled

@@ -21,6 +21,11 @@ class LayerView:
     def __init__(self, layer: Any) -> None:
         self.layer = layer
 
+    @property
+    def grows(self) -> bool:
+        """As in `LayerCache`: a static layer gives all its places, and attention gets a mask."""
+        return not isinstance(self.layer, StaticLayer)
+
     def read(self) -> tuple[Tensor | None, Tensor | None]:
         """As in `LayerCache`."""
         if not self.layer.has_previous_state[0]:
