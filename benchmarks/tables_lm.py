@@ -176,10 +176,12 @@ def lm_decode() -> str:
         }
         times = (figure(mine[way], "median_ms") if way in mine else "" for way in ways)
         weights = figure(next(iter(mine.values())), "weights_ms")
-        largest = (
-            max((float(r[key]) for r in mine.values() if r[key]), default=0) for key in known
+        sizes_of = ([float(row[key]) for row in mine.values() if row[key]] for key in known)
+        largest = (max(found, default=None) for found in sizes_of)
+        memory = (
+            "" if size is None else f"{size:,.3g}" if size < 1e3 else f"{size:,.0f}"
+            for size in largest
         )
-        memory = (f"{size:,.3g}" if size < 1e3 else f"{size:,.0f}" for size in largest)
         body.append([model, f"{int(context):,}", batch, *times, weights, *memory])
     head = ["model", "context", "B", *ways, "weights read", *(sizes[key] for key in known)]
     text = f"Medians in ms {source(rows, 'lm_decode.csv', several=True)}:"
