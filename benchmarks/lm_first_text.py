@@ -70,8 +70,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=700, help="of each text")
     args = parser.parse_args()
-    known = [preset("transformer", "1B")]
-    every = [(each.name, each.model) for each in known]
+    paper = preset("transformer", "1B")
+    every = [(paper.name, paper.model)]
     tiny = [(c.name, c.config) for c in smoke_cases() if c.name.startswith("transformer")]
     record = Record(args, FILE, KEYS)
     for name, config in chosen(parser, args, tiny[:1] if args.smoke else every, lambda c: c[0]):

@@ -93,3 +93,16 @@ def hugging(kind: str, dtype: torch.dtype = torch.float32, **more):
     values["lm_head.weight"] = values.pop("model.lm_head.weight")
     theirs.load_state_dict(values)
     return theirs.eval()
+
+
+def cudnn_allowed(monkeypatch) -> list[bool]:
+    """A list that gets, for each attention computed, whether cuDNN may take it."""
+    allowed = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def record(*args, **how):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    return allowed

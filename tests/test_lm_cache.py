@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lm_kinds import cudnn_allowed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -137,16 +137,8 @@ MIXERS = {"attention": ("attention", "attention"), "hybrid": ("rnn", "attention"
 
 def attended(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[LanguageModel, list[bool]]:
     """A model, and for each attention that it computes whether cuDNN's is allowed."""
-    allowed: list[bool] = []
-    attend = F.scaled_dot_product_attention
-
-    def record(*args: Any, **how: Any) -> Tensor:
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attend(*args, **how)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     config = LMConfig(32, 2, 61, num_attention_heads=2, mixers=MIXERS[kind])
-    return LanguageModel(config), allowed
+    return LanguageModel(config), cudnn_allowed(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", MIXERS)

@@ -21,6 +21,7 @@ import mamba2
 import markdown_tables
 import tables
 from common import add_row, provenance, read_rows, write_csv
+from lm_kinds import cudnn_allowed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CHOICES_AND_TEXTS = list(itertools.product(lm_first_text.CHOICES, (1, 2)))
@@ -144,13 +145,7 @@ def test_generation_by_the_papers_protocol(results) -> None:
 
 
 def test_first_texts_by_the_kernels_that_attention_may_take(results, monkeypatch) -> None:
-    allowed, attend = [], torch.nn.functional.scaled_dot_product_attention
-
-    def record(*args, **how):
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attend(*args, **how)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    allowed = cudnn_allowed(monkeypatch)
     case = lm_step.smoke_cases()[1]
     model, rows = mamba2.language_model(case.config).eval(), []
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):

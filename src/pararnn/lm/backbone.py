@@ -146,10 +146,10 @@ class Backbone(nn.Module):
 
     def _keys_grow(self, cache: Sequence[LayerCache] | None) -> bool:
         """Whether attention has keys of another length at every call."""
-        if cache is None:
-            return False
-        needs = [block.mixer.needs_positions for block in self.blocks]
-        return any(needed and cache[index].grows for index, needed in enumerate(needs))
+        return cache is not None and any(
+            block.mixer.needs_positions and cache[index].grows
+            for index, block in enumerate(self.blocks)
+        )
 
     def draws(self) -> Iterator[tuple[nn.Module, str, Draw]]:
         """How each parameter starts; as `Block.draws`."""
