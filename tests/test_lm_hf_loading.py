@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E4
 
 from pararnn.errors import CellError  # noqa: E402
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM, ParaRNNModel  # noqa: E402
+from pararnn.lm.hf.cache import NAME  # noqa: E402
 
 ROW = tokens(2, 9)
 SAVED = ["user's", "hybrid", "tied"]
@@ -178,3 +179,19 @@ def test_linear_layers_may_be_int8():
         row = narrow.generate(ROW, max_new_tokens=4, do_sample=False)
         again = narrow.generate(ROW, max_new_tokens=4, do_sample=False, use_cache=False)
         assert row.shape == again.shape == (2, 13)
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+@torch.no_grad()
+def test_caches_go_by_either_name(kind):
+    model = hugging(kind).eval()
+    for part in (model, model.model):
+        whole = part(ROW, use_cache=False)[0]
+        for name in ("cache", "past_key_values"):
+            first = part(ROW[:, :5])
+            second = part(ROW[:, 5:], **{name: getattr(first, NAME)})
+            assert (torch.cat([first[0], second[0]], 1) - whole).abs().max() < 1e-5
+            assert getattr(second, NAME).get_seq_length() == ROW.shape[1]
+        both = dict.fromkeys(("cache", "past_key_values"), getattr(first, NAME))
+        with pytest.raises(ValueError, match="two names of one argument"):
+            part(ROW[:, 5:], **both)

@@ -194,7 +194,7 @@ def test_what_does_not_carry_raises(tmp_path):
     with pytest.raises(RuntimeError, match="keys of attention would grow"):
         model(tokens(1, 4), carried=carried_by(model))
     model = hugging("gru")
-    with pytest.raises(ValueError, match="give no past_key_values"):
+    with pytest.raises(ValueError, match="give no cache"):
         model(tokens(1, 4), carried=carried_by(model), attention_mask=torch.ones(1, 4))
 
 

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pararnn.errors import EvaluationError
 from pararnn.lm.hf import ParaRNNForCausalLM
+from pararnn.lm.hf.cache import NAME
 from pararnn.lm.loss import CHUNK_LOGITS, IGNORED
 
 LENGTH = 2048
@@ -149,8 +150,8 @@ def _read(
     """What a model makes of tokens, how logits come of it, and the cache that they leave."""
     if not isinstance(model, ParaRNNForCausalLM):  # whose head may do more than a product
         return model(ids, use_cache=False).logits, lambda logits: logits, None
-    out = model.model(ids, past_key_values=cache, use_cache=carries)
-    return out.last_hidden_state, model.lm_head, out.past_key_values
+    out = model.model(ids, cache=cache, use_cache=carries)
+    return out.last_hidden_state, model.lm_head, getattr(out, NAME)
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,20 @@ from transformers.cache_utils import (
     StaticCache,
     StaticLayer,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+NAMES = ("cache", "past_key_values")
+"""How transformers calls a cache: since 5.24, and before."""
+
+NAME = next(each.name for each in fields(BaseModelOutputWithPast) if each.name in NAMES)
+"""How the installed one does."""
+
+
+def either(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """The cache that was given by one of its names; ValueError for both."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values are two names of one argument: give one")
+    return past_key_values if cache is None else cache
 
 
 class LayerView:

@@ -28,7 +28,7 @@ class ParaRNNConfig(PretrainedConfig):
     """
 
     model_type = "pararnn"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(
         self,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.lm.hf.cache import NAMES
+
 
 def documents_restart(position_ids: Tensor, attention_mask: Any, cached: bool) -> bool:
     """Whether positions go back to 0 within a row, which is how packed documents are said.
@@ -78,7 +80,7 @@ def left_aligned(
 ) -> tuple[Tensor | None, dict[str, Any]]:
     """`generate`'s prompts with their padding on the left; those after a cache as they are."""
     mask = kwargs.get("attention_mask")
-    if mask is None or mask.ndim != 2 or kwargs.get("past_key_values") is not None:
+    if mask is None or mask.ndim != 2 or any(kwargs.get(name) is not None for name in NAMES):
         return inputs, kwargs
     if bool(mask[:, -1].all()):
         return inputs, kwargs

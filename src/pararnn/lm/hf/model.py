@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import CarriedCache, LayerCache
-from pararnn.lm.hf.cache import LayerView, count, counted
+from pararnn.lm.hf.cache import NAME, NAMES, LayerView, count, counted, either
 from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding, padding
 from pararnn.lm.loss import Head, logits_loss
@@ -33,7 +33,7 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = list(NAMES)
     _supports_sdpa = True
     _can_compile_fullgraph = True
     # A recurrent state cannot go back: assisted generation would silently differ from greedy.
@@ -99,6 +99,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         carried: Sequence[CarriedCache] | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states (B, T, hidden_size) after the last norm.
@@ -108,13 +109,14 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             attention_mask: (B, tokens in the cache + T), 0 at padding, which is on one side; on the
                 left where a cache is used. What `generate` makes for static caches is taken too.
             position_ids: (B or 1, T); without a cache documents begin where they are 0.
-            past_key_values: a transformers cache to go on from; DynamicCache(config=config).
+            cache, past_key_values: a transformers cache to go on from, by the name that it has
+                since transformers 5.24 or by that before; DynamicCache(config=config).
             use_cache: whether to return a cache; None is the config's, but never in training, nor
                 for packed documents.
             cu_seq_lens_q, seq_idx: documents packed into rows, as DataCollatorWithFlattening says
                 it.
             carried: a cache a layer, for rows in training that go on where those of an earlier step
-                ended; packed documents may be within them. Not with past_key_values.
+                ended; packed documents may be within them. Not with a cache.
 
         Raises ValueError for packed documents with a cache, for padding on the right of rows that a
         cache is to go on from, and for a cache or a mask beside carried states.
@@ -123,25 +125,25 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, steps = x.shape[:2]
+        cache = either(cache, past_key_values)
         packed = cu_seq_lens_q is not None or seq_idx is not None
         if carried is not None:
-            if past_key_values is not None or use_cache or attention_mask is not None:
+            if cache is not None or use_cache or attention_mask is not None:
                 raise ValueError(
-                    "carried states go on from whole rows: give no past_key_values, use_cache or "
+                    "carried states go on from whole rows: give no cache, use_cache or "
                     "attention_mask"
                 )
             # A document may begin at a row's first token, which only its position says.
             packed, use_cache = packed or position_ids is not None, False
         elif not packed and position_ids is not None:
-            packed = documents_restart(position_ids, attention_mask, past_key_values is not None)
-        if packed and (past_key_values is not None or use_cache):
+            packed = documents_restart(position_ids, attention_mask, cache is not None)
+        if packed and (cache is not None or use_cache):
             raise ValueError(
                 "packed documents cannot be kept in a cache: give each its own row, padded on the "
                 "left, or use_cache=False"
             )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not packed
-        cache = past_key_values
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
         views: Sequence[LayerCache] | None = carried
@@ -170,11 +172,9 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         out = self.backbone(x, rows, views, None if seen is None else seen.append)
         if cache is not None:
             count(cache, len(self.backbone.layers), x)
-        return BaseModelOutputWithPast(
-            last_hidden_state=out,
-            past_key_values=cache,
-            hidden_states=cast(Any, None if seen is None else (*seen, out)),
-        )
+        hidden: Any = None if seen is None else (*seen, out)
+        named: dict[str, Any] = {NAME: cache}
+        return BaseModelOutputWithPast(last_hidden_state=out, hidden_states=hidden, **named)
 
     def _cached_rows(self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache) -> Rows:
         """Rows after those of a cache; transformers makes attention's masks for its kinds of it."""
@@ -186,12 +186,13 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         if position_ids is None:
             position_ids = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
         if self.backbone.needs_positions and not isinstance(mask, dict):
+            named: dict[str, Any] = {NAME: cache}
             attend = create_causal_mask(
                 config=self.config,
                 inputs_embeds=x,
                 attention_mask=mask,
-                past_key_values=cache,
                 position_ids=position_ids,
+                **named,
             )
         real = None if real is None else real.bool()
         start, since = starts_of(real)
@@ -222,6 +223,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (B, T, vocab_size), and with labels the loss.
@@ -242,7 +244,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=either(cache, past_key_values),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,
@@ -263,12 +265,8 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
             logits = self.lm_head(hidden[:, keep])
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=out.past_key_values,
-            hidden_states=out.hidden_states,
-        )
+        named: dict[str, Any] = {NAME: getattr(out, NAME), "hidden_states": out.hidden_states}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **named)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Put another head in; a linear one, as `resize_token_embeddings` makes it, gives the loss.
@@ -299,7 +297,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
             create_masks_for_generate(**kwargs),
             kwargs["inputs_embeds"].shape[:2],
         )
-        past = kwargs["past_key_values"].get_seq_length()
+        past = kwargs[NAME].get_seq_length()
         real = local_padding(kwargs["attention_mask"], batch, steps, past)
         return {**masks, "linear_attention": real}
 
@@ -308,6 +306,6 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
     ) -> Any:
         parent: Any = super()
         result = parent._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        if model_kwargs.get("past_key_values") is not None:
-            counted(model_kwargs["past_key_values"], self.config.layer_types)
+        if model_kwargs.get(NAME) is not None:
+            counted(model_kwargs[NAME], self.config.layer_types)
         return result
