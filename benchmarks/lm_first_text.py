@@ -62,7 +62,7 @@ def rows(model: LanguageModel, count: int) -> Iterator[dict[str, Any]]:
                     "tokens": count,
                     "seconds": round(sum(times) / 1e3, 2),
                     "median_ms": round(median(times), 2),
-                    "max_ms": round(max(times), 1),
+                    "max_ms": round(max(times), 2),
                 }
 
 
