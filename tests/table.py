@@ -144,12 +144,13 @@ def in_units(cell_class: type[Cell]) -> type[Cell]:
         fields = (*cell_class.fields, *(f"unit_{s}" for s in cell_class.states), "unit_gates")
 
         def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, ...]:
-            units = [getattr(gate, f"unit_{name}") for name in self.states]
-            plain = (s / u for s, u in zip(state, units, strict=True))
-            inputs = gate._replace(**{g: getattr(gate, g) / gate.unit_gates for g in self.gates})
+            # By place, not by name, so that what it reads can be written out and its trace kept.
+            count, many = len(self.gates), len(self.states)
+            plain = (s / u for s, u in zip(state, gate[-1 - many : -1], strict=True))
+            inputs = type(gate)(*(x / gate[-1] for x in gate[:count]), *gate[count:])
             new = super().step(type(state)(*plain), inputs, param)
             new = (new,) if isinstance(new, Tensor) else new
-            return tuple(s * u for s, u in zip(new, units, strict=True))
+            return tuple(s * u for s, u in zip(new, gate[-1 - many : -1], strict=True))
 
     return InUnits
 

@@ -76,7 +76,8 @@ def _survivors(oracle: Oracle, factor: float | None = None) -> list[str]:
     right = oracle.judge(oracle.sequential())
     assert right.passed, [check for check in right.checks if not check.passed]
     mutants = _mutants(oracle, factor or SCALED_SUM[oracle.dtype])
-    return [what for what, run in mutants if oracle.judge(run).passed]
+    # The first claim that fails is enough: what is left to check takes most of the time.
+    return [what for what, run in mutants if all(check.passed for check in oracle.checks(run))]
 
 
 # Weights' standard deviations and scales of the loss. Gradients in float16 lie between 6e-8 and

@@ -167,6 +167,13 @@ class Own(pararnn.Cell):
     assert _content(same) != _content(other)
 
 
+@pytest.mark.parametrize(
+    "value", ["torch.ones_like(gate.x).to(gate.x.dtype)", "(gate.x > 0).float()"]
+)
+def test_types_of_torch_may_be_named(value):
+    assert _content(_made(STEP.format(before="", value=value)))
+
+
 def test_functions_of_one_code_are_told_apart_by_what_they_close_over():
     source = """
 def pair(by):

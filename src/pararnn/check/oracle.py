@@ -158,22 +158,26 @@ class Oracle:
 
     def judge(self, run: Run) -> SolveChecks:
         """Hold a run against the contract."""
-        at, choice = self._at(run.values), run.choice
-        checks = [self._check_defect(at), *self._check_values(run.values, at)]
-        # What autograd differentiates by itself has its gradients at the states that it carried.
-        own = choice is None or choice.engine().backward is not None
-        there = at if own else self.carried.double()
-        checks += self._check_gradients(run, there)
+        checks, choice = tuple(self.checks(run)), run.choice
         bad = ~self.carried.isfinite().all(2)
         first = int(bad.any(2).any(0).int().argmax()) if bad.numel() else 0
         return SolveChecks(
-            checks=tuple(checks),
+            checks=checks,
             sweeps=int(totals(run.info)[0]),
             mended=int(totals(run.info)[1]),
             expanding=any(self._expands(name) for name in run.grads),
             pair=LOOP if choice is None else choice.pair,
             non_finite=(int(bad.any(1).sum()), first),
         )
+
+    def checks(self, run: Run) -> Iterator[Check]:
+        """Every claim of the contract on a run, one after the other, the cheapest first."""
+        at, choice = self._at(run.values), run.choice
+        yield self._check_defect(at)
+        yield from self._check_values(run.values, at)
+        # What autograd differentiates by itself has its gradients at the states that it carried.
+        own = choice is None or choice.engine().backward is not None
+        yield from self._check_gradients(run, at if own else self.carried.double())
 
     def _check_defect(self, at: Tensor) -> Check:
         """The defect that uses up most of what rounding allows, evaluated in float64."""
@@ -202,9 +206,9 @@ class Oracle:
             shaken = advance(self.rounded, moved)
         return finite((shaken.double() - advance(self.exact, at)).abs() + half * at.abs())
 
-    def _check_values(self, values: Named, at: Tensor) -> list[Check]:
+    def _check_values(self, values: Named, at: Tensor) -> Iterator[Check]:
         """Forward errors; final states are also those that the returned sequences end with."""
-        ends, checks = results(self.exact, at), []
+        ends = results(self.exact, at)
         tolerance = FORWARD_TOLERANCE[self.dtype]
         for name, value in values.items():
             size, floor = self.sizes[name], underflow(value.dtype)
@@ -214,8 +218,7 @@ class Oracle:
                 apart = gap(value.to(self.dtype), ends[name], self.loop[name])
                 exactly = compare(name, apart, size, [0 * size], tolerance, floor)
                 check = replace(max(check, exactly, key=lambda c: c.part), note=check.note)
-            checks.append(check)
-        return checks
+            yield check
 
     def _gap(self, name: str, value: Tensor) -> Tensor:
         return peak(gap(value, self.truth[name], self.loop[name]), self._series(name))
@@ -289,12 +292,12 @@ class Oracle:
         own, size = self._own(name), finite(self._size[name])
         return bool(own.numel() and own.max() > FORWARD_TOLERANCE[self.dtype] * size.max())
 
-    def _check_gradients(self, run: Run, at: Tensor) -> list[Check]:
+    def _check_gradients(self, run: Run, at: Tensor) -> Iterator[Check]:
         """Gradients against those of the true states, where rounding leaves them alone, and
         against those at the returned states; and the entries that are finite in one run only."""
         if self._there is None or not torch.equal(self._there.at, at):
             self._there = _There(self, at)  # engines that return the same states share it
-        there, checks = self._there, []
+        there = self._there
         for name, value in run.grads.items():
             error = self._in_order(name, gap(value, there.true.grads[name], there.loop(0)[name]))
             carry, true = self.carry, there.true.grads[name]
@@ -307,8 +310,8 @@ class Oracle:
                 compare(name, error, units, noise, tolerance, floor, "entries", REVERSE_QUIET),
             )
             most = max(both, key=lambda c: c.part)
-            checks.append(replace(most, name=f"grad {name}", note=both[1].note))
-        return [*checks, self._check_strays(run, there)]
+            yield replace(most, name=f"grad {name}", note=both[1].note)
+        yield self._check_strays(run, there)
 
     def _check_forward_gradient(self, name: str, value: Tensor) -> Check:
         """The forward error of a gradient, in the channels that rounding leaves alone."""

@@ -47,7 +47,7 @@ _BUILTINS = _words("""
     ValueError __name__ __debug__
 """)
 """Built-in names whose value depends on their arguments alone, and that show the caller nothing."""
-_TORCH = frozenset({"Tensor", "tensor", "as_tensor", "finfo", "iinfo", "no_grad", "enable_grad"})
+_TORCH = _words("Tensor tensor as_tensor dtype device finfo iinfo no_grad enable_grad")
 """Names of torch that a step may read beside dtypes, numbers and functions that ATen has."""
 _DUNDERS = frozenset({"__class__", "__name__"})
 _HARMLESS = _words("""
