@@ -4,11 +4,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
 ARGS ?=
 BENCH ?= benchmarks/cpu.py benchmarks/compile.py benchmarks/auto_torch.py \
 	benchmarks/newton_iterations.py
 
-.PHONY: help demo test lint docs format gpu-test bench clean
+.PHONY: help demo test lint types build-docs docs format gpu-test bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,14 +33,19 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
+# The two long ones side by side: neither says anything until it has something to say.
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory -j 2 -k types build-docs
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
+
+build-docs: $(VENV)/.dev
 	$(BIN)/sphinx-build -q -W --keep-going -n -b html docs docs/_build/html
 
-docs: $(VENV)/.dev
-	$(BIN)/sphinx-build -W --keep-going -n -b html docs docs/_build/html
+docs: build-docs
 	@echo "==> Open docs/_build/html/index.html"
 
 format: $(VENV)/.dev
@@ -69,7 +75,7 @@ $(VENV)/pyvenv.cfg:
 		exit 1; }
 	@echo "==> Making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
-	@$(BIN)/python -m pip install --quiet "pip>=23"
+	@$(PIP) install --quiet --upgrade pip
 
 # Plain torch has CUDA on Linux: right with a GPU. Without one the pinned version is installed, and
 # pip's configuration decides about its build. Naming another TORCH later installs that one.
@@ -85,7 +91,7 @@ $(VENV)/.torch: $(VENV)/pyvenv.cfg
 		if nvidia-smi >/dev/null 2>&1; then torch='torch'; else torch='torch==2.13.0'; fi; \
 	fi; \
 	echo "==> Installing $$torch (once; this can take some minutes)"; \
-	$(BIN)/python -m pip install "$$torch"; \
+	$(PIP) install --no-compile "$$torch"; \
 	status=$$?; [ $$status -eq 0 ] && echo "$$torch" > $@; exit $$status
 
 # The extra with the compiler of CUDA kernels: cu12 or cu13, as PyTorch has it. Tests compile kernels
@@ -96,11 +102,11 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "==> Installing pararnn and what the demo needs"
 	@extra=$$($(BIN)/python -W ignore -c $(CUDA) ''); \
 	if [ "$$extra" = cu ]; then extra=demo; fi; \
-	$(BIN)/python -m pip install --quiet -e ".[demo,$$extra]"
+	$(PIP) install --no-compile --quiet -e ".[demo,$$extra]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "==> Installing pararnn and the tools for tests, checks and docs"
 	@extra=$$($(BIN)/python -W ignore -c $(CUDA) 13); \
-	$(BIN)/python -m pip install --quiet -e ".[dev,$$extra]"
+	$(PIP) install --no-compile --quiet -e ".[dev,$$extra]"
 	@touch $(VENV)/.demo $@
