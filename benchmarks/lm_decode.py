@@ -28,7 +28,7 @@ from mamba2 import TINY, Sizes, language_model, ready_to_decode
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, preset
-from pararnn.lm.cache import LMCache, PlainCache
+from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import Attention
 
@@ -51,10 +51,8 @@ class Case(NamedTuple):
     context: int
 
 
-class FixedCache(PlainCache):
-    """A cache whose tensors stay where they are, as CUDA graphs need it; keys are random."""
-
-    grows = False
+class FixedCache(SteadyCache):
+    """A cache as CUDA graphs need it, with keys too: they are random, and as many at every step."""
 
     def __init__(self, mixer: Any, batch: int, context: int) -> None:
         super().__init__()
@@ -63,15 +61,6 @@ class FixedCache(PlainCache):
             size = (batch, mixer.heads, context, len(weight) // mixer.heads)
             kind: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
             self.keys, self.values = torch.randn(size, **kind), torch.randn(size, **kind)
-
-    def keep(self, inputs: Tensor | None, states: Tensor) -> None:
-        if self.states is None:
-            super().keep(None if inputs is None else inputs.clone(), states.clone())
-            return
-        if states is not self.states:  # Mamba2's change in place
-            self.states.copy_(states)
-        if inputs is not None:
-            cast(Tensor, self.inputs).copy_(inputs)
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         assert self.keys is not None

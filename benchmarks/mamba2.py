@@ -197,6 +197,7 @@ class Mamba2Mixer(Mixer):
     Then `recurrence`, and V norm(y silu(z)). With a cache it reads one token at a time.
     """
 
+    steady = True
     kept = (*PRODUCTS, *PRODUCTS_BY_HEADS, *SOLVES)
 
     def __init__(self, sizes: Sizes, **factory: Any) -> None:

@@ -50,7 +50,7 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
     over cells that mix channels, over where sequences start, and over gradients. Raises EngineError
     where torch.onnx.export would find the op.
     """
-    alone = _unwatched() and args.form.plain
+    alone = unwatched() and args.form.plain
     if alone and not (args.form.leaves and torch.is_grad_enabled()):
         return _forward(program, engine, args)
     tensors, rest = args.flatten()
@@ -99,7 +99,7 @@ def _wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
     return True in [tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
-def _unwatched() -> bool:
+def unwatched() -> bool:
     """Whether nobody but autograd sees a call on plain tensors: no compiler, transform, mode,
     tracer or profiler.
 
@@ -161,7 +161,7 @@ class _Solve(torch.autograd.Function):
             raise NotImplementedError(_MANY_GRADIENTS)
         # What was nobody else's in the forward pass still is, but for gradients that arrive.
         direct = ctx.direct
-        alone = direct and not torch.is_grad_enabled() and _unwatched() and all(map(plain, grads))
+        alone = direct and not torch.is_grad_enabled() and unwatched() and all(map(plain, grads))
         wanted, places = (_wanted_again if alone else _wanted)(needed, rest)
         if alone:
             args = Arguments.unflatten(tensors, rest)

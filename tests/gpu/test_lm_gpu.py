@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pararnn.lm import LanguageModel, LMConfig, sample
+from pararnn.lm import LanguageModel, LMConfig, replay, sample
+from pararnn.lm.backbone import Block
 
 KINDS = {
     "gru": {"cell": "gru"},
@@ -52,6 +53,41 @@ def test_all_ways_agree(kind, dtype):
         wanted = whole[row, :length]
         assert (left[row, 300 - length :] - wanted).abs().max() < limit
         assert (row_of[borders[row] : borders[row + 1]] - wanted).abs().max() < limit
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_steps_draw_what_called_ones_do(kind, dtype, monkeypatch):
+    model, prompt, calls = make(kind, dtype), tokens(3, 9), []
+    forward = Block.forward
+
+    def counted(block, *args):
+        calls.append(block)
+        return forward(block, *args)
+
+    monkeypatch.setattr(Block, "forward", counted)
+
+    def drawn():
+        calls.clear()
+        shared = torch.Generator("cuda").manual_seed(0)
+        return [sample(model, prompt, 40, t, shared) for t in (0, 1.0)]
+
+    recorded, blocks, steady = drawn(), len(model.backbone.layers), kind in ("gru", "lstm")
+    assert len(calls) == 2 * blocks * (3 if steady else 40)  # the prompt, a step, and its recording
+    monkeypatch.setattr(replay, "replayable", lambda *_: False)
+    called = drawn()
+    assert len(calls) == 2 * blocks * 40
+    assert all(map(torch.equal, recorded, called))
+
+
+def test_recordings_are_freed():
+    model, prompt = make("gru", torch.bfloat16), tokens(2, 9)
+    sample(model, prompt, 40)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        sample(model, prompt, 40)
+    assert torch.cuda.memory_allocated() <= before
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])

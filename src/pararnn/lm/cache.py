@@ -105,6 +105,36 @@ class PlainCache:
         return room.add(more)
 
 
+class SteadyCache(PlainCache):
+    """A layer's cache whose tensors stay where they are: what is kept is written into them, so that
+    a recorded step reads what the one before left. It holds no keys."""
+
+    grows = False
+
+    def __init__(self, inputs: Tensor | None = None, states: Tensor | None = None) -> None:
+        super().__init__()
+        self.inputs = None if inputs is None else inputs.clone()
+        self.states = None if states is None else states.clone()
+
+    def keep(self, inputs: Tensor | None, states: Tensor) -> None:
+        """As in `LayerCache`."""
+        self.inputs, self.states = _written(self.inputs, inputs), _written(self.states, states)
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """RuntimeError: each step would have more keys than the one that was recorded."""
+        raise RuntimeError(
+            "a SteadyCache holds what keeps its size, and keys of attention grow: a mixer that "
+            "calls extend is not steady (Mixer.steady)"
+        )
+
+
+def _written(held: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """The new numbers, in the memory of those that are held, if any are."""
+    if held is None or new is None:
+        return None if new is None else new.clone()
+    return held if new is held else held.copy_(new)  # some mixers change theirs in place
+
+
 class CarriedCache:
     """A layer's cache for training in steps that go on from each other.
 

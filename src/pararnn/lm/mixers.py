@@ -21,6 +21,7 @@ from pararnn.lm.conv import CausalConv
 from pararnn.lm.recompute import PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
+from pararnn.program.program import program_of
 
 
 class Mixer(nn.Module):
@@ -30,11 +31,14 @@ class Mixer(nn.Module):
     channel. `needs_positions` says whether it reads `Rows.rotary` and `Rows.attend`.
     `kept` names the operations whose results compiled code keeps of it for the backward pass, none
     else, see `pararnn.lm.recompute`; without any it is the compiler's choice.
+    `steady` says whether a step of one token may be recorded and replayed (`pararnn.lm.replay`):
+    what it remembers keeps its size, and nothing on the host depends on what is computed.
     """
 
     scales_residual: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False
     kept: tuple[OpOverload, ...] = ()
+    steady: bool = False
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """The rows' tokens, each mixed with those before it; `cache` holds earlier ones."""
@@ -86,6 +90,7 @@ class RNNMixer(Mixer):
         )
         gates = () if config.recompute_gates else PRODUCTS_BY_HEADS
         self.kept = (*PRODUCTS, *gates, *SOLVES)
+        self.steady = program_of(self.rnn.cell).structure is not None  # else it may branch
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
             # What is per channel stays float32, as solvers read it (the numerics contract).

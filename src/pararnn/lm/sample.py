@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pararnn.lm import replay
 from pararnn.lm.model import LanguageModel
+from pararnn.lm.replay import next_logits
 
 
 @torch.no_grad()
@@ -20,8 +22,10 @@ def sample(
 ) -> Tensor:
     """`length` tokens after each prompt: (B, T) with T >= 1 to int64 (B, length).
 
-    Temperature 0 takes the likeliest token. `generator` lives on the model's device. Raises
-    ValueError for an empty prompt, a negative length or a negative temperature.
+    Temperature 0 takes the likeliest token. `generator` lives on the model's device. On a GPU
+    models whose memory does not grow, of recurrent mixers alone, record the step of a token and
+    replay it, where that pays and nothing watches: see `pararnn.lm.replay`. Raises ValueError for
+    an empty prompt, a negative length or a negative temperature.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt must be (B, T) with T >= 1, got {tuple(prompt.shape)}")
@@ -40,12 +44,16 @@ def _tokens(
     temperature: float,
     generator: torch.Generator | None,
 ) -> Iterator[Tensor]:
-    cache, tokens = model.new_cache(), prompt
-    for _ in range(length):
-        logits = model.lm_head(model.hidden(tokens, cache)[:, -1])
+    if not length:
+        return
+    cache = model.new_cache()
+    token = _draw(next_logits(model, prompt, cache), temperature, generator)
+    yield token
+    steps = replay.Steps(model, cache) if replay.replayable(model, length) else None
+    for _ in range(length - 1):
+        logits = steps(token) if steps else next_logits(model, token.unsqueeze(1), cache)
         token = _draw(logits, temperature, generator)
         yield token
-        tokens = token.unsqueeze(1)
 
 
 def _draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

@@ -1,0 +1,131 @@
+"""Recorded steps: the tokens of called ones, and recorded only where that changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lm_kinds import KINDS, plain, tokens
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import pararnn
+from pararnn.lm import LanguageModel, LMConfig, replay, sample
+from pararnn.lm.cache import LMCache, SteadyCache
+from pararnn.lm.replay import WORTH, Recording, next_logits, replayable, undisturbed
+
+STEADY = [kind for kind in KINDS if "attention" not in plain(kind).config.mixers]
+LENGTH = WORTH + 3
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """As on a GPU: a step that is run again reads its token where it did when it was recorded, and
+    writes its states and logits there."""
+    found = []
+
+    def record(model: LanguageModel, cache: LMCache, token: Tensor) -> Recording:
+        token, logits = token.clone(), token.new_empty(len(token), model.config.vocab_size).float()
+        held = [layer.read() for layer in cache.layers]
+
+        def run() -> None:
+            logits.copy_(next_logits(model, token.unsqueeze(1), cache))
+            for layer, before in zip(cache.layers, held, strict=True):
+                assert all(a is b for a, b in zip(layer.read(), before, strict=True))
+
+        found.append(Recording(token, run, logits))
+        return found[-1]
+
+    monkeypatch.setattr(replay, "record", record)
+    monkeypatch.setattr(replay, "replayable", lambda model, length: length >= WORTH)
+    return found
+
+
+@pytest.mark.parametrize("kind", STEADY)
+def test_recorded_steps_draw_the_same(kind: str, recorded: list[Recording]) -> None:
+    model, prompt = plain(kind), tokens(3, 5)
+
+    def drawn(length: int, temperature: float) -> Tensor:
+        return sample(model, prompt, length, temperature, torch.Generator().manual_seed(3))
+
+    for temperature in (0, 1.0):
+        drawn(WORTH - 1, temperature)
+        assert not recorded
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replay, "replayable", lambda model, length: False)
+            called = drawn(LENGTH, temperature)
+        assert torch.equal(drawn(LENGTH, temperature), called)
+        assert len(recorded) == 1
+        recorded.clear()
+    assert len(called.unique()) > 3
+
+
+def test_states_are_the_caches_own() -> None:
+    """A prompt's states may be a view of what others read."""
+    inputs, states = torch.randn(2, 3, 4), torch.randn(2, 1, 3)
+    before = inputs.clone(), states.clone()
+    cache = SteadyCache(inputs, states)
+    held = cache.read()
+    cache.keep(inputs + 1, states + 1)
+    cache.keep(*cache.read())  # as mixers do that change theirs in place
+    assert all(a is b for a, b in zip(cache.read(), held, strict=True))
+    assert torch.equal(held[0], before[0] + 1)
+    assert torch.equal(held[1], before[1] + 1)
+    assert torch.equal(inputs, before[0])
+    assert torch.equal(states, before[1])
+
+
+def test_keys_that_grow_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="is not steady"):
+        SteadyCache().extend(torch.zeros(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_whose_memory_keeps_its_size_may_be_recorded(kind: str) -> None:
+    model = plain(kind)
+    assert undisturbed(model) == (kind in STEADY)
+    assert not replayable(model, LENGTH)  # on a CPU
+
+
+class Branching(pararnn.Cell):
+    """A cell whose steps depend on what the host has read."""
+
+    states, gates, structure = ("h",), ("x",), "sequential"
+
+    def step(self, state, gate, param):
+        return gate.x if float(state.h.sum()) > 0 else state.h + gate.x
+
+
+def test_steps_that_the_host_decides_are_called() -> None:
+    assert not undisturbed(LanguageModel(LMConfig(16, 1, 61, cell=f"{__name__}:Branching")))
+
+
+class Watched(Tensor):
+    """A tensor that somebody watches over."""
+
+
+WATCHED = {
+    "a hook": lambda model: model.backbone.layers[0].mlp.register_forward_hook(print),
+    "a hook before": lambda model: model.backbone.register_forward_pre_hook(print),
+    "a forward of its own": lambda model: setattr(model.backbone.norm, "forward", print),
+    "a parameter elsewhere": lambda model: model.backbone.norm.to("meta"),
+    "a subclass": lambda model: setattr(
+        model.backbone.norm, "weight", nn.Parameter(torch.ones(16).as_subclass(Watched))
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WATCHED)
+def test_models_that_somebody_watches_are_called(how: str) -> None:
+    model = plain("gru")
+    assert undisturbed(model)
+    WATCHED[how](model)
+    assert not undisturbed(model)
+
+
+def test_calls_that_somebody_watches_are_made() -> None:
+    model = plain("gru")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert not undisturbed(model)
+    with FlopCounterMode(display=False):
+        assert not undisturbed(model)
+    assert undisturbed(model)
