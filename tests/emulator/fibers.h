@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -48,7 +49,9 @@ struct Copy {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // where it starts
+  jmp_buf left;        // where it left off: to go back there takes no system call
+  bool started = false;
   uint64_t meetings = 0, cluster_arrivals = 0;
   bool returned = false;
   std::vector<std::vector<Copy>> copies{1};  // in flight, by group; the last one is open
@@ -95,14 +98,20 @@ inline int next_thread() {
   return -1;
 }
 
+// Goes on with a thread, and leaves the current one where it is.
+inline void resume(int thread) {
+  become(thread);
+  Fiber& next = fiber();
+  if (next.started) _longjmp(next.left, 1);
+  next.started = true;
+  setcontext(&next.context);
+}
+
 // Lets the block's other threads run.
 inline void pause() {
   if (block->gang.failure) fail("another block has failed");
-  const int own = block->current, next = next_thread();
-  if (next == own) return;
-  become(next);
-  swapcontext(&block->fibers[own].context, &block->fibers[next].context);
-  become(own);
+  const int next = next_thread();
+  if (next != block->current && _setjmp(fiber().left) == 0) resume(next);
 }
 
 // What a thread does while it waits for other blocks.
@@ -110,7 +119,9 @@ inline void poll() {
   if (++block->polls % 16 != 0) return;
   if (Clock::now() > block->gang.deadline) fail("no progress: the blocks wait for each other");
   pause();
-  std::this_thread::yield();
+  // A block that waits for long leaves the core to those that it waits for, and to other processes.
+  if (block->polls % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
+  else std::this_thread::yield();
 }
 
 // All threads of the block meet, each showing a value. Returns those of the own warp.
@@ -147,8 +158,7 @@ inline void run_fiber() {
   fiber().returned = true;
   const int next = next_thread();
   if (next < 0) setcontext(&block->home);
-  become(next);
-  setcontext(&block->fibers[next].context);
+  resume(next);
 }
 
 inline void wait_for_all(std::atomic<int>& count, int all) {
@@ -174,12 +184,11 @@ inline void run_block(Gang& gang, Index index, Index size, int number) {
       context.uc_stack.ss_size = stack_bytes;
       makecontext(&context, run_fiber, 0);
     }
-    become(0);
     volatile bool back = false;
     getcontext(&own.home);
     if (!back) {
       back = true;
-      setcontext(&own.fibers[0].context);
+      resume(0);
     }
     munmap(stacks, bytes);
   }
