@@ -11,6 +11,8 @@ BENCH ?= benchmarks/cpu.py benchmarks/compile.py benchmarks/auto_torch.py \
 
 .PHONY: help demo test lint types build-docs docs format gpu-test bench clean
 .DELETE_ON_ERROR:
+# Packages are compiled as they are imported, and once: with this each process would do so anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo      train a byte-level language model for some minutes (options: ARGS=\"--help\")"

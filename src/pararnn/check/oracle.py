@@ -158,15 +158,14 @@ class Oracle:
 
     def judge(self, run: Run) -> SolveChecks:
         """Hold a run against the contract."""
-        checks, choice = tuple(self.checks(run)), run.choice
         bad = ~self.carried.isfinite().all(2)
         first = int(bad.any(2).any(0).int().argmax()) if bad.numel() else 0
         return SolveChecks(
-            checks=checks,
+            checks=tuple(self.checks(run)),
             sweeps=int(totals(run.info)[0]),
             mended=int(totals(run.info)[1]),
             expanding=any(self._expands(name) for name in run.grads),
-            pair=LOOP if choice is None else choice.pair,
+            pair=LOOP if run.choice is None else run.choice.pair,
             non_finite=(int(bad.any(1).sum()), first),
         )
 
@@ -212,8 +211,7 @@ class Oracle:
         tolerance = FORWARD_TOLERANCE[self.dtype]
         for name, value in values.items():
             size, floor = self.sizes[name], underflow(value.dtype)
-            error = self._gap(name, value)
-            check = compare(name, error, size, self._noise(name), tolerance, floor)
+            check = compare(name, self._gap(name, value), size, self._noise(name), tolerance, floor)
             if not self._series(name):
                 apart = gap(value.to(self.dtype), ends[name], self.loop[name])
                 exactly = compare(name, apart, size, [0 * size], tolerance, floor)
@@ -309,8 +307,7 @@ class Oracle:
                 self._check_forward_gradient(name, value),
                 compare(name, error, units, noise, tolerance, floor, "entries", REVERSE_QUIET),
             )
-            most = max(both, key=lambda c: c.part)
-            yield replace(most, name=f"grad {name}", note=both[1].note)
+            yield replace(max(both, key=lambda c: c.part), name=f"grad {name}", note=both[1].note)
         yield self._check_strays(run, there)
 
     def _check_forward_gradient(self, name: str, value: Tensor) -> Check:

@@ -14,7 +14,7 @@ from pararnn.lm.model import LanguageModel
 from pararnn.op import unwatched
 
 WORTH = 8
-"""Tokens from which on recording a step pays: it takes about as long as two that are called."""
+"""Tokens from which on a step is recorded, which takes about as long as one that is called."""
 
 
 class Recording(NamedTuple):
