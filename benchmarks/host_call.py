@@ -1,6 +1,6 @@
 """Host time of an eager call: what a small layer takes beside the kernels, against PyTorch's own.
 
-Usage: python benchmarks/host_call.py [--out benchmarks/results/host_call.csv]
+Usage: python benchmarks/host_call.py [--device cuda] [--out FILE]
 """
 
 from __future__ import annotations
@@ -134,12 +134,13 @@ def main() -> None:
     """Print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS / "host_call.csv")
+    parser.add_argument("--out", type=Path, help="default: in results, a file for each device")
     args = parser.parse_args()
+    out = args.out or RESULTS / ("host_call.csv" if args.device == "cpu" else "host_call_cuda.csv")
     found = rows(args.device)
     for row in found:
         print(f"{row['case']:<22} {row['call']:<36} {row['us']:>8} us  {row['ratio']:>6}")
-    write_csv(args.out, found)
+    write_csv(out, found)
 
 
 if __name__ == "__main__":
