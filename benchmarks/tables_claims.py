@@ -226,8 +226,8 @@ def decoding() -> Claim:
         f"{most} tokens: {', '.join(f'{NAMES[name]} {each:.0f}' for name, each in rates.items())} "
         "called with its growing cache, where `sample` records the others' steps; all of them as "
         f"CUDA graphs of compiled blocks, 2,048 before: {as_graphs}",
-        f"for GRU and LSTM at {', '.join(map(str, ahead))}; where there are fewer, steps are called "
-        "and bound by the host, and the Transformer's are faster"
+        f"for GRU and LSTM at {', '.join(map(str, ahead))}; where there are fewer, steps are "
+        "called and bound by the host, and the Transformer's are faster"
         if ahead
         else f"not: up to {most} tokens, all that was measured, the Transformer is the fastest",
         "`python benchmarks/lm_generate.py`, `python benchmarks/lm_decode.py`",

@@ -107,6 +107,7 @@ WATCHED = {
     "a hook": lambda model: model.backbone.layers[0].mlp.register_forward_hook(print),
     "a hook before": lambda model: model.backbone.register_forward_pre_hook(print),
     "a forward of its own": lambda model: setattr(model.backbone.norm, "forward", print),
+    "a compiler": lambda model: model.backbone.layers[1].compile(),
     "a parameter elsewhere": lambda model: model.backbone.norm.to("meta"),
     "a subclass": lambda model: setattr(
         model.backbone.norm, "weight", nn.Parameter(torch.ones(16).as_subclass(Watched))
@@ -128,4 +129,9 @@ def test_calls_that_somebody_watches_are_made() -> None:
         assert not undisturbed(model)
     with FlopCounterMode(display=False):
         assert not undisturbed(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not undisturbed(model)
+    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not undisturbed(model)
+    everywhere.remove()
     assert undisturbed(model)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as module_calls
 
 from pararnn.engines.form import ORDINARY
 from pararnn.lm.cache import LMCache, SteadyCache
@@ -57,11 +58,10 @@ def next_logits(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
 def record(model: LanguageModel, cache: LMCache, token: Tensor) -> Recording:
     """Record a step, without running it, for tokens like this one."""
     token, graph = token.clone(), torch.cuda.CUDAGraph()
-    # Other threads may go on using the GPU, as loaders of data do.
-    with (
-        torch.cuda.device(token.device),
-        torch.cuda.graph(graph, capture_error_mode="thread_local"),
-    ):
+    stream = torch.cuda.Stream(token.device)  # PyTorch's own for graphs may be another GPU's
+    others_go_on = "thread_local"  # such as loaders of data, which use the GPU too
+    recorder = torch.cuda.graph(graph, stream=stream, capture_error_mode=others_go_on)
+    with torch.cuda.device(token.device), recorder:
         logits = next_logits(model, token.unsqueeze(1), cache)
     return Recording(token, graph.replay, logits)
 
@@ -75,11 +75,13 @@ def replayable(model: LanguageModel, length: int) -> bool:
 
 def undisturbed(model: LanguageModel) -> bool:
     """Whether a step is the same whenever it runs: every mixer is steady (`Mixer.steady`), and
-    nobody else takes part in a call, by a hook, a mode, a compiler or a profiler, or by parameters
-    that are no plain tensors of the head's device."""
+    nobody else takes part in a call, by a hook, a mode, autocast, a compiler or a profiler, or by
+    parameters that are no plain tensors of the head's device."""
     device = model.lm_head.weight.device
     return (
         unwatched()
+        and not torch._C._is_any_autocast_enabled()
+        and not module_calls._has_any_global_hook()
         and all(block.mixer.steady for block in model.backbone.blocks)
         and all(type(p) in ORDINARY and p.device == device for p in model.parameters())
         and not any(map(_hooked, model.modules()))
@@ -87,6 +89,7 @@ def undisturbed(model: LanguageModel) -> bool:
 
 
 def _hooked(module: torch.nn.Module) -> bool:
-    """Whether a module's call runs more than its class's forward."""
+    """Whether a module's call runs more, or something else, than its class's forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
-    return any(hooks) or "forward" in vars(module)  # so accelerate puts its own there
+    own = "forward" in vars(module)  # where accelerate puts its own
+    return any(hooks) or own or module._compiled_call_impl is not None
