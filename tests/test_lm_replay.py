@@ -36,7 +36,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
         return found[-1]
 
     monkeypatch.setattr(replay, "record", record)
-    monkeypatch.setattr(replay, "replayable", lambda model, length: length >= WORTH)
+    monkeypatch.setattr(replay, "_records", lambda device: True)
     return found
 
 
@@ -51,7 +51,7 @@ def test_recorded_steps_draw_the_same(kind: str, recorded: list[Recording]) -> N
         drawn(WORTH - 1, temperature)
         assert not recorded
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replay, "replayable", lambda model, length: False)
+            patch.setattr(replay, "_records", lambda device: False)
             called = drawn(LENGTH, temperature)
         assert torch.equal(drawn(LENGTH, temperature), called)
         assert len(recorded) == 1
@@ -80,10 +80,17 @@ def test_keys_that_grow_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_whose_memory_keeps_its_size_may_be_recorded(kind: str) -> None:
+def test_models_whose_memory_keeps_its_size_are_recorded(
+    kind: str, recorded: list[Recording]
+) -> None:
     model = plain(kind)
     assert undisturbed(model) == (kind in STEADY)
-    assert not replayable(model, LENGTH)  # on a CPU
+    sample(model, tokens(1, 3), LENGTH)
+    assert len(recorded) == (kind in STEADY)
+
+
+def test_nothing_is_recorded_on_a_cpu() -> None:
+    assert not replayable(plain("gru"), LENGTH)
 
 
 class Branching(pararnn.Cell):
@@ -131,7 +138,6 @@ def test_calls_that_somebody_watches_are_made() -> None:
         assert not undisturbed(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert not undisturbed(model)
-    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert not undisturbed(model)
-    everywhere.remove()
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert not undisturbed(model)
     assert undisturbed(model)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as module_calls
 
+from pararnn.codegen.targets import target_of
 from pararnn.engines.form import ORDINARY
 from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.model import LanguageModel
@@ -68,9 +69,12 @@ def record(model: LanguageModel, cache: LMCache, token: Tensor) -> Recording:
 
 def replayable(model: LanguageModel, length: int) -> bool:
     """Whether so many tokens are drawn by `Steps`: on a GPU, where it pays and nobody can tell."""
-    on_gpu = model.lm_head.weight.device.type == "cuda"
-    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
-    return length >= WORTH and on_gpu and not capturing and undisturbed(model)
+    return length >= WORTH and _records(model.lm_head.weight.device) and undisturbed(model)
+
+
+def _records(device: torch.device) -> bool:
+    """Whether a graph can be recorded on a device now."""
+    return device.type == "cuda" and not target_of(device).capturing()
 
 
 def undisturbed(model: LanguageModel) -> bool:
