@@ -1,5 +1,7 @@
 """Language models on a GPU: every way to run them says the same."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -17,15 +19,15 @@ LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.15}
 VOCAB = 211
 
 
-def make(kind, dtype, **options):
+def make(kind, dtype, device="cuda", **options):
     torch.manual_seed(0)
     config = LMConfig(256, 3, VOCAB, num_heads=4, num_attention_heads=4, **KINDS[kind], **options)
-    return LanguageModel(config, device="cuda", dtype=dtype)
+    return LanguageModel(config, device=device, dtype=dtype)
 
 
-def tokens(*size):
-    generator = torch.Generator("cuda").manual_seed(1)
-    return torch.randint(VOCAB, size, device="cuda", generator=generator)
+def tokens(*size, device="cuda"):
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randint(VOCAB, size, device=device, generator=generator)
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -80,14 +82,49 @@ def test_recorded_steps_draw_what_called_ones_do(kind, dtype, monkeypatch):
     assert all(map(torch.equal, recorded, called))
 
 
-def test_recordings_are_freed():
-    model, prompt = make("gru", torch.bfloat16), tokens(2, 9)
+GPUS = [
+    "cuda:0",
+    pytest.param(
+        "cuda:1",
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU"),
+    ),
+]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_recordings_are_freed(gpu):
+    model, prompt = make("gru", torch.bfloat16, gpu), tokens(2, 9, device=gpu)
     sample(model, prompt, 40)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    for _ in range(3):
+    torch.cuda.synchronize(gpu)
+    before = torch.cuda.memory_allocated(gpu)
+    for _ in range(12):
         sample(model, prompt, 40)
-    assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.memory_allocated(gpu) <= before
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_models_of_any_gpu_are_recorded(gpu, monkeypatch):
+    model, prompt = make("lstm", torch.float32).to(gpu), tokens(2, 9, device=gpu)
+    recorded = sample(model, prompt, 40, 0)
+    monkeypatch.setattr(replay, "replayable", lambda *_: False)
+    assert torch.equal(recorded, sample(model, prompt, 40, 0))
+
+
+def test_threads_and_streams_record_at_once():
+    model, prompts = make("gru", torch.float32), [tokens(2, n) for n in (5, 9, 13, 17)]
+    wanted = [sample(model, prompt, 40, 0) for prompt in prompts]
+    torch.cuda.synchronize()
+
+    def drawn(number, on_its_own_stream):
+        stream = torch.cuda.Stream() if on_its_own_stream else torch.cuda.default_stream()
+        with torch.cuda.stream(stream):
+            got = [sample(model, prompts[number], 40, 0) for _ in range(5)]
+        stream.synchronize()
+        return all(torch.equal(one, wanted[number]) for one in got)
+
+    for on_its_own_stream in (False, True):
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(drawn, range(4), [on_its_own_stream] * 4))
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,8 @@ from pararnn.op import unwatched
 
 WORTH = 8
 """Tokens from which on a step is recorded, which takes about as long as one that is called."""
+_CAPTURE = Lock()
+"""One capture at a time: a capture begins by waiting for the whole GPU, which breaks another."""
 
 
 class Recording(NamedTuple):
@@ -59,12 +63,24 @@ def next_logits(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
 def record(model: LanguageModel, cache: LMCache, token: Tensor) -> Recording:
     """Record a step, without running it, for tokens like this one."""
     token, graph = token.clone(), torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(token.device)  # PyTorch's own for graphs may be another GPU's
-    others_go_on = "thread_local"  # such as loaders of data, which use the GPU too
-    recorder = torch.cuda.graph(graph, stream=stream, capture_error_mode=others_go_on)
-    with torch.cuda.device(token.device), recorder:
-        logits = next_logits(model, token.unsqueeze(1), cache)
+    with torch.cuda.device(token.device):
+        stream = _capture_stream(token.device, torch.cuda.current_stream().cuda_stream)
+        others_go_on = "thread_local"  # such as loaders of data, which use the GPU too
+        recorder = torch.cuda.graph(graph, stream=stream, capture_error_mode=others_go_on)
+        with _CAPTURE, recorder:
+            logits = next_logits(model, token.unsqueeze(1), cache)
     return Recording(token, graph.replay, logits)
+
+
+@functools.cache
+def _capture_stream(device: torch.device, replayed_on: int) -> torch.cuda.Stream:
+    """Return the stream that captures for a stream of the device.
+
+    cuBLAS keeps a workspace of 32 MiB for each stream that it has ever run on, and recorded
+    products hold its address. So captures share a stream where their replays wait for one another,
+    and nowhere else. PyTorch's own capture stream may be another GPU's.
+    """
+    return torch.cuda.Stream(device)
 
 
 def replayable(model: LanguageModel, length: int) -> bool:
