@@ -11,7 +11,6 @@ import pararnn
 LEAK = 0.9
 TABLE = {"leak": 0.9}
 STEPS: list[float] = [0.9]
-NUMBER = torch.tensor(0.9)
 settings = types.ModuleType("settings")
 sys.modules["settings"] = settings
 settings.leak = 0.9
@@ -19,16 +18,6 @@ settings.leak = 0.9
 
 class Holder:
     leak = 0.9
-
-    def __init__(self):
-        self.own = 0.9
-
-    def __call__(self, h):
-        return self.own * h
-
-
-HOLDER = Holder()
-OPTIONS = types.SimpleNamespace(leak=0.9)
 
 
 def helper(h):
@@ -137,26 +126,6 @@ class OfClass(Base):
         return Holder.leak * state.h
 
 
-class OfObject(Base):
-    def leaked(self, state):
-        return HOLDER.own * state.h
-
-
-class Called(Base):
-    def leaked(self, state):
-        return HOLDER(state.h)
-
-
-class Options(Base):
-    def leaked(self, state):
-        return OPTIONS.leak * state.h
-
-
-class Tensor0d(Base):
-    def leaked(self, state):
-        return NUMBER * state.h
-
-
 HERE = sys.modules[__name__]
 
 
@@ -174,14 +143,13 @@ def put_code(function):
 def restored(cls):
     """Put everything back as it was."""
     HERE.LEAK, HERE.TABLE, HERE.STEPS[:] = 0.9, {"leak": 0.9}, [0.9]
-    HERE.settings.leak = HERE.OPTIONS.leak = HERE.HOLDER.own = Holder.leak = Base.leak = 0.9
+    HERE.settings.leak = Holder.leak = Base.leak = 0.9
     for name in ("leak", "leaked", "after"):
         if cls is not Base and name in vars(cls) and name not in ORIGINAL[cls]:
             delattr(cls, name)
     HERE.helper = HELPER
     HELPER.__code__ = HELPER_CODE
     keyword.__defaults__ = (0.9,)
-    NUMBER.fill_(0.9)
 
 
 HELPER, HELPER_CODE = helper, helper.__code__
@@ -205,10 +173,6 @@ CHANGES = {
     "a module's attribute": (Module, put(settings, "leak", 0.1)),
     "an import in the step": (Imported, put(settings, "leak", 0.1)),
     "an attribute of another class": (OfClass, put(Holder, "leak", 0.1)),
-    "an attribute of an object": (OfObject, put(HOLDER, "own", 0.1)),
-    "an attribute of what is called": (Called, put(HOLDER, "own", 0.1)),
-    "an option": (Options, put(OPTIONS, "leak", 0.1)),
-    "a number in a tensor": (Tensor0d, lambda: NUMBER.fill_(0.1)),
 }
 ORIGINAL = {cls: set(vars(cls)) for cls, _ in CHANGES.values()}
 X = torch.randn(2, 30, 3, generator=torch.Generator().manual_seed(0))

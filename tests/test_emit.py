@@ -170,11 +170,15 @@ def test_spellings_can_be_registered(monkeypatch):
     cell = Lucky(3)
     with pytest.raises(pararnn.EngineError, match="special_i1e"):
         pararnn.emitted(cell)
-    monkeypatch.setitem(SPELLINGS, "aten::special_i1e", None)  # removed again afterwards
-    pararnn.register_spelling("aten::special_i1e", "{0} / (constant(1.0) + abs({0}))")
     gates = torch.randn(1, 1, 1, 3)
-    states, _ = pararnn.solve(cell, gates, backend="fused")
-    assert torch.allclose(states, gates[:, :, 0] / (1 + gates[:, :, 0].abs()))
+    with pytest.raises(pararnn.EngineError, match="special_i1e"):
+        pararnn.solve(cell, gates, backend="fused")
+    monkeypatch.setitem(SPELLINGS, "aten::special_i1e", None)  # removed again afterwards
+    for by in (1.0, 2.0):  # what was refused, and what was built, is made anew
+        text = f"{{0}} / (constant({by}) + abs({{0}}))"
+        pararnn.register_spelling("aten::special_i1e", text)
+        states, _ = pararnn.solve(cell, gates, backend="fused")
+        assert torch.allclose(states, gates[:, :, 0] / (by + gates[:, :, 0].abs()))
 
 
 def test_wrong_requests():

@@ -200,15 +200,9 @@ class Own(pararnn.Cell):
 """
 UNKNOWN = {
     "the built-in getattr": ("", "getattr(self, 'ra' + 'te')"),
-    "the built-in vars": ("", "vars(type(self))['rate']"),
-    "the built-in open": ("", "float(open('/proc/uptime').read().split()[0])"),
-    "the attribute __dict__": ("", "type(self).__dict__['rate']"),
-    "rate, of type Tensor": ("RATE = torch.tensor(0.9)\nrate = RATE", "rate"),
-    "HELPER, of type Helper": ("class Helper:\n    rate = 0.9\nHELPER = Helper()", "HELPER.rate"),
     "the class Helper": ("class Helper:\n    rate = 0.9", "Helper.rate"),
-    "the module os": ("import os", "float(os.environ.get('RATE', '0.9'))"),
+    "the module decimal": ("import decimal", "decimal.MAX_PREC * 1e-20"),
     "the function is_available": ("", "(0.9 + torch.cuda.is_available())"),
-    "the built-in __import__": ("", "__import__('math').pi"),
 }
 
 

@@ -67,6 +67,20 @@ def remembered(
     return found
 
 
+_FORGET: list[Callable[[], None]] = []
+
+
+def on_forget(clear: Callable[[], None]) -> None:
+    """Have `clear` called by `forget`: it empties what a process remembers of kernels."""
+    _FORGET.append(clear)
+
+
+def forget() -> None:
+    """Empty what this process remembers of kernels, and of those that could not be made."""
+    for clear in _FORGET:
+        clear()
+
+
 def cache_folder() -> Path:
     """$PARARNN_CACHE_DIR, else `pararnn` in the user's cache folder."""
     given = os.environ.get("PARARNN_CACHE_DIR")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import keyword
 import math
 from collections import namedtuple
@@ -260,15 +259,23 @@ _VIEW = "_is_view"
 class Step:
     """A cell class's step as a pure function of flat tensors: (states, inputs, params) -> states.
 
-    It runs the user's method on an object that holds nothing but config, so that the result can
-    depend on the class, the config and the arguments only. `num_rows`: of states and inputs.
+    It runs the user's method on an object that holds nothing but config and `training`, so that the
+    result can depend on the class, these and the arguments only. `training`: the mode, None where
+    the step does not read it. `sizes`: the channels and heads that it must be traced on, if only
+    these will do. `num_rows`: of states and inputs.
     """
 
-    def __init__(self, cls: type[Cell], config: Mapping[str, Any]) -> None:
-        self.cls = cls
+    def __init__(
+        self,
+        cls: type[Cell],
+        config: Mapping[str, Any],
+        training: bool | None = None,
+        sizes: tuple[int, int] | None = None,
+    ) -> None:
+        self.cls, self.training, self.sizes = cls, training, sizes
         self.view = object.__new__(cls)
         nn.Module.__init__(self.view)  # whole, or torch.compile would not look inside
-        self.view.__dict__.update({**config, _VIEW: True})
+        self.view.__dict__.update({**config, _VIEW: True, "training": training is not False})
         self.state_type = namedtuple("State", list(cls.states))  # type: ignore[misc]
         self.gate_type = namedtuple("Gate", [*cls.gates, *cls.fields])  # type: ignore[misc]
         self.param_type = namedtuple("Params", list(cls.params))  # type: ignore[misc]
@@ -301,22 +308,53 @@ class Step:
 
 
 def resolve_config(cls: type[Cell], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The class's config with `config` put over it; CellError for unknown names or values."""
+    """Return the class's config with `config` put over it, in values that cannot change.
+
+    Lists become tuples. Raises CellError for unknown names, and values that JSON does not have.
+    """
     unknown = sorted(set(config) - set(cls.config))
     if unknown:
         raise CellError(
             f"{cls.__name__} has no config {unknown[0]!r}; it has {sorted(cls.config) or 'none'}"
         )
     values = {**cls.config, **config}
-    for name, value in values.items():
-        try:
-            json.dumps(value)
-        except TypeError:
-            raise CellError(
-                f"{cls.__name__}: config {name} must be a JSON value (number, string, bool, None, "
-                f"list), got {type(value).__name__}"
-            ) from None
-    return values
+    return {
+        name: _immutable(value, f"{cls.__name__}: config {name}") for name, value in values.items()
+    }
+
+
+class _Constants(dict[str, Any]):
+    """A dictionary of config: it can be read, copied and pickled, and does not change."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("config is immutable: make a new cell with another value")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self),)
+
+
+def _immutable(value: Any, what: str) -> Any:
+    """Return a JSON value in types that cannot change; CellError, of `what`, for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)):
+        return tuple(_immutable(entry, what) for entry in value)
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return _Constants({key: _immutable(entry, what) for key, entry in value.items()})
+    for kind, plain in _SCALARS.items():
+        if isinstance(value, kind):
+            return plain(value)
+    raise CellError(
+        f"{what} must be a JSON value (number, string, bool, None, list, or dict with strings for "
+        f"keys), got {type(value).__name__}"
+    )
+
+
+_SCALARS: Mapping[type, Any] = {bool: bool, int: int, float: float, str: str.__str__}
+"""How a value of each type, or of one made of it, becomes that type."""
 
 
 def _check_names(cls: type, what: str, names: Sequence[str]) -> None:

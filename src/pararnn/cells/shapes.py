@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -17,8 +17,8 @@ class ParamShape:
     """
 
     name: str
-    size: Callable[[int, int], tuple[int, ...]]
-    lift: Callable[[Tensor, int, int], Tensor] | None = None
+    size: Callable[[int, int], tuple[int, ...]] = field(repr=False)  # whose address says nothing
+    lift: Callable[[Tensor, int, int], Tensor] | None = field(default=None, repr=False)
 
     def lifted(self, value: Tensor, channels: int, heads: int) -> Tensor:
         """The parameter as a step takes it."""

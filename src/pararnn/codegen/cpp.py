@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pararnn.cache import CPP, load, remembered
+from pararnn.cache import CPP, load, on_forget, remembered
 from pararnn.cells.base import Cell
 from pararnn.codegen import headers
 from pararnn.codegen.compiler import (
@@ -41,6 +41,7 @@ class Kernels:
 
 
 _KERNELS: dict[tuple[str, torch.dtype, str], Kernels | EngineError] = {}
+on_forget(lambda: _KERNELS.clear())
 
 
 def kernels_of(program: Program, dtype: torch.dtype, solver: str) -> Kernels:

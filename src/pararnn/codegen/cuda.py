@@ -280,6 +280,7 @@ def chunk_of(*places: int) -> int:
 
 
 _KERNELS: dict[tuple[str, Variant, tuple[int, int]], dict[str, Kernel] | EngineError] = {}
+disk.on_forget(lambda: _KERNELS.clear())
 
 
 def kernels_of(

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pararnn.cache import forget
+
 REAL, MASK = "real", "mask"
 
 
@@ -174,9 +176,11 @@ def register_spelling(op: str, text: str, *, jumps: bool = False) -> None:
     `op` is the schema name ("aten::erfinv"), `text` an expression of its arguments {0}, {1}, ... in
     terms of + - * / and the functions of the table, for example "{0} / (constant(1.0) + abs({0}))".
     The op takes and gives floating-point values. `jumps` says that its value may jump where an
-    argument changes a little, as rounding does: segments of time then meet to the bit. Raises
-    ValueError for names without a namespace.
+    argument changes a little, as rounding does: segments of time then meet to the bit. Kernels of
+    this process that were made, or refused, without it are made anew. Raises ValueError for names
+    without a namespace.
     """
     if "::" not in op:
         raise ValueError(f"op must be a schema name such as 'aten::erfinv', got {op!r}")
     SPELLINGS[op] = Spelling(text, jumps=jumps)
+    forget()

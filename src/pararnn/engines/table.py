@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from pararnn.cache import on_forget
 from pararnn.engines import (
     fused_cpu,
     fused_cuda,
@@ -214,6 +215,9 @@ def _build_failure(
     except EngineError as error:
         return str(error)
     return None
+
+
+on_forget(_build_failure.cache_clear)
 
 
 def _say(message: str) -> None:

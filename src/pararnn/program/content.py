@@ -25,7 +25,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pararnn.cells.base import Cell
-from pararnn.program.reads import CONTRACT, GLOBAL, MISSING, Reads, codes, is_library, named
+from pararnn.program.reads import (
+    CONTRACT,
+    MISSING,
+    Reads,
+    codes,
+    is_library,
+    loads,
+    packages_of,
+    words,
+)
 
 STARTED = time.time()
 PACKAGE = Path(__file__).parents[1]
@@ -35,11 +44,7 @@ _NAMED = (torch.dtype, torch.device)
 _LIBRARIES = (torch, F, torch.special, math, operator)
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_BUILTINS = _words("""
+_BUILTINS = words("""
     abs all any bool bytes complex dict divmod enumerate filter float frozenset int isinstance
     issubclass iter len list map max min next pow property range repr reversed round set slice
     sorted staticmethod str sum super tuple type zip ArithmeticError AssertionError
@@ -47,10 +52,10 @@ _BUILTINS = _words("""
     ValueError __name__ __debug__
 """)
 """Built-in names whose value depends on their arguments alone, and that show the caller nothing."""
-_TORCH = _words("Tensor tensor as_tensor dtype device finfo iinfo no_grad enable_grad")
+_TORCH = words("Tensor tensor as_tensor dtype device finfo iinfo no_grad enable_grad")
 """Names of torch that a step may read beside dtypes, numbers and functions that ATen has."""
 _DUNDERS = frozenset({"__class__", "__name__"})
-_HARMLESS = _words("""
+_HARMLESS = words("""
     __module__ __qualname__ __doc__ __dict__ __weakref__ __init__ __annotations__ __annotate__
     __annotate_func__ __annotations_cache__ __abstractmethods__ __firstlineno__ __parameters__
     __static_attributes__ __orig_bases__ __repr__ __init_subclass__
@@ -65,9 +70,9 @@ class UnknownContent(Exception):
 def content_of(cls: type[Cell], config: Mapping[str, Any], reads: Reads) -> str:
     """All that the Program of a class under a config depends on, as text.
 
-    Raises UnknownContent for what is not on the lists above: objects and classes of the user's
-    own, tensors, modules other than torch and math, getattr and the like, code of this package
-    that has changed since the process began.
+    Raises UnknownContent for what is not on the lists above: classes of the user's own, modules
+    other than torch and math, getattr and the like, code of this package that has changed since the
+    process began.
     """
     writer = _Writer(cls)
     return "\n".join([machinery(), f"config {_json(config)}", *writer.lines_of(reads)])
@@ -101,7 +106,7 @@ def _json(value: Any) -> str:
         return repr(value)
     if type(value) in (list, tuple):
         return f"{type(value).__name__}({', '.join(map(_json, value))})"
-    if type(value) is dict:
+    if isinstance(value, dict):
         return f"dict({', '.join(f'{_json(k)}: {_json(v)}' for k, v in value.items())})"
     raise UnknownContent(f"config of type {type(value).__name__}")
 
@@ -118,7 +123,7 @@ class _Writer:
         self.modules: dict[str, ModuleType] = {}
         self.written: set[int] = set()
         self.followed: set[int] = set()
-        self.own = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"torch"}
+        self.own = packages_of(cls)
 
     def lines_of(self, reads: Reads) -> list[str]:
         """The lines of all places of `reads`, and of what code names in libraries."""
@@ -126,7 +131,8 @@ class _Writer:
         self.check_classes()
         for name, param in self.cls.params.items():
             if not isinstance(param.shape, str):
-                raise UnknownContent(f"the shape of {name}, which is none of this package's")
+                parts = (param.shape.name, param.shape.size, param.shape.lift)
+                self.lines.append(f"shape {[self.said(part, name) for part in parts]}")
         for owner, name, value in reads.attributes:
             static = vars(owner).get(name, value) if isinstance(owner, type) else value
             contract = owner is self.cls and name in CONTRACT
@@ -138,8 +144,6 @@ class _Writer:
             self.lines.append(f"{self.number(mapping)}[{key!r}] = {self.said(value, str(key))}")
         for container, keys, entries in reads.contents:
             kind = type(container)
-            if kind not in (list, dict, set):
-                raise UnknownContent(f"a {kind.__name__}")
             values = [self.said(entry, "an entry") for entry in entries]
             named_by = [self.said(key, "a key") for key in keys or ()]
             content = sorted(values) if kind is set else [*named_by, *values]
@@ -221,16 +225,16 @@ class _Writer:
     def code(self, function: FunctionType) -> None:
         """Note the names in a function's code; UnknownContent for those that find anything."""
         for code in codes(function.__code__):
-            for kind, name in named(code):
-                if kind == "IMPORT_NAME":
+            for kind, name, path in loads(code):
+                if kind == "import":
                     raise UnknownContent(f"an import of {name} inside the step")
-                if kind in GLOBAL:
-                    own = name in function.__globals__
-                    if not own and hasattr(builtins, name) and name not in _BUILTINS:
-                        raise UnknownContent(f"the built-in {name}")
-                elif kind != "getattr" and name.startswith("__") and name not in _DUNDERS:
-                    raise UnknownContent(f"the attribute {name}")
-                self.names[name] = None
+                own = kind != "global" or name in function.__globals__
+                if not own and hasattr(builtins, name) and name not in _BUILTINS:
+                    raise UnknownContent(f"the built-in {name}")
+                for read in (name, *path) if kind == "attribute" else path:
+                    if read.startswith("__") and read not in _DUNDERS:
+                        raise UnknownContent(f"the attribute {read}")
+                self.names.update(dict.fromkeys((name, *path)))
 
     def libraries(self) -> None:
         """Write out what the code names in libraries, and see that it is the libraries' own."""

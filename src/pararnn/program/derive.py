@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pararnn.cells.base import Step
+from pararnn.cells.base import Cell, Step
 from pararnn.errors import CellError, StructureError
 from pararnn.program.coupling import expand_entry
+from pararnn.program.guard import check_writes
 from pararnn.program.structure import Structure
 from pararnn.program.trace import Graph, ancestors, trace_pointwise, trace_rows
 
@@ -54,10 +55,12 @@ def example(
     channels: int,
     dtype: torch.dtype,
     seed: int = 0,
-    heads: int = TRACE_HEADS,
+    heads: int | None = None,
 ) -> list[Tensor]:
     """Random states, inputs and params of a cell, as flat tensors with leading sizes `lead`."""
     generator = torch.Generator().manual_seed(seed)
+    if heads is None:
+        heads = TRACE_HEADS if step.sizes is None else step.sizes[1]
 
     def draw(*size: int) -> Tensor:
         return torch.rand(size, generator=generator, dtype=torch.float64).add(0.25).to(dtype)
@@ -65,6 +68,11 @@ def example(
     kinds = [param.kind for param in step.cls.params.values()]
     params = [k.lifted(draw(*k.size(channels, heads)), channels, heads) for k in kinds]
     return [*(draw(*lead, channels) for _ in range(step.num_rows)), *params]
+
+
+def channels_of(step: Step) -> tuple[int, ...]:
+    """Return the numbers of channels that a step is traced on."""
+    return TRACE_CHANNELS if step.sizes is None else step.sizes[:1]
 
 
 def mixing_op(step: Step) -> str | None:
@@ -75,8 +83,9 @@ def mixing_op(step: Step) -> str | None:
     """
     what = f"{step.cls.__name__}.step"
     texts = set()
-    for channels in TRACE_CHANNELS:
+    for channels in channels_of(step):
         tensors = example(step, (), channels, torch.float32)
+        check_writes(what, flat(step, step), [t.clone() for t in tensors])
         graph = trace_pointwise(flat(step, step), tensors, what)
         if graph.mixing_op is not None:
             _check_rows(step)
@@ -103,8 +112,9 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     trace = trace_rows if coupled else trace_pointwise
     states = step.num_states
     call = flat(step, step)
-    tensors = example(step, lead, TRACE_CHANNELS[0], dtype)
-    both = [*tensors, *example(step, lead, TRACE_CHANNELS[0], dtype, seed=1)[:states]]
+    channels = channels_of(step)[0]
+    tensors = example(step, lead, channels, dtype)
+    both = [*tensors, *example(step, lead, channels, dtype, seed=1)[:states]]
 
     def vjp(count: int) -> Callable[..., tuple[Tensor, ...]]:
         """Gradients of the first `count` arguments, of those and of cotangents."""
@@ -185,7 +195,7 @@ def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
     Catches a hand-written Jacobian that is wrong and a registered structure that the step does not
     have. Raises StructureError naming the entry.
     """
-    channels, states, rows = TRACE_CHANNELS[0], step.num_states, step.num_rows
+    channels, states, rows = channels_of(step)[0], step.num_states, step.num_rows
     for seed in range(PROBES):
         t = [x * 3 - 2 for x in example(step, (1,), channels, torch.float64, seed)]
 
@@ -208,7 +218,7 @@ def check_linear(step: Step, graphs: Graphs) -> None:
     user's, and may be anything.
     """
     tensors, cotangents = (
-        [x * 3 - 2 for x in example(step, (1,), TRACE_CHANNELS[0], torch.float64, seed)]
+        [x * 3 - 2 for x in example(step, (1,), channels_of(step)[0], torch.float64, seed)]
         for seed in (0, 1)
     )
     arriving = cotangents[: step.num_states]
@@ -227,13 +237,13 @@ def check_linear(step: Step, graphs: Graphs) -> None:
 
 
 def _compare(
-    cls: type, structure: Structure, given: Tensor, derived: Tensor, by_hand: bool
+    cls: type[Cell], structure: Structure, given: Tensor, derived: Tensor, by_hand: bool
 ) -> None:
     error = (given - derived).abs()
     if given.shape == derived.shape and float(error.max()) <= JACOBIAN_TOLERANCE:
         return
     i, j = divmod(int(error.argmax()), derived.shape[1])
-    channels, names = TRACE_CHANNELS[0], cls.states  # type: ignore[attr-defined]
+    channels, names = len(derived) // len(cls.states), cls.states
     entry = f"d {names[i // channels]}[{i % channels}] / d "
     entry += f"{names[j // channels]}[{j % channels}]"
     if not by_hand:
@@ -291,7 +301,7 @@ def gradients(
 
 def _check_rows(step: Step) -> None:
     """A step that mixes channels must still treat leading dimensions as independent rows."""
-    name, channels, rows = step.cls.__name__, TRACE_CHANNELS[0], step.num_rows
+    name, channels, rows = step.cls.__name__, channels_of(step)[0], step.num_rows
     tensors, call = example(step, (2, 3), channels, torch.float64), flat(step, step)
     try:
         whole = call(*tensors)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.errors import CellError
 
@@ -24,14 +26,19 @@ HOOKS = {
 }
 
 
+R = TypeVar("R")
+
+
+class SizeError(CellError):
+    """The step does not fit the number of channels that it was traced on."""
+
+
 class BranchError(Exception):
     """The step reads a tensor's value in Python (a branch, .item()): it cannot be traced."""
 
 
-def guarded(
-    what: str, trace: Callable[[], fx.GraphModule], inputs: Sequence[Tensor]
-) -> fx.GraphModule:
-    """What `trace` returns at `inputs`; BranchError or CellError for what it raises of a step."""
+def guarded(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
+    """Return what `trace` does at `inputs`; BranchError or CellError for what it raises."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -58,20 +65,63 @@ def guarded(
         if "_local_scalar_dense" in str(error) or "data-dependent" in str(error):
             raise BranchError(str(error)) from error
         if "inplace operation" in str(error) or "in-place" in str(error):
-            raise CellError(
-                f"{_step_of(what)} writes into a tensor in place (h += ..., h[mask] = ..., h.add_()"
-                "), and its gradient needs what was there: make a new one, by torch.where for a "
-                "mask"
-            ) from from_the_users_line(error)
-        sizes = ""
-        if re.search(r"sizes?\b|shapes?\b|dimension", str(error)):
-            sizes = (
-                f". Steps are traced on {inputs[0].shape[-1]} channels, whatever a layer has, so "
-                "they may hold no size of their own: read it off a state, or make it a Param"
-            )
-        raise CellError(
-            f"{what} cannot be traced: {error}{line_of(error)}{sizes}"
+            raise CellError(_WRITES.format(_step_of(what), "")) from from_the_users_line(error)
+        failure = f"{what} cannot be traced: {error}{line_of(error)}"
+        if not re.search(r"sizes?\b|shapes?\b|dimension", str(error)):
+            raise CellError(failure) from from_the_users_line(error)
+        raise SizeError(
+            f"{failure}. It was traced on {inputs[0].shape[-1]} channels (8, or the layer's own "
+            "where those do not fit): read sizes off a state, or make them config or a Param"
         ) from from_the_users_line(error)
+
+
+def check_writes(what: str, call: Callable[..., object], inputs: Sequence[Tensor]) -> None:
+    """Raise CellError, with the user's line, where a step writes into what it is given."""
+    with _Writes(inputs) as writes:
+        guarded(what, lambda: call(*inputs), inputs)
+    if writes.line is not None:
+        raise CellError(_WRITES.format(_step_of(what), writes.line))
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the user's line that first writes into memory of some tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.line: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op, and look at what it writes into."""
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if not (argument.is_write and isinstance(value, Tensor) and self.line is None):
+                continue
+            if value.untyped_storage().data_ptr() in self.memory:
+                self.line = _line_of_frame(sys._getframe(1))
+        return func(*args, **kwargs)
+
+
+_WRITES = (
+    "{} writes into a tensor in place{} (h += ..., h[mask] = ..., h.add_()), and its gradient "
+    "needs what was there: make a new one, by torch.where for a mask"
+)
+
+
+def _line_of_frame(frame: FrameType | None) -> str:
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f" ({frame.f_code.co_filename}, line {frame.f_lineno})"
+
+
+def _is_users(file: str) -> bool:
+    """Check whether a file is not this package's, torch's or Python's."""
+    files = (os.path.dirname(__file__), torch.__file__, os.__file__)
+    inside = tuple(os.path.dirname(str(own)) + os.sep for own in files)
+    return os.path.isabs(file) and not file.startswith(inside)
 
 
 def _step_of(what: str) -> str:
@@ -80,16 +130,11 @@ def _step_of(what: str) -> str:
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
-    """The traceback from the first line on that is not of this package, torch or Python."""
-    files = (os.path.dirname(__file__), torch.__file__, os.__file__)
-    inside = tuple(os.path.dirname(str(file)) + os.sep for file in files)
+    """Return the traceback from the user's first line on."""
     part = error.__traceback__
-    while part is not None:
-        name = part.tb_frame.f_code.co_filename
-        if os.path.isabs(name) and not name.startswith(inside):
-            return part
+    while part is not None and not _is_users(part.tb_frame.f_code.co_filename):
         part = part.tb_next
-    return None
+    return part
 
 
 def from_the_users_line(error: Exception) -> Exception:

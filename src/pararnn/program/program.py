@@ -30,8 +30,8 @@ from pararnn.program.derive import (
     is_affine,
     mixing_op,
 )
-from pararnn.program.guard import BranchError
-from pararnn.program.reads import Reads, reads_of
+from pararnn.program.guard import BranchError, SizeError
+from pararnn.program.reads import Reads, change_of, reads_mode, reads_of
 from pararnn.program.stored import Traced, kept
 from pararnn.program.structure import STRUCTURES, Structure, make_structure
 
@@ -45,8 +45,9 @@ class Program:
     `structure` is None for sequential-only steps, and `why_sequential` then says why.
     `affine`: whether it is elementwise, with a Jacobian that depends on no state.
     `step` is the Python step on flat tensors, differentiable by autograd. `reads` is what it read
-    outside its arguments when it was traced. A copy is the Program itself; a pickle finds it by its
-    key, and nothing in a process that has not traced it.
+    outside its arguments when it was traced. `training`, `sizes` and `default_dtype` are those of
+    the cell and of PyTorch that it was traced for; None where it serves all. A copy is the Program
+    itself; a pickle finds it by its key, and nothing in a process that has not traced it.
     """
 
     key: str
@@ -61,6 +62,19 @@ class Program:
     why_sequential: str | None
     graphs: Mapping[torch.dtype, Graphs]
     reads: Reads
+    training: bool | None = None
+    sizes: tuple[int, int] | None = None
+    default_dtype: torch.dtype | None = None
+
+    def changed(self) -> str | None:
+        """Return what the step reads otherwise by now, in words; None if all is as it was."""
+        if self.default_dtype not in (None, torch.get_default_dtype()):
+            return change_of("the default dtype", self.default_dtype, torch.get_default_dtype())
+        return self.reads.changed()
+
+    def serves(self, training: bool, sizes: tuple[int, int] | None) -> bool:
+        """Check whether it was traced for cells of this mode, channels and heads."""
+        return self.training in (None, training) and self.sizes in (None, sizes)
 
     def __deepcopy__(self, memo: Any) -> Program:
         return self
@@ -94,14 +108,16 @@ MANY_TRACES = 8
 
 
 def program_of(cell: Cell) -> Program:
-    """The cell's Program, traced at the first call for its class, config and what its step reads.
+    """Return the cell's Program, traced at the first call for its class, config and what it reads.
 
-    A change of what the step reads (code, globals, closures, class attributes) leads to another
-    Program. In a compiled region the cell keeps the one that it has, and the operators raise where
-    its step has changed. Raises CellError and StructureError where the step breaks the contract;
-    warns once with CellCostWarning where an undeclared structure rules out the fast paths.
+    A change of what the step reads (code, globals, closures, class attributes, `self.training`)
+    leads to another Program. In a compiled region the cell keeps the one that it has for its mode,
+    and the operators raise where its step has changed. Raises CellError and StructureError where
+    the step breaks the contract; warns once with CellCostWarning where an undeclared structure
+    rules out the fast paths.
     """
-    program: Program | None = cell.__dict__.get("_program")
+    place = _PLACES[cell.training]
+    program: Program | None = cell.__dict__.get(place)
     if torch.compiler.is_compiling():
         if program is None:
             raise CellError(
@@ -111,18 +127,25 @@ def program_of(cell: Cell) -> Program:
         return program
     # Wrappers (parametrisations, FSDP) give a module a class made of its own: the step is the same.
     cls = program.step.cls if program and isinstance(cell, program.step.cls) else type(cell)
-    if program is None or cls is not program.step.cls or program.reads.changed():
-        program = cell.__dict__["_program"] = make_program(cls, cell.config_values())
+    if program is None or cls is not program.step.cls or program.changed():
+        config, sizes = cell.config_values(), (cell.hidden_size, cell.num_heads)
+        for mode, held in _PLACES.items():  # a step that does not read its mode has one Program
+            cell.__dict__[held] = make_program(cls, config, mode, sizes)
+        program = cell.__dict__[place]
     return program
 
 
+_PLACES = {True: "_program", False: "_program_of_evaluation"}
+"""Where a cell holds its Program of each mode."""
+
+
 def program_by_key(key: str) -> Program:
-    """The Program that `key` names, importing and tracing its class anew in a new process.
+    """Return the Program that `key` names; a new process imports and traces its class anew.
 
     Raises CellError where the class cannot be imported or its step has changed.
     """
     if key not in _BY_KEY:
-        path, config = _parts(key)
+        path, config, training, sizes = _parts(key)
         module, _, qualname = path.partition(":")
         try:
             target: Any = importlib.import_module(module)
@@ -133,26 +156,27 @@ def program_by_key(key: str) -> Program:
                 f"cannot import the cell {path}: define it at a module's top level to use it in "
                 "another process"
             ) from error
-        found = make_program(target, config)
+        found = make_program(target, config, training, sizes)
         if found.key != key:
             raise CellError(f"the step of {path} has changed since this was exported; export again")
     return _BY_KEY[key]
 
 
 def program_in_use(key: str) -> Program:
-    """The Program that `key` names, for a forward pass: its step must still be what it was.
+    """Return the Program that `key` names, for a forward pass: its step must be what it was.
 
     Compiled and exported code holds the key alone. Raises CellError where the step reads something
     else by now, and names it.
     """
     program = program_by_key(key)
-    change = program.reads.changed()
+    change = program.changed()
     if change is None:
         return program
-    path, config = _parts(key)
-    make_program(program.step.cls, config)  # under the same key, if the change makes no difference
+    path, config, training, sizes = _parts(key)
+    # Under the same key, if the change makes no difference.
+    make_program(program.step.cls, config, training, sizes)
     for other in [p for traced in _BY_CLASS.values() for p in traced if p.key == key]:
-        if other.reads.changed() is None:
+        if other.changed() is None:
             _BY_KEY[key] = other
             return other
     raise CellError(
@@ -161,26 +185,41 @@ def program_in_use(key: str) -> Program:
     )
 
 
-def make_program(cls: type[Cell], config: Mapping[str, Any]) -> Program:
-    """Trace a cell class under a config; cached by class, config and what the step reads."""
+def make_program(
+    cls: type[Cell],
+    config: Mapping[str, Any],
+    training: bool = True,
+    sizes: tuple[int, int] | None = None,
+) -> Program:
+    """Trace a cell class under a config; cached by class, config and what the step reads.
+
+    `training` is the mode of the cell. `sizes` are its channels and heads, on which a step is
+    traced that cannot run on others.
+    """
     resolved = resolve_config(cls, config)
     text = json.dumps(resolved, sort_keys=True)
     traced = _BY_CLASS.setdefault((cls, text), [])
-    program = _current(traced)
+
+    def current() -> Program | None:
+        fit = (p for p in reversed(traced) if p.serves(training, sizes))
+        return next((p for p in fit if p.changed() is None), None)
+
+    program = current()
     if program is None:
         with _TRACING:
-            program = _current(traced)
+            program = current()
             if program is None:
                 try:
-                    program = _build(cls, resolved, text)
+                    program = _build(cls, resolved, text, training, sizes)
                 except PararnnError as error:
                     # Message and cause say what is wrong; the tracer's frames would hide it.
                     raise error.with_traceback(None) from error.__cause__
-                if len(traced) == MANY_TRACES:
+                stale = [p for p in traced if p.serves(training, sizes)]
+                if len(stale) == MANY_TRACES:
                     warn_user(
                         f"{cls.__name__} is traced anew, in a second or so, whenever what its step "
-                        f"reads changes, last {traced[-1].reads.changed()}. Pass it in as a field "
-                        "or a Param, or make it config",
+                        f"reads changes, last {stale[-1].changed()}. Pass it in as a field or a "
+                        "Param, or make it config",
                         CellCostWarning,
                     )
                 traced.append(program)
@@ -188,25 +227,41 @@ def make_program(cls: type[Cell], config: Mapping[str, Any]) -> Program:
     return program
 
 
-def _current(traced: list[Program]) -> Program | None:
-    """The one whose step reads what is there now."""
-    return next((p for p in reversed(traced) if p.reads.changed() is None), None)
-
-
 def _known(key: str) -> Program | None:
     return _BY_KEY.get(key)
 
 
-def _parts(key: str) -> tuple[str, dict[str, Any]]:
-    """Where a key's class is, and the config."""
+def _parts(key: str) -> tuple[str, dict[str, Any], bool, tuple[int, int] | None]:
+    """Return where a key's class is, the config, the mode, and the channels and heads if any."""
     path, _, rest = key.partition("|")
-    config: dict[str, Any] = json.loads(rest.rpartition("|")[0])
-    return path, config
+    text, _, end = rest.rpartition("|")
+    config: dict[str, Any] = json.loads(text)
+    *marks, _ = end.split(".")
+    sizes = [tuple(map(int, mark.split("x"))) for mark in marks if "x" in mark]
+    return path, config, _EVALUATION not in marks, sizes[0] if sizes else None  # type: ignore[return-value]
 
 
-def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Program:
-    step = Step(cls, config)
-    name, why, warning, graphs = _traced_or_kept(step, config)
+_EVALUATION = "evaluation"
+"""The mark of keys of steps that are not in training, and read that."""
+
+
+def _build(
+    cls: type[Cell],
+    config: Mapping[str, Any],
+    config_text: str,
+    training: bool,
+    sizes: tuple[int, int] | None,
+) -> Program:
+    reads = reads_of(cls, STRUCTURES, cls.structure or "")
+    mode = training if reads_mode(cls, reads) else None
+    step = Step(cls, config, mode)
+    try:
+        name, why, warning, graphs = _traced_or_kept(step, config)
+    except SizeError:
+        if sizes is None:
+            raise
+        step = Step(cls, config, mode, sizes)
+        name, why, warning, graphs = _traced_or_kept(step, config)
     structure = None if name is None else make_structure(name, len(cls.states))
     affine = structure is not None and not structure.couples_channels
     affine = affine and is_affine(graphs[torch.float32], len(cls.states))
@@ -215,14 +270,16 @@ def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Prog
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
     names = (cls.states, cls.gates, cls.fields, tuple(cls.params))
     digest = hashlib.sha256(f"{config_text} {names}".encode())
-    for dtype in COMPUTE_DTYPES if graphs else ():
-        traced = graphs[dtype]
-        for graph in (traced.step, traced.jacobian, traced.vjp, traced.by_hand):
-            digest.update(graph.text.encode() if graph is not None else b"")
+    all_graphs = [graph for some in graphs.values() for graph in vars(some).values() if graph]
+    for graph in all_graphs:
+        digest.update(graph.text.encode())
     if not graphs:
         digest.update(reads.text.encode())
+    marks = [_EVALUATION] if mode is False else []
+    marks += [] if step.sizes is None else ["x".join(map(str, step.sizes))]
     return Program(
-        key=f"{cls.__module__}:{cls.__qualname__}|{config_text}|{digest.hexdigest()[:16]}",
+        key=f"{cls.__module__}:{cls.__qualname__}|{config_text}|"
+        + ".".join([*marks, digest.hexdigest()[:16]]),
         cell_name=cls.__name__,
         states=tuple(cls.states),
         gates=tuple(cls.gates),
@@ -234,15 +291,19 @@ def _build(cls: type[Cell], config: Mapping[str, Any], config_text: str) -> Prog
         why_sequential=why,
         graphs=graphs,
         reads=reads,
+        training=mode,
+        sizes=step.sizes,
+        default_dtype=torch.get_default_dtype() if any(g.defaults for g in all_graphs) else None,
     )
 
 
 def _traced_or_kept(step: Step, config: Mapping[str, Any]) -> Traced:
-    """What an earlier process traced of the very same step, or what is traced now."""
+    """Return what an earlier process traced of the very same step, or what is traced now."""
     cls = step.cls
 
     def content() -> str:
-        return content_of(cls, config, reads_of(cls, STRUCTURES, cls.structure or ""))
+        read = content_of(cls, config, reads_of(cls, STRUCTURES, cls.structure or ""))
+        return f"{read}\ntraining {step.training} sizes {step.sizes}"
 
     if cls.structure == "sequential":  # nothing is traced
         return apart(_traced, step)

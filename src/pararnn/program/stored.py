@@ -124,7 +124,8 @@ def _graph(graph: Graph) -> dict[str, Any]:
         arguments = _encoded([node.args, node.kwargs], numbers)
         dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         nodes.append([node.op, target, arguments, dtype, constant])
-    return {"mixing_op": graph.mixing_op, "text": graph.text, "nodes": nodes}
+    said = {"mixing_op": graph.mixing_op, "text": graph.text, "defaults": graph.defaults}
+    return {**said, "nodes": nodes}
 
 
 def _target(node: fx.Node) -> str:
@@ -200,7 +201,7 @@ def _restored(stored: dict[str, Any]) -> Graph:
     module = fx.GraphModule(root, graph)
     if canonical_text(module.graph) != stored["text"]:
         raise ValueError("a graph that reads otherwise than it was written")
-    return Graph(module, stored["mixing_op"], stored["text"])
+    return Graph(module, stored["mixing_op"], stored["text"], stored["defaults"])
 
 
 def _function(target: str) -> Any:

@@ -70,12 +70,14 @@ class Graph:
     """A traced function of flat tensors: `graph(*inputs)` returns a tuple of tensors and numbers.
 
     `mixing_op` names the first op that is not pointwise (None: the graph is elementwise) and `text`
-    is the canonical form, equal for equal graphs.
+    is the canonical form, equal for equal graphs. `defaults`: whether it holds numbers that were
+    rounded to PyTorch's default dtype.
     """
 
     module: fx.GraphModule
     mixing_op: str | None
     text: str
+    defaults: bool = False
 
     def __call__(self, *inputs: Tensor) -> tuple[Any, ...]:
         if self.mixing_op is None:
@@ -111,7 +113,7 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
     named = [op for op in _mixing_ops(raw.graph) if not getattr(op, "is_view", True)]
     name = str([*named, *mixing][0]) if mixing else None
-    return Graph(module, name, canonical_text(module.graph))
+    return Graph(module, name, canonical_text(module.graph), _defaults(raw))
 
 
 def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str) -> Graph:
@@ -121,6 +123,7 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
     trace = make_fx(_tupled(function), tracing_mode="symbolic")
     module = guarded(what, lambda: trace(*inputs), inputs)
     _check_ops(module, inputs[0].dtype, what)
+    defaults = _defaults(module)
     for node in list(module.graph.nodes):
         if node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
@@ -136,7 +139,7 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
                 "use new_zeros, zeros_like or the like on a state"
             )
     _keep_dtypes(module.graph)
-    return Graph(module, "not elementwise", canonical_text(module.graph))
+    return Graph(module, "not elementwise", canonical_text(module.graph), defaults)
 
 
 def canonical_text(graph: fx.Graph) -> str:
@@ -153,6 +156,19 @@ def canonical_text(graph: fx.Graph) -> str:
             f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}"
         )
     return "\n".join(lines)
+
+
+def _defaults(module: fx.GraphModule) -> bool:
+    """Check whether a graph makes a number of the default dtype, which another would round."""
+
+    def value(node: fx.Node) -> Any:
+        attribute = node.op == "get_attr"
+        return getattr(module, str(node.target)) if attribute else node.meta.get("val")
+
+    nodes = [n for n in module.graph.nodes if n.op in ("get_attr", "call_function")]
+    made = [value(node) for node in nodes if not node.all_input_nodes]
+    numbers = [v for v in made if isinstance(v, Tensor) and v.ndim == 0]
+    return any(v.dtype == torch.get_default_dtype() for v in numbers)
 
 
 def _keep_dtypes(graph: fx.Graph) -> None:
