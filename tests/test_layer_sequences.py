@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import (
 )
 
 import pararnn
+from pararnn.sequences import Sequences, of_resets
 
 LENGTHS = (3, 7, 1, 5)
 SIZES = {"input_size": 4, "hidden_size": 6, "num_layers": 2, "num_heads": 2}
@@ -290,3 +291,57 @@ def test_wrong_sequences(given, message):
 def test_bidirectional_layers_do_not_decode():
     with pytest.raises(ValueError, match="cannot decode step by step"):
         pararnn.ParaGRU(4, 6, bidirectional=True).step(torch.zeros(2, 4))
+
+
+def test_sequences_of_ones_own(pair):
+    """Numbers as cumsum gives them are int64."""
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6, **pair)
+    x, starts = torch.randn(2, 6, 4), torch.tensor([[1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 1, 0]])
+    seq = (starts.flatten().cumsum(0) - 1).view(2, 6)
+    seq[0, :2] = -1
+    initial = torch.randn(4, 6)
+    output, final = layer(x, initial, sequences=Sequences(seq, 4))
+    for row, begin, end, number in ((0, 2, 6, 1), (1, 0, 4, 2), (1, 4, 6, 3)):
+        alone = layer(x[row : row + 1, begin:end], initial[number : number + 1])
+        assert torch.allclose(output[row, begin:end], alone[0][0], atol=1e-6)
+        assert torch.allclose(final[number], alone[1][0], atol=1e-6)
+    assert not output[0, :2].any()
+    assert torch.equal(final[0], initial[0])
+
+
+OWN = torch.tensor([[0, 0, 1, 1, -1, -1], [2, 2, 2, 3, 3, 3]])
+WRONG_SEQUENCES = {
+    "too small a total": (OWN, 3, r"below the total of 3, got \[-1, 3\]"),
+    "below -1": (OWN - 1, 4, "must be -1"),
+    "negative": (OWN, -1, "integer of 0 or more, got -1"),
+    "a total that is no integer": (OWN, 4.0, "integer of 0 or more, got 4.0"),
+    "int16": (OWN.short(), 4, "int32 or int64 tensor, got torch.int16"),
+    "float": (OWN.float(), 4, "int32 or int64 tensor, got torch.float32"),
+    "a list": (OWN.tolist(), 4, "int32 or int64 tensor, got list"),
+    "fewer steps": (OWN[:, :3], 4, r"must be \(2, 6\), got \(2, 3\)"),
+    "elsewhere": (OWN.to("meta"), 4, "is on meta, the steps on cpu"),
+    "two runs": (OWN.where(OWN >= 0, 0), 4, r"one run of steps of one row; .* \[2, 1, 1, 1\]"),
+    "two rows": (OWN.where(OWN < 2, 0), 4, r"one run of steps of one row"),
+    "beyond int32": (OWN + 2**32, 2**40, "must be -1"),
+}
+
+
+@pytest.mark.parametrize("case", list(WRONG_SEQUENCES))
+def test_wrong_sequences_of_ones_own(case):
+    seq, total, message = WRONG_SEQUENCES[case]
+    if case == "beyond int32":
+        total = 2**31  # where numbers would wrap around
+    with pytest.raises(ValueError, match=message):
+        pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6)(
+            torch.randn(2, 6, 4), sequences=Sequences(seq, total)
+        )
+
+
+def test_more_resets_than_states_stay_within_memory(monkeypatch):
+    """Compiled code does not count them."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    reset = torch.ones(2, 5, dtype=torch.bool)
+    for reverse in (False, True):
+        for count in (0, 1, 3):
+            seq, total = of_resets(reset, count, None, reverse).sequences
+            assert seq.max() < total == 2 + count

@@ -1,10 +1,14 @@
 """Transforms of a parallel solve work or raise with the cure; none is silently wrong."""
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 from table import OPS, PAIRS, PLAIN, make_case
 
 import pararnn
+from pararnn.sequences import Sequences
 
 
 @pytest.fixture
@@ -196,3 +200,115 @@ def test_inference_modes(case, pair):
         assert torch.equal(pararnn.solve(case.cell, case.gates, **how)[0][0], expected[0])
     with torch.inference_mode():
         assert torch.equal(pararnn.solve(case.cell, case.gates, **how)[0][0], expected[0])
+
+
+def _traced(layer, *given):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(layer, given, check_trace=False)
+
+
+@pytest.mark.parametrize("given", ["x", "states"])
+def test_a_trace_holds_for_its_batch(pair, given):
+    """It keeps the number of rows, by which kernels would read and write beyond their memory."""
+    layer = pararnn.ParaLSTM(4, 6, solver=pair[0], backend=pair[1])
+
+    def inputs(batch, steps):
+        states = tuple(torch.randn(1, batch, 6) for _ in range(2))
+        return torch.randn(batch, steps, 4), *((states,) if given == "states" else ())
+
+    traced = _traced(layer, *inputs(2, 9))
+    x = inputs(2, 9)
+    assert torch.equal(traced(*x)[0], layer(*x)[0])
+    for batch in (1, 3, 40):
+        with pytest.raises(RuntimeError, match=r"torch.jit.trace keeps the batch"):
+            traced(*inputs(batch, 9))
+
+
+class _Lengths(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, lengths):
+        return self.layer(x, lengths=lengths)
+
+
+def test_a_trace_with_lengths_holds_for_its_batch(pair):
+    module = _Lengths(pararnn.ParaGRU(4, 6, solver=pair[0], backend=pair[1]))
+    traced = _traced(module, torch.randn(2, 9, 4), torch.tensor([9, 4]))
+    x, lengths = torch.randn(2, 9, 4), torch.tensor([2, 9])
+    assert torch.equal(traced(x, lengths)[0], module(x, lengths)[0])
+    for batch in (3, 40):
+        with pytest.raises(RuntimeError, match="numbers of sequences must be below 2"):
+            traced(torch.randn(batch, 9, 4), torch.full((batch,), 3))
+
+
+def _record(**changes):
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6)
+    args = layer.arguments(
+        torch.randn(2, 9, 4),
+        torch.zeros(2, 6),
+        reset=torch.zeros(2, 9, dtype=torch.bool),
+        sequences=Sequences(torch.zeros(2, 9, dtype=torch.int32) + torch.tensor([[0], [1]]), 2),
+    )
+    return pararnn.program_of(layer.cell).key, replace(args, **changes)
+
+
+WRONG = {
+    "a batch that is another": ({"seq": None, "sequences": 3, "initial": ()}, "batch of 3 got one"),
+    "a number beyond": ({"sequences": 1, "initial": ()}, "must be below 1"),
+    "numbers of int64": ({"seq": torch.zeros(2, 9, dtype=torch.int64)}, "seq must be torch.int32"),
+    "fewer numbers": ({"seq": torch.zeros(2, 3, dtype=torch.int32)}, r"seq must be \(2, 9\)"),
+    "fewer resets": ({"reset": torch.zeros(1, 9, dtype=torch.bool)}, r"reset must be \(2, 9\)"),
+    "resets of uint8": (
+        {"reset": torch.zeros(2, 9, dtype=torch.uint8)},
+        "reset must be torch.bool",
+    ),
+    "fewer states": ({"initial": (torch.zeros(1, 6),)}, r"state 'h' must be \(2, 6\)"),
+    "a shorter bias": ({"bias": torch.zeros(3, 4)}, r"bias of GRUCell must be \(3, 6\)"),
+    "a bias of ints": ({"bias": torch.zeros(3, 6, dtype=torch.int32)}, "must be a floating-point"),
+    "shorter weights": ({"params": (torch.zeros(2),) * 3}, r"a_z of GRUCell must be \(6,\)"),
+    "fewer gates": ({"gates": torch.zeros(2, 9, 2, 6)}, r"must be \(B, T, 3, ...\)"),
+}
+
+
+@pytest.mark.parametrize("case", list(WRONG))
+def test_the_op_takes_nothing_that_kernels_would_trust_wrongly(pair, case):
+    changes, message = WRONG[case]
+    key, args = _record(**changes)
+    with pytest.raises((TypeError, ValueError), match=message):
+        torch.ops.pararnn.forward(key, *pair, *args.values())
+
+
+@pytest.mark.parametrize("name", ["bias", "cell.a_z", "proj.weight"])
+def test_weights_of_another_size_are_refused(name):
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6)
+    owner, _, own = name.rpartition(".")
+    shorter = layer.get_parameter(name).detach()[..., :2].clone()
+    setattr(layer.get_submodule(owner), own, torch.nn.Parameter(shorter))
+    with pytest.raises((ValueError, RuntimeError), match=r"must be \(|shapes"):
+        layer(torch.randn(2, 9, 4))
+
+
+def test_a_bias_elsewhere_is_refused():
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6)
+    layer.bias = torch.nn.Parameter(layer.bias.to("meta"))
+    with pytest.raises(ValueError, match="bias of GRUCell is on meta, gates on cpu"):
+        layer(torch.randn(2, 9, 4))
+
+
+@pytest.mark.parametrize("kept", [torch.Tensor.bfloat16, lambda tensor: tensor[:1]])
+def test_saved_tensors_that_hooks_have_changed_are_refused(pair, kept):
+    """By a hook that compresses what is kept and does not restore it."""
+    layer = pararnn.RecurrentLayer(pararnn.LSTMCell, 4, 6, solver=pair[0], backend=pair[1])
+
+    def pack(tensor):
+        return kept(tensor) if tensor.shape == (2, 9, 6) else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output, _ = layer(torch.randn(2, 9, 4))
+    with pytest.raises(
+        ValueError, match=r"kept for the backward pass was \(2, 9, 6\) torch.float32"
+    ):
+        output.sum().backward()

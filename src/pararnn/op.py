@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pararnn.engines.base import REST, Arguments, Engine, Solution, schema
+from pararnn.engines.fit import check_fit, check_kept, check_numbers
 from pararnn.engines.form import plain
 from pararnn.engines.strides import as_dtype
 from pararnn.engines.table import find
@@ -261,8 +262,11 @@ def _call(*given: Any) -> tuple[How, Arguments]:
 
 def _forward_op(*given: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     how, args = _call(*given)
-    engine = _engine(how, args.gates.device)
-    solution = _forward(program_in_use(how.key), engine, args)
+    program, engine = program_in_use(how.key), _engine(how, args.gates.device)
+    # A graph may be given sizes and numbers that nobody has looked at.
+    args.form.kept((check_fit, program), check_fit, program, args)
+    check_numbers(args)
+    solution = _forward(program, engine, args)
     return list(solution.states), list(solution.final), solution.info
 
 
@@ -303,6 +307,8 @@ def _backward(
     wanted: list[str],
 ) -> list[Tensor]:
     assert engine.backward is not None
+    args.form.kept((check_fit, program), check_fit, program, args)
+    check_kept(args, states)
     if engine.completes:
         grads = engine.backward(program, args, states, grad_states, grad_final, wanted)
         return grads.leaves(wanted)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pararnn.codegen.targets import target_of
@@ -22,6 +23,44 @@ class Sequences(NamedTuple):
 
     seq: Tensor
     total: int
+
+
+class Checked(NamedTuple):
+    """Sequences that `checked` takes as they are: their numbers are of our own making."""
+
+    seq: Tensor
+    total: int
+
+
+def checked(given: Sequences | Checked, batch: int, steps: int, device: torch.device) -> Sequences:
+    """Sequences of the user's own for rows (B, T), int64 numbers as int32.
+
+    Raises ValueError as `of_cu_seqlens`: for another dtype, shape or device, for numbers that are
+    neither -1 nor below the total, and for a sequence of more than one run of steps.
+    """
+    seq, total = given
+    if isinstance(given, Checked):
+        return Sequences(seq, total)
+    if not isinstance(seq, Tensor) or seq.dtype not in (torch.int32, torch.int64):
+        got = seq.dtype if isinstance(seq, Tensor) else type(seq).__name__
+        raise ValueError(f"sequences.seq must be an int32 or int64 tensor, got {got}")
+    if tuple(seq.shape) != (batch, steps):
+        raise ValueError(f"sequences.seq must be {(batch, steps)}, got {tuple(seq.shape)}")
+    if seq.device != device:
+        raise ValueError(f"sequences.seq is on {seq.device}, the steps on {device}")
+    if not isinstance(total, (int, torch.SymInt)) or total < 0:
+        raise ValueError(f"sequences.total must be an integer of 0 or more, got {total!r}")
+    if seq.numel() and not torch.compiler.is_compiling():
+        ends = torch.stack(torch.aminmax(seq))
+        inside = (ends[0] >= -1) & (ends[1] < total)
+        require(inside, "sequences.seq must be -1 (padding) or below the total of {}", total, ends)
+        starts = (seq != F.pad(seq, (1, 0), value=-1)[:, :-1]) & (seq >= 0)
+        place = seq.where(seq >= 0, total).long().flatten()
+        runs = starts.new_zeros(total + 1, dtype=torch.int64)
+        runs = runs.index_add(0, place, starts.long().flatten())
+        alone = "each of the {} sequences must be one run of steps of one row; runs of each"
+        require((runs <= 1).all(), alone, total, runs[:-1])
+    return Sequences(seq.to(torch.int32), total)
 
 
 def of_cu_seqlens(cu_seqlens: Tensor, batch: int, steps: int, device: torch.device) -> Sequences:
@@ -107,7 +146,9 @@ def of_resets(reset: Tensor, count: int, sequences: Sequences | None, reverse: b
         nearest = time.where(reset, -1).cummax(1).values
     at = nearest.clamp(0, steps - 1)
     restarted = (at == nearest) & (seq.gather(1, at) == seq) & (seq >= 0)
-    cut = (total + number.gather(1, at)).where(restarted, seq)
+    # Compiled code does not count resets: more than there are states may not name one beyond.
+    piece = (total + number.gather(1, at)).clamp(max=total + count - 1)
+    cut = piece.where(restarted, seq)
     ends = pieces.scatter_reduce(0, seq.where(seq >= 0, total).flatten(), cut.flatten(), "amax")
     return Restarts(Sequences(cut.to(torch.int32), total + count), ends[:total])
 

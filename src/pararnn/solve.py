@@ -12,6 +12,7 @@ from torch import Tensor
 from pararnn.cells.base import Cell
 from pararnn.engines import tuned
 from pararnn.engines.base import ON_FAILURE, Arguments, Engine, Solution
+from pararnn.engines.fit import check_fit
 from pararnn.engines.request import left_open, split_asked
 from pararnn.engines.split import BY_RULE, Pin
 from pararnn.engines.table import Choice, choose
@@ -109,7 +110,7 @@ def _chosen(
     args: Arguments, program: Program, solver: str, backend: str, asked: Pin
 ) -> tuple[Choice, Engine]:
     """What runs a call, if its tensors fit each other."""
-    _check_fit(program, args)
+    check_fit(program, args)
     workload = (args.size, args.gates.dtype, args.gates.device)
     choice = choose(program, *workload, solver, backend).pinned(asked)
     return choice, choice.engine()
@@ -176,30 +177,6 @@ def _check_gates(cell: Cell, gates: Tensor) -> None:
     if len(size) != 5 or size[2] != count or size[3] * size[4] != channels:
         wanted = f"(B, T, {count}, {channels}) or (B, T, {count}, H, {channels}/H)"
         raise ValueError(f"gates of {type(cell).__name__} must be {wanted}, got {size}")
-
-
-def _check_fit(program: Program, args: Arguments) -> None:
-    """That parameters and initial states fit the gates."""
-    here, size = args.gates.device, (args.sequences, args.channels)
-    for param in args.params:
-        if hasattr(param, "full_tensor"):
-            raise TypeError(
-                f"the parameters of {program.cell_name} are DTensors, which a solve cannot read: "
-                "what shards a cell gathers them for its forward, and a cell has none. Shard the "
-                "layer around it: fully_shard(rnn.layers[i]), or fully_shard(rnn)"
-            )
-        if param.device != here:
-            raise ValueError(f"the cell is on {param.device} and gates on {here}; move one of them")
-    names = program.states[: len(args.initial)]
-    for name, state in zip(names, args.initial, strict=True):
-        if not state.is_floating_point():
-            raise TypeError(
-                f"initial state {name!r} must be a floating-point tensor, got {state.dtype}"
-            )
-        if tuple(state.shape) != size:
-            raise ValueError(f"initial state {name!r} must be {size}, got {tuple(state.shape)}")
-        if state.device != here:
-            raise ValueError(f"initial state {name!r} is on {state.device}, gates on {here}")
 
 
 def _fields(cell: Cell, gates: Tensor, fields: Mapping[str, Tensor | float]) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ from pararnn.layers.projection import HeadwiseLinear
 from pararnn.layers.readout import check_readout, read_out
 from pararnn.parameters import Draw, draw_anew
 from pararnn.program.program import program_of
-from pararnn.sequences import Sequences
+from pararnn.sequences import Checked, Sequences, checked
 from pararnn.solve import prepare, run
 
 Fields = Mapping[str, Any]
@@ -144,7 +144,7 @@ class RecurrentLayer(nn.Module):
         reset: Tensor | None = None,
         reset_states: States | None = None,
         cu_seqlens: Tensor | None = None,
-        sequences: Sequences | None = None,
+        sequences: Sequences | Checked | None = None,
         all_states: bool = False,
         solver: str | None = None,
         backend: str | None = None,
@@ -215,7 +215,7 @@ class RecurrentLayer(nn.Module):
         reset: Tensor | None = None,
         reset_states: States | None = None,
         cu_seqlens: Tensor | None = None,
-        sequences: Sequences | None = None,
+        sequences: Sequences | Checked | None = None,
         all_states: bool = False,
     ) -> Arguments:
         """The record of the solve that `forward` runs for these."""
@@ -235,7 +235,7 @@ class RecurrentLayer(nn.Module):
         reset: Tensor | None,
         reset_states: States | None,
         cu_seqlens: Tensor | None,
-        sequences: Sequences | None,
+        sequences: Sequences | Checked | None,
     ) -> tuple[Tensor, Cuts]:
         """What is projected, and how it is cut."""
         if x.ndim != 3 or x.shape[-1] != self.input_size:
@@ -245,6 +245,8 @@ class RecurrentLayer(nn.Module):
             )
         if cu_seqlens is not None:
             x, sequences = packed_into_one_row(x, cu_seqlens, sequences)
+        elif sequences is not None:
+            sequences = checked(sequences, *x.shape[:2], x.device)
         cuts = Cuts(sequences, initial, reset)
         if reset_states is None:
             return x, cuts

@@ -17,6 +17,7 @@ from pararnn.errors import warn_user
 from pararnn.layers.cuts import States, without_padding
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import Fields, RecurrentLayer, SolveInfo
+from pararnn.sequences import Checked
 
 
 def _shared(name: str) -> Any:
@@ -196,7 +197,7 @@ class ParaRNN(nn.Module):
         options: dict[str, Any] = {
             "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in given.items()},
             "reset": None if reset is None else into(reset),
-            "sequences": sequences,
+            "sequences": None if sequences is None else Checked(*sequences),
             "all_states": all_states,
             "solver": solver,
             "backend": backend,

@@ -1,0 +1,97 @@
+"""What kernels trust of a call: sizes, dtypes and devices, checked once for all calls of a form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pararnn.engines.base import Arguments
+from pararnn.program.program import Program
+from pararnn.sequences import require
+
+
+def check_fit(program: Program, args: Arguments) -> bool:
+    """Return True if the tensors of a record fit its gates; TypeError or ValueError if not."""
+    gates, bias = args.gates, args.bias
+    rows, channels = tuple(gates.shape[:2]), args.channels
+    weights = [] if bias is None else [("bias", bias, (len(program.gates), channels))]
+    if not program.couples_channels:  # others run in PyTorch, which checks by itself
+        named = zip(program.params, args.params, strict=True)
+        weights += [(name, param, (channels,)) for name, param in named]
+    if args.seq is None and args.sequences != rows[0]:
+        raise ValueError(
+            f"a call made for a batch of {args.sequences} got one of {rows[0]}: torch.jit.trace "
+            "keeps the batch of its example. Export by torch.export, which takes any, or trace "
+            "again with this batch"
+        )
+    if gates.shape[2] != len(program.gates):
+        raise ValueError(
+            f"gates of {program.cell_name} must be (B, T, {len(program.gates)}, ...), got "
+            f"{tuple(gates.shape)}"
+        )
+    if any(hasattr(param, "full_tensor") for param in args.params):
+        raise TypeError(
+            f"the parameters of {program.cell_name} are DTensors, which a solve cannot read: "
+            "what shards a cell gathers them for its forward alone. Shard the "
+            "layer around it: fully_shard(rnn.layers[i]), or fully_shard(rnn)"
+        )
+    for param in args.params:
+        if param.device != gates.device:
+            raise ValueError(
+                f"the cell is on {param.device} and gates on {gates.device}; move one of them"
+            )
+    for name, weight, size in weights:
+        _check(f"{name} of {program.cell_name}", weight, size, gates)
+    for name, field in zip(program.fields, args.fields, strict=True):
+        _check(f"field {name!r}", field, (*rows, channels), gates)
+    names = program.states[: len(args.initial)]
+    for name, state in zip(names, args.initial, strict=True):
+        _check(f"initial state {name!r}", state, (args.sequences, channels), gates)
+    for name, marks, dtype in (("seq", args.seq, torch.int32), ("reset", args.reset, torch.bool)):
+        if marks is not None:
+            _check(name, marks, rows, gates, dtype)
+    return True
+
+
+def check_numbers(args: Arguments) -> None:
+    """Check that every step is of one of the call's sequences: kernels look up their states by it.
+
+    Raises ValueError; on CUDA the device asserts.
+    """
+    if args.seq is not None and args.seq.numel():
+        largest = args.seq.max()
+        inside = "numbers of sequences must be below {}"
+        require(largest < args.sequences, inside, args.sequences, largest)
+
+
+def check_kept(args: Arguments, states: Sequence[Tensor]) -> None:
+    """Check that the states of a backward pass are those of a forward pass on such gates."""
+    gates = args.gates
+    given = args.form.size, gates.dtype, gates.device
+    for state in states:
+        if (found := (state.shape, state.dtype, state.device)) != given:
+            were, are = ("{} {} on {}".format(tuple(size), *rest) for size, *rest in (given, found))
+            raise ValueError(
+                f"a state kept for the backward pass was {were}, and is {are}: saved_tensors_hooks "
+                "must give back what they were given"
+            )
+
+
+def _check(
+    what: str,
+    tensor: Tensor,
+    size: tuple[int, ...],
+    gates: Tensor,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Check a tensor's dtype (a floating-point one where none is named), size and device."""
+    fits = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
+    if not fits:
+        wanted = "a floating-point tensor" if dtype is None else dtype
+        raise TypeError(f"{what} must be {wanted}, got {tensor.dtype}")
+    if tuple(tensor.shape) != size:
+        raise ValueError(f"{what} must be {size}, got {tuple(tensor.shape)}")
+    if tensor.device != gates.device:
+        raise ValueError(f"{what} is on {tensor.device}, gates on {gates.device}")
