@@ -5,7 +5,7 @@ Compilers see two opaque calls. Ops take no callables, so a cell travels as its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -44,8 +44,23 @@ class How(NamedTuple):
     backend: str
 
 
-def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
-    """Run an engine with a backward as one differentiable op.
+class Source(NamedTuple):
+    """What is kept for the backward pass in place of the gates, and what makes them of it."""
+
+    make: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+
+    def gates(self, *tensors: Tensor) -> Tensor:
+        """The gates of such tensors as they are in the dtypes of these, without a gradient."""
+        with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+            return self.make(*tensors)
+
+
+def apply_engine(
+    program: Program, engine: Engine, args: Arguments, source: Source | None = None
+) -> Solution:
+    """Run an engine with a backward as one differentiable op; in eager mode it keeps a `source` of
+    the gates in their place.
 
     Raises NotImplementedError, with the cure, for forward-mode and second derivatives, and for vmap
     over cells that mix channels, over where sequences start, and over gradients. Raises EngineError
@@ -66,7 +81,7 @@ def apply_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
             return Solution(tuple(states), tuple(final), info)
     try:
         direct = (program, engine, args) if alone else None
-        out = apply_function(_Solve, how, rest, direct, *tensors)
+        out = apply_function(_Solve, how, rest, direct, source, *tensors)
     except NotImplementedError as error:
         if "jvp" not in str(error):
             raise
@@ -134,7 +149,7 @@ class _Solve(torch.autograd.Function):
     """The one autograd formula over the raw ops. It has no jvp on purpose: PyTorch then raises."""
 
     @staticmethod
-    def forward(how: How, rest: Any, direct: Any, *tensors: Any) -> Any:
+    def forward(how: How, rest: Any, direct: Any, source: Any, *tensors: Any) -> Any:
         if direct is not None:
             solution = _forward(*direct)
             return (*solution.states, *solution.final, solution.info)
@@ -144,19 +159,25 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.how, ctx.rest, direct, *tensors = inputs
+        ctx.how, ctx.rest, direct, source, *tensors = inputs
         ctx.direct = direct and direct[:2]  # the record would keep tensors, saved or not
         ctx.num_states = n = len(output) // 2
         unread = output[1:n] if ctx.rest[_OUTPUT_ONLY] else ()
         ctx.mark_non_differentiable(*unread, output[-1])
         ctx.set_materialize_grads(False)
+        ctx.source = source and source._replace(tensors=())
+        ctx.sources = len(source.tensors) if source else 0
+        if source:
+            tensors = [*source.tensors, *tensors[1:]]
         ctx.save_for_backward(*tensors, *output[:n])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         n, how, rest, saved = ctx.num_states, ctx.how, ctx.rest, ctx.saved_tensors
         tensors, states = saved[:-n], saved[-n:]
-        grads, needed = grads[: 2 * n], ctx.needs_input_grad[3:]
+        if ctx.source:
+            tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
+        grads, needed = grads[: 2 * n], ctx.needs_input_grad[4:]
         compiled = torch.compiler.is_compiling()
         if not compiled and any(map(stands_for_many, grads)):
             raise NotImplementedError(_MANY_GRADIENTS)
@@ -171,13 +192,19 @@ class _Solve(torch.autograd.Function):
             # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
             given = (how, rest, wanted, n, *states, *grads, *tensors)
             out = _run_backward(*given) if compiled else apply_function(_SolveBackward, *given)
-        return (None, None, None, *[None if place is None else out[place] for place in places])
+        return (
+            None,
+            None,
+            None,
+            None,
+            *[None if place is None else out[place] for place in places],
+        )
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, how: How, rest: Any, direct: Any, *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, how: How, rest: Any, *given: Any) -> Any:
         """Copies of a cell side by side are one cell of more channels, which do not meet."""
-        args = Arguments.unflatten(tensors, rest)
-        dims: Any = Arguments.unflatten(in_dims[3:], rest)
+        args = Arguments.unflatten(given[2:], rest)
+        dims: Any = Arguments.unflatten(in_dims[4:], rest)
         if program_by_key(how.key).couples_channels:
             raise NotImplementedError(f"vmap over a solve of a cell that mixes channels: {_PLAIN}")
         if dims.seq is not None or dims.reset is not None:
@@ -197,7 +224,7 @@ class _Solve(torch.autograd.Function):
             params=tuple(map(wide, args.params, dims.params)),
             initial=tuple(map(wide, args.initial, dims.initial)),
         )
-        out = apply_function(_Solve, how, rest, None, *own.flatten()[0])
+        out = apply_function(_Solve, how, rest, None, None, *own.flatten()[0])
         parts = tuple(part.unflatten(-1, (size, -1)) for part in out[:-1])
         return (*parts, out[-1]), (*(part.ndim - 2 for part in parts), None)
 

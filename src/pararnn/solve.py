@@ -17,7 +17,7 @@ from pararnn.engines.request import left_open, split_asked
 from pararnn.engines.split import BY_RULE, Pin
 from pararnn.engines.table import Choice, choose
 from pararnn.numerics import check_io_dtype, compute_dtype
-from pararnn.op import apply_engine
+from pararnn.op import Source, apply_engine
 from pararnn.program.program import Program, program_of
 from pararnn.sequences import Sequences, of_cu_seqlens
 
@@ -89,7 +89,16 @@ class Solved(NamedTuple):
 
 
 def run(program: Program, args: Arguments, solver: str, backend: str) -> Solved:
-    """A call, by the engine for a request; what the context asks of the split included.
+    """A call, by the engine for a request; what the context asks of the split included."""
+    choice, engine, args = planned(program, args, solver, backend)
+    return Solved(*run_engine(program, engine, args), choice)
+
+
+def planned(
+    program: Program, args: Arguments, solver: str, backend: str
+) -> tuple[Choice, Engine, Arguments]:
+    """What runs a call, if its tensors fit each other, and the call with what the context asks of
+    the split.
 
     What is checked and chosen is remembered for calls of the same form.
     """
@@ -102,8 +111,7 @@ def run(program: Program, args: Arguments, solver: str, backend: str) -> Solved:
         choice, engine = args.form.kept(key, _chosen, args, *request)
     if choice.asked != BY_RULE:
         args = replace(args, segments=choice.asked.segments, burn_in=choice.asked.burn_in)
-    states, final, info = run_engine(program, engine, args)
-    return Solved(states, final, info, choice)
+    return choice, engine, args
 
 
 def _chosen(
@@ -116,10 +124,13 @@ def _chosen(
     return choice, choice.engine()
 
 
-def run_engine(program: Program, engine: Engine, args: Arguments) -> Solution:
-    """A call by an engine, differentiable."""
+def run_engine(
+    program: Program, engine: Engine, args: Arguments, source: Source | None = None
+) -> Solution:
+    """A call by an engine, differentiable; one with a backward keeps a `source` of the gates in
+    their place."""
     if engine.backward is not None:
-        return apply_engine(program, engine, args)
+        return apply_engine(program, engine, args, source)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     with torch.autocast(args.gates.device.type, enabled=False):
         return engine.forward(program, args.completed(program.num_states))

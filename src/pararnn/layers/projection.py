@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +16,54 @@ from pararnn.op import apply_function, stands_for_many
 from pararnn.parameters import Draw, draw_anew
 
 
+class Projected(NamedTuple):
+    """Gates, their version, and the input and the weight that they are the product of."""
+
+    gates: Tensor
+    version: int
+    x: Tensor
+    weight: Tensor
+
+
+_MADE: ContextVar[list[Projected] | None] = ContextVar("made", default=None)
+
+
+@contextmanager
+def what_is_projected() -> Iterator[list[Projected]]:
+    """All that projections make within this context, in eager mode."""
+    made: list[Projected] = []
+    token = _MADE.set(made)
+    try:
+        yield made
+    finally:
+        _MADE.reset(token)
+
+
+def projected(x: Tensor, weight: Tensor, gates: int) -> Tensor:
+    """x (B, T, input) and weight (H, G*D/H, input/H) -> (B, T, G, H, D/H), or (B, T, G, D)."""
+    heads, outputs, inputs = weight.shape
+    if heads == 1:
+        # Views that autograd need not fill or copy for.
+        out = F.linear(x, weight.squeeze(0))
+        return out.view(*x.shape[:-1], gates, outputs // gates)
+    batch, steps, _ = x.shape
+    # One batched product into (H, B*T, G*D/H): what follows only moves strides.
+    out = headwise_product(x.reshape(batch * steps, heads, inputs), weight)
+    return out.reshape(heads, batch, steps, gates, outputs // gates).permute(1, 2, 3, 0, 4)
+
+
+def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Tensors in autocast's dtype where that is on."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
 def headwise_product(rows: Tensor, weight: Tensor) -> Tensor:
     """rows (R, H, I) and weight (H, O, I) -> (H, R, O), in autocast's dtype where that is on."""
-    device = rows.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        rows, weight = rows.to(dtype), weight.to(dtype)
+    rows, weight = _as_autocast(rows, weight)
     wanted = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if transformed or not wanted:  # the Function would take as long as the product
@@ -121,17 +166,15 @@ class HeadwiseLinear(nn.Module):
         draw_anew(self, self.draws(gain))
 
     def forward(self, x: Tensor) -> Tensor:
-        heads, gates, weight = self.num_heads, self.num_gates, self.weight
-        _, outputs, inputs = weight.shape
+        weight = self.weight
         _check(x, weight)
-        if heads == 1:
-            # Views that autograd need not fill or copy for.
-            out = F.linear(x, weight.squeeze(0))
-            return out.view(*x.shape[:-1], gates, outputs // gates)
-        batch, steps, _ = x.shape
-        # One batched product into (H, B*T, G*D/H): what follows only moves strides.
-        out = headwise_product(x.reshape(batch * steps, heads, inputs), weight)
-        return out.reshape(heads, batch, steps, gates, outputs // gates).permute(1, 2, 3, 0, 4)
+        made = None if torch.compiler.is_compiling() else _MADE.get()
+        if made is None:
+            return projected(x, weight, self.num_gates)
+        x, weight = _as_autocast(x, weight)  # as autograd keeps them
+        gates = projected(x, weight, self.num_gates)
+        made.append(Projected(gates, gates._version, x, weight))
+        return gates
 
     def extra_repr(self) -> str:
         heads, outputs, inputs = self.weight.shape

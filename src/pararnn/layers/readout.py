@@ -13,13 +13,29 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.cells.base import Cell, Step
-from pararnn.engines.base import Arguments
+from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.forward_time import step_inputs, without_padding
 from pararnn.errors import CellError
 from pararnn.program.apart import apart
 from pararnn.program.derive import example
 from pararnn.program.guard import from_the_users_line, line_of
 from pararnn.program.program import COMPUTE_DTYPES, Program, program_of
+from pararnn.solve import run_engine
+
+Results = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
+"""A layer's output, all states, the final ones, and the counts of a solve."""
+
+
+def solved(program: Program, engine: Engine, args: Arguments) -> Results:
+    """A solve by an engine, and what the layer puts out."""
+    states, final, counts = run_engine(program, engine, args)
+    output = read_out(program, args, states) if has_readout(program) else states[0]
+    return output, states, final, counts
+
+
+def has_readout(program: Program) -> bool:
+    """As `Cell.has_readout`."""
+    return getattr(program.step.cls, "readout", None) is not None
 
 
 def read_out(program: Program, args: Arguments, states: Sequence[Tensor]) -> Tensor:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
@@ -22,12 +16,13 @@ from pararnn.engines.base import Arguments, totals
 from pararnn.engines.request import OPEN, Request, chosen, request
 from pararnn.engines.table import PAIRS, Choice
 from pararnn.layers.cuts import Cuts, States, packed_into_one_row, restarted
-from pararnn.layers.projection import HeadwiseLinear
-from pararnn.layers.readout import check_readout, read_out
+from pararnn.layers.projection import HeadwiseLinear, what_is_projected
+from pararnn.layers.readout import Results, check_readout, solved
+from pararnn.layers.recompute import again_compiled, solved_again, source_of
 from pararnn.parameters import Draw, draw_anew
 from pararnn.program.program import program_of
 from pararnn.sequences import Checked, Sequences, checked
-from pararnn.solve import prepare, run
+from pararnn.solve import planned, prepare
 
 Fields = Mapping[str, Any]
 
@@ -177,28 +172,33 @@ class RecurrentLayer(nn.Module):
         """
         x, cuts = self._cut(x, initial, reset, reset_states, cu_seqlens, sequences)
         asked = self.asked(solver, backend, mode)
-        eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-        cell, choices = unwrapped(self.cell), []
+        compiled = torch.compiler.is_compiling()
+        eager = not (compiled or torch._C._are_functorch_transforms_active())
+        recompute = self.recompute_gates and torch.is_grad_enabled()
+        cell = unwrapped(self.cell)
+        program = program_of(cell)
 
-        def solved(x: Tensor, initial: States | None) -> tuple[Tensor, Any, Any, Tensor]:
-            args = self._arguments(cell, x, initial, cuts, fields, all_states)
-            program = program_of(cell)
-            states, final, counts, choice = run(program, args, *asked)
-            if eager:
-                choices.append(choice)
-            output = read_out(program, args, states) if cell.has_readout else states[0]
-            return output, states, final, counts
+        if recompute and compiled:
 
-        if self.recompute_gates and torch.is_grad_enabled():
-            contexts = partial(create_selective_checkpoint_contexts, _keep_states)
-            output, states, final, counts = checkpoint(
-                solved, x, cuts.initial, use_reentrant=False, context_fn=contexts
-            )
-        else:
-            output, states, final, counts = solved(x, cuts.initial)
+            def whole(x: Tensor, initial: States | None) -> Results:
+                args = self._arguments(cell, x, initial, cuts, fields, all_states)
+                _, engine, args = planned(program, args, *asked)
+                return solved(program, engine, args)
+
+            output, states, final, counts = again_compiled(whole, x, cuts.initial)
+        elif recompute and eager:
+            with what_is_projected() as made:
+                args = self._arguments(cell, x, cuts.initial, cuts, fields, all_states)
+            choice, engine, args = planned(program, args, *asked)
+            source = source_of(args.gates, made)
+            output, states, final, counts = solved_again(program, engine, args, source)
+        else:  # transforms of torch.func know no checkpoints
+            args = self._arguments(cell, x, cuts.initial, cuts, fields, all_states)
+            choice, engine, args = planned(program, args, *asked)
+            output, states, final, counts = solved(program, engine, args)
         if eager:
             self.__dict__["counts"] = counts  # nn.Module's way takes a microsecond longer
-            self.__dict__["choice"] = choices[0]
+            self.__dict__["choice"] = choice
         if cuts.last is not None:
             final = tuple([h.index_select(0, cuts.last) for h in final])
         if self.keep_dtype:
@@ -381,10 +381,3 @@ def decoding_pair(backend: str) -> Request:
     """The request for a single step of a layer with this backend."""
     _, backend = chosen(OPEN, Request(None, backend))
     return Request("sequential", backend if ("sequential", backend) in PAIRS else "auto")
-
-
-def _keep_states(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What is kept for the backward pass where gates are recomputed: the states."""
-    if op is torch.ops.pararnn.forward.default:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
