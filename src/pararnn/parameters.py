@@ -52,7 +52,7 @@ def draw_anew(module: nn.Module, draws: Mapping[str, Draw]) -> None:
         if is_parametrized(module, name):
             assign(module, name, draw(torch.empty_like(getattr(module, name)), how))
         else:
-            draw(getattr(module, name), how)
+            draw(_own(module, name), how)
 
 
 @torch.no_grad()
@@ -62,8 +62,19 @@ def assign(module: nn.Module, name: str, value: Tensor) -> None:
     Through its parametrisations where it has some: by their `right_inverse`, and PyTorch's error
     where they have none.
     """
-    old = getattr(module, name)
     if is_parametrized(module, name):
-        setattr(module, name, value.to(old))
+        setattr(module, name, value.to(getattr(module, name)))
     else:
-        old.copy_(value)
+        _own(module, name).copy_(value)
+
+
+def _own(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter or buffer of the module. ValueError for what a hook on it computes."""
+    for named in (module._parameters, module._buffers):
+        if (found := named.get(name)) is not None:
+            return found
+    raise ValueError(
+        f"{name} of {type(module).__name__} is computed by a hook, as torch.nn.utils.prune and "
+        "weight_norm have it: writing to it would change nothing. Write to what it is computed "
+        "from, or remove the hook first"
+    )

@@ -25,21 +25,23 @@ class Sequences(NamedTuple):
     total: int
 
 
-class Checked(NamedTuple):
-    """Sequences that `checked` takes as they are: their numbers are of our own making."""
+class KnownSequences(NamedTuple):
+    """Sequences that `check_sequences` takes as they are: their numbers are of our own making."""
 
     seq: Tensor
     total: int
 
 
-def checked(given: Sequences | Checked, batch: int, steps: int, device: torch.device) -> Sequences:
-    """Sequences of the user's own for rows (B, T), int64 numbers as int32.
+def check_sequences(
+    given: Sequences | KnownSequences, batch: int, steps: int, device: torch.device
+) -> Sequences:
+    """Check sequences of the user's own for rows (B, T), and return them with int32 numbers.
 
     Raises ValueError as `of_cu_seqlens`: for another dtype, shape or device, for numbers that are
     neither -1 nor below the total, and for a sequence of more than one run of steps.
     """
     seq, total = given
-    if isinstance(given, Checked):
+    if isinstance(given, KnownSequences):
         return Sequences(seq, total)
     if not isinstance(seq, Tensor) or seq.dtype not in (torch.int32, torch.int64):
         got = seq.dtype if isinstance(seq, Tensor) else type(seq).__name__

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.cells.base import Cell
+from pararnn.cells.base import Cell, call_cell
 from pararnn.engines import tuned
 from pararnn.engines.base import ON_FAILURE, Arguments, Engine, Solution
 from pararnn.engines.fit import check_fit
@@ -90,15 +90,15 @@ class Solved(NamedTuple):
 
 def run(program: Program, args: Arguments, solver: str, backend: str) -> Solved:
     """A call, by the engine for a request; what the context asks of the split included."""
-    choice, engine, args = planned(program, args, solver, backend)
+    choice, engine, args = plan_solve(program, args, solver, backend)
     return Solved(*run_engine(program, engine, args), choice)
 
 
-def planned(
+def plan_solve(
     program: Program, args: Arguments, solver: str, backend: str
 ) -> tuple[Choice, Engine, Arguments]:
-    """What runs a call, if its tensors fit each other, and the call with what the context asks of
-    the split.
+    """Return what runs a call, if its tensors fit each other, and the call with what the context
+    asks of the split.
 
     What is checked and chosen is remembered for calls of the same form.
     """
@@ -166,7 +166,7 @@ def prepare(
         gates=gates,
         bias=bias,
         fields=_fields(cell, gates, fields or {}),
-        params=cell.lifted_params(),
+        params=call_cell(cell),
         initial=() if initial_state is None else _initial(cell, initial_state),
         sequences=count,
         seq=None if sequences is None else sequences.seq,

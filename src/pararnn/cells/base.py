@@ -114,6 +114,11 @@ class Cell(nn.Module):
         for name, param in cls.params.items():
             if not isinstance(param, Param):
                 raise CellError(f"{cls.__name__}.params[{name!r}] must be a Param, got {param!r}")
+        if "forward" in vars(cls):
+            raise CellError(
+                f"{cls.__name__}.forward: a call of a cell gives its parameters, by which hooks on "
+                "it run; give the method another name"
+            )
         names = [*cls.params, *cls.config]
         own = (*nn.Module.__annotations__, *OPTIONAL_METHODS)
         taken = [name for name in names if hasattr(Cell, name) or name in own]
@@ -214,6 +219,15 @@ class Cell(nn.Module):
             lifted.append(param.kind.lifted(value, channels, heads))
         return tuple(lifted)
 
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Return `lifted_params()`: see `call_cell`. TypeError for arguments."""
+        if args or kwargs:
+            raise TypeError(
+                f"{type(self).__name__} is called without arguments, for its parameters, got "
+                f"{(*args, *kwargs)}: a forward pre-hook on a cell must return None"
+            )
+        return self.lifted_params()
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in type(self).config:
             raise AttributeError(
@@ -246,10 +260,49 @@ class Cell(nn.Module):
 def unwrapped(module: nn.Module) -> Cell:
     """The cell in use, out of a module that stands in its place and hands attributes on.
 
-    So peft wraps what `modules_to_save` names.
+    So peft wraps what `modules_to_save` names. TypeError for hooks on that module, which is not
+    called.
     """
-    cell: Cell = module if isinstance(module, Cell) else module.itself  # type: ignore[assignment]
+    if isinstance(module, Cell):
+        return module
+    if module._forward_pre_hooks or module._forward_hooks:
+        raise TypeError(
+            f"hooks on {type(module).__name__}, which stands in the place of a cell, do not run: "
+            "put them on the cell, layer.cell.itself"
+        )
+    cell: Cell = module.itself  # type: ignore[assignment]
     return cell
+
+
+def call_cell(cell: Cell) -> tuple[Tensor, ...]:
+    """Return the cell's parameters by a call of it, so that hooks on it run, and parameters are
+    read behind those that compute or load them.
+
+    A forward hook may give others in their place, as many. Raises TypeError where it gives
+    something else, and for parameters that are sharded by the cell itself: after the call they
+    would be gone.
+    """
+    if cell._forward_pre_hooks and any(hasattr(p, "full_tensor") for p in cell.parameters()):
+        raise TypeError(SHARDED.format(type(cell).__name__))
+    params = cell()
+    if type(params) is not tuple or len(params) != len(type(cell).params):
+        names = tuple(type(cell).params)
+        got = len(params) if type(params) is tuple else type(params).__name__
+        raise TypeError(
+            f"a call of {type(cell).__name__} must give a tuple of {len(names)} tensors, its "
+            f"parameters {names}, got {got}: a forward hook on a cell must return that, or None"
+        )
+    watched = cell._forward_hooks and not torch.compiler.is_compiling()
+    if watched and any(p.numel() and not p.untyped_storage().nbytes() for p in params):
+        raise TypeError(SHARDED.format(type(cell).__name__))
+    return params
+
+
+SHARDED = (
+    "the parameters of {} are DTensors, which a solve cannot read: what shards a cell gathers them "
+    "for its own call alone. Shard the layer around it: fully_shard(rnn.layers[i]), or "
+    "fully_shard(rnn)"
+)
 
 
 _VIEW = "_is_view"

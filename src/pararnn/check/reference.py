@@ -82,14 +82,15 @@ def results(trial: Trial, states: Tensor) -> Named:
     """States (B, T, N, D) in the order of processing as what a solve returns, by name."""
     args = trial.arguments()
     _, edges = to_system(program_of(trial.cell), args)
-    outputs = output_states(args, states)
-    return by_name(trial.cell, outputs, final_states(args, edges, states))
+    by_state = states.unbind(2)
+    outputs = output_states(args, by_state)
+    return by_name(trial.cell, outputs, final_states(args, edges, by_state))
 
 
 def last_states(cell: Cell, args: Arguments, states: Tensor) -> Named:
     """What sequences of (B, T, N, D) end with, by the final states' names."""
     _, edges = to_system(program_of(cell), args)
-    ends = final_states(args, edges, states)
+    ends = final_states(args, edges, states.unbind(2))
     return {f"final {name}": end for name, end in zip(cell.states, ends, strict=True)}
 
 
@@ -206,8 +207,9 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) ->
     leaves, args = trial.leaves(), trial.arguments()
     system, edges = to_system(program_of(trial.cell), args)
     at = states.detach().requires_grad_()
-    final = final_states(args, edges, at)
-    (arriving,) = _pull((*output_states(args, at), *final), [at], trial.cotangents)
+    by_state = at.unbind(2)
+    final = final_states(args, edges, by_state)
+    (arriving,) = _pull((*output_states(args, by_state), *final), [at], trial.cotangents)
     previous = system.previous(states.detach())
     coupling, size = system.program.coupling, (*at.shape[:2], at.shape[-1])
     params = [p.expand(coupling.param_sizes(p, size)) for p in system.params]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pararnn.cells.base import SHARDED
 from pararnn.engines.base import Arguments
 from pararnn.program.program import Program
 from pararnn.sequences import require
@@ -32,11 +33,7 @@ def check_fit(program: Program, args: Arguments) -> bool:
             f"{tuple(gates.shape)}"
         )
     if any(hasattr(param, "full_tensor") for param in args.params):
-        raise TypeError(
-            f"the parameters of {program.cell_name} are DTensors, which a solve cannot read: "
-            "what shards a cell gathers them for its forward alone. Shard the "
-            "layer around it: fully_shard(rnn.layers[i]), or fully_shard(rnn)"
-        )
+        raise TypeError(SHARDED.format(program.cell_name))
     for param in args.params:
         if param.device != gates.device:
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.engines.base import Arguments, Gradients
+from pararnn.engines.strides import own_shape
 from pararnn.program.program import Program
 from pararnn.solvers.system import System
 
@@ -66,22 +67,21 @@ def step_inputs(args: Arguments) -> tuple[Tensor, ...]:
     return (*gates.unbind(2), *fields)
 
 
-def final_states(args: Arguments, edges: Edges, states: Tensor) -> tuple[Tensor, ...]:
-    """The last state of each sequence, (S, D) a state, in memory of its own; an empty sequence's is
-    its initial state.
+def final_states(args: Arguments, edges: Edges, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The last state of each sequence, (S, D) for each of the states (B, T, D), in memory of its
+    own; an empty sequence's is its initial state.
     """
-    initial = torch.stack([h.to(states.dtype) for h in args.initial], 1)
+    pairs = [(h.to(s.dtype), s) for h, s in zip(args.initial, states, strict=True)]
     if edges.seq is None or edges.last is None:
         # Without a step too they hang on all that the states do.
-        last = states[:, -1].clone() if states.shape[1] else initial + states.sum(1)
-        return tuple(last.unbind(1))
+        return tuple([s[:, -1].clone() if s.shape[1] else h + s.sum(1) for h, s in pairs])
     ids = edges.seq[edges.last].long()
-    return tuple(initial.index_put((ids,), states[edges.last]).unbind(1))
+    return tuple([h.index_put((ids,), s[edges.last]) for h, s in pairs])
 
 
-def output_states(args: Arguments, states: Tensor) -> tuple[Tensor, ...]:
-    """States (B, T, N, D) as the op returns them: in the arguments' time order and I/O dtype."""
-    return tuple(_in_order(s, args.reverse).to(args.gates.dtype) for s in states.unbind(2))
+def output_states(args: Arguments, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """States (B, T, D) as the op returns them: in the arguments' time order and I/O dtype."""
+    return tuple(_in_order(s, args.reverse).to(args.gates.dtype) for s in states)
 
 
 def state_cotangent(
@@ -154,7 +154,7 @@ def own_memory(
         if tensor.untyped_storage().data_ptr() in taken:
             tensor = tensor.clone()
         taken.add(tensor.untyped_storage().data_ptr())
-        own.append(tensor)
+        own.append(own_shape(tensor, tensor.shape))
     return tuple(own)
 
 

@@ -32,8 +32,9 @@ def _forward(scan: Scan, program: Program, args: Arguments) -> Solution:
     if result.redone:
         _report(program, system.length, result, args.on_failure)
     info = torch.tensor([[result.sweeps, result.redone]], device=args.gates.device)
-    states = output_states(args, result.states)
-    own = own_memory([*states, *final_states(args, edges, result.states)], args)
+    by_state = result.states.unbind(2)
+    states = output_states(args, by_state)
+    own = own_memory([*states, *final_states(args, edges, by_state)], args)
     return Solution(own[: len(states)], own[len(states) :], info)
 
 

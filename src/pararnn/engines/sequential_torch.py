@@ -10,12 +10,12 @@ from pararnn.engines.base import Arguments, Engine, Solution
 from pararnn.engines.forward_time import final_states, output_states, to_system
 from pararnn.engines.rule import pays_in_torch
 from pararnn.program.program import Program
-from pararnn.solvers.sequential import unroll
+from pararnn.solvers.sequential import unroll_states
 
 
 def _forward(program: Program, args: Arguments) -> Solution:
     system, edges = to_system(program, args)
-    states = unroll(system)
+    states = unroll_states(system)
     info = args.gates.new_zeros((1, 2), dtype=torch.int64)
     return Solution(output_states(args, states), final_states(args, edges, states), info)
 

@@ -11,6 +11,15 @@ from pararnn.codegen.interface import Interface
 from pararnn.engines.base import Arguments, Gradients
 
 
+def own_shape(tensor: Tensor, size: Sequence[int]) -> Tensor:
+    """Return a tensor in another size, in the same memory but no view of it, which autograd would
+    not let be detached or written in place.
+
+    For what nobody else reads: writes do not show in the version of the tensor that was given.
+    """
+    return torch.ops.aten._unsafe_view.default(tensor, size)
+
+
 def unit_stride(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it, with adjacent elements in its last dimension."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -16,7 +16,7 @@ from pararnn.op import apply_function, stands_for_many
 from pararnn.parameters import Draw, draw_anew
 
 
-class Projected(NamedTuple):
+class Projection(NamedTuple):
     """Gates, their version, and the input and the weight that they are the product of."""
 
     gates: Tensor
@@ -25,13 +25,13 @@ class Projected(NamedTuple):
     weight: Tensor
 
 
-_MADE: ContextVar[list[Projected] | None] = ContextVar("made", default=None)
+_MADE: ContextVar[list[Projection] | None] = ContextVar("made", default=None)
 
 
 @contextmanager
-def what_is_projected() -> Iterator[list[Projected]]:
-    """All that projections make within this context, in eager mode."""
-    made: list[Projected] = []
+def note_projections() -> Iterator[list[Projection]]:
+    """Note all that projections make within this context, in eager mode."""
+    made: list[Projection] = []
     token = _MADE.set(made)
     try:
         yield made
@@ -39,8 +39,9 @@ def what_is_projected() -> Iterator[list[Projected]]:
         _MADE.reset(token)
 
 
-def projected(x: Tensor, weight: Tensor, gates: int) -> Tensor:
-    """x (B, T, input) and weight (H, G*D/H, input/H) -> (B, T, G, H, D/H), or (B, T, G, D)."""
+def headwise_gates(x: Tensor, weight: Tensor, gates: int) -> Tensor:
+    """Project x (B, T, input) by a weight (H, G*D/H, input/H) to (B, T, G, H, D/H), or (B, T, G, D)
+    with one head."""
     heads, outputs, inputs = weight.shape
     if heads == 1:
         # Views that autograd need not fill or copy for.
@@ -53,7 +54,7 @@ def projected(x: Tensor, weight: Tensor, gates: int) -> Tensor:
 
 
 def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Tensors in autocast's dtype where that is on."""
+    """Return tensors in autocast's dtype where that is on."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -170,10 +171,10 @@ class HeadwiseLinear(nn.Module):
         _check(x, weight)
         made = None if torch.compiler.is_compiling() else _MADE.get()
         if made is None:
-            return projected(x, weight, self.num_gates)
+            return headwise_gates(x, weight, self.num_gates)
         x, weight = _as_autocast(x, weight)  # as autograd keeps them
-        gates = projected(x, weight, self.num_gates)
-        made.append(Projected(gates, gates._version, x, weight))
+        gates = headwise_gates(x, weight, self.num_gates)
+        made.append(Projection(gates, gates._version, x, weight))
         return gates
 
     def extra_repr(self) -> str:

@@ -26,15 +26,15 @@ Results = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 """A layer's output, all states, the final ones, and the counts of a solve."""
 
 
-def solved(program: Program, engine: Engine, args: Arguments) -> Results:
-    """A solve by an engine, and what the layer puts out."""
+def solve_and_read(program: Program, engine: Engine, args: Arguments) -> Results:
+    """Run a solve by an engine, and return what the layer puts out with it."""
     states, final, counts = run_engine(program, engine, args)
     output = read_out(program, args, states) if has_readout(program) else states[0]
     return output, states, final, counts
 
 
 def has_readout(program: Program) -> bool:
-    """As `Cell.has_readout`."""
+    """Return what `Cell.has_readout` says of the program's cell."""
     return getattr(program.step.cls, "readout", None) is not None
 
 

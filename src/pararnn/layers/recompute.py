@@ -17,15 +17,15 @@ from torch.utils.checkpoint import (
 from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.form import ORDINARY
 from pararnn.errors import warn_user
-from pararnn.layers.projection import Projected, projected
-from pararnn.layers.readout import Results, has_readout, read_out, solved
+from pararnn.layers.projection import Projection, headwise_gates
+from pararnn.layers.readout import Results, has_readout, read_out, solve_and_read
 from pararnn.op import Source
 from pararnn.program.program import Program
 from pararnn.solve import run_engine
 
 
-def source_of(gates: Tensor, made: Sequence[Projected]) -> Source | None:
-    """What the gates are made of again, if they are among what projections have made.
+def gate_source(gates: Tensor, made: Sequence[Projection]) -> Source | None:
+    """Return what the gates can be made of again, if they are among what projections have made.
 
     Hooks of the projection, and modules in its place, do not run again: what they have changed is
     kept, with a warning.
@@ -39,7 +39,7 @@ def source_of(gates: Tensor, made: Sequence[Projected]) -> Source | None:
             == (other.shape, other.stride(), other.dtype)
         )
         if same and gates._version == one.version:
-            return Source(partial(projected, gates=gates.shape[2]), (one.x, one.weight))
+            return Source(partial(headwise_gates, gates=gates.shape[2]), (one.x, one.weight))
     warn_user(
         "recompute_gates: what the projection gave was changed by a hook on it, or by a module in "
         "its place, and cannot be made again: these gates are kept",
@@ -48,24 +48,28 @@ def source_of(gates: Tensor, made: Sequence[Projected]) -> Source | None:
     return None
 
 
-def solved_again(
+def solve_without_gates(
     program: Program, engine: Engine, args: Arguments, source: Source | None
 ) -> Results:
-    """As `solved`, with a source of the gates kept in their place."""
+    """Do what `solve_and_read` does, with a source of the gates kept in their place."""
     if source is None:
-        return solved(program, engine, args)
+        return solve_and_read(program, engine, args)
     if engine.backward is None:
-        return again(partial(solved, program, engine), args, source)
+        return recompute(partial(solve_and_read, program, engine), args, source)
     states, final, counts = run_engine(program, engine, args, source)
     output = states[0]
     if has_readout(program):
-        output = again(lambda args, *states: read_out(program, args, states), args, source, *states)
+        output = recompute(
+            lambda args, *states: read_out(program, args, states), args, source, *states
+        )
     return output, states, final, counts
 
 
-def again(function: Callable[..., Any], args: Arguments, source: Source, *others: Tensor) -> Any:
-    """`function(args, *others)`, of which autograd keeps the arguments but the gates, and checks
-    that they are what they were."""
+def recompute(
+    function: Callable[..., Any], args: Arguments, source: Source, *others: Tensor
+) -> Any:
+    """Return `function(args, *others)`, of which autograd keeps the arguments but the gates, and
+    checks that they are what they were."""
     (gates, *tensors), rest = args.flatten()
     assert gates is not None
     held, wanted, first, own = [gates], gates.requires_grad, len(source.tensors), len(tensors)
@@ -80,14 +84,14 @@ def again(function: Callable[..., Any], args: Arguments, source: Source, *others
     return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
 
 
-def again_compiled(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, of which compiled code keeps states alone."""
+def recompute_compiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, of which compiled code keeps states alone."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What is kept of a solve: the states."""
+    """Say what is kept of a solve: the states."""
     if op is torch.ops.pararnn.forward.default:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

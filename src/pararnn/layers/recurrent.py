@@ -16,13 +16,13 @@ from pararnn.engines.base import Arguments, totals
 from pararnn.engines.request import OPEN, Request, chosen, request
 from pararnn.engines.table import PAIRS, Choice
 from pararnn.layers.cuts import Cuts, States, packed_into_one_row, restarted
-from pararnn.layers.projection import HeadwiseLinear, what_is_projected
-from pararnn.layers.readout import Results, check_readout, solved
-from pararnn.layers.recompute import again_compiled, solved_again, source_of
+from pararnn.layers.projection import HeadwiseLinear, note_projections
+from pararnn.layers.readout import Results, check_readout, solve_and_read
+from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
 from pararnn.parameters import Draw, draw_anew
 from pararnn.program.program import program_of
-from pararnn.sequences import Checked, Sequences, checked
-from pararnn.solve import planned, prepare
+from pararnn.sequences import KnownSequences, Sequences, check_sequences
+from pararnn.solve import plan_solve, prepare
 
 Fields = Mapping[str, Any]
 
@@ -139,7 +139,7 @@ class RecurrentLayer(nn.Module):
         reset: Tensor | None = None,
         reset_states: States | None = None,
         cu_seqlens: Tensor | None = None,
-        sequences: Sequences | Checked | None = None,
+        sequences: Sequences | KnownSequences | None = None,
         all_states: bool = False,
         solver: str | None = None,
         backend: str | None = None,
@@ -174,28 +174,28 @@ class RecurrentLayer(nn.Module):
         asked = self.asked(solver, backend, mode)
         compiled = torch.compiler.is_compiling()
         eager = not (compiled or torch._C._are_functorch_transforms_active())
-        recompute = self.recompute_gates and torch.is_grad_enabled()
+        again = self.recompute_gates and torch.is_grad_enabled()
         cell = unwrapped(self.cell)
         program = program_of(cell)
 
-        if recompute and compiled:
+        if again and compiled:
 
             def whole(x: Tensor, initial: States | None) -> Results:
                 args = self._arguments(cell, x, initial, cuts, fields, all_states)
-                _, engine, args = planned(program, args, *asked)
-                return solved(program, engine, args)
+                _, engine, args = plan_solve(program, args, *asked)
+                return solve_and_read(program, engine, args)
 
-            output, states, final, counts = again_compiled(whole, x, cuts.initial)
-        elif recompute and eager:
-            with what_is_projected() as made:
+            output, states, final, counts = recompute_compiled(whole, x, cuts.initial)
+        elif again and eager:
+            with note_projections() as made:
                 args = self._arguments(cell, x, cuts.initial, cuts, fields, all_states)
-            choice, engine, args = planned(program, args, *asked)
-            source = source_of(args.gates, made)
-            output, states, final, counts = solved_again(program, engine, args, source)
+            choice, engine, args = plan_solve(program, args, *asked)
+            source = gate_source(args.gates, made)
+            output, states, final, counts = solve_without_gates(program, engine, args, source)
         else:  # transforms of torch.func know no checkpoints
             args = self._arguments(cell, x, cuts.initial, cuts, fields, all_states)
-            choice, engine, args = planned(program, args, *asked)
-            output, states, final, counts = solved(program, engine, args)
+            choice, engine, args = plan_solve(program, args, *asked)
+            output, states, final, counts = solve_and_read(program, engine, args)
         if eager:
             self.__dict__["counts"] = counts  # nn.Module's way takes a microsecond longer
             self.__dict__["choice"] = choice
@@ -215,7 +215,7 @@ class RecurrentLayer(nn.Module):
         reset: Tensor | None = None,
         reset_states: States | None = None,
         cu_seqlens: Tensor | None = None,
-        sequences: Sequences | Checked | None = None,
+        sequences: Sequences | KnownSequences | None = None,
         all_states: bool = False,
     ) -> Arguments:
         """The record of the solve that `forward` runs for these."""
@@ -235,7 +235,7 @@ class RecurrentLayer(nn.Module):
         reset: Tensor | None,
         reset_states: States | None,
         cu_seqlens: Tensor | None,
-        sequences: Sequences | Checked | None,
+        sequences: Sequences | KnownSequences | None,
     ) -> tuple[Tensor, Cuts]:
         """What is projected, and how it is cut."""
         if x.ndim != 3 or x.shape[-1] != self.input_size:
@@ -246,7 +246,7 @@ class RecurrentLayer(nn.Module):
         if cu_seqlens is not None:
             x, sequences = packed_into_one_row(x, cu_seqlens, sequences)
         elif sequences is not None:
-            sequences = checked(sequences, *x.shape[:2], x.device)
+            sequences = check_sequences(sequences, *x.shape[:2], x.device)
         cuts = Cuts(sequences, initial, reset)
         if reset_states is None:
             return x, cuts
@@ -314,15 +314,16 @@ class RecurrentLayer(nn.Module):
     def recurrent_parameters(self) -> list[Tensor]:
         """The parameters that clipping concerns.
 
-        Raises ValueError for one that a parametrisation computes, which cannot be clamped.
+        Raises ValueError for one that a parametrisation or a hook computes: it cannot be clamped.
         """
         cell = unwrapped(self.cell)
         for name, param in type(cell).params.items():
-            if param.recurrent and param.trainable and is_parametrized(cell, name):
+            if param.recurrent and param.trainable and name not in cell._parameters:
+                how = "parametrisation" if is_parametrized(cell, name) else "hook"
                 raise ValueError(
-                    f"{name} of {program_of(cell).cell_name} is computed by a parametrisation: "
+                    f"{name} of {program_of(cell).cell_name} is computed by a {how}: "
                     "clamping it would change nothing; set recurrent_clip=None on the layer or let "
-                    "the parametrisation bound it"
+                    f"the {how} bound it"
                 )
         return list(cell.recurrent_parameters())
 

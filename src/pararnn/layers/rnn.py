@@ -13,11 +13,12 @@ from torch.nn.utils.rnn import PackedSequence
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.base import totals
+from pararnn.engines.strides import own_shape
 from pararnn.errors import warn_user
 from pararnn.layers.cuts import States, without_padding
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import Fields, RecurrentLayer, SolveInfo
-from pararnn.sequences import Checked
+from pararnn.sequences import KnownSequences
 
 
 def _shared(name: str) -> Any:
@@ -197,7 +198,7 @@ class ParaRNN(nn.Module):
         options: dict[str, Any] = {
             "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in given.items()},
             "reset": None if reset is None else into(reset),
-            "sequences": None if sequences is None else Checked(*sequences),
+            "sequences": None if sequences is None else KnownSequences(*sequences),
             "all_states": all_states,
             "solver": solver,
             "backend": backend,
@@ -370,11 +371,11 @@ def stacked(finals: list[States], batched: bool) -> States:
     """The final states of all layers as `ParaRNN` returns them."""
     each = [final if isinstance(final, tuple) else (final,) for final in finals]
     if len(each) == 1:
-        states = tuple([state.unsqueeze(0) for state in each[0]])
+        states = tuple([own_shape(state, (1, *state.shape)) for state in each[0]])
     else:
         states = tuple(torch.stack(series) for series in zip(*each, strict=True))
     if not batched:
-        states = tuple(state.squeeze(1) for state in states)
+        states = tuple([own_shape(state, (len(each), state.shape[2])) for state in states])
     return states[0] if len(states) == 1 else states
 
 

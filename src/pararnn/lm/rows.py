@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.sequences import Checked, require
+from pararnn.sequences import KnownSequences, require
 
 
 class Rows(NamedTuple):
@@ -28,13 +28,13 @@ class Rows(NamedTuple):
     rotary: tuple[Tensor, Tensor] | None = None
 
     # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
-    def sequences(self) -> Checked | None:
+    def sequences(self) -> KnownSequences | None:
         """Padding, as solvers know it: a row is one sequence, wherever it begins and ends."""
         if self.real is None:
             return None
         rows = torch.arange(len(self.real), device=self.real.device, dtype=torch.int32)
         seq = rows.unsqueeze(1).where(self.real, -1)
-        return Checked(seq, len(self.real))
+        return KnownSequences(seq, len(self.real))
 
 
 def rows_of(

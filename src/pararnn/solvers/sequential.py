@@ -12,9 +12,14 @@ from pararnn.solvers.system import System
 
 def unroll(system: System) -> Tensor:
     """All states (B, T, N, D) by plain, differentiable PyTorch (paper, eq. rnn_seq)."""
+    return torch.stack(unroll_states(system), 2)
+
+
+def unroll_states(system: System) -> tuple[Tensor, ...]:
+    """Return what `unroll` does, (B, T, D) for each state, in memory of its own."""
     to_onnx = torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
     if to_onnx and system.length not in (0, 1):
-        return _scanned(system)
+        return _scanned(system).unbind(2)
     step = system.program.step
     states = tuple(system.initial.unbind(1))
     inputs = [x.unbind(1) for x in system.inputs]
@@ -35,8 +40,8 @@ def unroll(system: System) -> Tensor:
         # No entries, but a graph to all that entries hang on.
         leaves = torch.stack([x.sum() for x in (system.initial, *system.inputs, *system.params)])
         batch, num_states, channels = system.initial.shape
-        return leaves.sum().expand(batch, 0, num_states, channels)
-    return torch.stack([torch.stack(series, 1) for series in zip(*out, strict=True)], 2)
+        return tuple([leaves.sum().expand(batch, 0, channels).clone() for _ in range(num_states)])
+    return tuple([torch.stack(series, 1) for series in zip(*out, strict=True)])
 
 
 def _scanned(system: System) -> Tensor:
