@@ -82,9 +82,10 @@ def _fsdp_decoding(rank):
 def _fsdp_of_a_layer(rank):
     """Which steps by its own call, so that nothing needs to be registered, but may be."""
     x = torch.randn(2, 9, 4, dtype=torch.float64)
-    for registered in (False, True):
+    for registered in (False, True):  # gates that are made again need weights that come back
         torch.manual_seed(0)
-        alone = pararnn.RecurrentLayer(pararnn.LSTMCell, 4, 6, dtype=torch.float64)
+        how = {"dtype": torch.float64, "recompute_gates": registered}
+        alone = pararnn.RecurrentLayer(pararnn.LSTMCell, 4, 6, **how)
         shared = fully_shard(copy.deepcopy(alone), mesh=_mesh())
         if registered:
             register_fsdp_forward_method(shared, "step")

@@ -17,7 +17,9 @@ def check_fit(program: Program, args: Arguments) -> bool:
     """Return True if the tensors of a record fit its gates; TypeError or ValueError if not."""
     gates, bias = args.gates, args.bias
     rows, channels = tuple(gates.shape[:2]), args.channels
-    weights = [] if bias is None else [("bias", bias, (len(program.gates), channels))]
+    weights: list[tuple[str, Tensor, tuple[int, ...]]] = []
+    if bias is not None:
+        weights = [("bias", bias, (len(program.gates), channels))]
     if not program.couples_channels:  # others run in PyTorch, which checks by itself
         named = zip(program.params, args.params, strict=True)
         weights += [(name, param, (channels,)) for name, param in named]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,9 +67,7 @@ def _of_size(
     return states
 
 
-def packed_into_one_row(
-    x: Tensor, cu_seqlens: Tensor, sequences: Sequences | None
-) -> tuple[Tensor, Sequences]:
+def packed_into_one_row(x: Tensor, cu_seqlens: Tensor, sequences: Any) -> tuple[Tensor, Sequences]:
     """x and the sequences that `cu_seqlens` cuts it into."""
     if sequences is not None:
         raise ValueError("cu_seqlens and sequences both say where sequences start: give one")

@@ -167,7 +167,7 @@ class HeadwiseLinear(nn.Module):
         draw_anew(self, self.draws(gain))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
+        weight: Tensor = self.weight
         _check(x, weight)
         made = None if torch.compiler.is_compiling() else _MADE.get()
         if made is None:

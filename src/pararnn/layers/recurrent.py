@@ -246,7 +246,7 @@ class RecurrentLayer(nn.Module):
         if cu_seqlens is not None:
             x, sequences = packed_into_one_row(x, cu_seqlens, sequences)
         elif sequences is not None:
-            sequences = check_sequences(sequences, *x.shape[:2], x.device)
+            sequences = check_sequences(sequences, x.shape[0], x.shape[1], x.device)
         cuts = Cuts(sequences, initial, reset)
         if reset_states is None:
             return x, cuts
