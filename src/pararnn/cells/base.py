@@ -285,15 +285,17 @@ def call_cell(cell: Cell) -> tuple[Tensor, ...]:
     if cell._forward_pre_hooks and any(hasattr(p, "full_tensor") for p in cell.parameters()):
         raise TypeError(SHARDED.format(type(cell).__name__))
     params = cell()
-    if type(params) is not tuple or len(params) != len(type(cell).params):
-        names = tuple(type(cell).params)
+    if not cell._forward_hooks and type(params) is tuple:
+        return params
+    names = tuple(type(cell).params)
+    if type(params) is not tuple or len(params) != len(names):
         got = len(params) if type(params) is tuple else type(params).__name__
         raise TypeError(
             f"a call of {type(cell).__name__} must give a tuple of {len(names)} tensors, its "
             f"parameters {names}, got {got}: a forward hook on a cell must return that, or None"
         )
-    watched = cell._forward_hooks and not torch.compiler.is_compiling()
-    if watched and any(p.numel() and not p.untyped_storage().nbytes() for p in params):
+    compiled = torch.compiler.is_compiling()
+    if not compiled and any(p.numel() and not p.untyped_storage().nbytes() for p in params):
         raise TypeError(SHARDED.format(type(cell).__name__))
     return params
 
