@@ -6,9 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pararnn.extras import require
-from pararnn.lm.auto_classes import register_once_there
 from pararnn.lm.cache import LMCache
-from pararnn.lm.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from pararnn.lm.checkpoint import CLASSES, CheckpointError, load_checkpoint, save_checkpoint
 from pararnn.lm.config import LMConfig
 from pararnn.lm.loss import causal_lm_loss
 from pararnn.lm.mixers import MIXERS, Mixer
@@ -20,6 +19,8 @@ from pararnn.lm.tokens import BYTES, save_byte_tokenizer
 if TYPE_CHECKING:
     from pararnn.lm.hf import ParaRNNConfig as ParaRNNConfig
     from pararnn.lm.hf import ParaRNNForCausalLM as ParaRNNForCausalLM
+    from pararnn.lm.hf import ParaRNNForSequenceClassification as ParaRNNForSequenceClassification
+    from pararnn.lm.hf import ParaRNNForTokenClassification as ParaRNNForTokenClassification
     from pararnn.lm.hf import ParaRNNModel as ParaRNNModel
 
 __all__ = [
@@ -42,8 +43,9 @@ __all__ = [
     "set_solver",
 ]
 
-HF = ("ParaRNNConfig", "ParaRNNForCausalLM", "ParaRNNModel")
-"""Names that need transformers, not in __all__ for that reason; MissingExtra without it."""
+HF = tuple(CLASSES.values())
+"""Names that need transformers, not in __all__ for that reason; MissingExtra without it. The first
+to be imported makes the Auto classes know all."""
 
 
 def __getattr__(name: str) -> Any:
@@ -52,6 +54,3 @@ def __getattr__(name: str) -> Any:
     require("transformers")
     hf = importlib.import_module("pararnn.lm.hf")
     return hf if name == "hf" else getattr(hf, name)
-
-
-register_once_there()

@@ -94,7 +94,11 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """A language model without its embedding and its head: (B, T, d) to (B, T, d)."""
+    """A language model without its embedding and its head: (B, T, d) to (B, T, d).
+
+    gradient_checkpointing: whether blocks keep their input alone in training, every
+    `checkpoint_every`-th of them.
+    """
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
@@ -103,6 +107,7 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Block(name, config, **factory) for name in mixers)
         self.norm = make_norm(config, **factory)
         self.gradient_checkpointing = False
+        self.checkpoint_every = 1
         self._gradient_checkpointing_func: Callable[..., Any] = partial(
             checkpoint, use_reentrant=False
         )
@@ -138,7 +143,8 @@ class Backbone(nn.Module):
                     seen(x)
                 own = None if cache is None else cache[index]
                 again = own is None or isinstance(own, CarriedCache)
-                if self.gradient_checkpointing and self.training and again:
+                wanted = self.gradient_checkpointing and index % self.checkpoint_every == 0
+                if wanted and self.training and again:
                     x = self._gradient_checkpointing_func(block.__call__, x, rows, own)
                 else:
                     x = block(x, rows, own)

@@ -23,13 +23,28 @@ BODY = "model."
 """What stands before the names of all parameters but the head's, in Hugging Face's models."""
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
+CODE = "modeling_pararnn.py"
+"""A file beside the weights, which transformers runs by `trust_remote_code=True`."""
+
+CLASSES = {
+    "AutoConfig": "ParaRNNConfig",
+    "AutoModel": "ParaRNNModel",
+    "AutoModelForCausalLM": "ParaRNNForCausalLM",
+    "AutoModelForSequenceClassification": "ParaRNNForSequenceClassification",
+    "AutoModelForTokenClassification": "ParaRNNForTokenClassification",
+}
+"""What each of transformers' Auto classes makes of a folder."""
+
+AUTO_MAP = {auto: f"{Path(CODE).stem}.{name}" for auto, name in CLASSES.items()}
+"""The same, as config.json says it."""
+
 
 class CheckpointError(PararnnError, ValueError):
     """A model cannot be written as a checkpoint, or a folder does not hold one."""
 
 
 def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
-    """Write config.json and model.safetensors into a folder, which is made where there is none.
+    """Write config.json, model.safetensors and `CODE` into a folder; makes the folder.
 
     They are what `ParaRNNForCausalLM.save_pretrained` writes. Raises CheckpointError for mixers
     that transformers has no word for, MissingExtra without safetensors.
@@ -37,6 +52,7 @@ def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
     config = {
         **_to_hf(model.config),
         "architectures": ["ParaRNNForCausalLM"],
+        "auto_map": AUTO_MAP,
         "model_type": MODEL_TYPE,
         "dtype": str(model.embed_tokens.weight.dtype).removeprefix("torch."),
     }
@@ -47,10 +63,21 @@ def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
         if not (tied and name == HEAD)
     }
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    write_code(folder)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     require("safetensors.torch").save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def write_code(folder: Path | str) -> None:
+    """Write the file that leads transformers to pararnn's classes; makes the folder."""
+    names = "".join(f"    {name},\n" for name in CLASSES.values())
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, CODE).write_text(
+        '"""The classes of this folder\'s model, which pip install \'pararnn[hf]\' brings."""\n\n'
+        f"from pararnn.lm.hf import (\n{names})\n",
+        encoding="utf-8",
+    )
 
 
 def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> LanguageModel:

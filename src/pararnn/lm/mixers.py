@@ -30,7 +30,8 @@ class Mixer(nn.Module):
     `scales_residual` says whether its block multiplies the residual by learnable factors, one a
     channel. `needs_positions` says whether it reads `Rows.rotary` and `Rows.attend`.
     `kept` names the operations whose results compiled code keeps of it for the backward pass, none
-    else, see `pararnn.lm.recompute`; without any it is the compiler's choice.
+    else, see `pararnn.lm.recompute`; without any it is the compiler's choice. It belongs to the class
+    (an attribute or a property): a module that holds PyTorch's operations cannot be pickled.
     `steady` says whether a step of one token may be recorded and replayed (`pararnn.lm.replay`):
     what it remembers keeps its size, and nothing on the host depends on what is computed.
     """
@@ -88,8 +89,6 @@ class RNNMixer(Mixer):
             **factory,
             **config.cell_config,
         )
-        gates = () if config.recompute_gates else PRODUCTS_BY_HEADS
-        self.kept = (*PRODUCTS, *gates, *SOLVES)
         self.steady = program_of(self.rnn.cell).structure is not None  # else it may branch
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
@@ -100,6 +99,12 @@ class RNNMixer(Mixer):
         self.out_proj = nn.Linear(width, width, bias=False, **factory)
         # Every per-step input that a cell names is a time gap or a weight whose neutral value is 1.
         self.fields = dict.fromkeys(cell_class.fields, 1.0)
+
+    @property
+    def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
+        """As in `Mixer`."""
+        gates = () if self.rnn.recompute_gates else PRODUCTS_BY_HEADS
+        return (*PRODUCTS, *gates, *SOLVES)
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """As `Mixer.forward`."""
@@ -180,7 +185,12 @@ class Attention(Mixer):
         causal = False
         if rows.attend is None and q.shape[2] > 1:  # compilers would have a symbol of the condition
             causal = True
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.attend, is_causal=causal)
+        if rows.weights is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.attend, is_causal=causal)
+        else:
+            weights = attention_weights(q, k, rows.attend, causal)
+            rows.weights(weights)
+            out = weights @ v
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def draws(self, layer: int) -> dict[str, Draw]:
@@ -190,6 +200,19 @@ class Attention(Mixer):
         inputs = {f"{name}_proj.weight": input_draw(width) for name in "qkv"}
         ones = {f"{name}.weight": Draw("constant", mean=1) for name in norms}
         return inputs | ones | {"out_proj.weight": output_draw(width, layer)}
+
+
+def attention_weights(q: Tensor, k: Tensor, attend: Tensor | None, causal: bool) -> Tensor:
+    """Return how much each query weighs each key, (B, H, T, S): see `Rows.attend`."""
+    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
+    if causal:
+        attend = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
+    if attend is not None and attend.dtype == torch.bool:
+        scores = scores.masked_fill(~attend, -torch.inf)
+    elif attend is not None:
+        scores = scores + attend
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return scores.softmax(-1, dtype=wide).to(q.dtype)
 
 
 @contextmanager

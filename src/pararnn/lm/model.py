@@ -68,15 +68,15 @@ class LanguageModel(nn.Module):
         Args:
             tokens: (B, T), any integer dtype.
             cache: of `new_cache`: go on from the tokens that it holds, and keep these there.
-            padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding, which is on the
-                left where there is a cache.
+            padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding, before and behind
+                the tokens of a row, and before them alone where there is a cache.
             position_ids: int (B, T); documents packed into one row begin where they are 0.
             cu_seq_lens: int (S + 1,), the starts of S documents packed into one row (B = 1) and the
                 end of the last.
 
         Returns (B, T, vocab_size). Raises ValueError for packed documents with a cache, for borders
-        that are not those of T tokens and padding that is not on one side (on CUDA the device
-        asserts these), and for sizes and dtypes that do not fit.
+        that are not those of T tokens and padding between tokens (on CUDA the device asserts
+        these), and for sizes and dtypes that do not fit.
         """
         args = {"padding_mask": padding_mask, "position_ids": position_ids}
         return self.lm_head(self.hidden(tokens, cache, **args, cu_seq_lens=cu_seq_lens))

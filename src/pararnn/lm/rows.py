@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ class Rows(NamedTuple):
     positions: int (B or 1, T), of each token in its document. start: bool (B, T), the first tokens
     of documents, where states start from zero. since: int (B, T), steps since the last such token,
     larger than any convolution where there was none. real: bool (B, T), False at padding. attend:
-    bool (B, 1, T, S), which of S keys each token sees; None is the causal order. rotary: cosines
-    and sines, made once for all layers.
+    bool (B, 1, T, S), which of S keys each token sees, or numbers to add to its scores; None is the
+    causal order. rotary: cosines and sines, made once for all layers. weights: called with the
+    weights of each layer of attention, (B, H, T, S), which is then computed operation by operation.
     """
 
     positions: Tensor
@@ -26,6 +28,7 @@ class Rows(NamedTuple):
     real: Tensor | None = None
     attend: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    weights: Callable[[Tensor], None] | None = None
 
     # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
     def sequences(self) -> KnownSequences | None:
@@ -55,7 +58,7 @@ def rows_of(
     Args:
         past: tokens of each row that were seen before, in a cache.
         cached: whether a cache will go on from the rows, so that they may not end in padding.
-        padding_mask: (B, past + T), 0 at padding, which is on one side of the tokens.
+        padding_mask: (B, past + T), 0 at padding, which is before and behind a row's tokens.
         position_ids: int (B, T) or (1, T); documents begin where they are 0.
         cu_seq_lens: int (S + 1,), the starts of S documents packed into one row and the end of the
             last.
@@ -63,8 +66,8 @@ def rows_of(
         attention: whether to make what attention needs: `attend`.
 
     Raises ValueError for sizes that do not fit, for packed documents with padding, for borders that
-    are not those of T tokens, and for padding between tokens or, in front of a cache, behind them:
-    on CUDA the device asserts the latter two.
+    are not those of T tokens, and for padding between tokens (holes) or, in front of a cache, behind
+    them: on CUDA the device asserts the latter two.
     """
     _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens, document)
     known = None if padding_mask is None else padding_mask.to(device).bool()
@@ -106,7 +109,7 @@ def starts_of(real: Tensor | None, *marks: Tensor) -> tuple[Tensor | None, Tenso
     start = torch.stack(torch.broadcast_tensors(*found)).any(0)
     start = start if real is None else start & real
     index = torch.arange(start.shape[1], device=start.device)
-    last = torch.where(start, index, -(1 << 20)).cummax(1).values
+    last = torch.where(start, index, -(1 << 20)).cummax(1)[0]  # exporters to ONNX know no .values
     return start, index - last
 
 
@@ -126,16 +129,23 @@ def _attend(
     return seen.unsqueeze(1)
 
 
+def pieces(known: Tensor) -> Tensor:
+    """The number of pieces that each row's tokens are in, (B,), for `known` bool (B, T)."""
+    return known[:, :1].sum(1) + (known[:, 1:] & ~known[:, :-1]).sum(1)
+
+
 def _check_sides(known: Tensor, cached: bool) -> None:
-    """Padding stands on one side of each row's tokens, and on the left where a cache goes on."""
-    begins = (known[:, 1:] & ~known[:, :-1]).sum(1)
-    ends = (known[:, :-1] & ~known[:, 1:]).sum(1)
-    length = known.shape[1]
+    """A row's tokens are one piece, with padding around it, and none behind it for a cache."""
+    found, length = pieces(known), known.shape[1]
+    holes = (
+        "the padding mask has holes: a row's tokens must be one piece of its {} places, with padding "
+        "before and behind it alone; pieces of each row are"
+    )
+    require((found <= 1).all(), holes, length, found)
     if cached:
         left = "rows of {} tokens that a cache goes on from: pad on the left; ends of tokens are"
+        ends = (known[:, :-1] & ~known[:, 1:]).sum(1)
         require((ends == 0).all(), left, length, ends)
-    side = "padding must be on one side of each row of {} tokens; its borders are"
-    require((begins + ends <= 1).all(), side, length, begins + ends)
 
 
 def _check(

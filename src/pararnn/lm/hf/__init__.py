@@ -1,12 +1,40 @@
 """Hugging Face's doors to the language models: a thin adapter, registered with the Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.models.auto import modeling_auto
 
 from pararnn.lm.hf.config import ParaRNNConfig
+from pararnn.lm.hf.heads import ParaRNNForSequenceClassification, ParaRNNForTokenClassification
 from pararnn.lm.hf.model import ParaRNNForCausalLM, ParaRNNModel
 
 AutoConfig.register(ParaRNNConfig.model_type, ParaRNNConfig)
 AutoModel.register(ParaRNNConfig, ParaRNNModel)
 AutoModelForCausalLM.register(ParaRNNConfig, ParaRNNForCausalLM)
+AutoModelForSequenceClassification.register(ParaRNNConfig, ParaRNNForSequenceClassification)
+AutoModelForTokenClassification.register(ParaRNNConfig, ParaRNNForTokenClassification)
 
-__all__ = ["ParaRNNConfig", "ParaRNNForCausalLM", "ParaRNNModel"]
+# Trainer (which shifts labels for label smoothing), pipelines and others look for names in these.
+for names, model in (
+    (modeling_auto.MODEL_MAPPING_NAMES, ParaRNNModel),
+    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ParaRNNForCausalLM),
+    (
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        ParaRNNForSequenceClassification,
+    ),
+    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, ParaRNNForTokenClassification),
+):
+    names[ParaRNNConfig.model_type] = model.__name__
+
+__all__ = [
+    "ParaRNNConfig",
+    "ParaRNNForCausalLM",
+    "ParaRNNForSequenceClassification",
+    "ParaRNNForTokenClassification",
+    "ParaRNNModel",
+]

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
-    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
     StaticCache,
     StaticLayer,
@@ -66,30 +67,34 @@ class LayerView:
 
 
 def counted(cache: Cache, layer_types: Sequence[str]) -> Cache:
-    """A cache that knows how many tokens it holds, for layers of these types.
+    """Return a cache that knows how many tokens it holds, for layers of these types.
 
-    Recurrent layers do not know, and `generate` asks. A model without attention gets one layer of
-    keys that nobody attends to. Raises ValueError for a cache that was made for other layers.
+    Recurrent layers do not know, and `generate` asks. In a model without attention the first one
+    has keys too, that nobody attends to. Raises ValueError for a cache that was made for other
+    layers.
     """
     recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers]
-    if recurrent[: len(layer_types)] != [word == "linear_attention" for word in layer_types]:
+    if recurrent != [word == "linear_attention" for word in layer_types]:
         raise ValueError(
             f"this cache is for other layers than the model's, got {cache}: make it by "
             "DynamicCache(config=model.config), or StaticCache(config=model.config, ...)"
         )
-    if any(hasattr(layer, "get_seq_length") for layer in cache.layers):
-        return cache
-    static = isinstance(cache, StaticCache)
-    # Without channels it takes no memory, and may be as long as any row will ever be.
-    layer: Any = StaticLayer(max_cache_len=1 << 24) if static else DynamicLayer()
-    cache.layers.append(layer)
+    if not any(hasattr(layer, "get_seq_length") for layer in cache.layers):
+        # Without channels keys take no memory, and may be of more tokens than any row will have.
+        counting: Any = (
+            LinearAttentionAndStaticFullAttentionLayer(max_cache_len=1 << 24)
+            if isinstance(cache, StaticCache)
+            else LinearAttentionAndFullAttentionLayer()
+        )
+        counting.record_past = getattr(cache.layers[0], "record_past", False)
+        cache.layers[0] = counting
     return cache
 
 
-def count(cache: Cache, layers: int, x: Tensor) -> None:
-    """Tell the counter of `counted`, which stands behind the model's layers, of x (B, T, d)."""
-    if len(cache.layers) > layers:
-        counter: Any = cache.layers[layers]
+def count(cache: Cache, x: Tensor) -> None:
+    """Tell the keys of `counted`, if there are such, of x (B, T, d)."""
+    counter: Any = cache.layers[0]
+    if isinstance(counter, LinearAttentionCacheLayerMixin) and hasattr(counter, "get_seq_length"):
         keys = x[:, None]
         # A dynamic layer takes keys without channels for none at all.
         width = 0 if isinstance(counter, StaticLayer) else 1

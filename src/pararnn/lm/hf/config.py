@@ -2,15 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from pararnn.cells import CELLS, Cell
 from pararnn.cells.find import cell_name
+from pararnn.lm.checkpoint import AUTO_MAP, CODE, write_code
 from pararnn.lm.config import LAYER_TYPES, LMConfig
+
+OTHERS = {
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), ("rope_theta", (None,))),
+    "partial_rotary_factor": ("rope_theta", (None, 1)),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), ("", ("silu",))),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), ("norm_eps", ())),
+    **dict.fromkeys(("initializer_range",), ("projection_gain and recurrent_std", (None,))),
+    **dict.fromkeys(("n_embd", "d_model", "dim"), ("hidden_size", ())),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), ("num_hidden_layers", ())),
+    **dict.fromkeys(("n_head", "num_kv_heads", "num_key_value_heads"), ("num_attention_heads", ())),
+    **dict.fromkeys(("head_dim", "state_size", "expand"), ("hidden_size and heads", (None,))),
+    **dict.fromkeys(("d_conv", "conv_kernel"), ("conv_kernel_size", ())),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), ("", (None, False))),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), ("", (None, False))),
+    **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout_prob"), ("", (None, 0))),
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), ("", (None, 0))),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), ("", (None,))),
+    "use_qk_norm": ("qk_norm", ()),
+    "chunk_size_feed_forward": ("", (None, 0)),
+}
+"""What other models' configs say, and these models have not: what to set in its place, and the values
+that change nothing."""
+
+
+def check_names(own: Collection[str], given: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first name that would have no effect, though other models have it, or
+    though it is nearly one of `own`."""
+    for name, value in given.items():
+        instead, harmless = OTHERS.get(name, ("", None))
+        if harmless is None:
+            near = difflib.get_close_matches(name, own, 1, cutoff=0.85)
+            if near:
+                raise ValueError(
+                    f"there is no {name!r} in a ParaRNNConfig: did you mean {near[0]!r}?"
+                )
+        elif value not in harmless:
+            advice = f"set {instead}" if instead else "leave it out"
+            raise ValueError(
+                f"{name} = {value!r} has no effect on a ParaRNN model, which has no such part: {advice}"
+            )
 
 
 class ParaRNNConfig(PretrainedConfig):
@@ -23,8 +67,9 @@ class ParaRNNConfig(PretrainedConfig):
         z_loss: weight of the squared log-partition in the loss (paper, Table 4).
         others: as in `pararnn.lm.LMConfig`, under the same names.
 
-    Raises ValueError for a number of layer types that is not num_hidden_layers and for words that
-    are not in `LAYER_TYPES`; and as `LMConfig`.
+    Raises ValueError for a number of layer types that is not num_hidden_layers, for words that are
+    not in `LAYER_TYPES`, and for what other models' configs have (`OTHERS`) or is nearly a name of
+    this one's; and as `LMConfig`. Other names are kept, as transformers does.
     """
 
     model_type = "pararnn"
@@ -81,7 +126,33 @@ class ParaRNNConfig(PretrainedConfig):
         self.z_loss, self.use_cache = z_loss, use_cache
         self.tie_word_embeddings = tie_word_embeddings
         self.intermediate_size = self.to_lm().intermediate_size
+        own = set(vars(self))
+        heads = kwargs.get("num_key_value_heads"), kwargs.get("head_dim")
+        if heads[0] in (None, num_attention_heads):  # what it is anyway
+            kwargs.pop("num_key_value_heads", None)
+        if heads[1] == hidden_size / num_attention_heads:
+            kwargs.pop("head_dim")
+        check_names(own, kwargs)
+        theirs = kwargs.pop("auto_map", None) or {}
         super().__init__(**kwargs)
+        # Of a folder's own file: what a name on the Hub stands before would be looked for there.
+        kept = {auto: name for auto, name in theirs.items() if Path(CODE).stem not in name}
+        self.auto_map = AUTO_MAP | kept
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Write config.json, and beside it the file that `trust_remote_code=True` runs."""
+        write_code(Path(save_directory))
+        super().save_pretrained(save_directory, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """As transformers', for classes of one's own.
+
+        Folders name ours already, and transformers would write a copy of this module, whose class
+        is another.
+        """
+        if cls is not ParaRNNConfig:
+            super().register_for_auto_class(auto_class)
 
     def to_lm(self) -> LMConfig:
         """The same model's config in plain PyTorch."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.lm.hf.cache import NAMES
+from pararnn.lm.rows import pieces
 
 
 def documents_restart(position_ids: Tensor, attention_mask: Any, cached: bool) -> bool:
@@ -16,7 +17,8 @@ def documents_restart(position_ids: Tensor, attention_mask: Any, cached: bool) -
     Looks at the values, and so waits for the device; compiled code takes them as not packed where
     there is padding or a cache, as packed otherwise.
     """
-    if position_ids.shape[-1] == 1 or isinstance(attention_mask, dict):
+    plain = attention_mask is None or getattr(attention_mask, "ndim", None) == 2
+    if position_ids.shape[-1] == 1 or not plain:
         return False
     again = position_ids[:, 1:] == 0
     if attention_mask is not None:
@@ -27,52 +29,97 @@ def documents_restart(position_ids: Tensor, attention_mask: Any, cached: bool) -
     return bool(again.any())
 
 
-def padding(attention_mask: Tensor | None, batch: int, steps: int) -> Tensor | None:
-    """The mask of rows that nothing came before; None where nothing is padding.
+class Mask(NamedTuple):
+    """What an attention_mask says of the last T tokens of rows; None is "nothing".
 
-    Raises ValueError for a mask of another size than (batch, steps).
+    real: bool (B, T), False at padding. attend: bool or numbers (B, 1, T, S), as `Rows.attend`.
+    ends: whether a row ends in padding, so that no cache can go on from it.
     """
-    if attention_mask is None:
-        return None
-    _check_size(attention_mask, batch, steps)
-    return _unless_all(attention_mask)
+
+    real: Tensor | None = None
+    attend: Tensor | None = None
+    ends: bool = False
 
 
-def local_padding(
-    attention_mask: Tensor | None, batch: int, steps: int, past: Tensor | int
-) -> Tensor | None:
-    """The mask of the last `steps` tokens; None where nothing is padding.
+def read_mask(
+    mask: Any, batch: int, steps: int, *, past: Tensor | int = 0, recurrent: bool
+) -> Mask:
+    """Read what users and `generate` hand over as `attention_mask`.
 
-    Raises ValueError for a mask of another size than (batch, past + steps), which is not looked at
-    where `past` is on the device; and for padding behind real tokens: a cache would go on from it.
+    That is None; (B, past + T), 1 at tokens and 0 at padding; the masks by layer type that
+    `generate` makes for static caches; and, unless the model is `recurrent`, (B, H, T, S).
+
+    Its values are looked at, which waits for the device, but not in compiled code. Raises ValueError
+    for other forms, sizes (unless `past` is on the device) and values, and for padding between the
+    tokens of a row.
     """
-    if attention_mask is None:
-        return None
-    _check_size(attention_mask, batch, past + steps if isinstance(past, int) else None)
-    known = attention_mask.bool()
-    real = _unless_all(known[:, -steps:])
-    if real is None or torch.compiler.is_compiling():
-        return real
-    if bool((known[:, :-1] & ~known[:, 1:]).any()):
+    if mask is None:
+        return Mask()
+    if isinstance(mask, dict):
+        real = mask.get("linear_attention")
+        return Mask(None if real is None else real.bool(), mask.get("full_attention"))
+    if not isinstance(mask, Tensor):
+        raise ValueError(
+            f"attention_mask must be a tensor, {_wanted(batch, steps, past)}, got "
+            f"{type(mask).__name__}"
+        )
+    if mask.ndim == 4:
+        return Mask(attend=_of_attention(mask, batch, steps, recurrent))
+    size, length = tuple(mask.shape), past + steps if isinstance(past, int) else None
+    if len(size) != 2 or size[0] != batch or length not in (None, size[1]):
+        raise ValueError(f"attention_mask must be {_wanted(batch, steps, past)}, got {size}")
+    known = mask.bool()
+    real = known[:, -steps:]
+    if torch.compiler.is_compiling():
+        return Mask(real)
+    holes = (pieces(known) > 1).any()
+    values = (known != mask).any()
+    ends = (known[:, :-1] & ~known[:, 1:]).any()
+    padded, other, split, ends = torch.stack([~real.all(), values, holes, ends]).tolist()
+    if other:
+        raise ValueError("attention_mask must hold 1 at tokens and 0 at padding, got other numbers")
+    if split:
+        rows = (pieces(known) > 1).nonzero().flatten().tolist()
+        raise ValueError(
+            "attention_mask has holes: the tokens of a row must be one piece, with padding before "
+            f"and behind it alone, got padding between the tokens of the rows {rows}"
+        )
+    return Mask(real if padded else None, None, ends)
+
+
+def _wanted(batch: int, steps: int, past: Tensor | int) -> str:
+    length = past + steps if isinstance(past, int) else "T"
+    return f"{(batch, length)}, one entry for each token in the cache and now"
+
+
+def _of_attention(mask: Tensor, batch: int, steps: int, recurrent: bool) -> Tensor:
+    """Return a mask of keys by query, (B, H, T, S), as attention takes it: bool, or numbers to add."""
+    size = tuple(mask.shape)
+    if recurrent:
+        raise ValueError(
+            f"an attention_mask of four dimensions, {size}, is for models whose layers are all "
+            f"attention: recurrent layers need {(batch, 'T')}, 0 at padding; give the borders of "
+            "packed documents by position_ids"
+        )
+    if size[0] not in (1, batch) or size[2] != steps:
+        raise ValueError(
+            f"attention_mask must be (B, T) or (B, H, T, S) with B = {batch} and T = {steps}, got "
+            f"{size}"
+        )
+    if mask.dtype == torch.bool or mask.is_floating_point():
+        return mask
+    raise ValueError(
+        f"an attention_mask of four dimensions is bool, or numbers to add to scores, got {mask.dtype}"
+    )
+
+
+def require_left(mask: Mask) -> None:
+    """Raise ValueError where a cache would go on from padding."""
+    if mask.ends:
         raise ValueError(
             "rows are padded on the right, and a cache would go on from the padding: pad on the "
             "left (tokenizer.padding_side = 'left'), or pass use_cache=False"
         )
-    return real
-
-
-def _check_size(mask: Tensor, batch: int, length: int | None) -> None:
-    size = tuple(mask.shape)
-    if len(size) != 2 or size[0] != batch or length not in (None, size[1]):
-        raise ValueError(
-            f"attention_mask must be {(batch, length or 'T')}, one entry for each token in the "
-            f"cache and now, got {size}"
-        )
-
-
-def _unless_all(real: Tensor) -> Tensor | None:
-    """None where all are real; compiled code does not look."""
-    return real if torch.compiler.is_compiling() or not bool(real.all()) else None
 
 
 def left_aligned(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from pararnn.layers import RecurrentLayer
@@ -18,11 +19,20 @@ from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import CarriedCache, LayerCache
 from pararnn.lm.hf.cache import NAME, NAMES, LayerView, count, counted, either
 from pararnn.lm.hf.config import ParaRNNConfig
-from pararnn.lm.hf.inputs import documents_restart, left_aligned, local_padding, padding
+from pararnn.lm.hf.inputs import Mask, documents_restart, left_aligned, read_mask, require_left
 from pararnn.lm.loss import Head, logits_loss
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of, starts_of
-from pararnn.parameters import draw
+from pararnn.parameters import Draw, draw
+
+
+def is_recurrent(config: ParaRNNConfig) -> bool:
+    """Whether a layer is recurrent: it cannot go back, and knows tokens and padding alone."""
+    return "linear_attention" in config.layer_types
+
+
+INITIALISED = "_is_hf_initialized"
+"""How transformers marks modules that are not to be drawn again."""
 
 
 class ParaRNNPreTrainedModel(PreTrainedModel):
@@ -41,17 +51,34 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
     # What is per channel stays float32, as solvers read it (the numerics contract).
     _keep_in_fp32_modules_strict = ["cell", "rnn.bias"]
 
+    def __init__(self, config: ParaRNNConfig) -> None:
+        super().__init__(config)
+        self._is_stateful = is_recurrent(config)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Draw as `pararnn.LanguageModel` does; transformers keeps what was loaded from it.
 
         It is called for modules that own parameters, so these know how theirs start.
         """
-        for name, how in module.__dict__.get("starts", {}).items():
+        starts: dict[str, Draw] = module.__dict__.get("starts", {})
+        if not starts and isinstance(module, (nn.Embedding, nn.Linear)):  # heads of any kind
+            starts = {"weight": input_draw(module.weight.shape[1])}
+            if getattr(module, "bias", None) is not None:
+                starts["bias"] = Draw("constant")
+        for name, how in starts.items():
             draw(getattr(module, name), how)
-        if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
-            weight = cast(Tensor, module.weight)
-            draw(weight, input_draw(weight.shape[1]))
+
+    def _set_gradient_checkpointing(
+        self, *args: Any, every_n_layers: int = 1, **kwargs: Any
+    ) -> None:
+        """Set it as transformers does, which counts layers of its own class only."""
+        if every_n_layers < 1:
+            raise ValueError(f"every_n_layers must be 1 or more, got {every_n_layers}")
+        super()._set_gradient_checkpointing(*args, every_n_layers=every_n_layers, **kwargs)
+        for part in self.modules():
+            if isinstance(part, Backbone):
+                part.checkpoint_every = every_n_layers
 
 
 def _fetch(layer: nn.Module, args: Any) -> None:
@@ -96,6 +123,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         carried: Sequence[CarriedCache] | None = None,
@@ -106,20 +134,24 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
 
         Args:
             input_ids: (B, T); or inputs_embeds (B, T, hidden_size).
-            attention_mask: (B, tokens in the cache + T), 0 at padding, which is on one side; on the
-                left where a cache is used. What `generate` makes for static caches is taken too.
+            attention_mask: (B, tokens in the cache + T), 1 at tokens and 0 at padding before and
+                behind them; before them alone where a cache is used. What `generate` makes for
+                static caches is taken too, and (B, H, T, S) where all layers are attention.
             position_ids: (B or 1, T); without a cache documents begin where they are 0.
             cache, past_key_values: a transformers cache to go on from, by the name that it has
                 since transformers 5.24 or by that before; DynamicCache(config=config).
             use_cache: whether to return a cache; None is the config's, but never in training, nor
-                for packed documents.
+                for packed documents and rows that end in padding.
+            output_attentions: whether to return the weights (B, H, T, S) of the layers that are
+                attention, which is then computed operation by operation, as always where the
+                config's `attn_implementation` is "eager"; None is the config's.
             cu_seq_lens_q, seq_idx: documents packed into rows, as DataCollatorWithFlattening says
                 it.
             carried: a cache a layer, for rows in training that go on where those of an earlier step
                 ended; packed documents may be within them. Not with a cache.
 
         Raises ValueError for packed documents with a cache, for padding on the right of rows that a
-        cache is to go on from, and for a cache or a mask beside carried states.
+        cache is to go on from or between tokens, and for a cache or a mask beside carried states.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -136,24 +168,30 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             # A document may begin at a row's first token, which only its position says.
             packed, use_cache = packed or position_ids is not None, False
         elif not packed and position_ids is not None:
-            packed = documents_restart(position_ids, attention_mask, cache is not None)
+            wanted = cache is not None or bool(use_cache)
+            packed = documents_restart(position_ids, attention_mask, wanted)
         if packed and (cache is not None or use_cache):
             raise ValueError(
                 "packed documents cannot be kept in a cache: give each its own row, padded on the "
                 "left, or use_cache=False"
             )
+        recurrent = is_recurrent(self.config)
+        if cache is not None:
+            counted(cache, self.config.layer_types)
+        past = 0 if cache is None else cache.get_seq_length()
+        mask = read_mask(attention_mask, batch, steps, past=past, recurrent=recurrent)
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not packed
+            alone = packed or self.training or mask.ends
+            use_cache = self.config.use_cache and not alone
         if cache is None and use_cache:
-            cache = DynamicCache(config=self.config)
+            cache = counted(DynamicCache(config=self.config), self.config.layer_types)
         views: Sequence[LayerCache] | None = carried
-        if cache is None:
-            mask: Any = attention_mask
+        if cache is None and mask.attend is None:
             rows = rows_of(
                 batch,
                 steps,
                 x.device,
-                padding_mask=padding(mask, batch, steps),
+                padding_mask=mask.real,
                 position_ids=position_ids if packed else None,
                 cu_seq_lens=cu_seq_lens_q,
                 document=seq_idx,
@@ -161,48 +199,74 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             )
             if position_ids is not None:
                 rows = rows._replace(positions=position_ids)
-        else:
-            rows = self._cached_rows(
-                x, attention_mask, position_ids, counted(cache, self.config.layer_types)
+        elif packed:
+            raise ValueError(
+                "packed documents and an attention_mask of four dimensions are two ways to say which "
+                "tokens are seen: give one"
             )
-            views = [LayerView(layer) for layer in cache.layers[: len(self.backbone.layers)]]
+        else:
+            rows = self._later_rows(x, mask, attention_mask, position_ids, past, cache)
+        if cache is not None:
+            require_left(mask)
+            views = [LayerView(layer) for layer in cache.layers]
+        weights: list[Tensor] | None = None
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            weights = []
+            rows = rows._replace(weights=weights.append)
+        elif self.config._attn_implementation == "eager":
+            rows = rows._replace(weights=_unheard)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         seen: list[Tensor] | None = [] if output_hidden_states else None
         out = self.backbone(x, rows, views, None if seen is None else seen.append)
         if cache is not None:
-            count(cache, len(self.backbone.layers), x)
-        hidden: Any = None if seen is None else (*seen, out)
-        named: dict[str, Any] = {NAME: cache}
-        return BaseModelOutputWithPast(last_hidden_state=out, hidden_states=hidden, **named)
+            count(cache, x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=out,
+            hidden_states=None if seen is None else (*seen, out),
+            attentions=None if weights is None else tuple(weights),
+            **{NAME: cache},
+        )
 
-    def _cached_rows(self, x: Tensor, mask: Any, position_ids: Tensor | None, cache: Cache) -> Rows:
-        """Rows after those of a cache; transformers makes attention's masks for its kinds of it."""
-        attend, past = None, cache.get_seq_length()
-        if isinstance(mask, dict):
-            real, attend = mask.get("linear_attention"), mask.get("full_attention")
-        else:
-            real = local_padding(mask, x.shape[0], x.shape[1], past)
+    def _later_rows(
+        self,
+        x: Tensor,
+        mask: Mask,
+        given: Any,
+        position_ids: Tensor | None,
+        past: Tensor | int,
+        cache: Cache | None,
+    ) -> Rows:
+        """Return rows after those of a cache, or of a mask by keys; transformers makes attention's
+        masks for its kinds of cache."""
+        attend = mask.attend
         if position_ids is None:
             position_ids = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
-        if self.backbone.needs_positions and not isinstance(mask, dict):
-            named: dict[str, Any] = {NAME: cache}
+        if self.backbone.needs_positions and attend is None and not isinstance(given, dict):
             attend = create_causal_mask(
                 config=self.config,
                 inputs_embeds=x,
-                attention_mask=mask,
+                attention_mask=given,
                 position_ids=position_ids,
-                **named,
+                **{NAME: cache},
             )
-        real = None if real is None else real.bool()
-        start, since = starts_of(real)
-        return Rows(position_ids, start, since, real, attend)
+        start, since = starts_of(mask.real)
+        return Rows(position_ids, start, since, mask.real, attend)
+
+
+def _unheard(weights: Tensor) -> None:
+    """Take attention's weights that nobody asked for."""
 
 
 class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
     """The language model: token ids to logits, loss and generated text."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let transformers know a subclass, also one that `fully_shard` makes, by its name."""
+        super().__init_subclass__(**kwargs)
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
     def __init__(self, config: ParaRNNConfig) -> None:
         super().__init__(config)
@@ -265,8 +329,13 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
             logits = self.lm_head(hidden[:, keep])
-        named: dict[str, Any] = {NAME: getattr(out, NAME), "hidden_states": out.hidden_states}
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **named)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+            **{NAME: getattr(out, NAME)},
+        )
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Put another head in; a linear one, as `resize_token_embeddings` makes it, gives the loss.
@@ -277,6 +346,8 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         if type(head) is nn.Linear and head.bias is None:
             new_embeddings = Head(head.in_features, head.out_features, bias=False, device="meta")
             new_embeddings.weight = head.weight
+            if hasattr(head, INITIALISED):  # or `post_init` would draw it anew
+                setattr(new_embeddings, INITIALISED, True)
         super().set_output_embeddings(new_embeddings)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -293,13 +364,11 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
 
         transformers' own takes single tokens for real, and padding on either side.
         """
-        masks, (batch, steps) = (
-            create_masks_for_generate(**kwargs),
-            kwargs["inputs_embeds"].shape[:2],
-        )
+        given, (batch, steps) = kwargs["attention_mask"], kwargs["inputs_embeds"].shape[:2]
         past = kwargs[NAME].get_seq_length()
-        real = local_padding(kwargs["attention_mask"], batch, steps, past)
-        return {**masks, "linear_attention": real}
+        mask = read_mask(given, batch, steps, past=past, recurrent=is_recurrent(self.config))
+        require_left(mask)
+        return {**create_masks_for_generate(**kwargs), "linear_attention": mask.real}
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
