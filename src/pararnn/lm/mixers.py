@@ -30,8 +30,8 @@ class Mixer(nn.Module):
     `scales_residual` says whether its block multiplies the residual by learnable factors, one a
     channel. `needs_positions` says whether it reads `Rows.rotary` and `Rows.attend`.
     `kept` names the operations whose results compiled code keeps of it for the backward pass, none
-    else, see `pararnn.lm.recompute`; without any it is the compiler's choice. It belongs to the class
-    (an attribute or a property): a module that holds PyTorch's operations cannot be pickled.
+    else, see `pararnn.lm.recompute`; without any it is the compiler's choice. It is the class's, an
+    attribute or a property: a module that holds PyTorch's operations cannot be pickled.
     `steady` says whether a step of one token may be recorded and replayed (`pararnn.lm.replay`):
     what it remembers keeps its size, and nothing on the host depends on what is computed.
     """

@@ -66,8 +66,8 @@ def rows_of(
         attention: whether to make what attention needs: `attend`.
 
     Raises ValueError for sizes that do not fit, for packed documents with padding, for borders that
-    are not those of T tokens, and for padding between tokens (holes) or, in front of a cache, behind
-    them: on CUDA the device asserts the latter two.
+    are not those of T tokens, and for padding between tokens (holes) or, in front of a cache,
+    behind them: on CUDA the device asserts the latter two.
     """
     _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens, document)
     known = None if padding_mask is None else padding_mask.to(device).bool()
@@ -138,8 +138,8 @@ def _check_sides(known: Tensor, cached: bool) -> None:
     """A row's tokens are one piece, with padding around it, and none behind it for a cache."""
     found, length = pieces(known), known.shape[1]
     holes = (
-        "the padding mask has holes: a row's tokens must be one piece of its {} places, with padding "
-        "before and behind it alone; pieces of each row are"
+        "the padding mask has holes: a row's tokens must be one piece of its {} places, with "
+        "padding before and behind it alone; pieces of each row are"
     )
     require((found <= 1).all(), holes, length, found)
     if cached:

@@ -31,6 +31,10 @@ def either(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
     return past_key_values if cache is None else cache
 
 
+COUNTING = LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer
+"""Recurrent layers that have keys too, and so know how many tokens there were."""
+
+
 class LayerView:
     """One layer of a transformers cache as a `LayerCache`."""
 
@@ -94,7 +98,7 @@ def counted(cache: Cache, layer_types: Sequence[str]) -> Cache:
 def count(cache: Cache, x: Tensor) -> None:
     """Tell the keys of `counted`, if there are such, of x (B, T, d)."""
     counter: Any = cache.layers[0]
-    if isinstance(counter, LinearAttentionCacheLayerMixin) and hasattr(counter, "get_seq_length"):
+    if isinstance(counter, COUNTING):
         keys = x[:, None]
         # A dynamic layer takes keys without channels for none at all.
         width = 0 if isinstance(counter, StaticLayer) else 1

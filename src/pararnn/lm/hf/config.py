@@ -35,13 +35,13 @@ OTHERS = {
     "use_qk_norm": ("qk_norm", ()),
     "chunk_size_feed_forward": ("", (None, 0)),
 }
-"""What other models' configs say, and these models have not: what to set in its place, and the values
-that change nothing."""
+"""What other models' configs say, and these models have not: what to set in its place, and the
+values that change nothing."""
 
 
 def check_names(own: Collection[str], given: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first name that would have no effect, though other models have it, or
-    though it is nearly one of `own`."""
+    """Raise ValueError for the first name that has an effect in other models' configs alone, or is
+    nearly one of `own`."""
     for name, value in given.items():
         instead, harmless = OTHERS.get(name, ("", None))
         if harmless is None:
@@ -53,7 +53,7 @@ def check_names(own: Collection[str], given: Mapping[str, Any]) -> None:
         elif value not in harmless:
             advice = f"set {instead}" if instead else "leave it out"
             raise ValueError(
-                f"{name} = {value!r} has no effect on a ParaRNN model, which has no such part: {advice}"
+                f"{name} = {value!r} has no effect: a ParaRNN model has no such part, {advice}"
             )
 
 
@@ -139,10 +139,12 @@ class ParaRNNConfig(PretrainedConfig):
         kept = {auto: name for auto, name in theirs.items() if Path(CODE).stem not in name}
         self.auto_map = AUTO_MAP | kept
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> Any:
         """Write config.json, and beside it the file that `trust_remote_code=True` runs."""
         write_code(Path(save_directory))
-        super().save_pretrained(save_directory, **kwargs)
+        return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

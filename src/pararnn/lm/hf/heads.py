@@ -9,7 +9,7 @@ from pararnn.lm.hf.model import ParaRNNPreTrainedModel
 
 
 class ParaRNNForSequenceClassification(GenericForSequenceClassification, ParaRNNPreTrainedModel):
-    """A label or a number, such as a reward, of each row: that of its last token that is not padding.
+    """A label or a number, such as a reward, of each row, said by its last token but padding.
 
     Padding is `config.pad_token_id`, on either side. As transformers' own classifiers: `num_labels`
     and `problem_type` of the config say what the labels are; `score` is the head.

@@ -49,9 +49,9 @@ def read_mask(
     That is None; (B, past + T), 1 at tokens and 0 at padding; the masks by layer type that
     `generate` makes for static caches; and, unless the model is `recurrent`, (B, H, T, S).
 
-    Its values are looked at, which waits for the device, but not in compiled code. Raises ValueError
-    for other forms, sizes (unless `past` is on the device) and values, and for padding between the
-    tokens of a row.
+    Its values are looked at, which waits for the device, but not in compiled code. Raises
+    ValueError for other forms, sizes (unless `past` is on the device) and values, and for padding
+    between the tokens of a row.
     """
     if mask is None:
         return Mask()
@@ -93,7 +93,7 @@ def _wanted(batch: int, steps: int, past: Tensor | int) -> str:
 
 
 def _of_attention(mask: Tensor, batch: int, steps: int, recurrent: bool) -> Tensor:
-    """Return a mask of keys by query, (B, H, T, S), as attention takes it: bool, or numbers to add."""
+    """Return a mask of keys by query as attention takes it: bool, or numbers to add to scores."""
     size = tuple(mask.shape)
     if recurrent:
         raise ValueError(
@@ -109,7 +109,8 @@ def _of_attention(mask: Tensor, batch: int, steps: int, recurrent: bool) -> Tens
     if mask.dtype == torch.bool or mask.is_floating_point():
         return mask
     raise ValueError(
-        f"an attention_mask of four dimensions is bool, or numbers to add to scores, got {mask.dtype}"
+        "an attention_mask of four dimensions must be bool, or numbers to add to scores, got "
+        f"{mask.dtype}"
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
@@ -70,12 +71,15 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
             draw(getattr(module, name), how)
 
     def _set_gradient_checkpointing(
-        self, *args: Any, every_n_layers: int = 1, **kwargs: Any
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
     ) -> None:
         """Set it as transformers does, which counts layers of its own class only."""
         if every_n_layers < 1:
             raise ValueError(f"every_n_layers must be 1 or more, got {every_n_layers}")
-        super()._set_gradient_checkpointing(*args, every_n_layers=every_n_layers, **kwargs)
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, every_n_layers)
         for part in self.modules():
             if isinstance(part, Backbone):
                 part.checkpoint_every = every_n_layers
@@ -201,8 +205,8 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
                 rows = rows._replace(positions=position_ids)
         elif packed:
             raise ValueError(
-                "packed documents and an attention_mask of four dimensions are two ways to say which "
-                "tokens are seen: give one"
+                "packed documents and an attention_mask of four dimensions both say which tokens "
+                "are seen: give one"
             )
         else:
             rows = self._later_rows(x, mask, attention_mask, position_ids, past, cache)
