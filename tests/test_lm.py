@@ -1,4 +1,7 @@
+import copy
+import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -42,6 +45,23 @@ def test_steps_and_chunks_equal_the_full_pass(name):
         parts = [model(part, cache) for part in tokens.split(size, 1)]
         assert cache.length == 12
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_pickle_and_copy(name):
+    model, tokens = make_lm(**MODELS[name]), random_tokens(2, 9)
+    model.loss(tokens).backward()
+    model.backbone.layers[0].compile(backend="aot_eager")
+    want = model(tokens)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (
+        torch.load(saved, weights_only=False),
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(model),
+    ):
+        torch.testing.assert_close(other(tokens), want)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -318,7 +318,10 @@ def test_what_cannot_be_right_raises():
     with pytest.raises(ValueError, match="stateful"):
         generate(model, left[:1], assistant_model=model_of("gru"))
     with pytest.raises(ValueError, match=r"padded on the right.*left"):
-        model(right, attention_mask=right_mask)
+        model(right, attention_mask=right_mask, use_cache=True)
+    alone = hugging("gru", num_hidden_layers=1)  # an assistant's cache records what was
+    with pytest.raises(RuntimeError, match="cannot go back to an earlier token"):
+        generate(model_of("attention"), left[:1], assistant_model=alone)
     with pytest.raises(ValueError, match="packed documents cannot be kept"):
         model(left, position_ids=positions([3, 2]), use_cache=True)
     with pytest.raises(ValueError, match="packed documents cannot be kept"):
@@ -367,9 +370,30 @@ def test_masks_of_another_size_raise():
     cache = model(row).past_key_values
     with pytest.raises(ValueError, match=r"attention_mask must be \(2, 7\)"):
         model(row[:, :1], attention_mask=torch.ones(2, 1), past_key_values=cache)
-    for how in ({}, {"use_cache": False}):
-        with pytest.raises(ValueError, match=r"mask must be \(2, 6\)"):
-            model(row, attention_mask=torch.ones(2, 1, 6, 6), **how)
+    holes = torch.ones(2, 6).long()
+    holes[1, 3] = 0
+    wrong = {
+        r"mask must be \(2, 6\)": torch.ones(2, 5),
+        r"must be a tensor, \(2, 6\).*got list": [[1] * 6] * 2,
+        r"mask must be \(2, 6\).*got \(6,\)": torch.ones(6),
+        "four dimensions.*position_ids": torch.ones(2, 1, 6, 6).bool(),
+        r"has holes.*rows \[1\]": holes,
+        "hold 1 at tokens and 0 at padding": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2),
+    }
+    for how in ({}, {"use_cache": False}, {"use_cache": True}):
+        for message, mask in wrong.items():
+            with pytest.raises(ValueError, match=message):
+                model(row, attention_mask=mask, **how)
+    attention = model_of("attention")
+    with pytest.raises(ValueError, match=r"must be bool, or numbers to add.*int64"):
+        attention(row, attention_mask=torch.ones(2, 1, 6, 6).long())
+    with pytest.raises(
+        ValueError, match=r"\(B, H, T, S\) with B = 2 and T = 6, got \(3, 1, 6, 6\)"
+    ):
+        attention(row, attention_mask=torch.ones(3, 1, 6, 6).bool())
+    packed, mask = torch.zeros(2, 6).int(), torch.ones(2, 1, 6, 6).bool()
+    with pytest.raises(ValueError, match="both say which tokens are seen"):
+        attention(row, attention_mask=mask, seq_idx=packed)
 
 
 def test_a_prompt_may_end_as_rows_are_padded():
@@ -396,6 +420,137 @@ def test_caches_cannot_be_cropped():
     cache.crop(-2)
     with pytest.raises(RuntimeError, match="cannot go back"):
         model(row[:, :1], past_key_values=cache)
+
+
+SIDES = {"both": ([3, 1, 0], [1, 4, 7]), "right": ([0, 0, 0], [2, 5, 0])}
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("kind", ["gru", "user's", "hybrid", "attention"])
+@torch.no_grad()
+def test_rows_may_end_in_padding_where_nobody_asked_for_a_cache(kind, side):
+    model, (left, right) = model_of(kind), SIDES[side]
+    mask = torch.zeros(3, 12).long()
+    for index, (start, stop) in enumerate(zip(left, right, strict=True)):
+        mask[index, start : 12 - stop] = 1
+    batch = tokens(3, 12, seed=4)
+    for training in (False, True):
+        out = model.train(training)(batch, attention_mask=mask)
+        assert out.past_key_values is None
+        for row, real, logits in zip(batch, mask.bool(), out.logits, strict=True):
+            want = model(row[real][None], use_cache=False).logits[0]
+            torch.testing.assert_close(logits[real], want, rtol=0, atol=1e-4)
+    where = (mask.cumsum(1) - 1).clamp_min(0)
+    again = model.eval()(batch, attention_mask=mask, position_ids=where).logits
+    torch.testing.assert_close(again[mask.bool()], out.logits[mask.bool()], rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="padded on the right"):
+        model(batch, attention_mask=mask, use_cache=True)
+
+
+@torch.no_grad()
+def test_masks_by_keys_serve_attention_alone():
+    model, rows = model_of("attention"), documents([5, 4])
+    batch, number = torch.cat(rows)[None], torch.tensor([0] * 5 + [1] * 4)
+    seen = (number == number[:, None]).tril()[None, None]
+    added = torch.zeros(1, 1, 9, 9).masked_fill(~seen, torch.finfo(torch.float32).min)
+    where = positions([5, 4])
+    want = model(batch, position_ids=where).logits
+    for mask in (seen, added, seen.expand(1, 2, 9, 9)):
+        for how in ({}, {"use_cache": False}, {"output_attentions": True}):
+            got = model(batch, attention_mask=mask, **{"position_ids": where} | how).logits
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    cache = DynamicCache(config=model.config)
+    first = {"position_ids": where[:, :6], "attention_mask": seen[..., :6, :6]}
+    parts = [model(batch[:, :6], past_key_values=cache, **first).logits]
+    then = {"position_ids": where[:, 6:], "attention_mask": seen[..., 6:, :]}
+    parts.append(model(batch[:, 6:], past_key_values=cache, **then).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid", "attention"])
+@torch.no_grad()
+def test_attention_is_eager_where_asked_for_and_says_what_it_weighs(kind):
+    model, (batch, mask) = hugging(kind), padded(documents([7, 4, 1]), "left")
+    layers = model.config.layer_types.count("full_attention")
+    want = unpadded(model(batch, attention_mask=mask).logits, mask)
+    calls = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.nn.functional,
+            "scaled_dot_product_attention",
+            lambda *args, **how: calls.append(1) or attend(*args, **how),
+        )
+        weighed = model(batch, attention_mask=mask, output_attentions=True)
+        model.set_attn_implementation("eager")
+        eager = model(batch, attention_mask=mask)
+        once = model(batch, attention_mask=mask, use_cache=False)
+        model.config.output_attentions = True
+        asked = model(batch, attention_mask=mask)
+        assert not calls
+        model.config.output_attentions = False
+        model.set_attn_implementation("sdpa")
+        model(batch, attention_mask=mask)
+        assert len(calls) == layers
+    assert eager.attentions is None
+    for out in (weighed, eager, once, asked):
+        got = unpadded(out.logits, mask)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    for out in (weighed, asked):
+        assert [part.shape for part in out.attentions] == [(3, 2, 7, 7)] * layers
+        for part in out.attentions:
+            torch.testing.assert_close(part.sum(-1), torch.ones(3, 2, 7))
+            assert (part[0].triu(1) == 0).all()
+            assert (part[1, :, 3:, :3] == 0).all()
+    how = {"return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 2}
+    drawn = generate(model, batch, attention_mask=mask, **how)
+    assert [len(step) for step in drawn.attentions] == [layers] * 2
+    assert torch.equal(drawn.sequences, generate(model, batch, attention_mask=mask, **how)[0])
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid", "attention"])
+@torch.no_grad()
+def test_caches_have_a_layer_for_each_of_the_models(kind):
+    model, row = model_of(kind), tokens(2, 5)
+    static = StaticCache(config=model.config, max_cache_len=8)
+    for cache in (None, DynamicCache(config=model.config), static):
+        out = model(row, past_key_values=cache)
+        assert len(out.past_key_values) == model.config.num_hidden_layers
+        assert int(out.past_key_values.get_seq_length()) == 5
+        out.past_key_values.reset()
+        assert int(out.past_key_values.get_seq_length()) == 0
+
+
+def test_attention_alone_may_be_assisted():
+    model, row = model_of("attention"), tokens(1, 5)
+    want = generate(model, row, max_new_tokens=12)
+    other = hugging("attention", num_hidden_layers=1, mixers=("attention",))
+    for how in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": other}):
+        assert torch.equal(generate(model, row, max_new_tokens=12, **how), want)
+
+
+def test_configs_refuse_what_has_no_effect():
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 5}
+    refused = {
+        "rope_scaling": ({"rope_type": "yarn", "factor": 2.0}, "set rope_theta"),
+        "num_key_value_heads": (1, "set num_attention_heads"),
+        "head_dim": (16, "set hidden_size"),
+        "hidden_act": ("gelu", "leave it out"),
+        "attention_dropout": (0.1, "leave it out"),
+        "rms_norm_eps": (1e-6, "set norm_eps"),
+        "sliding_window": (8, "leave it out"),
+        "num_head": (2, "did you mean 'num_heads'"),
+        "layer_type": (["full_attention"], "did you mean 'layer_types'"),
+    }
+    for name, (value, message) in refused.items():
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
+            ParaRNNConfig(**sizes, **{name: value})
+    harmless = {"rope_scaling": None, "num_key_value_heads": 2, "head_dim": 4, "hidden_act": "silu"}
+    more = {"attention_dropout": 0.0, "my_note": "kept", "max_position_embeddings": 64}
+    config = ParaRNNConfig(**sizes, **harmless, **more, num_labels=3, dtype="bfloat16")
+    again = ParaRNNConfig.from_dict(config.to_dict())
+    assert again.to_dict() == config.to_dict()
+    assert (again.my_note, again.num_labels, again.max_position_embeddings) == ("kept", 3, 64)
 
 
 def test_configs_say_what_is_wrong():

@@ -208,7 +208,8 @@ def attention_weights(q: Tensor, k: Tensor, attend: Tensor | None, causal: bool)
     if causal:
         attend = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
     if attend is not None and attend.dtype == torch.bool:
-        scores = scores.masked_fill(~attend, -torch.inf)
+        # Not minus infinity: padding may see nothing, and NaN would reach what sees it by 0 * NaN.
+        scores = scores.masked_fill(~attend, torch.finfo(scores.dtype).min)
     elif attend is not None:
         scores = scores + attend
     wide = torch.promote_types(q.dtype, torch.float32)
