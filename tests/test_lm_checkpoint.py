@@ -19,6 +19,7 @@ from pararnn.lm import (
     save_byte_tokenizer,
     save_checkpoint,
 )
+from pararnn.lm.checkpoint import AUTO_MAP, CODE
 from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.tokens import byte_tokenizer
 
@@ -246,34 +247,55 @@ def test_missing_packages_are_named(folder, monkeypatch):
         _ = pararnn.lm.ParaRNN
 
 
-@pytest.mark.parametrize("first", ["pararnn.lm", "transformers"])
-def test_auto_classes_know_the_models_in_either_order(first, folder):
+def test_the_import_is_light_and_leaves_the_import_system_alone():
+    code = """
+import sys
+finders = list(sys.meta_path)
+import pararnn.lm
+assert sys.meta_path == finders
+assert "transformers" not in sys.modules
+"""
+    done = run_fresh(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_says_where_its_classes_are(folder, tmp_path):
+    """In a process that has imported nothing; and again where that one has saved it."""
     pytest.importorskip("transformers")
     code = f"""
-import importlib.util, sys
-importlib.import_module({first!r})
-assert importlib.util.find_spec("transformers")  # which imports nothing
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained({str(folder)!r})
+except ValueError as error:
+    assert "trust_remote_code=True" in str(error), error
+else:
+    raise AssertionError("what is not known was loaded")
+trusted = {{"trust_remote_code": True}}
+model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, **trusted)
 import pararnn.lm
-from transformers import AutoModelForCausalLM
-from transformers import AutoConfig
-assert type(AutoConfig.for_model("pararnn")) is pararnn.lm.ParaRNNConfig
-assert type(AutoModelForCausalLM.from_pretrained({str(folder)!r})) is pararnn.lm.ParaRNNForCausalLM
-assert "pararnn.lm.auto_classes" not in [type(finder).__module__ for finder in sys.meta_path]
+assert type(model) is pararnn.lm.ParaRNNForCausalLM
+model.save_pretrained({str(tmp_path / "again")!r})
+assert type(AutoModel.from_pretrained({str(folder)!r})) is pararnn.lm.ParaRNNModel
+torch.save(model(torch.arange(5)[None], use_cache=False).logits, {str(tmp_path / "logits.pt")!r})
 """
-    done = run_fresh(code)
+    again = tmp_path / "again"
+    done = run_fresh(code, environment={"HF_MODULES_CACHE": str(tmp_path / "modules")})
     assert done.returncode == 0, done.stderr
+    want = load_checkpoint(folder)(torch.arange(5)[None])
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), want, rtol=0, atol=1e-4)
+    for path in (folder, again):
+        assert json.loads((path / "config.json").read_text())["auto_map"] == AUTO_MAP
+        assert [file.name for file in path.glob("*.py")] == [CODE]
+    assert (folder / CODE).read_bytes() == (again / CODE).read_bytes()
 
 
-def test_a_transformers_that_is_too_old_is_left_in_peace(tmp_path):
-    (tmp_path / "transformers.py").write_text("__version__ = '4.0'\n")
-    code = f"""
-import sys, warnings
-sys.path.insert(0, {str(tmp_path)!r})
-import pararnn.lm
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    import transformers
-assert ["pip install 'pararnn[hf]'" in str(one.message) for one in seen] == [True], seen
-"""
-    done = run_fresh(code)
-    assert done.returncode == 0, done.stderr
+def test_the_map_of_a_folder_is_pararnns_but_for_what_others_have_added(tmp_path):
+    pytest.importorskip("transformers")
+    config_class = pararnn.lm.ParaRNNConfig
+    given = {"AutoConfig": f"some/where--{AUTO_MAP['AutoConfig']}", "AutoModel": "mine.Model"}
+    config = config_class(hidden_size=8, num_hidden_layers=1, auto_map=given)
+    assert config.auto_map == AUTO_MAP | {"AutoModel": "mine.Model"}
+    config_class.register_for_auto_class()  # as transformers does when it has run the file
+    config.save_pretrained(tmp_path)
+    assert [file.name for file in tmp_path.glob("*.py")] == [CODE]

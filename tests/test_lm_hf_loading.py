@@ -1,6 +1,8 @@
 """Language models as transformers has them: written, loaded, initialised, spread over devices."""
 
+import copy
 import math
+import pickle
 import sys
 from functools import partial
 
@@ -57,6 +59,28 @@ def test_loading_gives_the_same_bits(kind, saved):
     assert isinstance(body, ParaRNNModel)
     with torch.no_grad():
         assert torch.equal(loaded.lm_head(body(ROW).last_hidden_state), logits_of(model))
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid", "attention"])
+def test_models_pickle_and_copy(kind):
+    model = hugging(kind)
+    model.generate(ROW, max_new_tokens=2, do_sample=False)
+    model(ROW, labels=ROW).loss.backward()
+    want = logits_of(model)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(logits_of(other), want)
+
+
+@torch.no_grad()
+def test_what_was_learned_outlives_another_size_and_initialisation(saved):
+    model = AutoModelForCausalLM.from_pretrained(saved / "hybrid")
+    model.resize_token_embeddings(60)
+    want = logits_of(model)
+    model.post_init()
+    assert torch.equal(logits_of(model), want)
+    model.resize_token_embeddings(4000, mean_resizing=False)
+    for new in (model.lm_head.weight[60:], model.model.embed_tokens.weight[60:]):
+        assert new.std().item() == pytest.approx(1 / 4, rel=0.05)  # 1/sqrt(d), as other tokens
 
 
 def test_a_new_process_gives_the_same_bits(saved, tmp_path):

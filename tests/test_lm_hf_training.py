@@ -10,6 +10,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import StaticCache, set_seed  # noqa: E402
 
+from pararnn.lm.hf import ParaRNNForCausalLM  # noqa: E402
+
 KINDS = ["gru", "user's", "hybrid"]
 ROW = tokens(4, 13)
 
@@ -112,6 +114,17 @@ def test_checkpointing_changes_no_bit(kind, compiled):
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.parametrize(("every", "runs"), [(1, 8), (2, 6), (3, 6), (4, 5)])
+def test_every_nth_layer_may_be_checkpointed(every, runs):
+    model = hugging("gru", num_hidden_layers=4).train()
+    calls = [count_calls(block.mixer) for block in model.model.backbone.blocks]
+    model.gradient_checkpointing_enable(every_n_layers=every)
+    model(ROW, labels=ROW).loss.backward()
+    assert sum(map(len, calls)) == runs
+    with pytest.raises(ValueError, match="every_n_layers must be 1 or more, got 0"):
+        model.gradient_checkpointing_enable(every_n_layers=0)
+
+
 def count_calls(module):
     calls = []
     module.register_forward_hook(lambda *args: calls.append(1))
@@ -154,6 +167,17 @@ def test_compiled_chunks_may_have_positions():
         part = row[:, start : start + 4]
         got.append(chunk(part, position_ids=where, past_key_values=cache).logits)
     torch.testing.assert_close(torch.cat(got, 1), model(row).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+@torch.no_grad()
+def test_compiled_prompts_may_have_positions_and_ask_for_a_cache(kind):
+    model = hugging(kind)
+    want = model(ROW).logits
+    whole = torch.compile(model, backend="aot_eager")
+    out = whole(ROW[:, :9], position_ids=torch.arange(9)[None], use_cache=True)
+    more = model(ROW[:, 9:], past_key_values=out.past_key_values).logits
+    torch.testing.assert_close(torch.cat([out.logits, more], 1), want, rtol=0, atol=1e-4)
 
 
 def test_generate_compiles_one_step():
@@ -261,6 +285,50 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents():
     for options in ({}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}):
         packed = DataCollatorWithFlattening(**options)(batch)
         torch.testing.assert_close(model(**packed).loss, sum(parts) / 15)
+
+
+class Renamed(ParaRNNForCausalLM):
+    """A user's subclass."""
+
+
+def sharded(model):
+    """A model whose class has the name that `fully_shard` makes of it."""
+    model.__class__ = type(f"FSDP{type(model).__name__}", (type(model),), {})
+    return model
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["in_proj"])
+    return peft.get_peft_model(model, config)
+
+
+def renamed(model):
+    model.__class__ = Renamed
+    return model
+
+
+@pytest.mark.parametrize("change", [None, renamed, sharded, adapted])
+def test_smooth_labels_are_those_of_the_next_token(change, tmp_path):
+    """Trainer shifts them for the classes whose names transformers knows."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    model, share = hugging("gru"), 0.1
+    logs = model(ROW).logits[:, :-1].detach().log_softmax(-1)
+    of_labels = logs.gather(-1, ROW[:, 1:, None]).mean()
+    want = -((1 - share) * of_labels + share * logs.mean()).item()
+    arguments = TrainingArguments(
+        str(tmp_path), label_smoothing_factor=share, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    rows = [{"input_ids": row, "labels": row} for row in ROW]
+    trainer = Trainer(
+        model if change is None else change(model),
+        arguments,
+        eval_dataset=rows,
+        data_collator=default_data_collator,
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-5)
 
 
 def test_trainer_takes_packed_rows(tmp_path):
