@@ -521,6 +521,17 @@ def test_caches_have_a_layer_for_each_of_the_models(kind):
         assert int(out.past_key_values.get_seq_length()) == 0
 
 
+def test_other_kinds_of_attention_are_refused():
+    model, row = hugging("hybrid"), tokens(1, 5)
+    for name in ("flash_attention_2", "flex_attention"):
+        with pytest.raises(ValueError, match="does not support"):
+            model.set_attn_implementation(name)
+    transformers.AttentionInterface.register("mine", lambda *args, **how: None)
+    model.set_attn_implementation("mine")
+    with pytest.raises(ValueError, match="sdpa or eager, got 'mine'"):
+        model(row)
+
+
 def test_attention_alone_may_be_assisted():
     model, row = model_of("attention"), tokens(1, 5)
     want = generate(model, row, max_new_tokens=12)
@@ -537,7 +548,7 @@ def test_configs_refuse_what_has_no_effect():
         "head_dim": (16, "set hidden_size"),
         "hidden_act": ("gelu", "leave it out"),
         "attention_dropout": (0.1, "leave it out"),
-        "rms_norm_eps": (1e-6, "set norm_eps"),
+        "rms_norm_ep": (1e-6, "did you mean 'rms_norm_eps'"),
         "sliding_window": (8, "leave it out"),
         "num_head": (2, "did you mean 'num_heads'"),
         "layer_type": (["full_attention"], "did you mean 'layer_types'"),
@@ -547,7 +558,9 @@ def test_configs_refuse_what_has_no_effect():
             ParaRNNConfig(**sizes, **{name: value})
     harmless = {"rope_scaling": None, "num_key_value_heads": 2, "head_dim": 4, "hidden_act": "silu"}
     more = {"attention_dropout": 0.0, "my_note": "kept", "max_position_embeddings": 64}
+    more["rms_norm_eps"] = 1e-3  # another name of ours
     config = ParaRNNConfig(**sizes, **harmless, **more, num_labels=3, dtype="bfloat16")
+    assert config.to_lm().norm_eps == config.layer_norm_eps == 1e-3
     again = ParaRNNConfig.from_dict(config.to_dict())
     assert again.to_dict() == config.to_dict()
     assert (again.my_note, again.num_labels, again.max_position_embeddings) == ("kept", 3, 64)

@@ -20,7 +20,6 @@ OTHERS = {
     **dict.fromkeys(("rope_scaling", "rope_parameters"), ("rope_theta", (None,))),
     "partial_rotary_factor": ("rope_theta", (None, 1)),
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), ("", ("silu",))),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), ("norm_eps", ())),
     **dict.fromkeys(("initializer_range",), ("projection_gain and recurrent_std", (None,))),
     **dict.fromkeys(("n_embd", "d_model", "dim"), ("hidden_size", ())),
     **dict.fromkeys(("n_layer", "n_layers", "num_layers"), ("num_hidden_layers", ())),
@@ -46,7 +45,7 @@ def check_names(own: Collection[str], given: Mapping[str, Any]) -> None:
         instead, harmless = OTHERS.get(name, ("", None))
         if harmless is None:
             near = difflib.get_close_matches(name, own, 1, cutoff=0.85)
-            if near:
+            if near and name not in own:
                 raise ValueError(
                     f"there is no {name!r} in a ParaRNNConfig: did you mean {near[0]!r}?"
                 )
@@ -74,6 +73,9 @@ class ParaRNNConfig(PretrainedConfig):
 
     model_type = "pararnn"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    attribute_map = dict.fromkeys(
+        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), "norm_eps"
+    )
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class ParaRNNConfig(PretrainedConfig):
         self.z_loss, self.use_cache = z_loss, use_cache
         self.tie_word_embeddings = tie_word_embeddings
         self.intermediate_size = self.to_lm().intermediate_size
-        own = set(vars(self))
+        own = {*vars(self), *self.attribute_map}
         heads = kwargs.get("num_key_value_heads"), kwargs.get("head_dim")
         if heads[0] in (None, num_attention_heads):  # what it is anyway
             kwargs.pop("num_key_value_heads", None)

@@ -32,6 +32,9 @@ def is_recurrent(config: ParaRNNConfig) -> bool:
     return "linear_attention" in config.layer_types
 
 
+ATTENTION = ("sdpa", "eager", None)
+"""How attention may be computed: by PyTorch's kernels, or operation by operation."""
+
 INITIALISED = "_is_hf_initialized"
 """How transformers marks modules that are not to be drawn again."""
 
@@ -55,6 +58,8 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
     def __init__(self, config: ParaRNNConfig) -> None:
         super().__init__(config)
         self._is_stateful = is_recurrent(config)
+        if not is_recurrent(config):
+            self._keep_in_fp32_modules_strict = []
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -213,11 +218,14 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         if cache is not None:
             require_left(mask)
             views = [LayerView(layer) for layer in cache.layers]
+        kind = self.config._attn_implementation
+        if kind not in ATTENTION:
+            raise ValueError(f"attn_implementation must be sdpa or eager, got {kind!r}")
         weights: list[Tensor] | None = None
         if self.config.output_attentions if output_attentions is None else output_attentions:
             weights = []
             rows = rows._replace(weights=weights.append)
-        elif self.config._attn_implementation == "eager":
+        elif kind == "eager":
             rows = rows._replace(weights=_unheard)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
