@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_kinds import KINDS, borders, padded, plain, positions, tokens, unpadded
 
+import pararnn
+from pararnn.lm.rows import starts_of
+
 LENGTHS = [19, 12, 2, 1]
 # Logits are up to 6 here. In bfloat16 recurrent models gave the same bits, attention 0.03.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.08}
@@ -238,3 +241,28 @@ def test_padding_may_be_on_both_sides(kind):
     found = torch.autograd.grad(model.loss(batch, padding_mask=mask), weights)
     for gradient, right in zip(found, torch.autograd.grad(sum(alone) / 12, weights), strict=True):
         torch.testing.assert_close(gradient, right, rtol=0, atol=1e-4)
+
+
+def test_rows_cut_without_cummax_where_onnx_has_none(monkeypatch):
+    start = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.2
+    start[1] = False
+    real = torch.ones(3, 40).bool()
+    real[2, :7] = real[2, 30:] = False
+    want = starts_of(real, start)
+    monkeypatch.setattr("torch.onnx.is_in_onnx_export", lambda: True)
+    for got, right in zip(starts_of(real, start), want, strict=True):
+        assert torch.equal(got, right)
+
+
+def test_export_of_padded_rows():
+    """For any number of rows and tokens."""
+    model, free = plain("hybrid"), torch.export.Dim.DYNAMIC
+    batch, mask = padded([tokens(n, seed=n) for n in (7, 4, 2)], "left")
+    sizes = {"tokens": {0: free, 1: free}, "padding_mask": {0: free, 1: free}}
+    inputs = {"tokens": batch, "padding_mask": mask}
+    with torch.no_grad(), pararnn.using(solver="sequential", backend="torch"):
+        program = torch.export.export(model, (), inputs, dynamic_shapes=sizes, strict=False)
+        batch, mask = padded([tokens(n, seed=n) for n in (11, 5)], "left")
+        want = model(batch, padding_mask=mask)
+    got = program.module()(tokens=batch, padding_mask=mask)
+    torch.testing.assert_close(unpadded(got, mask), unpadded(want, mask), rtol=0, atol=1e-4)

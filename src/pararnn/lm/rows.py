@@ -35,9 +35,9 @@ class Rows(NamedTuple):
         """Padding, as solvers know it: a row is one sequence, wherever it begins and ends."""
         if self.real is None:
             return None
-        rows = torch.arange(len(self.real), device=self.real.device, dtype=torch.int32)
-        seq = rows.unsqueeze(1).where(self.real, -1)
-        return KnownSequences(seq, len(self.real))
+        batch = self.real.shape[0]  # len would fix it in exports
+        rows = torch.arange(batch, device=self.real.device, dtype=torch.int32)
+        return KnownSequences(rows.unsqueeze(1).where(self.real, -1), batch)
 
 
 def rows_of(
@@ -109,8 +109,20 @@ def starts_of(real: Tensor | None, *marks: Tensor) -> tuple[Tensor | None, Tenso
     start = torch.stack(torch.broadcast_tensors(*found)).any(0)
     start = start if real is None else start & real
     index = torch.arange(start.shape[1], device=start.device)
-    last = torch.where(start, index, -(1 << 20)).cummax(1)[0]  # exporters to ONNX know no .values
-    return start, index - last
+    return start, index - _latest(torch.where(start, index, NEVER), start)
+
+
+NEVER = -(1 << 20)
+"""Where a document began that began before the rows: further back than any convolution looks."""
+
+
+def _latest(marks: Tensor, start: Tensor) -> Tensor:
+    """Return the largest of `marks` up to each step, (B, T): they grow, and are NEVER elsewhere."""
+    if not torch.onnx.is_in_onnx_export():
+        return marks.cummax(1).values
+    number = start.long().cumsum(1)  # ONNX has no cummax
+    found = marks.new_full((marks.shape[0], marks.shape[1] + 1), NEVER)
+    return found.scatter(1, number.where(start, 0), marks).gather(1, number)
 
 
 def _attend(
