@@ -25,6 +25,7 @@ FLOW = [
     ["program/program"],
     ["solvers"],
     ["codegen"],
+    ["tensors"],
     ["sequences"],
     ["engines"],
     ["op"],

@@ -1,5 +1,6 @@
 """A solver is chosen by the call, else by the context, else by the layer; `explain` says which."""
 
+import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -53,7 +54,7 @@ def test_a_context_ends_with_an_error_too():
 
     with pytest.raises(RuntimeError, match="stop"):
         fail()
-    assert [requests.Context()] == requests._HERE.contexts
+    assert requests._OUTSIDE.innermost == requests.Context()
 
 
 def _in_a_thread(call):
@@ -75,7 +76,31 @@ def test_a_context_holds_in_its_own_thread():
         assert pool.submit(asked).result() == ("sequential", "auto")
         pool.submit(other.__exit__, None, None, None).result()
         assert pool.submit(asked).result() == ("auto", "auto")
-    assert [requests.Context()] == requests._HERE.contexts
+    assert requests._OUTSIDE.innermost == requests.Context()
+
+
+def test_a_context_holds_in_its_own_task(operators):
+    """In threads that a task goes on in, too; and compiled code looks at the task's own."""
+    compiled = torch.compile(pararnn.ParaGRU(4, 6), fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 3, 4)
+
+    async def task(solver, steps, ran):
+        with pararnn.using(solver, "torch"):
+            compiled(x)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+                ran.add(chosen(Request(), Request()))
+                ran.add(await asyncio.to_thread(chosen, Request(), Request()))
+                operators.clear()
+                compiled(x)
+                assert operators == ([] if solver == "sequential" else [(solver, "torch")])
+        return ran
+
+    async def both():
+        return await asyncio.gather(task("sequential", 2, set()), task("newton", 4, set()))
+
+    assert asyncio.run(both()) == [{("sequential", "torch")}, {("newton", "torch")}]
+    assert chosen(Request(), Request()) == ("auto", "auto")
 
 
 def test_a_backward_pass_in_another_thread_stays_with_its_forward_pass():

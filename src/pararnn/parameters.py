@@ -1,4 +1,4 @@
-"""How parameters are drawn, and giving them another value, parametrised or not."""
+"""How parameters are drawn and clipped, and giving them another value, parametrised or not."""
 
 from __future__ import annotations
 
@@ -78,3 +78,16 @@ def _own(module: nn.Module, name: str) -> Tensor:
         "weight_norm have it: writing to it would change nothing. Write to what it is computed "
         "from, or remove the hook first"
     )
+
+
+def _clamp(parameter: Tensor, bound: float) -> None:
+    parameter.clamp_(-bound, bound)
+
+
+def _scale_down(parameter: Tensor, bound: float) -> None:
+    norm = torch.linalg.vector_norm(parameter)
+    parameter.mul_(bound / norm.clamp(min=bound))
+
+
+CLIPS = {"elementwise": _clamp, "norm": _scale_down}
+"""How a recurrent parameter is brought within a bound, in place."""

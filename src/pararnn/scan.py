@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.program.program import make_program, program_by_key
 from pararnn.sequences import of_lengths
 from pararnn.solve import checked_reset, run
+from pararnn.tensors import Given, check_tensor
 
 
 def scan(
@@ -22,8 +22,8 @@ def scan(
     b: Tensor,
     initial: Tensor | None = None,
     *,
-    reset: Tensor | None = None,
-    lengths: Tensor | Sequence[int] | None = None,
+    reset: Given | None = None,
+    lengths: Given | None = None,
     reverse: bool = False,
     return_final: bool = False,
     solver: str = "auto",
@@ -104,6 +104,7 @@ _program_key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check(a: Tensor, b: Tensor, initial: Tensor | None) -> None:
+    check_tensor("b", b)
     check_io_dtype(b.real.dtype, "b")
     most = max(AFFINE)
     if b.ndim == 4 and not 1 <= b.shape[2] <= most:
@@ -136,8 +137,7 @@ def _check(a: Tensor, b: Tensor, initial: Tensor | None) -> None:
 
 
 def _check_beside(name: str, tensor: Tensor, b: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     if not (tensor.is_complex() or tensor.is_floating_point()):
         raise TypeError(f"{name} must be floating-point or complex, got {tensor.dtype}")
     if tensor.device != b.device:

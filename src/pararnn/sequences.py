@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pararnn.codegen.targets import target_of
+from pararnn.tensors import Given, as_integers
 
 PADDING = ("right", "left")
 
@@ -65,25 +65,25 @@ def check_sequences(
     return Sequences(seq.to(torch.int32), total)
 
 
-def of_cu_seqlens(cu_seqlens: Tensor, batch: int, steps: int, device: torch.device) -> Sequences:
+def of_cu_seqlens(given: Given, batch: int, steps: int, device: torch.device) -> Sequences:
     """S sequences packed into one row: int (S + 1,), their starts and the end of the last.
 
-    Raises ValueError for wrong dtypes, shapes and devices, and for values that are not in order: on
-    CUDA the values are checked on the device, without waiting for it.
+    A tensor, or a list or NumPy array. Raises TypeError for what is no tensor of integers,
+    ValueError for wrong dtypes, shapes and devices, and for values that are not in order: on CUDA
+    the values are checked on the device, without waiting for it.
     """
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
-        raise ValueError(
-            f"cu_seqlens must be int32 or int64 (S + 1,), got {cu_seqlens.dtype} "
-            f"{tuple(cu_seqlens.shape)}"
-        )
-    if batch != 1 or cu_seqlens.shape[0] < 1:
+    cu_seqlens = as_integers("cu_seqlens", given, "(S + 1,)", None)
+    if batch != 1:
         raise ValueError(f"cu_seqlens packs all sequences into one row: got B = {batch}")
-    if cu_seqlens.device != device:
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError("cu_seqlens must hold the end of the last sequence at least, got none")
+    if isinstance(given, Tensor) and cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, the steps on {device}")
     first, last = cu_seqlens[0], cu_seqlens[-1]
     right = (cu_seqlens.diff() >= 0).all() & (first == 0) & (last <= steps)
     order = "cu_seqlens must start at 0, not fall, and end at {} or before"
     require(right, order, steps, cu_seqlens)
+    cu_seqlens = cu_seqlens.to(device, non_blocking=True)
     total = cu_seqlens.shape[0] - 1  # len would fix it in exports
     position = torch.arange(steps, device=device, dtype=cu_seqlens.dtype)
     number = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
@@ -91,20 +91,15 @@ def of_cu_seqlens(cu_seqlens: Tensor, batch: int, steps: int, device: torch.devi
 
 
 def of_lengths(
-    lengths: Tensor | Sequence[int], padding: str, batch: int, steps: int, device: torch.device
+    given: Given, padding: str, batch: int, steps: int, device: torch.device
 ) -> Sequences:
     """One sequence a row, int (B,) steps long, with padding to its right or left.
 
-    Raises ValueError as `of_cu_seqlens`; lengths are 0 to T.
+    Raises as `of_cu_seqlens`; lengths are 0 to T.
     """
     if padding not in PADDING:
         raise ValueError(f"padding must be one of {PADDING}, got {padding!r}")
-    if not isinstance(lengths, Tensor):
-        lengths = torch.as_tensor(lengths, device="cpu")  # where values are checked
-    if lengths.dtype not in (torch.int32, torch.int64) or tuple(lengths.shape) != (batch,):
-        raise ValueError(
-            f"lengths must be int32 or int64 ({batch},), got {lengths.dtype} {tuple(lengths.shape)}"
-        )
+    lengths = as_integers("lengths", given, f"({batch},)", batch)
     right = ((lengths >= 0) & (lengths <= steps)).all()
     require(right, "lengths must be 0 to {}", steps, lengths)
     lengths = lengths.to(device, non_blocking=True).unsqueeze(1)
@@ -160,7 +155,8 @@ def require_resets(reset: Tensor, count: int) -> None:
     if reset.dtype != torch.bool:
         raise ValueError(f"reset must be bool, got {reset.dtype}")
     found = reset.sum()
-    require(found == count, "reset must be true at {} steps, a state each", count, found)
+    must = "reset must be true at {0} steps, as reset_states hold {0} states, one a step"
+    require(found == count, must, count, found)
 
 
 def require(right: Tensor, message: str, steps: int, values: Tensor) -> None:

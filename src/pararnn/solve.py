@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,10 @@ from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.op import Source, apply_engine
 from pararnn.program.program import Program, program_of
 from pararnn.sequences import Sequences, of_cu_seqlens
+from pararnn.tensors import Given, as_states, as_tensor, check_tensor
+
+NUMBERS = (int, float, np.number, torch.SymInt, torch.SymFloat)
+"""What stands for a field that is the same at all steps."""
 
 
 def solve(
@@ -28,8 +33,8 @@ def solve(
     initial_state: Tensor | Sequence[Tensor] | None = None,
     *,
     fields: Mapping[str, Tensor | float] | None = None,
-    reset: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    reset: Given | None = None,
+    cu_seqlens: Given | None = None,
     reverse: bool = False,
     solver: str = "auto",
     backend: str = "auto",
@@ -44,7 +49,8 @@ def solve(
         initial_state: (B, D) a state (a tuple of N for several), any float dtype; None is zero.
             With `cu_seqlens`, (S, D).
         fields: the cell's fields by name, each (B, T), (B, T, D) or a number.
-        reset: bool (B, T); such a step starts from the zero state.
+        reset: bool (B, T); such a step starts from the zero state. A tensor, list or NumPy array,
+            as cu_seqlens may be.
         cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1) and the end
             of the last; steps beyond it are padding: state and gradient 0.
         reverse: run from the last step to the first.
@@ -143,8 +149,8 @@ def prepare(
     *,
     bias: Tensor | None = None,
     fields: Mapping[str, Tensor | float] | None = None,
-    reset: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    reset: Given | None = None,
+    cu_seqlens: Given | None = None,
     sequences: Sequences | None = None,
     reverse: bool = False,
     on_failure: str = "warn",
@@ -178,8 +184,7 @@ def prepare(
 
 
 def _check_gates(cell: Cell, gates: Tensor) -> None:
-    if not isinstance(gates, Tensor):
-        raise TypeError(f"gates must be a tensor, got {type(gates).__name__}")
+    check_tensor("gates", gates)
     check_io_dtype(gates.dtype, "gates")
     count, channels = len(cell.gates), cell.hidden_size
     size = tuple(gates.shape)
@@ -204,13 +209,16 @@ def _fields(cell: Cell, gates: Tensor, fields: Mapping[str, Tensor | float]) -> 
 def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...]) -> Tensor:
     # What has no float dtype of its own arrives unrounded, as a float32 tensor would.
     wide = compute_dtype(gates.dtype)
-    if not isinstance(value, Tensor):
+    if isinstance(value, NUMBERS):
         return gates.new_tensor(float(value), dtype=wide).expand(size)
+    check_tensor(f"field {name!r}", value)
     if value.device != gates.device:
         raise ValueError(f"field {name!r} is on {value.device}, gates on {gates.device}")
     if not value.is_floating_point():
         value = value.to(wide)
     full = value.unsqueeze(-1) if value.ndim == 2 else value
+    if value.ndim == 0:
+        return value.expand(size)
     if tuple(full.shape) not in (size, (*size[:2], 1)):
         raise ValueError(
             f"field {name!r} must be {size[:2]} or {size} (or a number), got {tuple(value.shape)}"
@@ -220,26 +228,26 @@ def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...
 
 def _initial(cell: Cell, given: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     names = cell.states
-    states = (given,) if isinstance(given, Tensor) else tuple(given)
+    states = as_states("the initial state", given)
     if len(states) != len(names):
         raise ValueError(
             f"initial_state of {type(cell).__name__} must hold {len(names)} tensor(s), one for "
             f"each of {tuple(names)}, got {len(states)}"
         )
-    for name, state in zip(names, states, strict=True):
-        if not isinstance(state, Tensor):
-            raise TypeError(
-                f"initial state {name!r} must be a floating-point tensor, got "
-                f"{type(state).__name__}"
-            )
     return states
 
 
-def checked_reset(gates: Tensor, reset: Tensor | None) -> Tensor | None:
-    """The resets of gates or inputs (B, T, ...). Raises ValueError for what does not fit them."""
-    if reset is None:
+def checked_reset(gates: Tensor, given: Given | None, dims: int = 2) -> Tensor | None:
+    """The resets of gates or inputs, bool, one an entry of their first `dims` dimensions, (B, T).
+
+    Raises TypeError for what is no tensor, list or array, ValueError for what does not fit them.
+    """
+    if given is None:
         return None
-    size = tuple(gates.shape[:2])
+    reset = as_tensor("reset", given)
+    if not isinstance(given, Tensor):
+        reset = reset.to(gates.device)
+    size = tuple(gates.shape[:dims])
     if reset.dtype != torch.bool or tuple(reset.shape) != size:
         raise ValueError(f"reset must be bool {size}, got {reset.dtype} {tuple(reset.shape)}")
     if reset.device != gates.device:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from pararnn.engines.split import BY_RULE, Pin, pin
@@ -51,24 +52,25 @@ def request(
     return Request(solver, backend)
 
 
-class Context(NamedTuple):
+_ENTERED: ContextVar[Context] = ContextVar("pararnn.using")
+
+
+@dataclass(frozen=True)
+class Context:
     """What `using` asks for."""
 
     pair: Request = OPEN
     split: Pin = BY_RULE
 
+    innermost = property(_ENTERED.get)
+    """The context that this thread, or this task of asyncio, is in: by default this one.
 
-class _Here(threading.local):
-    """The contexts that this thread is in, the innermost last.
-
-    Made anew for each thread that looks. Compiled code guards on it, in the thread that calls.
+    Compiled code guards on it as on an attribute, so it is looked up anew where it is called. A
+    method of a ContextVar is nothing that compilers look into; a property in C they only call.
     """
 
-    def __init__(self) -> None:
-        self.contexts = [Context()]
 
-
-_HERE = _Here()
+_OUTSIDE = Context()
 
 
 @contextmanager
@@ -84,7 +86,7 @@ def using(
 
     An argument of the call itself comes first; `pararnn.solve` takes the context's where it is
     given "auto". Contexts nest, part by part, and hold for the thread that entered them, as those
-    of `torch.no_grad` do. A backward pass stays with what its forward pass took, outside of the
+    of `torch.no_grad` do, and within it for the task of asyncio. A backward pass stays with what its forward pass took, outside of the
     context and in autograd's own threads too.
 
     `segments` and `burn_in` concern (newton, fused) alone, where it runs: how many pieces time is
@@ -94,14 +96,13 @@ def using(
 
     Raises EngineError as `request`, ValueError for impossible numbers.
     """
-    contexts = _HERE.contexts
-    outer = contexts[-1]
+    outer = _OUTSIDE.innermost
     pair, split = request(solver, backend, mode), pin(segments, burn_in)
-    contexts.append(Context(_over(pair, outer.pair), _over(split, outer.split)))
+    _ENTERED.set(Context(_over(pair, outer.pair), _over(split, outer.split)))
     try:
         yield
     finally:
-        contexts.pop()
+        _ENTERED.set(outer)  # not by the token, which another task may not use
 
 
 def _over(inner: _Asked, outer: _Asked) -> _Asked:
@@ -112,7 +113,7 @@ def _over(inner: _Asked, outer: _Asked) -> _Asked:
 
 def split_asked() -> Pin:
     """What the context asks of the split."""
-    return _HERE.contexts[-1].split
+    return _OUTSIDE.innermost.split
 
 
 def left_open(solver: str, backend: str) -> tuple[str, str]:
@@ -123,6 +124,6 @@ def left_open(solver: str, backend: str) -> tuple[str, str]:
 
 def chosen(call: Request, default: Request) -> tuple[str, str]:
     """The pair to ask the table for: the call's parts, else the context's, else the default's."""
-    context = _HERE.contexts[-1].pair
+    context = _OUTSIDE.innermost.pair
     solver = call.solver or context.solver or default.solver or "auto"
     return solver, call.backend or context.backend or default.backend or "auto"

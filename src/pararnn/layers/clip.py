@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from pararnn.layers.recurrent import CLIPS, RecurrentLayer
+from pararnn.layers.recurrent import RecurrentLayer
+from pararnn.parameters import CLIPS
 
 
 def clip_after_step(

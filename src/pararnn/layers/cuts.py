@@ -11,6 +11,7 @@ from torch import Tensor
 from pararnn.numerics import compute_dtype
 from pararnn.sequences import Sequences, of_cu_seqlens, of_resets
 from pararnn.solve import checked_reset
+from pararnn.tensors import Given, as_states
 
 States = Tensor | tuple[Tensor, ...]
 
@@ -21,7 +22,7 @@ class Cuts(NamedTuple):
 
     sequences: Sequences | None
     initial: States | None
-    reset: Tensor | None
+    reset: Given | None
     last: Tensor | None = None
 
 
@@ -55,7 +56,7 @@ def _of_size(
     what: str, rows: str, names: Sequence[str], size: tuple[int | None, int], given: States
 ) -> tuple[Tensor, ...]:
     """States as a tuple of a size each; None in it is any, the same for all."""
-    states = (given,) if isinstance(given, Tensor) else tuple(given)
+    states = as_states(what, given)
     shapes = [tuple(state.shape) for state in states]
     count, channels = size
     if count is None and shapes and shapes[0]:
@@ -67,7 +68,7 @@ def _of_size(
     return states
 
 
-def packed_into_one_row(x: Tensor, cu_seqlens: Tensor, sequences: Any) -> tuple[Tensor, Sequences]:
+def packed_into_one_row(x: Tensor, cu_seqlens: Given, sequences: Any) -> tuple[Tensor, Sequences]:
     """x and the sequences that `cu_seqlens` cuts it into."""
     if sequences is not None:
         raise ValueError("cu_seqlens and sequences both say where sequences start: give one")

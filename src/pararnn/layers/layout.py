@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from pararnn.sequences import Sequences, of_cu_seqlens, of_lengths, require_resets
+from pararnn.tensors import Given
 
 
 class Layout(NamedTuple):
@@ -51,9 +52,9 @@ UNBATCHED = Layout(_one_row, _of_one_row, batched=False)
 def layout_of(
     x: Tensor | PackedSequence,
     batch_first: bool,
-    lengths: Tensor | list[int] | None = None,
+    lengths: Given | None = None,
     padding: str = "right",
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Given | None = None,
 ) -> Layout:
     """The layout of a layer's input.
 

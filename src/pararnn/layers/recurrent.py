@@ -19,10 +19,11 @@ from pararnn.layers.cuts import Cuts, States, packed_into_one_row, restarted
 from pararnn.layers.projection import HeadwiseLinear, note_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
-from pararnn.parameters import Draw, draw_anew
+from pararnn.parameters import CLIPS, Draw, draw_anew
 from pararnn.program.program import program_of
 from pararnn.sequences import KnownSequences, Sequences, check_sequences
-from pararnn.solve import plan_solve, prepare
+from pararnn.solve import checked_reset, plan_solve, prepare
+from pararnn.tensors import Given, check_tensor
 
 Fields = Mapping[str, Any]
 
@@ -136,9 +137,9 @@ class RecurrentLayer(nn.Module):
         initial: States | None = None,
         *,
         fields: Fields | None = None,
-        reset: Tensor | None = None,
+        reset: Given | None = None,
         reset_states: States | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Given | None = None,
         sequences: Sequences | KnownSequences | None = None,
         all_states: bool = False,
         solver: str | None = None,
@@ -212,9 +213,9 @@ class RecurrentLayer(nn.Module):
         initial: States | None = None,
         *,
         fields: Fields | None = None,
-        reset: Tensor | None = None,
+        reset: Given | None = None,
         reset_states: States | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Given | None = None,
         sequences: Sequences | KnownSequences | None = None,
         all_states: bool = False,
     ) -> Arguments:
@@ -232,12 +233,13 @@ class RecurrentLayer(nn.Module):
         self,
         x: Tensor,
         initial: States | None,
-        reset: Tensor | None,
+        reset: Given | None,
         reset_states: States | None,
-        cu_seqlens: Tensor | None,
+        cu_seqlens: Given | None,
         sequences: Sequences | KnownSequences | None,
     ) -> tuple[Tensor, Cuts]:
         """What is projected, and how it is cut."""
+        check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.input_size:
             raise ValueError(
                 f"RecurrentLayer: Expected input to be (B, T, {self.input_size}), got "
@@ -281,7 +283,7 @@ class RecurrentLayer(nn.Module):
         state: States | None = None,
         *,
         fields: Fields | None = None,
-        reset: Tensor | None = None,
+        reset: Given | None = None,
         reset_states: States | None = None,
     ) -> tuple[Tensor, States]:
         """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
@@ -293,12 +295,17 @@ class RecurrentLayer(nn.Module):
             raise ValueError(
                 "a reverse layer cannot decode step by step: it starts from the last step"
             )
+        check_tensor("x_t", x_t)
         if x_t.ndim != 2:
             raise ValueError(
                 f"RecurrentLayer: Expected input to be (B, {self.input_size}), got "
                 f"{tuple(x_t.shape)}"
             )
-        fields = {k: v.unsqueeze(1) if torch.is_tensor(v) else v for k, v in (fields or {}).items()}
+        fields = dict(fields or {})
+        for name, value in fields.items():
+            if torch.is_tensor(value) and value.ndim:
+                fields[name] = value.unsqueeze(1)
+        reset = checked_reset(x_t, reset, 1)
         solver, backend = decoding_pair(self.backend)
         x, final = self(
             x_t.unsqueeze(1),
@@ -363,19 +370,6 @@ class RecurrentLayer(nn.Module):
         shown = ("num_heads", "reverse", "solver", "backend")
         options = [f"{name}={getattr(self, name)!r}" for name in shown]
         return ", ".join([str(self.input_size), str(self.hidden_size), *options])
-
-
-def _clamp(parameter: Tensor, bound: float) -> None:
-    parameter.clamp_(-bound, bound)
-
-
-def _scale_down(parameter: Tensor, bound: float) -> None:
-    norm = torch.linalg.vector_norm(parameter)
-    parameter.mul_(bound / norm.clamp(min=bound))
-
-
-CLIPS = {"elementwise": _clamp, "norm": _scale_down}
-"""How a recurrent parameter is brought within a bound, in place."""
 
 
 def decoding_pair(backend: str) -> Request:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,9 +15,18 @@ from pararnn.engines.base import totals
 from pararnn.engines.strides import own_shape
 from pararnn.errors import warn_user
 from pararnn.layers.cuts import States, without_padding
+from pararnn.layers.given import (
+    check_input,
+    either,
+    has_time,
+    initial_states,
+    states_at_resets,
+)
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import Fields, RecurrentLayer, SolveInfo
 from pararnn.sequences import KnownSequences
+from pararnn.solve import checked_reset
+from pararnn.tensors import Given
 
 
 def _shared(name: str) -> Any:
@@ -138,11 +146,11 @@ class ParaRNN(nn.Module):
         input: Tensor | PackedSequence | None = None,
         hx: States | None = None,
         fields: Fields | None = None,
-        reset: Tensor | PackedSequence | None = None,
+        reset: Given | PackedSequence | None = None,
         reset_states: States | None = None,
-        lengths: Tensor | list[int] | None = None,
+        lengths: Given | None = None,
         padding: str = "right",
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Given | None = None,
         all_states: bool = False,
         solver: str | None = None,
         backend: str | None = None,
@@ -181,7 +189,9 @@ class ParaRNN(nn.Module):
         """
         x, h_0 = self._named(x, input, "x"), either("h_0", h_0, "hx", hx)
         data = x.data if isinstance(x, PackedSequence) else x
-        self._check_rank(data, (2,) if data is not x else (2, 3))
+        check_input(self, data, (2,) if data is not x else (2, 3))
+        if data is x:
+            reset = checked_reset(data, reset, data.ndim - 1)
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
         into, back, sequences = layout.into, layout.back, layout.sequences
         rows = into(x)
@@ -189,14 +199,14 @@ class ParaRNN(nn.Module):
             rows = without_padding(rows, sequences)  # a PackedSequence has ours, which is 0
         size = (rows.shape[0] if sequences is None else sequences.total, self.hidden_size)
         parts = self._parts()
-        initial = self._by_layer(parts, h_0, size if layout.batched else size[1:])
-        starts = self._at_resets(parts, reset_states)
+        initial = initial_states(self, parts, h_0, size if layout.batched else size[1:])
+        starts = states_at_resets(self, parts, reset_states)
         if starts[0] is not None and reset is not None:
             order = order_of_resets(reset, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
         given = fields or {}
         options: dict[str, Any] = {
-            "fields": {k: v if isinstance(v, (int, float)) else into(v) for k, v in given.items()},
+            "fields": {k: into(v) if has_time(v) else v for k, v in given.items()},
             "reset": None if reset is None else into(reset),
             "sequences": None if sequences is None else KnownSequences(*sequences),
             "all_states": all_states,
@@ -228,7 +238,7 @@ class ParaRNN(nn.Module):
         input: Tensor | None = None,
         hx: States | None = None,
         fields: Fields | None = None,
-        reset: Tensor | None = None,
+        reset: Given | None = None,
         reset_states: States | None = None,
     ) -> tuple[Tensor, States]:
         """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
@@ -243,15 +253,16 @@ class ParaRNN(nn.Module):
                 "from the last step"
             )
         x_t, state = self._named(x_t, input, "x_t"), either("state", state, "hx", hx)
-        self._check_rank(x_t, (1, 2))
+        check_input(self, x_t, (1, 2))
         fields, batched = fields or {}, x_t.ndim == 2
+        reset = checked_reset(x_t, reset, x_t.ndim - 1)
         if not batched:
             x_t = x_t.unsqueeze(0)
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
             reset = None if reset is None else reset.unsqueeze(0)
         size, parts = (x_t.shape[0], self.hidden_size), self._parts()
-        initial = self._by_layer(parts, state, size if batched else size[1:])
-        starts = self._at_resets(parts, reset_states)
+        initial = initial_states(self, parts, state, size if batched else size[1:])
+        starts = states_at_resets(self, parts, reset_states)
         output, finals = x_t, []
         for i, part in enumerate(parts):
             output, final = part.step(
@@ -314,57 +325,12 @@ class ParaRNN(nn.Module):
         reverse = cast("list[RecurrentLayer]", list(self.reverse_layers))
         return [part for pair in zip(layers, reverse, strict=True) for part in pair]
 
-    def _check_rank(self, x: Tensor, ranks: tuple[int, ...]) -> None:
-        name = type(self).__name__
-        if x.ndim not in ranks:
-            wanted = " or ".join(f"{rank}D" for rank in ranks)
-            raise ValueError(f"{name}: Expected input to be {wanted}, got {x.ndim}D instead")
-        if x.shape[-1] != self.input_size:
-            raise ValueError(
-                f"{name}: input.size(-1) must be equal to input_size. Expected {self.input_size}, "
-                f"got {x.shape[-1]}"
-            )
-
     def _named(self, x: Any, other: Any, name: str) -> Any:
         """The input, by whichever name it came."""
         given = either(name, x, "input", other)
         if given is None:
             raise TypeError(f"{type(self).__name__} needs its input: {name}, or input by name")
         return given
-
-    def _at_resets(
-        self, parts: list[RecurrentLayer], states: States | None
-    ) -> Sequence[tuple[Tensor, ...] | None]:
-        """The states that K resets start from, by layer."""
-        if states is None:
-            return [None] * len(parts)
-        first = states if isinstance(states, Tensor) else states[0]
-        count = first.shape[1] if first.ndim > 1 else 0
-        return self._by_layer(parts, states, (count, self.hidden_size))
-
-    def _by_layer(
-        self, parts: list[RecurrentLayer], states: States | None, size: tuple[int, ...]
-    ) -> Sequence[tuple[Tensor, ...] | None]:
-        """States of all layers, of a size each, as every one takes them: with a batch dimension."""
-        if states is None:
-            return [None] * len(parts)
-        names, full = unwrapped(parts[0].cell).states, (len(parts), *size)
-        given = (states,) if isinstance(states, Tensor) else tuple(states)
-        if [state.shape for state in given] != [full] * len(names):
-            raise ValueError(
-                f"{type(self).__name__}: Expected hidden states {tuple(names)} of size {full} "
-                f"each, got {[tuple(state.shape) for state in given]}"
-            )
-        if len(size) == 1:
-            given = tuple(state.unsqueeze(1) for state in given)
-        return list(zip(*[state.unbind() for state in given], strict=True))
-
-
-def either(name: str, given: Any, other: str, also: Any) -> Any:
-    """An argument that has two names. Raises TypeError where both are given."""
-    if given is not None and also is not None:
-        raise TypeError(f"{name} and {other} are two names of one argument: give one of them")
-    return given if also is None else also
 
 
 def stacked(finals: list[States], batched: bool) -> States:
