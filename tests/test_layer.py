@@ -1,6 +1,9 @@
 """Layers have torch.nn.GRU's habits, the paper's initialisation, and decode step by step."""
 
+import copy
+import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -227,6 +230,57 @@ def test_clipping_after_each_step():
     layer["rnn"].recurrent_clip = 0.5
     handle.remove()
     assert step() > 0.5
+
+
+def _largest_after_a_step(layer, optimizer):
+    layer(torch.randn(2, 20, 3))[0].sum().backward()
+    optimizer.step()
+    return max(p.abs().max().item() for p in layer.cell.recurrent_parameters())
+
+
+def _as_saved(both):
+    file = io.BytesIO()
+    torch.save(both, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "copied": copy.deepcopy,
+    "the optimiser first": lambda both: copy.deepcopy(both[::-1])[::-1],
+    "copied twice": lambda both: copy.deepcopy(copy.deepcopy(both)),
+    "pickled": lambda both: pickle.loads(pickle.dumps(both)),
+    "saved": _as_saved,
+}
+
+
+@pytest.mark.parametrize("made", COPIES.values(), ids=COPIES)
+def test_copies_of_an_optimizer_clip_their_own_layers(made):
+    layer = pararnn.ParaGRU(3, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=100.0)
+    handle = pararnn.clip_after_step(optimizer, layer)
+    assert _largest_after_a_step(*made((layer, optimizer))) == 0.5
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+    handle.remove()
+    assert _largest_after_a_step(*made((layer, optimizer))) > 0.5
+
+
+def test_clipping_after_the_steps_of_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    layer = pararnn.ParaGRU(3, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=100.0)
+    layer, optimizer = accelerate.Accelerator(cpu=True).prepare(layer, optimizer)
+    pararnn.clip_after_step(optimizer, layer)
+    assert _largest_after_a_step(layer, optimizer) == 0.5
+    assert _largest_after_a_step(*copy.deepcopy((layer, optimizer))) == 0.5
+
+
+def test_clipping_needs_an_optimizer():
+    layer = pararnn.ParaGRU(3, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for other in (layer, torch.optim.lr_scheduler.StepLR(optimizer, 1)):
+        with pytest.raises(TypeError, match=f"got {type(other).__name__}. After the steps"):
+            pararnn.clip_after_step(other, layer)
 
 
 @pytest.mark.parametrize("bound", [-0.5, float("nan")])

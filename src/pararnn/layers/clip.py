@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,30 +13,76 @@ from torch.utils.hooks import RemovableHandle
 from pararnn.layers.recurrent import RecurrentLayer
 from pararnn.parameters import CLIPS
 
+_HOOKS = "_optimizer_step_post_hooks"
+"""Where an optimiser of PyTorch keeps what runs after its steps."""
+
 
 def clip_after_step(
     optimizer: Optimizer, module: nn.Module, *, by: str = "elementwise", to: float | None = None
 ) -> RemovableHandle:
     """After each `optimizer.step()`, clip the recurrent parameters of every layer in `module`.
 
-    by: "elementwise" clamps to [-bound, bound], "norm" scales a parameter whose vector norm is
-    larger down to the bound. to: the bound; None is each layer's `recurrent_clip` (paper, Appendix
-    C: 0.5), of which None leaves the layer alone. Sharded parameters (FSDP2) are clipped as whole
-    ones are. Returns the hook's handle, whose `remove()` ends the clipping. Raises ValueError for
-    another `by`; and, now or after a step, for a negative bound and for a recurrent parameter that
-    a parametrisation computes.
+    optimizer: PyTorch's, or one that wraps it in its attribute `optimizer`, as accelerate's do; a
+    copy and a pickle of it go on clipping, the copies of the layers. by: "elementwise" clamps to
+    [-bound, bound], "norm" scales a parameter whose vector norm is larger down to the bound. to:
+    the bound; None is each layer's `recurrent_clip` (paper, Appendix C: 0.5), of which None leaves
+    the layer alone. Sharded parameters (FSDP2) are clipped as whole ones are. Returns the hook's
+    handle, whose `remove()` ends the clipping. Raises TypeError for what is no optimiser,
+    ValueError for another `by`; and, now or after a step, for a negative bound and for a recurrent
+    parameter that a parametrisation computes.
     """
     if by not in CLIPS:
         raise ValueError(f"by must be one of {', '.join(CLIPS)}, got {by!r}")
-
-    def layers() -> list[RecurrentLayer]:
-        return [part for part in module.modules() if isinstance(part, RecurrentLayer)]
-
-    def clip(*_: Any) -> None:
-        for layer in layers():
-            layer.clip_recurrent(by, to)
-
-    for layer in layers():
+    clip, own = _Clip(module, by, to), _with_hooks(optimizer)
+    for layer in clip.layers():
         if layer.clip_bound(to) is not None:
             layer.recurrent_parameters()
-    return optimizer.register_step_post_hook(clip)
+    vars(own).setdefault("__getstate__", _State(own))
+    return own.register_step_post_hook(clip)
+
+
+@dataclass(eq=False)
+class _Clip:
+    """What runs after a step; it is copied and pickled with the module."""
+
+    module: nn.Module
+    by: str
+    to: float | None
+
+    def layers(self) -> list[RecurrentLayer]:
+        """The layers in the module, as it is now."""
+        return [part for part in self.module.modules() if isinstance(part, RecurrentLayer)]
+
+    def __call__(self, *_: Any) -> None:
+        for layer in self.layers():
+            layer.clip_recurrent(self.by, self.to)
+
+
+@dataclass(eq=False)
+class _State:
+    """An optimiser's `__getstate__`: PyTorch's own leaves all hooks out, and ours stay in it."""
+
+    optimizer: Optimizer
+
+    def __call__(self) -> dict[str, Any]:
+        clips = [hook for hook in vars(self.optimizer)[_HOOKS].values() if isinstance(hook, _Clip)]
+        state = type(self.optimizer).__getstate__(self.optimizer)
+        # By themselves, as numbers of hooks are given anew in each process.
+        return {**state, _HOOKS: OrderedDict(zip(clips, clips, strict=True)), "__getstate__": self}
+
+
+def _with_hooks(optimizer: Any) -> Optimizer:
+    """The optimiser whose own step runs, which hooks can be put on; TypeError where there is none.
+
+    A wrapper may be an Optimizer too, but for what its __init__ would have made.
+    """
+    found = optimizer
+    while isinstance(found, Optimizer) and _HOOKS not in vars(found):
+        found = getattr(found, "optimizer", None)
+    if not isinstance(found, Optimizer):
+        raise TypeError(
+            "clip_after_step needs a torch.optim.Optimizer, or a subclass that wraps one in its "
+            f"attribute `optimizer`; got {type(optimizer).__name__}. After the steps of others "
+            "call clip_recurrent() of each layer"
+        )
+    return found
