@@ -7,6 +7,9 @@ sequential run. No units: every tolerance is relative to the quantity's own valu
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,3 +82,17 @@ def underflow(dtype: torch.dtype) -> float:
 def rounding(sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """What rounding to `dtype` may do to values of such sizes: eps of them, or `underflow`."""
     return (torch.finfo(dtype).eps * sizes).clamp(min=underflow(dtype))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Precision as the contract has it, whatever the caller's autocast region says."""
+    if device.type == "meta":  # which PyTorch has none for
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """That of matrix products in the caller's autocast region; None outside of one."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)

@@ -18,9 +18,11 @@ from torch.autograd import forward_ad
 from pararnn.engines.base import REST, Arguments, Engine, Solution, schema
 from pararnn.engines.fit import check_fit, check_kept, check_numbers
 from pararnn.engines.form import plain
+from pararnn.engines.shapes import gradients, outputs
 from pararnn.engines.strides import as_dtype
 from pararnn.engines.table import find
 from pararnn.errors import EngineError
+from pararnn.numerics import without_autocast
 from pararnn.program.program import Program, program_by_key, program_in_use
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
@@ -300,10 +302,9 @@ def _forward_op(*given: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
 def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     if not engine.completes:
         args = args.completed(program.num_states)
-    # The solver's precision is the contract's, whatever the caller's autocast region says.
     if not torch._C._is_any_autocast_enabled():
         return engine.forward(program, args)
-    with torch.autocast(args.gates.device.type, enabled=False):
+    with without_autocast(args.gates.device):
         return engine.forward(program, args)
 
 
@@ -347,23 +348,15 @@ def _backward(
 
 def _forward_fake(*given: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     how, args = _call(*given)
-    count, new = program_by_key(how.key).num_states, args.gates.new_empty
-    states = [new(args.size) for _ in range(count)]
-    final = [new((args.sequences, args.channels), dtype=args.dtype) for _ in range(count)]
     rows = _engine(how, args.gates.device).info_rows
-    return states, final, new((rows, 2), dtype=torch.int64)
+    solution = outputs(program_by_key(how.key), args, rows)
+    return list(solution.states), list(solution.final), solution.info
 
 
 def _backward_fake(
     states: Any, grad_states: Any, grad_final: Any, wanted: list[str], *given: Any
 ) -> list[Tensor]:
-    args = _call(*given)[1]
-    return [
-        torch.empty_like(t)
-        if t is args.gates
-        else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        for t in args.leaves(wanted)
-    ]
+    return gradients(_call(*given)[1]).leaves(wanted)
 
 
 _LIBRARY.impl("forward", _forward_op, "CompositeExplicitAutograd")

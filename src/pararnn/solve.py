@@ -17,7 +17,7 @@ from pararnn.engines.fit import check_fit
 from pararnn.engines.request import left_open, split_asked
 from pararnn.engines.split import BY_RULE, Pin
 from pararnn.engines.table import Choice, choose
-from pararnn.numerics import check_io_dtype, compute_dtype
+from pararnn.numerics import check_io_dtype, compute_dtype, without_autocast
 from pararnn.op import Source, apply_engine
 from pararnn.program.program import Program, program_of
 from pararnn.sequences import Sequences, of_cu_seqlens
@@ -138,7 +138,7 @@ def run_engine(
     if engine.backward is not None:
         return apply_engine(program, engine, args, source)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
-    with torch.autocast(args.gates.device.type, enabled=False):
+    with without_autocast(args.gates.device):
         return engine.forward(program, args.completed(program.num_states))
 
 

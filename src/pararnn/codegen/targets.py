@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -128,7 +128,8 @@ CUDA = Gpu(
     call=_on_device,
     stream=_stream,
 )
-TARGETS: Mapping[str, Target] = {"cpu": CPU, "cuda": CUDA}
+META = replace(CPU, require=lambda right, message, values: None)  # there is nothing to look at
+TARGETS: Mapping[str, Target] = {"cpu": CPU, "cuda": CUDA, "meta": META}
 """By the device's type."""
 
 

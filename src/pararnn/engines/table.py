@@ -16,6 +16,7 @@ from pararnn.engines import (
     newton_scan,
     newton_torch,
     sequential_torch,
+    shapes,
     tuned,
 )
 from pararnn.engines.base import Engine
@@ -42,14 +43,16 @@ TABLE: dict[tuple[str, str, str], Engine] = {
 """(solver, backend, device type) -> engine."""
 
 PAIRS = tuple(dict.fromkeys((solver, backend) for solver, backend, _ in TABLE))
+OF_SHAPES = {pair: shapes.engine_of_shapes(*pair) for pair in PAIRS}
+"""The engines of the meta device."""
 SOLVERS = sorted({key[0] for key in TABLE})
 BACKENDS = sorted({key[1] for key in TABLE})
 
 
 def find(solver: str, backend: str, device: torch.device) -> Engine | None:
     """The engine of a pair on a device, if the table has one."""
-    if device.type == "meta":  # which holds no numbers that a solve could look at
-        return None
+    if device.type == "meta":
+        return OF_SHAPES.get((solver, backend))
     return TABLE.get((solver, backend, device.type)) or TABLE.get((solver, backend, ANY_DEVICE))
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.numerics import autocast_dtype
 from pararnn.op import apply_function, stands_for_many
 from pararnn.parameters import Draw, draw_anew
 
@@ -55,11 +56,8 @@ def headwise_gates(x: Tensor, weight: Tensor, gates: int) -> Tensor:
 
 def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Return tensors in autocast's dtype where that is on."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return [tensor.to(dtype) for tensor in tensors]
+    dtype = autocast_dtype(tensors[0].device)
+    return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
 
 
 def headwise_product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -124,7 +122,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
             f"Input and parameter tensors are not at the same device, found input tensor at "
             f"{x.device} and parameter tensor at {weight.device}"
         )
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
         raise ValueError(
             f"RNN input dtype ({x.dtype}) does not match weight dtype ({weight.dtype}). Convert "
             f"input: input.to({weight.dtype}), or convert model: model.to({x.dtype})"

@@ -16,6 +16,7 @@ from pararnn.cells.base import Cell, Step
 from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.forward_time import step_inputs, without_padding
 from pararnn.errors import CellError
+from pararnn.numerics import without_autocast
 from pararnn.program.apart import apart
 from pararnn.program.derive import example
 from pararnn.program.guard import from_the_users_line, line_of
@@ -46,7 +47,7 @@ def read_out(program: Program, args: Arguments, states: Sequence[Tensor]) -> Ten
     """
     # In the order of the arguments: what a step puts out depends on no other step.
     args = replace(args, reverse=False)
-    with torch.autocast(args.gates.device.type, enabled=False):
+    with without_autocast(args.gates.device):
         given = (*(state.to(args.dtype) for state in states), *step_inputs(args))
         params = [param.to(args.dtype) for param in args.params]
         padding = None if args.seq is None else args.seq < 0

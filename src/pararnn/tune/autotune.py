@@ -101,9 +101,11 @@ def autotune(
         backward: measure forward and backward, else forward alone.
         remeasure: measure even if there is a record.
 
-    Raises as `explain`. Warns with BackendWarning where a record cannot be used, or not be kept.
+    Raises as `explain`, and ValueError for the meta device. Warns with BackendWarning where a record cannot be used, or not be kept.
     """
     program, size, dtype, device = workload_of(module, shape, dtype, device)
+    if device.type == "meta":
+        raise ValueError("the meta device takes no time: move the layer, or name another device")
     cell = unwrapped(module if isinstance(module, Cell) else module.cell)
     workload = Workload(program.key, size, dtype, device)
     about = {
