@@ -193,18 +193,13 @@ def to_onnx(monkeypatch):
 
 
 @pytest.mark.usefixtures("to_onnx")
-def test_onnx():
-    """By kernels it raises; the loop is one scan and ATen operators, a step these alone."""
-    gru, x = pararnn.ParaGRU(4, 8), torch.randn(2, 5, 4)
-    one, state = _OneStep(gru), gru(x)[1]
+@pytest.mark.parametrize("asked", [{}, {"solver": "newton", "backend": "fused"}], ids=["", "newton"])
+def test_onnx(asked):
+    """The loop is taken by itself: one scan and ATen operators, and for a step these alone."""
+    gru, x = pararnn.ParaGRU(4, 8, **asked), torch.randn(2, 5, 4)
+    one, state = _OneStep(gru), torch.randn(1, 2, 8)
     for module, inputs in ((gru, (x,)), (one, (x[:, 0], state))):
-        for grad in (True, False):
-            with (
-                torch.set_grad_enabled(grad),
-                pytest.raises(pararnn.EngineError, match=r"ONNX has no operator .*layer\.step"),
-            ):
-                torch.export.export(module, inputs)
-        with torch.no_grad(), pararnn.using(solver="sequential", backend="torch"):
+        with torch.no_grad():
             program = torch.export.export(module, inputs).run_decompositions()
         scans, calls = _scans_and_others(program)
         assert scans == (module is gru)
@@ -244,7 +239,7 @@ def test_onnx_any_sizes():
 
     rows, batch = {0: any_size, 1: any_size}, {1: any_size}
     sizes = {"x": rows, "state": (batch, batch), "reset": rows, "lengths": {0: any_size}}
-    with torch.no_grad(), pararnn.using(solver="sequential", backend="torch"):
+    with torch.no_grad():
         program = torch.export.export(module, given(5, 6), dynamic_shapes=sizes)
         assert _scans_and_others(program)[0] == 1
         for inputs in (given(5, 6), given(3, 11)):

@@ -65,8 +65,7 @@ def apply_engine(
     the gates in their place.
 
     Raises NotImplementedError, with the cure, for forward-mode and second derivatives, and for vmap
-    over cells that mix channels, over where sequences start, and over gradients. Raises EngineError
-    where torch.onnx.export would find the op.
+    over cells that mix channels, over where sequences start, and over gradients.
     """
     alone = unwatched() and args.form.plain
     if alone and not (args.form.leaves and torch.is_grad_enabled()):
@@ -74,7 +73,6 @@ def apply_engine(
     tensors, rest = args.flatten()
     how = How(program.key, engine.solver, engine.backend)
     if torch.compiler.is_compiling():
-        _refuse_onnx(engine)
         gradients = torch.is_grad_enabled() and _wants_gradient(tensors)
         gradients &= not _exporting()  # whose programs hold no Function
         if not (gradients or torch._C._are_functorch_transforms_active()):
@@ -101,15 +99,6 @@ def _exporting() -> bool:
     it compiles, and layers would have no gradient.
     """
     return torch.compiler._is_exporting_flag
-
-
-def _refuse_onnx(engine: Engine) -> None:
-    if torch.onnx.is_in_onnx_export():
-        raise EngineError(
-            f"torch.onnx.export: ONNX has no operator for ({engine.solver}, {engine.backend}). "
-            "Export within pararnn.using(solver='sequential', backend='torch'): the layer is then "
-            "its loop, ONNX's Scan; or a module that calls layer.step, for one time step"
-        )
 
 
 def _wants_gradient(tensors: Iterable[Tensor | None]) -> bool:

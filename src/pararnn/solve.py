@@ -123,8 +123,13 @@ def plan_solve(
 def _chosen(
     args: Arguments, program: Program, solver: str, backend: str, asked: Pin
 ) -> tuple[Choice, Engine]:
-    """What runs a call, if its tensors fit each other."""
+    """Return what runs a call, if its tensors fit each other.
+
+    An export to ONNX takes the loop, the only one for which ONNX has an operator.
+    """
     check_fit(program, args)
+    if torch.onnx.is_in_onnx_export():
+        solver, backend = "sequential", "torch"
     workload = (args.size, args.gates.dtype, args.gates.device)
     choice = choose(program, *workload, solver, backend).pinned(asked)
     return choice, choice.engine()
