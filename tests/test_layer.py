@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -98,6 +99,17 @@ def test_attributes_of_nn_gru():
     assert {id(w) for part in weights for w in part} == {id(p) for p in layer.parameters()}
 
 
+def test_what_libraries_look_for_in_a_layer():
+    """proj_size and mode; the paper's modes cannot be assigned, which did nothing."""
+    for ours, theirs in ((pararnn.ParaGRU, nn.GRU), (pararnn.ParaLSTM, nn.LSTM)):
+        for name in ("mode", "proj_size"):
+            assert getattr(ours(5, 7), name) == getattr(theirs(5, 7), name)
+    layer = pararnn.ParaRNN(CELLS["lem"], 5, 7)
+    assert layer.mode == "LEM"
+    with pytest.raises(AttributeError, match="'PARALLEL'. The paper's modes are arguments"):
+        layer.mode = "PARALLEL"
+
+
 @pytest.mark.parametrize("name", ["gru", "lstm"])
 def test_final_states_keep_the_dtype(name):
     x = torch.randn(2, 9, 4)
@@ -152,6 +164,25 @@ def test_state_dicts_of_earlier_versions_load():
     layer.load_state_dict(values)
     assert all(torch.equal(layer.get_parameter(name), value) for name, value in values.items())
     assert torch.equal(layer.reverse_layers[1].cell.a_c, values["reverse_layers.1.cell.a_c"])
+
+
+@pytest.mark.parametrize("prefix", ["", "rnn."])
+def test_state_dicts_of_torch_nn_are_named(prefix):
+    old = nn.ModuleDict({"rnn": nn.GRU(6, 8)}) if prefix else nn.GRU(6, 8)
+    layer = pararnn.ParaGRU(6, 8)
+    model = nn.ModuleDict({"rnn": layer}) if prefix else layer
+    for strict in (True, False):
+        raised = pytest.raises(RuntimeError, match="Missing key") if strict else nullcontext()
+        with pytest.warns(UserWarning, match=f"{prefix}weight_hh_l0 .* torch.nn: .*anew"), raised:
+            model.load_state_dict(old.state_dict(), strict=strict)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_torch_script_is_refused():
+    layer = pararnn.ParaGRU(4, 6)
+    for made in (nn.Sequential(nn.Linear(4, 4), layer), layer, layer.layers[0]):
+        with pytest.raises(NotImplementedError, match="torch.jit.script is not supported: use"):
+            torch.jit.script(made)
 
 
 def test_heads_are_block_diagonal():

@@ -152,6 +152,12 @@ class HeadwiseLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters(gain)
 
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script, of all modules that hold this one: every layer does."""
+        raise NotImplementedError(
+            "torch.jit.script is not supported: use torch.compile or torch.export, or torch.onnx"
+        )
+
     def draws(self, gain: float = 1.0) -> dict[str, Draw]:
         """How the weight is drawn: Kaiming uniform (paper, Appendix C), by head.
 

@@ -42,6 +42,12 @@ def _shared(name: str) -> Any:
     return property(read, write)
 
 
+_NOT_OURS = (
+    "are of torch.nn: full recurrent matrices fit no diagonal recurrence, so the layer keeps the "
+    "weights that it has, and must be trained anew"
+)
+
+
 class ParaRNN(nn.Module):
     """Any cell as a recurrent layer (or several), trained in parallel over the sequence.
 
@@ -68,6 +74,7 @@ class ParaRNN(nn.Module):
     solver, backend or mode.
     """
 
+    proj_size = 0  # for what looks for it in a torch.nn.LSTM
     solver, backend = _shared("solver"), _shared("backend")
     on_failure, recurrent_clip = _shared("on_failure"), _shared("recurrent_clip")
 
@@ -125,6 +132,18 @@ class ParaRNN(nn.Module):
     def cell(self) -> Cell:
         """The first layer's cell."""
         return unwrapped(self._parts()[0].cell)
+
+    @property
+    def mode(self) -> str:
+        """The cell's name as torch.nn.RNNBase has it, "GRU" or "LSTM"; that of its class else."""
+        return type(self.cell).__name__.removesuffix("Cell")
+
+    @mode.setter
+    def mode(self, value: Any) -> None:
+        raise AttributeError(
+            f"mode names the cell, {self.mode}, as in torch.nn, and cannot be {value!r}. The "
+            "paper's modes are arguments of a layer, of its call and of pararnn.using"
+        )
 
     @property
     def last_solve(self) -> SolveInfo | None:
@@ -311,6 +330,12 @@ class ParaRNN(nn.Module):
 
     def flatten_parameters(self) -> None:
         """Nothing: for code written for torch.nn.GRU, whose cuDNN wants weights in one piece."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        """Warn of a state_dict of torch.nn: whether its keys may be left over is not known here."""
+        if f"{prefix}weight_hh_l0" in state_dict:
+            warn_user(f"{prefix}weight_hh_l0 and the like {_NOT_OURS}", UserWarning)
+        super()._load_from_state_dict(state_dict, prefix, *more)
 
     def extra_repr(self) -> str:
         shown = ("num_layers", "batch_first", "dropout", "bidirectional", "num_heads")
