@@ -8,6 +8,7 @@ import torch
 
 import pararnn
 from pararnn.engines.split import Pin
+from pararnn.tune.adapt import SWEEP_COST
 
 SHAPE, SIZE = (2, 128, 4), (2, 128, 6)
 SEGMENTS = 4
@@ -44,6 +45,11 @@ def test_layers_switch_where_sweeps_persist(layer, newton_fused, caplog, sweeps,
     assert _pairs(layer, 5) == ("nnnns" if slow else "nnnnn")
     adaptation.remove()
     assert _pairs(layer, 5) == "nnnnn"
+
+
+def test_the_rule_is_as_it_says():
+    for said in (f"about {SWEEP_COST:g} k / W of", f"at {SWEEP_COST:g} k >= W"):
+        assert said in pararnn.adapt.__doc__
 
 
 def test_only_solves_in_a_row_count(layer, newton_fused):

@@ -41,6 +41,11 @@ def test_options_become_the_config(configs):
     ]
 
 
+def test_a_cell_by_its_import_path(configs):
+    assert cli.main(["demo", "--cell", "user_cells:Timeless"]) == 0
+    assert configs[0].cell == "user_cells:Timeless"
+
+
 def test_defaults_are_the_configs(configs):
     assert cli.main(["demo"]) == 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,7 +84,8 @@ def test_a_failed_verification_is_exit_code_1(monkeypatch):
     ("options", "message"),
     [
         ("trian", "invalid choice: 'trian'"),
-        ("demo --cell gpu", "invalid choice: 'gpu'"),
+        ("demo --cell gpu", "--cell: there is no cell 'gpu': name one of gru, lstm"),
+        ("demo --cell user_cells:Nothing", "user_cells has no subclass of pararnn.Cell called"),
         ("demo --seconds 0", "--seconds: must be a positive number, got '0'"),
         ("demo --seconds nan", "--seconds: must be a positive number, got 'nan'"),
         ("demo --seconds soon", "--seconds: must be a number, got 'soon'"),

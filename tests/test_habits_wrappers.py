@@ -193,7 +193,9 @@ def to_onnx(monkeypatch):
 
 
 @pytest.mark.usefixtures("to_onnx")
-@pytest.mark.parametrize("asked", [{}, {"solver": "newton", "backend": "fused"}], ids=["", "newton"])
+@pytest.mark.parametrize(
+    "asked", [{}, {"solver": "newton", "backend": "fused"}], ids=["", "newton"]
+)
 def test_onnx(asked):
     """The loop is taken by itself: one scan and ATen operators, and for a step these alone."""
     gru, x = pararnn.ParaGRU(4, 8, **asked), torch.randn(2, 5, 4)

@@ -237,3 +237,56 @@ def test_explain():
     assert any("mixes channels" in (reason or "") for reason in dense.others.values())
     with pytest.raises(ValueError, match="shape must hold batch and time"):
         pararnn.explain(layer, (3,))
+
+
+def test_explain_says_what_others_cost():
+    said = pararnn.explain(pararnn.ParaGRU(4, 6), (2, 3000, 4), mode="SEQUENTIAL")
+    assert set(said.costs) == {pair for pair, reason in said.others.items() if reason is None}
+    assert said.costs["newton", "torch"] == "Jacobians of 36,000 numbers in memory"
+    assert said.costs["sequential", "fused"].startswith("kernels, compiled in some seconds")
+    assert "(newton, torch) could run: Jacobians of 36,000" in str(said)
+    dense = pararnn.explain(pararnn.DenseGRUCell(32), (2, 3000, 3, 32), solver="newton")
+    assert dense.costs == {("sequential", "torch"): "a loop in Python over 3,000 steps"}
+
+
+class Importing(pararnn.Cell):
+    """A step that the cache cannot tell of."""
+
+    states = ("h",)
+    gates = ("x",)
+
+    def step(self, state, gate, param):
+        import math
+
+        return math.pi * torch.tanh(state.h + gate.x)
+
+
+class Sequential(Importing):
+    structure = "sequential"
+
+
+def test_explain_says_whether_the_step_is_traced_again():
+    def said(cell):
+        return pararnn.explain(cell(4), (1, 10)).step
+
+    assert said(pararnn.GRUCell) == "is traced once: later processes read it from the cache"
+    assert said(Importing).endswith("an import of math inside the step")
+    assert said(Sequential) == "is not traced, as it is declared sequential"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "cell"),
+    [
+        ((2, 300, 4), None, "Affine1"),
+        ((2, 300, 3, 4), torch.float64, "Affine3"),
+        ((2, 300, 4), torch.complex64, "AffineComplex"),
+    ],
+)
+def test_explain_of_a_scan(shape, dtype, cell):
+    said = pararnn.explain(pararnn.scan, shape, dtype=dtype, backend="torch")
+    assert (said.cell, said.size) == (cell, (2, 300, 4))
+    assert said.dtype == {torch.float64: torch.float64}.get(dtype, torch.float32)
+    with pararnn.using(solver="newton"):
+        assert pararnn.explain(pararnn.scan, shape).solver == "newton"
+    with pytest.raises(ValueError, match=r"b must be \(B, T, D\)"):
+        pararnn.explain(pararnn.scan, (2, 300))

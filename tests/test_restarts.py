@@ -175,8 +175,14 @@ WRONG = [
         {"reset": RESET, "reset_states": STATES[:, :4]},
         "reset must be true at 4 steps, as reset_states hold 4 states, one a step, got 5",
     ),
-    ({"reset": RESET, "reset_states": STATES[..., :4]}, r"reset_states must be .* \(1, K, 6\) each, .* got \[\(1, 5, 4\)\]"),
-    ({"reset": RESET.float(), "reset_states": STATES}, r"reset must be bool \(3, 12\), got torch.f"),
+    (
+        {"reset": RESET, "reset_states": STATES[..., :4]},
+        r"reset_states must be .* \(1, K, 6\) each, .* got \[\(1, 5, 4\)\]",
+    ),
+    (
+        {"reset": RESET.float(), "reset_states": STATES},
+        r"reset must be bool \(3, 12\), got torch.f",
+    ),
     ({"reset": RESET[:, 1:], "reset_states": STATES[:, 1:]}, r"reset must be bool \(3, 12\), got"),
 ]
 

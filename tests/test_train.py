@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from table import COUPLED, FUSED, KERNEL_PAIRS, PAIRS
+from user_cells import Timeless
 
 import pararnn
 from pararnn.errors import MissingExtra
@@ -234,8 +235,10 @@ def test_a_missing_extra_says_how_to_install_it(monkeypatch, corpus):
 
 
 def test_an_unknown_cell_is_named():
-    with pytest.raises(ValueError, match="unknown cell 'gpu'; known: gru, lstm"):
+    with pytest.raises(pararnn.CellError, match="there is no cell 'gpu': name one of gru, lstm"):
         make_model(DemoConfig(cell="gpu"))
+    model = make_model(DemoConfig(cell="user_cells:Timeless", width=8))
+    assert any(isinstance(part, Timeless) for part in model.modules())
 
 
 def test_default_widths_follow_the_structure():

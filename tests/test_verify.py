@@ -33,6 +33,9 @@ def test_a_right_module_passes():
     ):
         assert part in text
     assert "newton on torch" in text
+    checks = sum(len(part.checks) for _, _, part in report.layers)
+    assert report.short.startswith(f"PASS: {checks} checks; nearest to its limit is ")
+    assert " of 1.layers." in report.short
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from pararnn.cells import CELLS
-from pararnn.errors import PararnnError
+from pararnn.cells.find import find_cell
+from pararnn.errors import CellError, PararnnError
 from pararnn.evaluation.paper import PRESETS
 from pararnn.extras import require
 from pararnn.tasks.commands import add_actions, arranged, tasks
@@ -154,7 +155,8 @@ def add_demo(command: argparse.ArgumentParser) -> None:
     seconds = "time to train for; measuring after it takes about a quarter more"
     add_device(command)
     option("--text", metavar="FILE", help="learn this file, not Python's library")
-    option("--cell", choices=list(CELLS), default=default.cell, help="the recurrence")
+    cell = f"the recurrence: {', '.join(CELLS)}, or a cell of your own by its import path"
+    option("--cell", metavar="NAME|MODULE:CLASS", type=_cell, default=default.cell, help=cell)
     option("--seconds", type=_positive, default=default.seconds, help=seconds)
     option("--steps", type=_count, help="train for at most so many steps")
     option("--out", metavar="DIR", default=default.out, help="folder for the results")
@@ -215,6 +217,14 @@ def add_generate(command: argparse.ArgumentParser) -> None:
     option("--top-p", type=_chance, help=together)
     option("--seed", type=_seed, default=0, help="of the draws")
     option("--dtype", choices=DTYPES, help="of the weights, if not as they are stored")
+
+
+def _cell(text: str) -> str:
+    try:
+        find_cell(text, CELLS)
+    except CellError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _device(text: str) -> str:

@@ -10,8 +10,9 @@ from torch import Tensor
 from pararnn.cells.affine import AFFINE, COMPLEX, REAL_DECAY
 from pararnn.engines.base import Arguments
 from pararnn.engines.request import left_open
+from pararnn.engines.rule import Size
 from pararnn.numerics import check_io_dtype, compute_dtype
-from pararnn.program.program import make_program, program_by_key
+from pararnn.program.program import Program, make_program, program_by_key
 from pararnn.sequences import of_lengths
 from pararnn.solve import checked_reset, run
 from pararnn.tensors import Given, check_tensor
@@ -97,6 +98,15 @@ def _joined(b: Tensor, parts: tuple[Tensor, ...], dim: int) -> Tensor:
 
 def _program_key(kind: int) -> str:
     return make_program(AFFINE[kind], {}).key
+
+
+def workload_of_scan(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Program, Size]:
+    """The program and (B, T, D) of a scan with a full b of this shape and dtype, and an a of its
+    kind. Raises ValueError and TypeError as `scan` does for such a b."""
+    b = torch.empty(shape, dtype=dtype, device="meta")
+    _check(b if b.ndim == 3 else b.unsqueeze(2), b, None)
+    kind = COMPLEX if b.is_complex() else (1 if b.ndim == 3 else b.shape[2])
+    return make_program(AFFINE[kind], {}), (shape[0], shape[1], shape[-1])
 
 
 # Compiled regions must not look into the tracing of a program: see pararnn.engines.table.

@@ -35,6 +35,17 @@ class Report:
         """Whether every check of every layer passed."""
         return all(checks.passed for _, _, checks in self.layers)
 
+    @property
+    def short(self) -> str:
+        """One line: the verdict, and the check that uses up most of its limit, in which layer."""
+        named = [(check, name) for name, _, part in self.layers for check in part.checks]
+        check, name = max(named, key=lambda each: (not each[0].passed, each[0].part))
+        verdict = "PASS" if self.passed else "FAIL"
+        failed = sum(not check.passed for check, _ in named)
+        count = f"{failed} of {len(named)} checks failed" if failed else f"{len(named)} checks"
+        nearest = f"nearest to its limit is {check.name} of {name}, {check.part:.2g} of it"
+        return f"{verdict}: {count}; {nearest}"
+
     def __bool__(self) -> bool:
         return self.passed
 

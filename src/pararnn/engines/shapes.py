@@ -53,6 +53,4 @@ def _pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device
 
 def engine_of_shapes(solver: str, backend: str) -> Engine:
     """A pair's engine for the meta device: it takes every cell, and builds nothing."""
-    return Engine(
-        solver, backend, _forward, _backward, lambda program: None, _pays, completes=True
-    )
+    return Engine(solver, backend, _forward, _backward, lambda program: None, _pays, completes=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import pararnn
 from pararnn.cells import CELLS, Cell
+from pararnn.cells.find import find_cell
 from pararnn.check.verify import Report
 from pararnn.extras import require
 from pararnn.lm import (
@@ -67,7 +68,7 @@ class DemoConfig:
     """Everything that a demo run depends on.
 
     device: where to run. text: a file to learn; None is Python's standard library. cell: a name in
-    `pararnn.CELLS`. seconds, steps: the training budget; steps None is no bound; what follows is
+    `pararnn.CELLS`, or a class of one's own by its import path, "package.module:Class". seconds, steps: the training budget; steps None is no bound; what follows is
     cut to a share of the seconds, see AFTER. out: the folder for results. seed: of initial weights,
     windows and the sample.
 
@@ -108,7 +109,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     Writes loss.png, metrics.json, whose content is the result, and the model with its tokenizer
     (see `pararnn.lm.load_checkpoint`; `pararnn generate` takes the folder). Raises MissingExtra
     without tqdm, matplotlib or safetensors, TextError when the text is missing or too short,
-    ValueError for an unknown cell and impossible sizes.
+    CellError for an unknown cell, ValueError for impossible sizes.
     """
     for module in ("tqdm", "matplotlib", "safetensors"):
         require(module)  # now, not after a training run
@@ -140,7 +141,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     if measured.timings:
         print_engines(measured.timings, measured.agreement, config.timed_repeats)
     for pair, report in measured.reports.items():
-        print(f"pararnn.verify of ({', '.join(pair)}): {'PASS' if report.passed else 'FAIL'}")
+        print(f"pararnn.verify of ({', '.join(pair)}): {report.short}")
         if not report.passed:
             print(report)
     if measured.left_out:
@@ -232,9 +233,7 @@ def within_budget(windows: int, config: DemoConfig) -> int:
 
 def make_model(config: DemoConfig) -> LanguageModel:
     """The config's model on its device, drawn from torch's global generator."""
-    if config.cell not in CELLS:
-        raise ValueError(f"unknown cell {config.cell!r}; known: {', '.join(CELLS)}")
-    cell_class = CELLS[config.cell]
+    cell_class = find_cell(config.cell, CELLS)
     width = default_width(cell_class) if config.width is None else config.width
     parts = LMConfig(
         vocab_size=BYTES,

@@ -29,7 +29,7 @@ def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
     """Let the layers in `module` leave (newton, fused) where their data make it the slower choice.
 
     Where `auto` has taken (newton, fused), with W segments of time, and k sweeps were needed, that
-    is about 2 k / W of the time of the loop: so at 2 k >= W a solve is slow. After `patience`
+    is about 3 k / W of the time of the loop: so at 3 k >= W a solve is slow. After `patience`
     slow ones in a row of a layer and a direction at one (B, T), `auto` takes (sequential, fused)
     there from then on, and the logger "pararnn" says so. The counts of a solve are looked at in a
     later forward pass, when the GPU has long finished it: nothing waits.

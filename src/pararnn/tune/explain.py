@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,8 +14,11 @@ from pararnn.codegen.targets import target_of
 from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_never, why_not
+from pararnn.errors import CellError
 from pararnn.layers import ParaRNN, RecurrentLayer
+from pararnn.program.content import UnknownContent, content_of
 from pararnn.program.program import Program, program_of
+from pararnn.scan import scan, workload_of_scan
 
 
 @dataclass(frozen=True)
@@ -21,9 +26,10 @@ class Explanation:
     """`explain`'s result; prints as a table.
 
     `solver` and `backend` are what would run, `why` says why; `others` says of every other pair
-    why it cannot run here, None where it could. size: (B, T, D). split: how (newton, fused) cuts
-    time in the forward pass, after what was asked has been reduced to what fits; None for pairs
-    that do not cut it.
+    why it cannot run here, None where it could, and `costs` what it would cost then. size: (B, T,
+    D). split: how (newton, fused) cuts time in the forward pass, after what was asked has been
+    reduced to what fits; None for pairs that do not cut it. step: whether processes to come trace
+    the step anew, and why.
     """
 
     cell: str
@@ -35,6 +41,8 @@ class Explanation:
     why: str
     others: dict[tuple[str, str], str | None]
     split: Split | None = None
+    costs: dict[tuple[str, str], str] = field(default_factory=dict)
+    step: str = ""
 
     def __str__(self) -> str:
         head = f"{self.cell}, (B, T, D) = {self.size}, {self.dtype} on {self.device}"
@@ -42,13 +50,15 @@ class Explanation:
         if self.split is not None:
             segments, steps, burn_in = self.split
             lines.append(f"    segments {segments}, steps of each {steps}, burn-in {burn_in}")
-        for (solver, backend), reason in self.others.items():
-            lines.append(f"  ({solver}, {backend}) {reason or 'could run'}")
+        for pair, reason in self.others.items():
+            said = reason or f"could run: {self.costs[pair]}"
+            lines.append(f"  ({', '.join(pair)}) {said}")
+        lines.append(f"  its step {self.step}")
         return "\n".join(lines)
 
 
 def explain(
-    module: ParaRNN | RecurrentLayer | Cell,
+    module: ParaRNN | RecurrentLayer | Cell | Callable[..., Any],
     shape: tuple[int, ...],
     *,
     dtype: torch.dtype | None = None,
@@ -57,22 +67,32 @@ def explain(
     backend: str | None = None,
     mode: str | None = None,
 ) -> Explanation:
-    """Say what would run a layer, or `solve` of a cell, on an input of a shape, and why.
+    """Say what would run a layer, `solve` of a cell, or `scan`, on an input of a shape, and why.
 
     Args:
-        module: a layer; or a cell, for `solve`.
-        shape: of the layer's input (or of `solve`'s gates): batch and time are read off it.
-        dtype: of the gates; the parameters' by default. Under autocast it is autocast's.
-        device: the parameters' by default.
+        module: a layer; or a cell, for `solve`; or `pararnn.scan` itself.
+        shape: of the layer's input (or of `solve`'s gates): batch and time are read off it. Of b,
+            for `scan`.
+        dtype: of the gates; the parameters' by default. Under autocast it is autocast's. Of b, for
+            `scan`; where that is complex, a is taken to be so too.
+        device: the parameters' by default; for `scan` PyTorch's.
         solver, backend, mode: as in a call.
 
     Builds the kernels of the pair that runs; of others only where that one needs none. Raises
     ValueError for an impossible shape, EngineError where the request cannot run.
     """
-    program, size, dtype, device = workload_of(module, shape, dtype, device)
-    default = Request()
-    if not isinstance(module, Cell):
-        default = Request(module.solver, module.backend)
+    default, config = Request(), {}
+    if module is scan:
+        program, size = workload_of_scan(tuple(shape), dtype or torch.get_default_dtype())
+        empty = torch.empty(0, dtype=dtype, device=device)
+        dtype, device = empty.real.dtype, target_of(empty.device).numbered(empty.device)
+    else:
+        assert isinstance(module, (ParaRNN, RecurrentLayer, Cell))
+        program, size, dtype, device = workload_of(module, shape, dtype, device)
+        cell = unwrapped(module if isinstance(module, Cell) else module.cell)
+        config = cell.config_values()
+        if not isinstance(module, Cell):
+            default = Request(module.solver, module.backend)
     asked = chosen(request(solver, backend, mode), default)
     choice = choose(program, size, dtype, device, *asked).pinned(split_asked())
     # Kernels of the pair that runs have been built, and others would be: each takes a second.
@@ -83,8 +103,32 @@ def explain(
         for p in PAIRS
         if p != choice.pair
     }
-    said = (*choice.pair, choice.why, others, choice.split())
+    costs = {p: _cost(program, p, size) for p, reason in others.items() if reason is None}
+    said = (*choice.pair, choice.why, others, choice.split(), costs, _kept(program, config))
     return Explanation(program.cell_name, size, dtype, device, *said)
+
+
+def _cost(program: Program, pair: tuple[str, str], size: tuple[int, int, int]) -> str:
+    """What a pair that could run would take, beside the time."""
+    batch, steps, channels = size
+    solver, backend = pair
+    if backend == "fused":
+        return "kernels, compiled in some seconds at the first call unless the cache has them"
+    if solver == "sequential":
+        return f"a loop in Python over {steps:,} steps"
+    entries = program.num_states**2 * channels * max(1, program.coupling.reach(channels))
+    return f"Jacobians of {batch * steps * entries:,} numbers in memory"
+
+
+def _kept(program: Program, config: dict[str, Any]) -> str:
+    """Whether the cache may hold the traced step, and why not."""
+    if program.step.cls.structure == "sequential":
+        return "is not traced, as it is declared sequential"
+    try:
+        content_of(program.step.cls, config, program.reads)
+    except (CellError, UnknownContent) as error:
+        return f"is traced in every process, in a second or so: the cache cannot tell of {error}"
+    return "is traced once: later processes read it from the cache"
 
 
 def workload_of(
