@@ -106,7 +106,7 @@ def test_what_libraries_look_for_in_a_layer():
             assert getattr(ours(5, 7), name) == getattr(theirs(5, 7), name)
     layer = pararnn.ParaRNN(CELLS["lem"], 5, 7)
     assert layer.mode == "LEM"
-    with pytest.raises(AttributeError, match="'PARALLEL'. The paper's modes are arguments"):
+    with pytest.raises(AttributeError, match=r"'PARALLEL'\. The paper's modes are arguments"):
         layer.mode = "PARALLEL"
 
 
@@ -181,7 +181,7 @@ def test_state_dicts_of_torch_nn_are_named(prefix):
 def test_torch_script_is_refused():
     layer = pararnn.ParaGRU(4, 6)
     for made in (nn.Sequential(nn.Linear(4, 4), layer), layer, layer.layers[0]):
-        with pytest.raises(NotImplementedError, match="torch.jit.script is not supported: use"):
+        with pytest.raises(NotImplementedError, match=r"torch\.jit\.script is not supported: use"):
             torch.jit.script(made)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from table import PAIRS, PLAIN
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_leaves
 
 import pararnn
 
@@ -137,6 +138,40 @@ def test_steps_restart(name, given):
     alone = tuple(h[:, :1, 4].squeeze(1)[:, None] for h in kept) if given else None
     y, _ = layer.step(x[0, 4], reset=torch.tensor(True), reset_states=alone)
     assert torch.allclose(y, output[0, 4], atol=1e-12)
+
+
+class Spread(torch.nn.Module):
+    """A projection without a matrix product, whose rounding hangs on how many rows there are."""
+
+    num_heads = 1
+
+    def __init__(self, gates):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(gates, D))
+
+    def forward(self, x):
+        return x.unsqueeze(-2) * self.weight.to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+@pytest.mark.parametrize("backend", sorted({b for s, b in PAIRS if s == "sequential"}))
+def test_acting_and_replay_agree_to_the_bit(name, dtype, backend, device):
+    """As the docs on reinforcement learning say; what is before the recurrence is PyTorch's."""
+    torch.manual_seed(0)
+    where = {"dtype": dtype, "device": device, "backend": backend}
+    layer = pararnn.ParaRNN(pararnn.CELLS[name], D, D, 2, solver="sequential", **where)
+    for part in layer.layers:
+        part.proj = Spread(len(layer.cell.gates)).to(device)
+    x, begins = torch.randn(5, 60, D, dtype=dtype, device=device), torch.rand(5, 60) < 0.1
+    replayed, finals = layer(x, reset=begins.to(device))
+    state, acted = None, []
+    for t in range(60):
+        y, state = layer.step(x[:, t], state, reset=begins[:, t].numpy())
+        acted.append(y)
+    assert torch.equal(torch.stack(acted, 1), replayed)
+    for mine, own in zip(tree_leaves(state), tree_leaves(finals), strict=True):
+        assert torch.equal(mine, own)
 
 
 def test_restarts_compile_to_one_graph():

@@ -63,63 +63,67 @@ def test_a_tensor_of_no_dimensions_is_a_number_for_a_field():
 
 ZERO, TENSOR = "to start from zero give None in place of all", "must be a tensor, got"
 WRONG = {
-    "the input as an array": (TypeError, f"{TENSOR} ndarray", lambda l: l(X.numpy())),
-    "a nested input": (TypeError, "nested tensor, which is not supported", lambda l: l(NESTED)),
-    "a step's input as a list": (TypeError, f"{TENSOR} list", lambda l: l.step(X[:, 0].tolist())),
-    "one layer's input": (TypeError, f"x {TENSOR} ndarray", lambda l: l.layers[0](X.numpy())),
-    "no h_0 in a tuple": (TypeError, ZERO, lambda l: l(X, hx=(None,))),
-    "one layer's": (TypeError, ZERO, lambda l: l.layers[0](X, (None,))),
-    "a step's": (TypeError, ZERO, lambda l: l.step(X[:, 0], (None,))),
-    "h_0 as an array": (TypeError, f"{TENSOR} ndarray", lambda l: l(X, np.zeros((1, 2, 5)))),
+    "the input as an array": (TypeError, f"{TENSOR} ndarray", lambda gru: gru(X.numpy())),
+    "a nested input": (TypeError, "nested tensor, which is not supported", lambda gru: gru(NESTED)),
+    "a step's input as a list": (
+        TypeError,
+        f"{TENSOR} list",
+        lambda gru: gru.step(X[:, 0].tolist()),
+    ),
+    "one layer's input": (TypeError, f"x {TENSOR} ndarray", lambda gru: gru.layers[0](X.numpy())),
+    "no h_0 in a tuple": (TypeError, ZERO, lambda gru: gru(X, hx=(None,))),
+    "one layer's": (TypeError, ZERO, lambda gru: gru.layers[0](X, (None,))),
+    "a step's": (TypeError, ZERO, lambda gru: gru.step(X[:, 0], (None,))),
+    "h_0 as an array": (TypeError, f"{TENSOR} ndarray", lambda gru: gru(X, np.zeros((1, 2, 5)))),
     "no lengths": (
         ValueError,
         r"lengths must be .* \(2,\), got .* \(0,\)",
-        lambda l: l(X, lengths=[]),
+        lambda gru: gru(X, lengths=[]),
     ),
     "lengths of floats": (
         ValueError,
         r"\(2,\), got torch.float32",
-        lambda l: l(X, lengths=[1.0, 2]),
+        lambda gru: gru(X, lengths=[1.0, 2]),
     ),
     "ragged lengths": (
         TypeError,
         "lengths must be a tensor, a list",
-        lambda l: l(X, lengths=[[1], 2]),
+        lambda gru: gru(X, lengths=[[1], 2]),
     ),
-    "falling cu_seqlens": (ValueError, "not fall", lambda l: l(X[:1], cu_seqlens=[0, 4, 2])),
-    "no cu_seqlens": (ValueError, "must hold the end", lambda l: l(X[:1], cu_seqlens=[])),
+    "falling cu_seqlens": (ValueError, "not fall", lambda gru: gru(X[:1], cu_seqlens=[0, 4, 2])),
+    "no cu_seqlens": (ValueError, "must hold the end", lambda gru: gru(X[:1], cu_seqlens=[])),
     "reset of floats": (
         ValueError,
         r"reset must be bool \(2,\), got torch.float32 \(2,\)",
-        lambda l: l.step(X[:, 0], reset=torch.tensor([1.0, 0.0])),
+        lambda gru: gru.step(X[:, 0], reset=torch.tensor([1.0, 0.0])),
     ),
     "reset of another rank": (
         ValueError,
         r"reset must be bool \(\), got torch.bool \(1,\)",
-        lambda l: l.step(X[0, 0], reset=[True]),
+        lambda gru: gru.step(X[0, 0], reset=[True]),
     ),
     "states of one layer": (
         ValueError,
         r"ParaGRU: reset_states must be .* \(1, K, 5\) each, .* got \[\(2, 5\)\]",
-        lambda l: l(X, reset=RESET, reset_states=STATES[0]),
+        lambda gru: gru(X, reset=RESET, reset_states=STATES[0]),
     ),
     "states as an array": (
         TypeError,
         f"reset_states {TENSOR} ndarray",
-        lambda l: l(X, reset=RESET, reset_states=STATES.numpy()),
+        lambda gru: gru(X, reset=RESET, reset_states=STATES.numpy()),
     ),
     "too few states": (
         ValueError,
         "reset must be true at 1 steps, as reset_states hold 1 states, one a step, got 2",
-        lambda l: l(X, reset=RESET, reset_states=STATES[:, :1]),
+        lambda gru: gru(X, reset=RESET, reset_states=STATES[:, :1]),
     ),
     "a field as a list": (
         TypeError,
         f"field 'dt' {TENSOR} list",
-        lambda l: pararnn.ParaRNN(pararnn.LRCCell, 4, 5)(X, fields={"dt": [[1.0] * 6] * 2}),
+        lambda _: pararnn.ParaRNN(pararnn.LRCCell, 4, 5)(X, fields={"dt": [[1.0] * 6] * 2}),
     ),
-    "a nested b": (TypeError, "b is a nested tensor", lambda l: pararnn.scan(X, NESTED)),
-    "b as an array": (TypeError, f"b {TENSOR} ndarray", lambda l: pararnn.scan(X, X.numpy())),
+    "a nested b": (TypeError, "b is a nested tensor", lambda _: pararnn.scan(X, NESTED)),
+    "b as an array": (TypeError, f"b {TENSOR} ndarray", lambda _: pararnn.scan(X, X.numpy())),
 }
 
 

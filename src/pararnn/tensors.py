@@ -1,4 +1,4 @@
-"""What users hand in as tensors: checks that name it, and lists and arrays of integers and flags."""
+"""What users hand in as tensors: checks that name it, and integers and flags in other forms."""
 
 from __future__ import annotations
 

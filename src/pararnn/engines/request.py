@@ -86,8 +86,8 @@ def using(
 
     An argument of the call itself comes first; `pararnn.solve` takes the context's where it is
     given "auto". Contexts nest, part by part, and hold for the thread that entered them, as those
-    of `torch.no_grad` do, and within it for the task of asyncio. A backward pass stays with what its forward pass took, outside of the
-    context and in autograd's own threads too.
+    of `torch.no_grad` do, and within it for the task of asyncio. A backward pass stays with what
+    its forward pass took, outside of the context and in autograd's own threads too.
 
     `segments` and `burn_in` concern (newton, fused) alone, where it runs: how many pieces time is
     cut into, 1 or more, and the steps from which each guesses its start, 0 or more. More segments

@@ -209,8 +209,7 @@ class ParaRNN(nn.Module):
         x, h_0 = self._named(x, input, "x"), either("h_0", h_0, "hx", hx)
         data = x.data if isinstance(x, PackedSequence) else x
         check_input(self, data, (2,) if data is not x else (2, 3))
-        if data is x:
-            reset = checked_reset(data, reset, data.ndim - 1)
+        begins: Any = reset if data is not x else checked_reset(x, reset, x.ndim - 1)
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
         into, back, sequences = layout.into, layout.back, layout.sequences
         rows = into(x)
@@ -220,13 +219,13 @@ class ParaRNN(nn.Module):
         parts = self._parts()
         initial = initial_states(self, parts, h_0, size if layout.batched else size[1:])
         starts = states_at_resets(self, parts, reset_states)
-        if starts[0] is not None and reset is not None:
-            order = order_of_resets(reset, layout, starts[0][0].shape[0])
+        if starts[0] is not None and begins is not None:
+            order = order_of_resets(begins, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
         given = fields or {}
         options: dict[str, Any] = {
             "fields": {k: into(v) if has_time(v) else v for k, v in given.items()},
-            "reset": None if reset is None else into(reset),
+            "reset": None if begins is None else into(begins),
             "sequences": None if sequences is None else KnownSequences(*sequences),
             "all_states": all_states,
             "solver": solver,

@@ -68,9 +68,10 @@ class DemoConfig:
     """Everything that a demo run depends on.
 
     device: where to run. text: a file to learn; None is Python's standard library. cell: a name in
-    `pararnn.CELLS`, or a class of one's own by its import path, "package.module:Class". seconds, steps: the training budget; steps None is no bound; what follows is
-    cut to a share of the seconds, see AFTER. out: the folder for results. seed: of initial weights,
-    windows and the sample.
+    `pararnn.CELLS`, or a class of one's own by its import path, "package.module:Class". seconds,
+    steps: the training budget; steps None is no bound; what follows is cut to a share of the
+    seconds, see AFTER. out: the folder for results. seed: of initial weights, windows and the
+    sample.
 
     width, num_layers, num_heads, solver, backend: of the model; width None is 128, or 32 for cells
     that mix channels, whose Newton iteration costs width^3. batch, length: of training windows (B,

@@ -101,7 +101,8 @@ def autotune(
         backward: measure forward and backward, else forward alone.
         remeasure: measure even if there is a record.
 
-    Raises as `explain`, and ValueError for the meta device. Warns with BackendWarning where a record cannot be used, or not be kept.
+    Raises as `explain`, and ValueError for the meta device. Warns with BackendWarning where a
+    record cannot be used, or not be kept.
     """
     program, size, dtype, device = workload_of(module, shape, dtype, device)
     if device.type == "meta":
