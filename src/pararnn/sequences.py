@@ -72,7 +72,7 @@ def of_cu_seqlens(given: Given, batch: int, steps: int, device: torch.device) ->
     ValueError for wrong dtypes, shapes and devices, and for values that are not in order: on CUDA
     the values are checked on the device, without waiting for it.
     """
-    cu_seqlens = as_integers("cu_seqlens", given, "(S + 1,)", None)
+    cu_seqlens = as_integers("cu_seqlens", given, None)
     if batch != 1:
         raise ValueError(f"cu_seqlens packs all sequences into one row: got B = {batch}")
     if cu_seqlens.shape[0] < 1:
@@ -99,7 +99,7 @@ def of_lengths(
     """
     if padding not in PADDING:
         raise ValueError(f"padding must be one of {PADDING}, got {padding!r}")
-    lengths = as_integers("lengths", given, f"({batch},)", batch)
+    lengths = as_integers("lengths", given, batch)
     right = ((lengths >= 0) & (lengths <= steps)).all()
     require(right, "lengths must be 0 to {}", steps, lengths)
     lengths = lengths.to(device, non_blocking=True).unsqueeze(1)

@@ -53,17 +53,18 @@ def as_tensor(name: str, given: Given) -> Tensor:
         ) from error
 
 
-def as_integers(name: str, given: Given, size: str, count: int | None) -> Tensor:
-    """int32 or int64 of one dimension, `count` of them (None is any number).
+def as_integers(name: str, given: Given, count: int | None) -> Tensor:
+    """int32 or int64 of one dimension, `count` of them, or S + 1 for None.
 
-    Raises TypeError as `as_tensor`, ValueError for others, which names the `size`.
+    Raises TypeError as `as_tensor`, ValueError for others.
     """
     made = as_tensor(name, given)
     if not isinstance(given, Tensor) and not made.numel():
         made = made.to(torch.int64)  # an empty list is of no dtype
-    fits = made.ndim == 1 and count in (None, made.shape[0])
+    fits = made.ndim == 1 and (count is None or made.shape[0] == count)
     if made.dtype not in (torch.int32, torch.int64) or not fits:
+        wanted = "S + 1" if count is None else count  # not before: a message would fix the size
         raise ValueError(
-            f"{name} must be int32 or int64 {size}, got {made.dtype} {tuple(made.shape)}"
+            f"{name} must be int32 or int64 ({wanted},), got {made.dtype} {tuple(made.shape)}"
         )
     return made
