@@ -12,9 +12,10 @@ from pathlib import Path
 
 from common import RESULTS
 from markdown_tables import Row
+from pictures import caption, new_figure
 from tables_learn import CORPORA, results
 
-from pararnn.extras import require
+from pararnn.palette import COLOURS
 
 LEFT_OUT = 0.2
 """Of each training, at its beginning: the axis would show little else."""
@@ -22,15 +23,8 @@ UNITS = {"million tokens": 1e6, "seconds": 1.0}
 
 
 def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """A row of pictures a corpus: means of the seeds, shaded from the least to the largest.
-
-    A mixer has the same colour in all, wherever it ends in the order of one.
-    """
-    mixers = sorted({row["mixer"] for rows in corpora.values() for row in rows})
-    colors = {mixer: f"C{index}" for index, mixer in enumerate(mixers)}
-    figure = require("matplotlib.figure").Figure(
-        figsize=(11, 4.2 * len(corpora)), layout="constrained"
-    )
+    """Draw a row of pictures a corpus: means of the seeds, shaded from the least to the largest."""
+    figure = new_figure(11, 4.2 * len(corpora) + 0.4)
     grid = figure.subplots(len(corpora), 2, squeeze=False, sharey="row")
     for (corpus, rows), pair in zip(corpora.items(), grid, strict=True):
         for column, (axes, (label, unit)) in enumerate(zip(pair, UNITS.items(), strict=True)):
@@ -42,13 +36,18 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
                     [float(r["bits_per_byte"]) for r in own if int(r["tokens"]) == point[0]]
                     for point in points
                 ]
-                means, color = [p[2] for p in points], colors[result.mixer]
+                means, color = [p[2] for p in points], COLOURS[result.mixer]
                 axes.plot(across, means, marker=".", label=result.mixer, color=color)
                 low, high = [min(bits) for bits in seeds], [max(bits) for bits in seeds]
                 axes.fill_between(across, low, high, color=color, alpha=0.2)
             axes.set(title=corpus, xlabel=label, ylabel="bits per byte, held out")
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
+    every = [row for rows in corpora.values() for row in rows]
+    text = (
+        f"models of 60M, steps of {every[0]['B']} x {int(every[0]['T']):,} tokens; a point a mean"
+    )
+    caption(figure, every, f"{text} of the seeds, shaded from the least to the largest")
     figure.savefig(path, dpi=150)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,17 +42,6 @@ def chosen(
         given = {key: value for key, value in vars(args).items() if key != "out" and value}
         parser.error(f"no case of {given}; there are {', '.join(dict.fromkeys(map(named, every)))}")
     return found
-
-
-def draw(axes: Any, curves: Mapping[str, Iterable[tuple[int, float]]], x: str, y: str) -> None:
-    """Curves by their names, of points over what doubles; x and y: what the axes are called."""
-    for name, points in curves.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker=".", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
 
 
 class Record:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, read_rows
-from lm_command import Record, chosen, device_of, draw, parser_of
+from lm_command import Record, chosen, device_of, parser_of
 from lm_step import (
     ARCHITECTURES,
     TOKENS,
@@ -28,8 +28,8 @@ from lm_step import (
     smoke_cases,
     step_times,
 )
+from pictures import Curves, caption, draw, new_figure, thousands
 
-from pararnn.extras import require
 from pararnn.lm import preset
 
 SCALE = "400M"
@@ -76,16 +76,26 @@ def measure(case: Case, device: torch.device, compiled: bool, seconds: float) ->
 
 
 def plot(path: Path) -> None:
-    """A picture of a result file, beside it."""
+    """Draw a result file, beside it: tokens/s by the context, memory by the tokens of a step."""
     rows = [row for row in read_rows(path) if not row["note"]]
-    figure = require("matplotlib.figure").Figure(figsize=(10, 4), layout="constrained")
-    kinds = {"tokens_per_s": "tokens/s", "peak_GiB": "memory, GiB"}
-    for axes, (key, label) in zip(figure.subplots(1, 2), kinds.items(), strict=True):
-        curves: dict[str, list[tuple[int, float]]] = {}
-        for row in rows:
-            if row[key]:
-                curves.setdefault(row["model"], []).append((int(row["T"]), float(row[key])))
-        draw(axes, curves, "T", label)
+    figure = new_figure(10, 4.4)
+    rates, memory = Curves(), Curves()
+    for row in rows:
+        length = int(row["T"])
+        rates.setdefault(row["model"], []).append((length, float(row["tokens_per_s"])))
+        if row["peak_GiB"]:
+            point = int(row["B"]) * length, float(row["peak_GiB"])
+            memory.setdefault(row["model"], []).append(point)
+    left, right = figure.subplots(1, 2)
+    draw(left, rates, "context: T, tokens of a row", "tokens/s")
+    if memory:
+        draw(right, memory, "B x T, tokens of a step", "memory, GiB")
+        right.set_xscale("linear")
+        right.set_xlim(left=0)
+        ticks = sorted({tokens for curve in memory.values() for tokens, _ in curve})
+        right.set_xticks(ticks, [thousands(tick) for tick in ticks])
+    tokens = f"{TOKENS[SCALE]:,} tokens a step up to that T, then one row"
+    caption(figure, rows, f"forward and backward, bfloat16; {tokens}")
     figure.savefig(path.with_suffix(".png"), dpi=150)
 
 

@@ -7,7 +7,8 @@ attention are recorded and replayed, anew in every repetition; those of others a
 cache": the Transformer reads all tokens again for each new one. Where the seconds of a curve do not
 reach 5 repetitions of all lengths, the longer ones have fewer, or none, which `repeats` says: one
 of each length comes first. A whole curve of 1 to 2,048 takes some minutes a model: `--seconds 600`.
-Puts its rows into results/lm_generate.csv; `--plot` draws lm_generate.png from that alone.
+Puts its rows into results/lm_generate.csv; `--plot` draws lm_generate.png from that and from the
+graphs in lm_decode.csv, where there is that file.
 
     python benchmarks/lm_generate.py [--only gru] [--ways cache] [--seconds 10] [--out FOLDER]
     python benchmarks/lm_generate.py --plot
@@ -18,20 +19,22 @@ from __future__ import annotations
 import gc
 import itertools
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from common import RESULTS, read_rows
-from lm_command import Record, chosen, device_of, draw, parser_of
+from lm_command import Record, chosen, device_of, parser_of
 from lm_step import ARCHITECTURES, smoke_cases
 from mamba2 import Sizes, language_model, ready_to_decode
+from pictures import Curves, caption, draw, new_figure
 
-from pararnn.extras import require
 from pararnn.lm import LanguageModel, preset, sample
 from pararnn.lm.config import LMConfig
+from pararnn.lm.replay import WORTH
+from pararnn.palette import looks
 
 SCALE = "1B"
 LENGTHS = tuple(2**power for power in range(12))
@@ -39,6 +42,8 @@ REPEATS = 5
 FILE = "lm_generate.csv"
 KEYS = ("device", "model", "way", "tokens")
 """What tells cases apart."""
+CALLED = {"cache": "--", "no cache": ":"}
+"""Line styles of what no CUDA graph holds."""
 
 
 class Case(NamedTuple):
@@ -117,15 +122,44 @@ def ways_of(case: Case, asked: Sequence[str]) -> list[str]:
 
 
 def plot(path: Path) -> None:
-    """A picture of a result file, beside it."""
-    figure = require("matplotlib.figure").Figure(figsize=(6, 4), layout="constrained")
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for row in read_rows(path):
+    """Draw a result file, beside it; with lm_decode.csv, steps of all models as CUDA graphs too."""
+    rows = read_rows(path)
+    curves, styles = Curves(), dict[str, str]()
+    for row in rows:
         several = row["model"].startswith("transformer")
-        name = f"{row['model']}, {row['way']}" if several else row["model"]
+        name = f"{row['model']}, {row['way']}, called" if several else row["model"]
         curves.setdefault(name, []).append((int(row["tokens"]), float(row["tokens_per_s"])))
-    draw(figure.subplots(), curves, "generated tokens", "tokens/s")
+        styles[name] = CALLED[row["way"]] if several else "-"
+    decoded = path.with_name("lm_decode.csv")
+    graphs = in_graphs(read_rows(decoded)) if decoded.exists() else {}
+    figure = new_figure(11 if graphs else 6.5, 4.6)
+    every = figure.subplots(1, 1 + bool(graphs), squeeze=False)[0]
+    draw(every[0], curves, "generated tokens", "tokens/s", styles)
+    title = f"solid: steps recorded as CUDA graphs from {WORTH} tokens on, nothing compiled\n"
+    title += "dashed and dotted: called from Python, no CUDA graph"
+    every[0].set_title(title, fontsize="small")
+    if graphs:
+        draw(every[1], graphs, "tokens before", "tokens/s")
+        title = "a CUDA graph on both sides: a step of compiled blocks, a cache of one size\n"
+        title += "dotted: the state keeps its size; measured at the point"
+        every[1].set_title(title, fontsize="small")
+        last = max(x for curve in graphs.values() for x, _ in curve)
+        for name, (colour, _) in looks(graphs).items():
+            if len(graphs[name]) == 1:
+                ((x, y),) = graphs[name]
+                every[1].plot([x, last], [y, y], ":", color=colour)
+    caption(figure, rows, "tokens/s of one row, bfloat16, the paper's 1B models")
     figure.savefig(path.with_suffix(".png"), dpi=150)
+
+
+def in_graphs(rows: Sequence[Mapping[str, str]]) -> Curves:
+    """Return the tokens/s of one row's steps as CUDA graphs, by the tokens before."""
+    curves = Curves()
+    for row in rows:
+        if row["way"] == "graph" and row["B"] == "1":
+            point = int(row["context"]), 1e3 / float(row["median_ms"])
+            curves.setdefault(row["model"], []).append(point)
+    return curves
 
 
 def main() -> None:

@@ -40,11 +40,10 @@ from typing import Any, NamedTuple, cast
 import lm_lost
 import torch
 from common import RESULTS, add_row, read_rows
-from lm_command import Record, draw, parser_of
+from lm_command import Record, parser_of
 from lm_launch import NEVER, PARAMETERS, TOO_LARGE, TRACE, launch, told, write_corpus
+from pictures import Curves, caption, draw, new_figure
 from step_profile import breakdown, kernels_of
-
-from pararnn.extras import require
 
 FILE, PROFILE = "lm_scale.csv", "lm_scale_profile.csv"
 ARCHITECTURES = ("gru", "transformer", "lstm", "mamba2")
@@ -228,16 +227,21 @@ def plot(path: Path) -> None:
     }
     if not known:
         return
-    size = 4.5 * len(known), 4
-    figure = require("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    figure = new_figure(5 * len(known), 4.4)
     every = figure.subplots(1, len(known), squeeze=False)[0]
     for axes, (scale, panel) in zip(every, known.items(), strict=True):
         draw(axes, *panel)
-        axes.set_title(scale.upper())
+        mine = [row for row in rows if row["recipe"].endswith(f"-{scale}")]
+        axes.set_title(f"{scale.upper()}, {sizes_of(mine)}", fontsize="medium")
+    caption(figure, rows, "a training step with AdamW and FSDP2, bfloat16")
     figure.savefig(path.with_suffix(".png"), dpi=150)
 
 
-Curves = dict[str, list[tuple[int, float]]]
+def sizes_of(rows: Sequence[dict[str, str]]) -> str:
+    """Return the rows and lengths on a GPU, and the numbers of GPUs."""
+    sizes = dict.fromkeys(f"{row['rows_a_gpu']} x {int(row['T']):,}" for row in rows)
+    gpus = sorted({int(row["gpus"]) for row in rows})
+    return f"{' and '.join(sizes)} tokens a GPU on {' and '.join(map(str, gpus))} GPUs"
 
 
 def by_gpus(rows: Iterable[dict[str, str]]) -> Curves:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, provenance, read_rows, write_csv
-from matplotlib.figure import Figure
+from pictures import caption, new_figure
 from torch import Tensor
 from trained import solves_of, trained_model
 
@@ -100,7 +100,7 @@ def plot(results: Path, path: Path) -> None:
     ends = {min(int(row["layer"]) for row in rows), max(int(row["layer"]) for row in rows)}
     shown = [row for row in rows if int(row["layer"]) in ends]
     columns = sorted({(row["stage"], row["layer"]) for row in shown})
-    figure = Figure(figsize=(3.6 * len(columns), 3.2 * len(cells)), layout="constrained")
+    figure = new_figure(3.6 * len(columns), 3.2 * len(cells) + 0.4)
     grid = figure.subplots(len(cells), len(columns), sharex=True, sharey=True, squeeze=False)
     for axes, cell in zip(grid, cells, strict=True):
         for ax, (stage, layer) in zip(axes, columns, strict=True):
@@ -117,6 +117,8 @@ def plot(results: Path, path: Path) -> None:
             ax.grid(alpha=0.3)
             ax.legend(fontsize="x-small")
         axes[0].set_ylabel("max |h - f(h_prev, x)|")
+    text = f"float32, B = {rows[0]['batch']}, D = {rows[0]['width']}, held-out text"
+    caption(figure, rows, text)
     figure.savefig(path, dpi=130)
 
 

@@ -8,25 +8,27 @@ from typing import Any
 
 from common import read_rows
 from kernels import LINEAR_SCANS
-from paper_ways import KINDS, MAMBA, SCAN_KERNEL, TORCH_SCAN
+from markdown_tables import Row
+from paper_ways import KINDS, MAMBA, SCAN_KERNEL, SIMPLIFIED, TORCH_SCAN
+from pictures import caption, new_figure
 
 from pararnn.extras import require
+from pararnn.palette import COLOURS, OTHERS
 
-Row = dict[str, str]
 STYLES = {"call": "--", "graph": "-"}
 LABELS = {
     "graph": "solid: as a CUDA graph",
     "call": "broken: called from Python, as it has no graph",
 }
 WAYS = (SCAN_KERNEL, TORCH_SCAN, MAMBA, *LINEAR_SCANS, *KINDS)
-"""The order of rows and of colours."""
+"""The order of rows."""
+MODELS = {MAMBA: COLOURS["mamba2"], SIMPLIFIED: COLOURS["mamba2"]}
+"""Ways that are a model's: they have its colour."""
 PASSES = {"forward": "forward", "both": "forward + backward"}
 
 
 def _grid(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
-    figure = require("matplotlib.figure").Figure(
-        figsize=(5.6 * columns, 4.2 * rows), layout="constrained"
-    )
+    figure = new_figure(5.6 * columns, 4.2 * rows)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
@@ -57,8 +59,9 @@ def drawn(rows: Sequence[Row]) -> list[Row]:
 def _colours(rows: Sequence[Row]) -> dict[str, Any]:
     """A colour for each way; torch.nn's layers, one a cell, share theirs."""
     ways = list(dict.fromkeys(_family(row["way"]) for row in rows))
-    palette = [*require("matplotlib").colormaps["tab10"].colors, "black", "gold"]
-    return dict(zip(ways, palette, strict=False))
+    own = set(MODELS.values())
+    free = (colour for colour in (*COLOURS.values(), *OTHERS) if colour not in own)
+    return {way: MODELS.get(way) or next(free) for way in ways}
 
 
 def _family(way: str) -> str:
@@ -94,6 +97,7 @@ def _finish(figure: Any, rows: Sequence[Row], colours: Mapping[str, Any], path: 
     launches = {row["launch"] for row in rows}
     title = "; ".join(label for launch, label in LABELS.items() if launch in launches)
     figure.legend(handles=handles, title=title, loc="outside lower center", ncols=3)
+    caption(figure, rows, f"batch {rows[0]['B']}, {rows[0]['D']} channels, float32")
     figure.savefig(path, dpi=130)
 
 
@@ -151,6 +155,8 @@ def split(results: Path, path: Path) -> None:
             _scales(axes, f"{case}, {title}", "segments")
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    sizes = f"batch {rows[0]['B']}, {int(rows[0]['T']):,} steps, {rows[0]['D']} channels, float32"
+    caption(figure, rows, sizes)
     figure.savefig(path, dpi=100)
 
 

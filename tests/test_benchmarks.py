@@ -38,6 +38,7 @@ import paper_kernels
 import paper_plots
 import paper_ways
 import parallel
+import pictures
 import protocol
 import segments
 import start
@@ -259,9 +260,10 @@ def test_the_papers_figures_from_the_run_to_the_picture(
     )
     ways = ("scan", "Mamba", "newton, fused", "newton, 3 updates, scan", "loop, eager", "torch.nn")
     rows = {}
+    about = {"commit": "c", "device": "d", "torch": "t"}
     for name, section in paper_kernels.SECTIONS.items():
         path = tmp_path / f"paper_{name}.csv"
-        with protocol.csv_rows(path, {"commit": "c"}) as add:
+        with protocol.csv_rows(path, about) as add:
             section(replace(tiny, ways=ways), add)
         paper_plots.PLOTS[name](path, path.with_suffix(".png"))
         assert path.with_suffix(".png").stat().st_size > 1000
@@ -374,6 +376,30 @@ def test_tables_of_the_papers_figures(results_of_the_paper: Path) -> None:
         "9.9 x",
         "10 x",
     ]
+
+
+def test_pictures_have_a_models_colour_and_say_where_it_was_measured() -> None:
+    pytest.importorskip("matplotlib")
+    colours = []
+    for names in (("gru-1B", "transformer-1B, cache"), ("mamba2-7b", "transformer-7b", "gru-7b")):
+        figure = pictures.new_figure(3, 3)
+        axes = figure.subplots()
+        pictures.draw(axes, {name: [(1, 2.0), (2, 3.0)] for name in names}, "T", "ms")
+        colours.append({line.get_label()[:3]: line.get_color() for line in axes.lines})
+        pictures.caption(figure, [{"device": "H200", "torch": "2.11"}], "batch 1")
+        assert figure.get_suptitle() == "H200, PyTorch 2.11\nbatch 1"
+    assert colours[0] == {name: colours[1][name] for name in ("gru", "tra")}
+    mamba = {paper_plots.MODELS[way] for way in (paper_ways.MAMBA, paper_ways.SIMPLIFIED)}
+    assert mamba == {colours[1]["mam"]}
+    rows = [{"way": way} for way in paper_plots.WAYS]
+    assert len(set(paper_plots._colours(rows).values())) == len(rows)
+
+
+def test_every_picture_is_made_as_the_others_are() -> None:
+    for path in Path(pictures.__file__).parent.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert ("matplotlib.figure" in text) == (path.name == "pictures.py"), path
+        assert ("savefig" in text) <= ("caption(" in text), path
 
 
 def test_rows_are_in_order_and_calls_drawn_where_there_is_no_graph() -> None:

@@ -15,7 +15,7 @@ ROOT = Path(pararnn.__file__).parent
 # show it in this order.
 FLOW = [
     ["errors", "numerics", "parameters", "version"],
-    ["cache", "extras"],
+    ["cache", "extras", "palette"],
     ["cells"],
     ["program/apart", "program/coupling", "program/guard"],
     ["program/structure"],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pararnn.extras import require
+from pararnn.palette import looks
 from pararnn.tasks.base import need
 from pararnn.tasks.table import PAPER, TASKS
 
@@ -93,14 +94,18 @@ def length_plot(results: Sequence[Result], path: Path) -> None:
     """Accuracy over length as a PNG: the mean of the seeds, shaded from the worst to the best."""
     figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for result in results:
+    names = [f"{row_of(result)}, {result['task']}" for result in results]
+    for (name, (colour, style)), result in zip(looks(names).items(), results, strict=True):
         lengths = [int(length) for length in result["lengths"]]
         seeds = list(result["lengths"].values())
         means = [100 * sum(found) / len(found) for found in seeds]
-        (line,) = axes.plot(lengths, means, marker="o", label=f"{result['task']}, {row_of(result)}")
+        axes.plot(lengths, means, style, color=colour, marker="o", label=name)
         spread = [[100 * end(found) for found in seeds] for end in (min, max)]
-        axes.fill_between(lengths, *spread, color=line.get_color(), alpha=0.2)
+        axes.fill_between(lengths, *spread, color=colour, alpha=0.2)
+    devices = ", ".join(dict.fromkeys(result["device"] for result in results))
+    title = f"mean of the seeds, shaded from the worst to the best; trained on {devices}"
     axes.set(xscale="log", xlabel="length", ylabel="accuracy, %", ylim=(0, 102))
+    axes.set_title(title, fontsize="small")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -1,0 +1,55 @@
+"""What all pictures of results share: colours of models, axes, and where the figures come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markdown_tables import Row
+
+from pararnn.extras import require
+from pararnn.palette import looks
+
+Curves = dict[str, list[tuple[int, float]]]
+"""Points over what doubles, by the model's name."""
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches."""
+    return require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+
+
+def draw(
+    axes: Any,
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    x: str,
+    y: str,
+    styles: Mapping[str, str] | None = None,
+) -> None:
+    """Draw curves in their models' colours; x and y: what the axes are called.
+
+    styles: the line styles of names, where they say something. Later curves are thinner, so that
+    equal ones are seen.
+    """
+    widths = [max(3.0 - 0.5 * place, 1.2) for place, _ in enumerate(curves)]
+    for width, (name, (colour, style)) in zip(widths, looks(curves).items(), strict=True):
+        look = {"color": colour, "linestyle": (styles or {}).get(name, style), "linewidth": width}
+        axes.plot(*zip(*sorted(curves[name]), strict=True), marker=".", label=name, **look)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(require("matplotlib.ticker").FuncFormatter(thousands))
+    axes.yaxis.set_major_formatter(require("matplotlib.ticker").FuncFormatter(thousands))
+    axes.set_ylim(0, 1.06 * max(value for points in curves.values() for _, value in points))
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def thousands(value: float, _: int | None = None) -> str:
+    """Return an axis's number as prose has it: 131,072."""
+    return f"{value:,.10g}"
+
+
+def caption(figure: Any, rows: Sequence[Row], text: str) -> None:
+    """Write above all panels on which device the rows were measured, and what sizes they are of."""
+    devices = dict.fromkeys(f"{row['device']}, PyTorch {row['torch']}" for row in rows)
+    figure.suptitle(f"{'; '.join(devices)}\n{text}", fontsize="medium")

@@ -1,0 +1,19 @@
+"""Colours of models in pictures."""
+
+from pararnn.palette import COLOURS, OTHERS, looks
+
+
+def test_a_model_has_its_colour_by_any_name_of_it():
+    names = ["gru", "gru-400M", "gru, 2 layers", "lstm-7b", "mine:Cell", "gru", "other"]
+    found = looks(names)
+    assert list(found) == list(dict.fromkeys(names))
+    assert {found[name][0] for name in names[:3]} == {COLOURS["gru"]}
+    assert [found[name][1] for name in names[:3]] == ["-", "--", ":"]
+    assert found["lstm-7b"] == (COLOURS["lstm"], "-")
+    assert [found[name] for name in ("mine:Cell", "other")] == [(OTHERS[0], "-"), (OTHERS[1], "-")]
+    assert looks(reversed(names))["gru-400M"][0] == COLOURS["gru"]
+
+
+def test_colours_are_told_apart():
+    every = [*COLOURS.values(), *OTHERS]
+    assert len(set(every)) == len(every)
