@@ -59,6 +59,13 @@ def test_lora() -> None:
 
 
 @needs_compiler
+def test_lru() -> None:
+    right, gap = run("lru")
+    assert right >= 0.99
+    assert gap <= 1e-5
+
+
+@needs_compiler
 def test_truncated_bptt() -> None:
     carried, fresh, gap = run("truncated_bptt")
     assert carried >= 0.98

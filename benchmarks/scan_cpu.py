@@ -1,0 +1,117 @@
+"""`pararnn.scan` on a CPU, on the recurrences of an LRU and of a minGRU, and beside other ways.
+
+"LRU": a complex decay for each channel, the same at all steps; "minGRU": a real decay of each step.
+The peers are the loop that a user would write, the library's own scan in PyTorch's operations, and,
+where decays do not change, a convolution by FFT, as state-space models have it. Forward, and
+forward + backward of decays and inputs, float32 or complex64. Writes results/scan_cpu.csv.
+
+    OMP_NUM_THREADS=1 python benchmarks/scan_cpu.py [--budget 3.0] [--lengths 512 2048 16384]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from common import RESULTS, provenance, write_csv
+from cpu import INPUTS, timed_ms
+from torch import Tensor
+
+import pararnn
+
+BATCH, CHANNELS = 8, 64
+LENGTHS = (512, 2048, 16384)
+LOOP, FFT = "loop in Python", "convolution by FFT"
+LONGEST = {LOOP: 2048}
+"""Ways that are not tried on longer sequences, where a call takes seconds."""
+Way = Callable[[Tensor, Tensor], Tensor]
+
+
+def loop(decay: Tensor, entering: Tensor) -> Tensor:
+    """Return the states, one step after the other."""
+    state, states = torch.zeros_like(entering[:, 0]), []
+    decays = decay.expand(entering.shape).unbind(1)
+    for factor, new in zip(decays, entering.unbind(1), strict=True):
+        state = factor * state + new
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def convolution(decay: Tensor, entering: Tensor) -> Tensor:
+    """Return the states as a convolution with the powers of a decay that never changes."""
+    length = entering.shape[1]
+    powers = decay ** torch.arange(length).unsqueeze(1)
+    spectra = (torch.fft.fft(each, 2 * length, dim=-2) for each in (powers, entering))
+    kernel, inputs = spectra
+    return torch.fft.ifft(kernel * inputs, dim=-2)[:, :length]
+
+
+WAYS: dict[str, Way] = {
+    LOOP: loop,
+    "scan in PyTorch": partial(pararnn.scan, solver="newton", backend="torch"),
+    FFT: convolution,
+    "pararnn.scan": pararnn.scan,
+}
+
+
+def drawn(what: str, length: int) -> tuple[Tensor, Tensor]:
+    """Return decays and inputs of a recurrence."""
+    if what == "LRU":
+        size, angle = torch.empty(CHANNELS).uniform_(0.9, 0.999), torch.rand(CHANNELS) * torch.pi
+        entering = torch.randn(BATCH, length, CHANNELS, dtype=torch.complex64)
+        return torch.polar(size, angle), entering
+    return torch.rand(BATCH, length, CHANNELS), torch.randn(BATCH, length, CHANNELS)
+
+
+def ways_of(what: str, length: int) -> list[str]:
+    """Return what can do a recurrence of this length."""
+    fits = [way for way in WAYS if length <= LONGEST.get(way, length)]
+    return fits if what == "LRU" else [way for way in fits if way != FFT]
+
+
+def measure(way: Way, inputs: Sequence[tuple[Tensor, Tensor]], budget: float) -> dict[str, float]:
+    """Return the median and minimum ms forward without gradients, and forward + backward."""
+    turn = itertools.cycle(inputs)
+    cotangent = torch.randn_like(way(*inputs[0]))
+
+    @torch.no_grad()
+    def forward() -> None:
+        way(*next(turn))
+
+    def both() -> None:
+        given = next(turn)
+        torch.autograd.grad(way(*given), given, cotangent)
+
+    found: dict[str, float] = {}
+    for step, call in (("forward", forward), ("both", both)):
+        median, least = timed_ms(call, budget)
+        found |= {f"{step}_ms": round(median, 3), f"{step}_min_ms": round(least, 3)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds for one timing")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    rows = []
+    for what, length in itertools.product(("LRU", "minGRU"), args.lengths):
+        torch.manual_seed(0)
+        inputs = [drawn(what, length) for _ in range(INPUTS)]
+        for tensor in itertools.chain.from_iterable(inputs):
+            tensor.requires_grad_()
+        for way in ways_of(what, length):
+            about = {**provenance(), "threads": torch.get_num_threads(), "what": what, "way": way}
+            size = {"B": BATCH, "T": length, "D": CHANNELS}
+            rows.append({**about, **size, **measure(WAYS[way], inputs, args.budget)})
+            print(*rows[-1].values(), sep="\t", flush=True)
+    write_csv(args.out / "scan_cpu.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
