@@ -1,8 +1,10 @@
-"""Result files as Markdown tables."""
+"""Result files as Markdown tables and sentences."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from common import RESULTS, read_rows
 
@@ -51,6 +53,45 @@ def source(rows: Sequence[Row], name: str, several: bool = False) -> str:
 def size(row: Row) -> str:
     """A row's B, T, D."""
     return ", ".join(row[letter] for letter in "BTD")
+
+
+WIDTH = 120
+"""Of lines of prose."""
+
+
+def prose(*paragraphs: str) -> str:
+    """Return paragraphs broken into lines."""
+    lines = (
+        textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
+        for text in paragraphs
+    )
+    return "\n\n".join(lines)
+
+
+def hold(claim: bool, what: str) -> None:
+    """Raise where the results do not have what a sentence says in words."""
+    if not claim:
+        raise ValueError(f"the results do not say so any more: {what}; write the sentence anew")
+
+
+def listed(words: Iterable[str]) -> str:
+    """Return words as an enumeration: "a, b and c"."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def span(values: Iterable[float], form: str = ".2g", unit: str = "") -> str:
+    """Return the least and the largest of some figures, or the one that all are: "1 to 2 ms"."""
+    every = sorted(values)
+    low, high = (f"{value:{form}}" for value in (every[0], every[-1]))
+    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def one(rows: Iterable[Row], **values: Any) -> Row:
+    """Return the one row with these values."""
+    wanted = {key: str(value) for key, value in values.items()}
+    (row,) = (row for row in rows if wanted.items() <= row.items())
+    return row
 
 
 def figure(row: Row, key: str, digits: int = 3) -> str:

@@ -1,7 +1,7 @@
-"""Put the benchmarks' results into README and docs, between `figures:` markers.
+"""Put the benchmarks' results into README and docs, tables and sentences, between markers.
 
-python benchmarks/tables.py          # rewrite the tables
-python benchmarks/tables.py --check  # fail where a table is not what the results say
+python benchmarks/tables.py          # rewrite them
+python benchmarks/tables.py --check  # fail where a page does not have what the results say
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import sentences_kernels
+import sentences_learn
+import sentences_lm
+import sentences_training
 import tables_paper
 from markdown_tables import Row, read, size, source, table
 from tables_claims import claims
@@ -29,6 +33,7 @@ from tables_cuda import (
 from tables_learn import learn, learn_layers
 from tables_lm import lm_context, lm_decode, lm_first_text, lm_generate, lm_ratios, lm_step
 from tables_scale import lm_lost, lm_scale, lm_scale_memory, lm_scale_profile, lm_scaling
+from tables_scan import scan_cpu
 from tables_training import lengths, recall, remarks, tasks, train_step, words
 
 ROOT = Path(__file__).parents[1]
@@ -258,11 +263,43 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tasks_lengths": partial(lengths, "lengths"),
     "tasks_s3": partial(lengths, "s3"),
     "tasks_recall": recall,
+    "first": tables_paper.first,
+    "scan_cpu": scan_cpu,
+    "limits_says": sentences_kernels.limits,
+    "auto_cpu_says": sentences_kernels.threads,
+    "auto_cuda_rule_says": sentences_kernels.rule,
+    "parallel_trained_says": sentences_kernels.latches,
+    "paper_reduction_says": sentences_kernels.reductions,
+    "paper_solve_says": sentences_kernels.our_kernels,
+    "paper_newton_says": sentences_kernels.by_operations,
+    "paper_peers_says": sentences_kernels.peers,
+    "paper_speedup_says": sentences_kernels.over_python,
+    "paper_split_says": sentences_kernels.splits,
+    "learn_english_says": sentences_learn.english,
+    "learn_code_says": sentences_learn.code,
+    "learn_mamba_says": sentences_learn.mamba,
+    "learn_layers_says": sentences_learn.layers,
+    "lm_sample_says": sentences_lm.sampling,
+    "lm_step_says": sentences_lm.packing,
+    "lm_context_says": sentences_lm.context,
+    "lm_decode_says": sentences_lm.decoding,
+    "lm_generate_says": sentences_lm.figure_3,
+    "lm_first_text_says": sentences_lm.first_text,
+    "training_says": sentences_training.training,
+    "train_step_says": sentences_training.steps,
+    "lm_scale_says": sentences_training.products,
+    "lm_scale_memory_says": sentences_training.memory,
+    "lm_scale_profile_says": sentences_training.profile,
+    "tasks_says": sentences_training.tasks_steps,
+    "tasks_order_says": sentences_training.tasks_order,
+    "tasks_recall_says": sentences_training.tasks_recall,
+    "tasks_s3_says": sentences_training.tasks_s3,
 }
+"""By the names of markers; names that end in `says` are of sentences."""
 
 
 def rendered(text: str) -> str:
-    """A page's text with every marked table as the results have it."""
+    """A page's text with all that is marked as the results have it."""
     return MARKED.sub(lambda m: f"{m[1]}\n{FIGURES[m[2]]()}\n\n{m[3]}", text)
 
 
@@ -281,7 +318,7 @@ def main() -> None:
         if not args.check:
             path.write_text(new, encoding="utf-8")
     if args.check and stale:
-        sys.exit(f"tables differ from the results: {', '.join(stale)}; run benchmarks/tables.py")
+        sys.exit(f"pages differ from the results: {', '.join(stale)}; run benchmarks/tables.py")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from common import RESULTS
-from markdown_tables import Row, measured, read, table
+from markdown_tables import Row, measured, one, read, table
 from paper_ways import MAMBA, SCAN_KERNEL, TORCH_SCAN
 from tables_learn import CORPORA, results
 
@@ -20,13 +20,6 @@ STEADY = 3.0
 """Percent within which rates count as one."""
 Claim = tuple[str, str, str, str, str]
 """What the paper says and where, its figure, ours, whether it holds here, the command."""
-
-
-def one(rows: Iterable[Row], **values: Any) -> Row:
-    """The one row with these values."""
-    wanted = {key: str(value) for key, value in values.items()}
-    (row,) = (row for row in rows if wanted.items() <= row.items())
-    return row
 
 
 def verdict(ours: Iterable[float], papers: Iterable[float]) -> str:

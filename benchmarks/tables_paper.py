@@ -1,11 +1,24 @@
-"""Tables and pictures of the paper's kernel figures, and README's one table of performance."""
+"""Tables and pictures of the paper's kernel figures, and README's figures of performance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from markdown_tables import Row, figure, measured, not_yet, picture, read, size, source, table
+from markdown_tables import (
+    Row,
+    figure,
+    hold,
+    measured,
+    not_yet,
+    picture,
+    prose,
+    read,
+    size,
+    source,
+    table,
+)
 from paper_plots import in_order, launch_of
+from tables_learn import CORPORA, results
 
 COMMAND = "benchmarks/paper_kernels.py"
 LAUNCHED = {"call": "", "graph": ", CUDA graph"}
@@ -14,6 +27,7 @@ LOOP_LENGTH = "512"
 TWO_DIGITS = 9.95
 """Below it two digits are not yet a whole number."""
 SOLVE_PICTURE = "benchmarks/results/paper_solve.png"
+CONTEXT_PICTURE = "![Tokens/s and memory against the context](benchmarks/results/lm_context.png)"
 FUSED = ("sequential, fused", "newton, fused")
 LOOPS = ("loop, eager", "loop, compiled step", "loop, compiled as a whole")
 
@@ -149,121 +163,160 @@ def residuals() -> str:
     return picture("newton_iterations", "Newton's residuals by update").strip()
 
 
-def one(name: str, **values: str) -> Row:
-    """The first row of a file with these values."""
+def held(what: str, at: str, ours: float, beside: str, theirs: float) -> list[str]:
+    """Return a line of README's table: ours beside another's time."""
+    return [what, at, digits(ours), f"{beside}: {digits(theirs)}", f"{digits(theirs / ours)} x"]
+
+
+def digits(value: float) -> str:
+    """Return three digits of a figure, and all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def row_of(name: str, **values: str) -> Row:
+    """Return the first row of a file with these values."""
     return next(row for row in read(name) if values.items() <= row.items())
 
 
+def times(name: str, key: str, ours: dict[str, str], other: dict[str, str]) -> tuple[float, float]:
+    """Return our time and another's in a file."""
+    return float(row_of(name, **ours)[key]), float(row_of(name, **other)[key])
+
+
+def models(name: str, scale: str, **case: str) -> tuple[float, float]:
+    """Return the time of a GRU and of the Transformer of its size."""
+    gru, other = ({"model": f"{model}-{scale}", **case} for model in ("gru", "transformer"))
+    return times(name, "median_ms", gru, other)
+
+
+LONG_TEXT = {"T": "131072"}
+LAYER = {"cell": "gru", "T": "2048"}
+
+
+def on_long_text() -> tuple[float, float]:
+    """Return the steps of the 400M models on one long row."""
+    return models("lm_context.csv", "400M", **LONG_TEXT)
+
+
+def on_a_cpu() -> tuple[float, float]:
+    """Return the times of ParaGRU and of torch.nn.GRU, forward and backward."""
+    ours, other = (LAYER | {"what": f"layer: {each}"} for each in ("ParaGRU", "torch.nn.GRU"))
+    return times("cpu.csv", "both_ms", ours, other)
+
+
+def first() -> str:
+    """Return README's first figures: two speed-ups, a picture, and who learns better."""
+    long, layer = on_long_text(), on_a_cpu()
+    gpu, cpu = row_of("lm_context.csv", **LONG_TEXT), row_of("cpu.csv", **LAYER)
+    corpora = {corpus: results(read(f"learn_{corpus}.csv"))[0].mixer for corpus in CORPORA}
+    names = {"transformer": "the Transformer", "mamba2": "Mamba2"}
+    hold(set(corpora.values()) <= set(names), "who has the fewest bits at the end")
+    epochs = max(float(row["epochs"]) for row in read("learn_english.csv"))
+    lines = [
+        f"- **{long[1] / long[0]:.1f} times** as fast as a Transformer on long text: a training "
+        f"step of a 400M GRU on a row of {int(gpu['T']):,} tokens takes {digits(long[0])} ms, the "
+        f"Transformer's {digits(long[1])} ms ({gpu['device']}, without an optimizer).",
+        f"- **{layer[1] / layer[0]:.1f} times** as fast as `torch.nn.GRU` on two cores of a CPU: "
+        f"forward and backward of `ParaGRU` take {digits(layer[0])} ms, its {digits(layer[1])} ms "
+        f"({cpu['B']} rows of {int(cpu['T']):,} steps, {cpu['D']} channels). `ParaGRU` has a "
+        "diagonal recurrent matrix, `torch.nn.GRU` a full one.",
+        "- [Who learns better](docs/learning.md), with equal parameters and tokens? On English "
+        f"that is read {epochs:.1f} times {names[corpora['english']]} has the fewest bits in the "
+        f"end; GRU and LSTM lead before that. On code that is read once {names[corpora['code']]} "
+        "has.",
+    ]
+    return "\n".join(prose(line).replace("\n", "\n  ") for line in lines) + f"\n\n{CONTEXT_PICTURE}"
+
+
 def performance() -> str:
-    """README's table: a line a question, ours beside what it is held against."""
+    """Return README's table: a line a question, ours beside what it is held against."""
     big = {"what": "GRUCell", "dtype": "bfloat16", "B": "32", "T": "2048", "D": "1024"}
-    loop = {step: one("kernels.csv", **big, **{"pass": step}) for step in ("forward", "backward")}
-    long = {"section": "shapes", "what": "gru", "T": "65536", "D": "1024", "dtype": "float32"}
-    split_ = one("parallel.csv", **long, **{"pass": "forward"})
-    slow = one(
-        "parallel_trained.csv",
-        what="lstm, layer 2",
-        dtype="float32",
-        B="8",
-        T="2048",
-        **{"pass": "forward"},
-    )
-    at_512 = {"what": "gru", "T": LOOP_LENGTH, "pass": "forward"}
-    graph = one("paper_solve.csv", **at_512, way="newton, fused", launch="graph")
-    step = one("paper_solve.csv", **at_512, way=LOOPS[1], launch="call")
-    layer = {
-        w: one("cpu.csv", cell="gru", T="2048", what=f"layer: {w}")
-        for w in ("ParaGRU", "torch.nn.GRU")
+    copied = {
+        step: row_of("kernels.csv", **big, **{"pass": step}) for step in ("forward", "backward")
     }
+    long = {"section": "shapes", "what": "gru", "T": "65536", "D": "1024", "dtype": "float32"}
+    split_ = row_of("parallel.csv", **long, **{"pass": "forward"})
+    trained = {"what": "lstm, layer 2", "dtype": "float32", "B": "8", "T": "2048"}
+    slow = row_of("parallel_trained.csv", **trained, **{"pass": "forward"})
+    at_512 = {"what": "gru", "T": LOOP_LENGTH, "pass": "forward"}
+    graph, step = (at_512 | {"way": "newton, fused"}, at_512 | {"way": LOOPS[1]})
+    python = times(
+        "paper_solve.csv", "median_ms", graph | {"launch": "graph"}, step | {"launch": "call"}
+    )
+    unpacked = {"T": "2048", "packed": "False"}
+    decoded = {"way": "graph", "B": "1", "context": "2048"}
+    cpu, transformer = row_of("cpu.csv", **LAYER), "the Transformer's"
 
-    def digits(value: float) -> str:
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    def ms(row: Row, ours: str, other: str) -> tuple[float, float]:
+        return float(row[ours]), float(row[other])
 
-    def line(what: str, at: str, ours: float, beside: str, theirs: float) -> list[str]:
-        return [what, at, digits(ours), f"{beside}: {digits(theirs)}", f"{digits(theirs / ours)} x"]
-
-    def ms(row: Row, key: str) -> float:
-        return float(row[key])
-
-    def against_transformer(
-        what: str, beside: str, name: str, scale: str, **case: str
-    ) -> list[str]:
-        gru, other = (one(name, model=f"{m}-{scale}", **case) for m in ("gru", "transformer"))
-        at = f"{gru['B']}, {gru['T']}" if "T" in gru else f"{gru['B']}, after {gru['context']}"
-        return line(what, at, ms(gru, "median_ms"), beside, ms(other, "median_ms"))
-
-    body = [
-        *(
-            line(
-                f"GRU's kernel, {name}, bfloat16",
-                size(row),
-                ms(row, "graph_ms"),
-                "its bytes copied",
-                ms(row, "limit_ms"),
-            )
-            for name, row in loop.items()
+    lines: list[tuple[str, str, tuple[float, float], str]] = [
+        (
+            "training step of a 400M GRU on long text, no optimizer",
+            f"1, {LONG_TEXT['T']}",
+            on_long_text(),
+            transformer,
         ),
-        line(
+        (
+            "training step of a 1B GRU, no optimizer",
+            "8, 2048",
+            models("lm_step.csv", "1B", **unpacked),
+            transformer,
+        ),
+        (
+            "a token of a 1B GRU, CUDA graph",
+            "1, after 2048",
+            models("lm_decode.csv", "1B", **decoded),
+            f"{transformer}, with its cache",
+        ),
+        (
             "GRU split in time, forward, float32",
             size(split_),
-            ms(split_, "newton_ms"),
+            ms(split_, "newton_ms", "sequential_ms"),
             "the loop's kernel",
-            ms(split_, "sequential_ms"),
         ),
-        line(
+        (
             "trained LSTM's second layer split in time, forward, float32",
             size(slow),
-            ms(slow, "newton_ms"),
+            ms(slow, "newton_ms", "sequential_ms"),
             "the loop's kernel",
-            ms(slow, "sequential_ms"),
         ),
-        line(
+        (
             "GRU with its projection as a CUDA graph, forward, float32",
-            size(graph),
-            ms(graph, "median_ms"),
+            size(row_of("paper_solve.csv", **graph)),
+            python,
             "a loop in Python over a compiled step",
-            ms(step, "median_ms"),
         ),
-        against_transformer(
-            "training step of a 1B GRU, no optimizer",
-            "the Transformer's",
-            "lm_step.csv",
-            "1B",
-            T="2048",
-            packed="False",
+        *(
+            (
+                f"GRU's kernel, {name}, bfloat16",
+                size(row),
+                ms(row, "graph_ms", "limit_ms"),
+                "its bytes copied",
+            )
+            for name, row in copied.items()
         ),
-        against_transformer(
-            "training step of a 400M GRU on long text, no optimizer",
-            "the Transformer's",
-            "lm_context.csv",
-            "400M",
-            T="131072",
-        ),
-        against_transformer(
-            "a token of a 1B GRU, CUDA graph",
-            "the Transformer's, with its cache",
-            "lm_decode.csv",
-            "1B",
-            way="graph",
-            B="1",
-            context="2048",
-        ),
-        line(
+        (
             "ParaGRU, forward + backward, two cores of a CPU",
-            size(layer["ParaGRU"]),
-            ms(layer["ParaGRU"], "both_ms"),
+            size(cpu),
+            on_a_cpu(),
             "torch.nn.GRU",
-            ms(layer["torch.nn.GRU"], "both_ms"),
         ),
     ]
+    body = [held(what, at, ours, beside, other) for what, at, (ours, other), beside in lines]
     files = "kernels, parallel, parallel_trained, paper_solve, lm_step, lm_context, lm_decode, cpu"
-    about = f"on an {one('kernels.csv')['device']} but for the last line"
-    text = (
-        f"Medians in ms, {about}; below 1 x ours takes longer (`benchmarks/results/`: {files}, "
-        "whose rows say commit and versions):"
+    text = prose(
+        f"Median times in ms on an {row_of('kernels.csv')['device'].removeprefix('NVIDIA ')} "
+        "(last row: CPU). Speed-up = other / ours; below 1 ours is slower. Two rows compare with "
+        "the time to copy the data, a lower bound. The rows of the files say commit and versions "
+        f"(`benchmarks/results/`: {files})."
     )
-    what = "GRU and LSTM against the length, forward, and with the backward pass"
-    drawn = "CUDA graphs, and calls from Python where there is no graph"
-    image = f"{what}, {drawn}; B = 1, D = 64, float32:\n\n![{what}]({SOLVE_PICTURE})"
-    head = ["what", "B, T, D", "ours", "beside", "as fast"]
+    solved = row_of("paper_solve.csv")
+    what = (
+        f"Time of a GRU and an LSTM by sequence length (batch {solved['B']}, {solved['D']} "
+        f"channels, float32, {solved['device'].removeprefix('NVIDIA ')}). Solid: CUDA graph; "
+        "dashed: called from Python."
+    )
+    image = f"{prose(what)}\n\n![Time of a GRU and an LSTM by sequence length]({SOLVE_PICTURE})"
+    head = ["what", "B, T, D", "ours", "other", "speed-up"]
     return f"{text}\n\n{table(head, body)}\n\n{image}"
