@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from markdown_tables import Row, measured, not_yet, one, prose, read, source, span, table
-from scan_cpu import FFT, LOOP, WAYS
+from scan_cpu import FFT, IN_PYTORCH, LOOP, WAYS
 
 FILE = "scan_cpu.csv"
 OURS = "pararnn.scan"
@@ -49,7 +49,7 @@ def compared(rows: list[Row]) -> str:
                 ]
         return span(ratios, ".1f")
 
-    names = {LOOP: "the loop", FFT: "the convolution", "scan in PyTorch": "PyTorch's operations"}
+    names = {LOOP: "the loop", FFT: "the convolution", IN_PYTORCH: "PyTorch's operations"}
     parts = ", ".join(f"{over(way)} times as fast as {names[way]}" for way in WAYS if way != OURS)
     return prose(
         f"By minima `pararnn.scan` is {parts}. The convolution takes decays that are the same at "
