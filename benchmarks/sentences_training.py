@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from common import RESULTS
@@ -13,8 +13,9 @@ from markdown_tables import Row, hold, listed, one, prose, read, span
 from pararnn.tasks.report import percent, read_results
 from pararnn.tasks.table import PAPER, TASKS
 
+Result = Mapping[str, Any]
 NAMES = {"gru": "GRU", "lstm": "LSTM", "mamba2": "Mamba2", "transformer": "Transformer"}
-LONG = {"gpus": 2, "rows_a_gpu": 1, "T": 16384, "way": "plain", "overrides": ""}
+LONG: dict[str, Any] = {"gpus": 2, "rows_a_gpu": 1, "T": 16384, "way": "plain", "overrides": ""}
 """What tells the steps at 7B and the longest T apart."""
 PAPERS_STEPS = 1_875_000
 """The cap of the paper's trainings on synthetic tasks."""
@@ -132,17 +133,17 @@ def numbers(row: Row) -> dict[str, Any]:
     return {key: int(value) if value.isdecimal() else value for key, value in row.items()}
 
 
-def capped(folder: str = "table6") -> list[dict[str, Any]]:
+def capped(folder: str = "table6") -> list[Result]:
     """Return the results of a folder that a limit ended."""
     return [result for result in read_results(RESULTS / "tasks" / folder) if result["capped"]]
 
 
-def rate_left(result: dict[str, Any]) -> float:
+def rate_left(result: Result) -> float:
     """Return the part of its learning rate that a training ended with, by its cosine."""
     return (1 + math.cos(math.pi * result["steps"] / result["config"]["train"]["steps"])) / 2
 
 
-def name_of(result: dict[str, Any]) -> str:
+def name_of(result: Result) -> str:
     """Return the model and the task of a result."""
     return f"{NAMES[result['mixer']]} on {result['task']}"
 
@@ -160,12 +161,12 @@ def tasks_steps() -> str:
         "Table 6's models, with far fewer steps than the paper's cap. What was solved early ended "
         f"early. What was not took up to {ours['steps']:,} steps in {ours['seconds'] / 60:.0f} "
         f"minutes on one GPU (GRU and LSTM) or {others['steps']:,} (the Transformer, Mamba2). "
-        f"{len(early)} of the {len(results)} capped trainings ended before their learning rate had "
-        f"fallen: {ended} of it. The others ended at {100 * SPENT:.0f}% or less."
+        f"Of the {len(results)} capped trainings {len(early)} ended before their learning rate had "
+        f"fallen. They kept this part of it: {ended}. The others ended at {100 * SPENT:.0f}% or less."
     )
 
 
-def part(result: dict[str, Any]) -> str:
+def part(result: Result) -> str:
     """Return which part of the paper's steps a training took."""
     return f"1/{PAPERS_STEPS / result['steps']:.0f}"
 
@@ -198,7 +199,7 @@ def tasks_order() -> str:
     )
 
 
-def last_losses(results: Iterable[dict[str, Any]]) -> list[float]:
+def last_losses(results: Iterable[Result]) -> list[float]:
     """Return the training losses of all seeds at the last validation."""
     return [loss for result in results for loss in result["history"][-1][1]]
 
@@ -218,12 +219,12 @@ def tasks_recall() -> str:
     )
 
 
-def ranked(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def ranked(results: Sequence[Result]) -> list[Result]:
     """Return results, the best first."""
     return sorted(results, key=lambda result: -at_100(result))
 
 
-def at_100(result: dict[str, Any]) -> float:
+def at_100(result: Result) -> float:
     """Return the best seed's accuracy at the length that was trained, as the table has it."""
     return max(result["lengths"].get("100", result["accuracies"]))
 
@@ -238,7 +239,7 @@ def tasks_s3() -> str:
     (dense,) = read_results(RESULTS / "tasks" / "dense")
     chance = 100 / 3
 
-    def named(result: dict[str, Any]) -> str:
+    def named(result: Result) -> str:
         mixer, layers = result["mixer"], result["config"]["model"]["layers"]
         return f"The {'sLSTM' if mixer == 'slstm' else NAMES[mixer]} of {layers} layers"
 
@@ -259,7 +260,7 @@ def tasks_s3() -> str:
     )
 
 
-def worst_at_500(results: Sequence[dict[str, Any]]) -> str:
+def worst_at_500(results: Sequence[Result]) -> str:
     """Return what the worst seeds of those that find the rule have at length 500."""
     found = (r for r in results if r["best"] > 0.9)
     return span([100 * min(r["lengths"]["500"]) for r in found], ".0f", "%")
