@@ -158,11 +158,12 @@ def tasks_steps() -> str:
     early = sorted((r for r in results if rate_left(r) > SPENT), key=rate_left)
     ended = listed(f"{name_of(result)} ({100 * rate_left(result):.0f}%)" for result in early)
     return prose(
-        "Table 6's models, with far fewer steps than the paper's cap. What was solved early ended "
-        f"early. What was not took up to {ours['steps']:,} steps in {ours['seconds'] / 60:.0f} "
-        f"minutes on one GPU (GRU and LSTM) or {others['steps']:,} (the Transformer, Mamba2). "
-        f"Of the {len(results)} capped trainings {len(early)} ended before their learning rate had "
-        f"fallen. They kept this part of it: {ended}. The others ended at {100 * SPENT:.0f}% or less."
+        "Table 6's models, with far fewer steps than the paper's cap. What was solved early "
+        f"ended early. What was not took up to {ours['steps']:,} steps in "
+        f"{ours['seconds'] / 60:.0f} minutes on one GPU (GRU and LSTM) or {others['steps']:,} "
+        f"(the Transformer, Mamba2). Of the {len(results)} capped trainings {len(early)} ended "
+        f"before their learning rate had fallen. They kept this part of it: {ended}. The others "
+        f"ended at {100 * SPENT:.0f}% or less."
     )
 
 
