@@ -3,15 +3,18 @@
 "LRU": a complex decay for each channel, the same at all steps; "minGRU": a real decay of each step.
 The peers are the loop that a user would write, the library's own scan in PyTorch's operations, and,
 where decays do not change, a convolution by FFT, as state-space models have it. Forward, and
-forward + backward of decays and inputs, float32 or complex64. Writes results/scan_cpu.csv.
+forward + backward of decays and inputs, float32 or complex64. Rounds of all cases follow each
+other, so that other work on the machine does not meet one case alone: the median of their medians
+and the least of their minima. Writes results/scan_cpu.csv.
 
-    OMP_NUM_THREADS=1 python benchmarks/scan_cpu.py [--budget 3.0] [--lengths 512 2048 16384]
+    OMP_NUM_THREADS=1 python benchmarks/scan_cpu.py [--budget 1.0] [--rounds 3]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -93,23 +96,49 @@ def measure(way: Way, inputs: Sequence[tuple[Tensor, Tensor]], budget: float) ->
     return found
 
 
+Case = tuple[str, int, str]
+"""A recurrence, a length and a way."""
+
+
+def cases(lengths: Sequence[int]) -> list[Case]:
+    """Return what is measured."""
+    whole = itertools.product(("LRU", "minGRU"), lengths)
+    return [(what, length, way) for what, length in whole for way in ways_of(what, length)]
+
+
+def once(case: Case, budget: float) -> dict[str, float]:
+    """Return a case's times on fresh inputs."""
+    what, length, way = case
+    torch.manual_seed(0)
+    inputs = [drawn(what, length) for _ in range(INPUTS)]
+    for tensor in itertools.chain.from_iterable(inputs):
+        tensor.requires_grad_()
+    print(*case, sep="\t", flush=True)
+    return measure(WAYS[way], inputs, budget)
+
+
+def pooled(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the medians of the medians and the least of the minima."""
+    return {
+        key: round((min if "min" in key else statistics.median)(each[key] for each in rounds), 3)
+        for key in rounds[0]
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", type=float, default=3.0, help="seconds for one timing")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds for one timing")
+    parser.add_argument("--rounds", type=int, default=3, help="of all cases, one after the other")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    rows = []
-    for what, length in itertools.product(("LRU", "minGRU"), args.lengths):
-        torch.manual_seed(0)
-        inputs = [drawn(what, length) for _ in range(INPUTS)]
-        for tensor in itertools.chain.from_iterable(inputs):
-            tensor.requires_grad_()
-        for way in ways_of(what, length):
-            about = {**provenance(), "threads": torch.get_num_threads(), "what": what, "way": way}
-            size = {"B": BATCH, "T": length, "D": CHANNELS}
-            rows.append({**about, **size, **measure(WAYS[way], inputs, args.budget)})
-            print(*rows[-1].values(), sep="\t", flush=True)
+    every = cases(args.lengths)
+    rounds = [[once(case, args.budget) for case in every] for _ in range(args.rounds)]
+    about = {**provenance(), "threads": torch.get_num_threads(), "rounds": args.rounds}
+    rows = [
+        {**about, "what": what, "way": way, "B": BATCH, "T": length, "D": CHANNELS, **pooled(own)}
+        for (what, length, way), own in zip(every, zip(*rounds, strict=True), strict=True)
+    ]
     write_csv(args.out / "scan_cpu.csv", rows)
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import markdown_tables
+import scan_cpu
 import sentences_learn
 import sentences_lm
 import sentences_training
@@ -143,6 +145,28 @@ def test_scans_are_compared_by_minima() -> None:
     said = tables_scan.compared([{key: str(value) for key, value in row.items()} for row in rows])
     assert "4.0 times as fast as the loop, 2.0 times as fast as PyTorch's operations" in said
     assert "1.2 to 4.0 times as fast as the convolution" in " ".join(said.split())
+
+
+def test_scans_are_timed_in_rounds_and_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    for what in ("LRU", "minGRU"):
+        decay, entering = scan_cpu.drawn(what, 20)
+        expected = scan_cpu.loop(decay, entering)
+        for way in scan_cpu.ways_of(what, 20):
+            torch.testing.assert_close(scan_cpu.WAYS[way](decay, entering), expected)
+    assert scan_cpu.LOOP not in scan_cpu.ways_of("LRU", 16384)
+    assert scan_cpu.FFT not in scan_cpu.ways_of("minGRU", 512)
+    found = iter(
+        ({"ms": 4.0, "min_ms": 3.0}, {"ms": 6.0, "min_ms": 5.0}, {"ms": 5.0, "min_ms": 4.0})
+    )
+    monkeypatch.setattr(scan_cpu, "measure", lambda *_: next(found))
+    monkeypatch.setattr(scan_cpu, "cases", lambda _: [("LRU", 20, "pararnn.scan")])
+    monkeypatch.setattr(sys, "argv", ["scan_cpu.py", "--out", str(tmp_path)])
+    scan_cpu.main()
+    (row,) = read_rows(tmp_path / "scan_cpu.csv")
+    assert (row["ms"], row["min_ms"], row["rounds"], row["T"]) == ("5.0", "3.0", "3", "20")
 
 
 def test_enumerations_and_spans() -> None:
