@@ -132,9 +132,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    about = {**provenance(), "threads": torch.get_num_threads(), "rounds": args.rounds}
     every = cases(args.lengths)
     rounds = [[once(case, args.budget) for case in every] for _ in range(args.rounds)]
-    about = {**provenance(), "threads": torch.get_num_threads(), "rounds": args.rounds}
     rows = [
         {**about, "what": what, "way": way, "B": BATCH, "T": length, "D": CHANNELS, **pooled(own)}
         for (what, length, way), own in zip(every, zip(*rounds, strict=True), strict=True)
