@@ -43,7 +43,8 @@ def source(rows: Sequence[Row], name: str, several: bool = False) -> str:
     first = rows[0]
     if several:
         first = first | {"commit": ", ".join(dict.fromkeys(row["commit"] for row in rows))}
-    threads = f", {first['threads']} threads" if "threads" in first else ""
+    count = first.get("threads", "")
+    threads = f", {count} thread{'s' * (count != '1')}" if count else ""
     return (
         f"({first['device']}{threads}, PyTorch {first['torch']}, commit {first['commit']}; "
         f"`benchmarks/results/{name}`)"

@@ -11,7 +11,13 @@ OURS = "pararnn.scan"
 
 def both(row: Row, step: str) -> str:
     """Return the median, and in brackets the minimum."""
-    return f"{float(row[f'{step}_ms']):.3g} ({float(row[f'{step}_min_ms']):.3g})"
+    median, least = (float(row[f"{step}_{kind}"]) for kind in ("ms", "min_ms"))
+    return f"{three_digits(median)} ({three_digits(least)})"
+
+
+def three_digits(ms: float) -> str:
+    """Return a time with three digits, or all before the point."""
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def scan_cpu() -> str:
@@ -47,7 +53,7 @@ def compared(rows: list[Row]) -> str:
                     float(row[f"{step}_min_ms"]) / float(ours[f"{step}_min_ms"])
                     for step in ("forward", "both")
                 ]
-        return span(ratios, ".1f")
+        return span(ratios, ".0f")
 
     names = {LOOP: "the loop", FFT: "the convolution", IN_PYTORCH: "PyTorch's operations"}
     parts = ", ".join(f"{over(way)} times as fast as {names[way]}" for way in WAYS if way != OURS)
