@@ -192,7 +192,8 @@ class ParaRNN(nn.Module):
             reset_states: the states that such steps start from instead, like h_0 with K in place of
                 B for K of them, in the order in which `states[reset]` has them.
             lengths: int (B,); the steps of each sequence, the rest being padding. Integers on the
-                CPU are checked; on CUDA the device asserts.
+                CPU are checked; on CUDA the device asserts. A tensor, list or NumPy array, as
+                cu_seqlens and reset may be.
             padding: the side that padding is on, "right" or "left".
             cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1, or
                 unbatched x), and the end of the last.
