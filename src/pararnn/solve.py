@@ -233,12 +233,15 @@ def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...
 
 def _initial(cell: Cell, given: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     names = cell.states
-    states = as_states("the initial state", given)
+    states = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     if len(states) != len(names):
         raise ValueError(
             f"initial_state of {type(cell).__name__} must hold {len(names)} tensor(s), one for "
             f"each of {tuple(names)}, got {len(states)}"
         )
+    for name, state in zip(names, states, strict=True):
+        if not isinstance(state, Tensor):  # the message takes a microsecond
+            as_states(f"initial state {name!r}", given)
     return states
 
 
