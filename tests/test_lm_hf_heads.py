@@ -46,6 +46,15 @@ def test_rows_are_judged_by_their_last_token_wherever_padding_is(kind):
     torch.testing.assert_close(loss, (want[:, 0] - rewards).square().mean())
 
 
+@torch.no_grad()
+def test_without_a_token_for_padding_rows_go_one_by_one():
+    config = ParaRNNConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_heads=2)
+    model, row = AutoModelForSequenceClassification.from_config(config).eval(), tokens(2, 5) % 8
+    assert model(row[:1]).logits.shape == (1, 2)
+    with pytest.raises(ValueError, match="padding token"):
+        model(row)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_tokens_are_judged_by_those_before(kind):

@@ -73,6 +73,7 @@ class ParaRNNConfig(PretrainedConfig):
 
     model_type = "pararnn"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    pad_token_id = bos_token_id = eos_token_id = None  # what is read of configs that say none
     attribute_map = dict.fromkeys(
         ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), "norm_eps"
     )
