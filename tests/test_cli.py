@@ -282,6 +282,16 @@ def test_generate_writes_the_prompt_and_what_follows(model, tmp_path, capsys, mo
     assert written(f"{drawn} --dtype bfloat16", tmp_path, capsys).startswith(prompt)
 
 
+def test_generate_stops_where_the_tokenizer_alone_names_the_end(model, tmp_path, capsys):
+    """As in folders of earlier versions and of other tools."""
+    greedy = "--prompt a --max-new-tokens 30 --temperature 0"
+    whole = written(greedy, tmp_path, capsys)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings |= {"eos_token": whole[3]}  # a letter that it says
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert written(greedy, tmp_path, capsys) == whole[: whole.index(whole[3], 1)] + "\n"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

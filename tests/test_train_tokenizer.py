@@ -4,15 +4,25 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from data_files import TEXTS, json_lines, tokens_of
 
+from pararnn.cli import main
 from pararnn.lm import preset
+from pararnn.lm.tokens import byte_tokenizer
 from pararnn.train.config import DataConfig, RunConfig
 from pararnn.train.corpus import packing, sources
 from pararnn.train.corpus import prepare as data_module
 from pararnn.train.corpus.prepare import prepare
 from pararnn.train.corpus.sources import DataError
-from pararnn.train.corpus.tokenizer import ENDS, load_tokenizer, size_of, train_tokenizer
+from pararnn.train.corpus.tokenizer import (
+    ENDS,
+    ends_of,
+    load_tokenizer,
+    size_of,
+    train_tokenizer,
+)
+from pararnn.train.run import write_model
 
 
 @pytest.fixture
@@ -115,9 +125,63 @@ def test_what_packs_is_what_transformers_reads(name, tmp_path):
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     text = "the cät sat\n"
     assert read(text)["input_ids"] == list(tokenizer.encode(text))
-    assert read.eos_token_id == tokenizer.end
+    assert read.eos_token_id == read.pad_token_id == tokenizer.end
     assert read.decode(list(tokenizer.encode(text))) == text
     assert load_tokenizer(str(tmp_path / "saved")).end == tokenizer.end
+
+
+def ending_model(prompt):
+    """A model that says the end behind a text of bytes."""
+    hugging = pytest.importorskip("pararnn.lm.hf")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_heads": 1}
+    torch.manual_seed(0)
+    model = hugging.ParaRNNForCausalLM(hugging.ParaRNNConfig(vocab_size=257, **sizes)).eval()
+    with torch.no_grad():
+        last = model.model(torch.tensor([list(prompt.encode())])).last_hidden_state[0, -1]
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[256] = last
+    return model
+
+
+@pytest.mark.parametrize("pad", ["<|endoftext|>", None], ids=["new", "of an earlier version"])
+def test_texts_end_where_the_tokenizer_says(pad, tmp_path, capsys):
+    """Ends were learned, and nothing in the folder said so: all went on to the last token."""
+    transformers = pytest.importorskip("transformers")
+    prompt = "It was"
+    model = ending_model(prompt)
+    load_tokenizer("bytes").save(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": pad}))
+    write_model(model, model.state_dict(), tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for config in (loaded.config, loaded.generation_config, tokenizer):
+        assert config.eos_token_id == config.pad_token_id == 256
+    say = transformers.pipeline("text-generation", loaded, tokenizer=tokenizer, device="cpu")
+    how = {"max_new_tokens": 5, "do_sample": False}
+    said = say([prompt, "as it was or may be"], batch_size=2, **how)
+    assert said[0][0]["generated_text"] == prompt
+    ids = tokenizer(prompt, return_tensors="pt")
+    assert loaded.generate(**ids, **how)[0].tolist() == [*prompt.encode(), 256]
+    command = ["generate", "--model", str(tmp_path), "--prompt", prompt, "--device", "cpu"]
+    assert main([*command, "--temperature", "0", "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out == prompt + "\n"
+
+
+def test_a_tokenizers_own_pad_token_stays(tmp_path):
+    pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    given = tokenizers.Tokenizer.from_str(json.dumps(byte_tokenizer("<eos>")))
+    given.add_special_tokens(["<pad>"])
+    given.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    settings |= {"pad_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded, saved = load_tokenizer(str(tmp_path)), tmp_path / "saved"
+    saved.mkdir()
+    loaded.save(saved)
+    assert ends_of(saved) == (loaded.end, loaded.pad) == (256, 257)
+    assert ends_of(tmp_path / "none") is None
 
 
 # --- trained on what is learned ---

@@ -13,13 +13,13 @@ BYTES = 256
 def save_byte_tokenizer(folder: Path | str, end: str | None = None) -> None:
     """Write tokenizer.json and tokenizer_config.json: token ids are the bytes of UTF-8 text.
 
-    `end` is how the token 256 is written, which ends documents; None is no such token. For
-    `transformers.AutoTokenizer`; writing them needs no other package.
+    `end` is how the token 256 is written, which ends documents, and pads rows; None is no such
+    token. For `transformers.AutoTokenizer`; writing them needs no other package.
     """
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    names = {} if end is None else {"eos_token": end, "pad_token": end}
     files: dict[str, Any] = {
         "tokenizer.json": byte_tokenizer(end),
-        "tokenizer_config.json": settings if end is None else settings | {"eos_token": end},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"} | names,
     }
     for name, content in files.items():
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -23,6 +23,7 @@ from pararnn.train.checkpoints import (
     writing,
 )
 from pararnn.train.config import RunConfig, read_config
+from pararnn.train.corpus.tokenizer import ends_of
 from pararnn.train.files import beside, write_beside
 from pararnn.train.log import forget_after, read_rows
 from pararnn.train.plot import plot_rows
@@ -131,8 +132,8 @@ def export(trainer: RunTrainer, packed: TrainingData, folder: Path) -> None:
     state = whole_weights(trainer.own_model)
     if trainer.is_world_process_zero():
         with beside(folder) as new:
-            write_model(trainer.own_model, state, new)
             packed.tokenizer.save(new)
+            write_model(trainer.own_model, state, new)
 
 
 def export_checkpoint(out: Path, step: int | None = None, folder: Path | None = None) -> Path:
@@ -163,14 +164,20 @@ def export_checkpoint(out: Path, step: int | None = None, folder: Path | None = 
         model = bare_model(config).to_empty(device="cpu")
         load_state(complete[step], model)
         with writing(folder, out), beside(folder) as new:
-            write_model(model, model.state_dict(), new)
             shutil.copytree(out / TOKENIZER, new, dirs_exist_ok=True)
+            write_model(model, model.state_dict(), new)
     return folder
 
 
 def write_model(model: ParaRNNForCausalLM, state: dict[str, Any], folder: Path) -> None:
-    """Write weights and config for use, not for training."""
+    """Write weights and config for use, not for training, beside the tokenizer in `folder`.
+
+    Texts end where the tokenizer says, for `generate` and all that is built on it.
+    """
     model.config.use_cache = True  # which Trainer turns off
+    ends = ends_of(folder)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = ends or (None, None)
     model.save_pretrained(folder, state_dict=state)
 
 

@@ -24,7 +24,7 @@ def stream_text(
     device: str = "cpu",
     dtype: str = "auto",
 ) -> None:
-    """Write the prompt and what a model says next to stdout.
+    """Write the prompt and what a model says next to stdout, up to the end of a text.
 
     Args:
         folder: what `save_pretrained` of a causal language model and of its tokenizer wrote, ours
@@ -46,6 +46,11 @@ def stream_text(
     draw: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         draw |= {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
+    # Other tools save the end with the tokenizer alone.
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    draw |= {} if ends is None else {"eos_token_id": ends, "pad_token_id": pad}
     torch.manual_seed(seed)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
     model.to(device).eval().generate(

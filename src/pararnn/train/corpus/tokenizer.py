@@ -17,6 +17,7 @@ END = "<|endoftext|>"
 """The end of a document in tokenizers that are trained here."""
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """What a tokenizer.json that says nothing else may call it, the first that it has."""
+SETTINGS = "tokenizer_config.json"
 ENCODES = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 """What the ids of a text depend on, of the parts of a tokenizer.json."""
 
@@ -70,12 +71,13 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class FastTokenizer:
-    """A tokenizer of the package tokenizers; see `Tokenizer`."""
+    """A tokenizer of the package tokenizers; see `Tokenizer`. pad: the id that fills rows."""
 
     tokenizer: Any
     end: int
     vocabulary: int
     key: str
+    pad: int
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -86,7 +88,7 @@ class FastTokenizer:
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        _write_settings(folder, self.tokenizer.id_to_token(self.end))
+        _write_settings(folder, *map(self.tokenizer.id_to_token, (self.end, self.pad)))
 
 
 def size_of(name: str) -> int | None:
@@ -131,7 +133,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"the tokenizer {name!r} names no end of text: set eos_token in its "
             "tokenizer_config.json"
         )
-    return _fast(found.backend_tokenizer, found.eos_token_id)
+    return _fast(found.backend_tokenizer, found.eos_token_id, found.pad_token_id)
 
 
 def train_tokenizer(documents: Iterable[str], size: int, folder: Path | str) -> Tokenizer:
@@ -157,14 +159,33 @@ def train_tokenizer(documents: Iterable[str], size: int, folder: Path | str) -> 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_settings(folder, END)
+    _write_settings(folder, END, END)
     return _of_file(folder / "tokenizer.json")
 
 
-def _write_settings(folder: Path, end: str) -> None:
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+def ends_of(folder: Path) -> tuple[int, int] | None:
+    """The ids of a saved tokenizer that end a text and fill a row; None where it names no end.
+
+    What an earlier version saved names no pad token: the end is written there as one.
+    """
+    path = folder / SETTINGS
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if settings.get("eos_token") is None:
+        return None
+    if settings.get("pad_token") is None:
+        _write_settings(folder, settings["eos_token"], settings["eos_token"])
+    found = require("transformers").AutoTokenizer.from_pretrained(folder)
+    return found.eos_token_id, found.pad_token_id
+
+
+def _write_settings(folder: Path, end: str, pad: str) -> None:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "pad_token": pad,
+    }
     text = json.dumps(settings, indent=2) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    (folder / SETTINGS).write_text(text, encoding="utf-8")
 
 
 def _of_file(path: Path) -> Tokenizer:
@@ -185,7 +206,7 @@ def _of_file(path: Path) -> Tokenizer:
     return _fast(tokenizer, ends[0])
 
 
-def _fast(tokenizer: Any, end: int) -> Tokenizer:
+def _fast(tokenizer: Any, end: int, pad: int | None = None) -> Tokenizer:
     # A file may ask for cut or padded texts; and a text that spells the end must not be one.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -193,4 +214,5 @@ def _fast(tokenizer: Any, end: int) -> Tokenizer:
     parts = json.loads(tokenizer.to_str())
     content = json.dumps([end, *(parts[name] for name in ENCODES)])
     key = hashlib.sha256(content.encode()).hexdigest()
-    return FastTokenizer(tokenizer, end, max(tokenizer.get_vocab().values()) + 1, key)
+    largest = max(tokenizer.get_vocab().values())
+    return FastTokenizer(tokenizer, end, largest + 1, key, end if pad is None else pad)
