@@ -522,6 +522,55 @@ def test_errors_are_one_line(options, message, folder, tmp_path, capsys):
     assert message in error_of(command, capsys)
 
 
+@pytest.fixture
+def mute(folder, tmp_path):
+    """The model, which knows with certainty that "x" never comes."""
+    model, tokenizer = load(folder)
+    head = model.lm_head.forward
+
+    def forward(hidden):
+        logits = head(hidden).clone()
+        logits[..., ord("x")] = -torch.inf
+        return logits
+
+    model.lm_head.forward = forward
+    return model, tokenizer
+
+
+def test_what_is_infinite_is_null(mute, tmp_path, monkeypatch):
+    """JSON has no Infinity, and other programs do not read it."""
+    monkeypatch.setattr("pararnn.evaluation.run.load_model", lambda *_: mute)
+    (tmp_path / "a.txt").write_text("no x")
+    report = run_evaluation("m", texts=[str(tmp_path / "a.txt")], out=str(tmp_path))
+    found = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert found["texts"][0]["perplexity"] is found["texts"][0]["nats"] is None
+    assert "| inf | inf | inf |" in report.read_text()
+
+
+def test_a_model_that_says_nan_is_not_evaluated(folder, tmp_path, monkeypatch):
+    """It had the accuracy of whatever argmax makes of NaN."""
+    model, tokenizer = load(folder)
+    model.lm_head.register_forward_hook(lambda *parts: parts[-1] * torch.nan)
+    monkeypatch.setattr("pararnn.evaluation.run.load_model", lambda *_: (model, tokenizer))
+    (tmp_path / "a.txt").write_text("some text")
+    arc = lines(tmp_path / "arc_easy.jsonl", ARC)
+    for asked_for in ({"texts": [str(tmp_path / "a.txt")]}, {"tasks": [str(arc)]}):
+        with pytest.raises(EvaluationError, match="the model's logits are NaN"):
+            run_evaluation("m", out=str(tmp_path), **asked_for)
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("command", ["eval {} --text {}", "generate --model {} --prompt {}"])
+def test_weights_that_are_nan_are_not_loaded(command, tmp_path, capsys):
+    model = hugging("gru", vocab_size=257)
+    model.model.backbone.blocks[0].mlp.up_proj.weight.data[1, 2] = torch.inf
+    model.save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path, end=END)
+    (tmp_path / "a.txt").write_text("some text")
+    error = error_of(command.format(tmp_path, tmp_path / "a.txt"), capsys)
+    assert "up_proj.weight is NaN or infinite, as its training diverged" in error
+
+
 def test_two_files_of_one_name_raise(tmp_path):
     (tmp_path / "a").mkdir()
     one = lines(tmp_path / "piqa.jsonl", ARC)

@@ -8,7 +8,7 @@ import torch
 from table import has_compiler
 
 from pararnn.cli import main
-from pararnn.tasks import TASKS
+from pararnn.tasks import TASKS, training
 from pararnn.tasks.commands import arranged
 from pararnn.tasks.report import read_results, table, write_report
 from pararnn.tasks.run import configured, result_name, run_task, said
@@ -56,7 +56,9 @@ def test_overrides():
         ("batch=10001", "batch must be at most rows = 10000"),
         ("test=0", "test must be positive, got 0"),
         ("lr=0", "lr must be positive and finite, got 0.0"),
-        ("lr=inf", "lr must be positive and finite, got inf"),
+        ("lr=inf", "lr must be finite, got inf"),
+        ("seconds=inf", "seconds must be finite, got inf"),
+        ("clip=nan", "clip must be finite, got nan"),
         ("weight_decay=-1", "weight_decay must be 0 or positive, got -1.0"),
         ("seconds=-1", "seconds must be positive, or none, got -1.0"),
     ],
@@ -186,6 +188,65 @@ def test_table():
         "| lstm | (100) | 99.9 (100) | (100) |  |",
         "| chance | 10 | 10 | 10 | 10 |",
     ]
+
+
+@pytest.fixture(scope="module")
+def diverged(tmp_path_factory):
+    """Results of runs that diverge at once, by regression and by classes, made by the command."""
+    out = tmp_path_factory.mktemp("diverged")
+    command = ["tasks", "run", "parity,adding", "--mixer", "gru", "--device", "cpu"]
+    command += ["--out", str(out), "--lengths", "8,40", *SMALL, "steps=40", "lr=1e25"]
+    assert main(command) == 0
+    return out
+
+
+def strict(text):
+    """JSON as its standard has it, which knows no NaN."""
+    return json.loads(text, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("task", ["parity", "adding"])
+def test_a_run_that_diverged_has_no_accuracy(task, diverged):
+    """It had that of the first class, to which argmax takes NaN, and NaN in its file."""
+    result = strict((diverged / f"{task}-gru.json").read_text())
+    assert result["accuracies"] == [None] * 3
+    assert result["best"] is None
+    assert result["lengths"] == {"8": [None] * 3, "40": [None] * 3}
+    assert result["diverged"] == [10] * 3
+    assert result["steps"] == 10  # nothing is left to train
+    assert f"{task}, gru: none (diverged by step 10), none" in said(result)
+
+
+def test_the_table_says_what_diverged(diverged):
+    pytest.importorskip("matplotlib")
+    assert "| gru | diverged (100) | diverged |" in write_report(diverged)
+
+
+def test_one_seed_that_diverges_leaves_the_others_theirs(monkeypatch):
+    """Its best weights from before are tested."""
+    config = configured("parity", "gru", [*SMALL, "steps=30", "seeds=2"], lengths=[16])
+    expected = run_task(config)
+    step = training.Stepper.__call__
+
+    def spoil(self):
+        step(self)
+        if self.count == 15:
+            self.model.weights["head.weight"].data[0] = float("nan")
+
+    monkeypatch.setattr(training.Stepper, "__call__", spoil)
+    result = run_task(config)
+    assert result["diverged"] == [20, None]
+    assert result["accuracies"][1] == expected["accuracies"][1]
+    assert result["history"][0] == expected["history"][0]
+    assert result["history"][1][1][0] is result["history"][1][2][0] is None
+    assert 0 < result["accuracies"][0] < 1
+    assert " (diverged by step 20), " in said(result)
+
+
+def test_results_of_earlier_versions_are_read(tmp_path):
+    result = _result("parity", "gru", 0.5) | {"best": float("nan")}
+    (tmp_path / "parity-gru.json").write_text(json.dumps(result))
+    assert read_results(tmp_path)[0]["best"] is None
 
 
 def test_an_empty_folder(tmp_path, capsys):

@@ -8,7 +8,7 @@ from table import COUPLED, FUSED, KERNEL_PAIRS, PAIRS
 from user_cells import Timeless
 
 import pararnn
-from pararnn.errors import MissingExtra
+from pararnn.errors import MissingExtra, TrainingError
 from pararnn.extras import require
 from pararnn.lm import LanguageModel, LMConfig, load_checkpoint
 from pararnn.tasks import Corpus, bigram_bits, spread_windows, unigram_bits
@@ -177,6 +177,14 @@ def test_matrices_of_cells_decay_and_a_tied_head_once():
     cell = model.recurrent_layers()[0].cell
     assert all(any(p is each for each in decayed["params"]) for p in cell.parameters())
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+
+
+def test_a_loss_that_is_nan_ends_training(corpus):
+    """The demo went on to its end, and wrote NaN into metrics.json."""
+    model = small_lm()
+    model.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(TrainingError, match="the loss is NaN or infinite in step 1: lower the"):
+        train(model, corpus, QUICK)
 
 
 def test_evaluation_is_the_mean_over_all_windows(corpus):

@@ -151,6 +151,8 @@ def test_mixed_mixers_do_not_follow():
         ("model.mixers=rnn,,rnn", "names with commas between them, or none, got 'rnn,,rnn'"),
         ("model.mixers=", "model.mixers must be names"),
         ("model.cell_config=dt", "model.cell_config must be a JSON object, got 'dt'"),
+        ('model.cell_config={"a": NaN}', "must be a JSON object, got '{\"a\": NaN}'"),
+        ('model.cell_config={"a": [1e999]}', "must be a JSON object"),
         ("model.cell_config=[1]", "model.cell_config must be a JSON object, got '[1]'"),
         ('out="a', "out must be a text, or a JSON string if it begins with \", got '\"a'"),
         ("model.hidden_size=0", "hidden_size must be a positive integer, got 0"),

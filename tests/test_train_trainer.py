@@ -357,6 +357,23 @@ def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where
     assert kept == ([] if where == "gradient" else [3])
 
 
+def test_a_validation_that_is_nan_stops_the_run(tmp_path, monkeypatch):
+    """It stood in the log and in trainer_state.json, which was no JSON then."""
+    forward = ParaRNNForCausalLM.forward
+
+    def poisoned(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        if not self.training:
+            out["loss"] = out["loss"] * torch.inf
+        return out
+
+    monkeypatch.setattr(ParaRNNForCausalLM, "forward", poisoned)
+    message = "the validation's loss is NaN or infinite in step 3; the same command starts anew"
+    with pytest.raises(TrainingError, match=message):
+        run_training(config(tmp_path), Packed())
+    assert not any("inf" in value for row in read_rows(tmp_path / "log.csv") for value in row)
+
+
 def waits_for_its_sixth_batch(out, rank):
     run_training(config(out), Packed(train=Rows(20, wait_after=20)))
 

@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from pararnn.errors import EvaluationError
 from pararnn.evaluation.jobs import YAML, Job
 from pararnn.evaluation.questions import read_questions
-from pararnn.evaluation.texts import LENGTH, carries_states, first_token
+from pararnn.evaluation.texts import LENGTH, carries_states, check_number, first_token
 from pararnn.lm.hf import ParaRNNForCausalLM
 
 UNLIMITED = 2**31 - 1
@@ -98,7 +98,10 @@ class Harness(HFLM):
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
         longest = self.max_length + 1
         self.truncated += sum(len(each[1]) + len(each[2]) > longest for each in requests)
-        return super()._loglikelihood_tokens(requests, *args, **kwargs)
+        found = super()._loglikelihood_tokens(requests, *args, **kwargs)
+        for log_chance, _ in found:
+            check_number(log_chance)
+        return found
 
 
 def load_task(job: Job, seed: int) -> Any:

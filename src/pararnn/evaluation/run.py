@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import islice
@@ -15,6 +14,7 @@ from pararnn.evaluation.report import markdown
 from pararnn.evaluation.texts import score_texts
 from pararnn.extras import require
 from pararnn.lm.hf.load import load_model
+from pararnn.records import to_json
 from pararnn.train.corpus.sources import documents, files_of
 from pararnn.train.files import write_beside
 from pararnn.train.run import quiet
@@ -101,7 +101,7 @@ def run_evaluation(
             results["tasks"] += ask(lm, job, task, limit)
     folder = _folder(model) if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    write_beside(folder / "results.json", json.dumps(results, indent=1, default=str) + "\n")
+    write_beside(folder / "results.json", to_json(results, default=str))
     write_beside(folder / "results.md", markdown(results))
     return folder / "results.md"
 

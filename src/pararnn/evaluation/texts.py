@@ -71,7 +71,7 @@ def score_texts(
         length: tokens that are read at once; None is `own_length`. It changes the result of models
             with attention only.
 
-    Raises EvaluationError where there is no text at all.
+    Raises EvaluationError where there is no text at all, and for logits that are NaN.
     """
     length = length or own_length(model)
     first = first_token(tokenizer)
@@ -87,7 +87,17 @@ def score_texts(
             nats += _summed_nats(model, rows[start : start + batch], first, length)
     if not tokens:
         raise EvaluationError(f"there is no text in {documents} documents")
+    check_number(nats)
     return TextScore(documents, tokens, size, nats)
+
+
+def check_number(log_chance: float) -> None:
+    """EvaluationError where what a model says of a text is NaN."""
+    if math.isnan(log_chance):
+        raise EvaluationError(
+            "the model's logits are NaN: nothing can be said of it. Try --dtype float32; if they "
+            "are NaN there too, its training diverged"
+        )
 
 
 def carries_states(model: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -50,6 +51,13 @@ class FoldedModel:
             return vmap(one, (0, None if shared else 0))(state, inputs)
 
     @torch.no_grad()
+    def finite(self) -> list[bool]:
+        """Whether all weights of a seed are finite: one that has diverged never comes back."""
+        weights = self.weights.values()
+        each = [weight.isfinite().flatten(1).all(1) for weight in weights]
+        return torch.stack(each).all(0).tolist()
+
+    @torch.no_grad()
     def clip(self) -> None:
         """Clamp recurrent weights to their bounds, as `pararnn.clip_after_step` does."""
         for name, bound in self.bounds.items():
@@ -93,15 +101,21 @@ def losses(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def accuracies(model: FoldedModel, task: Task, rows: int, *seed: int) -> list[float]:
-    """The share of judged positions that each seed's model answers rightly, on `rows` sequences."""
+    """The share of judged positions that each seed's model answers rightly, on `rows` sequences.
+
+    It is NaN for a seed that has an output there that is NaN or infinite, and where no position is
+    judged.
+    """
     device = next(iter(model.weights.values())).device
     right = torch.zeros(len(model), dtype=torch.int64, device=device)
+    bad = torch.zeros(len(model), dtype=torch.bool, device=device)
     judged = torch.zeros((), dtype=torch.int64, device=device)
     size = max(1, TOKENS_AT_ONCE // task.length)
     for start in range(0, rows, size):
         drawn = task.draw(min(size, rows - start), generator_of(*seed, start))
         batch = Batch(*(part.to(device) for part in drawn))
-        found = task.right(model(batch.inputs, shared=True), batch.targets) & batch.judged
-        right += found.sum((1, 2))
+        outputs = model(batch.inputs, shared=True)
+        right += (task.right(outputs, batch.targets) & batch.judged).sum((1, 2))
+        bad |= (~outputs.isfinite().all(-1) & batch.judged).any(2).any(1)
         judged += batch.judged.sum()
-    return (right.double() / judged).tolist()
+    return (right.double() / judged).where(~bad, math.nan).tolist()

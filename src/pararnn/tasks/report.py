@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pararnn.extras import require
 from pararnn.palette import looks
+from pararnn.records import read_json
 from pararnn.tasks.base import need
 from pararnn.tasks.table import PAPER, TASKS
 
@@ -17,7 +17,7 @@ Result = Mapping[str, Any]
 
 def read_results(folder: Path) -> list[Result]:
     """The results of a folder, in the order of their names; ValueError where there are none."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    found = [read_json(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     need(bool(found), f"{folder} holds no results: pararnn tasks run NAME --out {folder}")
     return found
 
@@ -37,7 +37,7 @@ def table(results: Sequence[Result]) -> str:
         shown = []
         for column in columns:
             result = cells.get((row, column))
-            text = "" if result is None else f"{percent(result['best'])}{'+' * result['capped']}"
+            text = "" if result is None else _marked(result)
             if row in PAPER and column in paper:
                 text += f" ({paper[column][list(PAPER).index(row)]})"
             shown.append(text.strip())
@@ -51,8 +51,16 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([*lines, "", note])
 
 
-def percent(share: float) -> str:
-    """Rounded down to a tenth: only what has no error is 100."""
+def _marked(result: Result) -> str:
+    """The best accuracy of a result, with a + where its training was capped."""
+    best = result["best"]
+    return percent(best) + "+" * (result["capped"] and best is not None)
+
+
+def percent(share: float | None) -> str:
+    """Rounded down to a tenth: only what has no error is 100; None is of seeds that diverged."""
+    if share is None:
+        return "diverged"
     return "100" if share == 1 else f"{int(share * 1000) / 10:g}"
 
 
@@ -74,30 +82,37 @@ def heat_map(results: Sequence[Result], path: Path) -> None:
     figure = require("matplotlib.figure").Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     nothing = float("nan")
-    shares = [
-        [100 * cells[row, name]["best"] if (row, name) in cells else nothing for name in columns]
-        for row in rows
-    ]
+    known = {place: each["best"] for place, each in cells.items() if each["best"] is not None}
+    shares = [[100 * known.get((row, name), nothing) for name in columns] for row in rows]
     image = axes.imshow(shares, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     axes.set_xticks(range(len(columns)), columns, rotation=30, ha="right")
     axes.set_yticks(range(len(rows)), rows)
     for (row, column), result in cells.items():
         share = result["best"]
-        color = "black" if share > 0.6 else "white"
+        color = "black" if share is None or share > 0.6 else "white"
         place = (columns.index(column), rows.index(row))
         axes.text(*place, percent(share), ha="center", va="center", color=color)
     figure.colorbar(image, label="accuracy, % (best seed)")
     figure.savefig(path, dpi=150)
 
 
+def _shares(result: Result) -> dict[int, list[float]]:
+    """By length, the accuracies of the seeds that have one; no length where none has."""
+    found = {
+        int(length): [share for share in shares if share is not None]
+        for length, shares in result["lengths"].items()
+    }
+    return {length: shares for length, shares in found.items() if shares}
+
+
 def length_plot(results: Sequence[Result], path: Path) -> None:
-    """Accuracy over length as a PNG: the mean of the seeds, shaded from the worst to the best."""
+    """Accuracy over length as a PNG: the mean of the seeds that have one, shaded from the worst to
+    the best."""
     figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     names = [f"{row_of(result)}, {result['task']}" for result in results]
     for (name, (colour, style)), result in zip(looks(names).items(), results, strict=True):
-        lengths = [int(length) for length in result["lengths"]]
-        seeds = list(result["lengths"].values())
+        lengths, seeds = zip(*_shares(result).items(), strict=True)
         means = [100 * sum(found) / len(found) for found in seeds]
         axes.plot(lengths, means, style, color=colour, marker="o", label=name)
         spread = [[100 * end(found) for found in seeds] for end in (min, max)]
@@ -118,7 +133,7 @@ def write_report(folder: Path) -> str:
     text = table(results)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     heat_map(results, folder / "heat.png")
-    measured = [result for result in results if result["lengths"]]
+    measured = [result for result in results if _shares(result)]
     if measured:
         length_plot(measured, folder / "lengths.png")
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import torch
 
 from pararnn.extras import require
+from pararnn.records import finite, read_json, to_json
 from pararnn.tasks.base import Task, need
 from pararnn.tasks.folded import FoldedModel, accuracies, make_folded
 from pararnn.tasks.models import ModelConfig
@@ -102,33 +103,39 @@ def _read(key: str, text: str, kind: Any) -> Any:
         return None
     kind = float if kind == float | None else kind
     try:
-        return kind(text)
+        value = kind(text)
     except ValueError:
         raise ValueError(f"{key} must be of type {kind.__name__}, got {text!r}") from None
+    need(kind is not float or math.isfinite(value), f"{key} must be finite, got {value}")
+    return value
 
 
 def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
     """Train, test, and say what came out, as JSON values.
 
-    accuracies: on the test set, of each seed; best: the largest. capped: training ended before a
-    seed was right throughout and before the paper's last step. lengths: by length, accuracies.
+    accuracies: on the test set, of each seed, None for one that has none, as it diverged before its
+    first validation; best: the largest. capped: training ended before a seed was right throughout
+    and before the paper's last step. diverged: of each seed, the step by which its weights were
+    NaN or infinite, or None; what is tested are the weights of its best validation before.
+    lengths: by length, accuracies.
     """
     task, seeds = config.task, range(config.train.seed, config.train.seed + config.train.seeds)
     model = make_folded(task, config.model, seeds, config.device)
     trained = train(model, task, config.train, report)
     data = config.train.data
     found = accuracies(model, task, config.test, data, TEST)
-    return {
+    result = {
         "task": config.task_name,
         "mixer": config.model.mixer,
         "accuracies": found,
-        "best": max(found),
+        "best": best(finite(found)),
         "chance": task.chance(),
         "parameters": sum(w[0].numel() for w in model.weights.values()),
         "seeds": list(seeds),
         "steps": trained.steps,
         "seconds": round(trained.seconds, 3),
         "capped": trained.capped,
+        "diverged": trained.diverged,
         "lengths": _by_length(model, config),
         "config": _recorded(config),
         "history": [list(each) for each in trained.history],
@@ -136,6 +143,12 @@ def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
         "versions": {"pararnn": __version__, "torch": torch.__version__},
         "commit": os.environ.get(COMMIT),
     }
+    return finite(result)
+
+
+def best(shares: Iterable[float | None]) -> float | None:
+    """The largest of the accuracies that there are."""
+    return max((share for share in shares if share is not None), default=None)
 
 
 def _recorded(config: TaskRun) -> dict[str, Any]:
@@ -187,7 +200,7 @@ def run_all(
         with _Bar(config) as bar:
             result = run_task(config, bar.report)
         unfinished = path.with_suffix(".part")
-        unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        unfinished.write_text(to_json(result), encoding="utf-8")
         unfinished.rename(path)
         say(said(result))
     return paths
@@ -195,7 +208,7 @@ def run_all(
 
 def _check_same(config: TaskRun, path: Path) -> None:
     """ValueError unless the result in a file is of this config."""
-    result = json.loads(path.read_text(encoding="utf-8"))
+    result = read_json(path.read_text(encoding="utf-8"))
     found = {**result["config"], "lengths": list(map(int, result["lengths"]))}
     own = {**_recorded(config), "lengths": list(config.lengths)}
     theirs, ours = (dict(_flat(each)) for each in (found, own))
@@ -215,15 +228,24 @@ def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def said(result: Mapping[str, Any]) -> str:
     """A result in one line."""
-    each = ", ".join(f"{accuracy:.2%}" for accuracy in result["accuracies"])
+    each = ", ".join(map(_said_of_seed, result["accuracies"], result["diverged"]))
     lengths = "".join(
-        f"; at {length} {max(found):.2%}" for length, found in result["lengths"].items()
+        f"; at {length} {share(best(found))}" for length, found in result["lengths"].items()
     )
     return (
         f"{result['task']}, {result['mixer']}: {each} (chance {result['chance']:.2%}) after "
         f"{result['steps']} steps, {result['seconds']:.1f} s"
         f"{', capped' * result['capped']}{lengths}"
     )
+
+
+def share(accuracy: float | None) -> str:
+    """An accuracy in percent, "none" where there is none."""
+    return "none" if accuracy is None else f"{accuracy:.2%}"
+
+
+def _said_of_seed(accuracy: float | None, diverged: int | None) -> str:
+    return share(accuracy) + ("" if diverged is None else f" (diverged by step {diverged})")
 
 
 class _Bar:

@@ -71,12 +71,14 @@ STOPS: dict[str, Callable[[list[bool]], bool]] = {
 @dataclass(frozen=True)
 class Trained:
     """What a training took: steps and seconds; capped, whether it ended before a seed was right
-    throughout and before the paper's last step; the validations, (step, a loss a seed, an accuracy
-    a seed) each."""
+    throughout and before the paper's last step; diverged, the step of the first validation where a
+    seed's weights were NaN or infinite, None where they never were; the validations, (step, a loss
+    a seed, an accuracy a seed) each."""
 
     steps: int
     seconds: float
     capped: bool
+    diverged: list[int | None]
     history: list[tuple[int, list[float], list[float]]]
 
 
@@ -88,11 +90,15 @@ def train(
 ) -> Trained:
     """Train in place, and leave every seed with the weights of its best validation.
 
+    The weights of a seed that diverged before its first validation are NaN. Training ends where all
+    have diverged.
+
     `report` is called after every validation with the step, the losses and the accuracies.
     """
     stepper = Stepper(model, task, config)
-    best = {name: weight.detach().clone() for name, weight in model.weights.items()}
+    best = {name: torch.full_like(weight, math.nan) for name, weight in model.weights.items()}
     top = [-1.0] * len(model)
+    diverged: list[int | None] = [None] * len(model)
     history: list[tuple[int, list[float], list[float]]] = []
     begin = time.monotonic()
     done = 0
@@ -104,16 +110,21 @@ def train(
         history.append((done, stepper.losses.tolist(), found))
         if report is not None:
             report(*history[-1])
-        better = [new > old for new, old in zip(found, top, strict=True)]
-        top = [max(pair) for pair in zip(found, top, strict=True)]
+        better = [new > old for new, old in zip(found, top, strict=True)]  # NaN is not
+        top = [max(old, new) for new, old in zip(found, top, strict=True)]
+        fine = model.finite()
+        diverged = [
+            done if before is None and not yes else before
+            for before, yes in zip(diverged, fine, strict=True)
+        ]
         _keep(best, model.weights, better)
         right = [accuracy == 1 for accuracy in top]
         late = config.seconds is not None and time.monotonic() - begin >= config.seconds
-        if STOPS[config.stop](right) or late or done == config.steps:
+        if STOPS[config.stop](right) or late or done == config.steps or not any(fine):
             break
     _keep(model.weights, best, [True] * len(model))
     capped = not any(right) and done < PAPER_STEPS
-    return Trained(done, time.monotonic() - begin, capped, history)
+    return Trained(done, time.monotonic() - begin, capped, diverged, history)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import time
@@ -29,6 +28,7 @@ from pararnn.lm import (
     save_checkpoint,
 )
 from pararnn.program.program import program_of
+from pararnn.records import to_json
 from pararnn.tasks import (
     Corpus,
     bigram_bits,
@@ -175,7 +175,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
         "verified": verified,
         "sample": text,
     }
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+    (out / "metrics.json").write_text(to_json(metrics), encoding="utf-8")
     print(f"wrote loss.png, metrics.json and the model to {out}; it goes on with a text of yours:")
     missing = find_spec("transformers") is None
     needs = "  # after: pip install 'pararnn[hf]'" if missing else ""

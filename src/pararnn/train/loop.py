@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.errors import TrainingError
 from pararnn.extras import require
 from pararnn.layers import clip_after_step
 from pararnn.lm import LanguageModel, bits_per_byte
@@ -65,7 +66,7 @@ def train(
     """Train `model` in place; it ends in evaluation mode. At least one step is made.
 
     Raises MissingExtra when progress is to be shown without tqdm, TextError when the corpus is
-    shorter than a window.
+    shorter than a window, TrainingError when a loss is NaN or infinite.
     """
     device = model.lm_head.weight.device
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -83,6 +84,11 @@ def train(
         windows = random_windows(corpus.train, recipe.batch, recipe.length, generator)
         bits = update(model, optimizer, windows.to(device), recipe.grad_norm)
         elapsed, step = time.perf_counter() - start, len(losses) + 1
+        if not math.isfinite(bits):
+            raise TrainingError(
+                f"the loss is NaN or infinite in step {step}: lower the learning rate, which is "
+                f"{recipe.learning_rate:g} at its peak, or grad_norm, which is {recipe.grad_norm:g}"
+            )
         losses.append(Record(step, elapsed, bits))
         progress = max(elapsed / recipe.seconds, step / recipe.steps if recipe.steps else 0.0)
         if progress * recipe.validations >= len(checks) + 1 or progress >= 1:

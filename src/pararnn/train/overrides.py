@@ -144,7 +144,7 @@ def _write_names(names: tuple[str, ...]) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     if not isinstance(value, dict):
         raise ValueError(text)
     return value

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -149,11 +150,13 @@ class RunTrainer(Trainer):
         self.first_bad = self.first_bad.where(~bad, self.state.global_step + 1)
         return norm
 
-    def _stop_unless_finite(self, loss: float = 0.0) -> None:
+    def _stop_unless_finite(self, logs: Mapping[str, Any] = MappingProxyType({})) -> None:
         step = int(self.first_bad)
-        if step == 0 and math.isfinite(loss):
+        numbers = {name: value for name, value in logs.items() if isinstance(value, float)}
+        bad = [name for name, value in numbers.items() if not math.isfinite(value)]
+        if not (step or bad):
             return
-        what = "loss or gradient" if step else "loss"
+        what = "loss or gradient" if step else bad[0].replace("eval_", "validation's ")
         found = last_complete(self.out)
         goes_on = f"goes on from {found[1]}" if found else "starts anew: no checkpoint is complete"
         raise TrainingError(
@@ -166,8 +169,8 @@ class RunTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer does, with telemetry; and a row of log.csv."""
         counts = self.solved if "defect" in logs else {}
+        self._stop_unless_finite(logs)
         if "loss" in logs:
-            self._stop_unless_finite(logs["loss"])
             logs |= self._speed()
             counts = solves(self.own_model)
         if counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -55,4 +56,7 @@ def _load(name: Path | str, dtype: str, **where: bool) -> tuple[Any, Any]:
         raise CheckpointError(
             f"{name} holds a weight that the model has not: {more[0]}, {len(more)} in all"
         )
+    for weight, value in model.named_parameters():
+        if value.numel() and not math.isfinite(sum(map(float, value.detach().aminmax()))):
+            raise CheckpointError(f"{name}: {weight} is NaN or infinite, as its training diverged")
     return model, tokenizer
