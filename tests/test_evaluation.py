@@ -12,6 +12,7 @@ from pararnn import cli
 from pararnn.errors import EvaluationError
 from pararnn.evaluation import paper, report
 from pararnn.evaluation.jobs import Job, plan
+from pararnn.evaluation.questions import read_questions
 from pararnn.lm import save_byte_tokenizer
 from pararnn.train.corpus.sources import DataError
 from pararnn.train.corpus.tokenizer import train_tokenizer
@@ -520,6 +521,23 @@ def test_errors_are_one_line(options, message, folder, tmp_path, capsys):
     paths = {"model": folder, "empty": tmp_path / "empty", "text": tmp_path / "a.txt"}
     command = "eval " + options.format(**paths)
     assert message in error_of(command, capsys)
+
+
+def test_what_is_left_out_of_a_text_is_said(folder, tmp_path, capsys):
+    (tmp_path / "a.md").write_text("some text")
+    (tmp_path / "b.md").write_bytes(b"\xff")
+    command = f"eval {folder} --text {tmp_path} --suffixes .md --out {tmp_path / 'eval'}"
+    assert cli.main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert "left out 1 files that are not UTF-8, the first: " in printed
+    (found,) = json.loads((tmp_path / "eval" / "results.json").read_text())["texts"]
+    assert (found["documents"], len(found["left_out"])) == (1, 1)
+
+
+def test_a_byte_order_mark_is_no_question(folder, tmp_path):
+    path = tmp_path / "arc_easy.jsonl"
+    path.write_text("\ufeff" + json.dumps(ARC[0]) + "\n", encoding="utf-8")
+    assert read_questions(path)[1][0]["asked"].startswith("Question: What is 0?")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ ROOT = Path(pararnn.__file__).parent
 FLOW = [
     ["errors", "numerics", "parameters", "records", "version"],
     ["cache", "extras", "palette"],
+    ["progress"],
     ["cells"],
     ["program/apart", "program/coupling", "program/guard"],
     ["program/structure"],

@@ -113,11 +113,33 @@ def test_a_half_written_folder_is_not_used(config, packings, kept):
 
 
 def test_a_corrupt_source_leaves_nothing_behind(config, tmp_path):
-    json_lines(tmp_path / "texts.jsonl", [{"text": "fine"}, {"body": "x"}])
-    with pytest.raises(DataError, match="line 2"):
+    json_lines(tmp_path / "texts.jsonl", [{"body": "fine"}, {"body": "x"}])
+    with pytest.raises(DataError, match="line 1"):
         prepare(config)
     assert visible(tmp_path / "cache") == []
     assert not list((tmp_path / "cache").glob(".*.new"))
+
+
+def test_what_is_left_out_is_said_at_every_start(config, source, capsys):
+    rows = [{"text": text} for text in TEXTS] + [{"text": ""}, {"text": None}, {"text": ""}]
+    json_lines(Path(source), rows)
+    for _ in range(2):  # made, and found in the cache
+        packed = prepare(config)
+        first, second = capsys.readouterr().err.splitlines()
+        assert first == f"data: left out 2 documents without text, the first: number 5 of {source}"
+        assert second.startswith("data: left out 1 rows without text, the first: ")
+        assert "line 6: 'text' must be text, found nothing" in second
+    assert packed.train.part.documents + packed.valid.part.documents == len(TEXTS)
+
+
+def test_suffixes_and_lists_are_keys_of_a_run(config, tmp_path):
+    for name in ("a.md", "b.py", "c.png", "held.md"):
+        (tmp_path / name).write_text(f"what is in {name}")
+    train = f"{tmp_path}/b.py,{tmp_path}/a.md"
+    asked = replace(config, train=train, suffixes=".md,.py", valid=f"{tmp_path}/h*")
+    packed = prepare(asked)
+    assert tokens_of(packed.train) == expected(["what is in b.py", "what is in a.md"])
+    assert tokens_of(packed.valid) == expected(["what is in held.md"])
 
 
 def test_a_full_disk_says_what_to_do(config, monkeypatch):

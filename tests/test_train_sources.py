@@ -1,9 +1,13 @@
 """Sources of training data: files, folders and datasets as documents, and what is wrong said."""
 
+import codecs
 import gzip
+import itertools
 import json
 import lzma
 import os
+import pickle
+import re
 import sys
 import warnings
 from dataclasses import replace
@@ -19,7 +23,14 @@ from pararnn.train.config import DataConfig
 from pararnn.train.corpus import hashes, packing, readers, sources
 from pararnn.train.corpus.prepare import prepare
 from pararnn.train.corpus.readers import READERS, dataset_builder
-from pararnn.train.corpus.sources import DataError, documents, files_of, fingerprint, pieces
+from pararnn.train.corpus.sources import (
+    DataError,
+    LeftOut,
+    documents,
+    files_of,
+    fingerprint,
+    pieces,
+)
 
 
 def test_a_folder_is_its_files_in_order(tmp_path):
@@ -92,16 +103,112 @@ BROKEN = {
 }
 
 
+FATAL = {"cut.txt.xz", "not.txt.xz", "cut.parquet", "empty.parquet", "picture.png"}
+"""What can be copied again, or is no data: it raises where other files are fine, too."""
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_named_with_the_line(tmp_path, name):
+    """Where there is nothing else to learn; if there is, what can go on does, and it is counted."""
     content, message = BROKEN[name]
-    (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content.replace(LINE, b"\n"))
     for source in (tmp_path / name, tmp_path):
         with pytest.raises(DataError, match=message) as caught:
             list(documents(str(source)))
         assert name in str(caught.value)
         assert "\n" not in str(caught.value)
         assert isinstance(caught.value, PararnnError)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_beside_what_is_not_is_counted(tmp_path, name):
+    content, message = BROKEN[name]
+    (tmp_path / "a.txt").write_text("other")
+    (tmp_path / name).write_bytes(content)
+    left_out = LeftOut()
+    if name in FATAL:
+        with pytest.raises(DataError, match=message):
+            list(documents(str(tmp_path), left_out=left_out))
+        return
+    found = list(documents(str(tmp_path), left_out=left_out))
+    assert found == ["other"] + ["fine"] * content.count(LINE)
+    assert list(left_out.counts.values()) == [1]
+    (line,) = left_out.lines()
+    assert re.search(rf"^left out 1 \w.*, the first: .*{name}.*{message}", line)
+
+
+def test_of_a_text_file_all_is_left_out_or_nothing(tmp_path, monkeypatch):
+    """However long it is, and wherever it is found to be damaged."""
+    for name, end in {"a.txt": b"", "b.txt": b"\xff"}.items():
+        (tmp_path / name).write_bytes(b"a line\n" * 99 + end)
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"short"))
+    for held in (1 << 24, 50):
+        monkeypatch.setattr(readers, "HELD", held)
+        monkeypatch.setattr(readers, "BLOCK", 20)
+        left_out = LeftOut()
+        assert list(documents(str(tmp_path), left_out=left_out)) == ["a line\n" * 99, "short"]
+        assert left_out.counts == {"files that are not UTF-8": 1}
+
+
+def test_rows_that_all_lack_the_text_are_not_read_to_their_end(hub):
+    """The column may be misnamed, and a dataset long."""
+    hub.rows = itertools.chain([{"body": "x"}] * sources.LOOK, iter(pytest.fail, None))
+    with pytest.raises(DataError, match=r"row 1: no column 'text', it has \['body'\]"):
+        next(documents("some/set"))
+
+
+@pytest.mark.parametrize("packing", ["", ".gz"])
+def test_byte_order_marks_are_no_text(tmp_path, packing):
+    """They were learned, and the first line of JSON was not JSON."""
+    pack = PACK.get(packing, bytes)
+    mark = codecs.BOM_UTF8
+    (tmp_path / f"a.txt{packing}").write_bytes(pack(mark + "é\ufeff".encode()))
+    (tmp_path / f"b.jsonl{packing}").write_bytes(
+        pack(mark + LINE + mark + LINE)
+    )  # two put together
+    assert list(documents(str(tmp_path))) == ["é\ufeff", "fine", "fine"]
+
+
+def test_suffixes_are_read_as_text(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for name in ("a.md", "b.py", "deep/c.json", "d.png", "e.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "f.md.gz").write_bytes(gzip.compress(b"f.md"))
+    json_lines(tmp_path / "g.jsonl", [{"text": "g"}])
+    for suffixes, names in {
+        ".md": ["a.md", "f.md"],
+        ".py, .json": ["b.py", "deep/c.json"],
+        ".md,.txt,.jsonl": ["a.md", "e.txt", "f.md", "g"],
+    }.items():
+        assert list(documents(str(tmp_path), suffixes=suffixes)) == names
+    assert list(documents(f"{tmp_path}/*", suffixes=".md")) == ["a.md", "f.md"]
+    assert [name for name, *_ in fingerprint(str(tmp_path), suffixes=".py")] == ["b.py"]
+    with pytest.raises(
+        DataError, match=r"a\.md is of a kind that is not read.*data\.suffixes=\.md"
+    ):
+        files_of(str(tmp_path / "a.md"))
+    with pytest.raises(DataError, match=r"has no files that end in \.rst"):
+        files_of(str(tmp_path), ".rst")
+    with pytest.raises(DataError, match=r"no file that end in \.rst is like"):
+        files_of(f"{tmp_path}/*", ".rst")
+    for wrong in ("md", ".", ".md,", "*.md"):
+        with pytest.raises(DataError, match=r"suffixes must be ends of names.*\.md,\.py; got"):
+            next(documents(str(tmp_path), suffixes=wrong))
+
+
+def test_a_list_of_sources_is_one_behind_the_other(tmp_path, hub):
+    (tmp_path / "b").mkdir()
+    for name in ("b/z.txt", "a.txt", "c,d.txt"):
+        (tmp_path / name).write_text(name)
+    several = f"{tmp_path}/b, some/set,{tmp_path}/a.*"
+    assert list(documents(several)) == ["b/z.txt", *TEXTS, "a.txt"]
+    assert [each[0] for each in fingerprint(several)] == ["z.txt", "some/set", "a.txt"]
+    assert list(documents(f"{tmp_path}/c,d.txt")) == ["c,d.txt"]  # a name with a comma
+    with pytest.raises(DataError, match=r"there is no file or folder 'missing\.txt'"):
+        next(documents(f"{tmp_path}/a.txt,missing.txt"))
+    with pytest.raises(DataError, match="there is no file or folder ''"):
+        next(documents(f"{tmp_path}/a.txt,"))
 
 
 def test_missing_and_empty_sources(tmp_path):
@@ -115,10 +222,12 @@ def test_missing_and_empty_sources(tmp_path):
 
 def test_documents_are_read_as_they_are_asked_for(tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(LINE + b"bad\n")
-    texts = documents(str(tmp_path / "bad.jsonl"))
+    left_out = LeftOut()
+    texts = documents(str(tmp_path / "bad.jsonl"), left_out=left_out)
     assert next(texts) == "fine"
-    with pytest.raises(DataError, match="line 2"):
-        next(texts)
+    assert not left_out.counts
+    assert list(texts) == []
+    assert left_out.counts == {"lines that are no JSON object": 1}
 
 
 @pytest.fixture
@@ -143,8 +252,9 @@ def test_parquet(tmp_path, parquet):
     with pytest.raises(DataError, match=r"row 1: 'number' must be text, found .* int"):
         list(documents(str(path), "number"))
     parquet(path, text=["fine", "fine", "fine", None])
-    with pytest.raises(DataError, match=r"row 4: 'text' must be text, found nothing"):
-        list(documents(str(path)))
+    left_out = LeftOut()
+    assert list(documents(str(path), left_out=left_out)) == ["fine"] * 3
+    assert "row 4: 'text' must be text, found nothing" in left_out.lines()[0]
     parquet(path, text=[])
     with pytest.raises(DataError, match=r"a\.parquet is empty"):
         list(documents(str(path)))

@@ -58,6 +58,21 @@ def test_a_tokenizer_is_trained_and_loaded(trained, config):
     assert packed.folder != prepare(config).folder
 
 
+def test_words_are_those_of_byte_level_and_none_is_long(trained):
+    """A text without blanks was one word, over all of which each merge went: 5 MB did not end."""
+    byte_level = pytest.importorskip("tokenizers").pre_tokenizers.ByteLevel(add_prefix_space=False)
+    _, tokenizer = trained
+    words = tokenizer.tokenizer.pre_tokenizer.pre_tokenize_str
+    text = "  It's\t\r\n\n  2,000 'quoted' leagues — ὕβρις_and  <|x|>  e\u0301🙂!\n " + "=" * 127
+    assert words(text) == byte_level.pre_tokenize_str(text)
+    for part in ("ACGT", "你好嗎", " ", "🙂", "7", "\n"):
+        found = words(part * 1000)
+        assert {end - start for _, (start, end) in found[:-1]} == {128}
+        assert found[-1][1][1] == len(part) * 1000
+    endless = "ACGTTGCAAC" * 500
+    assert tokenizer.tokenizer.decode(tokenizer.encode(endless)) == endless
+
+
 def test_a_text_cannot_spell_the_end_of_a_document(trained):
     _, tokenizer = trained
     text = "a<|endoftext|>b"

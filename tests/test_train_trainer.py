@@ -3,8 +3,10 @@
 import csv
 import dataclasses
 import itertools
+import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -331,6 +333,18 @@ def test_another_run_s_folder_raises(whole):
         run_training(config(whole, data=data), Packed())
     moved = DataConfig(sequence_length=LENGTH, cache="elsewhere")
     run_training(config(whole, data=moved, log_every=2), Packed())
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_the_keys_that_are_new(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    record = json.loads(path.read_text())
+    del record["data"]["suffixes"]
+    path.write_text(json.dumps(record))
+    run_training(config(tmp_path / "run"), Packed())
+    data = DataConfig(sequence_length=LENGTH, suffixes=".md")
+    with pytest.raises(TrainingError, match=r"data\.suffixes = '', and this run '\.md'"):
+        run_training(config(tmp_path / "run", data=data), Packed())
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

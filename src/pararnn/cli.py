@@ -187,6 +187,7 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     option("--preset", choices=list(PRESETS), help="the paper's tasks and shots")
     several("--text", dest="texts", metavar="FILE|FOLDER|DATASET", help=texts)
     option("--column", metavar="NAME", help="the text's field in JSON lines and so on")
+    option("--suffixes", metavar=".A,.B", help="ends of names: of a folder, read these files alone")
     option("--limit", type=_count, help="ask and read only the first so many")
     option("--shots", type=_shots, help="examples, if not as the task has it")
     option("--batch", type=_count, help="rows that are read at once")

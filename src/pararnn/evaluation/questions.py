@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -117,6 +118,7 @@ def read_questions(path: Path) -> tuple[Format, list[dict[str, Any]]]:
     questions: list[dict[str, Any]] = []
     found: Format | None = None
     for number, line in enumerate(lines, 1):
+        line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         where = f"{path}, line {number}"

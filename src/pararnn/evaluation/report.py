@@ -22,6 +22,7 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     if results["texts"]:
         parts += ["## Texts", _texts(results["texts"])]
+        parts += [f"{line}." for each in results["texts"] for line in each["left_out"]]
     if results["tasks"]:
         parts += ["## Tasks", "Accuracies in percent, ± their standard errors."]
         parts += [_tasks(results["tasks"]), *_notes(results["tasks"])]

@@ -15,7 +15,7 @@ from pararnn.evaluation.texts import score_texts
 from pararnn.extras import require
 from pararnn.lm.hf.load import load_model
 from pararnn.records import to_json
-from pararnn.train.corpus.sources import documents, files_of
+from pararnn.train.corpus.sources import LeftOut, documents, files_of, sources_of
 from pararnn.train.files import write_beside
 from pararnn.train.run import quiet
 from pararnn.version import __version__
@@ -28,6 +28,7 @@ def run_evaluation(
     preset: str | None = None,
     texts: Sequence[str] = (),
     column: str = "text",
+    suffixes: str = "",
     limit: int | None = None,
     shots: int | None = None,
     batch: int = 8,
@@ -43,7 +44,7 @@ def run_evaluation(
         model: its folder, or a name on the Hub.
         tasks: names of lm-eval, task files, or folders of them; see `plan`.
         preset: "paper" are the tasks and shots of its Tables 2 and 5.
-        texts: files, folders and datasets, and `column`: see `corpus.sources.documents`.
+        texts: files, folders and datasets, `column` and `suffixes`: see `corpus.sources.pieces`.
         limit: only the first so many questions of each task, and documents of each text.
         shots: examples before a question; None is the task's own number, 0 for files.
         batch: rows that are read at once.
@@ -61,8 +62,8 @@ def run_evaluation(
         raise EvaluationError(
             "there is nothing to evaluate: give tasks (--tasks, --preset paper) or texts (--text)"
         )
-    for source in texts:
-        files_of(source)
+    for part in (part for source in texts for part in sources_of(source)):
+        files_of(part, suffixes)
     with quiet():
         found, tokenizer = load_model(model, dtype)
     found = found.to(device).eval()
@@ -82,17 +83,20 @@ def run_evaluation(
         "tasks": [],
     }
     for source in texts:
+        left_out = LeftOut()
+        read = documents(source, column, suffixes=suffixes, left_out=left_out)
         try:
             score = score_texts(
                 found,
                 tokenizer,
-                islice(documents(source, column), limit),
+                islice(read, limit),
                 batch=batch,
                 length=length,
             )
         except EvaluationError as error:
             raise EvaluationError(f"{source}: {error}") from error
-        results["texts"].append({"source": source, **score.to_dict()})
+        entry = {"source": source, **score.to_dict(), "left_out": left_out.lines()}
+        results["texts"].append(entry)
     if jobs:
         from pararnn.evaluation.harness import Harness, ask
 

@@ -32,14 +32,16 @@ class DataConfig:
     """What is learned, and how it becomes rows of tokens.
 
     train, valid: a file or folder of text (.txt) or JSON lines (.jsonl), packed (.gz, .xz, .zst) or
-    not, or Parquet, a pattern of files, or the name of a Hugging Face dataset; "" for valid holds
-    out the last `holdout` of the text. column: the text's field in JSON lines, Parquet and
-    datasets. drop: rows of these to leave out, "field=value", with commas between several and dots
-    in nested fields. tokens: about how many to learn, no more are read; none for all. tokenizer:
-    "bytes", "bpe:N" to train one with N ids on the text, a tokenizer's file or folder, or a name on
-    the Hub. sequence_length: tokens of a row. resets: whether states start from zero at the borders
-    of documents within a row. stateful: whether rows go on where the step before ended, with its
-    last states; for purely recurrent models. cache: the folder of tokenised data.
+    not, or Parquet, a pattern of files, the name of a Hugging Face dataset, or several of these
+    with commas between them; "" for valid holds out the last `holdout` of the text. column: the
+    text's field in JSON lines, Parquet and datasets. drop: rows of these to leave out,
+    "field=value", with commas between several and dots in nested fields. tokens: about how many to
+    learn, no more are read; none for all. tokenizer: "bytes", "bpe:N" to train one with N ids on
+    the text, a tokenizer's file or folder, or a name on the Hub. sequence_length: tokens of a row.
+    resets: whether states start from zero at the borders of documents within a row. stateful:
+    whether rows go on where the step before ended, with its last states; for purely recurrent
+    models. cache: the folder of tokenised data. suffixes: ends of names, ".md,.py": only such files
+    are read, as text where they are of no kind above.
     """
 
     train: str = ""
@@ -53,6 +55,7 @@ class DataConfig:
     resets: bool = False
     stateful: bool = False
     cache: str = "runs/data"
+    suffixes: str = ""
 
 
 @dataclass(frozen=True)

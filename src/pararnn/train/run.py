@@ -22,7 +22,7 @@ from pararnn.train.checkpoints import (
     whole_weights,
     writing,
 )
-from pararnn.train.config import RunConfig, read_config
+from pararnn.train.config import DataConfig, RunConfig, read_config
 from pararnn.train.corpus.tokenizer import ends_of
 from pararnn.train.files import beside, write_beside
 from pararnn.train.log import forget_after, read_rows
@@ -107,7 +107,8 @@ def check_same_run(config: RunConfig, path: Path) -> None:
     """TrainingError where a folder's config.json is of a run that this one cannot go on with."""
     if not path.exists():
         return
-    theirs = flat(json.loads(path.read_text(encoding="utf-8")))
+    # Keys that an earlier version did not have are as they are by default.
+    theirs = flat({"data": asdict(DataConfig())}) | flat(json.loads(path.read_text("utf-8")))
     own = flat(json.loads(json.dumps(asdict(config))))
     for key in [*own, *(key for key in theirs if key not in own)]:
         matters = key.partition(".")[0] in FIXED and key not in FREE

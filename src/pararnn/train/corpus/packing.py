@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,9 +15,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from pararnn.extras import require
+from pararnn.progress import Progress
 from pararnn.train.config import DataConfig
-from pararnn.train.corpus.sources import DataError, Piece, pieces
+from pararnn.train.corpus.sources import DataError, LeftOut, Piece, pieces
 from pararnn.train.corpus.tokenizer import Tokenizer
 
 FORMAT = 2
@@ -48,18 +46,20 @@ def pack(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
     """Write train.bin, valid.bin and meta.json, from which `meta_of` reads parts and dtype."""
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32)
     names = ("train", "valid")
-    with _progress() as bar:
+    left_out = LeftOut()
+    with Progress("tokenising") as shown:
         writers = {name: Writer(folder / f"{name}.bin", tokenizer, dtype) for name in names}
-        writers["train"].write(_counted(train_pieces(config), bar), token_limit(config))
+        counted = Counted(shown)
+        writers["train"].write(counted(train_pieces(config, left_out)), token_limit(config))
         if config.valid:
-            held_out = pieces(config.valid, config.column, config.drop, strict=False)
-            writers["valid"].write(_counted(some(held_out, config.valid), bar))
+            writers["valid"].write(counted(valid_pieces(config, left_out)))
         else:
             sizes = writers["train"].sizes
             at, keep = where_to_cut(sizes, held_out_bytes(int(sizes[:, 1].sum()), config.holdout))
             _move_tail(config, at, keep, writers["train"], writers["valid"])
     meta: dict[str, Any] = {name: asdict(writers[name].part()) for name in names}
     meta |= {"dtype": dtype.name, "vocabulary": tokenizer.vocabulary, "end": tokenizer.end}
+    meta["left_out"] = left_out.lines()
     for writer in writers.values():
         writer.sizes_path.unlink()
     with _new(folder / "meta.json") as file:
@@ -80,9 +80,20 @@ def meta_of(folder: Path) -> dict[str, Any] | None:
     return meta if whole else None
 
 
-def train_pieces(config: DataConfig) -> Iterator[Piece]:
+def train_pieces(config: DataConfig, left_out: LeftOut | None = None) -> Iterator[Piece]:
     """The texts to learn and, without `config.valid`, to hold out."""
-    return some(pieces(config.train, config.column, config.drop), config.train)
+    return _pieces(config, config.train, True, left_out or LeftOut())
+
+
+def valid_pieces(config: DataConfig, left_out: LeftOut) -> Iterator[Piece]:
+    """The texts of `config.valid`."""
+    return _pieces(config, config.valid, False, left_out)
+
+
+def _pieces(config: DataConfig, source: str, strict: bool, left_out: LeftOut) -> Iterator[Piece]:
+    more: dict[str, Any] = {"suffixes": config.suffixes, "left_out": left_out}
+    found = pieces(source, config.column, config.drop, strict=strict, **more)
+    return some(found, source, left_out)
 
 
 def tokenizer_sample(config: DataConfig) -> Iterator[str]:
@@ -146,13 +157,15 @@ def where_to_cut(sizes: np.ndarray, target: int) -> tuple[int, int]:
     return at - 1, size + int(sizes[at - 1, 1]) - target
 
 
-def some(texts: Iterable[Piece], source: str) -> Iterator[Piece]:
+def some(texts: Iterable[Piece], source: str, left_out: LeftOut) -> Iterator[Piece]:
     """The texts that are not empty, of which there must be some."""
     found = False
-    for piece in texts:
+    for number, piece in enumerate(texts, 1):
         if piece.text:
             found = True
             yield piece
+        else:
+            left_out.add("documents without text", f"number {number:,} of {source}")
     if not found:
         raise DataError(f"no document of {source} has any text")
 
@@ -235,12 +248,18 @@ def _move_tail(config: DataConfig, at: int, keep: int, train: Writer, valid: Wri
     train.write([Piece(first, True)] if first else [])
 
 
-def _counted(texts: Iterable[Piece], bar: Any) -> Iterator[Piece]:
-    """The texts; the bar says how many bytes of them are done."""
-    for piece in texts:
-        yield piece
-        if bar is not None:
-            bar.update(len(piece.text.encode()))
+class Counted:
+    """Passes texts on, and shows how many bytes of them are done."""
+
+    def __init__(self, shown: Progress) -> None:
+        self.shown, self.bytes = shown, 0
+
+    def __call__(self, texts: Iterable[Piece]) -> Iterator[Piece]:
+        """The texts."""
+        for piece in texts:
+            yield piece
+            self.bytes += len(piece.text.encode())
+            self.shown.update(self.bytes)
 
 
 def _chunks(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -263,10 +282,3 @@ def _new(path: Path, mode: str = "wb") -> Iterator[BinaryIO]:
         yield file  # type: ignore[misc]
         file.flush()
         os.fsync(file.fileno())
-
-
-def _progress() -> AbstractContextManager[Any]:
-    """A bar of bytes where someone watches and tqdm is installed; None otherwise."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        return nullcontext()
-    return require("tqdm").tqdm(desc="tokenising", unit="B", unit_scale=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from pararnn.progress import say
 from pararnn.train.config import DataConfig
 from pararnn.train.corpus.packing import FORMAT, SAMPLE, Part, meta_of, pack, tokenizer_sample
 from pararnn.train.corpus.sources import DataError, fingerprint
@@ -84,8 +86,8 @@ def prepare(config: DataConfig) -> Packed:
 
     They are kept in a folder of `config.cache` that is named by a hash of the sources' content,
     the tokenizer, and what else they depend on, see `made_once`: of several processes one
-    tokenises. Without `config.valid` the end of the text is held out, see `where_to_cut`. Documents
-    without any text are left out.
+    tokenises. Without `config.valid` the end of the text is held out, see `where_to_cut`. What
+    cannot be learned, such as documents without any text, is left out, and said.
 
     Raises DataError for data that cannot be used, see `pieces` and `load_tokenizer`, for a part
     that is shorter than a row, and where the folder cannot be written.
@@ -104,8 +106,10 @@ def prepare(config: DataConfig) -> Packed:
     index = Path(config.cache) / "sources.json"
     content = {
         "format": FORMAT,
-        "train": fingerprint(config.train, index),
-        "valid": fingerprint(config.valid, index) if config.valid else config.holdout,
+        "train": fingerprint(config.train, index, config.suffixes),
+        "valid": (
+            fingerprint(config.valid, index, config.suffixes) if config.valid else config.holdout
+        ),
         "column": config.column,
         "drop": config.drop,
         "tokens": config.tokens,
@@ -116,6 +120,8 @@ def prepare(config: DataConfig) -> Packed:
     made_once(folder, lambda each: meta_of(each) is not None, make, f"the tokens of {config.train}")
     meta = meta_of(folder)
     assert meta is not None, folder
+    for line in meta.get("left_out", []):
+        say(f"data: {line}")
     end = tokenizer.end if config.resets else None
     rows = {}
     for name, source in (("train", config.train), ("valid", config.valid or config.train)):
@@ -148,6 +154,7 @@ def _tokenizer(config: DataConfig, content: dict[str, Any]) -> Tokenizer:
             return False
 
     def make(folder: Path) -> None:
+        print(f"training a tokenizer of {size:,} ids", file=sys.stderr, flush=True)
         train_tokenizer(tokenizer_sample(config), size, folder)
 
     made_once(folder, whole, make, f"a tokenizer of {config.train}")

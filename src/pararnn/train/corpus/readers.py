@@ -20,13 +20,36 @@ from pararnn.extras import require
 BLOCK = 1 << 20
 """Bytes of a text file that are read at once."""
 DATASET = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:/(\w[\w.-]*))?(?::(.+))?")
-Row = tuple[str, Mapping[str, Any]]
-"""Where it is, for messages, and its fields. A text file is one row, its text in blocks."""
-Reader = Callable[[Path, str, tuple[str, ...]], Iterator[Row]]
+EMPTY = "files without text"
+NOT_UTF8 = "files that are not UTF-8"
+NO_OBJECT = "lines that are no JSON object"
+NO_TEXT = "rows without text"
+"""What of data is left out, and counted."""
+HELD = 1 << 24
+"""Characters of a text file that are held until all of it is known to be text."""
 
 
 class DataError(PararnnError, ValueError):
     """Data cannot be learned from: missing, empty, corrupt, or of a kind that is not read."""
+
+
+class Damaged(DataError):
+    """A file or a row that cannot be learned from, and is left out where others can.
+
+    kind: what it is one of, in the plural; then where it is, and what is wrong.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(kind, message)
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+Row = tuple[str, Mapping[str, Any]]
+"""Where it is, for messages, and its fields. A text file is one row, its text in blocks."""
+Reader = Callable[[Path, str, tuple[str, ...]], Iterator[Row | Damaged]]
 
 
 def cannot_read(path: Path | str, error: OSError) -> DataError:
@@ -92,35 +115,53 @@ def _blocks(packing: str, path: Path) -> Iterator[bytes]:
         raise cannot_read(path, error) from error
 
 
-def _text(packing: str, path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
-    yield str(path), {column: _decoded(_blocks(packing, path), path)}
+def _text(
+    packing: str, path: Path, column: str, others: tuple[str, ...]
+) -> Iterator[Row | Damaged]:
+    held: list[str] = []
+    size = 0
+    try:
+        for block in _decoded(_blocks(packing, path), path):  # to the end, before any is learned
+            size += len(block)
+            held.append(block)
+            if size > HELD:
+                held.clear()
+    except Damaged as error:
+        yield error
+        return
+    blocks = iter(held) if size <= HELD else _decoded(_blocks(packing, path), path)
+    yield str(path), {column: blocks}
 
 
 def _decoded(blocks: Iterator[bytes], path: Path) -> Iterator[str]:
-    """A text file's text; one with NUL is no text, or text of another encoding."""
-    decode = codecs.getincrementaldecoder("utf-8")().decode
+    """A text file's text, without a byte order mark; one with NUL is of another encoding."""
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     line, found = 1, False
     for block in chain(blocks, [b""]):
         if b"\0" in block:
             line += block.count(b"\n", 0, block.index(b"\0"))
-            raise DataError(f"{path}, line {line}: found a NUL byte; text must be UTF-8")
+            raise Damaged(NOT_UTF8, f"{path}, line {line}: found a NUL byte; text must be UTF-8")
         try:
             yield decode(block, final=not block)
         except UnicodeDecodeError as error:
             line += error.object.count(b"\n", 0, error.start)
-            raise DataError(
+            raise Damaged(
+                NOT_UTF8,
                 f"{path}, line {line}: found the byte 0x{error.object[error.start]:02x}, which is "
-                f"not UTF-8 there; text must be UTF-8"
+                f"not UTF-8 there; text must be UTF-8",
             ) from error
         line, found = line + block.count(b"\n"), found or bool(block)
     if not found:
-        raise DataError(f"{path} is empty; a text file is a document and must have text")
+        raise Damaged(EMPTY, f"{path} is empty; a text file is a document and must have text")
 
 
-def _json_lines(packing: str, path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
+def _json_lines(
+    packing: str, path: Path, column: str, others: tuple[str, ...]
+) -> Iterator[Row | Damaged]:
     rule = f"each line must be a JSON object with the text in {column!r}"
     found = False
     for number, line in enumerate(_lines(_blocks(packing, path)), 1):
+        line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         found = True
@@ -129,14 +170,15 @@ def _json_lines(packing: str, path: Path, column: str, others: tuple[str, ...]) 
             row = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             start = line[:40].decode("utf-8", "backslashreplace").strip()
-            raise DataError(
-                f"{where}: found {start!r}, which is not JSON ({error}); {rule}"
-            ) from error
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: found {named(row)}; {rule}")
-        yield where, row
+            wrong = f"{where}: found {start!r}, which is not JSON ({error}); {rule}"
+            yield Damaged(NO_OBJECT, wrong)
+            continue
+        if isinstance(row, dict):
+            yield where, row
+        else:
+            yield Damaged(NO_OBJECT, f"{where}: found {named(row)}; {rule}")
     if not found:
-        raise DataError(f"{path} is empty; {rule}")
+        yield Damaged(EMPTY, f"{path} is empty; {rule}")
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
@@ -152,7 +194,7 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
     yield b"".join(begun)
 
 
-def _parquet(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
+def _parquet(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row | Damaged]:
     parquet = require("pyarrow.parquet")
     number = 0
     try:
@@ -171,7 +213,7 @@ def _parquet(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a whole Parquet file: {first_line(error)}") from error
     if not number:
-        raise DataError(f"{path} is empty; it must have rows with the text in {column!r}")
+        yield Damaged(EMPTY, f"{path} is empty; it must have rows with the text in {column!r}")
 
 
 READERS: dict[str, Reader] = {
@@ -180,6 +222,28 @@ READERS: dict[str, Reader] = {
     for packing in PACKED
 } | {".parquet": _parquet}
 """By the end of a file's name: its rows, where at least the fields that are named are read."""
+
+
+def readers_of(suffixes: str) -> dict[str, Reader]:
+    """The readers of files whose names end in `suffixes`, which have commas between them.
+
+    They may be packed. An end that `READERS` does not have is of text. "" is all of `READERS`.
+    Raises DataError for what is no end of a name.
+    """
+    if not suffixes:
+        return READERS
+    ends = [end.strip() for end in suffixes.split(",")]
+    if not all(end.startswith(".") and len(end) > 1 for end in ends):
+        raise DataError(
+            "suffixes must be ends of names that begin with a dot, with commas between several, "
+            f"such as .md,.py; got {suffixes!r}"
+        )
+    return {
+        end + packing: READERS.get(end + packing, partial(_text, packing))
+        for end in ends
+        for packing in PACKED
+        if end + packing in READERS or end not in READERS  # a packed .parquet is not read
+    }
 
 
 def dataset_rows(source: str) -> Iterator[Row]:
@@ -225,11 +289,12 @@ def _parts(source: str) -> tuple[str, str | None, str | None]:
     return name, configuration, split
 
 
-def no_column(where: str, column: str, names: Any) -> DataError:
-    """What to raise where the text's field is not."""
-    return DataError(
+def no_column(where: str, column: str, names: Any) -> Damaged:
+    """What to say where the text's field is not."""
+    return Damaged(
+        NO_TEXT,
         f"{where}: no column {column!r}, it has {sorted(names)}; name the one with the text as "
-        "column"
+        "column",
     )
 
 

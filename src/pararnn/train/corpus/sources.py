@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from pararnn.train.corpus.hashes import hashes_of
 from pararnn.train.corpus.readers import (
     DATASET,
-    READERS,
+    NO_TEXT,
+    Damaged,
     Reader,
     Row,
     cannot_read,
@@ -21,17 +22,20 @@ from pararnn.train.corpus.readers import (
     dataset_rows,
     named,
     no_column,
+    readers_of,
 )
 from pararnn.train.corpus.readers import DataError as DataError
 
 SOURCES = (
     "a file or folder of text (.txt) or JSON lines (.jsonl), packed (.gz, .xz, .zst) or not, or "
-    "Parquet (.parquet), a pattern of such files, or the name of a Hugging Face dataset"
+    "Parquet (.parquet), a pattern of such files, the name of a Hugging Face dataset, or several "
+    "of these with commas between them"
 )
 PIECE = 1 << 18
 """Characters of a piece, at most."""
 LOOK = 1000
-"""Rows without a field of `drop` after which no row is thought to have it."""
+"""Rows without a field of `drop`, or without text, after which no row is thought to have it."""
+NOT_UTF8_ROW = "rows that are not UTF-8"
 MISSING = object()
 
 
@@ -42,10 +46,30 @@ class Piece(NamedTuple):
     ends: bool
 
 
-def documents(source: str, column: str = "text", drop: str = "") -> Iterator[str]:
+class LeftOut:
+    """What of data is left out, for it cannot be learned from: how much of each kind."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.first: dict[str, str] = {}
+
+    def add(self, kind: str, where: object) -> None:
+        """Count one more, and remember where the first of its kind was."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.first.setdefault(kind, str(where))
+
+    def lines(self) -> list[str]:
+        """What was left out, a line for each kind."""
+        return [
+            f"left out {count:,} {kind}, the first: {self.first[kind]}"
+            for kind, count in self.counts.items()
+        ]
+
+
+def documents(source: str, *args: Any, **options: Any) -> Iterator[str]:
     """The texts of a source, in the order of paths and lines; arguments and errors: `pieces`."""
     parts = []
-    for piece in pieces(source, column, drop):
+    for piece in pieces(source, *args, **options):
         parts.append(piece.text)
         if piece.ends:
             yield "".join(parts)
@@ -53,34 +77,85 @@ def documents(source: str, column: str = "text", drop: str = "") -> Iterator[str
 
 
 def pieces(
-    source: str, column: str = "text", drop: str = "", strict: bool = True
+    source: str,
+    column: str = "text",
+    drop: str = "",
+    *,
+    strict: bool = True,
+    suffixes: str = "",
+    left_out: LeftOut | None = None,
 ) -> Iterator[Piece]:
     """The texts of a source, long ones in pieces, in the order of paths and lines.
+
+    Files and rows without text or with text that is not UTF-8, and lines that are not JSON, are
+    left out, and counted in `left_out`.
 
     Args:
         source: a file, a pattern of files with * or ?, or a folder with all files below it (hidden
             ones are left out), of text (each file is a document), JSON lines or Parquet; or a
             dataset of Hugging Face, "owner/name", "owner/name/configuration", each with ":split"
-            behind it or not, which is streamed.
+            behind it or not, which is streamed; or several of these with commas between them.
         column: the text's field in JSON lines, Parquet and datasets.
         drop: rows that are left out, "field=value" with commas between several; "a.b" is the field
             b in a. What is no text is compared as JSON writes it.
         strict: raise where no row has a field of `drop`, warn where none has its value.
+        suffixes: what files are read, by the ends of their names, see `readers_of`.
 
-    Raises DataError, which names the file and line, for what is missing, empty, corrupt or of
-    another kind, and MissingExtra where a package is missing.
+    Raises DataError, which names the file and line, for what is missing, cut short or of another
+    kind, or where nothing is left; and MissingExtra where a package is missing.
     """
     conditions = conditions_of(drop)
-    for where, row in _kept(_rows(source, column, conditions), conditions, source, strict):
-        yield from _cut(_field(row, column, where))
+    left_out = LeftOut() if left_out is None else left_out
+    readers = readers_of(suffixes)
+    paths = [files_of(part, suffixes) or part for part in sources_of(source)]
+    problems: list[Damaged] = []
+    found = False
+
+    def leave_out(error: Damaged) -> None:
+        left_out.add(error.kind, error)
+        if not found:
+            problems.append(error)
+        if len(problems) == LOOK:  # as of a column that is misnamed
+            raise problems[0]
+
+    def good() -> Iterator[Row]:
+        for row in _rows(paths, readers, column, conditions):
+            if isinstance(row, Damaged):
+                leave_out(row)
+            else:
+                yield row
+
+    for where, row in _kept(good(), conditions, source, strict):
+        try:
+            text = _field(row, column, where)
+        except Damaged as error:
+            leave_out(error)
+            continue
+        found = True
+        yield from _cut(text)
+    if problems and not found:
+        raise problems[0]
 
 
-def fingerprint(source: str, index: Path | None = None) -> list[list[Any]]:
+def sources_of(source: str) -> list[str]:
+    """The sources that a text names: one, or several with commas between them."""
+    if os.path.exists(source):  # whose name may have a comma
+        return [source]
+    return [part.strip() for part in source.split(",")]
+
+
+def fingerprint(source: str, index: Path | None = None, suffixes: str = "") -> list[list[Any]]:
     """What a source's texts depend on: each file's name, size and hash; a dataset's revision.
 
-    index: a file that keeps hashes, see `hashes_of`.
+    index: a file that keeps hashes, see `hashes_of`. suffixes: see `pieces`.
     """
-    paths = files_of(source)
+    return [
+        each for part in sources_of(source) for each in _fingerprint_of_one(part, index, suffixes)
+    ]
+
+
+def _fingerprint_of_one(source: str, index: Path | None, suffixes: str) -> list[list[Any]]:
+    paths = files_of(source, suffixes)
     if not paths:
         return [[source, dataset_builder(source).hash]]
     root = Path(source)
@@ -91,25 +166,34 @@ def fingerprint(source: str, index: Path | None = None) -> list[list[Any]]:
     ]
 
 
-def files_of(source: str) -> list[Path]:
-    """The files of a source, sorted by their paths; none where it is the name of a dataset."""
-    root = Path(source)
+def files_of(source: str, suffixes: str = "") -> list[Path]:
+    """The files of one source, sorted by their paths; none where it is the name of a dataset.
+
+    suffixes: only files whose names end so, of folders and patterns; see `readers_of`.
+    """
+    root, readers = Path(source), readers_of(suffixes)
+    of_kinds = f" that end in {suffixes}" if suffixes else ""
+
+    def wanted(path: Path) -> bool:
+        return not suffixes or _kind(path, readers) is not None
+
     if source and root.is_dir():
-        files = [path for path in _below(root) if not _hidden(path, root)]
+        files = [path for path in _below(root) if not _hidden(path, root) and wanted(path)]
         if not files:
-            raise DataError(f"the folder {source} has no files; data are {SOURCES}")
+            raise DataError(f"the folder {source} has no files{of_kinds}; data are {SOURCES}")
     elif source and root.exists():
         files = [root]
     elif {"*", "?"} & set(source):
-        files = [Path(path) for path in glob.glob(source, recursive=True) if os.path.isfile(path)]
+        found = [Path(path) for path in glob.glob(source, recursive=True) if os.path.isfile(path)]
+        files = [path for path in found if wanted(path)]
         if not files:
-            raise DataError(f"no file is like {source!r}; data are {SOURCES}")
-    elif _kind(root) is None and DATASET.fullmatch(source):
+            raise DataError(f"no file{of_kinds} is like {source!r}; data are {SOURCES}")
+    elif _kind(root, readers) is None and DATASET.fullmatch(source):
         return []
     else:
         raise DataError(f"there is no file or folder {source!r}; data are {SOURCES}")
     for path in files:
-        _reader(path)
+        _reader(path, readers)
         if not path.is_file():
             raise DataError(f"{path} is no file: a link to nothing, or a pipe; remove it")
     return sorted(files)
@@ -127,13 +211,20 @@ def conditions_of(drop: str) -> list[tuple[str, str]]:
     return [(field.strip(), value.strip()) for field, _, value in parts]
 
 
-def _rows(source: str, column: str, conditions: Iterable[tuple[str, str]]) -> Iterator[Row]:
+def _rows(
+    parts: Iterable[list[Path] | str],
+    readers: Mapping[str, Reader],
+    column: str,
+    conditions: Iterable[tuple[str, str]],
+) -> Iterator[Row | Damaged]:
+    """The rows of files, and of datasets by their names, and what of them is damaged."""
     others = tuple(name for field, _ in conditions for name in {field, field.partition(".")[0]})
-    paths = files_of(source)
-    if not paths:
-        yield from dataset_rows(source)
-    for path in paths:
-        yield from _reader(path)(path, column, others)
+    for part in parts:
+        if isinstance(part, str):
+            yield from dataset_rows(part)
+            continue
+        for path in part:
+            yield from _reader(path, readers)(path, column, others)
 
 
 def _with_fields(rows: Iterator[Row], fields: set[str], source: str) -> Iterator[Row]:
@@ -222,27 +313,29 @@ def _field(row: Mapping[str, Any], column: str, where: str) -> Iterable[str]:
     if isinstance(text, Iterator):
         return text
     if not isinstance(text, str):
-        raise DataError(f"{where}: {column!r} must be text, found {named(text)}")
+        raise Damaged(NO_TEXT, f"{where}: {column!r} must be text, found {named(text)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: found half a surrogate pair, {text[error.start]!r}; text must be UTF-8"
+        raise Damaged(
+            NOT_UTF8_ROW,
+            f"{where}: found half a surrogate pair, {text[error.start]!r}; text must be UTF-8",
         ) from error
     return [text]
 
 
-def _kind(path: Path) -> str | None:
-    return next((kind for kind in READERS if path.name.endswith(kind)), None)
+def _kind(path: Path, readers: Mapping[str, Reader]) -> str | None:
+    return next((kind for kind in readers if path.name.endswith(kind)), None)
 
 
-def _reader(path: Path) -> Reader:
-    kind = _kind(path)
+def _reader(path: Path, readers: Mapping[str, Reader]) -> Reader:
+    kind = _kind(path, readers)
     if kind is None:
         raise DataError(
-            f"{path} is of a kind that is not read; files must end in {', '.join(READERS)}"
+            f"{path} is of a kind that is not read; files must end in {', '.join(readers)}; "
+            "data.suffixes=.md,.py reads other ends as text, and those files alone"
         )
-    return READERS[kind]
+    return readers[kind]
 
 
 def _below(root: Path) -> Iterator[Path]:

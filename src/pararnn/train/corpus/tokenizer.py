@@ -18,6 +18,10 @@ END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """What a tokenizer.json that says nothing else may call it, the first that it has."""
 SETTINGS = "tokenizer_config.json"
+WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's
+LONGEST = r"[\s\S]{1,128}"
+"""Words, in which byte pairs are merged, and what cuts those that are longer: text without blanks
+is one word, and each merge in it goes over all of it."""
 ENCODES = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 """What the ids of a text depend on, of the parts of a tokenizer.json."""
 
@@ -145,9 +149,14 @@ def train_tokenizer(documents: Iterable[str], size: int, folder: Path | str) -> 
     if size <= BYTES:
         raise ValueError(f"size must be at least {BYTES + 1}, the bytes and {END}, got {size}")
     tokenizers = require("tokenizers")
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split, byte_level = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = byte_level
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            *(split(tokenizers.Regex(pattern), "isolated") for pattern in (WORDS, LONGEST)),
+            byte_level(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=size,
