@@ -7,6 +7,7 @@ import pytest
 import torch
 from table import has_compiler
 
+from pararnn import progress
 from pararnn.cli import main
 from pararnn.tasks import TASKS, training
 from pararnn.tasks.commands import arranged
@@ -125,6 +126,21 @@ def test_results_are_repeatable_and_name_their_commit(folder, monkeypatch):
     assert again["lengths"] == before["lengths"]
     assert again["commit"] == "abc"
     assert before["commit"] is None
+
+
+def test_one_sees_what_runs(tmp_path, capsys, monkeypatch):
+    """Nothing was said until a run was at its end."""
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    command = ["tasks", "run", "parity", "--mixer", "gru", "--device", "cpu", "--out"]
+    assert main([*command, str(tmp_path), *SMALL, "steps=20", "seeds=2", "seconds=600"]) == 0
+    begun, *lines = capsys.readouterr().err.splitlines()
+    assert begun == (
+        "parity, gru: 64 sequences of 8, 576 parameters, 2 seeds, on cpu; at most 20 steps of 8 or "
+        "10 min 0 s"
+    )
+    for step, line in zip((10, 20), lines, strict=True):
+        figures = r"\d.* left, loss \d\.\d+, accuracy \d\d\.\d\d%"
+        assert re.fullmatch(rf"parity, gru: {step} of 20 steps, {figures}", line)
 
 
 def test_results_that_exist_stay(folder, capsys):

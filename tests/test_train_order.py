@@ -19,6 +19,7 @@ from test_train_trainer import Packed, config, losses, same_bits, weights
 from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
 from pararnn.train import telemetry
+from pararnn.train import trainer as trainer_module
 from pararnn.train.config import DataConfig
 from pararnn.train.feed import StepSampler, batches, make_loader, steps_of_epoch
 from pararnn.train.log import read_rows
@@ -200,6 +201,30 @@ def test_tensorboard_has_the_scalars(watched):
     assert names >= wanted | {"eval/loss", "train/sweeps"}
     steps = {event.step: event.value for event in events.Scalars("train/loss")}
     assert steps == pytest.approx({step: float(loss) for step, loss in losses(watched).items()})
+
+
+def test_tensorboard_repeats_no_step_after_a_kill(tmp_path, monkeypatch):
+    """It had the points behind the checkpoint twice."""
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    log = trainer_module.RunTrainer.log
+
+    def killed(self, logs, *args):
+        log(self, logs, *args)
+        if self.state.global_step == 5:
+            raise KeyboardInterrupt
+
+    asked = config(tmp_path, report_to="tensorboard", save_every=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.RunTrainer, "log", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_training(asked, Packed())
+    run_training(asked, Packed())
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    steps = [event.step for event in events.Scalars("train/loss")]
+    assert steps == sorted(set(steps)) == [*range(1, asked.steps + 1)]
 
 
 def test_without_tensorboard_auto_is_none(monkeypatch):

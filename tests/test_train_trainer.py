@@ -163,6 +163,25 @@ def test_half_a_line_is_no_row(tmp_path):
         append_row(path, {"lost": 1})
 
 
+def test_curves_are_drawn_on_the_way(tmp_path, monkeypatch):
+    """They were drawn at the end alone, which a run that is killed does not reach."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(trainer_module, "plot_rows", plot_rows)
+    run_until(monkeypatch, 4, config(tmp_path))
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob(".*.new"))
+
+
+def test_curves_are_not_drawn_more_often_than_they_are_looked_at(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(trainer_module, "plot_rows", lambda rows, *_: drawn.append(len(rows)))
+    run_training(config(tmp_path / "now", valid_every=1, steps=3), Packed())
+    assert drawn == [2]
+    monkeypatch.setattr(trainer_module, "DRAW_EVERY", 0.0)
+    run_training(config(tmp_path / "then", valid_every=1, steps=3), Packed())
+    assert drawn == [2, 2, 4, 6]
+
+
 def shown(capfd):
     """What a run has written to stderr, and nothing to stdout but for PyTorch 2.9 itself."""
     out, err = capfd.readouterr()
@@ -171,24 +190,44 @@ def shown(capfd):
     return err
 
 
+START = [
+    "data: given: 240 tokens to learn, 72 held out, 1.25 bytes a token",
+    "model: gru, 2 blocks of 16 channels, 6,640 parameters, float32, on CPU, N threads",
+    "run: 3 steps of 4 x 12 tokens, 0.6 epochs, into DIR",
+]
+
+
+def told(lines):
+    """What a run says at its start, without what depends on the machine; and its other lines."""
+    first = "\n".join(lines[:3])
+    first = re.sub(r"on [^,\n]+, \d+ threads", "on CPU, N threads", first)
+    return re.sub(r"into .*", "into DIR", first).splitlines(), lines[3:]
+
+
 def test_only_lines_are_shown_in_a_file(tmp_path, capfd):
     run_training(config(tmp_path, steps=3), Packed())
-    lines = shown(capfd).splitlines()
-    steps = [re.fullmatch(r"step (\d) of 3: (loss|valid) \d\.\d+", line) for line in lines]
-    assert [step and step.groups() for step in steps] == [
-        *((str(step), "loss") for step in (1, 2, 3)),
-        ("3", "valid"),
-    ]
+    about, lines = told(shown(capfd).splitlines())
+    assert about == START
+    steps = [re.fullmatch(r"step (\d) of 3: (.*)", line).groups() for line in lines]
+    number = r"\d+\.\d+"
+    assert [step for step, _ in steps] == ["1", "2", "3", "3"]
+    for step, figures in steps[:3]:
+        left = "0 s" if step == "3" else r"\d+ s"
+        assert re.fullmatch(rf"loss {number}, tokens/s [\d,]+, {left} left", figures)
+    assert re.fullmatch(rf"valid {number}, bits/byte {number}", steps[3][1])
 
 
 def test_only_the_bar_is_shown_on_a_terminal(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run_training(config(tmp_path, steps=3), Packed())
     lines = [line for line in shown(capfd).replace("\r", "\n").splitlines() if line.strip()]
+    about, lines = told(lines)
+    assert about == START
     assert lines
     assert all("/3 [" in line for line in lines), lines
     assert "loss=" in lines[-1]
     assert "valid=" in lines[-1]
+    assert "tokens/s=" in lines[-1]
 
 
 class Killed(Exception):

@@ -10,5 +10,6 @@ import pytest
 def undrawn() -> Iterator[None]:
     """No run in this block draws its curves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pararnn.train.run.plot_rows", lambda *_: None)
+        for module in ("run", "trainer"):
+            patch.setattr(f"pararnn.train.{module}.plot_rows", lambda *_: None)
         yield

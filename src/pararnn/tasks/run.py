@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 
-from pararnn.extras import require
+from pararnn import progress
 from pararnn.records import finite, read_json, to_json
 from pararnn.tasks.base import Task, need
 from pararnn.tasks.folded import FoldedModel, accuracies, make_folded
@@ -197,8 +197,10 @@ def run_all(
         if exists:
             say(f"{path} exists: left as it is")
             continue
-        with _Bar(config) as bar:
-            result = run_task(config, bar.report)
+        progress.say(begun(config))
+        title = f"{config.task_name}, {config.model.mixer}"
+        with progress.Progress(title, config.train.steps, "steps") as shown:
+            result = run_task(config, partial(_show, shown))
         unfinished = path.with_suffix(".part")
         unfinished.write_text(to_json(result), encoding="utf-8")
         unfinished.rename(path)
@@ -244,28 +246,26 @@ def share(accuracy: float | None) -> str:
     return "none" if accuracy is None else f"{accuracy:.2%}"
 
 
+def begun(config: TaskRun) -> str:
+    """What is said before a run: data, model, device, and how long it is to be."""
+    model = make_folded(config.task, config.model, (config.train.seed,), "cpu")
+    size, train = sum(weight.numel() for weight in model.weights.values()), config.train
+    limit = "" if train.seconds is None else f" or {progress.duration(train.seconds)}"
+    return (
+        f"{config.task_name}, {config.model.mixer}: {train.rows:,} sequences of "
+        f"{config.task.length:,}, {size:,} parameters, {train.seeds} seeds, on "
+        f"{_device_name(config.device)}; at most {train.steps:,} steps of {train.batch:,}{limit}"
+    )
+
+
+def _show(
+    shown: progress.Progress, step: int, losses: Sequence[float], found: Sequence[float]
+) -> None:
+    """Show the least loss and the best accuracy of the seeds that have not diverged."""
+    known = [loss for loss in losses if math.isfinite(loss)]
+    loss = f"{min(known):.3f}" if known else "none"
+    shown.update(step, loss=loss, accuracy=share(best(finite(found))))
+
+
 def _said_of_seed(accuracy: float | None, diverged: int | None) -> str:
     return share(accuracy) + ("" if diverged is None else f" (diverged by step {diverged})")
-
-
-class _Bar:
-    """A progress bar on a terminal, nothing elsewhere."""
-
-    def __init__(self, config: TaskRun) -> None:
-        self.bar: Any = None
-        if sys.stderr.isatty():
-            train = config.train
-            title = f"{config.task_name}, {config.model.mixer}"
-            self.bar = require("tqdm").tqdm(total=train.steps, desc=title, leave=False)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def report(self, step: int, losses: list[float], found: list[float]) -> None:
-        if self.bar is not None:
-            self.bar.update(step - self.bar.n)
-            self.bar.set_postfix(loss=f"{min(losses):.3f}", accuracy=f"{max(found):.2%}")

@@ -66,9 +66,18 @@ def _hint(key: str, keys: Iterable[str]) -> str:
     inside = [each for each in full if each.startswith(f"{key}.")]
     if inside:
         return f": it is a record, with fields such as {inside[0]}"
-    # Who leaves out the record means its field.
-    near = nearest(key, {each.rpartition(".")[2]: each for each in full} | full)
+    # Who leaves out the record means its field, and who knows other libraries may shorten its name.
+    own = key.rpartition(".")[2].lower()
+    fields = {each.rpartition(".")[2]: each for each in full}
+    short = [each for name, each in fields.items() if own in _short(name)]
+    near = short or nearest(own, fields) or nearest(key, full)
     return f"; did you mean {near[0]}?" if near else "; --print shows all keys"
+
+
+def _short(name: str) -> set[str]:
+    """What a name may be shortened to: its first letters, and the words at its end."""
+    words = name.split("_")
+    return {"".join(word[0] for word in words), *("_".join(words[at:]) for at in range(len(words)))}
 
 
 def _leaves(record: Any, prefix: str = "") -> Iterator[tuple[str, Kind, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -37,7 +38,10 @@ def averaged(curve: Sequence[Record], points: int = 200) -> list[Record]:
 
 
 def plot_rows(rows: Sequence[Mapping[str, str]], title: str, path: Path) -> None:
-    """Write the losses of a run's log over its steps, as a PNG; MissingExtra as above."""
+    """Write the losses of a run's log over its steps, as a PNG that is whole at any time.
+
+    MissingExtra as above.
+    """
     figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for column, label, style in (
@@ -49,4 +53,6 @@ def plot_rows(rows: Sequence[Mapping[str, str]], title: str, path: Path) -> None
     axes.set(xlabel="optimizer steps", ylabel="nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    beside = path.with_name(f".{path.name}.new")
+    figure.savefig(beside, dpi=150, format="png")
+    os.replace(beside, path)

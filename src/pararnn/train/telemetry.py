@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.integration_utils import get_available_reporting_integrations
+from transformers.integrations.integration_utils import (
+    TensorBoardCallback,
+    get_available_reporting_integrations,
+)
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from pararnn.check.verify import defect
 from pararnn.errors import TrainingError
 from pararnn.layers import RecurrentLayer
+from pararnn.progress import duration
+from pararnn.train.config import RunConfig
+from pararnn.tune.timing import device_name
+
+if TYPE_CHECKING:
+    from pararnn.train.setup import TrainingData
 
 NAMES = ("defect", "sweeps", "mended")
 """Of what `checked` finds: a number each for every recurrent layer."""
+NATS = {"loss": "loss", "eval_loss": "valid", "eval_bits_per_byte": "bits/byte"}
+"""Of the losses that are shown on the way: their short names."""
 
 
 @torch.no_grad()
@@ -71,33 +84,98 @@ def reporting(asked: str) -> str:
     return "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
 
 
-def progress() -> TrainerCallback:
-    """What shows how far a run is: a bar on a terminal, lines in a file."""
-    return _Bar() if sys.stderr.isatty() else _Lines()
+class Board(TensorBoardCallback):
+    """TensorBoard in the run's folder, without what a killed run wrote behind its checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.logging_dir = self.logging_dir or str(folder)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the file of events; those of later steps are hidden, as they come again."""
+        there = importlib.util.find_spec("tensorboard")  # or tensorboardX, which theirs opens
+        if there and state.is_world_process_zero and self.tb_writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tb_writer = SummaryWriter(self.logging_dir, purge_step=state.global_step + 1)
+        super().on_train_begin(args, state, control, **kwargs)
+
+
+def start_lines(config: RunConfig, data: TrainingData, model: nn.Module, world: int) -> list[str]:
+    """What a run says at its start: data, model, device, and how long it is to be."""
+    length, tokens = config.data.sequence_length, config.batch * config.data.sequence_length
+    rows, held_out = (len(cast(Any, part)) for part in (data.train, data.valid))
+    weights = list(model.parameters())
+    device, blocks = weights[0].device, config.model
+    kinds = dict.fromkeys(config.model.cell if m == "rnn" else m for m in blocks.mixers or ())
+    several = f"{world} x " if world > 1 else ""
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return [
+        f"data: {config.data.train or 'given'}: {rows * length:,} tokens to learn, "
+        f"{held_out * length:,} held out, {data.bytes_per_token:.2f} bytes a token",
+        f"model: {' and '.join(kinds)}, {blocks.num_hidden_layers} blocks of {blocks.hidden_size} "
+        f"channels, {sum(weight.numel() for weight in weights):,} parameters, {config.precision}, "
+        f"on {several}{device_name(device)}{threads}",
+        f"run: {config.steps:,} steps of {config.batch:,} x {length:,} tokens, "
+        f"{config.steps * tokens / (rows * length):.3g} epochs, into {config.out}",
+    ]
+
+
+def progress(lines: Sequence[str], tokens: int) -> TrainerCallback:
+    """What shows how far a run is: a bar on a terminal, lines in a file.
+
+    lines: said when training begins. tokens: of a step.
+    """
+    return _Bar(lines, tokens) if sys.stderr.isatty() else _Lines(lines, tokens)
 
 
 class _Bar(ProgressCallback):
     """Trainer's progress bar, with the last figures beside it and nothing else."""
 
+    def __init__(self, lines: Sequence[str], tokens: int) -> None:
+        super().__init__()
+        self.lines, self.shown = lines, dict[str, str]()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _say_all(self.lines, state)
+        super().on_train_begin(args, state, control, **kwargs)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.training_bar is None:
             return
-        self.shown = getattr(self, "shown", {}) | _shown(logs)
+        self.shown |= _shown(logs)
         self.training_bar.set_postfix(self.shown)
 
 
 class _Lines(TrainerCallback):
     """A line on standard error whenever there are figures: a bar would fill a file."""
 
+    def __init__(self, lines: Sequence[str], tokens: int) -> None:
+        self.lines, self.tokens = lines, tokens
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        _say_all(self.lines, state)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        shown = _shown(logs)
-        if shown and state.is_world_process_zero:
-            figures = ", ".join(f"{name} {value}" for name, value in shown.items())
-            at = f"step {state.global_step} of {state.max_steps}"
-            print(f"{at}: {figures}", file=sys.stderr, flush=True)
+        figures = [f"{name} {value}" for name, value in _shown(logs).items()]
+        if not (figures and state.is_world_process_zero):
+            return
+        rate = logs.get("tokens_per_second")
+        if rate:
+            left = (state.max_steps - state.global_step) * self.tokens / rate
+            figures += [f"{duration(left)} left"]
+        at = f"step {state.global_step} of {state.max_steps}"
+        print(f"{at}: {', '.join(figures)}", file=sys.stderr, flush=True)
+
+
+def _say_all(lines: Sequence[str], state: Any) -> None:
+    if state.is_world_process_zero:
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _shown(logs: dict[str, Any]) -> dict[str, str]:
     """The figures that are shown on the way, nats a token, by short names."""
-    names = {"loss": "loss", "eval_loss": "valid"}
-    return {short: f"{logs[name]:.4g}" for name, short in names.items() if name in logs}
+    shown = {short: f"{logs[name]:.4g}" for name, short in NATS.items() if name in logs}
+    if "tokens_per_second" in logs:
+        shown["tokens/s"] = f"{logs['tokens_per_second']:,.0f}"
+    return shown

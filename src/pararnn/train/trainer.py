@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -32,16 +33,19 @@ from pararnn.train.checkpoints import (
 )
 from pararnn.train.config import RunConfig
 from pararnn.train.feed import make_loader, steps_of_epoch
-from pararnn.train.log import append_row
+from pararnn.train.log import append_row, read_rows
 from pararnn.train.optimiser import make_adamw, make_scheduler
+from pararnn.train.plot import plot_rows
 from pararnn.train.setup import TrainingData, check_rows, make_arguments, make_model
 from pararnn.train.sharding import clip_gradients, launched
-from pararnn.train.telemetry import checked, progress, solves
+from pararnn.train.telemetry import Board, checked, progress, solves, start_lines
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 products a second, by a part of the device's name."""
 
 SCHEDULER = "scheduler.pt"
+DRAW_EVERY = 30.0
+"""Seconds between two pictures of the curves, which take some tenths each."""
 
 
 class RunTrainer(Trainer):
@@ -61,15 +65,16 @@ class RunTrainer(Trainer):
         )
         for theirs in (ProgressCallback, PrinterCallback):
             self.remove_callback(theirs)
-        self.add_callback(progress())
-        for each in self.callback_handler.callbacks:
-            if isinstance(each, TensorBoardCallback):
-                each.logging_dir = each.logging_dir or str(Path(config.out) / "tensorboard")
+        lines = start_lines(config, packed, model, world)
+        self.add_callback(progress(lines, config.batch * config.data.sequence_length))
+        if self.pop_callback(TensorBoardCallback) is not None:
+            self.add_callback(Board(Path(config.out) / "tensorboard"))
         self.run, self.out, self.world = config, Path(config.out), world
         self.flops_of_token = 6 * sum(parameter.numel() for parameter in model.parameters())
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.args.device)
         self.bytes_per_token = packed.bytes_per_token
         self.since, self.last_step, self.last_check = 0.0, -1, 0
+        self.drawn = -math.inf
         self.solved: dict[str, list[Any]] = {}
         layers, parts = config.model.num_hidden_layers, self.args.gradient_accumulation_steps
         self.carry = Carry(layers, parts) if config.data.stateful else None
@@ -246,11 +251,23 @@ class RunTrainer(Trainer):
         bits = loss / math.log(2) / self.bytes_per_token
         metrics = {"eval_loss": loss, "eval_bits_per_byte": bits}
         self.log(dict(metrics))
+        self._draw()
         # Or Trainer validates again at the end of the epoch.
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+    def _draw(self) -> None:
+        """Draw the run's curves so far where matplotlib is installed, if some time has passed."""
+        now = time.monotonic()
+        if not self.is_world_process_zero() or now - self.drawn < DRAW_EVERY:
+            return
+        if importlib.util.find_spec("matplotlib") is not None:
+            path = self.out / "curves.png"
+            with self._off_the_clock(), writing(path, self.out):
+                plot_rows(read_rows(self.out / "log.csv"), self.run.name, path)
+            self.drawn = now
 
     def _valid_batches(self) -> DataLoader[Any]:
         """A rank's part of the held-out rows: equally many a rank, none of them twice.

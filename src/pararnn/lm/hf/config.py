@@ -169,5 +169,11 @@ class ParaRNNConfig(PretrainedConfig):
         """The config of a model in plain PyTorch; ValueError for mixers that users have added."""
         words = {mixer: word for word, mixer in LAYER_TYPES.items()}
         own = config.to_dict()
-        types = [words.get(mixer, mixer) for mixer in own.pop("mixers")]
-        return cls(**own, layer_types=types, **kwargs)
+        mixers = own.pop("mixers")
+        unknown = sorted(set(mixers) - set(words))
+        if unknown:
+            raise ValueError(
+                f"mixers may hold {', '.join(words)} where transformers is to know the model, got "
+                f"{unknown[0]!r}"
+            )
+        return cls(**own, layer_types=[words[mixer] for mixer in mixers], **kwargs)
