@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import json
 import math
 import sys
 from types import SimpleNamespace
@@ -175,6 +176,16 @@ def test_a_wrong_state_has_a_defect(watched, monkeypatch):
     )
     found = telemetry.checked(model, {"input_ids": torch.arange(12)[None]})
     assert found["defect"] == [math.inf, math.inf]  # as the full check says, which was asked
+
+
+def test_an_infinite_defect_is_logged_and_the_state_is_json(tmp_path, monkeypatch):
+    found = {"defect": [math.inf, 0.5], "sweeps": [1, 1], "mended": [0, 0]}
+    monkeypatch.setattr(trainer_module, "checked", lambda *_: found)
+    run_training(config(tmp_path, steps=3, verify_every=1), Packed())
+    defects = [row["defect"] for row in read_rows(tmp_path / "log.csv") if row["defect"]]
+    assert defects == ["inf 0.5"] * 3
+    state = (tmp_path / "checkpoint-3" / "trainer_state.json").read_text()
+    json.loads(state, parse_constant=pytest.fail)
 
 
 def test_compiled_blocks_are_checked_too(watched):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -209,7 +210,8 @@ class RunTrainer(Trainer):
             "mended": [int(count) for count in worst[2]],
         }
         asked = self.control.should_log  # logging says that it is done
-        self.log({"defect": max(worst[0])})
+        # In log.csv it may be infinite: the run goes on, and trainer_state.json is JSON.
+        self.log({"defect": min(max(worst[0]), sys.float_info.max)})
         self.control.should_log = asked
 
     def _speed(self) -> dict[str, float]:
