@@ -9,7 +9,7 @@ import torch
 from lm_kinds import hugging
 
 from pararnn import cli
-from pararnn.errors import EvaluationError
+from pararnn.errors import EvaluationError, TrainingError
 from pararnn.evaluation import paper, report
 from pararnn.evaluation.jobs import Job, plan
 from pararnn.evaluation.questions import read_questions
@@ -445,6 +445,15 @@ def test_the_report_is_in_the_model_s_folder(tmp_path):
     assert path == tmp_path / "eval" / "results.md"
     assert "## Tasks" not in path.read_text(encoding="utf-8")
     assert run_evaluation(str(tmp_path), texts=[str(tmp_path / "a.txt")]) == path
+
+
+def test_a_report_does_not_replace_what_is_none(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.md").write_text("mine")
+    with pytest.raises(TrainingError, match=r"results\.md is there, and not by an earlier call"):
+        run_evaluation(str(folder), texts=[str(tmp_path / "a.txt")], out=str(tmp_path / "out"))
+    assert (tmp_path / "out" / "results.md").read_text() == "mine"
 
 
 def test_other_shots_are_not_beside_the_paper():

@@ -249,6 +249,15 @@ def test_an_unknown_cell_is_named():
     assert any(isinstance(part, Timeless) for part in model.modules())
 
 
+def test_the_demo_replaces_no_model_of_another(tmp_path):
+    for module in ("tqdm", "matplotlib", "safetensors"):
+        pytest.importorskip(module)
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(TrainingError, match=r"config\.json is there, and not by an earlier call"):
+        run_demo(DemoConfig(out=str(tmp_path), **TINY))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_default_widths_follow_the_structure():
     assert make_model(DemoConfig(cell="elman")).config.hidden_size == 128
     assert make_model(DemoConfig(cell="dense-gru")).config.hidden_size == 32

@@ -189,6 +189,7 @@ def test_the_end_of_the_text_is_held_out(config, tmp_path, sizes, holdout, kept,
         size = sum(map(len, texts))
         assert rows.part == packing.Part(size + len(texts), len(texts), size)
     assert sorted(path.name for path in packed.folder.iterdir()) == [
+        ".pararnn.json",
         "meta.json",
         "train.bin",
         "valid.bin",

@@ -23,6 +23,7 @@ from test_train_trainer import losses, same_bits, weights
 
 from pararnn.errors import TrainingError
 from pararnn.train import checkpoints, log, run
+from pararnn.train import folder as folder_module
 from pararnn.train import trainer as trainer_module
 from pararnn.train.run import run_training
 
@@ -66,7 +67,8 @@ def ended(process):
 
 
 def half_saved(out):
-    return any(not (path / "complete").exists() for _, path in checkpoints.checkpoints(out))
+    left = checkpoints.checkpoints(out / checkpoints.NEW)
+    return any(not (path / "complete").exists() for _, path in left)
 
 
 def kill_often(folder, steps, rank):
@@ -174,7 +176,7 @@ def no_space(*args, **kwargs):
 @pytest.mark.parametrize(
     ("owner", "name", "file", "goes_on"),
     [
-        (run, "write_beside", "config.json", "the start"),
+        (folder_module, "write_beside", "config.json", "the start"),
         (trainer_module, "append_row", "log.csv", "the start"),
         (run, "export", "model", "checkpoint-6"),
         (run, "plot_rows", "curves.png", "checkpoint-6"),

@@ -566,7 +566,9 @@ def hashed(monkeypatch):
     """The files that were read for their hashes."""
     seen = []
     read = hashes._hash
-    monkeypatch.setattr(hashes, "_hash", lambda path: (seen.append(path.name), read(path))[1])
+    monkeypatch.setattr(
+        hashes, "_hash", lambda path, how: (seen.append(path.name), read(path, how))[1]
+    )
     return seen
 
 

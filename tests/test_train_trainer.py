@@ -328,17 +328,17 @@ def test_an_unmarked_checkpoint_is_not_gone_on_from(whole, tmp_path, monkeypatch
     out = tmp_path / "run"
     mark = checkpoints.mark_complete
 
-    def killed_before(folder):
+    def killed_before(folder, sums):
         if folder.name == "checkpoint-6":
             raise Killed
-        mark(folder)
+        mark(folder, sums)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "mark_complete", killed_before)
         with pytest.raises(TrainingError, match=r"checkpoint-6 could not .* from .*checkpoint-3"):
             run_training(config(out, keep=1), Packed())
-    assert (out / "checkpoint-6" / "state" / ".metadata").exists()
-    (out / "checkpoint-6" / "state" / ".metadata").write_bytes(b"half")
+    assert (checkpoints.unfinished(out, 6) / "state" / ".metadata").exists()
+    assert not (out / "checkpoint-6").exists()
     run_training(config(out, keep=1), Packed())
     said = capsys.readouterr().out
     assert "checkpoint-6 was not written to its end: removed" in said
@@ -347,10 +347,11 @@ def test_an_unmarked_checkpoint_is_not_gone_on_from(whole, tmp_path, monkeypatch
     assert [step for step, _ in checkpoints.checkpoints(out)] == [6]
 
 
-def test_old_checkpoints_lose_their_marker_first(tmp_path, monkeypatch):
+def test_old_checkpoints_lose_their_place_first(tmp_path, monkeypatch):
     for step in (3, 6):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        checkpoints.mark_complete(tmp_path / f"checkpoint-{step}")
+        checkpoints.unfinished(tmp_path, step).mkdir(parents=True)
+        checkpoints.mark_complete(checkpoints.unfinished(tmp_path, step), {})
+        checkpoints.finish(tmp_path, step)
 
     def killed(path):
         raise Killed
@@ -359,8 +360,9 @@ def test_old_checkpoints_lose_their_marker_first(tmp_path, monkeypatch):
         patch.setattr(checkpoints.shutil, "rmtree", killed)
         with pytest.raises(Killed):
             checkpoints.remove_old(tmp_path, 1)
-    assert checkpoints.last_complete(tmp_path) == (6, tmp_path / "checkpoint-6")
-    assert checkpoints.remove_unmarked(tmp_path) == [tmp_path / "checkpoint-3"]
+    assert checkpoints.checkpoints(tmp_path) == [(6, tmp_path / "checkpoint-6")]
+    assert checkpoints.remove_unfinished(tmp_path) == []  # which of them it was is no news
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
 
 
 def test_another_run_s_folder_raises(whole):

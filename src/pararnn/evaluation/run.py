@@ -16,7 +16,7 @@ from pararnn.extras import require
 from pararnn.lm.hf.load import load_model
 from pararnn.records import to_json
 from pararnn.train.corpus.sources import LeftOut, documents, files_of, sources_of
-from pararnn.train.files import write_beside
+from pararnn.train.files import check_own, write_beside
 from pararnn.train.run import quiet
 from pararnn.version import __version__
 
@@ -55,7 +55,8 @@ def run_evaluation(
         out: the report's folder; None is eval in the model's, or of a name on the Hub eval/name.
 
     Raises EvaluationError where nothing is asked, and for tasks; DataError for files of tasks and
-    texts; CheckpointError for what is no model; MissingExtra where tasks need lm-eval.
+    texts; CheckpointError for what is no model; MissingExtra where tasks need lm-eval;
+    TrainingError where a report would replace a file that is none.
     """
     jobs = plan(tasks, shots, preset)
     if not jobs and not texts:
@@ -64,6 +65,8 @@ def run_evaluation(
         )
     for part in (part for source in texts for part in sources_of(source)):
         files_of(part, suffixes)
+    folder = _folder(model) if out is None else Path(out)
+    check_own(folder, ("results.json", "results.md"), "results.json", "versions")
     with quiet():
         found, tokenizer = load_model(model, dtype)
     found = found.to(device).eval()
@@ -103,7 +106,6 @@ def run_evaluation(
         lm = Harness(found, tokenizer, batch, length)
         for job, task in zip(jobs, loaded, strict=True):
             results["tasks"] += ask(lm, job, task, limit)
-    folder = _folder(model) if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     write_beside(folder / "results.json", to_json(results, default=str))
     write_beside(folder / "results.md", markdown(results))

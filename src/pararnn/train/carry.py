@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pararnn.errors import TrainingError
 from pararnn.extras import require
 from pararnn.lm.cache import CarriedCache
+from pararnn.train.checkpoints import reading
 
 FILE = "streams.safetensors"
 """In a checkpoint: the states of all rows of the batch, in its order."""
@@ -80,14 +80,8 @@ def load(carry: Carry, folder: Path, rank: int, world: int, device: torch.device
 
     Raises TrainingError where the file is missing or cannot be read.
     """
-    path = folder / FILE
-    try:
-        whole = require("safetensors.torch").load_file(path)
-    except Exception as error:
-        raise TrainingError(
-            f"{path}, the states that rows go on from, cannot be read: {error}. Remove {folder}, "
-            "then the same command goes on from the checkpoint before"
-        ) from error
+    with reading(folder, FILE, "the states that rows go on from"):
+        whole = require("safetensors.torch").load_file(folder / FILE)
     size = (carry.parts, world, -1)
     own = {name: value.unflatten(0, size)[:, rank].to(device) for name, value in whole.items()}
     carry.restore(own)

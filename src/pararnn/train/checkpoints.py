@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -23,11 +24,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pararnn.errors import TrainingError
+from pararnn.train.files import NEW, write_beside
+from pararnn.train.sums import Sums, damage, mark_of, names_below, read_mark, sums_of
 
 STATE = "state"
 """The folder in a checkpoint with weights and optimizer, as torch.distributed.checkpoint has it."""
 MARKER = "complete"
-"""The file that is written last into a checkpoint, and removed first."""
+"""The file that is written last into a checkpoint: the sums of all others. Earlier versions left it
+empty."""
 
 
 def checkpoints(out: Path) -> list[tuple[int, Path]]:
@@ -47,31 +51,101 @@ def last_complete(out: Path) -> tuple[int, Path] | None:
     return found[-1] if found else None
 
 
-def mark_complete(folder: Path) -> None:
+def goes_on(out: Path) -> str:
+    """Return what a run in a folder goes on from, in words."""
+    found = last_complete(out)
+    return str(found[1]) if found else "the start"
+
+
+def last_whole(out: Path) -> tuple[int, Path] | None:
+    """Return the newest checkpoint whose files are as they were written; all processes must call.
+
+    Those that are damaged are said in a line each, and renamed.
+    """
+    first = dist.get_rank() == 0
+    for step, path in reversed([each for each in checkpoints(out) if is_complete(each[1])]):
+        wrong = damage_of(path)
+        if wrong is None:
+            return step, path
+        if first:
+            aside = path.with_name(f"{path.name}-damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            print(f"{path} is damaged, {wrong}: it is {aside.name} now, and not gone on from")
+    return None
+
+
+def damage_of(folder: Path, part: str = "") -> str | None:
+    """Return what is wrong with a checkpoint, in words; each process looks at a share of its files.
+
+    Of one that an earlier version wrote nothing is known. part: what the names of files that matter
+    begin with.
+    """
+    mark, own = read_mark(folder / MARKER), None
+    if mark is not None:
+        names = [name for name in _share(list(mark.files)) if name.startswith(part)]
+        own = damage(folder, {name: mark.files[name] for name in names})
+    elif (folder / MARKER).stat().st_size:
+        own = f"{MARKER} cannot be read"
+    return next((each for each in _all(own) if each is not None), None)
+
+
+def _share(names: list[str]) -> list[str]:
+    """This process's share of files."""
+    return names[dist.get_rank() :: dist.get_world_size()]
+
+
+def _all(own: Any) -> list[Any]:
+    """What each process has of something."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def sums_of_checkpoint(folder: Path) -> dict[str, str]:
+    """Return the sums of a checkpoint's files: each process takes a share of them."""
+    found: dict[str, str] = {}
+    for part in _all(sums_of(folder, _share(names_below(folder)))):
+        found |= part
+    return found
+
+
+def mark_complete(folder: Path, sums: Sums) -> None:
     """Say that a checkpoint is whole, once all of it is on the disk."""
     for path in sorted(folder.rglob("*")):
         _flush(path)
     _flush(folder)
-    marker = folder / MARKER
-    marker.touch()
-    _flush(marker)
+    write_beside(folder / MARKER, mark_of("checkpoint", sums).text())
+    _flush(folder / MARKER)
     _flush(folder)
-    _flush(folder.parent)
 
 
-def remove_unmarked(out: Path) -> list[Path]:
-    """Remove checkpoints that were not written to their end, or not removed to it."""
-    left = [path for _, path in checkpoints(out) if not is_complete(path)]
-    for path in left:
-        shutil.rmtree(path)
+def unfinished(out: Path, step: int) -> Path:
+    """Return where a checkpoint is until it is whole."""
+    return out / NEW / f"checkpoint-{step}"
+
+
+def finish(out: Path, step: int) -> None:
+    """Give a checkpoint that is whole its place."""
+    os.replace(unfinished(out, step), out / f"checkpoint-{step}")
+    _flush(out / NEW)
+    _flush(out)
+
+
+def remove_unfinished(out: Path) -> list[str]:
+    """Remove what a kill has left; the names of checkpoints that were not written to their end."""
+    left = [path.name for _, path in checkpoints(out / NEW) if not is_complete(path)]
+    if (out / NEW).exists():
+        shutil.rmtree(out / NEW)
     return left
 
 
 def remove_old(out: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; what a kill leaves of one has no marker."""
+    """Remove all but the newest `keep` checkpoints; what a kill leaves of one has not its place."""
     for _, path in checkpoints(out)[:-keep]:
-        (path / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        old = out / NEW / path.name
+        os.replace(path, old)
+        shutil.rmtree(old)
 
 
 @contextmanager
@@ -106,13 +180,19 @@ def load_state(
 
 def _read(folder: Path, state: dict[str, Any]) -> None:
     """Fill a state with what a checkpoint has; TrainingError where it cannot be read."""
+    with reading(folder, STATE, "the weights to go on from"), _own_errors():
+        load(state, checkpoint_id=folder / STATE)
+
+
+@contextmanager
+def reading(checkpoint: Path, name: str, what: str) -> Iterator[None]:
+    """TrainingError where a file of a checkpoint cannot be read. what: is in it, in words."""
     try:
-        with _own_errors():
-            load(state, checkpoint_id=folder / STATE)
+        yield
     except Exception as error:
         raise TrainingError(
-            f"{folder / STATE}, the weights to go on from, cannot be read: {error}. Remove "
-            f"{folder}, then the same command goes on from the checkpoint before"
+            f"{checkpoint / name}, {what}, cannot be read: {error}. Remove {checkpoint}, then the "
+            "same command goes on from the checkpoint before"
         ) from error
 
 
@@ -128,11 +208,12 @@ def writing(path: Path, out: Path, errors: type[Exception] = Exception) -> Itera
     """TrainingError where `path` cannot be written, with what a run in `out` goes on from."""
     try:
         yield
+    except TrainingError:
+        raise
     except errors as error:
-        found = last_complete(out)
         raise TrainingError(
             f"{path} could not be written: {error}. Make room or mend the folder, then the same "
-            f"command goes on from {found[1] if found else 'the start'}"
+            f"command goes on from {goes_on(out)}"
         ) from error
 
 

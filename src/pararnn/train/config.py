@@ -156,7 +156,7 @@ class RunConfig:
 def read_config(record: Mapping[str, Any]) -> RunConfig:
     """The config that a run's config.json holds.
 
-    Raises TrainingError for keys that this version does not know.
+    Raises TrainingError for keys that this version does not know, and for impossible values.
     """
     try:
         model = dict(record["model"])
@@ -169,3 +169,5 @@ def read_config(record: Mapping[str, Any]) -> RunConfig:
         return RunConfig(**{**record, **parts})
     except (KeyError, TypeError) as error:
         raise TrainingError(f"the run's config.json is of another version: {error}") from error
+    except ValueError as error:
+        raise TrainingError(f"the run's config.json has an impossible value: {error}") from error

@@ -38,6 +38,7 @@ from pararnn.tasks import (
     stdlib_corpus,
     unigram_bits,
 )
+from pararnn.train.files import check_own
 from pararnn.train.loop import History, Recipe, evaluate, train
 from pararnn.train.measure import (
     LOOP,
@@ -53,6 +54,15 @@ from pararnn.train.measure import (
 from pararnn.train.plot import averaged, plot_history
 from pararnn.tune.timing import device_name
 
+FILES = (
+    "metrics.json",
+    "loss.png",
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+"""What a demo writes."""
 # Validating more often than this would take up much of a short budget.
 SECONDS_A_VALIDATION = 5
 WHOLE_SECONDS = 50
@@ -110,11 +120,13 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     Writes loss.png, metrics.json, whose content is the result, and the model with its tokenizer
     (see `pararnn.lm.load_checkpoint`; `pararnn generate` takes the folder). Raises MissingExtra
     without tqdm, matplotlib or safetensors, TextError when the text is missing or too short,
-    CellError for an unknown cell, ValueError for impossible sizes.
+    CellError for an unknown cell, ValueError for impossible sizes, TrainingError where one of the
+    files is there and no demo wrote it.
     """
     for module in ("tqdm", "matplotlib", "safetensors"):
         require(module)  # now, not after a training run
     out = Path(config.out)
+    check_own(out, FILES, "metrics.json", "environment")
     out.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(config)
     print(f"text: {corpus.name}, {len(corpus.train):,} bytes, {len(corpus.valid):,} held out")

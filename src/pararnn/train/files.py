@@ -1,12 +1,23 @@
-"""Files and folders that are whole or not there."""
+"""Files and folders that are whole or not there, and take no place of what others wrote."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from pararnn.errors import TrainingError
+from pararnn.train.sums import Mark, digest, mark_of, names_below, read_mark, sums_of
+
+MARK = ".pararnn.json"
+"""The file in a folder that says which of its files are ours."""
+NEW = ".unfinished"
+"""The folder in a folder with what is being written or removed."""
+
+Files = Mapping[str, list[str]]
 
 
 def write_beside(path: Path, text: str) -> None:
@@ -17,16 +28,100 @@ def write_beside(path: Path, text: str) -> None:
 
 
 @contextmanager
-def beside(folder: Path) -> Iterator[Path]:
-    """A new folder that takes a folder's place when all has been written into it."""
-    # The name is fixed, so that what a killed process left is removed.
-    new = folder.with_name(f".{folder.name}.new")
+def beside(folder: Path, kind: str, ours: bool = False) -> Iterator[Path]:
+    """Give a new folder, whose files take their places in `folder` when all have been written.
+
+    They replace those of an earlier call of the same kind. All else in the folder stays.
+
+    Args:
+        folder: a folder that is new, empty or marked by an earlier call.
+        kind: what the files are, in a word that the mark keeps.
+        ours: whether nobody else writes into `folder`: it is replaced as a whole.
+
+    Raises TrainingError as `own_files` does, and where a file would replace one that is not ours.
+    """
+    own = {} if ours else own_files(folder, kind)
+    inside = folder.exists() and not ours
+    # The names are fixed, so that what a killed process left is removed.
+    new = folder / NEW if inside else folder.with_name(f".{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     try:
         yield new
-        if folder.exists():
+        # Where another folder was copied into it, its mark was too.
+        mark = mark_of(kind, sums_of(new, (name for name in names_below(new) if name != MARK)))
+        if inside:
+            _move(new, folder, own, mark)
+            return
+        write_beside(new / MARK, mark.text())
+        if ours and folder.exists():
             shutil.rmtree(folder)
         new.rename(folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def own_files(folder: Path, kind: str) -> Files:
+    """Return the files in a folder that an earlier `beside` of this kind wrote, and their sums.
+
+    Raises TrainingError where it did not write the folder and there is something in it, or one of
+    its files has changed since.
+    """
+    if not folder.is_dir():
+        if folder.exists() or folder.is_symlink():
+            raise TrainingError(f"{folder} is no folder: name one that is new or empty")
+        return {}
+    mark = read_mark(folder / MARK)
+    if mark is None or mark.kind != kind:
+        found = sorted(path.name for path in folder.iterdir() if path.name != NEW)
+        if not found:
+            return {}
+        raise TrainingError(
+            f"{folder} has {found[0]}, and is not marked as a {kind} folder of pararnn, so nothing "
+            "is written there: name a folder that is new or empty, or move this one"
+        )
+    for name, sums in mark.files.items():
+        if (folder / name).exists() and digest(folder / name) not in sums:
+            raise TrainingError(
+                f"{folder / name} has changed since pararnn wrote it, and would be replaced: move "
+                f"{folder}, or name another folder"
+            )
+    return mark.files
+
+
+def check_own(folder: Path, names: Iterable[str], record: str, part: str) -> None:
+    """Check that files of these names are not in a folder, or are those of an earlier call.
+
+    record: one of the names, of JSON whose `part` names our version; where it does, all are ours.
+    Raises TrainingError where others wrote one of them.
+    """
+    try:
+        if "pararnn" in json.loads((folder / record).read_text(encoding="utf-8"))[part]:
+            return
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    taken = next((name for name in names if (folder / name).exists()), None)
+    if taken is not None:
+        raise TrainingError(
+            f"{folder / taken} is there, and not by an earlier call of this command: name another "
+            "folder (--out), or move it"
+        )
+
+
+def _move(new: Path, folder: Path, own: Files, mark: Mark) -> None:
+    """Move files into a folder, and remove those of ours that they replace."""
+    for name in mark.files:
+        if name not in own and (folder / name).exists():
+            raise TrainingError(
+                f"{folder / name} is not by pararnn, and would be replaced: move it, or name "
+                "another folder"
+            )
+    # A kill in between leaves old and new files: both are ours.
+    both = {name: [*own.get(name, ()), *mark.files.get(name, ())] for name in {**own, **mark.files}}
+    write_beside(folder / MARK, Mark(mark.kind, both).text())
+    for name in mark.files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(new / name, folder / name)
+    for name in set(own) - set(mark.files):
+        (folder / name).unlink(missing_ok=True)
+    write_beside(folder / MARK, mark.text())

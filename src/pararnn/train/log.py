@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,34 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """The complete rows: a process that was killed may have left half a line."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # Of damaged bytes Python's csv takes some for the end of all.
+    text = path.read_text(encoding="utf-8", errors="replace").replace("\0", "\ufffd")
+    lines = text.splitlines(keepends=True)
     return list(csv.DictReader(line for line in lines if line.endswith("\n")))
 
 
+def is_row(row: Mapping[Any, Any]) -> bool:
+    """Whether a row is as `append_row` writes it: numbers or nothing, in columns that there are."""
+    try:
+        numbers = [float(part) for cell in row.values() for part in cell.split()]
+        return set(row) <= set(COLUMNS) and bool(numbers) and int(row["step"]) >= 0
+    except (ValueError, KeyError, AttributeError):
+        return False
+
+
 def forget_after(path: Path, step: int) -> None:
-    """Drop the rows of later steps, which a run that goes on from `step` writes again."""
-    kept = [row for row in read_rows(path) if int(row["step"]) <= step]
+    """Drop the rows of later steps, which a run that goes on from `step` writes again.
+
+    Where some are damaged, those that can be read stay, and a copy of the file; a line says so.
+    """
+    rows = read_rows(path)
+    whole = [row for row in rows if is_row(row)]
+    begin = path.read_bytes()[:4] if path.exists() else b""
+    if len(whole) < len(rows) or not b"step".startswith(begin):
+        copy = path.with_suffix(".damaged.csv")
+        shutil.copyfile(path, copy)
+        print(f"{path} is damaged: {len(whole)} rows of it can be read; {copy} is as it was")
+    kept = [row for row in whole if int(row["step"]) <= step]
     beside = path.with_suffix(".new")
     beside.unlink(missing_ok=True)
     for row in kept:

@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 import importlib.util
-import json
+import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pararnn.errors import TrainingError
 from pararnn.extras import require
 from pararnn.train.checkpoints import (
+    STATE,
     checkpoints,
+    damage_of,
+    goes_on,
     is_complete,
-    last_complete,
+    last_whole,
     load_state,
-    remove_unmarked,
     whole_weights,
     writing,
 )
-from pararnn.train.config import DataConfig, RunConfig, read_config
+from pararnn.train.config import RunConfig
 from pararnn.train.corpus.tokenizer import ends_of
-from pararnn.train.files import beside, write_beside
+from pararnn.train.files import beside, own_files
+from pararnn.train.folder import (
+    MODEL,
+    TOKENIZER,
+    check_folder,
+    check_same_data,
+    claimed,
+    config_of,
+    open_folder,
+)
 from pararnn.train.log import forget_after, read_rows
 from pararnn.train.plot import plot_rows
+from pararnn.train.stopping import neighbours, stopping, watching
 
 if TYPE_CHECKING:
     from pararnn.lm.hf import ParaRNNForCausalLM
     from pararnn.train.setup import TrainingData
     from pararnn.train.trainer import RunTrainer
-
-FIXED = ("model", "data", "optimiser", "batch", "seed")
-"""What may not change in a run: weights, data, the place in it, and AdamW's groups go on."""
-
-FREE = ("data.cache",)
-"""What may change of it."""
-
-TOKENIZER = "tokenizer"
-"""The folder in a run's folder with its tokenizer."""
 
 
 def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
@@ -50,30 +54,46 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     (where matplotlib is installed) and model/, as `save_pretrained` writes it. packed: the data,
     instead of what `config.data` says.
 
+    SIGTERM, SIGINT, SIGHUP and output that nobody reads any more end the step and write a
+    checkpoint. Then, or at once where no step was made, Stopped is raised, a KeyboardInterrupt.
+
     Raises MissingExtra without transformers and accelerate; DataError for data that cannot be used;
     TrainingError for a model that cannot be made, for batches that do not divide, for a folder of
-    another run, for a loss that is NaN, and for files that cannot be read or written.
+    another run or one that another run is at work in, for other data than the run's, for a loss
+    that is NaN, and for files that cannot be read or written.
     """
     for module in ("transformers", "accelerate"):
         require(module)
     from pararnn.train.setup import bare_model
-    from pararnn.train.sharding import process_group
+    from pararnn.train.sharding import launched, process_group
     from pararnn.train.trainer import RunTrainer
 
     out = Path(config.out)
-    check_same_run(config, out / "config.json")
-    bare_model(config)  # before the data are made ready, which may take hours
-    from pararnn.train.corpus.prepare import prepare
+    first = os.environ.get("RANK", "0") == "0"
+    with ExitStack() as held:
+        stop = held.enter_context(stopping(partial(goes_on, out)))
+        there = out.is_dir()
+        if first and there:
+            held.enter_context(claimed(out))
+        check_folder(config, out)
+        if first:  # now, not after the training
+            own_files(out / MODEL, MODEL)
+        bare_model(config)  # before the data are made ready, which may take hours
+        from pararnn.train.corpus.prepare import prepare
 
-    data: TrainingData = packed or prepare(config.data)
-    with quiet(), process_group():
-        trainer = RunTrainer(config, data)
-        first = trainer.is_world_process_zero()
+        data: TrainingData = packed or prepare(config.data)
+        check_same_data(config, data, out)
+        held.enter_context(quiet())
+        held.enter_context(process_group())
+        trainer = RunTrainer(config, data, stop)
         if first:
             with writing(out / "config.json", out):
+                out.mkdir(parents=True, exist_ok=True)
+                if not there:
+                    held.enter_context(claimed(out))
                 open_folder(config, data, out)
         trainer.accelerator.wait_for_everyone()
-        found = last_complete(out)
+        found = last_whole(out)
         step, checkpoint = found if found else (0, None)
         if first:
             with writing(out / "log.csv", out):
@@ -81,11 +101,15 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
             if checkpoint is not None:
                 print(f"goes on from {checkpoint}")
         if step < config.steps:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            with watching(neighbours()) if launched() > 1 else nullcontext():
+                trainer.go_on(checkpoint)
         elif checkpoint is not None:
             load_state(checkpoint, trainer.own_model)
-        with writing(out / "model", out):
-            export(trainer, data, out / "model")
+        if trainer.stopped:
+            trainer.accelerator.wait_for_everyone()
+        stop.obey(trainer.stopped)
+        with writing(out / MODEL, out):
+            export(trainer, data, out / MODEL)
         if first and importlib.util.find_spec("matplotlib") is not None:
             with writing(out / "curves.png", out):
                 plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
@@ -93,46 +117,11 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     return out / "model"
 
 
-def open_folder(config: RunConfig, packed: TrainingData, out: Path) -> None:
-    """Make a run's folder, or make one ready to go on from."""
-    out.mkdir(parents=True, exist_ok=True)
-    with beside(out / TOKENIZER) as new:
-        packed.tokenizer.save(new)
-    write_beside(out / "config.json", json.dumps(asdict(config), indent=1) + "\n")
-    for path in remove_unmarked(out):
-        print(f"{path} was not written to its end: removed")
-
-
-def check_same_run(config: RunConfig, path: Path) -> None:
-    """TrainingError where a folder's config.json is of a run that this one cannot go on with."""
-    if not path.exists():
-        return
-    # Keys that an earlier version did not have are as they are by default.
-    theirs = flat({"data": asdict(DataConfig())}) | flat(json.loads(path.read_text("utf-8")))
-    own = flat(json.loads(json.dumps(asdict(config))))
-    for key in [*own, *(key for key in theirs if key not in own)]:
-        matters = key.partition(".")[0] in FIXED and key not in FREE
-        if matters and own.get(key) != theirs.get(key):
-            raise TrainingError(
-                f"{path} has {key} = {theirs.get(key)!r}, and this run {own.get(key)!r}: give it a "
-                "folder of its own (out=...), or remove that one"
-            )
-
-
-def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dots in its keys."""
-    found: dict[str, Any] = {}
-    for key, value in record.items():
-        nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return found
-
-
 def export(trainer: RunTrainer, packed: TrainingData, folder: Path) -> None:
     """Write the trained model and its tokenizer, from all processes."""
     state = whole_weights(trainer.own_model)
     if trainer.is_world_process_zero():
-        with beside(folder) as new:
+        with beside(folder, MODEL) as new:
             packed.tokenizer.save(new)
             write_model(trainer.own_model, state, new)
 
@@ -145,29 +134,36 @@ def export_checkpoint(out: Path, step: int | None = None, folder: Path | None = 
         step: of the checkpoint; None is the last complete one.
         folder: where to; None is out/model-STEP.
 
-    Raises TrainingError where there is no such run or checkpoint, or it cannot be read or written.
+    Raises TrainingError where there is no such run or checkpoint, or it cannot be read or written,
+    or where `folder` holds something else than a model that was written there before.
     """
     from pararnn.train.setup import bare_model
     from pararnn.train.sharding import process_group
 
-    path = out / "config.json"
-    if not path.is_file():
-        raise TrainingError(f"{out} is no run's folder: it has no config.json")
-    complete = {at: where for at, where in checkpoints(out) if is_complete(where)}
-    if step is None:
-        step = max(complete, default=None)
-    if step not in complete:
-        steps = ", ".join(map(str, complete)) or "none"
-        raise TrainingError(f"{out} has no complete checkpoint of step {step}; it has {steps}")
-    config = read_config(json.loads(path.read_text(encoding="utf-8")))
-    folder = folder or out / f"model-{step}"
+    config = config_of(out)
     with quiet(), process_group():
+        step, checkpoint = _checkpoint(out, step)
+        folder = folder or out / f"{MODEL}-{step}"
+        own_files(folder, MODEL)
         model = bare_model(config).to_empty(device="cpu")
-        load_state(complete[step], model)
-        with writing(folder, out), beside(folder) as new:
+        load_state(checkpoint, model)
+        with writing(folder, out), beside(folder, MODEL) as new:
             shutil.copytree(out / TOKENIZER, new, dirs_exist_ok=True)
             write_model(model, model.state_dict(), new)
     return folder
+
+
+def _checkpoint(out: Path, step: int | None) -> tuple[int, Path]:
+    """The checkpoint of a step, or the last whole one; TrainingError where there is none."""
+    found = dict(each for each in checkpoints(out) if is_complete(each[1]))
+    for at in [at for at in reversed(found) if step in (None, at)]:
+        wrong = damage_of(found[at], STATE)
+        if wrong is None:
+            return at, found[at]
+        print(f"{found.pop(at)} is damaged, {wrong}: it is not taken", file=sys.stderr)
+    asked = "" if step is None else f" of step {step}"
+    steps = ", ".join(map(str, found)) or "none"
+    raise TrainingError(f"{out} has no complete checkpoint{asked}; it has {steps}")
 
 
 def write_model(model: ParaRNNForCausalLM, state: dict[str, Any], folder: Path) -> None:

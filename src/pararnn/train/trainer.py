@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, set_seed
 from transformers.integrations.integration_utils import TensorBoardCallback
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerState,
+)
 
 from pararnn.errors import TrainingError
 from pararnn.lm.hf import ParaRNNForCausalLM
@@ -25,11 +30,15 @@ from pararnn.lm.loss import IGNORED
 from pararnn.train import carry
 from pararnn.train.carry import Carry
 from pararnn.train.checkpoints import (
+    finish,
     last_complete,
     load_state,
     mark_complete,
+    reading,
     remove_old,
     save_state,
+    sums_of_checkpoint,
+    unfinished,
     writing,
 )
 from pararnn.train.config import RunConfig
@@ -39,6 +48,7 @@ from pararnn.train.optimiser import make_adamw, make_scheduler
 from pararnn.train.plot import plot_rows
 from pararnn.train.setup import TrainingData, check_rows, make_arguments, make_model
 from pararnn.train.sharding import clip_gradients, launched
+from pararnn.train.stopping import Ballot, Stop
 from pararnn.train.telemetry import Board, checked, progress, solves, start_lines
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -47,12 +57,17 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 SCHEDULER = "scheduler.pt"
 DRAW_EVERY = 30.0
 """Seconds between two pictures of the curves, which take some tenths each."""
+TRAINER_STATE = "trainer_state.json"
 
 
 class RunTrainer(Trainer):
-    """Trains a `RunConfig`'s model and writes log.csv and checkpoints into its folder."""
+    """Trains a `RunConfig`'s model and writes log.csv and checkpoints into its folder.
 
-    def __init__(self, config: RunConfig, packed: TrainingData) -> None:
+    stop: what may ask it to stop. stopped: by which signal it did, 0 for none: its last step is a
+    checkpoint then.
+    """
+
+    def __init__(self, config: RunConfig, packed: TrainingData, stop: Stop | None = None) -> None:
         world = launched()
         check_rows(config, packed, world)
         set_seed(config.seed)
@@ -68,6 +83,8 @@ class RunTrainer(Trainer):
             self.remove_callback(theirs)
         lines = start_lines(config, packed, model, world)
         self.add_callback(progress(lines, config.batch * config.data.sequence_length))
+        self.add_callback(_Intervals())
+        self.stop, self.stopped, self.ballot = stop, 0, Ballot(world if stop else 1)
         if self.pop_callback(TensorBoardCallback) is not None:
             self.add_callback(Board(Path(config.out) / "tensorboard"))
         self.run, self.out, self.world = config, Path(config.out), world
@@ -104,10 +121,27 @@ class RunTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # To Trainer the whole run is one pass over the data.
         self.state.epoch = self.state.global_step / self.epoch_steps
+        self._stop_if_asked()
         every, step = self.run.verify_every, self.state.global_step
         if every and step % every == 0 and step > self.last_check:
             self._check_solves()
         super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _stop_if_asked(self) -> None:
+        """Save and stop at the end of the step, where any process was asked to before."""
+        if self.stop is None or self.stopped or self.state.global_step == self.state.max_steps:
+            return
+        self.stop.deferred = True
+        self.stopped = self.ballot.cast(self.stop.asked)
+        if self.stopped:
+            self.control.should_save = self.control.should_training_stop = True
+
+    def go_on(self, checkpoint: Path | None) -> None:
+        """Train, from a checkpoint where there is one."""
+        if checkpoint is not None:
+            with reading(checkpoint, TRAINER_STATE, "the place in the run"):
+                TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+        self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As the paper has it, see `make_adamw`."""
@@ -303,9 +337,9 @@ class RunTrainer(Trainer):
         if checkpoint is None:
             return
         load_state(Path(checkpoint), self.own_model, self.optimizer)
-        state = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
         schedule = cast(Any, self.lr_scheduler)
-        schedule.load_state_dict(state)
+        with reading(Path(checkpoint), SCHEDULER, "the schedule of rates"):
+            schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
         # The optimizer's rate is by the schedule that it was saved with, which had its own `steps`.
         schedule.last_epoch -= 1
         schedule.step()
@@ -313,19 +347,39 @@ class RunTrainer(Trainer):
             own = (self.args.process_index, self.world, self.args.device)
             carry.load(self.carry, Path(checkpoint), *own)
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As Trainer does."""
+        if checkpoint is not None:
+            with reading(Path(checkpoint), "rng_state*.pth", "the states of random numbers"):
+                super()._load_rng_state(checkpoint)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where Trainer writes a checkpoint, until it is whole."""
+        return str(unfinished(self.out, self.state.global_step).parent)
+
     def _save_checkpoint(self, *args: Any) -> None:
         """As Trainer does; marked as complete once every rank has written its part."""
         self._stop_unless_finite()
-        folder = self.out / f"checkpoint-{self.state.global_step}"
-        with self._off_the_clock(), writing(folder, self.out):
+        step = self.state.global_step
+        folder = unfinished(self.out, step)
+        with self._off_the_clock(), writing(self.out / folder.name, self.out):
             super()._save_checkpoint(*args)
             if self.carry is not None:
                 carry.save(self.carry, folder, self.accelerator.gather, self.args.should_save)
             self.accelerator.wait_for_everyone()
+            sums = sums_of_checkpoint(folder)
             if self.is_world_process_zero():
-                mark_complete(folder)
+                mark_complete(folder, sums)
+                finish(self.out, step)
                 # Here and not by Trainer, which removes the old before the new is complete.
                 remove_old(self.out, self.run.keep)
+
+
+class _Intervals(TrainerCallback):
+    """A run that goes on has its own intervals, not those that its checkpoint was saved with."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        state.compute_steps(args, state.max_steps)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,43 @@ from pararnn.train.files import write_beside
 SETTLED = 2_000_000_000
 """Nanoseconds after which another change of a file is sure to show in its time."""
 Index = dict[str, Any]
-"""By path: [size, time of content, time of anything, inode, sha256]."""
+"""By path: [size, time of content, time of anything, inode, hash]."""
 
 
-def hashes_of(paths: Sequence[Path], index: Path | None = None) -> list[tuple[int, str]]:
-    """Size and sha256 of each file.
+def sha256(path: Path) -> str:
+    """Return the sha256 of a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def hashes_of(
+    paths: Sequence[Path], index: Path | None = None, how: Callable[[Path], str] = sha256
+) -> list[tuple[int, str]]:
+    """Size and hash of each file.
 
     index: a file (JSON) that keeps them: what has the same size, times and inode as there is not
-    read. One that is corrupt is written anew. Raises DataError for what cannot be read or written.
+    read. One that is corrupt is written anew. how: hashes a file; of one path always the same.
+    Raises DataError for what cannot be read or written.
     """
     stats = {str(path.absolute()): _stat(path) for path in paths}
     known = {} if index is None else _known(index, stats)
     if len(known) < len(stats):
-        known = _hashed(stats) if index is None else _hashed_once(stats, index)
+        known = _hashed(stats, how) if index is None else _hashed_once(stats, index, how)
     found = (known[str(path.absolute())] for path in paths)
     return [(each[0], each[-1]) for each in found]
 
 
-def _hashed_once(stats: dict[str, list[int]], index: Path) -> Index:
+def _hashed_once(stats: dict[str, list[int]], index: Path, how: Callable[[Path], str]) -> Index:
     """Hash what the index does not know, one process at a time, and put it there."""
     try:
         index.parent.mkdir(parents=True, exist_ok=True)
         with alone(index):
             known = _known(index, stats)
             begin = time.time_ns()
-            new = _hashed({path: stats[path] for path in stats if path not in known})
+            new = _hashed({path: stats[path] for path in stats if path not in known}, how)
             settled = {path: new[path] for path in new if new[path][1] < begin - SETTLED}
             if settled:
                 write_beside(index, json.dumps(_read(index) | settled, indent=0))
@@ -49,8 +61,8 @@ def _hashed_once(stats: dict[str, list[int]], index: Path) -> Index:
     return known | new
 
 
-def _hashed(stats: dict[str, list[int]]) -> Index:
-    return {path: [*stat, _hash(Path(path))] for path, stat in stats.items()}
+def _hashed(stats: dict[str, list[int]], how: Callable[[Path], str]) -> Index:
+    return {path: [*stat, _hash(Path(path), how)] for path, stat in stats.items()}
 
 
 def _known(index: Path, stats: dict[str, list[int]]) -> Index:
@@ -79,12 +91,8 @@ def _stat(path: Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
+def _hash(path: Path, how: Callable[[Path], str]) -> str:
     try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        return how(path)
     except OSError as error:
         raise cannot_read(path, error) from error
-    return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,10 +18,16 @@ from torch.utils.data import Dataset
 
 from pararnn.progress import say
 from pararnn.train.config import DataConfig
+from pararnn.train.corpus.hashes import hashes_of
 from pararnn.train.corpus.packing import FORMAT, SAMPLE, Part, meta_of, pack, tokenizer_sample
 from pararnn.train.corpus.sources import DataError, fingerprint
 from pararnn.train.corpus.store import made_once
 from pararnn.train.corpus.tokenizer import Tokenizer, load_tokenizer, size_of, train_tokenizer
+from pararnn.train.files import MARK
+from pararnn.train.sums import digest, read_mark
+
+BINS = ("train.bin", "valid.bin")
+"""The files of tokens in a folder of the cache."""
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
@@ -65,7 +72,8 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 class Packed:
     """Tokenised data: the rows to train on and those held out, and what tokenised them.
 
-    folder: where they are. vocabulary, end: as in `Tokenizer`.
+    folder: where they are. vocabulary, end: as in `Tokenizer`. content: a hash of all tokens; ""
+    is unknown.
     """
 
     folder: Path
@@ -74,6 +82,7 @@ class Packed:
     end: int
     train: TokenRows
     valid: TokenRows
+    content: str = ""
 
     @property
     def bytes_per_token(self) -> float:
@@ -117,7 +126,12 @@ def prepare(config: DataConfig) -> Packed:
     tokenizer = _tokenizer(config, content)
     folder = Path(config.cache) / _key({**content, "tokenizer": tokenizer.key})
     make = partial(pack, config, tokenizer)
-    made_once(folder, lambda each: meta_of(each) is not None, make, f"the tokens of {config.train}")
+    made_once(
+        folder,
+        lambda each: _whole(each, index) and meta_of(each) is not None,
+        make,
+        f"the tokens of {config.train}",
+    )
     meta = meta_of(folder)
     assert meta is not None, folder
     for line in meta.get("left_out", []):
@@ -134,9 +148,30 @@ def prepare(config: DataConfig) -> Packed:
             )
         path = folder / f"{name}.bin"
         rows[name] = TokenRows(path, meta["dtype"], part, config.sequence_length, end)
-    return Packed(
-        folder, tokenizer, tokenizer.vocabulary, tokenizer.end, rows["train"], rows["valid"]
-    )
+    learned = {"sums": _sums(folder, index), "dtype": meta["dtype"], "end": meta["end"]}
+    parts = (rows["train"], rows["valid"])
+    return Packed(folder, tokenizer, tokenizer.vocabulary, tokenizer.end, *parts, _key(learned))
+
+
+def _sums(folder: Path, index: Path, names: Iterable[str] = BINS) -> list[str]:
+    """The sums of a folder's files; those that have not changed are not read again."""
+    return [found for _, found in hashes_of([folder / name for name in names], index, digest)]
+
+
+def _whole(folder: Path, index: Path) -> bool:
+    """Whether a folder of the cache is as it was written; says so where it is damaged."""
+    if not (folder / MARK).exists():  # of an earlier version, or none
+        return True
+    mark = read_mark(folder / MARK)
+    if mark is None:
+        bad = [MARK]
+    else:
+        there = [name for name in mark.files if (folder / name).is_file()]
+        known = dict(zip(there, _sums(folder, index, there), strict=True))
+        bad = [name for name, sums in mark.files.items() if known.get(name) not in sums]
+    if bad:
+        print(f"{folder / bad[0]} is damaged: {folder} is made again", file=sys.stderr)
+    return not bad
 
 
 def _tokenizer(config: DataConfig, content: dict[str, Any]) -> Tokenizer:
@@ -146,10 +181,12 @@ def _tokenizer(config: DataConfig, content: dict[str, Any]) -> Tokenizer:
         return load_tokenizer(config.tokenizer)
     key = _key({**content, "size": size, "sample": SAMPLE})
     folder = Path(config.cache) / f"tokenizer-{key}"
+    index = Path(config.cache) / "sources.json"
 
     def whole(folder: Path) -> bool:
         try:
-            return load_tokenizer(str(folder / "tokenizer.json")).vocabulary <= size
+            fits = load_tokenizer(str(folder / "tokenizer.json")).vocabulary <= size
+            return fits and _whole(folder, index)
         except DataError:
             return False
 

@@ -12,6 +12,10 @@ from pararnn.train.corpus.readers import DataError
 from pararnn.train.files import beside
 
 
+class Held(Exception):
+    """Another process holds a lock; the text is what it left for others."""
+
+
 class Lock(NamedTuple):
     """A lock file that is held. waited: whether another process had it before."""
 
@@ -32,8 +36,8 @@ class Lock(NamedTuple):
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[Lock]:
-    """Hold the lock file of a path, beside it; waits while another process has it.
+def alone(path: Path, wait: bool = True) -> Iterator[Lock]:
+    """Hold the lock file of a path, beside it; waits while another process has it, or raises Held.
 
     The system lets go of it when its holder ends, in whatever way, so that none is ever stale.
     Processes that share the file system wait for each other, on one machine or on many, without a
@@ -44,6 +48,9 @@ def alone(path: Path) -> Iterator[Lock]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             waited = False
         except BlockingIOError:
+            if not wait:
+                file.seek(0)
+                raise Held(file.read()) from None
             fcntl.flock(file, fcntl.LOCK_EX)
             waited = True
         yield Lock(file, waited)
@@ -76,7 +83,7 @@ def made_once(
                 raise DataError(f"another process could not make {what}: {lock.note()}")
             lock.leave("")
             try:
-                with beside(folder) as new:
+                with beside(folder, "cache", ours=True) as new:
                     make(new)
             except Exception as error:
                 lock.leave(str(error) or type(error).__name__)

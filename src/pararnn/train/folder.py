@@ -1,0 +1,167 @@
+"""A run's folder: whose it is, what may be written there, and what the run in it was of."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pararnn.errors import TrainingError
+from pararnn.train.checkpoints import checkpoints, is_complete, remove_unfinished
+from pararnn.train.config import DataConfig, RunConfig, read_config
+from pararnn.train.corpus.store import Held, alone
+from pararnn.train.files import beside, write_beside
+
+if TYPE_CHECKING:
+    from pararnn.train.setup import TrainingData
+
+FIXED = ("model", "data", "optimiser", "batch", "seed")
+"""What may not change in a run: weights, data, the place in it, and AdamW's groups go on."""
+FREE = ("data.cache",)
+"""What may change of it."""
+ROWS = ("sequence_length", "resets", "stateful")
+BY_CONTENT = tuple(f"data.{each.name}" for each in fields(DataConfig) if each.name not in ROWS)
+"""What is spelt as one likes, as long as the tokens are the same: see `DATA`."""
+
+CONFIG = "config.json"
+DATA = "data.json"
+"""The file with a hash of the tokens that a run learns."""
+TOKENIZER = "tokenizer"
+"""The folder in a run's folder with its tokenizer."""
+MODEL = "model"
+"""The folder in a run's folder with what it has learned; and the kind of all folders of models."""
+OURS = (MODEL, TOKENIZER, DATA, "log.csv", "curves.png", "tensorboard")
+"""What a run writes, beside its config and its checkpoints."""
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Hold a run's folder, in which one run works at a time.
+
+    The system lets go of it when the process ends, in whatever way. Raises TrainingError where
+    another run holds it.
+    """
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(alone(out / "run", wait=False))
+            lock.leave(f"process {os.getpid()} on {socket.gethostname()}")
+        except Held as held:
+            raise TrainingError(
+                f"another run is at work in {out} ({held}): wait for its end, or give this one a "
+                "folder of its own (out=...)"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            print(f"{out} is on a file system without locks: see that one run at a time uses it")
+        yield
+
+
+def check_folder(config: RunConfig, out: Path) -> None:
+    """Check that a run may write into a folder, and go on with what is in it.
+
+    Raises TrainingError where something is in its way that an earlier run of this config has not
+    written.
+    """
+    found = checkpoints(out)
+    if (out / CONFIG).exists():
+        _check_same(config, out, FREE + BY_CONTENT * (out / DATA).exists())
+    else:
+        names = [path.name for _, path in found] + [n for n in OURS if (out / n).exists()]
+        if names:
+            raise TrainingError(
+                f"{out} has {names[0]} and no {CONFIG}, so it is not a run's folder: give this run "
+                "one of its own (out=...)"
+            )
+    strange = next((path for _, path in found if not is_complete(path)), None)
+    if strange is not None:
+        raise TrainingError(
+            f"{strange} is not a whole checkpoint of a run of pararnn, and would be in the way: "
+            "move it or remove it"
+        )
+
+
+def check_same_data(config: RunConfig, data: TrainingData, out: Path) -> None:
+    """Check that the data have the tokens which the run in a folder learns, whatever their path.
+
+    Raises TrainingError where they have not.
+    """
+    if not (out / DATA).exists():
+        return
+    known = _record(out / DATA).get("content")
+    content = getattr(data, "content", "")
+    if content and content == known:
+        return
+    _check_same(config, out, FREE)
+    if content:
+        raise TrainingError(
+            f"the data of {config.data.train} have changed: their tokens are not those that the "
+            f"run in {out} learns. Put them back as they were, or give this run a folder of its "
+            "own (out=...)"
+        )
+
+
+def open_folder(config: RunConfig, data: TrainingData, out: Path) -> None:
+    """Make a run's folder, or make one ready to go on from."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_beside(out / CONFIG, json.dumps(asdict(config), indent=1) + "\n")
+    if content := getattr(data, "content", ""):
+        write_beside(out / DATA, json.dumps({"content": content}) + "\n")
+    if not (out / TOKENIZER).exists():  # an earlier version has not marked it
+        with beside(out / TOKENIZER, TOKENIZER) as new:
+            data.tokenizer.save(new)
+    for name in remove_unfinished(out):
+        print(f"{out / name} was not written to its end: removed")
+
+
+def config_of(out: Path) -> RunConfig:
+    """Return the config of the run in a folder; TrainingError where there is none."""
+    if not (out / CONFIG).is_file():
+        raise TrainingError(f"{out} is no run's folder: it has no {CONFIG}")
+    return read_config(_record(out / CONFIG))
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """Return the record in a file of JSON."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        error = "it holds no record"
+    except (OSError, ValueError) as reason:
+        error = str(reason)
+    raise TrainingError(
+        f"{path} cannot be read: {error}. It says what the run in {path.parent} is of: put back a "
+        "copy of it, or give this run a folder of its own (out=...)"
+    )
+
+
+def _check_same(config: RunConfig, out: Path, free: Collection[str]) -> None:
+    """Raise TrainingError where the run in a folder is one that this config cannot go on with."""
+    path = out / CONFIG
+    # Keys that an earlier version did not have are as they are by default.
+    theirs = flat({"data": asdict(DataConfig())}) | flat(_record(path))
+    own = flat(json.loads(json.dumps(asdict(config))))
+    for key in [*own, *(key for key in theirs if key not in own)]:
+        matters = key.partition(".")[0] in FIXED and key not in free
+        if matters and own.get(key) != theirs.get(key):
+            raise TrainingError(
+                f"{path} has {key} = {theirs.get(key)!r}, and this run {own.get(key)!r}: give it a "
+                "folder of its own (out=...), or remove that one"
+            )
+
+
+def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dots in its keys."""
+    found: dict[str, Any] = {}
+    for key, value in record.items():
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return found

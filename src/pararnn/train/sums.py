@@ -1,0 +1,85 @@
+"""Sums of a folder's files: what was written there, and whether it is still the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+BLOCK = 1 << 24
+"""Bytes that one thread hashes at a time."""
+THREADS = 8
+
+Sums = Mapping[str, str]
+"""By a file's name within its folder: its `digest`."""
+
+
+class Mark(NamedTuple):
+    """What a folder says of itself. files: by name, the sums that a file of ours may have."""
+
+    kind: str
+    files: dict[str, list[str]]
+
+    def text(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(self._asdict(), indent=1) + "\n"
+
+
+def digest(path: Path) -> str:
+    """Return the sha256 of a file or, of one of several blocks, that of the blocks' sha256."""
+
+    def hashed(start: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(BLOCK)).digest()
+
+    starts = range(0, max(1, path.stat().st_size), BLOCK)
+    if len(starts) == 1:
+        return hashed(0).hex()
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        return hashlib.sha256(b"".join(pool.map(hashed, starts))).hexdigest()
+
+
+def names_below(folder: Path) -> list[str]:
+    """Return the names of all files below a folder, sorted."""
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in files)
+
+
+def sums_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the sums of files."""
+    return {name: digest(folder / name) for name in names}
+
+
+def mark_of(kind: str, sums: Sums) -> Mark:
+    """Return the mark of files that were just written."""
+    return Mark(kind, {name: [value] for name, value in sums.items()})
+
+
+def read_mark(path: Path) -> Mark | None:
+    """Return the mark in a file; None where it is missing or is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Mark(
+            str(record["kind"]),
+            {name: list(map(str, each)) for name, each in record["files"].items()},
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def damage(folder: Path, files: Mapping[str, Iterable[str]]) -> str | None:
+    """Return what is wrong with a folder's files, in words; None where they are as written."""
+    for name, sums in files.items():
+        try:
+            if digest(folder / name) not in sums:
+                return f"{name} has changed since it was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror or error}"
+    return None

@@ -1,0 +1,183 @@
+"""Folders that are written as a whole, and replace nothing that others have put there."""
+
+import json
+import shutil
+
+import pytest
+
+from pararnn.errors import TrainingError
+from pararnn.train import files, sums
+from pararnn.train.files import MARK, beside
+
+
+def write(folder, names, kind="model", text="ours"):
+    with beside(folder, kind) as new:
+        for name in names:
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            (new / name).write_text(f"{text} {name}")
+
+
+def content(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != MARK
+    }
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "empty"])
+def test_a_new_or_empty_folder_is_filled(tmp_path, there):
+    folder = tmp_path / "a" / "b"
+    if there:
+        folder.mkdir(parents=True)
+    write(folder, ["x", "deep/y"])
+    assert content(folder) == {"x": "ours x", "deep/y": "ours deep/y"}
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["b"]
+
+
+def test_the_folder_in_which_one_is_may_be_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(files.Path("."), ["x"])
+    assert content(tmp_path) == {"x": "ours x"}
+
+
+def test_what_others_put_into_it_stays(tmp_path):
+    write(tmp_path / "a", ["x", "old"])
+    (tmp_path / "a" / "eval").mkdir()
+    (tmp_path / "a" / "eval" / "results.md").write_text("mine")
+    (tmp_path / "a" / "README.md").write_text("mine")
+    write(tmp_path / "a", ["x", "new"], text="later")
+    mine = {"README.md": "mine", "eval/results.md": "mine"}
+    assert content(tmp_path / "a") == mine | {"x": "later x", "new": "later new"}
+    assert not (tmp_path / "a" / files.NEW).exists()
+
+
+def full(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "thesis").write_text("mine")
+    return folder, "a has thesis, and is not marked as a model folder"
+
+
+def of_another_kind(tmp_path):
+    write(tmp_path / "a", ["x"], "tokenizer")
+    return tmp_path / "a", "not marked as a model folder"
+
+
+def damaged(tmp_path):
+    write(tmp_path / "a", ["x"])
+    (tmp_path / "a" / MARK).write_text("{")
+    return tmp_path / "a", "not marked as a model folder"
+
+
+def changed(tmp_path):
+    write(tmp_path / "a", ["x"])
+    (tmp_path / "a" / "x").write_text("mine")
+    return tmp_path / "a", "x has changed since pararnn wrote it"
+
+
+def taken(tmp_path):
+    write(tmp_path / "a", ["y"])
+    (tmp_path / "a" / "x").write_text("mine")
+    return tmp_path / "a", "x is not by pararnn"
+
+
+def a_file(tmp_path):
+    (tmp_path / "a").write_text("mine")
+    return tmp_path / "a", "a is no folder"
+
+
+def a_broken_link(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "nowhere")
+    return tmp_path / "a", "a is no folder"
+
+
+@pytest.mark.parametrize(
+    "make", [full, of_another_kind, damaged, changed, taken, a_file, a_broken_link]
+)
+def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, make):
+    folder, said = make(tmp_path)
+    before = content(tmp_path)
+    with pytest.raises(TrainingError, match=said):
+        write(folder, ["x"])
+    assert content(tmp_path) == before
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("call", range(4))  # the mark, x, new, the mark
+def test_a_kill_while_files_take_their_places_leaves_what_is_ours(tmp_path, monkeypatch, call):
+    """The mark says so of old files and of new ones."""
+    write(tmp_path / "a", ["x", "old"])
+    (tmp_path / "a" / "mine").write_text("mine")
+    calls, replace = [], files.os.replace
+
+    def killing(*args):
+        calls.append(args)
+        if len(calls) == call + 1:
+            raise Killed
+        replace(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "replace", killing)
+        patch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # a kill cleans nothing
+        with pytest.raises(Killed):
+            write(tmp_path / "a", ["x", "new"], text="later")
+    write(tmp_path / "a", ["x", "new"], text="last")
+    assert content(tmp_path / "a") == {"x": "last x", "new": "last new", "mine": "mine"}
+
+
+def test_a_folder_that_fails_is_as_it_was(tmp_path):
+    write(tmp_path / "a", ["x"])
+    for name in ("a", "b"):
+        with pytest.raises(TypeError):
+            write(tmp_path / name, ["y", None], text="half")
+    assert content(tmp_path) == {"a/x": "ours x"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("record", [None, "", "[]", '{"versions": 1}', '{"versions": {}}'])
+def test_a_report_replaces_reports_only(tmp_path, record):
+    names = ("results.json", "results.md")
+    files.check_own(tmp_path, names, "results.json", "versions")
+    if record is not None:
+        (tmp_path / "results.json").write_text(record)
+    (tmp_path / "results.md").write_text("mine")
+    said = "results.(json|md) is there, and not by an earlier call"
+    with pytest.raises(TrainingError, match=said):
+        files.check_own(tmp_path, names, "results.json", "versions")
+    (tmp_path / "results.json").write_text('{"versions": {"pararnn": "1.0"}}')
+    files.check_own(tmp_path, names, "results.json", "versions")
+
+
+def test_sums_see_every_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(sums, "BLOCK", 4)
+    path = tmp_path / "a"
+    seen = set()
+    texts = [b"", b"0", b"0123", b"01234567", b"0123456789", b"4567012389"]
+    texts += [bytes(1 + (place == at) for place in range(9)) for at in range(9)]
+    for text in texts:
+        path.write_bytes(text)
+        seen.add(sums.digest(path))
+    assert len(seen) == len(texts)
+    own = {name: [found] for name, found in sums.sums_of(tmp_path, ["a"]).items()}
+    assert sums.damage(tmp_path, own) is None
+    path.write_bytes(b"0")
+    assert sums.damage(tmp_path, own) == "a has changed since it was written"
+    path.unlink()
+    assert sums.damage(tmp_path, own) == "a is missing"
+    path.mkdir()
+    assert sums.damage(tmp_path, own) == "a cannot be read: Is a directory"
+
+
+def test_a_mark_is_read_as_it_was_written(tmp_path):
+    mark = sums.mark_of("model", {"x": "0", "ü/y": "1"})
+    (tmp_path / "mark").write_text(mark.text(), encoding="utf-8")
+    assert sums.read_mark(tmp_path / "mark") == mark
+    for text in ("", "[]", "{}", '{"kind": "a", "files": [1]}', json.dumps({"kind": 1})):
+        (tmp_path / "mark").write_text(text)
+        assert sums.read_mark(tmp_path / "mark") is None, text
+    shutil.rmtree(tmp_path)
+    assert sums.read_mark(tmp_path / "mark") is None

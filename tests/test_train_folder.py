@@ -1,0 +1,495 @@
+"""A run's folder: what is not the run's own stays, other runs and other data are refused."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from test_train_trainer import Packed, Rows, config, losses, run_until, same_bits, weights
+
+from pararnn import cli
+from pararnn.errors import TrainingError
+from pararnn.lm.config import LMConfig
+from pararnn.train import carry, checkpoints
+from pararnn.train import folder as folder_module
+from pararnn.train.config import DataConfig
+from pararnn.train.corpus import store
+from pararnn.train.corpus.prepare import prepare
+from pararnn.train.log import COLUMNS, forget_after, read_rows
+from pararnn.train.run import export_checkpoint, run_training
+from pararnn.train.trainer import RunTrainer
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+
+
+class Known(Packed):
+    """Data whose tokens are known by a hash."""
+
+    content = "these"
+
+
+class Changed(Packed):
+    content = "those"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run_training(config(out, keep=9), Known())
+    return out
+
+
+@pytest.fixture
+def out(ended, tmp_path):
+    """A run that has ended, to be changed."""
+    return shutil.copytree(ended, tmp_path / "run")
+
+
+def everything(folder):
+    """The files below a folder but what every run may write anew."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".run.lock"
+    }
+
+
+def refused(capsys, *command):
+    """The line that a command refuses by."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*map(str, command)])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    return said
+
+
+@pytest.mark.parametrize("to", ["thesis", "run", ".", "run/tokenizer", "run/checkpoint-3", "file"])
+def test_export_takes_no_folder_of_others(out, capsys, to):
+    folder = out.parent
+    (folder / "thesis").mkdir()
+    (folder / "thesis" / "chapter.tex").write_text("mine")
+    (folder / "file").write_text("mine")
+    before = everything(folder)
+    said = refused(capsys, "export", out, "--to", folder / to)
+    assert "name a folder that is new or empty" in said or "is no folder" in said
+    assert everything(folder) == before
+
+
+def test_export_replaces_what_it_wrote(out, tmp_path):
+    to = tmp_path / "three"
+    assert export_checkpoint(out, 3, to) == to
+    (to / "README.md").write_text("mine")
+    export_checkpoint(out, 6, to)
+    same_bits(weights(to), weights(out / "model"))
+    assert (to / "README.md").read_text() == "mine"
+
+
+def test_a_model_keeps_the_reports_in_it(out):
+    (out / "model" / "eval").mkdir()
+    (out / "model" / "eval" / "results.md").write_text("mine")
+    (out / "model" / "README.md").write_text("mine")
+    run_training(config(out, steps=7, keep=9), Known())
+    assert (out / "model" / "eval" / "results.md").read_text() == "mine"
+    assert (out / "model" / "README.md").read_text() == "mine"
+    model = weights(out / "model")
+    export_checkpoint(out, 7, out.parent / "seven")
+    same_bits(model, weights(out.parent / "seven"))
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["changed", "of another"])
+def test_a_model_that_is_not_the_run_s_own_is_said_at_once(out, marked):
+    (out / "model" / "config.json").write_text("{}")
+    if not marked:
+        (out / "model" / ".pararnn.json").unlink()
+    before = everything(out)
+    with pytest.raises(TrainingError, match="has changed since" if marked else "is not marked"):
+        run_training(config(out, steps=9), Packed(train=Rows(20, wait_after=0)))
+    assert everything(out) == before
+
+
+@pytest.mark.parametrize("name", ["checkpoint-500", "model", "log.csv", "tokenizer"])
+def test_a_folder_that_is_no_run_s_is_refused(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "weights").write_text("of another training")
+    before = everything(tmp_path)
+    with pytest.raises(TrainingError, match=rf"has {name} and no config\.json"):
+        run_training(config(tmp_path), Packed())
+    assert everything(tmp_path) == before
+
+
+def test_a_config_of_something_else_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(TrainingError, match=r"config\.json has model\.\w+ = None, and this run"):
+        run_training(config(tmp_path), Packed())
+
+
+@pytest.mark.parametrize("name", ["checkpoint-6", "checkpoint-500"])
+def test_checkpoints_of_others_are_in_the_way(out, name):
+    shutil.rmtree(out / name, ignore_errors=True)
+    (out / name).mkdir()
+    (out / name / "weights").write_text("of another training")
+    before = everything(out)
+    with pytest.raises(TrainingError, match=rf"{name} is not a whole checkpoint.*move it"):
+        run_training(config(out, steps=9, keep=1), Known())
+    assert everything(out) == before
+
+
+def test_other_files_in_the_folder_stay(tmp_path):
+    (tmp_path / "slurm.out").write_text("mine")
+    run_training(config(tmp_path, steps=2, save_every=1, keep=1), Packed())
+    assert (tmp_path / "slurm.out").read_text() == "mine"
+    assert [step for step, _ in checkpoints.checkpoints(tmp_path)] == [2]
+
+
+HOLDS = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write("process 7 on a node")
+file.flush()
+print(1, flush=True)
+input()
+"""
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    """Until the first one ends, and be it by a kill."""
+    out = tmp_path / "run"
+    out.mkdir()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(out / ".run.lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout.readline() == b"1\n"
+    said = r"another run is at work in .*run \(process 7 on a node\): wait for its end, or give"
+    with pytest.raises(TrainingError, match=said):
+        run_training(config(out, steps=2), Packed())
+    assert sorted(path.name for path in out.iterdir()) == [".run.lock"]
+    holder.kill()
+    holder.communicate()
+    run_training(config(out, steps=2), Packed())
+    assert losses(out).keys() == {1, 2}
+
+
+def test_a_run_holds_its_folder_to_its_end(tmp_path, monkeypatch):
+    held = []
+    log = RunTrainer.log
+
+    def second(self, *args):
+        log(self, *args)
+        with pytest.raises(TrainingError, match=f"at work in .*process {os.getpid()} on"):
+            run_training(config(tmp_path / "run"), Packed())
+        held.append(self.state.global_step)
+
+    monkeypatch.setattr(RunTrainer, "log", second)
+    for _ in range(2):  # the folder is new, and there
+        run_training(config(tmp_path / "run", steps=len(held) + 1, save_every=1), Packed())
+    assert held
+    monkeypatch.undo()
+    with folder_module.claimed(tmp_path / "run"):
+        pass
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def none(file, how):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(store.fcntl, "flock", none)
+    with folder_module.claimed(tmp_path):
+        assert "without locks" in capsys.readouterr().out
+
+    def fails(file, how):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(store.fcntl, "flock", fails)
+    with pytest.raises(OSError, match="Input/output"), folder_module.claimed(tmp_path):
+        pass
+
+
+def text_config(out, source, **data):
+    settings = {"cache": str(out.parent / "cache"), "sequence_length": 12, "holdout": 0.3}
+    model = LMConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=1, cell="gru"
+    )
+    data = DataConfig(train=str(source), **settings | data)
+    return config(out, model=model, data=data, steps=2, valid_rows=1, save_every=1)
+
+
+TEXT = "".join(f"{n} and {n} is {2 * n}.\n" for n in range(20))
+
+
+def test_the_same_text_by_another_path_goes_on(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    run_training(text_config(tmp_path / "run", tmp_path / "a.txt"))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.txt").rename(tmp_path / "b" / "other.txt")
+    lines = json.dumps({"words": TEXT}) + "\n"
+    (tmp_path / "c.jsonl").write_text(lines)
+    (tmp_path / "valid.txt").write_text("held out" * 9)
+    for asked in (
+        text_config(tmp_path / "run", tmp_path / "b" / "other.txt"),
+        text_config(tmp_path / "run", tmp_path / "b"),
+        text_config(tmp_path / "run", tmp_path / "c.jsonl", column="words"),
+    ):
+        run_training(dataclasses.replace(asked, steps=3))
+        with pytest.raises(TrainingError, match=r"data\.sequence_length = 12, and this run 8"):
+            run_training(
+                dataclasses.replace(asked, data=dataclasses.replace(asked.data, sequence_length=8))
+            )
+    other = text_config(tmp_path / "run", tmp_path / "b", valid=str(tmp_path / "valid.txt"))
+    with pytest.raises(TrainingError, match=r"data\.\w+ = "):
+        run_training(other)
+
+
+@pytest.mark.parametrize("kind", ["train", "valid"])
+def test_other_text_under_the_same_path_is_refused(tmp_path, kind):
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.txt").write_text(TEXT)
+    asked = text_config(tmp_path / "run", tmp_path / "train.txt", valid=str(tmp_path / "valid.txt"))
+    run_training(asked)
+    before = everything(tmp_path / "run")
+    path = tmp_path / f"{kind}.txt"
+    path.write_text(TEXT.replace("and", "AND"))
+    with pytest.raises(TrainingError, match=rf"the data of {tmp_path}/train.txt have changed"):
+        run_training(dataclasses.replace(asked, steps=3))
+    assert everything(tmp_path / "run") == before
+    path.write_text(TEXT)
+    run_training(dataclasses.replace(asked, steps=3))
+
+
+def test_data_of_one_s_own_are_compared_as_they_say(out):
+    run_training(config(out), Known())
+    with pytest.raises(TrainingError, match="have changed"):
+        run_training(config(out), Changed())
+    run_training(config(out), Packed())  # which says nothing
+    data = DataConfig(train="elsewhere", sequence_length=12)
+    run_training(config(out, data=data), Known())
+    with pytest.raises(TrainingError, match=r"data\.train = 'elsewhere', and this run ''"):
+        run_training(config(out), Packed())
+
+
+def test_a_run_of_an_earlier_version_goes_on(out):
+    """It has no hash of its data, no sums, and a tokenizer without a mark."""
+    (out / "data.json").unlink()
+    record = json.loads((out / "config.json").read_text())
+    del record["data"]["drop"]
+    (out / "config.json").write_text(json.dumps(record))
+    (out / "tokenizer" / ".pararnn.json").unlink()
+    for _, path in checkpoints.checkpoints(out):
+        (path / checkpoints.MARKER).write_text("")
+    data = DataConfig(train="elsewhere", sequence_length=12)
+    with pytest.raises(TrainingError, match=r"data\.train = '', and this run 'elsewhere'"):
+        run_training(config(out, data=data), Known())
+    run_training(config(out, steps=7, keep=9), Known())
+    assert json.loads((out / "data.json").read_text()) == {"content": "these"}
+    assert 7 in losses(out)
+
+
+@pytest.mark.parametrize(("save", "valid", "log"), [(2, 1, 3), (9, 9, 9)], ids=["less", "more"])
+def test_intervals_of_a_run_that_goes_on_are_its_own(ended, tmp_path, save, valid, log):
+    out = shutil.copytree(ended, tmp_path / "run")
+    run_training(
+        config(out, steps=10, keep=99, save_every=save, valid_every=valid, log_every=log), Known()
+    )
+    steps = range(7, 11)
+    rows = [row for row in read_rows(out / "log.csv") if int(row["step"]) > 6]
+    last = {10}  # is saved and validated
+    assert {int(row["step"]) for row in rows if row["loss"]} == {s for s in steps if s % log == 0}
+    checked = {int(row["step"]) for row in rows if row["valid_loss"]}
+    assert checked == {s for s in steps if s % valid == 0} | last
+    saved = {step for step, _ in checkpoints.checkpoints(out) if step > 6}
+    assert saved == {s for s in steps if s % save == 0} | last
+
+
+PARTS = [
+    "state/__0_0.distcp",
+    "trainer_state.json",
+    "scheduler.pt",
+    "complete",
+]
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_flipped_bit_is_said_and_the_checkpoint_before_taken(out, ended, capsys, part):
+    flipped(out / "checkpoint-6" / part)
+    run_training(config(out, keep=9), Known())
+    said = [line for line in capsys.readouterr().out.splitlines() if "checkpoint" in line]
+    assert "checkpoint-6 is damaged, " in said[0]
+    assert part in said[0] or part == "complete"
+    assert said[1:] == [f"goes on from {out / 'checkpoint-3'}"]
+    assert (out / "checkpoint-6-damaged" / part).exists()
+    same_bits(weights(out / "model"), weights(ended / "model"))
+    assert losses(out) == losses(ended)
+    run_training(config(out, keep=9), Known())
+    assert "damaged" not in capsys.readouterr().out
+
+
+def test_where_no_checkpoint_is_whole_a_run_starts_anew(out, ended, capsys):
+    (out / "checkpoint-3" / "scheduler.pt").unlink()
+    flipped(out / "checkpoint-6" / "rng_state.pth")
+    run_training(config(out, keep=9), Known())
+    said = capsys.readouterr().out
+    assert "checkpoint-6 is damaged, rng_state.pth has changed" in said
+    assert "checkpoint-3 is damaged, scheduler.pt is missing" in said
+    assert "goes on from" not in said
+    same_bits(weights(out / "model"), weights(ended / "model"))
+    assert losses(out) == losses(ended)
+
+
+def test_export_takes_a_checkpoint_whose_weights_are_whole(out, capsys):
+    flipped(out / "checkpoint-6" / "rng_state.pth")
+    assert export_checkpoint(out).name == "model-6"
+    flipped(out / "checkpoint-6" / "state" / "__0_0.distcp")
+    assert export_checkpoint(out).name == "model-3"
+    assert "checkpoint-6 is damaged, state/__0_0.distcp has changed" in capsys.readouterr().err
+    with pytest.raises(TrainingError, match=r"no complete checkpoint of step 6; it has 3$"):
+        export_checkpoint(out, 6)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\x00" * 40, b'{"model": {}}'])
+def test_a_damaged_config_is_one_line(out, capsys, content):
+    (out / "config.json").write_bytes(content)
+    with pytest.raises(TrainingError, match=r"config\.json (cannot be read|has model)"):
+        run_training(config(out), Known())
+    assert "config.json" in refused(capsys, "export", out)
+
+
+@pytest.mark.parametrize("change", [{"steps": -1}, {"batch": "many"}, {"model": 3}])
+def test_a_config_with_impossible_values_is_one_line(out, capsys, change):
+    record = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(record | change))
+    assert "config.json" in refused(capsys, "export", out)
+
+
+def test_a_damaged_record_of_the_data_is_one_line(out):
+    (out / "data.json").write_text("{")
+    with pytest.raises(TrainingError, match=r"data\.json cannot be read"):
+        run_training(config(out), Known())
+
+
+@pytest.mark.parametrize("kept", [b"half", None], ids=["half", "missing"])
+@pytest.mark.parametrize("part", ["trainer_state.json", "scheduler.pt", "rng_state.pth"])
+def test_without_sums_what_cannot_be_read_is_one_line(out, part, kept):
+    """As in checkpoints of earlier versions."""
+    path = out / "checkpoint-6" / part
+    path.unlink() if kept is None else path.write_bytes(kept)
+    (out / "checkpoint-6" / checkpoints.MARKER).write_text("")
+    asked = config(out, steps=7, keep=9)
+    if (part, kept) == ("rng_state.pth", None):  # of another number of processes
+        run_training(asked, Known())
+        return
+    said = rf"{part.partition('.')[0]}.*, cannot be read: .*Remove .*checkpoint-6, then the same"
+    with pytest.raises(TrainingError, match=said):
+        run_training(asked, Known())
+
+
+def damage_row(text):
+    lines = text.splitlines(True)
+    return lines[0] + lines[1].replace(",", ";") + lines[2][:5] + "\0" + "".join(lines[2:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "rows"),
+    [
+        (lambda text: damage_row(text).encode(), 4),
+        (lambda text: text.encode().replace(b"loss", b"l\xffss", 1), 0),
+        (lambda text: b"\0" * len(text), 0),
+        (lambda text: text.replace("\n3,", "\nx,").encode(), 4),
+    ],
+    ids=["row", "header", "zeros", "step"],
+)
+def test_a_damaged_log_is_one_line_and_kept(out, monkeypatch, capsys, damage, rows):
+    before = damage((out / "log.csv").read_text())
+    (out / "log.csv").write_bytes(before)
+    run_training(config(out, steps=8, keep=9), Known())
+    said = [line for line in capsys.readouterr().out.splitlines() if "log.csv is damaged" in line]
+    assert len(said) == 1
+    assert (out / "log.damaged.csv").read_bytes() == before
+    assert {7, 8} <= losses(out).keys()
+    assert len(read_rows(out / "log.csv")) >= 2 + rows
+
+
+def test_half_a_log_is_no_damage(tmp_path, capsys):
+    for half in (
+        "",
+        "st",
+        ",".join(COLUMNS),
+        ",".join(COLUMNS) + "\n",
+        ",".join(COLUMNS) + "\n1,2",
+    ):
+        (tmp_path / "log.csv").write_text(half)
+        forget_after(tmp_path / "log.csv", 3)
+        assert capsys.readouterr().out == "", half
+
+
+def test_damaged_tokens_are_made_again(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXT)
+    asked = text_config(tmp_path / "run", tmp_path / "a.txt").data
+    first = prepare(asked)
+    tokens = first.train.tokens.tolist()
+    for name in ("train.bin", "valid.bin", "meta.json"):
+        path = first.folder / name
+        path.write_bytes(path.read_bytes().replace(b"1", b"2"))
+        again = prepare(asked)
+        assert again.train.tokens.tolist() == tokens
+        assert again.content == first.content
+        assert f"{name} is damaged" in capsys.readouterr().err
+    for name in ("train.bin", ".pararnn.json"):
+        path = first.folder / name
+        path.write_bytes(b"\0" * path.stat().st_size)
+        assert prepare(asked).train.tokens.tolist() == tokens
+        assert f"{name} is damaged" in capsys.readouterr().err
+    (first.folder / "valid.bin").unlink()
+    assert prepare(asked).train.tokens.tolist() == tokens
+    assert "valid.bin is damaged" in capsys.readouterr().err
+    prepare(asked)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_damaged_tokenizer_is_trained_again(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text(TEXT)
+    asked = text_config(tmp_path / "run", tmp_path / "a.txt", tokenizer="bpe:257").data
+    content = prepare(asked).content
+    (path,) = (tmp_path / "cache").glob("tokenizer-*/tokenizer.json")
+    before = path.read_bytes()
+    path.write_bytes(before + b" ")
+    assert prepare(asked).content == content
+    assert f"{path} is damaged" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_tokens_of_an_earlier_version_are_used(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    asked = text_config(tmp_path / "run", tmp_path / "a.txt").data
+    first = prepare(asked)
+    (first.folder / ".pararnn.json").unlink()
+    again = prepare(asked)
+    assert again.content == first.content
+    assert not (first.folder / ".pararnn.json").exists()
+
+
+def test_states_that_are_damaged_are_not_gone_on_from(tmp_path, monkeypatch, capsys):
+    asked = config(tmp_path, data=DataConfig(sequence_length=12, stateful=True))
+    run_until(monkeypatch, 4, asked)
+    flipped(tmp_path / "checkpoint-3" / carry.FILE)
+    run_training(asked, Packed())
+    assert f"checkpoint-3 is damaged, {carry.FILE} has changed" in capsys.readouterr().out
+    assert torch.isfinite(weights(tmp_path / "model")["lm_head.weight"]).all()
