@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from signal import SIGINT, SIGPIPE
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from pararnn.tasks.commands import add_actions, arranged, tasks
 from pararnn.train import DemoConfig, run_demo
 from pararnn.train.overrides import printed, resolved
 from pararnn.train.recipes import RECIPES, recipe, summary
+from pararnn.train.stopping import Stopped, to_nowhere
 from pararnn.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -37,6 +39,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0, 1 when the demo's verification fails, or exit code 2 for bad values.
 
+    Where a signal ends it, or output that nobody reads, the code is 128 and the signal's number.
     Without a command it prints the help.
     """
     parser = make_parser()
@@ -51,7 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     run: Callable[..., int] = options.pop("run")
     try:
-        return run(**options)
+        code = run(**options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt as interrupt:
+        code = interrupt.code if isinstance(interrupt, Stopped) else 128 + SIGINT
+        first = os.environ.get("RANK", "0") == "0"
+        parser.exit(code, f"{parser.prog}: {str(interrupt) or 'interrupted'}\n" if first else None)
+    except BrokenPipeError:  # who reads has enough
+        for stream in (sys.stdout, sys.stderr):
+            to_nowhere(stream)
+        return 128 + SIGPIPE
     except (PararnnError, OSError) as error:
         parser.error(str(error))
 
