@@ -91,6 +91,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
                 out.mkdir(parents=True, exist_ok=True)
                 if not there:
                     held.enter_context(claimed(out))
+                    check_folder(config, out)  # another run may have come and gone
                 open_folder(config, data, out)
         trainer.accelerator.wait_for_everyone()
         found = last_whole(out)
