@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from test_train_trainer import Packed, Rows, config, losses, run_until, same_bits, weights
+from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
 
 from pararnn import cli
 from pararnn.errors import TrainingError
@@ -113,7 +113,7 @@ def test_a_model_that_is_not_the_run_s_own_is_said_at_once(out, marked):
         (out / "model" / ".pararnn.json").unlink()
     before = everything(out)
     with pytest.raises(TrainingError, match="has changed since" if marked else "is not marked"):
-        run_training(config(out, steps=9), Packed(train=Rows(20, wait_after=0)))
+        run_training(config(out, steps=9), Known())
     assert everything(out) == before
 
 
