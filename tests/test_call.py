@@ -158,7 +158,7 @@ def test_slips_are_seen_after_calls_that_fit(initial):
     cell, gates = pararnn.GRUCell(4), torch.randn(2, 20, 3, 4)
     for _ in range(2):
         pararnn.solve(cell, gates, torch.zeros(2, 4))
-        with pytest.raises((TypeError, ValueError), match="initial state 'h'"):
+        with pytest.raises((TypeError, ValueError), match="initial state"):
             pararnn.solve(cell, gates, initial(cell))
     cell.to("meta")
     with pytest.raises(ValueError, match="the cell is on meta"):

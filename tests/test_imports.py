@@ -20,6 +20,8 @@ FLOW = [
     ["cells"],
     ["program/apart", "program/coupling", "program/guard"],
     ["program/structure"],
+    ["program/loads"],
+    ["program/follow"],
     ["program/reads", "program/trace"],
     ["program/content", "program/derive"],
     ["program/stored"],

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import pararnn
+from pararnn.program.loads import Load, loads
 from pararnn.program.program import make_program
-from pararnn.program.reads import Load, loads, reads_mode, reads_of
+from pararnn.program.reads import reads_mode, reads_of
 from pararnn.program.structure import STRUCTURES
 
 SOURCE = """

@@ -13,9 +13,7 @@ import torch
 import pararnn
 from pararnn.cells.shapes import ParamShape
 from pararnn.check.contract import check_solve
-from pararnn.program.content import UnknownContent, content_of
 from pararnn.program.coupling import Coupling
-from pararnn.program.reads import reads_of
 from pararnn.program.structure import STRUCTURES
 from pararnn.solvers.sequential import unroll
 
@@ -211,12 +209,6 @@ def test_a_layer_has_it():
     x = torch.randn(2, 30, 6)
     assert layer(x)[0].shape == (2, 30, 12)
     assert pararnn.verify(layer, x).passed
-
-
-def test_a_cell_with_a_shape_of_its_own_is_traced_in_every_process():
-    reads = reads_of(HeadRNN, STRUCTURES, HeadRNN.structure)
-    with pytest.raises(UnknownContent, match="the shape of A"):
-        content_of(HeadRNN, {}, reads)
 
 
 def test_heads_are_pulled_back_at_once():

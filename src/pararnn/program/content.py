@@ -25,16 +25,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pararnn.cells.base import Cell
-from pararnn.program.reads import (
-    CONTRACT,
-    MISSING,
-    Reads,
-    codes,
-    is_library,
-    loads,
-    packages_of,
-    words,
-)
+from pararnn.program.follow import CONTRACT, MISSING
+from pararnn.program.loads import codes, is_library, loads, packages_of, words
+from pararnn.program.reads import Reads
 
 STARTED = time.time()
 PACKAGE = Path(__file__).parents[1]

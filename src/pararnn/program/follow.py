@@ -1,0 +1,405 @@
+"""Following what code reads, and refusing what may change without being seen."""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from pararnn.cells.base import OPTIONAL_METHODS, Cell
+from pararnn.errors import CellError
+from pararnn.program.loads import (
+    COMPUTED,
+    ROOTS,
+    Load,
+    codes,
+    digest,
+    is_library,
+    loads,
+    packages_of,
+    words,
+)
+
+CONTRACT = ("states", "gates", "fields", "params", "structure")
+METHODS = ("step", "jacobian")
+"""The attributes of a cell's class that a Program is made of."""
+
+OF_FUNCTIONS = ("forward", "setup_context", "backward", "vjp")
+"""What a torch.autograd.Function consists of."""
+
+PLAIN = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented)}
+)
+_SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_C_METHODS = (
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MethodWrapperType,
+)
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_TORCH_OPS = (
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+    torch._library.custom_ops.CustomOpDef,
+)
+_TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(list[int]))
+_NUMPY = (numpy.number, numpy.bool_, numpy.ufunc, numpy.dtype)
+
+
+_OUTSIDE = words("""
+    os posix nt sys time random _random secrets datetime _datetime io _io socket pathlib shelve
+    sqlite3 contextvars _contextvars threading _thread multiprocessing subprocess importlib inspect
+""")
+"""Modules whose functions and classes give something else from one call to the next."""
+_BUILTINS_OUTSIDE = words("open input globals locals vars eval exec compile __import__")
+_STATE_OF_TORCH = ("get_", "are_", "is_grad", "is_inference", "is_autocast", "initial_seed")
+_HIDDEN = words("""
+    __dict__ __globals__ __closure__ __builtins__ __self__ __func__ __wrapped__ __code__
+    __defaults__ __kwdefaults__ __getattribute__ __subclasses__ __mro__ __bases__
+""")
+"""Attributes that lead to others by names which no code shows."""
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "not there"
+
+
+MISSING = _Missing()
+
+
+class Follower:
+    """Collects the places that code reads.
+
+    An attribute that is read off a name at once belongs to that name's value. Any other belongs to
+    whichever owner has it: modules, classes and functions that code passes on, and the cell.
+    """
+
+    def __init__(self, cls: type[Cell]) -> None:
+        self.cls = cls
+        self.what = f"{cls.__name__}.step"
+        self.bases = cls.__mro__[: cls.__mro__.index(Cell)]
+        self.methods = {f for base in self.bases for f in methods_of(base)}
+        self.own = packages_of(cls)
+        self.attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self.items: dict[tuple[int, Any], tuple[Mapping[Any, Any], Any, Any]] = {}
+        self.contents: dict[int, tuple[Any, list[Any] | None, list[Any]]] = {}
+        self.names: dict[str, None] = {}
+        self.owners: dict[int, Any] = {}
+        self.seen: dict[int, Any] = {}
+        self.lines: list[str] = []
+
+    def finish(self) -> None:
+        """Look every name up at every owner, until there are no more of either."""
+        size = (-1, -1)
+        while size != (len(self.names), len(self.owners)):
+            size = (len(self.names), len(self.owners))
+            for owner in list(self.owners.values()):
+                names = [*self.names, *self.every(owner)] if COMPUTED in self.names else self.names
+                for name in list(names):
+                    self.look_up(owner, name)
+
+    def every(self, owner: Any) -> list[str]:
+        """Return all names that an owner has."""
+        bases = self.bases if owner is self.cls else (owner,)
+        fixed = {*CONTRACT, "config", "readout"}
+        return [
+            name
+            for base in bases
+            for name in vars(base)
+            if not (name.startswith("__") or name in fixed)
+        ]
+
+    def owner(self, value: Any) -> None:
+        """Note what code passes on, so that its attributes may be read anywhere."""
+        if isinstance(value, FunctionType) or self.follows(_module_of(value)):
+            self.owners[id(value)] = value
+
+    def look_up(self, owner: Any, name: str) -> None:
+        """Note an owner's attribute if it has it; of a class, also what `super()` would find."""
+        if isinstance(owner, type):
+            for base in owner.__mro__:
+                if name in vars(base) and base is not Cell and self.follows(base.__module__):
+                    self.attribute(owner, name)
+                    self.attribute(base, name)
+        elif name in vars(owner):
+            self.item(vars(owner), name)
+
+    def attribute(self, owner: Any, name: str) -> None:
+        """Note an attribute, and follow what it is."""
+        if (id(owner), name) in self.attributes:
+            return
+        value = getattr(owner, name, MISSING)
+        self.attributes[id(owner), name] = (owner, name, value)
+        static = vars(owner).get(name, value) if isinstance(owner, type) else value
+        self.value(static, name)
+
+    def item(self, mapping: Mapping[Any, Any], key: Any, passed_on: bool = True) -> None:
+        """Note a mapping's item, and follow what it is."""
+        if (id(mapping), key) not in self.items:
+            self.items[id(mapping), key] = (mapping, key, mapping.get(key, MISSING))
+        self.value(mapping.get(key, MISSING), str(key), passed_on)
+
+    def value(self, value: Any, name: str, passed_on: bool = True) -> None:
+        """Follow a value that was read as `name`; CellError for what may change unseen."""
+        if passed_on and isinstance(value, (ModuleType, type, FunctionType)):
+            self.owner(value)
+        plain = type(value) in PLAIN
+        self.lines.append(f"{name} = {value!r}" if plain else f"{name}: {type(value).__name__}")
+        if plain or id(value) in self.seen:
+            return
+        self.seen[id(value)] = value
+        kind = type(value)
+        for kinds, follow in _FOLLOW.items():
+            if issubclass(kind, kinds):  # what a proxy says of its class does not count
+                follow(self, value, name)
+                return
+        self.refuse(value, name)
+
+    def refuse(self, value: Any, name: str) -> None:
+        """Raise CellError for a value whose change could not be seen."""
+        kind = type(value)
+        first = "a function of torch.nn.functional, " if isinstance(value, nn.Module) else ""
+        raise CellError(
+            f"{self.what} reads {name}, {_article(kind.__name__)}, whose changes cannot be seen: "
+            f"make it {first}a config value, a Param (trainable=False for a constant) or a field"
+        )
+
+    def path(self, value: Any, path: Iterable[str]) -> None:
+        """Follow attributes that are read off a value at once, one off the other."""
+        for name in path:
+            if name in _HIDDEN:
+                self.refuse_name(name)
+            if isinstance(value, type):
+                self.look_up(value, name)
+            elif isinstance(value, FunctionType):
+                self.item(vars(value), name, passed_on=False)
+            elif not isinstance(value, ModuleType):
+                return
+            elif name in vars(value) and self.follows(value.__name__):
+                self.item(vars(value), name, passed_on=False)
+            else:
+                self.of_library(value, name)
+            value = getattr(value, name, MISSING)
+        if isinstance(value, (ModuleType, type, FunctionType)):
+            self.owner(value)
+
+    def of_library(self, module: ModuleType, name: str) -> None:
+        """Check what is read off an installed module, and note it where it is a number."""
+        value = getattr(module, name, MISSING)
+        if self.follows(module.__name__) and value is not MISSING:
+            self.refuse(value, f"{module.__name__}.{name} by the module's __getattr__")
+        if type(value) in PLAIN:
+            self.attribute(module, name)
+        else:
+            self.value(value, f"{module.__name__}.{name}", passed_on=False)
+
+    def refuse_name(self, name: str) -> None:
+        """Raise CellError for an attribute that hides what is read."""
+        raise CellError(
+            f"{self.what} reads {name}, behind which changes cannot be seen: name the attribute "
+            "itself, or make the value config, a Param or a field"
+        )
+
+    def function(self, function: FunctionType, name: str) -> None:
+        """Code, defaults, closure and globals; of library code the functions that it wraps."""
+        own = self.follows(function.__globals__.get("__name__"))
+        for cell in function.__closure__ or ():
+            if own or isinstance(_content(cell), (FunctionType, MethodType, functools.partial)):
+                self.attribute(cell, "cell_contents")
+        if not own:
+            self.outside(function, name)
+            return
+        for part in ("__code__", "__defaults__"):
+            if getattr(function, part) is not None:
+                self.attribute(function, part)
+        if function.__kwdefaults__ is not None:
+            keywords = function.__kwdefaults__
+            self.attributes[id(function), "__kwdefaults__"] = (function, "__kwdefaults__", keywords)
+            self.container(keywords, name)
+        closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        first = function.__code__.co_varnames[:1] if function in self.methods else ()
+        for code in codes(function.__code__):
+            self.lines.append(digest(code))
+            for load in loads(code):
+                self.load(load, function.__globals__, closure, first)
+
+    def load(
+        self,
+        load: Load,
+        namespace: dict[str, Any],
+        closure: Mapping[str, Any],
+        first: tuple[str, ...],
+    ) -> None:
+        """Follow a name in code; `first`: what a method of the cell calls the cell."""
+        kind, name, path = load
+        if kind == "import":
+            self.item(sys.modules, name)
+        elif kind == "global":
+            if name in namespace or hasattr(builtins, name):
+                self.item(namespace, name, passed_on=False)
+                value = namespace.get(name, getattr(builtins, name, MISSING))
+                self.value(value, name, passed_on=False)
+                self.path(value, path)
+        elif kind == "closure" and name in closure:
+            self.path(_content(closure[name]), path)
+        else:
+            if (name,) == first and path:
+                self.check_own(path[0])
+            for read in path if kind in ROOTS else (name,):
+                if read in _HIDDEN and kind != "text":
+                    self.refuse_name(read)
+                if not read.startswith("__"):
+                    self.names[read] = None
+
+    def check_own(self, name: str) -> None:
+        """Raise CellError for what the cell inherits and a step may not use: it has no tensors."""
+        owner = next((base for base in self.cls.__mro__ if name in vars(base)), None)
+        of_module = owner in Cell.__mro__ or name in (
+            *nn.Module.__annotations__,
+            "config",
+            "params",
+        )
+        if of_module and name not in _OF_SELF and not name.startswith("__"):
+            raise CellError(
+                f"{self.what} reads self.{name}, which it may not: parameters arrive as param, "
+                "config is read as self.<name>; pass anything else in as a field"
+            )
+
+    def parts(self, value: Any, name: str) -> None:
+        """What a method, partial or descriptor is made of."""
+        for part in ("__func__", "__self__", "func", "args", "fget"):
+            held = getattr(value, part, None)
+            if held is not None and not (part == "__self__" and isinstance(held, ModuleType)):
+                self.value(held, f"{name}.{part}" if part != "__self__" else f"{name}'s owner")
+        if isinstance(value, functools.partial):
+            self.container(value.keywords, name)
+
+    def builtin(self, value: BuiltinFunctionType, name: str) -> None:
+        """A function in C: the value of its module or class, or a method of an object."""
+        self.outside(value, name)
+        self.parts(value, name)
+
+    def container(self, value: Any, name: str) -> None:
+        """The entries of a container, and that they stay; kinds made of it may do as they like."""
+        if type(value) not in (list, dict, set):
+            self.refuse(value, name)
+        keys = [*value] if isinstance(value, dict) else None
+        entries = [*value] if keys is None else [*value.values()]
+        self.contents[id(value)] = (value, keys, entries)
+        self.fixed([*(keys or ()), *entries], name)
+
+    def fixed(self, value: Iterable[Any], name: str) -> None:
+        """The entries of a container that cannot change."""
+        for entry in value:
+            self.value(entry, f"an entry of {name}")
+
+    def tuple(self, value: tuple[Any, ...], name: str) -> None:
+        """The entries of a tuple, if it is nothing more than one."""
+        if hasattr(value, "__dict__"):
+            self.refuse(value, name)
+        self.fixed(value, name)
+
+    def module(self, value: ModuleType, name: str) -> None:
+        """A module: its attributes are looked up where code reads them."""
+
+    def member(self, value: enum.Enum, name: str) -> None:
+        """A member of an enumeration."""
+        self.owners[id(value)] = value
+        self.item(vars(value), "_value_")
+        self.value(type(value), type(value).__name__)
+
+    def type(self, value: type, name: str) -> None:
+        """A class: what PyTorch or Python calls by name; code names the rest."""
+        if not self.follows(value.__module__):
+            self.outside(value, name)
+            return
+        if self.follows(type(value).__module__):
+            self.refuse(value, name)
+        if issubclass(value, torch.autograd.Function):
+            for part in OF_FUNCTIONS:
+                self.look_up(value, part)
+        for base in () if issubclass(value, Cell) else value.__mro__:
+            for part, held in vars(base).items():
+                special = part.startswith("__") and part not in _UNCALLED
+                if special and isinstance(held, FunctionType):
+                    self.look_up(value, part)
+
+    def outside(self, value: Any, name: str) -> None:
+        """Raise CellError for what reads clocks, files, random numbers or the environment."""
+        module = getattr(value, "__module__", None) or _module_of(getattr(value, "__self__", None))
+        called = getattr(value, "__name__", name)
+        root = str(module).partition(".")[0]
+        of_builtins = root == "builtins" and called in _BUILTINS_OUTSIDE
+        of_torch = root == "torch" and called.startswith(_STATE_OF_TORCH)
+        if root in _OUTSIDE or of_builtins or of_torch:
+            where = "" if root == "builtins" else f"{root}."
+            raise CellError(
+                f"{self.what} calls {where}{called}, whose value may change from one call to the "
+                "next: call it outside, and make the value config, a Param or a field"
+            )
+
+    def follows(self, module: str | None) -> bool:
+        """Check whether a module's code is the user's, so that it may change."""
+        root = (module or "").partition(".")[0]
+        return root in self.own or not is_library(root)
+
+
+_OF_CLASS = ("config", "params")
+"""What a class says of all its cells: config's defaults are not what a cell was made with."""
+_OF_SELF = ("step", *OPTIONAL_METHODS, "training", "states", "gates", "fields", "structure")
+"""What a step may read of itself beside what its class defines."""
+_UNCALLED = words("""
+    __repr__ __str__ __format__ __init_subclass__ __set_name__ __class_getitem__ __del__
+    __reduce__ __reduce_ex__ __getstate__ __setstate__ __copy__ __deepcopy__
+""")
+"""Special methods that no arithmetic calls."""
+_FOLLOW: dict[Any, Callable[[Follower, Any, str], None]] = {
+    FunctionType: Follower.function,
+    BuiltinFunctionType: Follower.builtin,
+    (MethodType, functools.partial, staticmethod, classmethod, property): Follower.parts,
+    _OF_TORCH: lambda follower, value, name: None,
+    tuple: Follower.tuple,
+    frozenset: Follower.fixed,
+    (list, dict, set): Follower.container,
+    enum.Enum: Follower.member,
+    ModuleType: Follower.module,
+    type: Follower.type,
+    (_Missing, CodeType, range, slice, *_SLOTS, *_C_METHODS, *_TORCH_OPS, *_TYPING, *_NUMPY): (
+        lambda follower, value, name: None
+    ),
+}
+"""By kind of value, how it is followed; any other is refused."""
+
+
+def methods_of(cls: type) -> list[FunctionType]:
+    """Return the functions of a class's body that take its instance: methods and properties'."""
+    found = [value.fget if isinstance(value, property) else value for value in vars(cls).values()]
+    return [value for value in found if isinstance(value, FunctionType)]
+
+
+def _module_of(value: Any) -> str | None:
+    """Return the name of the module that a value is, or was defined in."""
+    return value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return MISSING
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"

@@ -1,0 +1,123 @@
+"""What code reads, by the names that it holds, and whose code may change."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import CodeType
+from typing import NamedTuple
+
+_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR__GLOBALS"}
+_CLOSURE = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
+_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"}
+_SKIPPED = {"EXTENDED_ARG", "CACHE", "NOP", "NOT_TAKEN", "PRECALL", "PUSH_NULL"}
+
+
+class Load(NamedTuple):
+    """A name in code and the attributes that are read off it at once: `name.path[0].path[1]`.
+
+    kind: "global", "closure", "local", "import", "attribute" (of what an expression gives) or
+    "text", a string that may be getattr's.
+    """
+
+    kind: str
+    name: str
+    path: tuple[str, ...] = ()
+
+
+COMPUTED = "getattr"
+"""In place of a name that code computes: all that the owners have may be read."""
+
+
+def loads(code: CodeType) -> Iterator[Load]:
+    """Yield what a code object reads, without the functions inside it."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _SKIPPED]
+    position = 0
+    while position < len(steps):
+        step, position = steps[position], position + 1
+        kind = _kind(step.opname)
+        if kind is None:
+            continue
+        name = step.argval if isinstance(step.argval, str) else step.argval[-1]
+        path: list[str] = []
+        while kind in ROOTS and position < len(steps) and steps[position].opname in _READ_OFF:
+            path.append(steps[position].argval)
+            position += 1
+        yield Load(kind, name, tuple(path))
+        if (kind, name, path) == ("global", "getattr", []) and not _literal(steps[position:]):
+            yield Load("attribute", COMPUTED)
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier():
+            yield Load("text", constant)
+
+
+ROOTS = ("global", "closure", "local")
+_READ_OFF = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def _kind(opname: str) -> str | None:
+    """Return the kind of Load that an instruction is, if it is one."""
+    if opname in _GLOBAL:
+        return "global"
+    if opname in _CLOSURE:
+        return "closure"
+    if opname in _ATTRIBUTE:
+        return "attribute"
+    if opname == "IMPORT_NAME":
+        return "import"
+    return "local" if "LOAD_FAST" in opname else None
+
+
+def _literal(steps: list[dis.Instruction]) -> bool:
+    """Check that a call of getattr, whose arguments these load, names the attribute itself."""
+    owner, *rest = steps[:4]
+    while rest and rest[0].opname in _READ_OFF:
+        rest = rest[1:]
+    called = any(step.opname.startswith(("CALL", "KW_NAMES")) for step in rest[1:3])
+    return bool(rest) and _kind(owner.opname) is not None and called and _text(rest[0])
+
+
+def _text(step: dis.Instruction) -> bool:
+    return step.opname == "LOAD_CONST" and isinstance(step.argval, str)
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's code and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
+
+
+def digest(code: CodeType) -> str:
+    """Return a code's instructions, names and constants in short, whatever its file and lines."""
+    constants = [
+        sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
+        for c in code.co_consts
+        if not isinstance(c, CodeType)
+    ]
+    parts = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def packages_of(cls: type) -> set[str]:
+    """Return the top-level packages that define a cell's class and its bases."""
+    return {base.__module__.partition(".")[0] for base in cls.__mro__} - {"torch", "builtins"}
+
+
+@functools.cache
+def is_library(root: str) -> bool:
+    """Check whether a top-level package belongs to Python or is installed, and so stays fixed."""
+    if root in sys.stdlib_module_names or root in sys.builtin_module_names:
+        return root != "__main__"
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return file.startswith(tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
