@@ -47,11 +47,9 @@ _C_METHODS = (
     types.ClassMethodDescriptorType,
     types.MethodWrapperType,
 )
-_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_TORCH_OPS = (
-    torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
-    torch._library.custom_ops.CustomOpDef,
+_OF_TORCH = (
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef),
 )
 _TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(list[int]))
 _NUMPY = (numpy.number, numpy.bool_, numpy.ufunc, numpy.dtype)
@@ -369,16 +367,15 @@ _FOLLOW: dict[Any, Callable[[Follower, Any, str], None]] = {
     FunctionType: Follower.function,
     BuiltinFunctionType: Follower.builtin,
     (MethodType, functools.partial, staticmethod, classmethod, property): Follower.parts,
-    _OF_TORCH: lambda follower, value, name: None,
+    (_Missing, CodeType, range, slice, *_OF_TORCH, *_SLOTS, *_C_METHODS, *_TYPING, *_NUMPY): (
+        lambda follower, value, name: None
+    ),
     tuple: Follower.tuple,
     frozenset: Follower.fixed,
     (list, dict, set): Follower.container,
     enum.Enum: Follower.member,
     ModuleType: Follower.module,
     type: Follower.type,
-    (_Missing, CodeType, range, slice, *_SLOTS, *_C_METHODS, *_TORCH_OPS, *_TYPING, *_NUMPY): (
-        lambda follower, value, name: None
-    ),
 }
 """By kind of value, how it is followed; any other is refused."""
 
