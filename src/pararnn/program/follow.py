@@ -51,8 +51,10 @@ _OF_TORCH = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef),
 )
-_TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(list[int]))
-_NUMPY = (numpy.number, numpy.bool_, numpy.ufunc, numpy.dtype)
+_OTHERS = (
+    *(types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(list[int])),
+    *(numpy.number, numpy.bool_, numpy.ufunc, numpy.dtype),
+)
 
 
 _OUTSIDE = words("""
@@ -309,9 +311,6 @@ class Follower:
             self.refuse(value, name)
         self.fixed(value, name)
 
-    def module(self, value: ModuleType, name: str) -> None:
-        """A module: its attributes are looked up where code reads them."""
-
     def member(self, value: enum.Enum, name: str) -> None:
         """A member of an enumeration."""
         self.owners[id(value)] = value
@@ -367,14 +366,14 @@ _FOLLOW: dict[Any, Callable[[Follower, Any, str], None]] = {
     FunctionType: Follower.function,
     BuiltinFunctionType: Follower.builtin,
     (MethodType, functools.partial, staticmethod, classmethod, property): Follower.parts,
-    (_Missing, CodeType, range, slice, *_OF_TORCH, *_SLOTS, *_C_METHODS, *_TYPING, *_NUMPY): (
+    # The attributes of modules are looked up where code reads them.
+    (ModuleType, _Missing, CodeType, range, slice, *_OF_TORCH, *_SLOTS, *_C_METHODS, *_OTHERS): (
         lambda follower, value, name: None
     ),
     tuple: Follower.tuple,
     frozenset: Follower.fixed,
     (list, dict, set): Follower.container,
     enum.Enum: Follower.member,
-    ModuleType: Follower.module,
     type: Follower.type,
 }
 """By kind of value, how it is followed; any other is refused."""
