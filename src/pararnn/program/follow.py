@@ -33,10 +33,8 @@ from pararnn.program.loads import (
 CONTRACT = ("states", "gates", "fields", "params", "structure")
 METHODS = ("step", "jacobian")
 """The attributes of a cell's class that a Program is made of."""
-
 OF_FUNCTIONS = ("forward", "setup_context", "backward", "vjp")
 """What a torch.autograd.Function consists of."""
-
 PLAIN = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented)}
 )
