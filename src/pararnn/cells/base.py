@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from pararnn.cells.constants import immutable
 from pararnn.cells.shapes import SHAPES, ParamShape
 from pararnn.errors import CellError
 from pararnn.parameters import Draw, draw_anew
@@ -374,42 +375,8 @@ def resolve_config(cls: type[Cell], config: Mapping[str, Any]) -> dict[str, Any]
         )
     values = {**cls.config, **config}
     return {
-        name: _immutable(value, f"{cls.__name__}: config {name}") for name, value in values.items()
+        name: immutable(value, f"{cls.__name__}: config {name}") for name, value in values.items()
     }
-
-
-class _Constants(dict[str, Any]):
-    """A dictionary of config: it can be read, copied and pickled, and does not change."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("config is immutable: make a new cell with another value")
-
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    update = setdefault = pop = popitem = clear = _refuse
-
-    def __reduce__(self) -> Any:
-        return type(self), (dict(self),)
-
-
-def _immutable(value: Any, what: str) -> Any:
-    """Return a JSON value in types that cannot change; CellError, of `what`, for anything else."""
-    if value is None:
-        return None
-    if isinstance(value, (list, tuple)):
-        return tuple(_immutable(entry, what) for entry in value)
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return _Constants({key: _immutable(entry, what) for key, entry in value.items()})
-    for kind, plain in _SCALARS.items():
-        if isinstance(value, kind):
-            return plain(value)
-    raise CellError(
-        f"{what} must be a JSON value (number, string, bool, None, list, or dict with strings for "
-        f"keys), got {type(value).__name__}"
-    )
-
-
-_SCALARS: Mapping[type, Any] = {bool: bool, int: int, float: float, str: str.__str__}
-"""How a value of each type, or of one made of it, becomes that type."""
 
 
 def _check_names(cls: type, what: str, names: Sequence[str]) -> None:
