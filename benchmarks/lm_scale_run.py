@@ -73,8 +73,8 @@ def ending(options: dict[str, Any]) -> type[trainer.RunTrainer]:
     """`RunTrainer`, which ends as the options say and leaves what `lm_scale.py` reads."""
 
     class Trainer(trainer.RunTrainer):
-        def __init__(self, config: RunConfig, packed: Any) -> None:
-            super().__init__(config, packed)
+        def __init__(self, config: RunConfig, *others: Any) -> None:
+            super().__init__(config, *others)
             rank, out = os.environ.get("RANK", "0"), Path(config.out)
             (out / f"pid-{rank}").write_text(str(os.getpid()))
             first = self.is_world_process_zero()

@@ -405,7 +405,7 @@ def test_a_prompt_may_end_as_rows_are_padded():
     got = model.generate(row, pad_token_id=0, **how)[0, 6:]
     assert (want != 0).all()
     assert torch.equal(got, want)
-    with pytest.raises(ValueError, match="padded on the right"):
+    with pytest.raises(ValueError, match="attention_mask has holes"):
         generate(model, row)
 
 

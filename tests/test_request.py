@@ -16,7 +16,7 @@ from pararnn.engines import request as requests
 from pararnn.engines.request import Request, chosen
 from pararnn.engines.table import ANY_DEVICE, TABLE
 from pararnn.layers import recurrent
-from pararnn.solve import run
+from pararnn.solve import plan_solve
 
 
 def _ran(layer, **call):
@@ -25,10 +25,10 @@ def _ran(layer, **call):
 
     def record(program, args, *pair):
         pairs.append(pair)
-        return run(program, args, *pair)
+        return plan_solve(program, args, *pair)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrent, "run", record)
+        patch.setattr(recurrent, "plan_solve", record)
         layer(torch.randn(2, 20, 4), **call)
     return pairs[0]
 

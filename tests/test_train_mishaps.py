@@ -29,6 +29,8 @@ from pararnn.train.run import run_training
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 KILLS = int(os.environ.get("PARARNN_KILLS", "20"))
+STEP, FILE = b"s", b"f"
+"""What a child tells of: a step, and a file of a checkpoint."""
 
 
 def child(folder, out, asked, events=None):
@@ -42,17 +44,17 @@ def child(folder, out, asked, events=None):
         os.dup2(handle, 1)
         os.dup2(handle, 2)
 
-        def told(function):
+        def told(function, event):
             def telling(*args):
                 if events is not None:
-                    os.write(events, b".")
+                    os.write(events, event)
                 return function(*args)
 
             return telling
 
         trainer = trainer_module.RunTrainer
-        checkpoints._flush = told(checkpoints._flush)
-        trainer.training_step = told(trainer.training_step)
+        checkpoints._flush = told(checkpoints._flush, FILE)
+        trainer.training_step = told(trainer.training_step, STEP)
         run.plot_rows = trainer_module.plot_rows = lambda *_: None
         run_training(config(out, **asked), packed())
         code = 0
@@ -83,9 +85,14 @@ def kill_often(folder, steps, rank):
         os.close(write)
         # A step and each file of a checkpoint is an event: some eight of them a step.
         wanted = random.choice([0, *random.choices(range(1, 46), k=5)])
+        event = STEP
         for _ in range(wanted):
-            os.read(read, 1)
-        time.sleep(random.uniform(0, random.choice([0.001, 0.02]) if wanted else 0.3))
+            event = os.read(read, 1)
+        if len(kills) % 2 and wanted:  # while a checkpoint is written
+            while event == STEP:
+                event = os.read(read, 1)
+        else:
+            time.sleep(random.uniform(0, random.choice([0.001, 0.02]) if wanted else 0.3))
         os.kill(process, SIGKILL)
         how = ended(process)
         os.close(read)  # not before: it would end of a broken pipe

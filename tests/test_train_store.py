@@ -144,7 +144,7 @@ def prepares(source, broken, log, cache, rank):
     found = [None, None]
     torch.distributed.all_gather_object(found, (str(packed.folder), packed.train.tokens.tolist()))
     assert found[0] == found[1], found
-    with pytest.raises(DataError, match=r"b\.jsonl, line 2: found"):
+    with pytest.raises(DataError, match=r"b\.jsonl has 4 tokens"):
         data.prepare(DataConfig(train=str(broken), **config))
 
 

@@ -54,7 +54,7 @@ class Source(NamedTuple):
 
     def gates(self, *tensors: Tensor) -> Tensor:
         """The gates of such tensors as they are in the dtypes of these, without a gradient."""
-        with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+        with torch.no_grad(), without_autocast(tensors[0].device):
             return self.make(*tensors)
 
 

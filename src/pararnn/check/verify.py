@@ -37,7 +37,7 @@ class Report:
 
     @property
     def short(self) -> str:
-        """One line: the verdict, and the check that uses up most of its limit, in which layer."""
+        """The verdict in a line, with the check that uses up most of its limit, and its layer."""
         named = [(check, name) for name, _, part in self.layers for check in part.checks]
         check, name = max(named, key=lambda each: (not each[0].passed, each[0].part))
         verdict = "PASS" if self.passed else "FAIL"

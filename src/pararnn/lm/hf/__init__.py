@@ -20,7 +20,7 @@ AutoModelForSequenceClassification.register(ParaRNNConfig, ParaRNNForSequenceCla
 AutoModelForTokenClassification.register(ParaRNNConfig, ParaRNNForTokenClassification)
 
 # Trainer (which shifts labels for label smoothing), pipelines and others look for names in these.
-for names, model in (
+for _names, _class in (
     (modeling_auto.MODEL_MAPPING_NAMES, ParaRNNModel),
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ParaRNNForCausalLM),
     (
@@ -29,7 +29,7 @@ for names, model in (
     ),
     (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, ParaRNNForTokenClassification),
 ):
-    names[ParaRNNConfig.model_type] = model.__name__
+    _names[ParaRNNConfig.model_type] = _class.__name__
 
 __all__ = [
     "ParaRNNConfig",
