@@ -119,6 +119,11 @@ FOLLOWED = {
         "(0.9 + torch.backends.cudnn.benchmark)",
         "torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark",
     ),
+    "a number that is cast": (
+        "LEAK = 0.9",
+        "typing.cast(typing.Optional[float], typing.cast('float', LEAK))",
+        "LEAK = 0.1",
+    ),
     "a function with a backward": (
         "LEAK = 0.9\nclass A(torch.autograd.Function):\n    @staticmethod\n"
         "    def forward(ctx, h):\n        return h\n    @staticmethod\n"

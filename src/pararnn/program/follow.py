@@ -50,7 +50,7 @@ _OF_TORCH = (
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef),
 )
 _OTHERS = (
-    *(types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(list[int])),
+    *(types.GenericAlias, types.UnionType, typing.TypeVar, typing._Final),
     *(numpy.number, numpy.bool_, numpy.ufunc, numpy.dtype),
 )
 

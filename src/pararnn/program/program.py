@@ -68,7 +68,7 @@ class Program:
 
     def changed(self) -> str | None:
         """Return what the step reads otherwise by now, in words; None if all is as it was."""
-        if self.default_dtype not in (None, torch.get_default_dtype()):
+        if self.default_dtype is not None and self.default_dtype != torch.get_default_dtype():
             return change_of("the default dtype", self.default_dtype, torch.get_default_dtype())
         return self.reads.changed()
 
