@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pararnn
-from pararnn.program.loads import Load, loads
+from pararnn.program.loads import Load, kind_of, loads
 from pararnn.program.program import make_program
 from pararnn.program.reads import reads_mode, reads_of
 from pararnn.program.structure import STRUCTURES
@@ -282,6 +282,21 @@ def test_names_of_other_owners_refuse_nothing():
     module.helper = lambda h: h.mean()
     module.h = module.mean = object()
     assert reads(cls).changed() is None
+
+
+KINDS = {
+    "global": "LOAD_GLOBAL LOAD_NAME LOAD_FROM_DICT_OR_GLOBALS",
+    "closure": "LOAD_DEREF LOAD_CLASSDEREF LOAD_FROM_DICT_OR_DEREF",
+    "local": "LOAD_FAST LOAD_FAST_BORROW LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST STORE_FAST_LOAD_FAST",
+    "attribute": "LOAD_ATTR LOAD_METHOD LOAD_SUPER_ATTR IMPORT_FROM",
+    "import": "IMPORT_NAME",
+    None: "LOAD_CONST STORE_FAST CALL BINARY_OP",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_instructions_of_all_versions_of_python_are_known(kind):
+    assert {kind_of(name) for name in KINDS[kind].split()} == {kind}
 
 
 def test_what_is_loaded():

@@ -192,7 +192,7 @@ class Cell(nn.Module):
     @property
     def has_readout(self) -> bool:
         """Whether the class makes a layer's output of the states by a method of its own."""
-        return getattr(type(self), "readout", None) is not None
+        return _has_readout(type(self))
 
     def config_values(self) -> dict[str, Any]:
         """The config that this cell was made with."""
@@ -308,6 +308,10 @@ SHARDED = (
 )
 
 
+def _has_readout(cls: type) -> bool:
+    return getattr(cls, "readout", None) is not None
+
+
 _VIEW = "_is_view"
 """The mark of the objects that steps run on: what they lack is an error with a cure."""
 
@@ -342,6 +346,11 @@ class Step:
     def has_jacobian(self) -> bool:
         """Whether the class overrides the derived Jacobian by hand."""
         return hasattr(self.cls, "jacobian")
+
+    @property
+    def has_readout(self) -> bool:
+        """Whether the class makes a layer's output of the states by a method of its own."""
+        return _has_readout(self.cls)
 
     def call(self, method: str, states: Any, inputs: Any, params: Any) -> Any:
         """Call the cell's `method` (step, jacobian or readout) on flat tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,18 +33,7 @@ def gradients(args: Arguments) -> Gradients:
     return Gradients(torch.empty_like(args.gates), bias, *given)
 
 
-def _forward(program: Program, args: Arguments) -> Solution:
-    return outputs(program, args)
-
-
-def _backward(
-    program: Program,
-    args: Arguments,
-    states: tuple[Tensor, ...],
-    grad_states: tuple[Tensor | None, ...],
-    grad_final: tuple[Tensor | None, ...],
-    wanted: Sequence[str],
-) -> Gradients:
+def _backward(program: Program, args: Arguments, *others: Any) -> Gradients:
     return gradients(args)
 
 
@@ -53,4 +43,4 @@ def _pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device
 
 def engine_of_shapes(solver: str, backend: str) -> Engine:
     """A pair's engine for the meta device: it takes every cell, and builds nothing."""
-    return Engine(solver, backend, _forward, _backward, lambda program: None, _pays, completes=True)
+    return Engine(solver, backend, outputs, _backward, lambda program: None, _pays, completes=True)

@@ -30,13 +30,8 @@ Results = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 def solve_and_read(program: Program, engine: Engine, args: Arguments) -> Results:
     """Run a solve by an engine, and return what the layer puts out with it."""
     states, final, counts = run_engine(program, engine, args)
-    output = read_out(program, args, states) if has_readout(program) else states[0]
+    output = read_out(program, args, states) if program.step.has_readout else states[0]
     return output, states, final, counts
-
-
-def has_readout(program: Program) -> bool:
-    """Return what `Cell.has_readout` says of the program's cell."""
-    return getattr(program.step.cls, "readout", None) is not None
 
 
 def read_out(program: Program, args: Arguments, states: Sequence[Tensor]) -> Tensor:

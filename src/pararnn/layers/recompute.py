@@ -18,7 +18,7 @@ from pararnn.engines.base import Arguments, Engine
 from pararnn.engines.form import ORDINARY
 from pararnn.errors import warn_user
 from pararnn.layers.projection import Projection, headwise_gates
-from pararnn.layers.readout import Results, has_readout, read_out, solve_and_read
+from pararnn.layers.readout import Results, read_out, solve_and_read
 from pararnn.op import Source
 from pararnn.program.program import Program
 from pararnn.solve import run_engine
@@ -58,7 +58,7 @@ def solve_without_gates(
         return recompute(partial(solve_and_read, program, engine), args, source)
     states, final, counts = run_engine(program, engine, args, source)
     output = states[0]
-    if has_readout(program):
+    if program.step.has_readout:
         output = recompute(
             lambda args, *states: read_out(program, args, states), args, source, *states
         )

@@ -26,6 +26,7 @@ from pararnn.program.loads import (
     digest,
     is_library,
     loads,
+    methods_of,
     packages_of,
     words,
 )
@@ -87,7 +88,7 @@ class Follower:
     def __init__(self, cls: type[Cell]) -> None:
         self.cls = cls
         self.what = f"{cls.__name__}.step"
-        self.bases = cls.__mro__[: cls.__mro__.index(Cell)]
+        self.bases = bases_of(cls)
         self.methods = {f for base in self.bases for f in methods_of(base)}
         self.own = packages_of(cls)
         self.attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
@@ -120,8 +121,10 @@ class Follower:
         ]
 
     def owner(self, value: Any) -> None:
-        """Note what code passes on, so that its attributes may be read anywhere."""
-        if isinstance(value, FunctionType) or self.follows(_module_of(value)):
+        """Note a module, class or function that code passes on: its attributes may be read by any
+        name."""
+        followed = isinstance(value, (ModuleType, type)) and self.follows(_module_of(value))
+        if followed or isinstance(value, FunctionType):
             self.owners[id(value)] = value
 
     def look_up(self, owner: Any, name: str) -> None:
@@ -145,13 +148,16 @@ class Follower:
 
     def item(self, mapping: Mapping[Any, Any], key: Any, passed_on: bool = True) -> None:
         """Note a mapping's item, and follow what it is."""
+        value = mapping.get(key, MISSING)
         if (id(mapping), key) not in self.items:
-            self.items[id(mapping), key] = (mapping, key, mapping.get(key, MISSING))
-        self.value(mapping.get(key, MISSING), str(key), passed_on)
+            self.items[id(mapping), key] = (mapping, key, value)
+            self.value(value, str(key), passed_on)
+        elif passed_on:
+            self.owner(value)
 
     def value(self, value: Any, name: str, passed_on: bool = True) -> None:
         """Follow a value that was read as `name`; CellError for what may change unseen."""
-        if passed_on and isinstance(value, (ModuleType, type, FunctionType)):
+        if passed_on:
             self.owner(value)
         plain = type(value) in PLAIN
         self.lines.append(f"{name} = {value!r}" if plain else f"{name}: {type(value).__name__}")
@@ -190,8 +196,7 @@ class Follower:
             else:
                 self.of_library(value, name)
             value = getattr(value, name, MISSING)
-        if isinstance(value, (ModuleType, type, FunctionType)):
-            self.owner(value)
+        self.owner(value)
 
     def of_library(self, module: ModuleType, name: str) -> None:
         """Check what is read off an installed module, and note it where it is a number."""
@@ -219,13 +224,9 @@ class Follower:
         if not own:
             self.outside(function, name)
             return
-        for part in ("__code__", "__defaults__"):
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):
             if getattr(function, part) is not None:
                 self.attribute(function, part)
-        if function.__kwdefaults__ is not None:
-            keywords = function.__kwdefaults__
-            self.attributes[id(function), "__kwdefaults__"] = (function, "__kwdefaults__", keywords)
-            self.container(keywords, name)
         closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         first = function.__code__.co_varnames[:1] if function in self.methods else ()
         for code in codes(function.__code__):
@@ -247,9 +248,9 @@ class Follower:
         elif kind == "global":
             if name in namespace or hasattr(builtins, name):
                 self.item(namespace, name, passed_on=False)
-                value = namespace.get(name, getattr(builtins, name, MISSING))
-                self.value(value, name, passed_on=False)
-                self.path(value, path)
+                if name not in namespace:
+                    self.value(getattr(builtins, name), name, passed_on=False)
+                self.path(namespace.get(name, getattr(builtins, name, MISSING)), path)
         elif kind == "closure" and name in closure:
             self.path(_content(closure[name]), path)
         else:
@@ -277,12 +278,10 @@ class Follower:
 
     def parts(self, value: Any, name: str) -> None:
         """What a method, partial or descriptor is made of."""
-        for part in ("__func__", "__self__", "func", "args", "fget"):
+        for part in ("__func__", "__self__", "func", "args", "keywords", "fget"):
             held = getattr(value, part, None)
             if held is not None and not (part == "__self__" and isinstance(held, ModuleType)):
                 self.value(held, f"{name}.{part}" if part != "__self__" else f"{name}'s owner")
-        if isinstance(value, functools.partial):
-            self.container(value.keywords, name)
 
     def builtin(self, value: BuiltinFunctionType, name: str) -> None:
         """A function in C: the value of its module or class, or a method of an object."""
@@ -377,10 +376,9 @@ _FOLLOW: dict[Any, Callable[[Follower, Any, str], None]] = {
 """By kind of value, how it is followed; any other is refused."""
 
 
-def methods_of(cls: type) -> list[FunctionType]:
-    """Return the functions of a class's body that take its instance: methods and properties'."""
-    found = [value.fget if isinstance(value, property) else value for value in vars(cls).values()]
-    return [value for value in found if isinstance(value, FunctionType)]
+def bases_of(cls: type[Cell]) -> tuple[type, ...]:
+    """Return a cell's class and the bases that it has beyond `Cell`."""
+    return cls.__mro__[: cls.__mro__.index(Cell)]
 
 
 def _module_of(value: Any) -> str | None:

@@ -8,10 +8,10 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import NamedTuple
 
-_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR__GLOBALS"}
+_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _CLOSURE = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
 _ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"}
 _SKIPPED = {"EXTENDED_ARG", "CACHE", "NOP", "NOT_TAKEN", "PRECALL", "PUSH_NULL"}
@@ -39,7 +39,7 @@ def loads(code: CodeType) -> Iterator[Load]:
     position = 0
     while position < len(steps):
         step, position = steps[position], position + 1
-        kind = _kind(step.opname)
+        kind = kind_of(step.opname)
         if kind is None:
             continue
         name = step.argval if isinstance(step.argval, str) else step.argval[-1]
@@ -59,7 +59,7 @@ ROOTS = ("global", "closure", "local")
 _READ_OFF = ("LOAD_ATTR", "LOAD_METHOD")
 
 
-def _kind(opname: str) -> str | None:
+def kind_of(opname: str) -> str | None:
     """Return the kind of Load that an instruction is, if it is one."""
     if opname in _GLOBAL:
         return "global"
@@ -78,7 +78,7 @@ def _literal(steps: list[dis.Instruction]) -> bool:
     while rest and rest[0].opname in _READ_OFF:
         rest = rest[1:]
     called = any(step.opname.startswith(("CALL", "KW_NAMES")) for step in rest[1:3])
-    return bool(rest) and _kind(owner.opname) is not None and called and _text(rest[0])
+    return bool(rest) and kind_of(owner.opname) is not None and called and _text(rest[0])
 
 
 def _text(step: dis.Instruction) -> bool:
@@ -102,6 +102,12 @@ def digest(code: CodeType) -> str:
     ]
     parts = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def methods_of(cls: type) -> list[FunctionType]:
+    """Return the functions of a class's body that take its instance: methods and properties'."""
+    found = [value.fget if isinstance(value, property) else value for value in vars(cls).values()]
+    return [value for value in found if isinstance(value, FunctionType)]
 
 
 def packages_of(cls: type) -> set[str]:

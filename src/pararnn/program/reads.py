@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from pararnn.cells.base import Cell
-from pararnn.program.follow import CONTRACT, METHODS, MISSING, PLAIN, Follower, methods_of
-from pararnn.program.loads import COMPUTED, codes, loads
+from pararnn.program.follow import CONTRACT, METHODS, MISSING, PLAIN, Follower, bases_of
+from pararnn.program.loads import COMPUTED, codes, loads, methods_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def reads_of(cls: type[Cell], places: Mapping[Any, Any], key: Any) -> Reads:
                 follower.value(part, "the shape of a Param")
     follower.owner(cls)
     follower.names.update(dict.fromkeys((*METHODS, "__getattr__", "__getattribute__")))
-    for base in cls.__mro__[: cls.__mro__.index(Cell)]:  # which may get one that it has not yet
+    for base in follower.bases:  # which may get one that it has not yet
         for name in METHODS:
             follower.items[id(base), name] = (vars(base), name, vars(base).get(name, MISSING))
     follower.finish()
@@ -108,7 +108,7 @@ def reads_mode(cls: type[Cell], reads: Reads) -> bool:
     """Check whether a step, or the readout beside it, reads `self.training`."""
     if "training" in reads.names or COMPUTED in reads.names:
         return True
-    functions = (f for base in cls.__mro__[: cls.__mro__.index(Cell)] for f in methods_of(base))
+    functions = (function for base in bases_of(cls) for function in methods_of(base))
     return any("training" in code.co_names for f in functions for code in codes(f.__code__))
 
 

@@ -19,7 +19,7 @@ from transformers.trainer_callback import ProgressCallback, TrainerCallback
 from pararnn.check.verify import defect
 from pararnn.errors import TrainingError
 from pararnn.layers import RecurrentLayer
-from pararnn.progress import duration
+from pararnn.progress import duration, say
 from pararnn.train.config import RunConfig
 from pararnn.tune.timing import device_name
 
@@ -137,7 +137,7 @@ class _Bar(ProgressCallback):
         self.lines, self.shown = lines, dict[str, str]()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _say_all(self.lines, state)
+        say("\n".join(self.lines))
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -154,7 +154,7 @@ class _Lines(TrainerCallback):
         self.lines, self.tokens = lines, tokens
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        _say_all(self.lines, state)
+        say("\n".join(self.lines))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         figures = [f"{name} {value}" for name, value in _shown(logs).items()]
@@ -166,11 +166,6 @@ class _Lines(TrainerCallback):
             figures += [f"{duration(left)} left"]
         at = f"step {state.global_step} of {state.max_steps}"
         print(f"{at}: {', '.join(figures)}", file=sys.stderr, flush=True)
-
-
-def _say_all(lines: Sequence[str], state: Any) -> None:
-    if state.is_world_process_zero:
-        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _shown(logs: dict[str, Any]) -> dict[str, str]:
