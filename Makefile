@@ -9,7 +9,7 @@ ARGS ?=
 BENCH ?= benchmarks/cpu.py benchmarks/compile.py benchmarks/auto_torch.py \
 	benchmarks/newton_iterations.py
 
-.PHONY: help demo test lint types build-docs docs format gpu-test bench clean
+.PHONY: help demo test test-fast lint types build-docs docs format gpu-test bench clean
 .DELETE_ON_ERROR:
 # Packages are compiled as they are imported, and once: with this each process would do so anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -17,6 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo      train a byte-level language model for some minutes (options: ARGS=\"--help\")"
 	@echo "make test      run the tests"
+	@echo "make test-fast run those of a minute or two in all"
 	@echo "make lint      check style and types, build the docs with warnings as errors"
 	@echo "make docs      build the docs into docs/_build/html"
 	@echo "make format    rewrite the code in the house style"
@@ -34,6 +35,9 @@ demo: $(VENV)/.demo
 # has traced their cells.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+test-fast: ARGS += -m "not slow"
+test-fast: test
 
 # The two long ones side by side: neither says anything until it has something to say.
 lint: $(VENV)/.dev

@@ -148,11 +148,6 @@ def test_package_is_typed_and_versioned():
     assert all(getattr(pararnn, name).__doc__ for name in pararnn.__all__ if name.islower())
 
 
-def test_files_stay_readable():
-    for path in ROOT.rglob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path
-
-
 COMPILED = ["engines", "op", "solve", "scan", "layers", "lm", "tasks/models", "sequences"]
 """What torch.compile looks into."""
 NOT_TRACED = {"Choice.pair"}
@@ -170,7 +165,8 @@ def _compiled():
 def test_compiled_code_has_nothing_that_older_compilers_take_wrongly():
     """PyTorch 2.9's fails on zip(strict=False) where lengths differ, and takes a property of a
     NamedTuple for something that is never None, silently; to 2.11's
-    torch.compiler.is_exporting() is true everywhere. CI has a newer one."""
+    torch.compiler.is_exporting() is true everywhere. Its source is checked, as `make test` has a newer one:
+    the workflow's job with PyTorch 2.9.1 runs it."""
     properties, zips, exporting = set(), [], []
     for node in _compiled():
         if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
