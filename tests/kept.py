@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 DAYS, BYTES = 30, 2 << 30
-UNFINISHED = ".building-", ".dropped-"
-"""Folders that a process works in: left over by one that was killed, if they are a day old."""
+DROPPED = ".dropped-"
+"""Prefix of folders that are being removed. A process is at work in a folder whose name begins with
+a dot; one that is a day old was left by a process that was killed."""
 
 
 def folder() -> Path:
@@ -28,7 +29,7 @@ def prune(kept: Path, most: int = BYTES) -> None:
     now, size = time.time(), 0
     ages = {entry: now - made for entry in kept.iterdir() if (made := _made(entry)) is not None}
     for entry, age in sorted(ages.items(), key=lambda item: item[1]):
-        unfinished = entry.name.startswith(UNFINISHED)
+        unfinished = entry.name.startswith(".")
         size += sum(_sizes(entry))
         if age > (1 if unfinished else DAYS) * 24 * 3600 or (size > most and not unfinished):
             _drop(entry)
@@ -48,7 +49,7 @@ def _sizes(entry: Path) -> list[int]:
 
 def _drop(entry: Path) -> None:
     """Out of the way at once, so that nobody meets half of an entry."""
-    away = entry.with_name(f"{UNFINISHED[1]}{os.getpid()}-{entry.name}")
+    away = entry.with_name(f"{DROPPED}{os.getpid()}-{entry.name}")
     with contextlib.suppress(FileNotFoundError):
         entry.rename(away)
         shutil.rmtree(away, ignore_errors=True)  # another process may be at it too

@@ -1,5 +1,6 @@
 """The compiler and the disk cache: hits, damage, races, and machines that lack something."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,8 +23,7 @@ from table import needs_compiler
 import pararnn
 from pararnn import cache
 from pararnn.codegen import compiler, cpp
-from pararnn.engines import table
-from pararnn.engines.form import FORMS
+from pararnn.engines import form, table, tuned
 
 RUN = """
 import sys
@@ -38,19 +38,13 @@ print(f"{states.double().sum().item():.12f}")
 """
 
 
-def _forget(patch):
-    """Let this process remember no kernels, and no failures."""
-    patch.setattr(cpp, "_KERNELS", {})
-    table._build_failure.cache_clear()
-    FORMS.clear()
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty cache, and a process that remembers no kernels."""
+    """An empty cache on disk, and none in this process."""
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "cache"))
-    _forget(monkeypatch)
-    return tmp_path / "cache"
+    pararnn.clear_caches()
+    yield tmp_path / "cache"
+    pararnn.clear_caches()
 
 
 def _inputs():
@@ -71,7 +65,7 @@ def _again(monkeypatch):
         return compiler.compile_library(*args)
 
     monkeypatch.setattr(cpp, "compile_library", compiling)
-    _forget(monkeypatch)
+    pararnn.clear_caches()
     return _solve(), len(calls)
 
 
@@ -164,13 +158,62 @@ def test_damaged_and_foreign_entries_are_made_anew(folder, damage, tmp_path, mon
     shutil.copytree(folder, elsewhere)
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(elsewhere))
     DAMAGE[damage](_entry(elsewhere))
-    for _ in range(2):
-        answer()
-        assert len(built) == 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            answer()
+            assert len(built) == 2
+    message = r"tiny-\w+ cannot be loaded here and is removed: .*(header|too short)"
+    assert [bool(re.search(message, str(each.message))) for each in caught] == (
+        [True] if damage == "not a library" else []
+    )
     shutil.copytree(elsewhere, tmp_path / "mended")
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "mended"))
     answer()
     assert len(built) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("builds", [True, False])
+def test_an_entry_that_cannot_be_read_now_stays(folder, builds, monkeypatch):
+    """Neither a missing permission nor too many open files say that it is damaged."""
+
+    def builder():
+        if builds:
+            return "a compiler"
+        raise pararnn.EngineError("nothing builds here")
+
+    def answer(builder):
+        source = "int answer() { return 42; }"
+        return cache.load(cache.CPP, "tiny", "key", source, _tiny_library, builder)
+
+    answer(lambda: "a compiler")
+
+    def refuses(path, f=Path.read_bytes):
+        if path.is_relative_to(folder):
+            raise PermissionError(13, "Permission denied", str(path))
+        return f(path)
+
+    monkeypatch.setattr(cache, "_UNUSABLE", set())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuses)
+        expected = contextlib.nullcontext() if builds else pytest.raises(pararnn.EngineError)
+        with pytest.warns(pararnn.BackendWarning, match="in .*cache .*Permission denied"), expected:
+            answer(builder)
+    assert (_entry(folder) / cache.CPP.library).exists()
+
+
+def test_clear_caches_leaves_nothing_of_this_process():
+    layer, x = pararnn.ParaGRU(4, 6), torch.randn(1, 9, 4)
+    workload = tuned.Workload("key", (1, 9, 6), torch.float32, torch.device("cpu"))
+    tuned.remember(workload, [tuned.Measured("sequential", "torch", (None, None), 1.0)])
+    with torch.no_grad():
+        expected = layer(x)[0]
+    pararnn.clear_caches()
+    for held in (cpp._KERNELS, form.FORMS, tuned._RECORDS):
+        assert not held
+    with torch.no_grad():
+        assert torch.allclose(layer(x)[0], expected, atol=1e-6)
 
 
 def _solves_there(out, folder, rank):
@@ -202,9 +245,9 @@ def test_a_new_process_compiles_nothing(folder):
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    _forget(monkeypatch)
-    monkeypatch.setattr(cache, "_UNWRITABLE", set())
-    with pytest.warns(pararnn.BackendWarning, match="cannot be kept in .*set PARARNN_CACHE_DIR"):
+    pararnn.clear_caches()
+    monkeypatch.setattr(cache, "_UNUSABLE", set())
+    with pytest.warns(pararnn.BackendWarning, match="cannot be cached in .*set PARARNN_CACHE_DIR"):
         states = _solve()
     again, compiled = _again(monkeypatch)
     assert compiled == 0  # the stand-in serves the rest of the process
@@ -222,7 +265,7 @@ def test_one_warning_for_a_folder_that_cannot_be_written(folder, monkeypatch):
         return f(*args, **options)
 
     monkeypatch.setattr(cache.Path, "mkdir", mkdir)
-    monkeypatch.setattr(cache, "_UNWRITABLE", set())
+    monkeypatch.setattr(cache, "_UNUSABLE", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         layer = pararnn.ParaGRU(4, 6)
@@ -230,8 +273,8 @@ def test_one_warning_for_a_folder_that_cannot_be_written(folder, monkeypatch):
             layer.to(dtype)(torch.randn(1, 3, 4, dtype=dtype))
     (warning,) = caught
     assert re.match(
-        rf"traced steps and compiled kernels cannot be kept in {folder} \(no space for entry 0\), "
-        "so every process makes its own; set PARARNN_CACHE_DIR to a folder",
+        rf"traced steps and compiled kernels cannot be cached in {folder} \(no space for entry 0\)"
+        ", so every process makes its own; set PARARNN_CACHE_DIR to a folder",
         str(warning.message),
     )
 
@@ -265,7 +308,7 @@ def test_keys_follow_source_compiler_flags_and_processor(folder, monkeypatch):
     for what, change in changes:
         with monkeypatch.context() as patch:
             patch.setattr(f"pararnn.codegen.cpp.{what}", change)
-            _forget(patch)
+            pararnn.clear_caches()
             _solve()
         names.append(max(_kernels_in(folder), key=lambda path: path.stat().st_mtime_ns).name)
     assert len(set(names)) == len(changes) + 1
@@ -308,7 +351,7 @@ def test_a_warm_cache_serves_without_a_compiler(folder, monkeypatch):
         again, compiled = _again(monkeypatch)
     assert compiled == 0
     assert torch.equal(states, again)
-    _forget(monkeypatch)
+    pararnn.clear_caches()
     monkeypatch.setattr("pararnn.codegen.cpp.target_identity", lambda: "another processor")
     with pytest.raises(pararnn.EngineError, match=r"no C\+\+ compiler found"):
         _solve()
@@ -369,7 +412,7 @@ def test_a_compiler_that_fails(folder, monkeypatch, tmp_path):
     ):
         _solve()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    _forget(monkeypatch)
+    pararnn.clear_caches()
     with pytest.raises(pararnn.EngineError, match="CXX='no-such-compiler' is not a program"):
         _solve()
 

@@ -14,7 +14,7 @@ ROOT = Path(pararnn.__file__).parent
 # The data flow: a module may import from its own row and from the rows above, never below. The docs
 # show it in this order.
 FLOW = [
-    ["errors", "numerics", "parameters", "records", "version"],
+    ["atomic", "errors", "numerics", "parameters", "records", "version"],
     ["cache", "extras", "palette"],
     ["progress"],
     ["cells"],
@@ -165,8 +165,8 @@ def _compiled():
 def test_compiled_code_has_nothing_that_older_compilers_take_wrongly():
     """PyTorch 2.9's fails on zip(strict=False) where lengths differ, and takes a property of a
     NamedTuple for something that is never None, silently; to 2.11's
-    torch.compiler.is_exporting() is true everywhere. Its source is checked, as `make test` has a newer one:
-    the workflow's job with PyTorch 2.9.1 runs it."""
+    torch.compiler.is_exporting() is true everywhere. Its source is checked, as `make test` has a
+    newer one: the workflow's job with PyTorch 2.9.1 runs it."""
     properties, zips, exporting = set(), [], []
     for node in _compiled():
         if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):

@@ -22,7 +22,7 @@ def _left(folder):
 def test_old_and_unfinished_entries_are_dropped(tmp_path):
     for name, days in {"new": 0, "used": kept.DAYS - 1, "old": kept.DAYS + 1}.items():
         _entry(tmp_path, name, days)
-    for prefix in kept.UNFINISHED:
+    for prefix in (".building-", kept.DROPPED):
         _entry(tmp_path, f"{prefix}running", 0.5)
         _entry(tmp_path, f"{prefix}killed", 2)
     kept.prune(tmp_path)

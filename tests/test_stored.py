@@ -338,8 +338,8 @@ def test_damaged_and_foreign_entries_are_traced_anew(folder, damage):
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(cache, "_UNWRITABLE", set())
-    with pytest.warns(pararnn.BackendWarning, match="traced steps .*cannot be kept in .*cache"):
+    monkeypatch.setattr(cache, "_UNUSABLE", set())
+    with pytest.warns(pararnn.BackendWarning, match="traced steps .*cannot be cached in .*cache"):
         assert _kept(text="unwritable") == 1
     assert _kept(text="unwritable too") == 1
 

@@ -122,7 +122,7 @@ def test_a_kill_while_files_take_their_places_leaves_what_is_ours(tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "replace", killing)
-        patch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # a kill cleans nothing
+        patch.setattr(files, "remove", lambda _: None)  # a kill cleans nothing
         with pytest.raises(Killed):
             write(tmp_path / "a", ["x", "new"], text="later")
     write(tmp_path / "a", ["x", "new"], text="last")

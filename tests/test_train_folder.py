@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -22,7 +23,6 @@ from pararnn.lm.config import LMConfig
 from pararnn.train import carry, checkpoints
 from pararnn.train import folder as folder_module
 from pararnn.train.config import DataConfig
-from pararnn.train.corpus import store
 from pararnn.train.corpus.prepare import prepare
 from pararnn.train.log import COLUMNS, forget_after, read_rows
 from pararnn.train.run import export_checkpoint, run_training
@@ -205,14 +205,14 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     def none(file, how):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(store.fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "flock", none)
     with folder_module.claimed(tmp_path):
         assert "without locks" in capsys.readouterr().out
 
     def fails(file, how):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(store.fcntl, "flock", fails)
+    monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(OSError, match="Input/output"), folder_module.claimed(tmp_path):
         pass
 

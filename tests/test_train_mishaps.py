@@ -53,7 +53,7 @@ def child(folder, out, asked, events=None):
             return telling
 
         trainer = trainer_module.RunTrainer
-        checkpoints._flush = told(checkpoints._flush, FILE)
+        checkpoints.flush = told(checkpoints.flush, FILE)
         trainer.training_step = told(trainer.training_step, STEP)
         run.plot_rows = trainer_module.plot_rows = lambda *_: None
         run_training(config(out, **asked), packed())
@@ -183,7 +183,7 @@ def no_space(*args, **kwargs):
 @pytest.mark.parametrize(
     ("owner", "name", "file", "goes_on"),
     [
-        (folder_module, "write_beside", "config.json", "the start"),
+        (folder_module, "write_text", "config.json", "the start"),
         (trainer_module, "append_row", "log.csv", "the start"),
         (run, "export", "model", "checkpoint-6"),
         (run, "plot_rows", "curves.png", "checkpoint-6"),

@@ -13,11 +13,11 @@ import torch
 from data_files import TEXTS, json_lines
 from processes import on_processes
 
+from pararnn.train import locks
 from pararnn.train.config import DataConfig
 from pararnn.train.corpus import prepare as data
-from pararnn.train.corpus import store
 from pararnn.train.corpus.sources import DataError
-from pararnn.train.corpus.store import made_once
+from pararnn.train.corpus.store import make_once
 
 
 def whole(folder):
@@ -27,14 +27,15 @@ def whole(folder):
 @pytest.fixture
 def waiting(monkeypatch):
     """Set once somebody waits for a lock."""
-    event, flock = threading.Event(), fcntl.flock
+    event = threading.Event()
 
-    def told(file, how):
-        if not how & fcntl.LOCK_NB:
-            event.set()
-        flock(file, how)
+    class Lock(locks.FileLock):
+        def acquire(self, blocking=True):
+            if blocking:
+                event.set()
+            return super().acquire(blocking=blocking)
 
-    monkeypatch.setattr(store.fcntl, "flock", told)
+    monkeypatch.setattr(locks, "FileLock", Lock)
     return event
 
 
@@ -47,7 +48,7 @@ def test_who_waits_finds_it_made(tmp_path, waiting):
         (folder / "done").touch()
 
     with ThreadPoolExecutor(2) as pool:
-        tasks = [pool.submit(made_once, tmp_path / "a", whole, make, "it") for _ in range(2)]
+        tasks = [pool.submit(make_once, tmp_path / "a", whole, make, "it") for _ in range(2)]
         assert [task.result(60) for task in tasks] == [None, None]
     assert len(made) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.lock", "a"]
@@ -62,13 +63,13 @@ def test_who_waits_fails_with_who_fails(tmp_path, waiting):
         raise DataError("line 2 is odd")
 
     with ThreadPoolExecutor(2) as pool:
-        tasks = [pool.submit(made_once, tmp_path / "a", whole, fail, "it") for _ in range(2)]
+        tasks = [pool.submit(make_once, tmp_path / "a", whole, fail, "it") for _ in range(2)]
         said = sorted(str(task.exception(60)) for task in tasks)
     assert said == ["another process could not make it: line 2 is odd", "line 2 is odd"]
     assert len(made) == 1
     assert not (tmp_path / "a").exists()
     # Who comes later tries again.
-    made_once(tmp_path / "a", whole, lambda folder: (folder / "done").touch(), "it")
+    make_once(tmp_path / "a", whole, lambda folder: (folder / "done").touch(), "it")
     assert whole(tmp_path / "a")
 
 
@@ -87,7 +88,7 @@ def test_who_waits_takes_over_from_who_is_killed(tmp_path, waiting):
     assert holder.stdout.readline() == b"1\n"
     with ThreadPoolExecutor(1) as pool:
         make = lambda folder: (folder / "done").touch()  # noqa: E731
-        task = pool.submit(made_once, tmp_path / "a", whole, make, "it")
+        task = pool.submit(make_once, tmp_path / "a", whole, make, "it")
         assert waiting.wait(60)
         assert not task.done()
         holder.kill()
@@ -102,7 +103,7 @@ def test_what_failed_before_says_nothing_of_now(tmp_path, waiting):
         raise DataError("long ago")
 
     with pytest.raises(DataError, match="long ago"):
-        made_once(tmp_path / "a", whole, fail, "it")
+        make_once(tmp_path / "a", whole, fail, "it")
 
     def interrupted(folder):
         began.set()
@@ -111,9 +112,9 @@ def test_what_failed_before_says_nothing_of_now(tmp_path, waiting):
 
     began = threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(made_once, tmp_path / "a", whole, interrupted, "it")
+        first = pool.submit(make_once, tmp_path / "a", whole, interrupted, "it")
         assert began.wait(60)
-        second = pool.submit(made_once, tmp_path / "a", whole, lambda a: (a / "done").touch(), "it")
+        second = pool.submit(make_once, tmp_path / "a", whole, lambda a: (a / "done").touch(), "it")
         assert isinstance(first.exception(60), KeyboardInterrupt)
         second.result(60)
     assert whole(tmp_path / "a")
@@ -123,9 +124,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def none(file, how):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(store.fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "flock", none)
     with pytest.raises(DataError, match=r"Function not implemented; .*set data\.cache to another"):
-        made_once(tmp_path / "a", whole, lambda folder: None, "it")
+        make_once(tmp_path / "a", whole, lambda folder: None, "it")
 
 
 def prepares(source, broken, log, cache, rank):

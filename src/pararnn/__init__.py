@@ -1,5 +1,6 @@
 """pararnn: nonlinear RNNs, trained in parallel over the sequence, exactly."""
 
+from pararnn.cache import clear_caches
 from pararnn.cells import (
     CELLS,
     NONLINEARITIES,
@@ -84,6 +85,7 @@ __all__ = [
     "Tuning",
     "adapt",
     "autotune",
+    "clear_caches",
     "clip_after_step",
     "emitted",
     "explain",

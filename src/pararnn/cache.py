@@ -1,8 +1,8 @@
 """Compiled libraries and traced steps on disk: one folder an entry, complete or absent.
 
 An entry holds the library, the source it was made from, and a manifest with the library's checksum.
-It is built in a folder of its own and renamed into place, so that processes may build the same one
-at once, and one that is killed leaves no half entry. Deleting the cache is always safe.
+Several processes may build the same entry at the same time. One that is killed leaves no half
+entry. Deleting the cache is always safe.
 """
 
 from __future__ import annotations
@@ -21,21 +21,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from pararnn.atomic import remove, write_whole
 from pararnn.errors import BackendWarning, EngineError, warn_user
 
 MANIFEST = "manifest.json"
 
 Build = Callable[[Path, Path], None]
-"""Makes a library: (source file, library file to write)."""
+"""Function that makes a library: (source file, library file to write)."""
+
+DAMAGED = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    ValueError,
+    KeyError,
+    TypeError,
+)
+"""Errors of an entry that is incomplete or holds something else, and is made anew. Other errors,
+such as a missing permission or too many open files, say nothing about the entry: it stays."""
 
 Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True)
 class Kind(Generic[Opened]):
-    """What entries of a target hold: the names of their files, and how a library is opened.
+    """Files of a target's entries, by name, and the function that opens a library.
 
-    `open` raises OSError or ValueError for what cannot be used here.
+    `open` raises CannotLoad for a whole library that this machine cannot load, ValueError for a
+    file that holds no library.
     """
 
     library: str
@@ -43,7 +56,18 @@ class Kind(Generic[Opened]):
     open: Callable[[Path], Opened]
 
 
-CPP = Kind("kernels.so", "kernels.cpp", lambda path: ctypes.CDLL(str(path)))
+class CannotLoad(Exception):
+    """The system's loader refused a library; the text says why."""
+
+
+def _open_library(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CannotLoad(str(error)) from error
+
+
+CPP = Kind("kernels.so", "kernels.cpp", _open_library)
 CUDA = Kind("kernels.cubin", "kernels.cu", Path.read_bytes)
 
 
@@ -51,41 +75,54 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-def remembered(
+def cached_or_error(
     memory: dict[Key, Value | EngineError], key: Key, make: Callable[[], Value]
 ) -> Value:
-    """What `make` returned at the first use of `key` in this process; its EngineError, again."""
-    found = memory.get(key)
-    if found is None:
+    """Return what `make` returned at the first use of `key` in this process; or raise its error."""
+    value = memory.get(key)
+    if value is None:
         try:
-            found = make()
+            value = make()
         except EngineError as error:
-            found = error
-        memory[key] = found
-    if isinstance(found, EngineError):
-        raise found
-    return found
+            value = error
+        memory[key] = value
+    if isinstance(value, EngineError):
+        raise value
+    return value
 
 
-_FORGET: list[Callable[[], None]] = []
+_OF_KERNELS: list[Callable[[], None]] = []
+_OTHERS: list[Callable[[], None]] = []
 
 
-def on_forget(clear: Callable[[], None]) -> None:
-    """Have `clear` called by `forget`: it empties what a process remembers of kernels."""
-    _FORGET.append(clear)
+def on_clear(clear: Callable[[], None], kernels: bool = True) -> None:
+    """Have `clear_caches` call `clear`, and `clear_kernels` too if it is about kernels."""
+    (_OF_KERNELS if kernels else _OTHERS).append(clear)
 
 
-def forget() -> None:
-    """Empty what this process remembers of kernels, and of those that could not be made."""
-    for clear in _FORGET:
+def clear_kernels() -> None:
+    """Drop this process's kernels, launch plans, and errors of kernels that could not be made."""
+    for clear in _OF_KERNELS:
+        clear()
+
+
+def clear_caches() -> None:
+    """Drop all that this process has cached for its calls, as a new process would begin.
+
+    These are loaded kernels, launch plans, errors of kernels that could not be made, and
+    measurements of `autotune`. The next call loads kernels from the cache on disk, which stays. So
+    do traced steps: they are traced again where what a step reads has changed.
+    """
+    clear_kernels()
+    for clear in _OTHERS:
         clear()
 
 
 def cache_folder() -> Path:
-    """$PARARNN_CACHE_DIR, else `pararnn` in the user's cache folder."""
-    given = os.environ.get("PARARNN_CACHE_DIR")
-    if given:
-        return Path(given).expanduser()
+    """Return $PARARNN_CACHE_DIR, else `pararnn` in the user's cache folder."""
+    chosen = os.environ.get("PARARNN_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "pararnn"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pararnn"
@@ -99,39 +136,44 @@ def load(
     build: Build,
     builder: Callable[[], str] | None = None,
 ) -> Opened:
-    """The library of `source`, from the cache, or built by `build` and put there.
+    """Load the library of `source` from the cache, or have `build` make it and put it there.
 
-    `name` makes the entry readable; `key` is everything that the library depends on, but for what
-    builds it: `builder` tells that, or raises EngineError where nothing can build here. Then what
-    any other has built serves. Entries that are damaged, foreign or cannot be loaded are removed
-    and built anew. Where the cache cannot be written, a folder of this process stands in, with a
-    BackendWarning. Raises what `build` and `builder` raise.
+    `name` makes the entry readable. `key` is everything that the library depends on, except for
+    the builder. `builder` returns the builder's identity, or raises EngineError where nothing can
+    build here: then an entry of any other builder serves. Entries that are damaged or foreign are
+    removed and built anew, as are those that cannot be loaded, with a BackendWarning. Where the
+    cache cannot be read or written, a folder of this process stands in, with a BackendWarning.
+    Raises what `build` and `builder` raise.
     """
-    entry, digest = _named(name, key)
+    entry, digest = _entry_name(name, key)
     try:
         if builder is not None:
-            entry, digest = _named(entry, f"{digest} {builder()}")
+            entry, digest = _entry_name(entry, f"{digest} {builder()}")
     except EngineError:
         for candidate in sorted(cache_folder().glob(f"{entry}-*")):
-            found = _open(kind, candidate, None)
-            if found is not None:
-                return found
+            try:
+                library = _open(kind, candidate, None)
+            except OSError as error:
+                _warn_unusable(cache_folder(), error)
+                continue
+            if library is not None:
+                return library
         raise
     try:
         return _load_from(cache_folder(), kind, entry, digest, source, build)
     except OSError as error:
-        _warn_unwritable(cache_folder(), error)
+        _warn_unusable(cache_folder(), error)
     return _load_from(_own_folder(), kind, entry, digest, source, build)
 
 
-def _named(name: str, key: str) -> tuple[str, str]:
-    """An entry's name, and the digest of its key."""
+def _entry_name(name: str, key: str) -> tuple[str, str]:
+    """Return an entry's name, and the digest of its key."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     return f"{name}-{digest[:24]}", digest
 
 
-def keep_failed(name: str, source: str) -> Path:
-    """Write what did not compile where the user can look at it; returns its path."""
+def write_failed(name: str, source: str) -> Path:
+    """Write a source that did not compile for the user to look at; return its path."""
     try:
         folder = cache_folder() / "failed"
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,22 +189,23 @@ def _load_from(
 ) -> Opened:
     entry = folder / name
     folder.mkdir(parents=True, exist_ok=True)
-    found = _open(kind, entry, digest)
-    if found is None:
-        _make(kind, entry, digest, source, build)
-        found = _open(kind, entry, digest)
-    if found is None:
+    library = _open(kind, entry, digest)
+    if library is None:
+        _build_entry(kind, entry, digest, source, build)
+        library = _open(kind, entry, digest)
+    if library is None:
         raise EngineError(
             f"{entry / kind.library} was built, but cannot be loaded; set PARARNN_CACHE_DIR or "
             "TMPDIR to a folder from which programs may run"
         )
-    return found
+    return library
 
 
 def _open(kind: Kind[Opened], entry: Path, digest: str | None) -> Opened | None:
-    """The entry's library if it is whole; whatever else is in its place is removed.
+    """Return the entry's library if the entry is whole; otherwise remove the entry.
 
-    Without a digest the entry's name has to agree with its own.
+    Without a digest the entry's name has to agree with the key in its manifest. Raises OSError
+    where it cannot be read for a reason that is not its own, see `DAMAGED`.
     """
     if not os.path.lexists(entry):
         return None
@@ -174,34 +217,27 @@ def _open(kind: Kind[Opened], entry: Path, digest: str | None) -> Opened | None:
             digest = manifest["key"]
         if manifest == {"key": digest, "checksum": checksum}:
             return kind.open(entry / kind.library)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # unreadable, or not loadable here: as good as damaged
-    _remove(entry)
+    except DAMAGED:
+        pass
+    except CannotLoad as error:
+        warn_user(f"{entry} cannot be loaded here and is removed: {error}", BackendWarning)
+    remove(entry)
     return None
 
 
-def _make(kind: Kind[Opened], entry: Path, digest: str, source: str, build: Build) -> None:
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=entry.parent) as scratch:
-        made = Path(scratch) / entry.name
-        made.mkdir()
-        (made / kind.source).write_text(source, encoding="utf-8")
-        build(made / kind.source, made / kind.library)
-        checksum = hashlib.sha256((made / kind.library).read_bytes()).hexdigest()
-        manifest = json.dumps({"key": digest, "checksum": checksum})
-        (made / MANIFEST).write_text(manifest, encoding="utf-8")
-        try:
-            made.rename(entry)
-        except OSError:
-            # Another process was first. Its entry is checked like any other.
-            if not entry.is_dir():
-                raise
-
-
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry, ignore_errors=True)  # another process may be at it too
-    else:
-        entry.unlink(missing_ok=True)
+def _build_entry(kind: Kind[Opened], entry: Path, digest: str, source: str, build: Build) -> None:
+    try:
+        with write_whole(entry, concurrent=True) as new:
+            new.mkdir()
+            (new / kind.source).write_text(source, encoding="utf-8")
+            build(new / kind.source, new / kind.library)
+            checksum = hashlib.sha256((new / kind.library).read_bytes()).hexdigest()
+            manifest = json.dumps({"key": digest, "checksum": checksum})
+            (new / MANIFEST).write_text(manifest, encoding="utf-8")
+    except OSError:
+        # Another process was first. Its entry is checked like any other.
+        if not entry.is_dir():
+            raise
 
 
 @functools.cache
@@ -211,15 +247,15 @@ def _own_folder() -> Path:
     return Path(folder)
 
 
-_UNWRITABLE: set[Path] = set()
+_UNUSABLE: set[Path] = set()
+"""Folders that a warning has named: errors name files of each entry's own."""
 
 
-def _warn_unwritable(folder: Path, error: OSError) -> None:
-    """Once a folder: what fails, and on which file, differs from one entry to the next."""
-    if folder not in _UNWRITABLE:
-        _UNWRITABLE.add(folder)
+def _warn_unusable(folder: Path, error: OSError) -> None:
+    if folder not in _UNUSABLE:
+        _UNUSABLE.add(folder)
         warn_user(
-            f"traced steps and compiled kernels cannot be kept in {folder} ({error}), so every "
-            "process makes its own; set PARARNN_CACHE_DIR to a folder that can be written",
+            f"traced steps and compiled kernels cannot be cached in {folder} ({error}), so every "
+            "process makes its own; set PARARNN_CACHE_DIR to a folder that can be read and written",
             BackendWarning,
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pararnn.cache import CPP, load, on_forget, remembered
+from pararnn.cache import CPP, cached_or_error, load, on_clear
 from pararnn.cells.base import Cell
 from pararnn.codegen import headers
 from pararnn.codegen.compiler import (
@@ -41,7 +41,7 @@ class Kernels:
 
 
 _KERNELS: dict[tuple[str, torch.dtype, str], Kernels | EngineError] = {}
-on_forget(lambda: _KERNELS.clear())
+on_clear(lambda: _KERNELS.clear())
 
 
 def kernels_of(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
@@ -51,7 +51,7 @@ def kernels_of(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
     Raises EngineError: no compiler and nothing kept, a compiler that fails, or an op that has no
     spelling. A failure is remembered for the life of the process.
     """
-    return remembered(
+    return cached_or_error(
         _KERNELS, (program.key, dtype, solver), lambda: _build(program, dtype, solver)
     )
 

@@ -280,7 +280,7 @@ def chunk_of(*places: int) -> int:
 
 
 _KERNELS: dict[tuple[str, Variant, tuple[int, int]], dict[str, Kernel] | EngineError] = {}
-disk.on_forget(lambda: _KERNELS.clear())
+disk.on_clear(lambda: _KERNELS.clear())
 
 
 def kernels_of(
@@ -297,7 +297,7 @@ def kernels_of(
         blocks = KERNELS[variant.direction]
         return {name: Kernel(module, name, block) for name, block in blocks.items()}
 
-    return disk.remembered(_KERNELS, (program.key, variant, capability), make)
+    return disk.cached_or_error(_KERNELS, (program.key, variant, capability), make)
 
 
 def _code_of(program: Program, variant: Variant, capability: tuple[int, int]) -> bytes:
@@ -327,5 +327,5 @@ def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:
         return disk.load(disk.CUDA, name, key, source, build, identity)
     except ToolchainError as error:
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-        kept = disk.keep_failed(f"{name}-{digest}.cu", source)
+        kept = disk.write_failed(f"{name}-{digest}.cu", source)
         raise ToolchainError(f"{error}\nThe source is {kept}") from error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pararnn.cache import forget
+from pararnn.cache import clear_kernels
 
 REAL, MASK = "real", "mask"
 
@@ -183,4 +183,4 @@ def register_spelling(op: str, text: str, *, jumps: bool = False) -> None:
     if "::" not in op:
         raise ValueError(f"op must be a schema name such as 'aten::erfinv', got {op!r}")
     SPELLINGS[op] = Spelling(text, jumps=jumps)
-    forget()
+    clear_kernels()

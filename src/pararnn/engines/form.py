@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pararnn.cache import on_forget
+from pararnn.cache import on_clear
 from pararnn.engines.rule import Size
 from pararnn.numerics import compute_dtype
 
@@ -50,7 +50,7 @@ class Form:
 
 FORMS: dict[Hashable, Form] = {}
 """By what they share."""
-on_forget(FORMS.clear)
+on_clear(FORMS.clear)
 
 
 def form_of(tensors: Sequence[Tensor | None], rest: Hashable) -> Form:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from pararnn.cache import on_forget
+from pararnn.cache import on_clear
 from pararnn.engines import (
     fused_cpu,
     fused_cuda,
@@ -220,7 +220,7 @@ def _build_failure(
     return None
 
 
-on_forget(_build_failure.cache_clear)
+on_clear(_build_failure.cache_clear)
 
 
 def _say(message: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from pararnn.cache import cache_folder
+from pararnn.atomic import write_text
+from pararnn.cache import cache_folder, on_clear
 from pararnn.engines.split import Pin, pin
 from pararnn.errors import BackendWarning, warn_user
 
@@ -47,6 +47,7 @@ class Record(NamedTuple):
 
 # By program. A dictionary, which compiled code guards on.
 _RECORDS: dict[str, tuple[Record, ...]] = {}
+on_clear(lambda: _RECORDS.clear(), kernels=False)
 
 
 def fastest(workload: Workload, solver: str, backend: str) -> tuple[Measured, str] | None:
@@ -135,10 +136,7 @@ def write(path: Path, about: dict[str, Any], measured: Sequence[Measured]) -> No
     text = json.dumps({"about": about, "measured": measured}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".writing-", dir=path.parent) as scratch:
-            whole = Path(scratch) / path.name
-            whole.write_text(text, encoding="utf-8")
-            whole.replace(path)
+        write_text(path, text, concurrent=True)
     except OSError as error:
         warn_user(
             f"what autotune measured cannot be kept in {path.parent} ({error}), and holds for this "

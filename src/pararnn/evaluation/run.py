@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pararnn.atomic import write_text
 from pararnn.errors import EvaluationError
 from pararnn.evaluation.jobs import Job, plan
 from pararnn.evaluation.report import markdown
@@ -16,7 +17,7 @@ from pararnn.extras import require
 from pararnn.lm.hf.load import load_model
 from pararnn.records import to_json
 from pararnn.train.corpus.sources import LeftOut, documents, files_of, sources_of
-from pararnn.train.files import check_own, write_beside
+from pararnn.train.files import check_own
 from pararnn.train.run import quiet
 from pararnn.version import __version__
 
@@ -107,8 +108,8 @@ def run_evaluation(
         for job, task in zip(jobs, loaded, strict=True):
             results["tasks"] += ask(lm, job, task, limit)
     folder.mkdir(parents=True, exist_ok=True)
-    write_beside(folder / "results.json", to_json(results, default=str))
-    write_beside(folder / "results.md", markdown(results))
+    write_text(folder / "results.json", to_json(results, default=str))
+    write_text(folder / "results.md", markdown(results))
     return folder / "results.md"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pararnn.atomic import write_text
 from pararnn.extras import require
 from pararnn.palette import looks
 from pararnn.records import read_json
@@ -131,7 +132,7 @@ def write_report(folder: Path) -> str:
     results have lengths, lengths.png. Returns the table."""
     results = read_results(folder)
     text = table(results)
-    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    write_text(folder / "table.md", text + "\n")
     heat_map(results, folder / "heat.png")
     measured = [result for result in results if _shares(result)]
     if measured:

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import torch
 
 from pararnn import progress
+from pararnn.atomic import write_text
 from pararnn.records import finite, read_json, to_json
 from pararnn.tasks.base import Task, need
 from pararnn.tasks.folded import FoldedModel, accuracies, make_folded
@@ -201,9 +202,7 @@ def run_all(
         title = f"{config.task_name}, {config.model.mixer}"
         with progress.Progress(title, config.train.steps, "steps") as shown:
             result = run_task(config, partial(_show, shown))
-        unfinished = path.with_suffix(".part")
-        unfinished.write_text(to_json(result), encoding="utf-8")
-        unfinished.rename(path)
+        write_text(path, to_json(result))
         say(said(result))
     return paths
 

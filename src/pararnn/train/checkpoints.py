@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from pararnn.atomic import flush, write_text
 from pararnn.errors import TrainingError
-from pararnn.train.files import NEW, write_beside
+from pararnn.train.files import NEW
 from pararnn.train.sums import Sums, damage, mark_of, names_below, read_mark, sums_of
 
 STATE = "state"
@@ -113,11 +114,11 @@ def sums_of_checkpoint(folder: Path) -> dict[str, str]:
 def mark_complete(folder: Path, sums: Sums) -> None:
     """Say that a checkpoint is whole, once all of it is on the disk."""
     for path in sorted(folder.rglob("*")):
-        _flush(path)
-    _flush(folder)
-    write_beside(folder / MARKER, mark_of("checkpoint", sums).text())
-    _flush(folder / MARKER)
-    _flush(folder)
+        flush(path)
+    flush(folder)
+    write_text(folder / MARKER, mark_of("checkpoint", sums).text())
+    flush(folder / MARKER)
+    flush(folder)
 
 
 def unfinished(out: Path, step: int) -> Path:
@@ -128,8 +129,8 @@ def unfinished(out: Path, step: int) -> Path:
 def finish(out: Path, step: int) -> None:
     """Give a checkpoint that is whole its place."""
     os.replace(unfinished(out, step), out / f"checkpoint-{step}")
-    _flush(out / NEW)
-    _flush(out)
+    flush(out / NEW)
+    flush(out)
 
 
 def remove_unfinished(out: Path) -> list[str]:
@@ -215,12 +216,3 @@ def writing(path: Path, out: Path, errors: type[Exception] = Exception) -> Itera
             f"{path} could not be written: {error}. Make room or mend the folder, then the same "
             f"command goes on from {goes_on(out)}"
         ) from error
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import pararnn
+from pararnn.atomic import write_text
 from pararnn.cells import CELLS, Cell
 from pararnn.cells.find import find_cell
 from pararnn.check.verify import Report
@@ -187,7 +188,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
         "verified": verified,
         "sample": text,
     }
-    (out / "metrics.json").write_text(to_json(metrics), encoding="utf-8")
+    write_text(out / "metrics.json", to_json(metrics))
     print(f"wrote loss.png, metrics.json and the model to {out}; it goes on with a text of yours:")
     missing = find_spec("transformers") is None
     needs = "  # after: pip install 'pararnn[hf]'" if missing else ""

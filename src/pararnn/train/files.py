@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from pararnn.atomic import remove, write_text, write_whole
 from pararnn.errors import TrainingError
 from pararnn.train.sums import Mark, digest, mark_of, names_below, read_mark, sums_of
 
@@ -18,13 +18,6 @@ NEW = ".unfinished"
 """The folder in a folder with what is being written or removed."""
 
 Files = Mapping[str, list[str]]
-
-
-def write_beside(path: Path, text: str) -> None:
-    """Write a file beside, and give it its name when it is whole."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
 
 
 @contextmanager
@@ -41,24 +34,28 @@ def beside(folder: Path, kind: str, ours: bool = False) -> Iterator[Path]:
     Raises TrainingError as `own_files` does, and where a file would replace one that is not ours.
     """
     own = {} if ours else own_files(folder, kind)
-    inside = folder.exists() and not ours
-    # The names are fixed, so that what a killed process left is removed.
-    new = folder / NEW if inside else folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    try:
+    if folder.exists() and not ours:
+        new = folder / NEW
+        remove(new)  # left by a process that was killed
+        new.mkdir()
+        try:
+            yield new
+            _move(new, folder, own, _mark_of_all(new, kind))
+        finally:
+            remove(new)
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with write_whole(folder) as new:
+        new.mkdir()
         yield new
-        # Where another folder was copied into it, its mark was too.
-        mark = mark_of(kind, sums_of(new, (name for name in names_below(new) if name != MARK)))
-        if inside:
-            _move(new, folder, own, mark)
-            return
-        write_beside(new / MARK, mark.text())
-        if ours and folder.exists():
-            shutil.rmtree(folder)
-        new.rename(folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+        write_text(new / MARK, _mark_of_all(new, kind).text())
+        if ours:
+            remove(folder)
+
+
+def _mark_of_all(folder: Path, kind: str) -> Mark:
+    """Return the mark of all files in a new folder, without a mark that was copied into it."""
+    return mark_of(kind, sums_of(folder, (name for name in names_below(folder) if name != MARK)))
 
 
 def own_files(folder: Path, kind: str) -> Files:
@@ -118,10 +115,10 @@ def _move(new: Path, folder: Path, own: Files, mark: Mark) -> None:
             )
     # A kill in between leaves old and new files: both are ours.
     both = {name: [*own.get(name, ()), *mark.files.get(name, ())] for name in {**own, **mark.files}}
-    write_beside(folder / MARK, Mark(mark.kind, both).text())
+    write_text(folder / MARK, Mark(mark.kind, both).text())
     for name in mark.files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(new / name, folder / name)
     for name in set(own) - set(mark.files):
         (folder / name).unlink(missing_ok=True)
-    write_beside(folder / MARK, mark.text())
+    write_text(folder / MARK, mark.text())

@@ -12,11 +12,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pararnn.atomic import write_text
 from pararnn.errors import TrainingError
 from pararnn.train.checkpoints import checkpoints, is_complete, remove_unfinished
 from pararnn.train.config import DataConfig, RunConfig, read_config
-from pararnn.train.corpus.store import Held, alone
-from pararnn.train.files import beside, write_beside
+from pararnn.train.files import beside
+from pararnn.train.locks import Held, exclusive
 
 if TYPE_CHECKING:
     from pararnn.train.setup import TrainingData
@@ -50,8 +51,8 @@ def claimed(out: Path) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            lock = stack.enter_context(alone(out / "run", wait=False))
-            lock.leave(f"process {os.getpid()} on {socket.gethostname()}")
+            note = f"process {os.getpid()} on {socket.gethostname()}"
+            stack.enter_context(exclusive(out / "run", wait=False, note=note))
         except Held as held:
             raise TrainingError(
                 f"another run is at work in {out} ({held}): wait for its end, or give this one a "
@@ -111,9 +112,9 @@ def check_same_data(config: RunConfig, data: TrainingData, out: Path) -> None:
 def open_folder(config: RunConfig, data: TrainingData, out: Path) -> None:
     """Make a run's folder, or make one ready to go on from."""
     out.mkdir(parents=True, exist_ok=True)
-    write_beside(out / CONFIG, json.dumps(asdict(config), indent=1) + "\n")
+    write_text(out / CONFIG, json.dumps(asdict(config), indent=1) + "\n")
     if content := getattr(data, "content", ""):
-        write_beside(out / DATA, json.dumps({"content": content}) + "\n")
+        write_text(out / DATA, json.dumps({"content": content}) + "\n")
     if not (out / TOKENIZER).exists():  # an earlier version has not marked it
         with beside(out / TOKENIZER, TOKENIZER) as new:
             data.tokenizer.save(new)

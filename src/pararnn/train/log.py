@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from pararnn.atomic import write_whole
 
 COLUMNS = (
     "step",
@@ -75,11 +76,9 @@ def forget_after(path: Path, step: int) -> None:
         shutil.copyfile(path, copy)
         print(f"{path} is damaged: {len(whole)} rows of it can be read; {copy} is as it was")
     kept = [row for row in whole if int(row["step"]) <= step]
-    beside = path.with_suffix(".new")
-    beside.unlink(missing_ok=True)
-    for row in kept:
-        append_row(beside, row)
-    if kept:
-        os.replace(beside, path)
-    else:
+    if not kept:
         path.unlink(missing_ok=True)
+        return
+    with write_whole(path) as new:
+        for row in kept:
+            append_row(new, row)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pararnn.atomic import write_whole
 from pararnn.extras import require
 from pararnn.train.loop import History, Record
 
@@ -53,6 +53,5 @@ def plot_rows(rows: Sequence[Mapping[str, str]], title: str, path: Path) -> None
     axes.set(xlabel="optimizer steps", ylabel="nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    beside = path.with_name(f".{path.name}.new")
-    figure.savefig(beside, dpi=150, format="png")
-    os.replace(beside, path)
+    with write_whole(path) as new:
+        figure.savefig(new, dpi=150, format="png")

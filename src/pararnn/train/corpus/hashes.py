@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pararnn.atomic import write_text
 from pararnn.train.corpus.readers import cannot_read
-from pararnn.train.corpus.store import alone, cannot_write
-from pararnn.train.files import write_beside
+from pararnn.train.corpus.store import cannot_write
+from pararnn.train.locks import exclusive
 
 SETTLED = 2_000_000_000
 """Nanoseconds after which another change of a file is sure to show in its time."""
@@ -49,13 +50,13 @@ def _hashed_once(stats: dict[str, list[int]], index: Path, how: Callable[[Path],
     """Hash what the index does not know, one process at a time, and put it there."""
     try:
         index.parent.mkdir(parents=True, exist_ok=True)
-        with alone(index):
+        with exclusive(index):
             known = _known(index, stats)
             begin = time.time_ns()
             new = _hashed({path: stats[path] for path in stats if path not in known}, how)
             settled = {path: new[path] for path in new if new[path][1] < begin - SETTLED}
             if settled:
-                write_beside(index, json.dumps(_read(index) | settled, indent=0))
+                write_text(index, json.dumps(_read(index) | settled, indent=0))
     except OSError as error:
         raise cannot_write(index.parent, error) from error
     return known | new

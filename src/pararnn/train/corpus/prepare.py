@@ -21,7 +21,7 @@ from pararnn.train.config import DataConfig
 from pararnn.train.corpus.hashes import hashes_of
 from pararnn.train.corpus.packing import FORMAT, SAMPLE, Part, meta_of, pack, tokenizer_sample
 from pararnn.train.corpus.sources import DataError, fingerprint
-from pararnn.train.corpus.store import made_once
+from pararnn.train.corpus.store import make_once
 from pararnn.train.corpus.tokenizer import Tokenizer, load_tokenizer, size_of, train_tokenizer
 from pararnn.train.files import MARK
 from pararnn.train.sums import digest, read_mark
@@ -94,7 +94,7 @@ def prepare(config: DataConfig) -> Packed:
     """The rows of a configuration's data, tokenised on the first call only.
 
     They are kept in a folder of `config.cache` that is named by a hash of the sources' content,
-    the tokenizer, and what else they depend on, see `made_once`: of several processes one
+    the tokenizer, and what else they depend on, see `make_once`: of several processes one
     tokenises. Without `config.valid` the end of the text is held out, see `where_to_cut`. What
     cannot be learned, such as documents without any text, is left out, and said.
 
@@ -126,7 +126,7 @@ def prepare(config: DataConfig) -> Packed:
     tokenizer = _tokenizer(config, content)
     folder = Path(config.cache) / _key({**content, "tokenizer": tokenizer.key})
     make = partial(pack, config, tokenizer)
-    made_once(
+    make_once(
         folder,
         lambda each: _whole(each, index) and meta_of(each) is not None,
         make,
@@ -194,7 +194,7 @@ def _tokenizer(config: DataConfig, content: dict[str, Any]) -> Tokenizer:
         print(f"training a tokenizer of {size:,} ids", file=sys.stderr, flush=True)
         train_tokenizer(tokenizer_sample(config), size, folder)
 
-    made_once(folder, whole, make, f"a tokenizer of {config.train}")
+    make_once(folder, whole, make, f"a tokenizer of {config.train}")
     return load_tokenizer(str(folder / "tokenizer.json"))
 
 
