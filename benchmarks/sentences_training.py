@@ -10,7 +10,7 @@ from common import RESULTS
 from lm_scale import FILE, PROFILE
 from markdown_tables import Row, hold, listed, one, prose, read, span
 
-from pararnn.tasks.report import percent, read_results
+from pararnn.tasks.results import percent, read_results
 from pararnn.tasks.table import PAPER, TASKS
 
 Result = Mapping[str, Any]

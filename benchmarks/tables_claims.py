@@ -11,7 +11,7 @@ from paper_ways import MAMBA, SCAN_KERNEL, TORCH_SCAN
 from tables_learn import CORPORA, results
 
 from pararnn.evaluation.paper import PUBLISHED
-from pararnn.tasks.report import percent, read_results
+from pararnn.tasks.results import percent, read_results
 from pararnn.tasks.table import PAPER, TASKS
 
 CELLS = ("gru", "lstm")

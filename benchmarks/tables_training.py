@@ -10,8 +10,8 @@ from typing import Any
 from common import RESULTS
 from markdown_tables import figure, read, source, table
 
-from pararnn.tasks.report import percent, read_results, row_of
 from pararnn.tasks.report import table as accuracies
+from pararnn.tasks.results import percent, read_results, row_of
 
 REMARKS = {
     "bare": "without convolution, gate and residual",

@@ -12,7 +12,7 @@ from pararnn.lm.rows import Rows
 from pararnn.tasks import TASKS, Batch, generator_of
 from pararnn.tasks.folded import FoldedModel, accuracies, losses, make_folded
 from pararnn.tasks.mamba2 import CHUNK, Mamba2, scan
-from pararnn.tasks.models import MIXERS, ModelConfig, TaskModel, sinusoids
+from pararnn.tasks.models import OWN_MIXERS, ModelConfig, TaskModel, sinusoids
 from pararnn.tasks.run import configured
 from pararnn.tasks.training import Stepper, TrainConfig, train
 
@@ -38,7 +38,7 @@ def test_parameters_are_as_many_as_the_papers(mixer):
         assert size in (None, sum(p.numel() for p in model.parameters())), name
 
 
-@pytest.mark.parametrize("mixer", [*CELLS, *MIXERS, "user_cells:Timeless"])
+@pytest.mark.parametrize("mixer", [*CELLS, "attention", *OWN_MIXERS, "user_cells:Timeless"])
 @pytest.mark.parametrize(("name", "layers"), [("2-hop", 1), ("keep-nth", 2), ("adding", 1)])
 def test_models_are_causal(mixer, name, layers):
     """What comes later changes nothing, and what came earlier does."""
@@ -240,21 +240,21 @@ def test_the_best_validation_is_kept_and_training_stops():
     options = TrainConfig(seeds=2, rows=256, steps=400, every=20, validation=100, lr=0.03)
     model = make_folded(task, config, (0, 1), "cpu")
     found = train(model, task, options)
-    assert not found.capped
-    assert found.steps < 400
-    assert max(found.history[-1][2]) == 1
-    assert found.history[-1][0] == found.steps
-    top = [max(each[2][seed] for each in found.history) for seed in range(2)]
+    assert not found["capped"]
+    assert found["steps"] < 400
+    assert max(found["history"][-1][2]) == 1
+    assert found["history"][-1][0] == found["steps"]
+    top = [max(each[2][seed] for each in found["history"]) for seed in range(2)]
     assert accuracies(model, task, 100, 0, 1) == top
     short = train(make_folded(task, config, (0,), "cpu"), task, replace(options, seeds=1, steps=25))
-    assert short.capped
-    assert [each[0] for each in short.history] == [20, 25]
+    assert short["capped"]
+    assert [each[0] for each in short["history"]] == [20, 25]
     patient = replace(options, steps=300, stop="never")
     whole = train(make_folded(task, config, (0, 1), "cpu"), task, patient)
-    assert whole.steps == 300
-    assert not whole.capped
+    assert whole["steps"] == 300
+    assert not whole["capped"]
     hasty = replace(options, seeds=1, seconds=1e-9, stop="never")
-    assert train(make_folded(task, config, (0,), "cpu"), task, hasty).steps == 20
+    assert train(make_folded(task, config, (0,), "cpu"), task, hasty)["steps"] == 20
 
 
 def test_folding_leaves_random_numbers_alone():

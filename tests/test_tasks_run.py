@@ -10,9 +10,10 @@ from table import has_compiler
 from pararnn import progress
 from pararnn.cli import main
 from pararnn.tasks import TASKS, training
-from pararnn.tasks.commands import arranged
-from pararnn.tasks.report import read_results, table, write_report
-from pararnn.tasks.run import configured, result_name, run_task, said
+from pararnn.tasks.commands import keys_first
+from pararnn.tasks.report import table, write_report
+from pararnn.tasks.results import read_results, summary
+from pararnn.tasks.run import configured, run_task
 from pararnn.tasks.training import PAPER_STEPS
 
 SMALL = ("length=8", "width=16", "heads=2", "rows=64", "batch=8", "every=10", "test=200")
@@ -83,8 +84,8 @@ def test_lengths_that_learned_positions_do_not_reach():
 
 def test_keys_may_stand_behind_flags():
     given = ["parity", "--mixer", "gru", "steps=5", "--out=a=b", "n=3"]
-    assert arranged(given) == ["parity", "steps=5", "n=3", "--mixer", "gru", "--out=a=b"]
-    assert arranged(["--help"]) == ["--help"]
+    assert keys_first(given) == ["parity", "steps=5", "n=3", "--mixer", "gru", "--out=a=b"]
+    assert keys_first(["--help"]) == ["--help"]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +114,8 @@ def test_results(folder, monkeypatch):
     assert all(0 < share < 1 for found in result["lengths"].values() for share in found)
     assert result["config"]["task"] == {"length": 8, "judge": "all"}
     assert result["versions"]["torch"] == torch.__version__
-    assert "parity, gru: " in said(result)
-    assert ", capped; at 8 " in said(result)
+    assert "parity, gru: " in summary(result)
+    assert ", capped; at 8 " in summary(result)
 
 
 def test_results_are_repeatable_and_name_their_commit(folder, monkeypatch):
@@ -150,7 +151,7 @@ def test_results_that_exist_stay(folder, capsys):
     assert "parity-gru.json exists: left as it is" in capsys.readouterr().out
     assert (folder / "parity-gru.json").read_bytes() == before
     layered = configured("parity", "gru", ["layers=2"])
-    assert result_name(layered) == "parity-gru-2-layers"
+    assert layered.file_name() == "parity-gru-2-layers.json"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_a_run_that_diverged_has_no_accuracy(task, diverged):
     assert result["lengths"] == {"8": [None] * 3, "40": [None] * 3}
     assert result["diverged"] == [10] * 3
     assert result["steps"] == 10  # nothing is left to train
-    assert f"{task}, gru: none (diverged by step 10), none" in said(result)
+    assert f"{task}, gru: none (diverged by step 10), none" in summary(result)
 
 
 def test_the_table_says_what_diverged(diverged):
@@ -256,7 +257,7 @@ def test_one_seed_that_diverges_leaves_the_others_theirs(monkeypatch):
     assert result["history"][0] == expected["history"][0]
     assert result["history"][1][1][0] is result["history"][1][2][0] is None
     assert 0 < result["accuracies"][0] < 1
-    assert " (diverged by step 20), " in said(result)
+    assert " (diverged by step 20), " in summary(result)
 
 
 def test_results_of_earlier_versions_are_read(tmp_path):

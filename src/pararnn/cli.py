@@ -19,7 +19,7 @@ from pararnn.cells.find import find_cell
 from pararnn.errors import CellError, PararnnError
 from pararnn.evaluation.paper import PRESETS
 from pararnn.extras import require
-from pararnn.tasks.commands import add_actions, arranged, tasks
+from pararnn.tasks.commands import add_actions, keys_first, tasks
 from pararnn.train import DemoConfig, run_demo
 from pararnn.train.overrides import printed, resolved
 from pararnn.train.recipes import RECIPES, recipe, summary
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["train"]:  # argparse takes no flag between the recipe and its keys
         arguments[1:] = sorted(arguments[1:], key=lambda text: not text.startswith("-"))
     elif arguments[:2] == ["tasks", "run"]:
-        arguments[2:] = arranged(arguments[2:])
+        arguments[2:] = keys_first(arguments[2:])
     options = vars(parser.parse_args(arguments))
     run: Callable[..., int] = options.pop("run")
     try:

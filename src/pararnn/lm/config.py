@@ -1,4 +1,4 @@
-"""What a language model is made of, as one frozen record."""
+"""Sizes and parts of a language model, as one frozen record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NORMS = ("rms", "layer")
 
 
 class Range(NamedTuple):
-    """What a number of a config must be: in words, and as a condition."""
+    """Accepted values of a config's field, in words and as a condition."""
 
     wanted: str
     holds: Callable[[Any], bool]
@@ -20,6 +20,22 @@ POSITIVE = Range("positive", lambda x: x is None or x > 0)
 NOT_NEGATIVE = Range("0 or positive", lambda x: x is None or x >= 0)
 COUNT = Range("a positive integer", lambda x: isinstance(x, int) and x > 0)
 
+
+def at_least(least: float) -> Range:
+    """Return the range from a least value on."""
+    return Range(f"at least {least}", lambda x: x >= least)
+
+
+def within(least: float, most: float) -> Range:
+    """Return the range from a least to a most value."""
+    return Range(f"from {least} to {most}", lambda x: least <= x <= most)
+
+
+def one_of(*values: str) -> Range:
+    """Return the range of some words."""
+    return Range(f"one of {', '.join(values)}", lambda x: x in values)
+
+
 SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")
 HEADS = ("num_heads", "conv_kernel_size", "num_attention_heads")
 RANGES = {
@@ -27,11 +43,11 @@ RANGES = {
     **dict.fromkeys(("norm_eps", "projection_gain", "recurrent_std"), NOT_NEGATIVE),
     **dict.fromkeys(("rope_theta", "recurrent_clip"), POSITIVE),
 }
-"""Of the numbers of an `LMConfig`."""
+"""Ranges of the fields of an `LMConfig`."""
 
 
 def check_ranges(record: Any, ranges: Mapping[str, Range]) -> None:
-    """ValueError for the first number of a record that is out of its range."""
+    """Check the fields of a record. Raises ValueError for the first that is out of its range."""
     for name, (wanted, holds) in ranges.items():
         value = getattr(record, name)
         if not holds(value):

@@ -60,6 +60,27 @@ def input_draw(inputs: int) -> Draw:
     return Draw("normal", spread=1 / math.sqrt(inputs), cut=3)
 
 
+def make_recurrent(config: LMConfig, **factory: Any) -> RecurrentLayer:
+    """Build the config's recurrent layer."""
+    return RecurrentLayer(
+        find_cell(config.cell, CELLS),
+        config.hidden_size,
+        config.hidden_size,
+        num_heads=config.num_heads,
+        solver=config.solver,
+        backend=config.backend,
+        recurrent_clip=config.recurrent_clip,
+        recompute_gates=config.recompute_gates,
+        **factory,
+        **config.cell_config,
+    )
+
+
+def neutral_fields(layer: RecurrentLayer) -> dict[str, float]:
+    """Return 1 for every field of a layer's cell: fields are time gaps and weights."""
+    return dict.fromkeys(type(layer.cell).fields, 1.0)
+
+
 class RNNMixer(Mixer):
     """The paper's recurrent block (Appendix C, Figure 9), for any cell.
 
@@ -76,19 +97,7 @@ class RNNMixer(Mixer):
         self.gate_proj = nn.Linear(width, width, bias=False, **factory)
         taps = config.conv_kernel_size
         self.conv = CausalConv(width, taps, **factory) if taps > 1 else None
-        cell_class = find_cell(config.cell, CELLS)
-        self.rnn = RecurrentLayer(
-            cell_class,
-            width,
-            width,
-            num_heads=config.num_heads,
-            solver=config.solver,
-            backend=config.backend,
-            recurrent_clip=config.recurrent_clip,
-            recompute_gates=config.recompute_gates,
-            **factory,
-            **config.cell_config,
-        )
+        self.rnn = make_recurrent(config, **factory)
         self.steady = program_of(self.rnn.cell).structure is not None  # else it may branch
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
@@ -97,8 +106,7 @@ class RNNMixer(Mixer):
             self.rnn.bias = nn.Parameter(cast(Tensor, self.rnn.bias).float())
         self.norm = nn.RMSNorm(width, eps=config.norm_eps, **factory)
         self.out_proj = nn.Linear(width, width, bias=False, **factory)
-        # Every per-step input that a cell names is a time gap or a weight whose neutral value is 1.
-        self.fields = dict.fromkeys(cell_class.fields, 1.0)
+        self.fields = neutral_fields(self.rnn)
 
     @property
     def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]

@@ -11,14 +11,14 @@ import torch
 
 from pararnn.cells import CELLS
 from pararnn.errors import PararnnError
-from pararnn.tasks.models import MIXERS
+from pararnn.tasks.models import OWN_MIXERS
 from pararnn.tasks.report import write_report
 from pararnn.tasks.run import configured, run_all
 from pararnn.tasks.table import TASKS
 
 
 def tasks(action: str, **options: Any) -> int:
-    """`pararnn tasks`: options are those of the action's function."""
+    """Run an action of `pararnn tasks`, whose options are those of the action's function."""
     try:
         ACTIONS[action](**options)
     except ValueError as error:
@@ -27,13 +27,12 @@ def tasks(action: str, **options: Any) -> int:
 
 
 def list_tasks() -> None:
-    """Print the tasks, by their first lines, and the mixers."""
+    """Print the tasks, by the first lines of their docstrings, and the mixers."""
     width = max(map(len, TASKS))
     for name, task in TASKS.items():
         print(f"{name:{width}}  {(type(task).__doc__ or '').splitlines()[0]}")
-    print(
-        f"\nmixers: {', '.join([*CELLS, *MIXERS])}, or a cell's import path, package.module:Class"
-    )
+    mixers = ", ".join([*CELLS, "attention", *OWN_MIXERS])
+    print(f"\nmixers: {mixers}, or a cell's import path, package.module:Class")
 
 
 def run_tasks(
@@ -53,12 +52,16 @@ def run_tasks(
     run_all(configs, Path(out))
 
 
-def report(folder: str) -> None:
+def print_report(folder: str) -> None:
     """Print the table and write it with its pictures."""
     print(write_report(Path(folder)))
 
 
-ACTIONS: dict[str, Callable[..., None]] = {"list": list_tasks, "run": run_tasks, "table": report}
+ACTIONS: dict[str, Callable[..., None]] = {
+    "list": list_tasks,
+    "run": run_tasks,
+    "table": print_report,
+}
 
 
 def _names(text: str) -> list[str]:
@@ -74,18 +77,17 @@ def _lengths(text: str) -> list[int]:
         ) from None
 
 
-def arranged(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `run`, key=value behind the task's name: argparse takes it only there."""
+def keys_first(arguments: Sequence[str]) -> list[str]:
+    """Move the key=value of `run` behind the task's name: argparse reads them only there."""
     if not arguments or arguments[0].startswith("-"):
         return list(arguments)
-    is_key = [not text.startswith("-") and "=" in text for text in arguments]
-    keys = [text for text, yes in zip(arguments, is_key, strict=True) if yes]
-    rest = [text for text, yes in zip(arguments, is_key, strict=True) if not yes]
-    return [*rest[:1], *keys, *rest[1:]]
+    keys = [text for text in arguments if "=" in text and not text.startswith("-")]
+    name, *others = (text for text in arguments if text not in keys)
+    return [name, *keys, *others]
 
 
 def add_actions(command: argparse.ArgumentParser, device: Callable[[str], str]) -> None:
-    """The actions and their options; `device` reads and checks a device's name."""
+    """Add the actions and their options; `device` reads and checks a device's name."""
     actions = command.add_subparsers(required=True, metavar="action", dest="action")
     actions.add_parser("list", help="print the tasks and the mixers")
     run = actions.add_parser("run", help="train models on tasks and test them")

@@ -1,4 +1,4 @@
-"""Several seeds of a model as one: stacked weights, and one kernel for what all of them do."""
+"""Several seeds of a model as one: stacked weights, and one kernel for all seeds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pararnn.tasks.base import Batch, Task, generator_of
 from pararnn.tasks.models import ModelConfig, TaskModel
 
 TOKENS_AT_ONCE = 100_000
-"""How many tokens of a seed an evaluation takes at once."""
+"""Tokens of a seed in one batch of an evaluation."""
 
 
 class FoldedModel:
-    """Models of one shape as one: `weights` are theirs, stacked to (S, ...) by name.
+    """Models of one shape as one: `weights` are copies of theirs, stacked to (S, ...) by name.
 
-    The models themselves are left as they are, but for the first, whose structure is used.
+    The first model is moved to the device, and its structure is used; the others stay as they are.
     """
 
     def __init__(self, models: Sequence[TaskModel], device: torch.device | str) -> None:
@@ -39,22 +39,20 @@ class FoldedModel:
         return len(next(iter(self.weights.values())))
 
     def __call__(self, inputs: Tensor, *, shared: bool = False) -> Tensor:
-        """Outputs (S, B, T, classes) of inputs (S, B, T); `shared` ones, (B, T), are all seeds'."""
+        """Compute outputs (S, B, T, classes) of inputs (S, B, T); `shared`: (B, T) for all."""
 
         def one(state: dict[str, Tensor], rows: Tensor) -> Tensor:
             return functional_call(self.base, state, (rows,))
 
         state = {**self.weights, **self.buffers}
-        # Attention's own kernels have a backward pass on CUDA that vmap's layouts are wrong for.
-        plain = sdpa_kernel(SDPBackend.MATH) if torch.is_grad_enabled() else nullcontext()
-        with plain:
+        # The backward pass of attention's CUDA kernels is wrong for the layouts that vmap makes.
+        with sdpa_kernel(SDPBackend.MATH) if torch.is_grad_enabled() else nullcontext():
             return vmap(one, (0, None if shared else 0))(state, inputs)
 
     @torch.no_grad()
     def finite(self) -> list[bool]:
-        """Whether all weights of a seed are finite: one that has diverged never comes back."""
-        weights = self.weights.values()
-        each = [weight.isfinite().flatten(1).all(1) for weight in weights]
+        """Return for each seed whether all its weights are finite; one that diverged stays so."""
+        each = [weight.isfinite().flatten(1).all(1) for weight in self.weights.values()]
         return torch.stack(each).all(0).tolist()
 
     @torch.no_grad()
@@ -65,21 +63,20 @@ class FoldedModel:
 
 
 def _bounds(model: TaskModel) -> dict[str, float]:
-    """The bounds of recurrent weights, by the weights' names in the model."""
+    """Return the bounds of recurrent weights, by the weights' names in the model."""
     bounds = {
         id(weight): layer.recurrent_clip
         for layer in model.modules()
         if isinstance(layer, RecurrentLayer) and layer.recurrent_clip is not None
         for weight in layer.recurrent_parameters()
     }
-    named = model.named_parameters()
-    return {name: bounds[id(weight)] for name, weight in named if id(weight) in bounds}
+    return {name: bounds[id(w)] for name, w in model.named_parameters() if id(w) in bounds}
 
 
 def make_folded(
     task: Task, config: ModelConfig, seeds: Sequence[int], device: torch.device | str
 ) -> FoldedModel:
-    """A model a seed, folded; PyTorch's own random numbers stay as they are."""
+    """Build a model a seed and fold them; PyTorch's global generator stays as it is."""
     models = []
     for seed in seeds:
         with torch.random.fork_rng(devices=()):
@@ -89,7 +86,7 @@ def make_folded(
 
 
 def losses(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
-    """The mean loss at judged positions, (S,), of outputs (S, B, T, classes)."""
+    """Compute the mean loss at judged positions, (S,), of outputs (S, B, T, classes)."""
     if task.regression:
         each = (outputs.squeeze(-1) - batch.targets).square()
     else:
@@ -101,21 +98,21 @@ def losses(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def accuracies(model: FoldedModel, task: Task, rows: int, *seed: int) -> list[float]:
-    """The share of judged positions that each seed's model answers rightly, on `rows` sequences.
+    """Return each seed's fraction of right answers at judged positions, on `rows` sequences.
 
-    It is NaN for a seed that has an output there that is NaN or infinite, and where no position is
+    It is NaN for a seed with an output there that is NaN or infinite, and where no position is
     judged.
     """
     device = next(iter(model.weights.values())).device
     right = torch.zeros(len(model), dtype=torch.int64, device=device)
-    bad = torch.zeros(len(model), dtype=torch.bool, device=device)
-    judged = torch.zeros((), dtype=torch.int64, device=device)
+    finite = torch.ones(len(model), dtype=torch.bool, device=device)
+    count = torch.zeros((), dtype=torch.int64, device=device)
     size = max(1, TOKENS_AT_ONCE // task.length)
     for start in range(0, rows, size):
-        drawn = task.draw(min(size, rows - start), generator_of(*seed, start))
-        batch = Batch(*(part.to(device) for part in drawn))
-        outputs = model(batch.inputs, shared=True)
-        right += (task.right(outputs, batch.targets) & batch.judged).sum((1, 2))
-        bad |= (~outputs.isfinite().all(-1) & batch.judged).any(2).any(1)
-        judged += batch.judged.sum()
-    return (right.double() / judged).where(~bad, math.nan).tolist()
+        batch = task.draw(min(size, rows - start), generator_of(*seed, start))
+        inputs, targets, judged = (part.to(device) for part in batch)
+        outputs = model(inputs, shared=True)
+        right += (task.right(outputs, targets) & judged).sum((1, 2))
+        finite &= (outputs.isfinite().all(-1) | ~judged).all(2).all(1)
+        count += judged.sum()
+    return (right.double() / count).where(finite, math.nan).tolist()

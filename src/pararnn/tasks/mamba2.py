@@ -22,9 +22,9 @@ class Mamba2(Mixer):
 
     z, x, B, C, dt = W u; x, B, C = silu(conv(x, B, C)); by heads, S_t = exp(dt A) S_(t-1) + dt B x,
     y = C S + D x; the result is V norm(y silu(z)). `bare` is the recurrence alone: no convolution
-    with its silu, no gate, norm or V. dt, A and D start as in transformers' Mamba2, whose
-    block has a norm of its own in front: with it the full block has the published number of
-    parameters. (The bare one has 1,160 fewer than published, which no reading here explains.)
+    with its silu, no gate, norm or V. dt, A and D start as in transformers' Mamba2. The full block
+    has a norm in front as well, as theirs: with it the number of parameters is the published one.
+    (The bare one has 1,160 fewer than published, which no reading here explains.)
     """
 
     scales_residual = True
@@ -46,13 +46,13 @@ class Mamba2(Mixer):
         self.skip = nn.Parameter(torch.ones(heads))
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`, of whole sequences."""
+        """Mix whole sequences, as `Mixer.forward`."""
         width, state, _, heads = self.sizes
         x = self.own_norm(x)
-        mixed, dt = self.in_proj(x).split([width + 2 * state, heads], -1)
+        xbc, dt = self.in_proj(x).split([width + 2 * state, heads], -1)
         if self.conv is not None:
-            mixed = F.silu(self.conv(mixed, rows)[0])
-        u, b, c = mixed.split(self.sizes[:3], -1)
+            xbc = F.silu(self.conv(xbc, rows)[0])
+        u, b, c = xbc.split(self.sizes[:3], -1)
         u, dt = u.unflatten(-1, (heads, -1)), F.softplus(dt + self.dt_bias)
         y = scan(u * dt.unsqueeze(-1), -dt * self.a_log.exp(), b, c)
         y = (y + u * self.skip.unsqueeze(-1)).flatten(-2)
@@ -61,15 +61,15 @@ class Mamba2(Mixer):
         return self.out_proj(y)
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """None: its parts have started by themselves."""
+        """Return none: the parameters are drawn where they are made."""
         return {}
 
 
 def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """y_t = C_t S_t with S_t = exp(decay_t) S_(t-1) + B_t x_t.
+    """Compute y_t = C_t S_t with S_t = exp(decay_t) S_(t-1) + B_t x_t.
 
-    x (B, T, H, P), decay (B, T, H), b and c (B, T, N), y as x. Within chunks
-    of time by products, as attention; from chunk to chunk by a loop.
+    x (B, T, H, P), decay (B, T, H), b and c (B, T, N), y as x. Chunks of time are computed by
+    products, as attention; a loop joins them.
     """
     steps = x.shape[1]
     size = min(steps, CHUNK)
@@ -79,16 +79,16 @@ def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
     x, decay, b, c = (part.unflatten(1, (-1, size)) for part in (x, decay, b, c))
     total = decay.cumsum(2).transpose(2, 3)  # (B, K, H, Q)
     later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
-    kept = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -math.inf).exp()
-    weights = (c @ b.mT).unsqueeze(2) * kept
+    factors = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -math.inf).exp()
+    weights = (c @ b.mT).unsqueeze(2) * factors
     x = x.transpose(2, 3)  # (B, K, H, Q, P)
     y = weights @ x
     if x.shape[1] > 1:
         end = total[..., -1:]
-        made = (b.mT.unsqueeze(2) * (end - total).exp().unsqueeze(-2)) @ x  # (B, K, H, N, P)
-        state, carried = torch.zeros_like(made[:, 0]), []
-        for new, fade in zip(made.unbind(1), end.exp().unsqueeze(-1).unbind(1), strict=True):
-            carried.append(state)
-            state = state * fade + new
-        y = y + (c.unsqueeze(2) @ torch.stack(carried, 1)) * total.exp().unsqueeze(-1)
+        new = (b.mT.unsqueeze(2) * (end - total).exp().unsqueeze(-2)) @ x  # (B, K, H, N, P)
+        state, states = torch.zeros_like(new[:, 0]), []
+        for update, fade in zip(new.unbind(1), end.exp().unsqueeze(-1).unbind(1), strict=True):
+            states.append(state)
+            state = state * fade + update
+        y = y + (c.unsqueeze(2) @ torch.stack(states, 1)) * total.exp().unsqueeze(-1)
     return y.transpose(2, 3).flatten(1, 2)[:, :steps]

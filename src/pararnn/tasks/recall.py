@@ -1,4 +1,4 @@
-"""Tasks of recall: what was said earlier is asked for later."""
+"""Tasks of recall: an earlier symbol is asked for later."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pararnn.tasks.base import Batch, Task, judged_by, need, need_judge
+from pararnn.lm.config import POSITIVE, Range, at_least, check_ranges, within
+from pararnn.tasks.base import JUDGED, Batch, Task, positions_judged
+
+VOCABULARY = {"vocab": at_least(2)}
 
 
 @dataclass(frozen=True)
 class KeepNth(Task):
     """The n-th symbol (from 1) of a sequence.
 
-    The paper does not say where it is judged: judge "all" is at every position from the n-th on,
-    "last" at the end only.
+    The paper does not say where it is judged: judge "all" is from the n-th position on, "last" at
+    the end only.
     """
 
     n: int = 5
@@ -25,9 +28,7 @@ class KeepNth(Task):
     bare, positions, norm_weights = True, True, False
 
     def __post_init__(self) -> None:
-        need_judge(self.judge)
-        need(1 <= self.n <= self.length, f"n must be from 1 to {self.length}, got {self.n}")
-        need(self.vocab > 1, f"vocab must be at least 2, got {self.vocab}")
+        check_ranges(self, {"judge": JUDGED, "n": within(1, self.length), **VOCABULARY})
 
     @property
     def symbols(self) -> int:
@@ -35,7 +36,7 @@ class KeepNth(Task):
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         tokens = torch.randint(self.vocab, (count, self.length), generator=generator)
-        judged = judged_by(tokens, self.judge, self.n - 1)
+        judged = positions_judged(tokens, self.judge, self.n - 1)
         return Batch(tokens, tokens[:, self.n - 1 : self.n].where(judged, 0), judged)
 
 
@@ -43,11 +44,11 @@ class KeepNth(Task):
 class MQAR(Task):
     """Multiple-query associative recall: pairs of key and value, then keys among noise.
 
-    At every later key its value is asked for. The paper leaves open what kappa is, and how keys,
-    values and noise share the vocabulary. Here kappa is the number of pairs, of different keys; the
-    vocabulary's first half holds the `keys` that there are and then noise, its second half the
-    values; each place behind the pairs holds noise with a chance of `noise`, else one of the keys.
-    By default there are no more keys than pairs, which come in the keys' order; `shuffled`: in any.
+    At every later key its value is asked for. The paper does not define kappa, nor how keys, values
+    and noise share the vocabulary. Here kappa is the number of pairs, of different keys. The
+    vocabulary's first half holds the `keys` and then noise, its second half the values. Each
+    position behind the pairs holds noise with a chance of `noise`, else one of the keys. By default
+    there are as many keys as pairs. Pairs come in the order of their keys; `shuffled`: in any.
     """
 
     kappa: int = 2
@@ -57,12 +58,13 @@ class MQAR(Task):
     noise: float = 0.5
 
     def __post_init__(self) -> None:
-        need(self.vocab >= 4, f"vocab must be at least 4, got {self.vocab}")
-        most = self.vocab // 2 - 1
-        need(1 <= self.keys <= most, f"keys must be from 1 to {most}, got {self.keys}")
-        most = min(self.keys, (self.length - 1) // 2)
-        need(1 <= self.kappa <= most, f"kappa must be from 1 to {most}, got {self.kappa}")
-        need(0 <= self.noise < 1, f"noise must be from 0 and below 1, got {self.noise}")
+        ranges = {
+            "vocab": at_least(4),
+            "keys": within(1, self.vocab // 2 - 1),
+            "kappa": within(1, min(self.keys, (self.length - 1) // 2)),
+            "noise": Range("from 0 and below 1", lambda x: 0 <= x < 1),
+        }
+        check_ranges(self, ranges)
 
     @property
     def symbols(self) -> int:
@@ -77,10 +79,10 @@ class MQAR(Task):
         pairs = torch.stack([keys, values], -1).flatten(1)
         which = torch.randint(self.kappa, later, generator=generator)
         noise = torch.randint(self.keys, half, later, generator=generator)
-        asked = torch.rand(later, generator=generator) >= self.noise
-        tail = torch.where(asked, keys.gather(1, which), noise)
-        answers = values.gather(1, which).where(asked, 0)
-        judged = torch.cat([torch.zeros(pairs.shape, dtype=torch.bool), asked], 1)
+        is_key = torch.rand(later, generator=generator) >= self.noise
+        tail = torch.where(is_key, keys.gather(1, which), noise)
+        answers = values.gather(1, which).where(is_key, 0)
+        judged = torch.cat([torch.zeros(pairs.shape, dtype=torch.bool), is_key], 1)
         targets = torch.cat([torch.zeros_like(pairs), answers], 1)
         return Batch(torch.cat([pairs, tail], 1), targets, judged)
 
@@ -96,8 +98,7 @@ class KHop(Task):
     vocab: int = 10
 
     def __post_init__(self) -> None:
-        need(self.hops > 0, f"hops must be positive, got {self.hops}")
-        need(self.vocab > 1, f"vocab must be at least 2, got {self.vocab}")
+        check_ranges(self, {"hops": POSITIVE, **VOCABULARY})
 
     @property
     def symbols(self) -> int:
@@ -106,28 +107,28 @@ class KHop(Task):
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         tokens = torch.randint(self.vocab, (count, self.length), generator=generator)
         follower = _followers(tokens, self.vocab)
-        place = follower
+        index = follower
         for _ in range(self.hops - 1):
-            place = torch.where(place < 0, -1, follower.gather(1, place.clamp_min(0)))
-        judged = place >= 0
-        return Batch(tokens, tokens.gather(1, place.clamp_min(0)).where(judged, 0), judged)
+            index = torch.where(index < 0, -1, follower.gather(1, index.clamp_min(0)))
+        judged = index >= 0
+        return Batch(tokens, tokens.gather(1, index.clamp_min(0)).where(judged, 0), judged)
 
 
 def _followers(tokens: Tensor, vocab: int) -> Tensor:
-    """The place behind each token's previous occurrence, int64 (N, T); -1 where there is none."""
+    """Return the index behind each token's previous occurrence, int64 (N, T), or -1 for none."""
     latest = torch.full((len(tokens) * vocab,), -1)
-    own = torch.arange(len(tokens)) * vocab  # where each sequence's entries of `latest` begin
-    found = []
+    base = torch.arange(len(tokens)) * vocab  # of each sequence's entries in `latest`
+    indices = []
     for time, token in enumerate(tokens.T.contiguous()):
-        entry = own + token
-        found.append(latest.index_select(0, entry))
+        entry = base + token
+        indices.append(latest.index_select(0, entry))
         latest.index_fill_(0, entry, time + 1)
-    return torch.stack(found).T.contiguous()
+    return torch.stack(indices, 1)
 
 
 @dataclass(frozen=True)
 class Copying(Task):
-    """The first `items` symbols, then blanks; at the last `items` places a mark asks for them.
+    """The first `items` symbols, then blanks; at the last `items` positions a mark asks for them.
 
     Symbols are 0 to vocab - 1, the blank, and the mark.
     """
@@ -137,9 +138,7 @@ class Copying(Task):
     scattered: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        most = self.length // 2
-        need(1 <= self.items <= most, f"items must be from 1 to {most}, got {self.items}")
-        need(self.vocab > 0, f"vocab must be positive, got {self.vocab}")
+        check_ranges(self, {"items": within(1, self.length // 2), "vocab": POSITIVE})
 
     @property
     def symbols(self) -> int:
@@ -153,11 +152,11 @@ class Copying(Task):
         items = torch.randint(self.vocab, (count, self.items), generator=generator)
         inputs = torch.full((count, self.length), self.vocab)
         inputs[:, -self.items :] = self.vocab + 1
-        places = torch.arange(self.items).expand(count, -1)
+        positions = torch.arange(self.items).expand(count, -1)
         if self.scattered:
-            room = torch.rand(count, self.length - self.items, generator=generator)
-            places = room.topk(self.items).indices.sort(1).values
-        inputs.scatter_(1, places, items)
+            chances = torch.rand(count, self.length - self.items, generator=generator)
+            positions = chances.topk(self.items).indices.sort(1).values
+        inputs.scatter_(1, positions, items)
         judged = inputs == self.vocab + 1
         targets = torch.zeros_like(inputs)
         targets[:, -self.items :] = items
@@ -175,14 +174,14 @@ class SelectiveCopying(Copying):
 class Adding(Task):
     """Numbers from 0 to 1, two of them marked, one in each half: their sum, at the end.
 
-    Inputs are the number and the mark, a regression by squared error; an answer that is off by less
-    than 0.04 counts as right.
+    Inputs are the number and the mark. A regression by squared error; an error below 0.04 counts as
+    right.
     """
 
     features, tolerance = 2, 0.04
 
     def __post_init__(self) -> None:
-        need(self.length > 1, f"length must be at least 2, got {self.length}")
+        check_ranges(self, {"length": at_least(2)})
 
     @property
     def symbols(self) -> int:
@@ -198,6 +197,6 @@ class Adding(Task):
         first = torch.randint(half, (count, 1), generator=generator)
         second = torch.randint(half, self.length, (count, 1), generator=generator)
         marks = torch.zeros_like(numbers).scatter(1, torch.cat([first, second], 1), 1.0)
-        judged = judged_by(numbers, "last")
+        judged = positions_judged(numbers, "last")
         total = (numbers * marks).sum(1, keepdim=True)
         return Batch(torch.stack([numbers, marks], -1), total.where(judged, 0), judged)

@@ -1,4 +1,4 @@
-"""Tasks of state tracking: each symbol changes a state, which is asked for after every symbol."""
+"""Tasks of state tracking: each symbol changes a state, and the state is asked after each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pararnn.tasks.base import Batch, Task, judged_all, judged_by, need, need_judge
+from pararnn.lm.config import POSITIVE, at_least, check_ranges, one_of
+from pararnn.tasks.base import JUDGED, Batch, Task, positions_judged
 
 
 @dataclass(frozen=True)
@@ -17,14 +18,14 @@ class Parity(Task):
     """Parity of the bits so far. The paper asks for that of the sequence.
 
     It does not say where it is judged: judge "all" is after every bit, "last" at the end only,
-    where gradients hardly say which bit mattered.
+    where gradients hardly tell which bit mattered.
     """
 
     judge: str = "all"
     bare, clip = True, None
 
     def __post_init__(self) -> None:
-        need_judge(self.judge)
+        check_ranges(self, {"judge": JUDGED})
 
     @property
     def symbols(self) -> int:
@@ -32,7 +33,7 @@ class Parity(Task):
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         bits = torch.randint(2, (count, self.length), generator=generator)
-        judged = judged_by(bits, self.judge)
+        judged = positions_judged(bits, self.judge)
         return Batch(bits, (bits.cumsum(1) % 2).where(judged, 0), judged)
 
 
@@ -44,7 +45,7 @@ class ModularAddition(Task):
     clip = None
 
     def __post_init__(self) -> None:
-        need(self.modulus > 1, f"modulus must be at least 2, got {self.modulus}")
+        check_ranges(self, {"modulus": at_least(2)})
 
     @property
     def symbols(self) -> int:
@@ -52,7 +53,7 @@ class ModularAddition(Task):
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         digits = torch.randint(self.modulus, (count, self.length), generator=generator)
-        return Batch(digits, digits.cumsum(1) % self.modulus, judged_all(digits))
+        return Batch(digits, digits.cumsum(1) % self.modulus, positions_judged(digits))
 
 
 GROUPS = ("s3", "a5", "s5")
@@ -60,9 +61,9 @@ GROUPS = ("s3", "a5", "s5")
 
 @cache
 def elements(group: str) -> list[tuple[int, ...]]:
-    """A group's permutations, in the order of their symbols; symbol 0 is the identity."""
-    found = list(itertools.permutations(range(int(group[1:]))))
-    return [p for p in found if _even(p)] if group[0] == "a" else found
+    """Return a group's permutations in the order of their symbols; symbol 0 is the identity."""
+    permutations = list(itertools.permutations(range(int(group[1:]))))
+    return [p for p in permutations if _even(p)] if group[0] == "a" else permutations
 
 
 def _even(permutation: tuple[int, ...]) -> bool:
@@ -72,7 +73,7 @@ def _even(permutation: tuple[int, ...]) -> bool:
 
 @cache
 def product_table(group: str) -> Tensor:
-    """int64 (n, n): entry (a, b) is the element that applies b first and then a."""
+    """Return int64 (n, n): entry (a, b) is the element that applies b first and then a."""
     members = elements(group)
     number = {p: index for index, p in enumerate(members)}
     return torch.tensor([[number[tuple(a[i] for i in b)] for b in members] for a in members])
@@ -83,14 +84,14 @@ class WordProblem(Task):
     """The product of the permutations so far, the newest applied last; judged at every position.
 
     group: "s3" of 6 elements, solvable; "a5" of 60 and "s5" of 120, which are not. Symbols are all
-    its elements, drawn alike.
+    its elements, with equal chances.
     """
 
     group: str = "s3"
     clip = None
 
     def __post_init__(self) -> None:
-        need(self.group in GROUPS, f"group must be one of {', '.join(GROUPS)}, got {self.group!r}")
+        check_ranges(self, {"group": one_of(*GROUPS)})
 
     @property
     def symbols(self) -> int:
@@ -103,7 +104,7 @@ class WordProblem(Task):
         for token in tokens.T.contiguous():
             state = table.index_select(0, token * self.symbols + state)
             products.append(state)
-        return Batch(tokens, torch.stack(products).T.contiguous(), judged_all(tokens))
+        return Batch(tokens, torch.stack(products, 1), positions_judged(tokens))
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Dyck(Task):
     clip = None
 
     def __post_init__(self) -> None:
-        need(self.kinds > 0 < self.depth, f"kinds and depth must be positive, got {self}")
+        check_ranges(self, {"kinds": POSITIVE, "depth": POSITIVE})
 
     @property
     def symbols(self) -> int:
@@ -136,16 +137,16 @@ class Dyck(Task):
         kinds = torch.randint(self.kinds, size, generator=generator)
         # An entry a level and sequence; level 0 stands for "none is open".
         stack = torch.full((count * (self.depth + 1),), self.kinds)
-        own = torch.arange(count) * (self.depth + 1)
+        base = torch.arange(count) * (self.depth + 1)
         level = torch.zeros(count, dtype=torch.int64)
-        top = stack.index_select(0, own)
+        top = stack.index_select(0, base)
         tokens, answers = [], []
         for opens, kind in zip(coin, kinds, strict=True):
             opens = ((level == 0) | opens) & (level < self.depth)
             tokens.append(torch.where(opens, kind, top + self.kinds))
             level = torch.where(opens, level + 1, level - 1)
-            top = torch.where(opens, kind, stack.index_select(0, own + level))
-            stack.index_copy_(0, own + level, top)
+            top = torch.where(opens, kind, stack.index_select(0, base + level))
+            stack.index_copy_(0, base + level, top)
             answers.append(top)
-        inputs = torch.stack(tokens).T.contiguous()
-        return Batch(inputs, torch.stack(answers).T.contiguous(), judged_all(inputs))
+        inputs = torch.stack(tokens, 1)
+        return Batch(inputs, torch.stack(answers, 1), positions_judged(inputs))

@@ -33,7 +33,7 @@ PAPER = {
 
 
 def task_of(name: str) -> Task:
-    """The task of a name; ValueError for one that is not in the table."""
+    """Return the task of a name; ValueError for one that is not in the table."""
     if name not in TASKS:
         raise ValueError(f"there is no task {name!r}: name one of {', '.join(TASKS)}")
     return TASKS[name]

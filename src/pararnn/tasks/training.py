@@ -6,31 +6,47 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pararnn.tasks.base import Batch, Task, generator_of, need
+from pararnn.lm.config import NOT_NEGATIVE, POSITIVE, Range, check_ranges, one_of
+from pararnn.tasks.base import Batch, Task, generator_of
 from pararnn.tasks.folded import FoldedModel, accuracies, losses
 
 PAPER_STEPS = 3000 * 10_000 // 16
 """The paper's cap: 3,000 epochs of 10,000 sequences, 16 at a time."""
 TRAIN, VALIDATION, TEST, ORDER = range(4)
-"""What random numbers are for."""
+"""Parts of seeds, one for each use of random numbers."""
 WARM_UPS = 3
 """Steps before a graph is captured, which are then undone."""
+STOPS: dict[str, Callable[[list[bool]], bool]] = {
+    "any": any,
+    "all": all,
+    "never": lambda perfect: False,
+}
+"""Conditions that end a training, of the seeds that made no error in a validation."""
+RANGES = {
+    **dict.fromkeys(("seeds", "rows", "batch", "steps", "every", "validation"), POSITIVE),
+    "lr": Range("positive and finite", lambda x: 0 < x < math.inf),
+    "weight_decay": NOT_NEGATIVE,
+    "seconds": Range("positive, or none", POSITIVE.holds),
+    "stop": one_of(*STOPS),
+}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How seeds are trained; the defaults are the paper's, where it says.
+    """Training of all seeds; the defaults are the paper's, where it says.
 
-    seeds: how many; seed: the first one's number, of weights and of the order of sequences. data:
-    the number of the data, which all seeds share. rows: training sequences; fresh: new ones every
-    epoch. steps: at most so many, over which the learning rate falls as a cosine; seconds: at most
-    so long. every: steps between validations, each on `validation` sequences. stop: training ends
-    when a validation finds no error by "any" seed, by "all", or "never". graph: on CUDA, whether a
-    step is one captured graph, or kernels that Python launches one by one.
+    seeds: number of seeds. seed: the first one's number, for weights and the order of sequences.
+    data: number of the data, which all seeds share. rows: training sequences; fresh: whether every
+    epoch has new ones. steps: most steps, over which the learning rate falls as a cosine; seconds:
+    most seconds. every: steps between validations, each on `validation` sequences. stop: training
+    ends when a validation finds no error by "any" seed, by "all", or "never". graph: on CUDA,
+    whether a step is one captured graph, or kernels that Python launches one by one. Raises
+    ValueError for impossible values.
     """
 
     seeds: int = 3
@@ -49,96 +65,75 @@ class TrainConfig:
     graph: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "rows", "batch", "steps", "every", "validation"):
-            need(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
-        need(0 < self.lr < math.inf, f"lr must be positive and finite, got {self.lr}")
-        need(self.weight_decay >= 0, f"weight_decay must be 0 or positive, got {self.weight_decay}")
-        need(
-            self.seconds is None or self.seconds > 0,
-            f"seconds must be positive, or none, got {self.seconds}",
-        )
-        need(self.batch <= self.rows, f"batch must be at most rows = {self.rows}, got {self.batch}")
-        need(self.stop in STOPS, f"stop must be one of {', '.join(STOPS)}, got {self.stop!r}")
+        at_most = Range(f"at most rows = {self.rows}", lambda batch: batch <= self.rows)
+        check_ranges(self, RANGES)
+        check_ranges(self, {"batch": at_most})
 
 
-STOPS: dict[str, Callable[[list[bool]], bool]] = {
-    "any": any,
-    "all": all,
-    "never": lambda solved: False,
-}
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a training took: steps and seconds; capped, whether it ended before a seed was right
-    throughout and before the paper's last step; diverged, the step of the first validation where a
-    seed's weights were NaN or infinite, None where they never were; the validations, (step, a loss
-    a seed, an accuracy a seed) each."""
-
-    steps: int
-    seconds: float
-    capped: bool
-    diverged: list[int | None]
-    history: list[tuple[int, list[float], list[float]]]
-
-
+History = list[tuple[int, list[float], list[float]]]
+"""Validations of a training: (step, a loss a seed, an accuracy a seed)."""
 Report = Callable[[int, list[float], list[float]], None]
 
 
 def train(
     model: FoldedModel, task: Task, config: TrainConfig, report: Report | None = None
-) -> Trained:
+) -> dict[str, Any]:
     """Train in place, and leave every seed with the weights of its best validation.
 
     The weights of a seed that diverged before its first validation are NaN. Training ends where all
-    have diverged.
-
-    `report` is called after every validation with the step, the losses and the accuracies.
+    have diverged. `report` is called after every validation with the step, the losses and the
+    accuracies. Returns steps; seconds; capped, see `run_task`; diverged, for each seed the step of
+    the first validation where its weights were NaN or infinite, or None; and the history.
     """
     stepper = Stepper(model, task, config)
     best = {name: torch.full_like(weight, math.nan) for name, weight in model.weights.items()}
-    top = [-1.0] * len(model)
+    top = torch.full((len(model),), -1.0, dtype=torch.float64)
     diverged: list[int | None] = [None] * len(model)
-    history: list[tuple[int, list[float], list[float]]] = []
+    history: History = []
     begin = time.monotonic()
-    done = 0
-    while True:
-        for _ in range(min(config.every, config.steps - done)):
+    end = False
+    while not end:
+        for _ in range(min(config.every, config.steps - stepper.count)):
             stepper()
-            done += 1
-        found = accuracies(model, task, config.validation, config.data, VALIDATION)
-        history.append((done, stepper.losses.tolist(), found))
+        scores = accuracies(model, task, config.validation, config.data, VALIDATION)
+        history.append((stepper.count, stepper.losses.tolist(), scores))
         if report is not None:
             report(*history[-1])
-        better = [new > old for new, old in zip(found, top, strict=True)]  # NaN is not
-        top = [max(old, new) for new, old in zip(found, top, strict=True)]
-        fine = model.finite()
-        diverged = [
-            done if before is None and not yes else before
-            for before, yes in zip(diverged, fine, strict=True)
-        ]
-        _keep(best, model.weights, better)
-        right = [accuracy == 1 for accuracy in top]
+        new = torch.tensor(scores, dtype=torch.float64)
+        better = new > top  # False for NaN
+        top = new.where(better, top)
+        _copy_seeds(model.weights, best, better)
+        finite = model.finite()
+        for seed, fine in enumerate(finite):
+            if not fine and diverged[seed] is None:
+                diverged[seed] = stepper.count
+        perfect = (top == 1).tolist()
         late = config.seconds is not None and time.monotonic() - begin >= config.seconds
-        if STOPS[config.stop](right) or late or done == config.steps or not any(fine):
-            break
-    _keep(model.weights, best, [True] * len(model))
-    capped = not any(right) and done < PAPER_STEPS
-    return Trained(done, time.monotonic() - begin, capped, diverged, history)
+        end = STOPS[config.stop](perfect) or late or stepper.count == config.steps
+        end = end or not any(finite)
+    _copy_seeds(best, model.weights, torch.ones(len(model), dtype=torch.bool))
+    return {
+        "steps": stepper.count,
+        "seconds": round(time.monotonic() - begin, 3),
+        "capped": not any(perfect) and stepper.count < PAPER_STEPS,
+        "diverged": diverged,
+        "history": history,
+    }
 
 
 @torch.no_grad()
-def _keep(kept: dict[str, Tensor], new: dict[str, Tensor], which: list[bool]) -> None:
-    """Copy the weights of some seeds."""
-    chosen = [index for index, yes in enumerate(which) if yes]
-    for name, weight in kept.items():
-        weight[chosen] = new[name][chosen]
+def _copy_seeds(source: dict[str, Tensor], target: dict[str, Tensor], seeds: Tensor) -> None:
+    """Copy the weights of the seeds where `seeds`, bool (S,), is True."""
+    indices = seeds.nonzero().flatten().tolist()
+    for name, weight in target.items():
+        weight[indices] = source[name][indices]
 
 
 class Stepper:
-    """One step at a call: batch, losses, gradients, AdamW, clipping; the data stay on the device.
+    """One training step a call: batch, losses, gradients, AdamW, clipping.
 
-    All that changes from step to step is in tensors, so that a graph of one step is one of all.
+    The data stay on the device. All that changes between steps is in tensors, so that a graph of
+    one step is one of all. count: steps so far.
     """
 
     def __init__(self, model: FoldedModel, task: Task, config: TrainConfig) -> None:
@@ -146,10 +141,10 @@ class Stepper:
         weights = list(model.weights.values())
         device = weights[0].device
         self.data = Batch(*(part.to(device) for part in self._rows(0)))
-        self.orders = [generator_of(config.seed + s, ORDER) for s in range(len(model))]
+        self.generators = [generator_of(config.seed + s, ORDER) for s in range(len(model))]
         self.order = torch.zeros(len(model), config.rows, dtype=torch.int64, device=device)
         self.lane = torch.arange(config.batch, device=device)
-        self.done = torch.zeros((), dtype=torch.int64, device=device)
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
         self.losses = torch.zeros(len(model), device=device)
         self.lr = torch.tensor(config.lr, device=device)
         self.optimizer = torch.optim.AdamW(
@@ -165,44 +160,43 @@ class Stepper:
         self.run: Callable[[], None] = self._step
         if device.type == "cuda" and config.graph:
             with torch.cuda.device(device):
-                self.run = self._captured()
+                self.run = self._capture()
 
     def __call__(self) -> None:
-        epoch, place = divmod(self.count, self.epoch_steps)
-        if place == 0:
-            self._new_epoch(epoch)
+        epoch, step = divmod(self.count, self.epoch_steps)
+        if step == 0:
+            self._begin_epoch(epoch)
         self.run()
         self.count += 1
 
     def _rows(self, epoch: int) -> Batch:
-        seed = (self.config.data, TRAIN, epoch)
-        return self.task.draw(self.config.rows, generator_of(*seed))
+        return self.task.draw(self.config.rows, generator_of(self.config.data, TRAIN, epoch))
 
-    def _new_epoch(self, epoch: int) -> None:
-        orders = [torch.randperm(self.config.rows, generator=each) for each in self.orders]
+    def _begin_epoch(self, epoch: int) -> None:
+        orders = [torch.randperm(self.config.rows, generator=each) for each in self.generators]
         self.order.copy_(torch.stack(orders))
         if self.config.fresh and epoch:
             for part, new in zip(self.data, self._rows(epoch), strict=True):
                 part.copy_(new)
 
     def _step(self) -> None:
-        place = self.done % self.epoch_steps * self.config.batch
-        taken = self.order.index_select(1, place + self.lane)
-        batch = Batch(*(part[taken] for part in self.data))
+        first = self.step % self.epoch_steps * self.config.batch
+        rows = self.order.index_select(1, first + self.lane)
+        batch = Batch(*(part[rows] for part in self.data))
         each = losses(self.task, self.model(batch.inputs), batch)
         # Not autograd.grad: backward gives gradients their weights' strides, as fused AdamW wants.
         self.optimizer.zero_grad(set_to_none=True)
         each.sum().backward()
-        fallen = torch.cos(self.done * (math.pi / self.config.steps))
-        self.lr.copy_(self.config.lr / 2 * (1 + fallen))
+        cosine = torch.cos(self.step * (math.pi / self.config.steps))
+        self.lr.copy_(self.config.lr / 2 * (1 + cosine))
         self.optimizer.step()
         self.model.clip()
         self.losses.copy_(each.detach())
-        self.done += 1
+        self.step += 1
 
-    def _captured(self) -> Callable[[], None]:
-        """A step as a graph; what capturing it did to weights and optimizer is undone."""
-        before = [weight.detach().clone() for weight in self.model.weights.values()]
+    def _capture(self) -> Callable[[], None]:
+        """Capture a step as a graph, and undo its effect on weights and optimizer."""
+        backup = [weight.detach().clone() for weight in self.model.weights.values()]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -213,10 +207,10 @@ class Stepper:
         with torch.cuda.graph(graph):
             self._step()
         with torch.no_grad():
-            for weight, old in zip(self.model.weights.values(), before, strict=True):
+            for weight, old in zip(self.model.weights.values(), backup, strict=True):
                 weight.copy_(old)
             for state in self.optimizer.state.values():
                 for part in state.values():
                     part.zero_()
-            self.done.zero_()
+            self.step.zero_()
         return graph.replay
