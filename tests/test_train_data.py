@@ -112,6 +112,16 @@ def test_a_half_written_folder_is_not_used(config, packings, kept):
     assert visible(folder.parent) == [folder.name]
 
 
+@pytest.mark.parametrize(
+    "meta", ["", "[]", "{}", '{"dtype": "int8"}', '{"dtype": "uint16", "train": 1}']
+)
+def test_a_corrupt_record_of_the_cache_is_not_used(tmp_path, meta):
+    (tmp_path / "meta.json").write_text(meta)
+    for name in packing.BINS:
+        (tmp_path / name).touch()
+    assert packing.meta_of(tmp_path) is None
+
+
 def test_a_corrupt_source_leaves_nothing_behind(config, tmp_path):
     json_lines(tmp_path / "texts.jsonl", [{"body": "fine"}, {"body": "x"}])
     with pytest.raises(DataError, match="line 1"):

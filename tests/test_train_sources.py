@@ -144,7 +144,7 @@ def test_of_a_text_file_all_is_left_out_or_nothing(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(b"a line\n" * 99 + end)
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"short"))
     for held in (1 << 24, 50):
-        monkeypatch.setattr(readers, "HELD", held)
+        monkeypatch.setattr(readers, "MAX_HELD", held)
         monkeypatch.setattr(readers, "BLOCK", 20)
         left_out = LeftOut()
         assert list(documents(str(tmp_path), left_out=left_out)) == ["a line\n" * 99, "short"]

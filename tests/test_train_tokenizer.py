@@ -33,7 +33,7 @@ def config(tmp_path):
 
 def test_bytes_as_tokens():
     tokenizer = load_tokenizer("bytes")
-    assert list(tokenizer.encode("é")) == [0xC3, 0xA9]
+    assert list(tokenizer.encode_all(["é"])[0]) == [0xC3, 0xA9]
     assert (tokenizer.end, tokenizer.vocabulary) == (256, 257)
 
 
@@ -51,9 +51,11 @@ def test_a_tokenizer_is_trained_and_loaded(trained, config):
         loaded = load_tokenizer(str(name))
         assert (loaded.end, loaded.vocabulary) == (tokenizer.end, tokenizer.vocabulary)
         assert loaded.key == tokenizer.key
-        assert [loaded.tokenizer.decode(loaded.encode(text)) for text in TEXTS] == TEXTS
+        assert [loaded.tokenizer.decode(loaded.encode_all([text])[0]) for text in TEXTS] == TEXTS
     packed = prepare(replace(config, sequence_length=2, tokenizer=str(folder)))
-    ids = [token for text in TEXTS[:3] for token in [*tokenizer.encode(text), tokenizer.end]]
+    ids = [
+        token for text in TEXTS[:3] for token in [*tokenizer.encode_all([text])[0], tokenizer.end]
+    ]
     assert tokens_of(packed.train) == ids
     assert packed.folder != prepare(config).folder
 
@@ -70,24 +72,24 @@ def test_words_are_those_of_byte_level_and_none_is_long(trained):
         assert {end - start for _, (start, end) in found[:-1]} == {128}
         assert found[-1][1][1] == len(part) * 1000
     endless = "ACGTTGCAAC" * 500
-    assert tokenizer.tokenizer.decode(tokenizer.encode(endless)) == endless
+    assert tokenizer.tokenizer.decode(tokenizer.encode_all([endless])[0]) == endless
 
 
 def test_a_text_cannot_spell_the_end_of_a_document(trained):
     _, tokenizer = trained
     text = "a<|endoftext|>b"
-    assert tokenizer.end not in tokenizer.encode(text)
-    assert tokenizer.tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.end not in tokenizer.encode_all([text])[0]
+    assert tokenizer.tokenizer.decode(tokenizer.encode_all([text])[0]) == text
 
 
 def test_a_tokenizer_that_cuts_and_pads_does_neither_here(trained):
     folder, tokenizer = trained
-    ids = tokenizer.encode(TEXTS[0])
+    ids = tokenizer.encode_all([TEXTS[0]])[0]
     tokenizer.tokenizer.enable_truncation(3)
     tokenizer.tokenizer.enable_padding(length=50)
     tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
     loaded = load_tokenizer(str(folder))
-    assert loaded.encode(TEXTS[0]) == loaded.encode_all(TEXTS)[0] == ids
+    assert loaded.encode_all([TEXTS[0]])[0] == loaded.encode_all(TEXTS)[0] == ids
 
 
 def test_tokenizers_that_cannot_be_used(trained, tmp_path):
@@ -139,9 +141,9 @@ def test_what_packs_is_what_transformers_reads(name, tmp_path):
     tokenizer.save(tmp_path / "saved")
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     text = "the cät sat\n"
-    assert read(text)["input_ids"] == list(tokenizer.encode(text))
+    assert read(text)["input_ids"] == list(tokenizer.encode_all([text])[0])
     assert read.eos_token_id == read.pad_token_id == tokenizer.end
-    assert read.decode(list(tokenizer.encode(text))) == text
+    assert read.decode(list(tokenizer.encode_all([text])[0])) == text
     assert load_tokenizer(str(tmp_path / "saved")).end == tokenizer.end
 
 
@@ -286,7 +288,7 @@ def test_long_documents_have_the_tokens_that_they_have_whole(trained, config, tm
     assert len(list(sources.pieces(str(tmp_path / "long.txt")))) > 1
     config = replace(config, train=str(tmp_path / "long.txt"), valid=config.train)
     packed = prepare(replace(config, tokenizer=str(tmp_path / "tokenizer")))
-    assert tokens_of(packed.train) == [*tokenizer.encode(text), tokenizer.end]
+    assert tokens_of(packed.train) == [*tokenizer.encode_all([text])[0], tokenizer.end]
 
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:256", "bpe:x", "bpe:-1", "bpe:1e4"])

@@ -1,11 +1,11 @@
-"""Hashes of files, kept so that a file that has not changed is not read again."""
+"""Hashes of files, cached so that a file that has not changed is not read again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,83 +17,83 @@ from pararnn.train.locks import exclusive
 SETTLED = 2_000_000_000
 """Nanoseconds after which another change of a file is sure to show in its time."""
 Index = dict[str, Any]
-"""By path: [size, time of content, time of anything, inode, hash]."""
+"""[size, time of content, time of anything, inode, hash] by path."""
 
 
 def sha256(path: Path) -> str:
     """Return the sha256 of a file."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def hashes_of(
-    paths: Sequence[Path], index: Path | None = None, how: Callable[[Path], str] = sha256
+    paths: Sequence[Path], index: Path | None = None, hash_file: Callable[[Path], str] = sha256
 ) -> list[tuple[int, str]]:
-    """Size and hash of each file.
+    """Return size and hash of each file.
 
-    index: a file (JSON) that keeps them: what has the same size, times and inode as there is not
-    read. One that is corrupt is written anew. how: hashes a file; of one path always the same.
-    Raises DataError for what cannot be read or written.
+    Raises DataError for a file that cannot be read, and for an index that cannot be written.
+
+    Args:
+        paths: the files.
+        index: JSON file that caches hashes: a file with the size, times and inode that stand there
+            is not read. A corrupt index is written anew.
+        hash_file: hashes a file; always the same function for one path.
     """
-    stats = {str(path.absolute()): _stat(path) for path in paths}
-    known = {} if index is None else _known(index, stats)
-    if len(known) < len(stats):
-        known = _hashed(stats, how) if index is None else _hashed_once(stats, index, how)
-    found = (known[str(path.absolute())] for path in paths)
-    return [(each[0], each[-1]) for each in found]
+    keys = [str(path.absolute()) for path in paths]
+    stats = {key: _stat(key) for key in keys}
+
+    def hash_all(keys: Iterable[str]) -> Index:
+        return {key: [*stats[key], _hash(Path(key), hash_file)] for key in keys}
+
+    entries = hash_all(stats) if index is None else _valid(index, stats)
+    if index is not None and len(entries) < len(stats):
+        try:
+            index.parent.mkdir(parents=True, exist_ok=True)
+            with exclusive(index):  # one process at a time
+                entries = _valid(index, stats)
+                begin = time.time_ns()
+                new = hash_all(key for key in stats if key not in entries)
+                lasting = {key: new[key] for key in new if new[key][1] < begin - SETTLED}
+                if lasting:
+                    write_text(index, json.dumps(_read(index) | lasting, indent=0))
+                entries |= new
+        except OSError as error:
+            raise cannot_write(index.parent, error) from error
+    return [(entries[key][0], entries[key][-1]) for key in keys]
 
 
-def _hashed_once(stats: dict[str, list[int]], index: Path, how: Callable[[Path], str]) -> Index:
-    """Hash what the index does not know, one process at a time, and put it there."""
-    try:
-        index.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(index):
-            known = _known(index, stats)
-            begin = time.time_ns()
-            new = _hashed({path: stats[path] for path in stats if path not in known}, how)
-            settled = {path: new[path] for path in new if new[path][1] < begin - SETTLED}
-            if settled:
-                write_text(index, json.dumps(_read(index) | settled, indent=0))
-    except OSError as error:
-        raise cannot_write(index.parent, error) from error
-    return known | new
-
-
-def _hashed(stats: dict[str, list[int]], how: Callable[[Path], str]) -> Index:
-    return {path: [*stat, _hash(Path(path), how)] for path, stat in stats.items()}
-
-
-def _known(index: Path, stats: dict[str, list[int]]) -> Index:
-    kept = _read(index)
-    return {path: kept[path] for path, stat in stats.items() if kept.get(path, [])[:-1] == stat}
+def _valid(index: Path, stats: dict[str, list[int]]) -> Index:
+    """Return the entries of files that have not changed."""
+    entries = _read(index)
+    return {key: entries[key] for key, stat in stats.items() if entries.get(key, [])[:-1] == stat}
 
 
 def _read(index: Path) -> Index:
-    """The index; empty where it is missing or corrupt."""
+    """Return the index; empty if it is missing or corrupt."""
     try:
-        kept = json.loads(index.read_text(encoding="utf-8"))
+        entries = json.loads(index.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
-    whole = isinstance(kept, dict) and all(
+    whole = isinstance(entries, dict) and all(
         isinstance(each, list) and len(each) == 5 and isinstance(each[-1], str)
-        for each in kept.values()
+        for each in entries.values()
     )
-    return kept if whole else {}
+    return entries if whole else {}
 
 
-def _stat(path: Path) -> list[int]:
+def _stat(path: str) -> list[int]:
     try:
-        stat = path.stat()
+        stat = Path(path).stat()
     except OSError as error:
         raise cannot_read(path, error) from error
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
-def _hash(path: Path, how: Callable[[Path], str]) -> str:
+def _hash(path: Path, hash_file: Callable[[Path], str]) -> str:
     try:
-        return how(path)
+        return hash_file(path)
     except OSError as error:
         raise cannot_read(path, error) from error

@@ -1,4 +1,4 @@
-"""Packing: a source's texts as two files of tokens, what is learned and what is held out."""
+"""Packing: a source's texts as two files of tokens, one to learn and one that is held out."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
+from pararnn.atomic import flush
 from pararnn.progress import Progress
 from pararnn.train.config import DataConfig
 from pararnn.train.corpus.sources import DataError, LeftOut, Piece, pieces
 from pararnn.train.corpus.tokenizer import Tokenizer
 
 FORMAT = 2
-"""Part of the key of a cached folder: another number for another layout of its files."""
+"""Version of the files' layout, in the key of a cached folder."""
 CHUNK = 1 << 22
 """Characters that are tokenised at once, at least; pieces stay whole."""
 SAMPLE = 1 << 27
 """Bytes of text that a tokenizer is trained on, at most: the first."""
+BINS = ("train.bin", "valid.bin")
+"""Files of tokens in a folder of the cache."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file of tokens. documents, bytes (of UTF-8): what they were."""
+    """Sizes of a file of tokens. documents, bytes (of UTF-8): of its text."""
 
     tokens: int
     documents: int
@@ -38,80 +40,102 @@ class Part:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text over tokens, ends of documents among them."""
+        """Bytes of text over tokens; ends of documents are tokens."""
         return self.bytes / self.tokens
 
 
 def pack(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write train.bin, valid.bin and meta.json, from which `meta_of` reads parts and dtype."""
+    """Write `BINS` and meta.json, from which `meta_of` reads parts and dtype."""
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32)
-    names = ("train", "valid")
-    left_out = LeftOut()
-    with Progress("tokenising") as shown:
-        writers = {name: Writer(folder / f"{name}.bin", tokenizer, dtype) for name in names}
-        counted = Counted(shown)
-        writers["train"].write(counted(train_pieces(config, left_out)), token_limit(config))
+    train, valid = (Writer(folder / name, tokenizer, dtype) for name in BINS)
+    left_out, bytes_done = LeftOut(), 0
+    with Progress("tokenising") as progress:
+
+        def show(texts: Iterable[Piece]) -> Iterator[Piece]:
+            nonlocal bytes_done
+            for piece in texts:
+                yield piece
+                bytes_done += len(piece.text.encode())
+                progress.update(bytes_done)
+
+        train.write(show(train_pieces(config, left_out)), token_limit(config))
         if config.valid:
-            writers["valid"].write(counted(valid_pieces(config, left_out)))
+            valid.write(show(_pieces(config, config.valid, False, left_out)))
         else:
-            sizes = writers["train"].sizes
-            at, keep = where_to_cut(sizes, held_out_bytes(int(sizes[:, 1].sum()), config.holdout))
-            _move_tail(config, at, keep, writers["train"], writers["valid"])
-    meta: dict[str, Any] = {name: asdict(writers[name].part()) for name in names}
-    meta |= {"dtype": dtype.name, "vocabulary": tokenizer.vocabulary, "end": tokenizer.end}
-    meta["left_out"] = left_out.lines()
-    for writer in writers.values():
+            sizes = train.sizes
+            target = held_out_bytes(int(sizes[:, 1].sum()), config.holdout)
+            _move_tail(config, *where_to_cut(sizes, target), train, valid)
+    meta = {
+        "train": asdict(train.part()),
+        "valid": asdict(valid.part()),
+        "dtype": dtype.name,
+        "vocabulary": tokenizer.vocabulary,
+        "end": tokenizer.end,
+        "left_out": left_out.lines(),
+        "config": asdict(config),
+    }
+    for writer in (train, valid):
         writer.sizes_path.unlink()
-    with _new(folder / "meta.json") as file:
-        file.write(json.dumps(meta | {"config": asdict(config)}, indent=2).encode())
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
+    for name in (*BINS, "meta.json"):
+        flush(folder / name)
 
 
 def meta_of(folder: Path) -> dict[str, Any] | None:
-    """What meta.json says; None where it is missing, or its tokens are not whole."""
+    """Return the content of meta.json; None if it is missing or corrupt, or tokens are missing."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        width = np.dtype(meta["dtype"]).itemsize
-        whole = all(
-            (folder / f"{name}.bin").stat().st_size == meta[name]["tokens"] * width
-            for name in ("train", "valid")
-        )
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        sizes = [(folder / name).stat().st_size for name in BINS]
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return meta if whole else None
+    if not isinstance(meta, dict) or meta.get("dtype") not in ("uint16", "uint32"):
+        return None
+    width = np.dtype(meta["dtype"]).itemsize
+    for name, size in zip(("train", "valid"), sizes, strict=True):
+        part = meta.get(name)
+        if not isinstance(part, dict) or set(part) != set(Part.__dataclass_fields__):
+            return None
+        if part["tokens"] * width != size:
+            return None
+    return meta
 
 
 def train_pieces(config: DataConfig, left_out: LeftOut | None = None) -> Iterator[Piece]:
-    """The texts to learn and, without `config.valid`, to hold out."""
+    """Yield the texts to learn and, without `config.valid`, to hold out."""
     return _pieces(config, config.train, True, left_out or LeftOut())
 
 
-def valid_pieces(config: DataConfig, left_out: LeftOut) -> Iterator[Piece]:
-    """The texts of `config.valid`."""
-    return _pieces(config, config.valid, False, left_out)
-
-
 def _pieces(config: DataConfig, source: str, strict: bool, left_out: LeftOut) -> Iterator[Piece]:
-    more: dict[str, Any] = {"suffixes": config.suffixes, "left_out": left_out}
-    found = pieces(source, config.column, config.drop, strict=strict, **more)
-    return some(found, source, left_out)
+    """Yield the pieces of a source that have text; DataError if none has."""
+    options: dict[str, Any] = {"suffixes": config.suffixes, "left_out": left_out}
+    empty = True
+    texts = pieces(source, config.column, config.drop, strict=strict, **options)
+    for number, piece in enumerate(texts, 1):
+        if piece.text:
+            empty = False
+            yield piece
+        else:
+            left_out.add("documents without text", f"number {number:,} of {source}")
+    if empty:
+        raise DataError(f"no document of {source} has any text")
 
 
 def tokenizer_sample(config: DataConfig) -> Iterator[str]:
-    """The texts to train a tokenizer on: the first `SAMPLE` bytes, none of them held out."""
+    """Yield the texts to train a tokenizer on: the first `SAMPLE` bytes, none of them held out."""
     size = sample_size(config)
     for piece in train_pieces(config):
-        text = piece.text.encode()[:size].decode(errors="ignore")
-        size -= len(piece.text.encode())
-        yield text
+        text = piece.text.encode()
+        yield text[:size].decode(errors="ignore")
+        size -= len(text)
         if size <= 0:
             return
 
 
 def sample_size(config: DataConfig) -> int:
-    """Bytes of text that a tokenizer may see.
+    """Return the bytes of text that a tokenizer may see.
 
-    How much text `config.tokens` are is not known before there is a tokenizer. They are no less
-    than as many bytes, so that what is beyond the sample of those is not counted on.
+    The size of `config.tokens` in bytes is unknown before there is a tokenizer. It is at least as
+    many bytes, so a sample of that size has no text that is held out.
     """
     if config.valid:
         return min(SAMPLE, token_limit(config) or SAMPLE)
@@ -126,52 +150,39 @@ def sample_size(config: DataConfig) -> int:
 
 
 def token_limit(config: DataConfig) -> int | None:
-    """Tokens after which no more are made: those to learn, and those held out of them."""
+    """Return the number of tokens to make: those to learn, and those held out of them."""
     if config.tokens is None or config.valid:
         return config.tokens
     return math.ceil(config.tokens / (1 - config.holdout))
 
 
 def held_out_bytes(total: int, holdout: float) -> int:
-    """Of so many bytes of text, how many are held out at most."""
+    """Return the largest number of bytes to hold out of `total`."""
     return max(1, int(total * holdout))
 
 
 def where_to_cut(sizes: np.ndarray, target: int) -> tuple[int, int]:
-    """Where what is held out begins: a piece, and a byte in it.
+    """Return where the held-out text begins: a piece, and a byte in it.
 
-    Whole documents at the end are held out as long as they fit in `target` bytes. Where these are
-    less than half of it, the document before them is cut, so that its end makes up the rest.
+    Whole documents at the end are held out as long as they fit in `target` bytes. If they are less
+    than half of it, the document before them is cut, and its end is held out too.
 
     sizes: int (N, 3), tokens, bytes and whether a document ends there, of each piece.
     """
-    at = cut = len(sizes)
-    size = held = 0
-    while at > 0 and size + sizes[at - 1, 1] <= target:
-        at -= 1
-        size += int(sizes[at, 1])
-        if at == 0 or sizes[at - 1, 2]:
-            cut, held = at, size
-    if 2 * held >= target or at == 0:
+    start = cut = len(sizes)
+    size = cut_size = 0
+    while start > 0 and size + sizes[start - 1, 1] <= target:
+        start -= 1
+        size += int(sizes[start, 1])
+        if start == 0 or sizes[start - 1, 2]:
+            cut, cut_size = start, size
+    if 2 * cut_size >= target or start == 0:
         return cut, 0
-    return at - 1, size + int(sizes[at - 1, 1]) - target
-
-
-def some(texts: Iterable[Piece], source: str, left_out: LeftOut) -> Iterator[Piece]:
-    """The texts that are not empty, of which there must be some."""
-    found = False
-    for number, piece in enumerate(texts, 1):
-        if piece.text:
-            found = True
-            yield piece
-        else:
-            left_out.add("documents without text", f"number {number:,} of {source}")
-    if not found:
-        raise DataError(f"no document of {source} has any text")
+    return start - 1, size + int(sizes[start - 1, 1]) - target
 
 
 class Writer:
-    """A file of tokens that is being written, and beside it the size of each piece."""
+    """A file of tokens under construction, and a second file with the size of each piece."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, dtype: np.dtype) -> None:
         self.path, self.tokenizer, self.dtype = path, tokenizer, dtype
@@ -181,26 +192,26 @@ class Writer:
 
     @property
     def sizes(self) -> np.ndarray:
-        """int64 (N, 3): tokens, bytes and whether a document ends there, of each piece."""
-        whole = self.sizes_path.stat().st_size > 0
-        sizes = np.memmap(self.sizes_path, np.int64, "r") if whole else np.empty(0, np.int64)
+        """Tokens, bytes and whether a document ends there, of each piece: int64 (N, 3)."""
+        some = self.sizes_path.stat().st_size > 0  # or there is nothing to map
+        sizes = np.memmap(self.sizes_path, np.int64, "r") if some else np.empty(0, np.int64)
         return sizes.reshape(-1, 3)
 
     def part(self) -> Part:
-        """What has been written."""
+        """Return the sizes of the text so far."""
         tokens, size, documents = (int(total) for total in self.sizes.sum(0))
         return Part(tokens, documents, size)
 
     def write(self, texts: Iterable[Piece], limit: int | None = None) -> None:
-        """Append texts, `end` behind each document; with `limit`, until there are so many tokens.
+        """Append texts, `end` behind each document; with `limit`, up to that number of tokens.
 
         The piece that reaches the limit is whole, and the end of its document.
         """
         total = 0
-        with _new(self.path, "ab") as tokens, _new(self.sizes_path, "ab") as sizes:
+        with self.path.open("ab") as tokens, self.sizes_path.open("ab") as sizes:
             for chunk in _chunks(texts):
-                found = self.tokenizer.encode_all([piece.text for piece in chunk])
-                for piece, ids in zip(chunk, found, strict=True):
+                ids_of_all = self.tokenizer.encode_all([piece.text for piece in chunk])
+                for piece, ids in zip(chunk, ids_of_all, strict=True):
                     last = limit is not None and total + len(ids) + piece.ends >= limit
                     ends = piece.ends or last
                     array = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else ids
@@ -213,53 +224,39 @@ class Writer:
                     if last:
                         return
 
+    def offsets(self, start: int) -> dict[Path, int]:
+        """Return the offset of the piece `start` in each of the two files."""
+        tokens = int(self.sizes[:start, 0].sum())
+        return {
+            self.path: tokens * self.dtype.itemsize,
+            self.sizes_path: start * 3 * np.dtype(np.int64).itemsize,
+        }
+
     def append(self, other: Writer, start: int) -> None:
-        """Append what another one has from its piece `start` on."""
-        width, row = self.dtype.itemsize, 3 * np.dtype(np.int64).itemsize
-        offset = int(other.sizes[:start, 0].sum()) * width
-        for ours, theirs, begin in (
-            (self.path, other.path, offset),
-            (self.sizes_path, other.sizes_path, start * row),
-        ):
-            with _new(ours, "ab") as file, theirs.open("rb") as source:
-                source.seek(begin)
-                shutil.copyfileobj(source, file, CHUNK)
+        """Append the pieces of another writer from its piece `start` on."""
+        offsets = other.offsets(start).items()
+        for path, (source, offset) in zip((self.path, self.sizes_path), offsets, strict=True):
+            with path.open("ab") as target, source.open("rb") as file:
+                file.seek(offset)
+                shutil.copyfileobj(file, target, CHUNK)
 
     def truncate(self, count: int) -> None:
-        """Keep `count` pieces."""
-        tokens = int(self.sizes[:count, 0].sum())
-        os.truncate(self.path, tokens * self.dtype.itemsize)
-        os.truncate(self.sizes_path, count * 3 * np.dtype(np.int64).itemsize)
+        """Keep the first `count` pieces."""
+        for path, offset in self.offsets(count).items():
+            os.truncate(path, offset)
 
 
-def _move_tail(config: DataConfig, at: int, keep: int, train: Writer, valid: Writer) -> None:
-    """Move what is behind byte `keep` of piece `at` from one file to the other."""
-    if keep == 0:
-        valid.append(train, at)
-        train.truncate(at)
-        return
-    # Read again: of texts that a document is a large part of, there are not many.
-    piece = next(islice(train_pieces(config), at, None))
-    first = piece.text.encode()[:keep].decode(errors="ignore")
-    ends = bool(train.sizes[at, 2])
-    valid.write([Piece(piece.text[len(first) :], ends)])
-    valid.append(train, at + 1)
-    train.truncate(at)
-    train.write([Piece(first, True)] if first else [])
-
-
-class Counted:
-    """Passes texts on, and shows how many bytes of them are done."""
-
-    def __init__(self, shown: Progress) -> None:
-        self.shown, self.bytes = shown, 0
-
-    def __call__(self, texts: Iterable[Piece]) -> Iterator[Piece]:
-        """The texts."""
-        for piece in texts:
-            yield piece
-            self.bytes += len(piece.text.encode())
-            self.shown.update(self.bytes)
+def _move_tail(config: DataConfig, start: int, keep: int, train: Writer, valid: Writer) -> None:
+    """Move all behind byte `keep` of the piece `start` from one file to the other."""
+    if keep:
+        # The text is read again: documents that are a large fraction of it are few.
+        piece = next(islice(train_pieces(config), start, None))
+        first = piece.text.encode()[:keep].decode(errors="ignore")
+        valid.write([Piece(piece.text[len(first) :], bool(train.sizes[start, 2]))])
+    valid.append(train, start + bool(keep))
+    train.truncate(start)
+    if keep and first:
+        train.write([Piece(first, True)])
 
 
 def _chunks(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -273,12 +270,3 @@ def _chunks(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-@contextmanager
-def _new(path: Path, mode: str = "wb") -> Iterator[BinaryIO]:
-    """A file to write, which is on the disk when the block ends."""
-    with path.open(mode) as file:
-        yield file  # type: ignore[misc]
-        file.flush()
-        os.fsync(file.fileno())

@@ -19,19 +19,16 @@ from torch.utils.data import Dataset
 from pararnn.progress import say
 from pararnn.train.config import DataConfig
 from pararnn.train.corpus.hashes import hashes_of
-from pararnn.train.corpus.packing import FORMAT, SAMPLE, Part, meta_of, pack, tokenizer_sample
+from pararnn.train.corpus.packing import BINS, FORMAT, SAMPLE, Part, meta_of, pack, tokenizer_sample
 from pararnn.train.corpus.sources import DataError, fingerprint
 from pararnn.train.corpus.store import make_once
 from pararnn.train.corpus.tokenizer import Tokenizer, load_tokenizer, size_of, train_tokenizer
 from pararnn.train.files import MARK
 from pararnn.train.sums import digest, read_mark
 
-BINS = ("train.bin", "valid.bin")
-"""The files of tokens in a folder of the cache."""
-
 
 class TokenRows(Dataset[dict[str, Tensor]]):
-    """Contiguous rows of tokens: row i begins at token i * length; what is left over is no row.
+    """Contiguous rows of tokens: row i begins at token i * length; the remainder is no row.
 
     Each is input_ids and labels, which are the same: int64 (length,). With `end`, the id behind
     documents, also position_ids, which are 0 at the first token of each document and there only: a
@@ -45,7 +42,7 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """The part's tokens: a memory map."""
+        """Tokens of the part: a memory map."""
         return np.memmap(self.path, self.dtype, "r", shape=(self.part.tokens,))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,10 +67,10 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class Packed:
-    """Tokenised data: the rows to train on and those held out, and what tokenised them.
+    """Tokenised data: the rows to learn and to hold out, and their tokenizer.
 
-    folder: where they are. vocabulary, end: as in `Tokenizer`. content: a hash of all tokens; ""
-    is unknown.
+    folder: holds them. vocabulary, end: as in `Tokenizer`. content: hash of all tokens, "" if it is
+    unknown.
     """
 
     folder: Path
@@ -86,17 +83,18 @@ class Packed:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the text that is held out."""
+        """Bytes per token of the text that is held out."""
         return self.valid.part.bytes_per_token
 
 
 def prepare(config: DataConfig) -> Packed:
-    """The rows of a configuration's data, tokenised on the first call only.
+    """Return the rows of a configuration's data, tokenised on the first call only.
 
-    They are kept in a folder of `config.cache` that is named by a hash of the sources' content,
-    the tokenizer, and what else they depend on, see `make_once`: of several processes one
-    tokenises. Without `config.valid` the end of the text is held out, see `where_to_cut`. What
-    cannot be learned, such as documents without any text, is left out, and said.
+    They are cached in a folder of `config.cache`. Its name is a hash of the sources' content, the
+    tokenizer, and all else that tokens depend on. One of several processes tokenises, see
+    `make_once`. Without `config.valid` the end of the text is held out, see `where_to_cut`. Data
+    that cannot be learned, such as documents without any text, are left out, and a line reports
+    them.
 
     Raises DataError for data that cannot be used, see `pieces` and `load_tokenizer`, for a part
     that is shorter than a row, and where the folder cannot be written.
@@ -128,7 +126,7 @@ def prepare(config: DataConfig) -> Packed:
     make = partial(pack, config, tokenizer)
     make_once(
         folder,
-        lambda each: _whole(each, index) and meta_of(each) is not None,
+        lambda each: _is_intact(each, index) and meta_of(each) is not None,
         make,
         f"the tokens of {config.train}",
     )
@@ -148,34 +146,32 @@ def prepare(config: DataConfig) -> Packed:
             )
         path = folder / f"{name}.bin"
         rows[name] = TokenRows(path, meta["dtype"], part, config.sequence_length, end)
-    learned = {"sums": _sums(folder, index), "dtype": meta["dtype"], "end": meta["end"]}
+    content = {"sums": _sums(folder, index), "dtype": meta["dtype"], "end": meta["end"]}
     parts = (rows["train"], rows["valid"])
-    return Packed(folder, tokenizer, tokenizer.vocabulary, tokenizer.end, *parts, _key(learned))
+    return Packed(folder, tokenizer, tokenizer.vocabulary, tokenizer.end, *parts, _key(content))
 
 
 def _sums(folder: Path, index: Path, names: Iterable[str] = BINS) -> list[str]:
-    """The sums of a folder's files; those that have not changed are not read again."""
-    return [found for _, found in hashes_of([folder / name for name in names], index, digest)]
+    """Return the sums of a folder's files; a file that has not changed is not read again."""
+    return [sum_ for _, sum_ in hashes_of([folder / name for name in names], index, digest)]
 
 
-def _whole(folder: Path, index: Path) -> bool:
-    """Whether a folder of the cache is as it was written; says so where it is damaged."""
+def _is_intact(folder: Path, index: Path) -> bool:
+    """Check that a folder of the cache is as it was written; print a line if it is not."""
     if not (folder / MARK).exists():  # of an earlier version, or none
         return True
-    mark = read_mark(folder / MARK)
-    if mark is None:
-        bad = [MARK]
-    else:
-        there = [name for name in mark.files if (folder / name).is_file()]
-        known = dict(zip(there, _sums(folder, index, there), strict=True))
-        bad = [name for name, sums in mark.files.items() if known.get(name) not in sums]
+    mark, bad = read_mark(folder / MARK), [MARK]
+    if mark is not None:
+        files = [name for name in mark.files if (folder / name).is_file()]
+        sums = dict(zip(files, _sums(folder, index, files), strict=True))
+        bad = [name for name, values in mark.files.items() if sums.get(name) not in values]
     if bad:
         print(f"{folder / bad[0]} is damaged: {folder} is made again", file=sys.stderr)
     return not bad
 
 
 def _tokenizer(config: DataConfig, content: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a configuration; "bpe:N" is trained on the first call only."""
+    """Return the tokenizer of a configuration; "bpe:N" is trained on the first call only."""
     size = size_of(config.tokenizer)
     if size is None:
         return load_tokenizer(config.tokenizer)
@@ -186,7 +182,7 @@ def _tokenizer(config: DataConfig, content: dict[str, Any]) -> Tokenizer:
     def whole(folder: Path) -> bool:
         try:
             fits = load_tokenizer(str(folder / "tokenizer.json")).vocabulary <= size
-            return fits and _whole(folder, index)
+            return fits and _is_intact(folder, index)
         except DataError:
             return False
 
@@ -203,9 +199,9 @@ def _key(content: dict[str, Any]) -> str:
 
 
 def positions_of(ids: np.ndarray, end: int, begins: bool) -> np.ndarray:
-    """The place of each token in its document, whose last is `end`: int64 (T,).
+    """Return the index of each token in its document, whose last token is `end`: int64 (T,).
 
-    begins: whether the first token is a document's first; if not, it is counted as its second.
+    begins: True if the first token is a document's first; otherwise it counts as its second.
     """
     index = np.arange(len(ids))
     first = np.where(np.concatenate([[False], ids[:-1] == end]), index, 0 if begins else -1)

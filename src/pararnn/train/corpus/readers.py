@@ -1,4 +1,10 @@
-"""Readers: the rows of files of each kind, and of datasets, with what is wrong said in a line."""
+"""Readers: the rows of text files, JSON lines, Parquet and datasets, with one line for each error.
+
+The package `datasets` reads datasets here, but not files of text and JSON lines. Its reader of JSON
+lines ends at the first bad line, at a type that changes and at a column that appears late; its
+reader of text holds a whole file in memory, changes line ends, and lets NUL bytes and byte order
+marks pass.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +25,16 @@ from pararnn.extras import require
 
 BLOCK = 1 << 20
 """Bytes of a text file that are read at once."""
+MAX_HELD = 1 << 24
+"""Characters of a text file that stay in memory while the file is checked; longer ones are read
+twice."""
 DATASET = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:/(\w[\w.-]*))?(?::(.+))?")
+"""Pattern of a dataset's name, configuration and split."""
 EMPTY = "files without text"
 NOT_UTF8 = "files that are not UTF-8"
 NO_OBJECT = "lines that are no JSON object"
 NO_TEXT = "rows without text"
-"""What of data is left out, and counted."""
-HELD = 1 << 24
-"""Characters of a text file that are held until all of it is known to be text."""
+"""Kinds of data that are left out, and counted."""
 
 
 class DataError(PararnnError, ValueError):
@@ -34,9 +42,9 @@ class DataError(PararnnError, ValueError):
 
 
 class Damaged(DataError):
-    """A file or a row that cannot be learned from, and is left out where others can.
+    """A file or a row that cannot be learned from, and is left out if others can.
 
-    kind: what it is one of, in the plural; then where it is, and what is wrong.
+    kind: plural name of what it is one of. The message says where it is and what is wrong.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -48,35 +56,21 @@ class Damaged(DataError):
 
 
 Row = tuple[str, Mapping[str, Any]]
-"""Where it is, for messages, and its fields. A text file is one row, its text in blocks."""
+"""Position of a row, for messages, and its fields. A text file is one row, its text in blocks."""
 Reader = Callable[[Path, str, tuple[str, ...]], Iterator[Row | Damaged]]
+"""Function of a path, the text's column, and other columns to read."""
 
 
 def cannot_read(path: Path | str, error: OSError) -> DataError:
-    """What to raise for a file that the system does not give."""
+    """Return the error to raise for a file that the system refuses."""
     return DataError(f"cannot read {path}: {error.strerror or first_line(error)}")
-
-
-def _stored(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from _read(file)
-
-
-def _of_gzip(path: Path) -> Iterator[bytes]:
-    with gzip.open(path) as file:
-        yield from _read(file)
-
-
-def _of_xz(path: Path) -> Iterator[bytes]:
-    with lzma.open(path) as file:
-        yield from _read(file)
 
 
 def _of_zstandard(path: Path) -> Iterator[bytes]:
     zstandard = require("zstandard")
     frame = None
     with path.open("rb") as file:
-        for block in _read(file):
+        while block := file.read(BLOCK):
             while block:
                 frame = frame or zstandard.ZstdDecompressor().decompressobj()
                 try:
@@ -85,28 +79,30 @@ def _of_zstandard(path: Path) -> Iterator[bytes]:
                     raise EOFError(str(error)) from error
                 block = frame.unused_data if frame.eof else b""
                 frame = None if frame.eof else frame
-    if frame is not None:  # the package says nothing of a file that was cut
+    if frame is not None:  # the package does not report a file that was cut
         raise EOFError("it ends before its last frame does")
 
 
-def _read(file: Any) -> Iterator[bytes]:
-    return iter(lambda: file.read(BLOCK), b"")
+def _by(opener: Callable[..., Any], path: Path) -> Iterator[bytes]:
+    with opener(path, "rb") as file:
+        while block := file.read(BLOCK):
+            yield block
 
 
-PACKED: dict[str, tuple[str, Callable[[Path], Iterator[bytes]]]] = {
-    "": ("", _stored),
-    ".gz": ("gzip", _of_gzip),
-    ".xz": ("xz", _of_xz),
+PACKINGS: dict[str, tuple[str, Callable[[Path], Iterator[bytes]]]] = {
+    "": ("", lambda path: _by(open, path)),
+    ".gz": ("gzip", partial(_by, gzip.open)),
+    ".xz": ("xz", partial(_by, lzma.open)),
     ".zst": ("zstandard", _of_zstandard),
 }
-"""By the end of a file's name: what packed it, and its bytes in blocks."""
+"""Name of each way of packing, and the reader of unpacked bytes, by the end of a file's name."""
 
 
 def _blocks(packing: str, path: Path) -> Iterator[bytes]:
-    """A file's bytes, unpacked, in blocks that are not empty."""
-    name, unpacked = PACKED[packing]
+    """Yield a file's bytes, unpacked, in blocks that are not empty."""
+    name, unpack = PACKINGS[packing]
     try:
-        yield from filter(None, unpacked(path))
+        yield from filter(None, unpack(path))
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"{path} is not a whole {name} file ({error}); copy it again, or unpack it"
@@ -118,25 +114,29 @@ def _blocks(packing: str, path: Path) -> Iterator[bytes]:
 def _text(
     packing: str, path: Path, column: str, others: tuple[str, ...]
 ) -> Iterator[Row | Damaged]:
-    held: list[str] = []
+    """Yield a text file as one row, after all of it has been checked."""
+    blocks: list[str] = []
     size = 0
     try:
-        for block in _decoded(_blocks(packing, path), path):  # to the end, before any is learned
+        for block in _characters(_blocks(packing, path), path):
             size += len(block)
-            held.append(block)
-            if size > HELD:
-                held.clear()
+            blocks.append(block)
+            if size > MAX_HELD:
+                blocks.clear()
     except Damaged as error:
         yield error
         return
-    blocks = iter(held) if size <= HELD else _decoded(_blocks(packing, path), path)
-    yield str(path), {column: blocks}
+    again = _characters(_blocks(packing, path), path)
+    yield str(path), {column: iter(blocks) if size <= MAX_HELD else again}
 
 
-def _decoded(blocks: Iterator[bytes], path: Path) -> Iterator[str]:
-    """A text file's text, without a byte order mark; one with NUL is of another encoding."""
+def _characters(blocks: Iterator[bytes], path: Path) -> Iterator[str]:
+    """Yield a text file's characters without a byte order mark.
+
+    Raises Damaged for an empty file, and for bytes that are not UTF-8, NUL among them.
+    """
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    line, found = 1, False
+    line, empty = 1, True
     for block in chain(blocks, [b""]):
         if b"\0" in block:
             line += block.count(b"\n", 0, block.index(b"\0"))
@@ -148,10 +148,10 @@ def _decoded(blocks: Iterator[bytes], path: Path) -> Iterator[str]:
             raise Damaged(
                 NOT_UTF8,
                 f"{path}, line {line}: found the byte 0x{error.object[error.start]:02x}, which is "
-                f"not UTF-8 there; text must be UTF-8",
+                "not UTF-8 there; text must be UTF-8",
             ) from error
-        line, found = line + block.count(b"\n"), found or bool(block)
-    if not found:
+        line, empty = line + block.count(b"\n"), empty and not block
+    if empty:
         raise Damaged(EMPTY, f"{path} is empty; a text file is a document and must have text")
 
 
@@ -159,39 +159,38 @@ def _json_lines(
     packing: str, path: Path, column: str, others: tuple[str, ...]
 ) -> Iterator[Row | Damaged]:
     rule = f"each line must be a JSON object with the text in {column!r}"
-    found = False
+    empty = True
     for number, line in enumerate(_lines(_blocks(packing, path)), 1):
         line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
-        found = True
-        where = f"{path}, line {number}"
+        empty, position = False, f"{path}, line {number}"
         try:
             row = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             start = line[:40].decode("utf-8", "backslashreplace").strip()
-            wrong = f"{where}: found {start!r}, which is not JSON ({error}); {rule}"
-            yield Damaged(NO_OBJECT, wrong)
+            message = f"{position}: found {start!r}, which is not JSON ({error}); {rule}"
+            yield Damaged(NO_OBJECT, message)
             continue
         if isinstance(row, dict):
-            yield where, row
+            yield position, row
         else:
-            yield Damaged(NO_OBJECT, f"{where}: found {named(row)}; {rule}")
-    if not found:
+            yield Damaged(NO_OBJECT, f"{position}: found {description(row)}; {rule}")
+    if empty:
         yield Damaged(EMPTY, f"{path} is empty; {rule}")
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """The lines of a file, without their ends."""
-    begun: list[bytes] = []
+    """Yield the lines of a file, without their ends."""
+    fragments: list[bytes] = []
     for block in blocks:
         first, *others = block.split(b"\n")
-        begun.append(first)
+        fragments.append(first)
         if others:
-            yield b"".join(begun)
+            yield b"".join(fragments)
             yield from others[:-1]
-            begun = others[-1:]
-    yield b"".join(begun)
+            fragments = others[-1:]
+    yield b"".join(fragments)
 
 
 def _parquet(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row | Damaged]:
@@ -217,18 +216,18 @@ def _parquet(path: Path, column: str, others: tuple[str, ...]) -> Iterator[Row |
 
 
 READERS: dict[str, Reader] = {
-    kind + packing: partial(reader, packing)
-    for kind, reader in ((".txt", _text), (".jsonl", _json_lines))
-    for packing in PACKED
+    end + packing: partial(reader, packing)
+    for end, reader in ((".txt", _text), (".jsonl", _json_lines))
+    for packing in PACKINGS
 } | {".parquet": _parquet}
-"""By the end of a file's name: its rows, where at least the fields that are named are read."""
+"""Readers by the end of a file's name."""
 
 
 def readers_of(suffixes: str) -> dict[str, Reader]:
-    """The readers of files whose names end in `suffixes`, which have commas between them.
+    """Return the readers of files whose names end in `suffixes`, separated by commas.
 
-    They may be packed. An end that `READERS` does not have is of text. "" is all of `READERS`.
-    Raises DataError for what is no end of a name.
+    The files may be packed. An end that `READERS` does not have is text. "" is all of `READERS`.
+    Raises DataError for an impossible end of a name.
     """
     if not suffixes:
         return READERS
@@ -241,31 +240,30 @@ def readers_of(suffixes: str) -> dict[str, Reader]:
     return {
         end + packing: READERS.get(end + packing, partial(_text, packing))
         for end in ends
-        for packing in PACKED
+        for packing in PACKINGS
         if end + packing in READERS or end not in READERS  # a packed .parquet is not read
     }
 
 
 def dataset_rows(source: str) -> Iterator[Row]:
-    """The rows of a dataset's split, streamed."""
-    split = _parts(source)[2] or "train"
+    """Stream the rows of a dataset's split."""
+    split = _name_parts(source)[2] or "train"
     builder = dataset_builder(source)
-    found = False
+    number = 0
     try:
         for number, row in enumerate(builder.as_streaming_dataset(split=split), 1):
-            found = True
             yield f"dataset {source}, row {number}", row
     except DataError:
         raise
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the dataset {source}: {first_line(error)}") from error
-    if not found:
+    if not number:
         raise DataError(f"the dataset {source} has no rows in its split {split!r}")
 
 
 def dataset_builder(source: str) -> Any:
-    """The builder of a dataset, whose hash is the revision."""
-    name, configuration, _ = _parts(source)
+    """Return the builder of a dataset; its `hash` is the revision."""
+    name, configuration, _ = _name_parts(source)
     try:
         datasets = require("datasets")
     except MissingExtra as error:
@@ -281,28 +279,28 @@ def dataset_builder(source: str) -> Any:
         ) from error
 
 
-def _parts(source: str) -> tuple[str, str | None, str | None]:
-    """Name, configuration and split of a dataset."""
+def _name_parts(source: str) -> tuple[str, str | None, str | None]:
+    """Return name, configuration and split of a dataset."""
     match = DATASET.fullmatch(source)
     assert match is not None, source
     name, configuration, split = match.groups()
     return name, configuration, split
 
 
-def no_column(where: str, column: str, names: Any) -> Damaged:
-    """What to say where the text's field is not."""
+def no_column(position: str, column: str, names: Any) -> Damaged:
+    """Return the error of a row, or of a file, without the text's column."""
     return Damaged(
         NO_TEXT,
-        f"{where}: no column {column!r}, it has {sorted(names)}; name the one with the text as "
+        f"{position}: no column {column!r}, it has {sorted(names)}; name the one with the text as "
         "column",
     )
 
 
-def named(value: Any) -> str:
-    """A value that is not as it must be, in words."""
+def description(value: Any) -> str:
+    """Describe a value of a wrong type."""
     return "nothing (null)" if value is None else f"a value of type {type(value).__name__}"
 
 
 def first_line(error: Exception) -> str:
-    """An error in a line."""
+    """Return the first line of an error."""
     return str(error).partition("\n")[0] or type(error).__name__

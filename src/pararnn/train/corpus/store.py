@@ -32,10 +32,10 @@ def make_once(
     failure = folder.with_name(f".{folder.name}.failed")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder) as waited:
+        with exclusive(folder) as was_held:
             if whole(folder):
                 return
-            if waited and failure.exists():
+            if was_held and failure.exists():
                 message = failure.read_text(encoding="utf-8")
                 raise DataError(f"another process could not make {what}: {message}")
             failure.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, those of the packages tokenizers and transformers, and how to train one."""
+"""Tokenizers: bytes, and those of the packages tokenizers and transformers; training of one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from pararnn.atomic import write_text
 from pararnn.extras import require
 from pararnn.lm.tokens import BYTES, save_byte_tokenizer
 from pararnn.train.corpus.sources import DataError
@@ -16,55 +17,45 @@ from pararnn.train.corpus.sources import DataError
 END = "<|endoftext|>"
 """The end of a document in tokenizers that are trained here."""
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""What a tokenizer.json that says nothing else may call it, the first that it has."""
+"""Names of that token in a tokenizer.json that does not say it: the first that it has."""
 SETTINGS = "tokenizer_config.json"
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's
 LONGEST = r"[\s\S]{1,128}"
-"""Words, in which byte pairs are merged, and what cuts those that are longer: text without blanks
-is one word, and each merge in it goes over all of it."""
+"""Patterns of words, in which byte pairs are merged, and of the parts of longer words. Text without
+blanks is one word, and each merge in a word reads all of it."""
 ENCODES = ("added_tokens", "normalizer", "pre_tokenizer", "model")
-"""What the ids of a text depend on, of the parts of a tokenizer.json."""
+"""Parts of a tokenizer.json that the ids of a text depend on."""
 
 
 class Tokenizer(Protocol):
-    """What packing needs of a tokenizer.
-
-    end: the id behind each document, which no text is encoded to. vocabulary: one more than the
-    largest id. key: a hash of all that ids depend on.
-    """
+    """Interface of tokenizers that packing uses."""
 
     @property
     def end(self) -> int:
-        """The id behind each document."""
+        """Id behind each document, to which no text is encoded."""
 
     @property
     def vocabulary(self) -> int:
-        """One more than the largest id."""
+        """Largest id plus one."""
 
     @property
     def key(self) -> str:
-        """A hash of all that ids depend on."""
-
-    def encode(self, text: str) -> Sequence[int]:
-        """The ids of a text, without any in front of it or behind it."""
+        """Hash of all that ids depend on."""
 
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The ids of each text; by several threads where the tokenizer can."""
+        """Return the ids of each text, without any in front of it or behind it."""
 
     def save(self, folder: Path) -> None:
-        """Write what `transformers.AutoTokenizer.from_pretrained(folder)` reads."""
+        """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` reads."""
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """The bytes of UTF-8, and one more id for the end of a document."""
+    """Bytes of UTF-8, and one more id for the end of a document."""
 
     end: int = BYTES
     vocabulary: int = BYTES + 1
     key: str = "bytes"
-
-    def encode(self, text: str) -> bytes:
-        return text.encode("utf-8")
 
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [text.encode("utf-8") for text in texts]
@@ -75,7 +66,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class FastTokenizer:
-    """A tokenizer of the package tokenizers; see `Tokenizer`. pad: the id that fills rows."""
+    """Tokenizer of the package tokenizers, several threads at work. pad: id that fills rows."""
 
     tokenizer: Any
     end: int
@@ -83,12 +74,9 @@ class FastTokenizer:
     key: str
     pad: int
 
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [each.ids for each in found]
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [each.ids for each in encodings]
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save(str(folder / "tokenizer.json"))
@@ -96,7 +84,7 @@ class FastTokenizer:
 
 
 def size_of(name: str) -> int | None:
-    """The size that "bpe:N" asks for; None for the name of a tokenizer that there is."""
+    """Return N of "bpe:N"; None for the name of an existing tokenizer."""
     if not name.startswith("bpe:"):
         return None
     size = name.removeprefix("bpe:")
@@ -109,42 +97,42 @@ def size_of(name: str) -> int | None:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer: "bytes", a tokenizer.json file, a folder with one, or a name on the Hub.
+    """Load a tokenizer: "bytes", a tokenizer.json file, a folder with one, or a name on the Hub.
 
-    The end of documents is what the folder or the Hub calls eos_token; for a file alone, the first
-    of `ENDS` that it knows. Raises DataError where there is none, or the file is corrupt, and
+    The end of documents is the eos_token of the folder or the Hub; for a single file, the first of
+    `ENDS` that it knows. Raises DataError where there is none, or the file is corrupt, and
     MissingExtra without the package that reads it.
     """
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name)
-    if path.is_dir() and not (path / "tokenizer_config.json").exists():
+    if path.is_dir() and not (path / SETTINGS).exists():
         path = path / "tokenizer.json"
     if path.is_file() or path.suffix == ".json":
         return _of_file(path)
     try:
-        found = require("transformers").AutoTokenizer.from_pretrained(name)
+        pretrained = require("transformers").AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(
             f'there is no tokenizer {name!r}: {reason}; allowed are "bytes", "bpe:N" to train one, '
             "a tokenizer.json, a folder with one, and a name on the Hub"
         ) from error
-    if not found.is_fast:
+    if not pretrained.is_fast:
         raise DataError(f"the tokenizer {name!r} has no tokenizer.json, which is needed")
-    if found.eos_token_id is None:
+    if pretrained.eos_token_id is None:
         raise DataError(
             f"the tokenizer {name!r} names no end of text: set eos_token in its "
             "tokenizer_config.json"
         )
-    return _fast(found.backend_tokenizer, found.eos_token_id, found.pad_token_id)
+    return _fast(pretrained.backend_tokenizer, pretrained.eos_token_id, pretrained.pad_token_id)
 
 
 def train_tokenizer(documents: Iterable[str], size: int, folder: Path | str) -> Tokenizer:
     """Train byte-level BPE with at most `size` ids and write it to `folder`; returns it.
 
     The 256 bytes and `END` are among the ids, so `size` must be at least 257; a short text gives
-    fewer than `size`. The folder can be loaded by `transformers.AutoTokenizer`.
+    fewer than `size`. The folder can be pretrained by `transformers.AutoTokenizer`.
     """
     if size <= BYTES:
         raise ValueError(f"size must be at least {BYTES + 1}, the bytes and {END}, got {size}")
@@ -173,9 +161,9 @@ def train_tokenizer(documents: Iterable[str], size: int, folder: Path | str) -> 
 
 
 def ends_of(folder: Path) -> tuple[int, int] | None:
-    """The ids of a saved tokenizer that end a text and fill a row; None where it names no end.
+    """Return the ids of a saved tokenizer that end a text and fill a row; None without an end.
 
-    What an earlier version saved names no pad token: the end is written there as one.
+    A tokenizer that an earlier version saved names no pad token: the end is written there as one.
     """
     path = folder / SETTINGS
     settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -183,18 +171,14 @@ def ends_of(folder: Path) -> tuple[int, int] | None:
         return None
     if settings.get("pad_token") is None:
         _write_settings(folder, settings["eos_token"], settings["eos_token"])
-    found = require("transformers").AutoTokenizer.from_pretrained(folder)
-    return found.eos_token_id, found.pad_token_id
+    pretrained = require("transformers").AutoTokenizer.from_pretrained(folder)
+    return pretrained.eos_token_id, pretrained.pad_token_id
 
 
 def _write_settings(folder: Path, end: str, pad: str) -> None:
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": end,
-        "pad_token": pad,
-    }
-    text = json.dumps(settings, indent=2) + "\n"
-    (folder / SETTINGS).write_text(text, encoding="utf-8")
+    kind = "PreTrainedTokenizerFast"
+    settings = {"tokenizer_class": kind, "eos_token": end, "pad_token": pad}
+    write_text(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
 def _of_file(path: Path) -> Tokenizer:
@@ -203,7 +187,7 @@ def _of_file(path: Path) -> Tokenizer:
     tokenizers = require("tokenizers")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    # Of a file that it cannot read, tokenizers raises Exception itself.
+    # The package raises plain Exception for a file that it cannot read.
     except Exception as error:
         raise DataError(f"{path} is not a tokenizer.json: {error}") from error
     ends = [tokenizer.token_to_id(each) for each in ENDS if tokenizer.token_to_id(each) is not None]
@@ -216,7 +200,7 @@ def _of_file(path: Path) -> Tokenizer:
 
 
 def _fast(tokenizer: Any, end: int, pad: int | None = None) -> Tokenizer:
-    # A file may ask for cut or padded texts; and a text that spells the end must not be one.
+    # A file may cut or pad texts. A text that spells the end must not encode to it.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
