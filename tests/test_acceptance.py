@@ -1,4 +1,4 @@
-"""Constants of kernels/cuda/acceptance.h hold what is said of where they come from."""
+"""Constants of kernels/cuda/elementwise/acceptance.h hold what is said of where they come from."""
 
 import re
 
@@ -13,7 +13,7 @@ UNIT = torch.finfo(torch.float32).eps
 
 def constant(pattern):
     """The number that a pattern's group finds in the header."""
-    text = (headers.folder("cuda") / "acceptance.h").read_text()
+    text = (headers.folder("cuda") / "elementwise/acceptance.h").read_text()
     (found,) = re.findall(pattern, text)
     return int(found)
 

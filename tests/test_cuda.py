@@ -138,7 +138,7 @@ def test_source_says_what_it_is_specialised_on():
         "constexpr bool broadcast[] = {false};",
         "constexpr bool arriving[] = {true, false};",
         "#define PARARNN_BACKWARD 1",
-        '#include "sequential.h"',
+        '#include "elementwise/sequential.h"',
     ):
         assert line in source
     assert "PARARNN_APPROXIMATE 0" in source_of(program, _variant(program, "forward"))

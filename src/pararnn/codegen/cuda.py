@@ -56,7 +56,7 @@ _LOG = logging.getLogger("pararnn")
 
 
 class Variant(NamedTuple):
-    """What a kernel is specialised on, besides the cell: see kernels/cuda/problem.h.
+    """What a kernel is specialised on, besides the cell: see kernels/cuda/elementwise/problem.h.
 
     `direction` is the pass, a key of KERNELS; `solver` is one of SOLVERS. `chunk`: bytes that all
     rows are aligned to, 16 at most; `field_chunk`: those of fields. `adjacent_gates`: gates

@@ -117,7 +117,7 @@ def source_file(
         interface_of(program, target, solver).declared(),
         "}  // namespace pararnn",
         "",
-        f'#include "{solver}.h"',
+        f'#include "elementwise/{solver}.h"',
         "",
     ]
     return "\n".join(lines)

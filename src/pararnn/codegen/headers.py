@@ -1,4 +1,7 @@
-"""The headers that emitted code is put into: one folder a target, and what targets share."""
+"""Headers around emitted code: a folder for each target, and one for what targets share.
+
+In each, a folder for each family of recurrences holds what only its kernels include.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,17 @@ from functools import cache
 from pathlib import Path
 
 LANGUAGES = ("cpp", "cuda")
-"""What there are headers for."""
+"""Targets that have headers."""
 KERNELS = Path(__file__).parents[1] / "kernels"
 
 
 def folder(target: str) -> Path:
-    """Where a target's headers are."""
+    """Return the folder of a target's headers, which compilers search."""
     return KERNELS / target
 
 
 @cache
 def text(target: str) -> str:
-    """All that a target's headers say: compiled code depends on it."""
-    files = [*sorted(folder(target).glob("*.h")), *sorted(folder("common").glob("*.h"))]
+    """Return the text of all headers that a target's code may include, as part of cache keys."""
+    files = [file for part in (target, "common") for file in sorted(folder(part).rglob("*.h"))]
     return "\n".join(file.read_text(encoding="utf-8") for file in files)

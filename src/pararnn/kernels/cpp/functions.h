@@ -1,5 +1,5 @@
-// The functions that generated code calls, on `real`. Those of most cells are written out and
-// vectorise; the rest call the C library lane by lane. Errors are a few units in the last place.
+// The functions that generated code calls, on `real`. Those of most cells are written out and vectorise; the
+// others call the C library lane by lane. Errors are a few units in the last place.
 #pragma once
 #include "real.h"
 

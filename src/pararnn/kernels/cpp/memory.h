@@ -1,5 +1,5 @@
-// Large outputs are fresh memory from the system. Touching it page by page can cost more than the
-// computation, so ask for large pages.
+// Requests large pages for large outputs. Touching fresh memory page by page can cost more than the
+// computation.
 #pragma once
 #include <cstdint>
 #if defined(__linux__)
@@ -14,7 +14,7 @@ inline void expect_writes(void* start, int64_t bytes) {
   if (bytes < worthwhile) return;
   const uintptr_t first = ((uintptr_t)start + page - 1) / page * page;
   const uintptr_t last = ((uintptr_t)start + bytes) / page * page;
-  // A refusal only costs time.
+  // Ignores a refusal: it only costs time.
   (void)madvise((void*)first, last - first, MADV_HUGEPAGE);
 #else
   (void)start, (void)bytes;

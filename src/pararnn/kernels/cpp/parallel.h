@@ -1,6 +1,6 @@
-// Independent tasks over threads. Which thread runs a task must not matter to its result.
+// Runs independent tasks on threads. A task's result must not depend on its thread.
 #pragma once
-#include <pthread.h>  // to read <thread> takes a quarter of a small kernel's compilation
+#include <pthread.h>  // including <thread> takes a quarter of a small kernel's compilation
 
 #include <algorithm>
 #include <atomic>
@@ -9,8 +9,8 @@
 
 namespace pararnn {
 
-// GOMP_parallel of the OpenMP runtime that PyTorch has loaded. Its threads are awake after a matrix
-// product, and threads of our own would compete with them for the cores. Null: use our own.
+// GOMP_parallel of the OpenMP runtime that PyTorch has loaded, or null to start threads here. PyTorch's
+// threads spin after a matrix product; threads started here would compete with them for cores.
 typedef void (*openmp_parallel)(void (*)(void*), void*, unsigned, unsigned);
 
 template <class Work> void call_work(void* work) { (*static_cast<Work*>(work))(); }
@@ -33,7 +33,7 @@ void run_tasks(int64_t tasks, int64_t threads, void* openmp, const Task& task) {
   std::vector<pthread_t> others;
   others.reserve(threads - 1);
   for (pthread_t other; (int64_t)others.size() < threads - 1; others.push_back(other)) {
-    // Where the system gives no more threads, those there are do all tasks.
+    // If the system refuses a thread, the existing ones run all tasks.
     if (pthread_create(&other, nullptr, call_in_thread<decltype(work)>, &work) != 0) break;
   }
   work();

@@ -50,11 +50,11 @@ inline mask select(mask m, mask a, mask b) { return (m & a) | (~m & b); }
 inline mask truth(real x) { return x != constant(0); }
 inline mask negated(mask m) { return ~m; }
 inline real multiply_add(real a, real b, real c) { return a * b + c; }
-// The larger one of a number and what may be none.
+// Returns the larger number; ignores NaN in y.
 inline real largest(real a, real b) { return select(b > a, b, a); }
 inline real number(mask m) { return select(m, constant(1), constant(0)); }
 
-// Loads and stores of a row of channels; the short forms touch `count` channels only.
+// Loads and stores of a row of channels. The short forms touch only `count` channels.
 
 template <class T> inline real load_as(const T* p);
 template <class T> inline void store_as(T* p, real x);
@@ -95,7 +95,7 @@ template <> inline void store_as(bfloat16* p, real x) {
 template <> inline real load_as(const float16* p) {
   const bits32 b = load_halves(p);
   const bits32 magnitude = (b & 0x7fffu) << 13;
-  // Times 2^112 mends the exponent's bias, and is exact for subnormal numbers too.
+  // Multiplying by 2^112 corrects the exponent's bias, exactly, for subnormal numbers too.
   const real finite = (real)magnitude * constant(0x1p112);
   const bits32 special = (b & 0x7c00u) == 0x7c00u ? magnitude | 0x7f800000u : (bits32)finite;
   return (real)(special | ((b & 0x8000u) << 16));
@@ -104,7 +104,7 @@ template <> inline real load_as(const float16* p) {
 template <> inline void store_as(float16* p, real x) {
   const bits32 b = (bits32)x;
   const bits32 magnitude = b & 0x7fffffffu;
-  // Normal results: round the 13 bits that are dropped, to nearest, ties to even.
+  // Normal results: rounds the 13 dropped bits to nearest, ties to even.
   const bits32 normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
   // Below 2^-14: adding 0.5 aligns the last bit with a subnormal's, and the addition rounds.
   const bits32 small = (bits32)((real)magnitude + constant(0.5)) - 0x3f000000u;
@@ -117,8 +117,8 @@ template <> inline void store_as(float16* p, real x) {
 
 // Copies of the first `count` items; the whole of `padded` may be read and written.
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-// Compilers' own names: the header of the official ones would take a fifth of a compilation.
-// They agree on these names, but not on what pointers point to.
+// Compilers' builtins: the official header would take a fifth of a compilation. Compilers agree on the names
+// but not on the pointer types.
 struct Memory {
   const void* place;
   template <class T> operator T*() const { return (T*)place; }

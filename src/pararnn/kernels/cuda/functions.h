@@ -1,8 +1,7 @@
-// The functions that generated code calls, on `real`: CUDA's own, but for those that cells' longest
-// chains are made of.
-// Needs PARARNN_APPROXIMATE (0 or 1): whether the type in memory hides the error of the hardware's
-// tanh (1e-5, where it was measured; 5e-4 at most), and relative ones of 1e-4 in exp and log1p.
-// PARARNN_REFINED (0 or 1): whether sigmoid spends two operations more on its last bit.
+// The functions that generated code calls, on `real`: CUDA's own, except those on cells' critical paths.
+// Needs PARARNN_APPROXIMATE (0 or 1): 1 if the type in memory hides the error of the hardware's tanh (1e-5,
+// where it was measured; 5e-4 at most), and relative ones of 1e-4 in exp and log1p.
+// PARARNN_REFINED (0 or 1): 1 if sigmoid spends two more operations on its last bit.
 #pragma once
 #include "real.h"
 
@@ -76,7 +75,7 @@ PARARNN_FUNCTION real log1p(real x) {
   if constexpr (wide) {
     return (real)::log1p((double)x);
   } else if constexpr (PARARNN_APPROXIMATE) {
-    // The logarithm is right to 2^-22, of which little is left next to zero: there two terms.
+    // The logarithm is accurate to 2^-22, which leaves few digits near zero: two terms of the series there.
     const float y = (float)x, near = ::fmaf(-0.5f * y, y, y);
     return ::fabsf(y) < 0x1p-8f ? near : fast_log2(1.0f + y) * ln_2;
   } else {
@@ -84,13 +83,13 @@ PARARNN_FUNCTION real log1p(real x) {
   }
 }
 
-// log1p(exp(-a)) for a of 0 or more, as sums of exponentials in logarithms have it.
+// log1p(exp(-a)) for a >= 0, as in log-sum-exp.
 PARARNN_FUNCTION real softplus_of_minus(real a) {
   if constexpr (wide || PARARNN_APPROXIMATE) {
     return log1p(exp(-a));
   } else {
-    // What the product by log2(e) rounds off grows with a: it is put back behind the power. log1p on
-    // [0, 1] is a polynomial, right to 1.2 units in the last place.
+    // The rounding error of the product by log2(e) grows with a: it is added back after the power. log1p on
+    // [0, 1] is a polynomial, accurate to 1.2 units in the last place.
     const float x = -least((float)a, 128.0f), scaled = x * log2_e;
     const float rest = ::fmaf(x, log2_e_rest, ::fmaf(x, log2_e, -scaled)) * ln_2;
     const float power = fast_exp2(scaled), e = ::fmaf(power, rest, power), e2 = e * e, e4 = e2 * e2;
@@ -107,15 +106,15 @@ PARARNN_FUNCTION real sigmoid(real x) {
   if constexpr (wide) return 1.0 / (1.0 + ::exp(-(double)x));
   else if constexpr (!PARARNN_REFINED) return fast_reciprocal(1.0f + fast_exp2((float)x * -log2_e));
   else {
-    // Next to 1 the last bit is most of 1 - sigmoid(x), on which gradients depend: a Newton step. It
-    // would make NaN of infinity, so the power stays finite; from 2^127 on its reciprocal is flushed to 0.
+    // Near 1 the last bit is most of 1 - sigmoid(x), which gradients depend on: one Newton step. It would
+    // turn infinity into NaN, so the power stays finite; from 2^127 on its reciprocal is flushed to 0.
     const float y = 1.0f + fast_exp2(least((float)x * -log2_e, 127.5f));
     const float guess = fast_reciprocal(y);
     return ::fmaf(guess, ::fmaf(-y, guess, 1.0f), guess);
   }
 }
 
-// sigmoid(a b + c), where b is known last: what scales the sum scales a and c, ahead of b.
+// sigmoid(a b + c) with b on the critical path: the scale of the sum is applied to a and c, ahead of b.
 PARARNN_FUNCTION real sigmoid_of_sum(real a, real b, real c) {
   if constexpr (wide || PARARNN_REFINED) return sigmoid(multiply_add(a, b, c));
   else return fast_reciprocal(1.0f + fast_exp2(::fmaf((float)a * -log2_e, (float)b, (float)c * -log2_e)));
@@ -127,8 +126,8 @@ PARARNN_FUNCTION real tanh(real x) {
   } else if constexpr (PARARNN_APPROXIMATE) {
     return fast_tanh((float)x);
   } else {
-    // 1 - 2 / (1 + exp(2|x|)) loses the last bits next to zero: there a polynomial, right to 1.2e-8.
-    // Sign and choice are made before the reciprocal is known, which is last.
+    // 1 - 2 / (1 + exp(2|x|)) loses the last bits near zero: a polynomial there, accurate to 1.2e-8. Sign and
+    // branch are computed before the reciprocal, which is on the critical path.
     const float y = (float)x, z = y * y, unit = ::copysignf(1.0f, y);
     const float near = ((-0.0503722718f * z + 0.1331490779f) * z - 0.3333306292f) * (y * z) + y;
     const bool small = ::fabsf(y) < 0.3f;

@@ -1,4 +1,4 @@
-// The instructions that CUDA C++ has no names for.
+// Instructions that CUDA C++ has no names for.
 #pragma once
 
 #define PARARNN_FUNCTION __device__ __forceinline__
@@ -26,7 +26,7 @@ PARARNN_FUNCTION float fast_tanh(float x) {
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// NaN stays NaN, other than by fminf.
+// NaN stays NaN, unlike fminf.
 PARARNN_FUNCTION float least(float a, float b) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -48,62 +48,62 @@ PARARNN_FUNCTION unsigned short to_bfloat16(float x) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
-// Two in a word, the second one in its upper half.
+// Two in a word, the second one in the upper half.
 PARARNN_FUNCTION unsigned to_bfloat16s(float first, float second) {
   unsigned word;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
   return word;
 }
 
-// Copies `bytes` to shared memory, later; what the hardware has no asynchronous copy for, now.
-template <int bytes> PARARNN_FUNCTION void copy_async(unsigned to, const char* from) {
+// Copies `bytes` to shared memory: asynchronously from 4 bytes on, otherwise at once.
+template <int bytes> PARARNN_FUNCTION void copy_async(unsigned target, const char* source) {
   if constexpr (bytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source));
   } else if constexpr (bytes >= 4) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(bytes));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(source), "n"(bytes));
   } else {
-    const unsigned short value = *reinterpret_cast<const unsigned short*>(from);
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value));
+    const unsigned short value = *reinterpret_cast<const unsigned short*>(source);
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(target), "h"(value));
   }
 }
-// The copies since the last call are one group.
+// Ends a group: the copies since the last call.
 PARARNN_FUNCTION void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All groups of this lane's have arrived but the last `count`.
+// Waits for all of this lane's groups except the last `count`.
 template <int count> PARARNN_FUNCTION void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(count) : "memory");
 }
 
-// Words of 64 bits in global memory that travel as one, in no order with other memory.
+// 64-bit words in global memory, written and read whole, unordered with other memory.
 using Word = unsigned long long;
 
-PARARNN_FUNCTION void write_word(Word* to, Word word) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+PARARNN_FUNCTION void write_word(Word* target, Word word) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(target), "l"(word) : "memory");
 }
-PARARNN_FUNCTION Word read_word(const Word* from) {
+PARARNN_FUNCTION Word read_word(const Word* source) {
   Word word;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(source) : "memory");
   return word;
 }
 
-PARARNN_FUNCTION unsigned shared_address(const void* place) {
-  return (unsigned)__cvta_generic_to_shared(place);
+PARARNN_FUNCTION unsigned shared_address(const void* object) {
+  return (unsigned)__cvta_generic_to_shared(object);
 }
 
 #if PARARNN_CLUSTER
-// The address, in the shared memory of the cluster, of what a place of this block's is in another.
-PARARNN_FUNCTION unsigned in_block(const void* place, int block) {
+// Address, in the cluster's shared memory, of the same object in another block.
+PARARNN_FUNCTION unsigned in_block(const void* object, int block) {
   unsigned address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(place)), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(object)), "r"(block));
   return address;
 }
 
-// Barriers that count bytes which other blocks send, one batch after the other.
+// Barriers that count bytes from other blocks, batch after batch.
 using Barrier = unsigned long long;
 
 PARARNN_FUNCTION void open_barrier(Barrier& barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
 }
-// The cluster sees which barriers this lane has opened.
+// Makes this lane's open barriers visible to the cluster.
 PARARNN_FUNCTION void show_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -111,7 +111,7 @@ PARARNN_FUNCTION void expect_bytes(Barrier& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_address(&barrier)), "r"(bytes) : "memory");
 }
-// Whether batch `number` has arrived; only one is under way.
+// Returns true if batch `number` has arrived. Only one may be in flight.
 PARARNN_FUNCTION bool has_arrived(Barrier& barrier, int number) {
   unsigned done;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
@@ -119,17 +119,17 @@ PARARNN_FUNCTION bool has_arrived(Barrier& barrier, int number) {
                : "=r"(done) : "r"(shared_address(&barrier)), "r"(number % 2) : "memory");
   return done;
 }
-// Sends bits to an address, and counts them in the barrier at another, both as in_block has them.
-PARARNN_FUNCTION void send_bits(unsigned to, unsigned long long bits, unsigned barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+// Sends bits to an address and counts them in a barrier; both addresses are from in_block.
+PARARNN_FUNCTION void send_bits(unsigned target, unsigned long long bits, unsigned barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(target),
                "l"(bits), "r"(barrier) : "memory");
 }
-PARARNN_FUNCTION void send_bits(unsigned to, unsigned bits, unsigned barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+PARARNN_FUNCTION void send_bits(unsigned target, unsigned bits, unsigned barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(target),
                "r"(bits), "r"(barrier) : "memory");
 }
 
-// All blocks of the cluster: what has been written before is seen after.
+// Cluster barrier: writes before it are visible after it.
 PARARNN_FUNCTION void arrive_in_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }

@@ -1,6 +1,6 @@
-// `real`: one channel's number in the compute type. Needs PARARNN_IO (float, double, bfloat16 or
-// float16), the type of tensors in memory, and PARARNN_WIDE (0 or 1), whether to compute in double.
-// Compiled by NVRTC, which has no standard headers.
+// `real`: one channel's number in the compute type. Needs PARARNN_IO (float, double, bfloat16 or float16),
+// the type of tensors in memory, and PARARNN_WIDE (0 or 1): 1 to compute in double. NVRTC compiles it, which
+// has no standard headers.
 #pragma once
 #include "machine.h"
 
@@ -42,7 +42,7 @@ PARARNN_FUNCTION real multiply_add(real a, real b, real c) {
   return wide ? (real)::fma((double)a, (double)b, (double)c)
               : (real)::fmaf((float)a, (float)b, (float)c);
 }
-// The larger one of two numbers, without those that are none.
+// Returns the larger number; ignores NaN.
 PARARNN_FUNCTION real largest(real x, real y) {
   return wide ? (real)::fmax((double)x, (double)y) : (real)::fmaxf((float)x, (float)y);
 }
@@ -59,7 +59,7 @@ template <class T> PARARNN_FUNCTION T narrow(real x) {
   else return (T)x;
 }
 
-// `count` neighbours in memory, moved in one instruction.
+// `count` neighbours in memory, moved by one instruction.
 template <class T, int count> struct alignas(sizeof(T) * count) Pack { T items[count]; };
 
 template <int count> PARARNN_FUNCTION void unpack(Pack<bfloat16, count> pack, real (&x)[count]) {

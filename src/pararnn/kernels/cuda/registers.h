@@ -1,18 +1,18 @@
-// Numbers in registers. Loops over them are unrolled, so that no index is left at run time.
+// Arrays in registers. Loops over them are unrolled, so that no index remains at run time.
 //
-// Needs, besides real.h: per_lane.
+// Needs, in addition to real.h: per_lane.
 #pragma once
 #include "real.h"
 
 namespace pararnn {
 
-// f(0), f(1) ... f(n - 1).
+// Calls f(0), f(1) ... f(n - 1).
 template <int n, class F> PARARNN_FUNCTION void each(const F& f) {
   PARARNN_UNROLL
   for (int i = 0; i < n; ++i) f(i);
 }
 
-// n numbers of one channel. Emitted functions and arrays of this size take it as an array.
+// n numbers of one channel. Converts to an array for emitted functions.
 template <int n> struct Vec {
   using Array = real[n];
   Array items;
@@ -23,7 +23,7 @@ template <int n> struct Vec {
   PARARNN_FUNCTION const real& operator[](int i) const { return items[i]; }
 };
 
-// The vector of f(0) ... f(n - 1).
+// Returns the vector of f(0) ... f(n - 1).
 template <int n, class F> PARARNN_FUNCTION Vec<n> vec(const F& f) {
   Vec<n> x;
   each<n>([&](int i) { x[i] = f(i); });
@@ -34,7 +34,7 @@ template <int n> PARARNN_FUNCTION Vec<n> filled(real value) {
   return vec<n>([&](int) { return value; });
 }
 
-// A lane's part of a tile of n rows: of each row, its neighbouring channels.
+// A lane's fragment of a tile of n rows: its neighbouring channels of each row.
 template <int n> struct Fragment {
   using Row = real[per_lane];
   using Array = real[n][per_lane];
@@ -56,7 +56,7 @@ template <int n> struct Fragment {
   }
 };
 
-// The same of arrays that are no fragments.
+// The same for plain arrays.
 template <int n> PARARNN_FUNCTION Vec<n> column_of(const real (&rows)[n][per_lane], int c) {
   return vec<n>([&](int i) { return rows[i][c]; });
 }

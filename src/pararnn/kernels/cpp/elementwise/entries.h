@@ -1,0 +1,25 @@
+// Entry points of a library. They call the solver's run().
+#pragma once
+#include "backward.h"
+#include "forward.h"
+
+extern "C" {
+
+__attribute__((visibility("default"))) void forward(const pararnn::ForwardLaunch* launch) {
+  using namespace pararnn;
+  const ForwardPass pass(launch->pass);
+  const Problem& p = pass.problem;
+  for (int n = 0; n < num_states; ++n)
+    expect_writes(pass.states[n], p.rows * p.length * p.width() * sizeof(io));
+  run(pass, *launch);
+}
+
+__attribute__((visibility("default"))) void backward(const pararnn::BackwardLaunch* launch) {
+  using namespace pararnn;
+  const BackwardPass pass(launch->pass);
+  const Problem& p = pass.problem;
+  expect_writes(pass.grad_gates, p.rows * p.length * num_gates * p.width() * sizeof(io));
+  sum_weights(pass, p.rows * run(pass, *launch));
+}
+
+}  // extern "C"
