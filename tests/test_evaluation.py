@@ -255,7 +255,7 @@ def prompts(job):
     """The contexts of a job's requests, by the question that is asked."""
     task = harness.load_task(job, seed=0)["tasks"][job.name]
     task.build_all_requests(rank=0, world_size=1)
-    return [(each.doc["asked"], *each.args) for each in task.instances]
+    return [(each.doc["question"], *each.args) for each in task.instances]
 
 
 def test_prompts_are_those_of_lm_eval_s_own_tasks(tmp_path):
@@ -546,7 +546,7 @@ def test_what_is_left_out_of_a_text_is_said(folder, tmp_path, capsys):
 def test_a_byte_order_mark_is_no_question(folder, tmp_path):
     path = tmp_path / "arc_easy.jsonl"
     path.write_text("\ufeff" + json.dumps(ARC[0]) + "\n", encoding="utf-8")
-    assert read_questions(path)[1][0]["asked"].startswith("Question: What is 0?")
+    assert read_questions(path)[1][0]["question"].startswith("Question: What is 0?")
 
 
 @pytest.fixture

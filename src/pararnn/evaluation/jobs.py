@@ -1,4 +1,4 @@
-"""What is asked of a model: names of tasks, files, and the paper's shots."""
+"""Jobs of an evaluation: names of tasks, files, and the paper's shots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINES, YAML = (".jsonl",), (".yaml", ".yml")
 
 
 class Job(NamedTuple):
-    """A task to ask. name: lm-eval's, or what a file's is called; shots: None is the task's own
+    """A task to ask. name: lm-eval's, or that of a file's task; shots: None is the task's own
     number; file: questions as JSON lines, or a task file of lm-eval."""
 
     name: str
@@ -24,23 +24,21 @@ class Job(NamedTuple):
 
 
 def plan(tasks: Sequence[str], shots: int | None = None, preset: str | None = None) -> list[Job]:
-    """The tasks of a preset, then `tasks`: names, task files, and folders of JSON lines.
+    """Return the tasks of a preset, then `tasks`: names, task files, and folders of JSON lines.
 
-    Files that are called as a preset's tasks stand in for them, and so do not need the Hub. `shots`
-    are those of tasks outside the preset. Raises DataError for files that are missing or of another
+    A file with the name of a preset's task stands in for it, without the Hub. `shots` are those of
+    tasks outside the preset. Raises DataError for files that are missing or of another
     kind, EvaluationError for two files of one name.
     """
-    others = [spec for spec in tasks if not _is_path(spec)]
     files: dict[str, Path] = {}
     for path in (path for spec in tasks if _is_path(spec) for path in _files(Path(spec))):
         name = task_name(path)
         if files.setdefault(name, path) != path:
             raise EvaluationError(f"{path} and {files[name]} are both called {name}: rename one")
-    wanted = PRESETS[preset] if preset else ()
-    jobs = [Job(name, number, files.get(name)) for name, number in wanted]
-    known = {name for name, _ in wanted}
-    jobs += [Job(name, shots, path) for name, path in files.items() if name not in known]
-    return jobs + [Job(name, shots) for name in dict.fromkeys(others)]
+    jobs = [Job(name, number, files.get(name)) for name, number in PRESETS.get(preset or "", ())]
+    names = {job.name for job in jobs}
+    jobs += [Job(name, shots, path) for name, path in files.items() if name not in names]
+    return jobs + [Job(name, shots) for name in dict.fromkeys(tasks) if not _is_path(name)]
 
 
 def _is_path(spec: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the paper reports of its models: Table 5, whose rows of 7B are Table 2."""
+"""Results of the paper's models: Table 5, whose rows of 7B are Table 2."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TASKS = (
     ("piqa", 0),
     ("mmlu", 0),
 )
-"""Its tasks, as lm-eval calls them, and their shots."""
+"""Tasks of the paper, by their names in lm-eval, and shots."""
 
 PRESETS = {"paper": TASKS}
 
 
 class Published(NamedTuple):
-    """A row: accuracies in percent in the order of `TASKS`."""
+    """A row of the table; accuracies in percent in the order of `TASKS`."""
 
     size: str
     model: str
@@ -32,7 +32,7 @@ class Published(NamedTuple):
 
     @property
     def tables(self) -> str:
-        """Where it stands."""
+        """Tables of the paper that have this row."""
         return "Tables 2, 5" if self.size == "7B" else "Table 5"
 
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import codecs
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pararnn.train.corpus.readers import Damaged, json_objects
 from pararnn.train.corpus.sources import DataError
 
 NAMES = {"openbook_qa": "openbookqa"}
-"""Names of files, where they are not those of lm-eval's tasks."""
+"""Names of lm-eval's tasks by the names of files, where they differ."""
 
 
 class Format(NamedTuple):
-    """A kind of question. fields: what a line must have. read: a line as a question, or
-    ValueError. settings: how lm-eval asks it.
+    """A kind of question.
 
-    A question has under "asked" what no two of them share, see `harness.OtherQuestions`.
+    fields: names that a line must have. read: makes a question of a line, or raises ValueError.
+    settings: lm-eval's task config, as in its YAML. A question's field "question" identifies it, see
+    `harness.OtherQuestions`.
     """
 
     fields: tuple[str, ...]
@@ -26,37 +26,32 @@ class Format(NamedTuple):
     settings: dict[str, Any]
 
 
-def _metrics(*names: str) -> list[dict[str, Any]]:
-    return [
-        {
-            "metric": name,
-            "aggregation": "perplexity" if name == "perplexity" else "mean",
-            "higher_is_better": name != "perplexity",
-        }
-        for name in names
-    ]
+ACC, ACC_NORM, PERPLEXITY = (
+    {"metric": metric, "aggregation": aggregation, "higher_is_better": aggregation == "mean"}
+    for metric, aggregation in (("acc", "mean"), ("acc_norm", "mean"), ("perplexity", "perplexity"))
+)
 
 
 def _choose(row: Mapping[str, Any]) -> dict[str, Any]:
-    choices, asked = _texts(row, "choices"), _text(row, "query").rstrip()
-    # As lm-eval's own tasks of ARC and PIQA ask, from where such files have their queries.
-    if asked.startswith("Question:") and not asked.endswith("Answer:"):
-        asked += "\nAnswer:"
-    return {"asked": asked, "choices": choices, "gold": _index(row, choices)}
+    choices, question = _texts(row, "choices"), _text(row, "query").rstrip()
+    # As in lm-eval's tasks of ARC and PIQA, from which such files have their queries.
+    if question.startswith("Question:") and not question.endswith("Answer:"):
+        question += "\nAnswer:"
+    return {"question": question, "choices": choices, "gold": _index(row, choices)}
 
 
 def _fill(row: Mapping[str, Any]) -> dict[str, Any]:
     options = _texts(row, "context_options")
     continuation = _text(row, "continuation").strip()
     gold = _index(row, options)
-    # Twins share their options, and the answer of one is that the other's is the other.
-    asked = "\n".join(options)
-    return {"asked": asked, "options": options, "continuation": continuation, "gold": gold}
+    # Twins share their options, and the answer to one gives away the other's.
+    question = "\n".join(options)
+    return {"question": question, "options": options, "continuation": continuation, "gold": gold}
 
 
-def _go_on(row: Mapping[str, Any]) -> dict[str, Any]:
+def _continue(row: Mapping[str, Any]) -> dict[str, Any]:
     continuation = " " + _text(row, "continuation").strip()
-    return {"asked": _text(row, "context").rstrip(), "continuation": continuation}
+    return {"question": _text(row, "context").rstrip(), "continuation": continuation}
 
 
 FORMATS = (
@@ -65,10 +60,10 @@ FORMATS = (
         _choose,
         {
             "output_type": "multiple_choice",
-            "doc_to_text": "asked",
+            "doc_to_text": "question",
             "doc_to_choice": "choices",
             "doc_to_target": "gold",
-            "metric_list": _metrics("acc", "acc_norm"),
+            "metric_list": [ACC, ACC_NORM],
         },
     ),
     Format(
@@ -79,19 +74,19 @@ FORMATS = (
             "doc_to_text": "gold",
             "doc_to_choice": "options",
             "doc_to_target": "continuation",
-            # All options are followed by the same text, whose length changes nothing.
-            "metric_list": _metrics("acc"),
+            # The same text follows all options: its length changes nothing.
+            "metric_list": [ACC],
         },
     ),
     Format(
         ("context", "continuation"),
-        _go_on,
+        _continue,
         {
             "output_type": "loglikelihood",
-            "doc_to_text": "asked",
+            "doc_to_text": "question",
             "doc_to_target": "continuation",
             "target_delimiter": "",
-            "metric_list": _metrics("perplexity", "acc"),
+            "metric_list": [PERPLEXITY, ACC],
         },
     ),
 )
@@ -101,54 +96,37 @@ RULE = "each line must be a JSON object with " + "; or ".join(
 
 
 def task_name(path: Path) -> str:
-    """What lm-eval calls the task in a file."""
+    """Return lm-eval's name of the task in a file."""
     return NAMES.get(path.stem, path.stem)
 
 
 def read_questions(path: Path) -> tuple[Format, list[dict[str, Any]]]:
-    """The questions of a file and their format, which is that of its first line.
+    """Return the format of a file, which is that of its first line, and its questions.
 
     Raises DataError, which names the file and line, for a file that is missing, empty or corrupt,
     or of no format in FORMATS.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
     questions: list[dict[str, Any]] = []
-    found: Format | None = None
-    for number, line in enumerate(lines, 1):
-        line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        row = _object(line, where)
-        found = found or _format(row, where)
+    format_: Format | None = None
+    for item in json_objects(path, RULE):
+        if isinstance(item, Damaged):
+            raise item
+        position, row = item
+        format_ = format_ or _format_of(row, position)
         try:
-            questions.append(found.read(row))
+            questions.append(format_.read(row))
         except ValueError as error:
-            raise DataError(f"{where}: {error}") from error
-    if found is None:
-        raise DataError(f"{path} is empty; {RULE}")
-    return found, questions
+            raise DataError(f"{position}: {error}") from error
+    assert format_ is not None, path
+    return format_, questions
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except ValueError as error:
-        start = line[:40].decode("utf-8", "backslashreplace").strip()
-        raise DataError(f"{where}: found {start!r}, which is not JSON ({error}); {RULE}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: found a value of type {type(row).__name__}; {RULE}")
-    return row
-
-
-def _format(row: Mapping[str, Any], where: str) -> Format:
+def _format_of(row: Mapping[str, Any], position: str) -> Format:
     for each in FORMATS:
         if set(each.fields) <= set(row):
             return each
-    raise DataError(f"{where}: found the fields {', '.join(sorted(row)) or 'of nothing'}; {RULE}")
+    fields = ", ".join(sorted(row)) or "of nothing"
+    raise DataError(f"{position}: found the fields {fields}; {RULE}")
 
 
 def _text(row: Mapping[str, Any], field: str) -> str:

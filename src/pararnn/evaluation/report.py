@@ -1,4 +1,4 @@
-"""Results as Markdown, beside the paper's."""
+"""Results as Markdown, next to the paper's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NONE = "–"  # noqa: RUF001
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The tables of what `run_evaluation` found."""
+    """Return the tables of `run_evaluation`'s results."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     limit = results["limit"]
     parts = [
@@ -26,85 +26,73 @@ def markdown(results: dict[str, Any]) -> str:
     if results["tasks"]:
         parts += ["## Tasks", "Accuracies in percent, ± their standard errors."]
         parts += [_tasks(results["tasks"]), *_notes(results["tasks"])]
-        parts += _beside_the_paper(results)
+        parts += _next_to_the_paper(results)
     return "\n\n".join(parts) + "\n"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table: its first column to the left, the others to the right."""
+    """Return a Markdown table, its first column aligned left, the others right."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _texts(found: list[dict[str, Any]]) -> str:
-    counts, means = ("documents", "tokens", "bytes"), ("nats_per_token", "perplexity")
-    head = ["text", *counts, "nats/token", "perplexity", "bits/byte"]
-    return table(
-        head,
+def _texts(texts: list[dict[str, Any]]) -> str:
+    counts = ("documents", "tokens", "bytes")
+    means = ("nats_per_token", "perplexity", "bits_per_byte")
+    rows = (
         [
-            [
-                each["source"],
-                *(f"{each[name]:,}" for name in counts),
-                *(f"{each[name]:.4f}" for name in (*means, "bits_per_byte")),
-            ]
-            for each in found
-        ],
+            each["source"],
+            *(f"{each[name]:,}" for name in counts),
+            *(f"{each[name]:.4f}" for name in means),
+        ]
+        for each in texts
     )
+    return table(["text", *counts, "nats/token", "perplexity", "bits/byte"], rows)
 
 
-def _tasks(found: list[dict[str, Any]]) -> str:
-    metrics = list(dict.fromkeys(name for each in found for name in each["metrics"]))
-    rows = [
+def _tasks(tasks: list[dict[str, Any]]) -> str:
+    metrics = list(dict.fromkeys(name for each in tasks for name in each["metrics"]))
+    rows = (
         [
             each["task"],
-            _shots(each["shots"]),
+            NONE if each["shots"] is None else str(each["shots"]),
             f"{each['questions']:,}",
             *(_number(name, each["metrics"].get(name)) for name in metrics),
         ]
-        for each in found
-    ]
+        for each in tasks
+    )
     return table(["task", "shots", "questions", *metrics], rows)
 
 
-def _shots(shots: int | None) -> str:
-    return NONE if shots is None else str(shots)
-
-
-def _number(metric: str, found: dict[str, float | None] | None) -> str:
-    if found is None:
+def _number(metric: str, result: dict[str, float | None] | None) -> str:
+    if result is None:
         return NONE
-    value, error = found["value"], found["stderr"]
+    value, error = result["value"], result["stderr"]
     if not isinstance(value, (int, float)):
         return str(value)
     scale = 100 if metric.startswith("acc") else 1
     return f"{value * scale:.2f}" + ("" if error is None else f" ± {error * scale:.2f}")
 
 
-def _notes(found: list[dict[str, Any]]) -> list[str]:
+def _notes(tasks: list[dict[str, Any]]) -> list[str]:
     notes = []
-    files = [each for each in found if each["file"]]
+    files = ", ".join(dict.fromkeys(each["file"] for each in tasks if each["file"]))
     if files:
-        names = ", ".join(dict.fromkeys(each["file"] for each in files))
-        notes.append(f"From files: {names}; their shots are other questions of the same file.")
-    cut = [f"{each['task']} ({each['truncated']:,})" for each in found if each["truncated"]]
+        notes.append(f"From files: {files}; their shots are other questions of the same file.")
+    cut = [f"{each['task']} ({each['truncated']:,})" for each in tasks if each["truncated"]]
     if cut:
         notes.append(f"Longer than the model's context, and cut on the left: {', '.join(cut)}.")
     return notes
 
 
-def _beside_the_paper(results: dict[str, Any]) -> list[str]:
-    """A column for each task that the paper asks with the same shots."""
+def _next_to_the_paper(results: dict[str, Any]) -> list[str]:
+    """Return the paper's results with ours, a column for each task of the same shots."""
     ours = {(each["task"], each["shots"]): each["metrics"] for each in results["tasks"]}
     shared = [index for index, key in enumerate(TASKS) if key in ours]
     if not shared:
         return []
-    head = [
-        "model",
-        "parameters",
-        "perplexity",
-        "where",
-        *("{} ({})".format(*TASKS[index]) for index in shared),
-    ]
+    tasks = ("{} ({})".format(*TASKS[index]) for index in shared)
+    head = ["model", "parameters", "perplexity", "where", *tasks]
     own = [
         [
             "this one",
@@ -129,4 +117,4 @@ def _beside_the_paper(results: dict[str, Any]) -> list[str]:
         "Shots are in brackets. The paper does not say whether a figure is acc or acc_norm; its "
         "perplexity is of its own validation text."
     )
-    return ["## Beside the paper", note, table(head, own + theirs)]
+    return ["## Next to the paper", note, table(head, own + theirs)]

@@ -1,4 +1,4 @@
-"""An evaluation from a model's folder to a report."""
+"""Evaluation of a model's folder, with a report."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def run_evaluation(
     seed: int = 1234,
     out: str | None = None,
 ) -> Path:
-    """Evaluate a model; the report's path, beside which results.json is.
+    """Evaluate a model; return the path of the report, next to results.json.
 
     Args:
         model: its folder, or a name on the Hub.
         tasks: names of lm-eval, task files, or folders of them; see `plan`.
         preset: "paper" are the tasks and shots of its Tables 2 and 5.
         texts: files, folders and datasets, `column` and `suffixes`: see `corpus.sources.pieces`.
-        limit: only the first so many questions of each task, and documents of each text.
+        limit: number of questions of each task, and of documents of each text: the first ones.
         shots: examples before a question; None is the task's own number, 0 for files.
         batch: rows that are read at once.
         length: tokens that are read at once; of models with attention it is the context. None is
             the model's own.
         dtype: of the weights; "auto" is that of the files.
-        seed: of the examples that are drawn; lm-eval's own is the default.
+        seed: of the sampled examples; lm-eval's own is the default.
         out: the report's folder; None is eval in the model's, or of a name on the Hub eval/name.
 
-    Raises EvaluationError where nothing is asked, and for tasks; DataError for files of tasks and
-    texts; CheckpointError for what is no model; MissingExtra where tasks need lm-eval;
-    TrainingError where a report would replace a file that is none.
+    Raises EvaluationError without tasks and texts, and for tasks; DataError for files of tasks and
+    texts; CheckpointError for a folder without a model; MissingExtra where tasks need lm-eval;
+    TrainingError where a report would replace another file.
     """
     jobs = plan(tasks, shots, preset)
     if not jobs and not texts:
@@ -69,15 +69,15 @@ def run_evaluation(
     folder = _folder(model) if out is None else Path(out)
     check_own(folder, ("results.json", "results.md"), "results.json", "versions")
     with quiet():
-        found, tokenizer = load_model(model, dtype)
-    found = found.to(device).eval()
-    loaded = _load_tasks(jobs, seed)
+        network, tokenizer = load_model(model, dtype)
+    network = network.to(device).eval()
+    task_sets = _load_tasks(jobs, seed)
     results: dict[str, Any] = {
         "model": model,
-        "config": found.config.to_dict(),
-        "parameters": sum(parameter.numel() for parameter in found.parameters()),
-        "device": str(found.device),
-        "dtype": str(found.dtype).removeprefix("torch."),
+        "config": network.config.to_dict(),
+        "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        "device": str(network.device),
+        "dtype": str(network.dtype).removeprefix("torch."),
         "batch": batch,
         "length": length,
         "limit": limit,
@@ -88,15 +88,9 @@ def run_evaluation(
     }
     for source in texts:
         left_out = LeftOut()
-        read = documents(source, column, suffixes=suffixes, left_out=left_out)
+        first = islice(documents(source, column, suffixes=suffixes, left_out=left_out), limit)
         try:
-            score = score_texts(
-                found,
-                tokenizer,
-                islice(read, limit),
-                batch=batch,
-                length=length,
-            )
+            score = score_texts(network, tokenizer, first, batch=batch, length=length)
         except EvaluationError as error:
             raise EvaluationError(f"{source}: {error}") from error
         entry = {"source": source, **score.to_dict(), "left_out": left_out.lines()}
@@ -104,8 +98,8 @@ def run_evaluation(
     if jobs:
         from pararnn.evaluation.harness import Harness, ask
 
-        lm = Harness(found, tokenizer, batch, length)
-        for job, task in zip(jobs, loaded, strict=True):
+        lm = Harness(network, tokenizer, batch, length)
+        for job, task in zip(jobs, task_sets, strict=True):
             results["tasks"] += ask(lm, job, task, limit)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "results.json", to_json(results, default=str))
@@ -114,11 +108,13 @@ def run_evaluation(
 
 
 def _load_tasks(jobs: Sequence[Job], seed: int) -> list[Any]:
-    """All before the first is asked, which may take hours."""
+    """Load all tasks before the first is asked: a run may take hours."""
     if not jobs:
         return []
     require("lm_eval")
-    from pararnn.evaluation.harness import load_task  # seconds, which texts do not wait for
+    from pararnn.evaluation.harness import (
+        load_task,  # an import of seconds, which texts do not need
+    )
 
     return [load_task(job, seed) for job in jobs]
 

@@ -19,14 +19,14 @@ from pararnn.lm.hf.cache import NAME
 from pararnn.lm.loss import CHUNK_LOGITS, IGNORED
 
 LENGTH = 2048
-"""Tokens that a model reads at once, where neither it nor the user says."""
+"""Default number of tokens that a model reads at once."""
 SORTED = 16
-"""Batches of documents that are sorted by length together, so that few rows wait for others."""
+"""Batches of documents that are sorted by length together, so that rows have little padding."""
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """How well a model knows a text. nats: cross-entropy, summed over all tokens."""
+    """Score of a model on a text. nats: cross-entropy, summed over all tokens."""
 
     documents: int
     tokens: int
@@ -40,16 +40,16 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """Of a token; infinite where it is more than a float holds."""
+        """Perplexity of a token; infinite if it is more than a float holds."""
         return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits for a byte of the text as UTF-8, whatever the tokens are."""
+        """Bits for a byte of the text as UTF-8; it does not depend on the tokenizer."""
         return self.nats / math.log(2) / self.bytes
 
     def to_dict(self) -> dict[str, float]:
-        """What was measured, and what follows from it."""
+        """Return the fields and the means."""
         means = ("nats_per_token", "perplexity", "bits_per_byte")
         return asdict(self) | {name: getattr(self, name) for name in means}
 
@@ -57,7 +57,7 @@ class TextScore:
 def score_texts(
     model: Any, tokenizer: Any, texts: Iterable[str], *, batch: int = 8, length: int | None = None
 ) -> TextScore:
-    """What a causal language model of transformers makes of whole documents.
+    """Score a causal language model of transformers on whole documents.
 
     A document's first token is predicted from the token that begins or ends documents, as between
     packed ones; a tokenizer that has neither leaves it log(vocabulary) nats. A model without
@@ -80,7 +80,7 @@ def score_texts(
     texts = iter(texts)
     while group := list(islice(texts, batch * SORTED)):
         size += sum(len(text.encode("utf-8")) for text in group)
-        rows = sorted((_encoded(tokenizer, text) for text in group), key=len)
+        rows = sorted((_encode(tokenizer, text) for text in group), key=len)
         documents, tokens = documents + len(rows), tokens + sum(map(len, rows))
         rows = [row for row in rows if len(row)]
         for start in range(0, len(rows), batch):
@@ -91,33 +91,33 @@ def score_texts(
     return TextScore(documents, tokens, size, nats)
 
 
-def check_number(log_chance: float) -> None:
-    """EvaluationError where what a model says of a text is NaN."""
-    if math.isnan(log_chance):
+def check_number(log_likelihood: float) -> None:
+    """Raise EvaluationError if a log-likelihood is NaN."""
+    if math.isnan(log_likelihood):
         raise EvaluationError(
-            "the model's logits are NaN: nothing can be said of it. Try --dtype float32; if they "
+            "the model's logits are NaN: it cannot be evaluated. Try --dtype float32; if they "
             "are NaN there too, its training diverged"
         )
 
 
 def carries_states(model: Any) -> bool:
-    """Whether a model can read any length in parts: ours, where no layer is attention."""
+    """Return True if a model can read any length in parts: ours, without attention."""
     return isinstance(model, ParaRNNForCausalLM) and not model.model.backbone.needs_positions
 
 
 def own_length(model: Any) -> int:
-    """Tokens that a model reads at once, by its config."""
+    """Return the number of tokens that a model reads at once, by its config."""
     return getattr(model.config, "max_position_embeddings", None) or LENGTH
 
 
 def first_token(tokenizer: Any) -> int | None:
-    """What stands before a document: the token that begins documents, or that ends them."""
+    """Return the token before a document: the one that begins documents, or that ends them."""
     begin: int | None = tokenizer.bos_token_id
     return tokenizer.eos_token_id if begin is None else begin
 
 
 def windows(count: int, length: int, overlap: int) -> Iterator[tuple[int, int, int]]:
-    """Where each window begins, where what is new in it does, and where it ends."""
+    """Yield where each window begins, where its new tokens begin, and where it ends."""
     end = 0
     while end < count:
         new, begin = end, max(end - overlap, 0)
@@ -125,10 +125,10 @@ def windows(count: int, length: int, overlap: int) -> Iterator[tuple[int, int, i
         yield begin, new, end
 
 
-def _encoded(tokenizer: Any, text: str) -> Tensor:
-    """Ids of a text, which may spell special tokens and has none."""
-    found = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
-    return torch.tensor(found["input_ids"], dtype=torch.int64)
+def _encode(tokenizer: Any, text: str) -> Tensor:
+    """Return the ids of a text, without special tokens even if the text spells one."""
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    return torch.tensor(ids["input_ids"], dtype=torch.int64)
 
 
 @torch.no_grad()
@@ -139,7 +139,7 @@ def _summed_nats(model: Any, rows: list[Tensor], first: int | None, length: int)
         rows, inputs = [row[1:] for row in rows], [row[:-1] for row in rows]
     else:
         inputs = [torch.cat([row.new_tensor([first]), row[:-1]]) for row in rows]
-    # Padding stands behind all tokens that count, and no causal model looks ahead.
+    # Padding is behind all tokens that count: a causal model does not look ahead.
     ids = pad_sequence(inputs, batch_first=True).to(model.device)
     targets = pad_sequence(rows, batch_first=True, padding_value=IGNORED).to(model.device)
     carries, cache = carries_states(model), None
@@ -148,17 +148,17 @@ def _summed_nats(model: Any, rows: list[Tensor], first: int | None, length: int)
     for begin, new, end in windows(ids.shape[1], length, 0 if carries else length // 2):
         hidden, head, cache = _read(model, ids[:, begin:end], cache, carries)
         real = targets[:, new:end] != IGNORED
-        known, wanted = hidden[:, new - begin :][real], targets[:, new:end][real]
-        for part, labels in zip(known.split(chunk), wanted.split(chunk), strict=True):
-            total += _cross_entropy(head(part), labels)
+        states, labels = hidden[:, new - begin :][real], targets[:, new:end][real]
+        for some, ids_of_some in zip(states.split(chunk), labels.split(chunk), strict=True):
+            total += _cross_entropy(head(some), ids_of_some)
     return total
 
 
 def _read(
     model: Any, ids: Tensor, cache: Any, carries: bool
 ) -> tuple[Tensor, Callable[[Tensor], Tensor], Any]:
-    """What a model makes of tokens, how logits come of it, and the cache that they leave."""
-    if not isinstance(model, ParaRNNForCausalLM):  # whose head may do more than a product
+    """Return hidden states, the function from them to logits, and the cache after these tokens."""
+    if not isinstance(model, ParaRNNForCausalLM):  # its head may be more than a product
         return model(ids, use_cache=False).logits, lambda logits: logits, None
     out = model.model(ids, cache=cache, use_cache=carries)
     return out.last_hidden_state, model.lm_head, getattr(out, NAME)

@@ -159,6 +159,11 @@ def _json_lines(
     packing: str, path: Path, column: str, others: tuple[str, ...]
 ) -> Iterator[Row | Damaged]:
     rule = f"each line must be a JSON object with the text in {column!r}"
+    return json_objects(path, rule, packing)
+
+
+def json_objects(path: Path, rule: str, packing: str = "") -> Iterator[Row | Damaged]:
+    """Yield the objects of a file of JSON lines; `rule` ends the messages of errors."""
     empty = True
     for number, line in enumerate(_lines(_blocks(packing, path)), 1):
         line = line.removeprefix(codecs.BOM_UTF8)
