@@ -21,6 +21,7 @@ from pararnn.codegen.compiler import compiler_command, compiler_identity, cpu_id
 from pararnn.codegen.cuda import KERNELS, SOLVERS, Variant, source_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
+from pararnn.device import CPU
 from pararnn.engines import fused_cuda, table
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -92,15 +93,15 @@ def kernels_of(program, variant: Variant, capability: tuple[int, int]) -> dict[s
 
 
 def gpu(capability: tuple[int, int] = (9, 0), cores: int = CORES) -> Gpu:
-    """A GPU that is not there: a CPU that runs its kernels."""
-    return Gpu(
-        **vars(targets.CPU),
-        kernels=kernels_of,
-        capability=lambda device: capability,
-        cores=lambda device: cores,
-        call=lambda device, function, *args, **options: function(*args, **options),
-        stream=lambda device: 0,
-    )
+    """Return an emulated GPU: a CPU that runs a GPU's kernels."""
+    own = {
+        "kernels": kernels_of,
+        "capability": lambda device: capability,
+        "cores": lambda device: cores,
+        "call": lambda device, function, *args, **options: function(*args, **options),
+        "stream": lambda device: 0,
+    }
+    return Gpu(**{**vars(targets.CUDA), **vars(CPU), **own})
 
 
 def install(device: Gpu, monkeypatch) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 from signal import SIGINT, SIGPIPE
 from typing import Any, NoReturn
 
-import torch
-
 from pararnn.cells import CELLS
 from pararnn.cells.find import find_cell
+from pararnn.device import default_device, parse_device
 from pararnn.errors import CellError, PararnnError
 from pararnn.evaluation.paper import PRESETS
 from pararnn.extras import require
@@ -158,8 +157,9 @@ def make_parser() -> Parser:
 
 def add_device(command: argparse.ArgumentParser) -> None:
     """The option of commands that run on one device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    command.add_argument("--device", type=_device, default=device, help="cpu, cuda or cuda:N")
+    command.add_argument(
+        "--device", type=_device, default=default_device(), help="cpu, cuda or cuda:N"
+    )
 
 
 def add_demo(command: argparse.ArgumentParser) -> None:
@@ -243,14 +243,9 @@ def _cell(text: str) -> str:
 
 def _device(text: str) -> str:
     try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not supported; use cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise argparse.ArgumentTypeError(f"{text!r} is not here: PyTorch sees {count} CUDA devices")
+        parse_device(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 

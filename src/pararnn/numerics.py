@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.device import type_of
+
 DEFECT_ULPS = 8
 """Largest defect allowed in a returned step, in roundings of its channel's largest |h| so far."""
 
@@ -86,13 +88,13 @@ def rounding(sizes: Tensor, dtype: torch.dtype) -> Tensor:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Precision as the contract has it, whatever the caller's autocast region says."""
-    if device.type == "meta":  # which PyTorch has none for
+    if not type_of(device).computes:  # PyTorch has no autocast for meta
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """That of matrix products in the caller's autocast region; None outside of one."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+    if not type_of(device).computes or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pararnn.codegen.targets import target_of
+from pararnn.device import type_of
 from pararnn.tensors import Given, as_integers
 
 PADDING = ("right", "left")
@@ -164,4 +164,4 @@ def require(right: Tensor, message: str, steps: int, values: Tensor) -> None:
     if torch.compiler.is_compiling():
         return  # before the message is made: that would fix the number of steps
     message = message.format(steps)
-    target_of(right.device).require(right, message, values)
+    type_of(right.device).require(right, message, values)

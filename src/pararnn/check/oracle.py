@@ -38,7 +38,7 @@ from pararnn.check.reference import (
     run_loop,
     running,
 )
-from pararnn.codegen.targets import target_of
+from pararnn.codegen.targets import approximate_dtypes
 from pararnn.engines.base import Arguments, totals
 from pararnn.engines.forward_time import to_system
 from pararnn.engines.table import Choice
@@ -79,7 +79,7 @@ class Oracle:
         self.trial = trial
         self._names = trial.cell.states
         gates = trial.args.gates
-        approximate = gates.dtype in target_of(gates.device).approximate
+        approximate = gates.dtype in approximate_dtypes(gates.device)
         self._approximates = APPROXIMATED if approximate else 0.0
         self.dtype, self.carry = gates.dtype, compute_dtype(gates.dtype)
         self.exact, self.rounded = trial.to(torch.float64), trial.to(self.carry)

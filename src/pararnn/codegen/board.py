@@ -1,6 +1,6 @@
 """How much the segments of a Newton solve leave for each other on a GPU.
 
-Kernels are told (see kernels/cuda/elementwise/boundaries.h and sync_grid.h), and who allocates it asks here.
+Kernels get these numbers as constants: see boundaries.h and sync_grid.h.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from pararnn.device import cpu_facts
 from pararnn.errors import EngineError
 
 CANDIDATES = ("c++", "g++", "clang++")
@@ -71,14 +72,6 @@ def cpu_identity() -> str:
     names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     own = [f"{name}: {value}" for name, value in cpu_facts().items() if name in names]
     return "\n".join([platform.system(), platform.machine(), platform.processor(), *own])
-
-
-def cpu_facts() -> dict[str, str]:
-    """What Linux says of the first core, by name; the other cores say the same."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
-    parts = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
-    return {name.strip(): value.strip() for name, _, value in parts}
 
 
 def target_identity() -> str:

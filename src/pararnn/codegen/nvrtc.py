@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pararnn.device import CUDA, gpus
 from pararnn.errors import EngineError
 
 OLDEST = (8, 0)
@@ -80,11 +81,11 @@ def identity() -> str:
 @functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
     """The device's compute capability; ToolchainError if it is too old, or there is none."""
-    if not torch.cuda.is_available():
+    if not gpus():
         raise ToolchainError("there is no GPU that PyTorch can use (torch.cuda.is_available())")
-    capability = torch.cuda.get_device_capability(device)
+    capability = CUDA.capability(device)
     if capability < OLDEST:
-        raise ToolchainError(too_old(torch.cuda.get_device_name(device), capability))
+        raise ToolchainError(too_old(CUDA.title(device), capability))
     return capability
 
 
@@ -225,7 +226,7 @@ class Kernel:
 
     def _enter_context(self) -> None:
         """Make the context that PyTorch uses on the current device the thread's."""
-        device = torch.cuda.current_device()
+        (device,) = gpus()
         status, context = self.driver.cuDevicePrimaryCtxRetain(device)
         self._check(status, "finding the device's context")
         (status,) = self.driver.cuCtxSetCurrent(context)

@@ -14,6 +14,7 @@ from pararnn.cells.base import Cell
 from pararnn.codegen import cuda
 from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.targets import Jobs, target_of
+from pararnn.device import type_of
 from pararnn.errors import EngineError
 from pararnn.numerics import check_io_dtype
 from pararnn.program.program import program_of
@@ -62,7 +63,7 @@ def _usual_for(
 ) -> tuple[Callable[..., Jobs], Any]:
     """What names the kernels to make, and for which device or GPUs."""
     if capability is None:
-        if device.type == "meta":
+        if not type_of(device).computes:
             raise ValueError(
                 "a module on the meta device has none to compile for: move it, or name the GPUs' "
                 "compute capability (capability=(9, 0))"

@@ -113,7 +113,7 @@ class _Launch(NamedTuple):
     products: tuple[int, ...] = ()
 
     def shared(self, gates: Tensor, info: Tensor | None) -> list[Tensor]:
-        """What segments share, see kernels/cpp/elementwise/shooting.h. `info`: int64 (1, 2), if anyone reads
+        """What segments share, see elementwise/shooting.h. `info`: int64 (1, 2), if anyone reads
         it."""
         if not self.starts:
             return []

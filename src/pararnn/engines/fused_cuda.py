@@ -22,6 +22,7 @@ from pararnn.codegen.emit import why_no_kernels
 from pararnn.codegen.interface import Values, Words, interface_of
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.targets import CUDA, Gpu
+from pararnn.device import gpus
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.launch import (
     Frame,
@@ -306,7 +307,7 @@ def _per_lane(dtype: torch.dtype, rows: int, channels: int, cores: int) -> int:
 def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> int:
     """Into how many segments (newton, fused) cuts time on a device; size is (B, T, D)."""
     batch, steps, channels = size
-    if steps < MIN_LENGTH or not torch.cuda.is_available():
+    if steps < MIN_LENGTH or not gpus():
         return 1
     columns = batch * _tiles(channels, most_per_lane(dtype))
     return segments_for(steps, columns, _cores_as_constant(device))

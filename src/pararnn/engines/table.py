@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from pararnn.cache import on_clear
+from pararnn.device import type_of
 from pararnn.engines import (
     fused_cpu,
     fused_cuda,
@@ -51,7 +52,7 @@ BACKENDS = sorted({key[1] for key in TABLE})
 
 def find(solver: str, backend: str, device: torch.device) -> Engine | None:
     """The engine of a pair on a device, if the table has one."""
-    if device.type == "meta":
+    if not type_of(device).computes:
         return OF_SHAPES.get((solver, backend))
     return TABLE.get((solver, backend, device.type)) or TABLE.get((solver, backend, ANY_DEVICE))
 

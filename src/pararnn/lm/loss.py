@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pararnn.device import type_of
 from pararnn.lm.compiled import compiled
 
 IGNORED = -100
@@ -144,7 +145,7 @@ class _ChunkedSum(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
         total = rows.new_zeros((), dtype=wide)
         head = weight.to(dtype)
-        differentiate = _differentiation(rows.device.type)
+        differentiate = _differentiation(rows.device)
         size = _chunk_size(rows.device.type, len(weight))
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
@@ -187,9 +188,11 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Te
 
 
 @cache
-def _differentiation(device: str) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+def _differentiation(
+    device: torch.device,
+) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     """`loss_and_gradient`, on a GPU as two passes over the logits where Triton can make them."""
-    if device == "cuda" and importlib.util.find_spec("triton") is not None:
+    if type_of(device).accelerator and importlib.util.find_spec("triton") is not None:
         # A second number of rows is compiled for all others: one variant each would soon exceed
         # Dynamo's limit, and what is beyond it runs uncompiled, in three times the memory.
         return compiled(loss_and_gradient)
@@ -200,7 +203,7 @@ def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b, the sum in total's dtype."""
     if total.dtype == a.dtype:
         return total.addmm_(a, b)
-    if total.is_cuda:
+    if type_of(total.device).accelerator:
         return torch.addmm(total, a, b, out_dtype=total.dtype)
     return total.add_(a @ b)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from threading import Lock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.modules import module as module_calls
 
-from pararnn.codegen.targets import target_of
+from pararnn.device import Gpu, type_of
 from pararnn.engines.form import ORDINARY
 from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.model import LanguageModel
@@ -19,8 +17,6 @@ from pararnn.op import unwatched
 
 WORTH = 8
 """Tokens from which on a step is recorded, which takes about as long as one that is called."""
-_CAPTURE = Lock()
-"""One capture at a time: a capture begins by waiting for the whole GPU, which breaks another."""
 
 
 class Recording(NamedTuple):
@@ -62,25 +58,11 @@ def next_logits(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
 
 def record(model: LanguageModel, cache: LMCache, token: Tensor) -> Recording:
     """Record a step, without running it, for tokens like this one."""
-    token, graph = token.clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.device(token.device):
-        stream = _capture_stream(token.device, torch.cuda.current_stream().cuda_stream)
-        others_go_on = "thread_local"  # such as loaders of data, which use the GPU too
-        recorder = torch.cuda.graph(graph, stream=stream, capture_error_mode=others_go_on)
-        with _CAPTURE, recorder:
-            logits = next_logits(model, token.unsqueeze(1), cache)
-    return Recording(token, graph.replay, logits)
-
-
-@functools.cache
-def _capture_stream(device: torch.device, replayed_on: int) -> torch.cuda.Stream:
-    """Return the stream that captures for a stream of the device.
-
-    cuBLAS keeps a workspace of 32 MiB for each stream that it has ever run on, and recorded
-    products hold its address. So captures share a stream where their replays wait for one another,
-    and nowhere else. PyTorch's own capture stream may be another GPU's.
-    """
-    return torch.cuda.Stream(device)
+    token, gpu = token.clone(), type_of(token.device)
+    assert isinstance(gpu, Gpu)
+    with gpu.capture(token.device) as replay:
+        logits = next_logits(model, token.unsqueeze(1), cache)
+    return Recording(token, replay, logits)
 
 
 def replayable(model: LanguageModel, length: int) -> bool:
@@ -90,7 +72,8 @@ def replayable(model: LanguageModel, length: int) -> bool:
 
 def _records(device: torch.device) -> bool:
     """Whether a graph can be recorded on a device now."""
-    return device.type == "cuda" and not target_of(device).capturing()
+    record = type_of(device)
+    return record.accelerator and not record.capturing()
 
 
 def undisturbed(model: LanguageModel) -> bool:

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from pararnn.device import gpus
+
 R = TypeVar("R")
 
 
@@ -17,7 +19,7 @@ def apart(function: Callable[..., R], *args: object) -> R:
     A trace must not see what the caller's thread is in: autocast would put casts into the graphs,
     a transform its tangents, a default device constants that are elsewhere.
     """
-    if torch.version.cuda is not None and not torch.cuda.is_available():
+    if torch.version.cuda is not None and not gpus():
         # PyTorch built for CUDA, on a machine without a GPU: its stand-in for GPUs belongs to the
         # first thread that makes fake tensors, and whoever makes some once that has ended crashes.
         from torch._subclasses.fake_tensor import FakeTensorMode

@@ -118,7 +118,7 @@ def _graph(graph: Graph) -> dict[str, Any]:
         constant = None
         if node.op == "get_attr":
             value = getattr(graph.module, target)
-            if not isinstance(value, Tensor) or value.ndim or value.device.type != "cpu":
+            if not isinstance(value, Tensor) or value.ndim or value.device != torch.device("cpu"):
                 raise UnknownContent(f"a graph with {target}")
             constant = [str(value.dtype).removeprefix("torch."), value.item()]
         arguments = _encoded([node.args, node.kwargs], numbers)

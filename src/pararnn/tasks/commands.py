@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pararnn.cells import CELLS
+from pararnn.device import default_device
 from pararnn.errors import PararnnError
 from pararnn.tasks.models import OWN_MIXERS
 from pararnn.tasks.report import write_report
@@ -100,8 +99,7 @@ def add_actions(command: argparse.ArgumentParser, device: Callable[[str], str]) 
     )
     run.add_argument("--mixer", type=_names, required=True, help="a mixer, or several: gru,lstm")
     run.add_argument("--out", metavar="DIR", default="runs/tasks", help="folder for the results")
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    run.add_argument("--device", type=device, default=here, help="cpu, cuda or cuda:N")
+    run.add_argument("--device", type=device, default=default_device(), help="cpu, cuda or cuda:N")
     run.add_argument(
         "--lengths", type=_lengths, default=[], help="also test at these lengths: 100,1000,10000"
     )

@@ -14,6 +14,7 @@ import torch
 
 from pararnn import progress
 from pararnn.atomic import write_text
+from pararnn.device import type_of
 from pararnn.lm.config import POSITIVE, check_ranges
 from pararnn.records import finite, to_json
 from pararnn.tasks.base import Task
@@ -60,7 +61,9 @@ class TaskRun:
     @property
     def device_name(self) -> str:
         """Name of the GPU, or cpu."""
-        return torch.cuda.get_device_name(self.device) if self.device != "cpu" else "cpu"
+        device = torch.device(self.device)
+        record = type_of(device)
+        return record.title(device) if record.accelerator else "cpu"
 
     def record(self) -> dict[str, Any]:
         """Return the config as JSON values, without names, lengths and device."""

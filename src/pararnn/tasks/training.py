@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.device import Gpu, type_of
 from pararnn.lm.config import NOT_NEGATIVE, POSITIVE, Range, check_ranges, one_of
 from pararnn.tasks.base import Batch, Task, generator_of
 from pararnn.tasks.folded import FoldedModel, accuracies, losses
@@ -153,14 +154,14 @@ class Stepper:
             betas=(0.9, 0.999),
             weight_decay=config.weight_decay,
             fused=True,
-            capturable=device.type == "cuda",
+            capturable=type_of(device).accelerator,
         )
         self.epoch_steps = config.rows // config.batch
         self.count = 0
         self.run: Callable[[], None] = self._step
-        if device.type == "cuda" and config.graph:
-            with torch.cuda.device(device):
-                self.run = self._capture()
+        record = type_of(device)
+        if isinstance(record, Gpu) and config.graph:
+            self.run = self._capture(record, device)
 
     def __call__(self) -> None:
         epoch, step = divmod(self.count, self.epoch_steps)
@@ -194,17 +195,13 @@ class Stepper:
         self.losses.copy_(each.detach())
         self.step += 1
 
-    def _capture(self) -> Callable[[], None]:
+    def _capture(self, gpu: Gpu, device: torch.device) -> Callable[[], None]:
         """Capture a step as a graph, and undo its effect on weights and optimizer."""
         backup = [weight.detach().clone() for weight in self.model.weights.values()]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with gpu.side_stream(device):
             for _ in range(WARM_UPS):
                 self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with gpu.capture(device) as replay:
             self._step()
         with torch.no_grad():
             for weight, old in zip(self.model.weights.values(), backup, strict=True):
@@ -213,4 +210,4 @@ class Stepper:
                 for part in state.values():
                     part.zero_()
             self.step.zero_()
-        return graph.replay
+        return replay

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
+from pararnn.device import gpus, type_of
 from pararnn.errors import PararnnError, TrainingError
 from pararnn.lm.compiled import compiled
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
@@ -96,7 +97,7 @@ def spread(
     draw_weights(model, device, config.seed)
     if config.checkpointing:  # Trainer's own argument has changed its name
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    if config.compile and device.type == "cuda":
+    if config.compile and type_of(device).accelerator:
         # Code of other runs in this process would count against the limit of a block's variants.
         torch.compiler.reset()
         for block in model.model.backbone.blocks:
@@ -116,7 +117,7 @@ def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
         average_tokens_across_devices=True,
         remove_unused_columns=False,
         max_grad_norm=config.optimiser.grad_norm,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not gpus(),
         use_cache=False,
         seed=config.seed,
         logging_steps=config.log_every,

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pararnn.device import collectives
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.lm.model import draws
 from pararnn.parameters import draw
@@ -30,9 +31,8 @@ def process_group() -> Iterator[None]:
     if launched() > 1 or dist.is_initialized():  # by accelerate
         yield
         return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    dist.init_process_group(collectives(), store=store, rank=0, world_size=1)
     try:
         yield
     finally:

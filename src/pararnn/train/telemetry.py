@@ -17,6 +17,7 @@ from transformers.integrations.integration_utils import (
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from pararnn.check.verify import defect
+from pararnn.device import gpus, type_of
 from pararnn.errors import TrainingError
 from pararnn.layers import RecurrentLayer
 from pararnn.progress import duration, say
@@ -47,9 +48,8 @@ def checked(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[Any]]
         found.append(defect(layer, args, options))
 
     hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in layers]
-    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(cuda), torch.compiler.set_stance("force_eager"):
+        with torch.random.fork_rng(gpus()), torch.compiler.set_stance("force_eager"):
             model(**inputs, use_cache=False, logits_to_keep=1)
     finally:
         for hook in hooks:
@@ -109,7 +109,8 @@ def start_lines(config: RunConfig, data: TrainingData, model: nn.Module, world: 
     device, blocks = weights[0].device, config.model
     kinds = dict.fromkeys(config.model.cell if m == "rnn" else m for m in blocks.mixers or ())
     several = f"{world} x " if world > 1 else ""
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    count = type_of(device).threads()
+    threads = "" if count is None else f", {count} threads"
     return [
         f"data: {config.data.train or 'given'}: {rows * length:,} tokens to learn, "
         f"{held_out * length:,} held out, {data.bytes_per_token:.2f} bytes a token",

@@ -24,6 +24,7 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
+from pararnn.device import Gpu, type_of
 from pararnn.errors import TrainingError
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.lm.loss import IGNORED
@@ -146,7 +147,7 @@ class RunTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As the paper has it, see `make_adamw`."""
         if self.optimizer is None:
-            fused = self.args.device.type == "cuda"
+            fused = type_of(self.args.device).accelerator
             model = cast(nn.Module, model or self.model)
             self.optimizer = make_adamw(model, self.run.optimiser, fused=fused)
         return self.optimizer
@@ -254,9 +255,10 @@ class RunTrainer(Trainer):
         tokens = (step - self.last_step) * self.run.batch * self.run.data.sequence_length
         found = {"tokens_per_second": tokens / (now - self.since)}
         self.since, self.last_step = now, step
-        if self.args.device.type == "cuda":
-            found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            name = torch.cuda.get_device_name()
+        device = type_of(self.args.device)
+        if isinstance(device, Gpu):
+            found["memory_gib"] = device.peak_memory() / 2**30
+            name = device.title(self.args.device)
             peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
             if peak is not None:
                 flops = found["tokens_per_second"] * self.flops_of_token

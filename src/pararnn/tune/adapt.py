@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.cells.base import unwrapped
-from pararnn.codegen.targets import target_of
+from pararnn.device import type_of
 from pararnn.engines.request import split_asked
 from pararnn.engines.split import BY_RULE
 from pararnn.layers import RecurrentLayer
@@ -113,8 +113,8 @@ class _Watch:
         info = layer.counts
         if not _is_open(layer, options) or info is None or layer.choice is None:
             return
-        target = target_of(info.device)
-        if target.capturing():
+        device = type_of(info.device)
+        if device.capturing():
             return
         if self.pending is not None:
             rows, segments, arrived = self.pending
@@ -125,7 +125,7 @@ class _Watch:
             self.judge(layer, rows, int(counts[:, 0].max()), segments)
         split = layer.choice.split()
         if split is not None and split.segments > 1:
-            self.pending = _rows(inputs, options), split.segments, target.send(info.detach())
+            self.pending = _rows(inputs, options), split.segments, device.send(info.detach())
 
     def judge(self, layer: RecurrentLayer, rows: Rows, sweeps: int, segments: int) -> None:
         """Count a solve of (newton, fused)."""

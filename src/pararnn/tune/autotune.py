@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
+from pararnn.device import type_of
 from pararnn.engines import tuned
 from pararnn.engines.base import Engine
 from pararnn.engines.split import BY_RULE, Pin
@@ -105,7 +106,7 @@ def autotune(
     record cannot be used, or not be kept.
     """
     program, size, dtype, device = workload_of(module, shape, dtype, device)
-    if device.type == "meta":
+    if not type_of(device).computes:
         raise ValueError("the meta device takes no time: move the layer, or name another device")
     cell = unwrapped(module if isinstance(module, Cell) else module.cell)
     workload = Workload(program.key, size, dtype, device)
@@ -114,7 +115,7 @@ def autotune(
         "size": list(size),
         "dtype": str(dtype),
         "device": device_name(device),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "threads": type_of(device).threads(),
         "backward": backward,
         "pairs": [list(pair) for pair in pairs_for(program, dtype, device)],
         "versions": [__version__, torch.__version__],

@@ -10,7 +10,7 @@ import torch
 
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
-from pararnn.codegen.targets import target_of
+from pararnn.device import type_of
 from pararnn.engines.request import Request, chosen, request, split_asked
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_never, why_not
@@ -85,7 +85,7 @@ def explain(
     if module is scan:
         program, size = workload_of_scan(tuple(shape), dtype or torch.get_default_dtype())
         empty = torch.empty(0, dtype=dtype, device=device)
-        dtype, device = empty.real.dtype, target_of(empty.device).numbered(empty.device)
+        dtype, device = empty.real.dtype, type_of(empty.device).numbered(empty.device)
     else:
         assert isinstance(module, (ParaRNN, RecurrentLayer, Cell))
         program, size, dtype, device = workload_of(module, shape, dtype, device)
@@ -150,5 +150,5 @@ def workload_of(
         batch, steps = shape[:2] if batch_first else (shape[1], shape[0])
     parameter = next(module.parameters(), torch.empty(0))
     device = torch.device(device) if device is not None else parameter.device
-    device = target_of(device).numbered(device)
+    device = type_of(device).numbered(device)
     return program_of(cell), (batch, steps, cell.hidden_size), dtype or parameter.dtype, device

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from pararnn.codegen.targets import target_of
+from pararnn.device import type_of
 
 BLOCK_SECONDS = 2e-3
 """Least length of a block of calls: waiting for the device at its end then counts little."""
@@ -34,12 +34,12 @@ def settled_seconds(run: Callable[[], object], device: torch.device, budget: flo
 
 def device_name(device: torch.device) -> str:
     """The processor's name, as measurements should quote it."""
-    return target_of(device).title(device)
+    return type_of(device).title(device)
 
 
 def _block_seconds(run: Callable[[], object], device: torch.device, calls: int) -> float:
     """Seconds of one call among `calls` without a pause between them."""
-    wait = target_of(device).wait
+    wait = type_of(device).wait
     wait(device)
     start = time.perf_counter()
     for _ in range(calls):
