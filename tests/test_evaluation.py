@@ -125,13 +125,13 @@ def test_attention_reads_windows_that_overlap(kind, tmp_path):
         assert found.nats == pytest.approx(expected + single.nats, rel=1e-6)
 
 
-def test_windows_begin_where_the_last_ended_or_before():
+def test_windows_overlap_as_requested():
     assert list(texts.windows(10, 4, 0)) == [(0, 0, 4), (4, 4, 8), (8, 8, 10)]
     assert list(texts.windows(9, 4, 2)) == [(0, 0, 4), (2, 4, 6), (4, 6, 8), (6, 8, 9)]
     assert list(texts.windows(4, 4, 2)) == [(0, 0, 4)]
 
 
-def test_a_tokenizer_without_an_end_leaves_the_first_token_to_chance(tmp_path):
+def test_without_an_end_the_first_token_has_uniform_probability(tmp_path):
     model, tokenizer = load(bytes_model(tmp_path, end=None))
     found = texts.score_texts(model, tokenizer, ["abcd", "é"], length=3)
     nats = -log_chances(model, [*b"abcd"]).sum() - log_chances(model, [*"é".encode()]).sum()
@@ -139,7 +139,7 @@ def test_a_tokenizer_without_an_end_leaves_the_first_token_to_chance(tmp_path):
     assert found.nats == pytest.approx(float(nats) + 2 * math.log(257), rel=1e-6)
 
 
-def test_bits_are_per_byte_whatever_the_tokens_are(tmp_path):
+def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path):
     texts_ = ["snowman ☃ and snowman ☃", "snow"]
     end = train_tokenizer(texts_ * 3, 270, tmp_path).end
     hugging("gru", vocab_size=270).save_pretrained(tmp_path)
@@ -152,7 +152,7 @@ def test_bits_are_per_byte_whatever_the_tokens_are(tmp_path):
     assert found.perplexity == pytest.approx(math.exp(nats / found.tokens), rel=1e-5)
 
 
-def test_logits_are_there_for_a_chunk_of_rows_only(loaded, monkeypatch):
+def test_logits_are_made_in_chunks(loaded, monkeypatch):
     rows = []
     monkeypatch.setitem(texts.CHUNK_LOGITS, "cpu", 257 * 3)
     hook = loaded[0].lm_head.register_forward_hook(lambda *args: rows.append(len(args[1][0])))
@@ -212,7 +212,7 @@ def asked(folder, file, out, **options):
 
 
 @pytest.mark.parametrize(("batch", "end"), [(1, END), (8, END), (8, None)])
-def test_choices_are_as_computed_by_hand(folder, loaded, batch, end, tmp_path):
+def test_accuracies_of_choices_are_right(folder, loaded, batch, end, tmp_path):
     folder = folder if end else bytes_model(tmp_path, end=end)
     found = asked(folder, lines(tmp_path / "arc_easy.jsonl", ARC), tmp_path, batch=batch)
     rows = [[(row["query"] + "\nAnswer:", " " + each) for each in row["choices"]] for row in ARC]
@@ -230,7 +230,7 @@ def test_choices_are_as_computed_by_hand(folder, loaded, batch, end, tmp_path):
     assert (found["task"], found["shots"], found["questions"]) == ("arc_easy", 0, 7)
 
 
-def test_options_before_a_common_end_are_as_computed_by_hand(folder, loaded, tmp_path):
+def test_accuracies_of_options_are_right(folder, loaded, tmp_path):
     found = asked(folder, lines(tmp_path / "winogrande.jsonl", WINO), tmp_path)
     rows = [
         [(option, " " + row["continuation"]) for option in row["context_options"]] for row in WINO
@@ -242,7 +242,7 @@ def test_options_before_a_common_end_are_as_computed_by_hand(folder, loaded, tmp
     }
 
 
-def test_last_words_are_as_computed_by_hand(folder, loaded, tmp_path):
+def test_perplexity_of_last_words_is_right(folder, loaded, tmp_path):
     found = asked(folder, lines(tmp_path / "lambada_openai.jsonl", LAMBADA), tmp_path)
     rows = [[(row["context"], " " + row["continuation"])] for row in LAMBADA]
     mean = np.mean(answers(loaded[0], rows))
@@ -258,7 +258,7 @@ def prompts(job):
     return [(each.doc["question"], *each.args) for each in task.instances]
 
 
-def test_prompts_are_those_of_lm_eval_s_own_tasks(tmp_path):
+def test_prompts_are_those_of_lm_eval(tmp_path):
     piqa = {"query": "Question: dresser\n", "choices": ["a", "b"], "gold": 1}
     stem = {"query": "Fog is around: ", "choices": ["a marsh", "a desert"], "gold": 0}
     found = prompts(Job("piqa", file=lines(tmp_path / "piqa.jsonl", [piqa, stem])))
@@ -366,7 +366,7 @@ def test_a_task_that_would_show_its_questions_raises(tmp_path):
     assert harness.load_task(job, 0)
 
 
-def test_what_is_cut_is_said(folder, tmp_path):
+def test_the_report_counts_prompts_that_were_cut(folder, tmp_path):
     path = lines(tmp_path / "arc_easy.jsonl", ARC)
     lengths = [len(f"{row['query']}\nAnswer: {each}") for row in ARC for each in row["choices"]]
     length = min(lengths) - 1
@@ -378,7 +378,7 @@ def test_what_is_cut_is_said(folder, tmp_path):
     assert asked(folder, path, tmp_path, length=length)["truncated"] == 0
 
 
-def test_the_preset_is_the_paper_s(tmp_path):
+def test_the_preset_has_the_papers_tasks(tmp_path):
     assert plan([], preset="paper") == [Job(*task) for task in paper.TASKS]
     assert {name: [n for each, n in paper.TASKS if each == name] for name, _ in paper.TASKS} == {
         "arc_challenge": [25, 3],
@@ -400,7 +400,7 @@ def test_the_preset_is_the_paper_s(tmp_path):
     assert jobs[-2:] == [Job("arc_easy", 1, tmp_path / "arc_easy.jsonl"), Job("boolq", 1)]
 
 
-def test_the_report_is_beside_the_paper(folder, tmp_path, capsys, monkeypatch):
+def test_the_report_has_the_paper_next_to_the_results(folder, tmp_path, capsys, monkeypatch):
     evaluate = harness.evaluator.evaluate
     noisy = lambda *args, **kwargs: (print("noise"), evaluate(*args, **kwargs))[1]  # noqa: E731
     monkeypatch.setattr(harness.evaluator, "evaluate", noisy)
@@ -438,7 +438,7 @@ def test_the_report_is_beside_the_paper(folder, tmp_path, capsys, monkeypatch):
     assert f"{100 * acc['value']:.2f} ± {100 * acc['stderr']:.2f}" in shown
 
 
-def test_the_report_is_in_the_model_s_folder(tmp_path):
+def test_the_report_is_in_the_models_folder(tmp_path):
     bytes_model(tmp_path)
     (tmp_path / "a.txt").write_text("some text")
     path = run_evaluation(str(tmp_path), texts=[str(tmp_path / "a.txt")])
@@ -447,7 +447,7 @@ def test_the_report_is_in_the_model_s_folder(tmp_path):
     assert run_evaluation(str(tmp_path), texts=[str(tmp_path / "a.txt")]) == path
 
 
-def test_a_report_does_not_replace_what_is_none(folder, tmp_path):
+def test_a_report_does_not_replace_other_files(folder, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.md").write_text("mine")
@@ -456,7 +456,7 @@ def test_a_report_does_not_replace_what_is_none(folder, tmp_path):
     assert (tmp_path / "out" / "results.md").read_text() == "mine"
 
 
-def test_other_shots_are_not_beside_the_paper():
+def test_other_shots_are_not_compared_with_the_paper():
     found = {"task": "piqa", "shots": 1, "file": None, "questions": 2, "truncated": 0}
     found["metrics"] = {"acc": {"value": 0.5, "stderr": None}}
     results = {"model": "m", "parameters": 1, "dtype": "d", "device": "c", "versions": {}}
@@ -532,7 +532,7 @@ def test_errors_are_one_line(options, message, folder, tmp_path, capsys):
     assert message in error_of(command, capsys)
 
 
-def test_what_is_left_out_of_a_text_is_said(folder, tmp_path, capsys):
+def test_the_report_counts_files_that_are_left_out(folder, tmp_path, capsys):
     (tmp_path / "a.md").write_text("some text")
     (tmp_path / "b.md").write_bytes(b"\xff")
     command = f"eval {folder} --text {tmp_path} --suffixes .md --out {tmp_path / 'eval'}"
@@ -543,7 +543,7 @@ def test_what_is_left_out_of_a_text_is_said(folder, tmp_path, capsys):
     assert (found["documents"], len(found["left_out"])) == (1, 1)
 
 
-def test_a_byte_order_mark_is_no_question(folder, tmp_path):
+def test_a_byte_order_mark_is_not_part_of_a_question(folder, tmp_path):
     path = tmp_path / "arc_easy.jsonl"
     path.write_text("\ufeff" + json.dumps(ARC[0]) + "\n", encoding="utf-8")
     assert read_questions(path)[1][0]["question"].startswith("Question: What is 0?")
@@ -564,7 +564,7 @@ def mute(folder, tmp_path):
     return model, tokenizer
 
 
-def test_what_is_infinite_is_null(mute, tmp_path, monkeypatch):
+def test_infinite_numbers_are_null(mute, tmp_path, monkeypatch):
     """JSON has no Infinity, and other programs do not read it."""
     monkeypatch.setattr("pararnn.evaluation.run.load_model", lambda *_: mute)
     (tmp_path / "a.txt").write_text("no x")
@@ -574,7 +574,7 @@ def test_what_is_infinite_is_null(mute, tmp_path, monkeypatch):
     assert "| inf | inf | inf |" in report.read_text()
 
 
-def test_a_model_that_says_nan_is_not_evaluated(folder, tmp_path, monkeypatch):
+def test_a_model_with_nan_logits_raises(folder, tmp_path, monkeypatch):
     """It had the accuracy of whatever argmax makes of NaN."""
     model, tokenizer = load(folder)
     model.lm_head.register_forward_hook(lambda *parts: parts[-1] * torch.nan)

@@ -75,7 +75,7 @@ def test_rows_reproduce_the_source(config):
             packed.train[outside]
 
 
-def test_tokens_are_made_once(config, packings, source, tmp_path):
+def test_tokens_are_cached_by_content_and_settings(config, packings, source, tmp_path):
     first = prepare(config)
     assert prepare(replace(config, sequence_length=4, resets=True)).folder == first.folder
     assert len(packings) == 1
@@ -130,7 +130,7 @@ def test_a_corrupt_source_leaves_nothing_behind(config, tmp_path):
     assert not list((tmp_path / "cache").glob(".*.new"))
 
 
-def test_what_is_left_out_is_said_at_every_start(config, source, capsys):
+def test_every_start_reports_data_that_are_left_out(config, source, capsys):
     rows = [{"text": text} for text in TEXTS] + [{"text": ""}, {"text": None}, {"text": ""}]
     json_lines(Path(source), rows)
     for _ in range(2):  # made, and found in the cache
@@ -142,7 +142,7 @@ def test_what_is_left_out_is_said_at_every_start(config, source, capsys):
     assert packed.train.part.documents + packed.valid.part.documents == len(TEXTS)
 
 
-def test_suffixes_and_lists_are_keys_of_a_run(config, tmp_path):
+def test_a_run_can_name_suffixes_and_several_sources(config, tmp_path):
     for name in ("a.md", "b.py", "c.png", "held.md"):
         (tmp_path / name).write_text(f"what is in {name}")
     train = f"{tmp_path}/b.py,{tmp_path}/a.md"
@@ -152,7 +152,7 @@ def test_suffixes_and_lists_are_keys_of_a_run(config, tmp_path):
     assert tokens_of(packed.valid) == expected(["what is in held.md"])
 
 
-def test_a_full_disk_says_what_to_do(config, monkeypatch):
+def test_the_error_of_a_full_disk_says_what_to_do(config, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -206,7 +206,7 @@ def test_the_end_of_the_text_is_held_out(config, tmp_path, sizes, holdout, kept,
     ]
 
 
-def test_long_documents_are_cut_where_they_are(config, tmp_path, monkeypatch):
+def test_a_long_document_is_cut_to_hold_out_its_end(config, tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "CHUNK", 1 << 18)
     counts = {"é": 60_000, "ü": 20_000}
     texts = ["".join(f"{name} {row}\n" for row in range(counts[name])) for name in counts]
@@ -224,7 +224,7 @@ def test_long_documents_are_cut_where_they_are(config, tmp_path, monkeypatch):
         assert packed.valid.part.documents == len(valid)
 
 
-def test_a_text_that_is_all_held_out(config, tmp_path):
+def test_a_text_that_is_too_short_to_hold_out_raises(config, tmp_path):
     for text in ("x", "é"):
         source = json_lines(tmp_path / "a.jsonl", [{"text": text}])
         with pytest.raises(DataError, match=r"the train part of .* has 0 tokens"):
@@ -232,7 +232,7 @@ def test_a_text_that_is_all_held_out(config, tmp_path):
 
 
 @pytest.mark.parametrize("tokens", [1, 19, 20, 60, 1000])
-def test_no_more_is_read_than_is_learned(config, tmp_path, tokens):
+def test_a_limit_of_tokens_ends_reading(config, tmp_path, tokens):
     (tmp_path / "valid.txt").write_text("held out by hand")
     asked = replace(config, valid=str(tmp_path / "valid.txt"), tokens=tokens, sequence_length=1)
     packed = prepare(asked)
@@ -259,7 +259,7 @@ def test_a_limit_ends_a_long_document(config, tmp_path, monkeypatch):
     assert (part.documents, part.bytes) == (1, part.tokens - 1)
 
 
-def test_a_bar_where_someone_watches(config, monkeypatch, capsys):
+def test_a_terminal_shows_a_progress_bar(config, monkeypatch, capsys):
     pytest.importorskip("tqdm")
     prepare(config)
     assert capsys.readouterr().err == ""
@@ -269,7 +269,7 @@ def test_a_bar_where_someone_watches(config, monkeypatch, capsys):
     assert f"tokenising: {size:.1f}B [" in capsys.readouterr().err
 
 
-def test_rows_are_left_out_of_both_parts(config, tmp_path):
+def test_drop_applies_to_both_parts(config, tmp_path):
     rows = [{"text": text, "kind": "ab"["e" in text]} for text in TEXTS]
     source = json_lines(tmp_path / "kinds.jsonl", rows)
     kept = [row["text"] for row in rows if row["kind"] == "a"]
@@ -283,7 +283,7 @@ def test_rows_are_left_out_of_both_parts(config, tmp_path):
         prepare(replace(config, train=source, drop="other=b"))
 
 
-def test_valid_of_its_own(config, tmp_path):
+def test_validation_data_may_be_another_source(config, tmp_path):
     (tmp_path / "valid.txt").write_text("held out by hand")
     packed = prepare(replace(config, valid=str(tmp_path / "valid.txt")))
     assert tokens_of(packed.train) == expected(TEXTS)
@@ -291,7 +291,7 @@ def test_valid_of_its_own(config, tmp_path):
     assert packed.valid.part.documents == 1
 
 
-def test_parts_and_settings_that_do_not_fit(config, tmp_path):
+def test_impossible_settings_and_short_parts_raise(config, tmp_path):
     with pytest.raises(DataError, match=r"the valid part .* has 41 tokens, fewer than a row of 42"):
         prepare(replace(config, sequence_length=42))
     with pytest.raises(DataError, match="tokens must be positive, or none for all, got 0"):
@@ -307,7 +307,7 @@ def test_parts_and_settings_that_do_not_fit(config, tmp_path):
 # --- documents within rows ---
 
 
-def test_positions_restart_behind_each_end(config):
+def test_positions_restart_after_each_end(config):
     packed = prepare(replace(config, resets=True))
     seen = torch.cat([packed.train[i]["position_ids"] for i in range(len(packed.train))])
     tokens = torch.tensor(expected(TEXTS[:3]))[: len(seen)]
@@ -357,7 +357,7 @@ def test_any_documents_become_rows(tmp_path_factory, texts, length, holdout):
                 assert (position == 0) == (place == 0 or tokens[place - 1] == END)
 
 
-def test_rows_go_to_workers(config):
+def test_rows_can_be_read_by_workers(config):
     rows = prepare(replace(config, resets=True)).train
     rows[0]
     assert rows.tokens[:16].tobytes() not in pickle.dumps(rows)
@@ -385,7 +385,7 @@ def test_every_row_once_an_epoch(length):
 
 
 @given(st.integers(1, 200), st.integers(0, 5), st.data())
-def test_rows_go_on_where_they_were_left(length, epoch, data):
+def test_an_order_of_rows_resumes_at_any_row(length, epoch, data):
     count = data.draw(st.integers(0, length))
     whole, rest = RowSampler(length, 1), RowSampler(length, 1)
     for sampler in (whole, rest):
@@ -425,7 +425,7 @@ def test_skipped_rows_are_not_read():
 
 
 @given(st.integers(1, 12), st.integers(0, 60), st.data())
-def test_streams_go_on_row_by_row(batch, more, data):
+def test_streams_continue_row_by_row(batch, more, data):
     rows = batch + more
     batches = list(StreamSampler(rows, batch))
     assert len(batches) == rows // batch
@@ -440,7 +440,7 @@ def test_streams_go_on_row_by_row(batch, more, data):
     assert len(resumed) == len(batches) - count
 
 
-def test_a_stream_through_a_loader_goes_on(config):
+def test_a_loader_reads_streams_in_order(config):
     rows = prepare(config).train
     loader = DataLoader(rows, batch_sampler=StreamSampler(len(rows), 2))
     seen = torch.cat([batch["input_ids"] for batch in loader], 1)
@@ -448,7 +448,7 @@ def test_a_stream_through_a_loader_goes_on(config):
     assert seen.flatten().tolist() == expected(TEXTS[:3])[: 2 * half]
 
 
-def test_orders_that_cannot_be():
+def test_impossible_orders_raise():
     with pytest.raises(ValueError, match="length must be positive, got 0"):
         RowSampler(0)
     for batch in (0, 4):

@@ -35,13 +35,13 @@ def test_a_new_or_empty_folder_is_filled(tmp_path, there):
     assert sorted(path.name for path in folder.parent.iterdir()) == ["b"]
 
 
-def test_the_folder_in_which_one_is_may_be_named(tmp_path, monkeypatch):
+def test_the_current_folder_can_be_filled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(files.Path("."), ["x"])
     assert content(tmp_path) == {"x": "ours x"}
 
 
-def test_what_others_put_into_it_stays(tmp_path):
+def test_foreign_files_stay(tmp_path):
     write(tmp_path / "a", ["x", "old"])
     (tmp_path / "a" / "eval").mkdir()
     (tmp_path / "a" / "eval" / "results.md").write_text("mine")
@@ -95,7 +95,7 @@ def a_broken_link(tmp_path):
 @pytest.mark.parametrize(
     "make", [full, of_another_kind, damaged, changed, taken, a_file, a_broken_link]
 )
-def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, make):
+def test_foreign_files_are_neither_replaced_nor_removed(tmp_path, make):
     folder, said = make(tmp_path)
     before = content(tmp_path)
     with pytest.raises(TrainingError, match=said):
@@ -108,7 +108,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("call", range(4))  # the mark, x, new, the mark
-def test_a_kill_while_files_take_their_places_leaves_what_is_ours(tmp_path, monkeypatch, call):
+def test_a_kill_between_renames_leaves_our_files_only(tmp_path, monkeypatch, call):
     """The mark says so of old files and of new ones."""
     write(tmp_path / "a", ["x", "old"])
     (tmp_path / "a" / "mine").write_text("mine")

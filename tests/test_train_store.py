@@ -39,7 +39,7 @@ def waiting(monkeypatch):
     return event
 
 
-def test_who_waits_finds_it_made(tmp_path, waiting):
+def test_a_waiting_process_uses_the_folder_of_the_first(tmp_path, waiting):
     made = []
 
     def make(folder):
@@ -54,7 +54,7 @@ def test_who_waits_finds_it_made(tmp_path, waiting):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.lock", "a"]
 
 
-def test_who_waits_fails_with_who_fails(tmp_path, waiting):
+def test_a_waiting_process_fails_with_the_first(tmp_path, waiting):
     made = []
 
     def fail(folder):
@@ -73,7 +73,7 @@ def test_who_waits_fails_with_who_fails(tmp_path, waiting):
     assert whole(tmp_path / "a")
 
 
-def test_who_waits_takes_over_from_who_is_killed(tmp_path, waiting):
+def test_a_waiting_process_takes_over_after_a_kill(tmp_path, waiting):
     (tmp_path / ".a.new").mkdir()
     (tmp_path / ".a.new" / "half").touch()
     hold = (
@@ -98,7 +98,7 @@ def test_who_waits_takes_over_from_who_is_killed(tmp_path, waiting):
     assert not (tmp_path / ".a.new").exists()
 
 
-def test_what_failed_before_says_nothing_of_now(tmp_path, waiting):
+def test_an_earlier_failure_does_not_count(tmp_path, waiting):
     def fail(folder):
         raise DataError("long ago")
 
@@ -120,7 +120,7 @@ def test_what_failed_before_says_nothing_of_now(tmp_path, waiting):
     assert whole(tmp_path / "a")
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_raises(tmp_path, monkeypatch):
     def none(file, how):
         raise OSError(38, "Function not implemented")
 

@@ -31,7 +31,7 @@ def config(tmp_path):
     return DataConfig(train=source, holdout=0.45, sequence_length=8, cache=str(tmp_path / "cache"))
 
 
-def test_bytes_as_tokens():
+def test_bytes_are_tokens():
     tokenizer = load_tokenizer("bytes")
     assert list(tokenizer.encode_all(["é"])[0]) == [0xC3, 0xA9]
     assert (tokenizer.end, tokenizer.vocabulary) == (256, 257)
@@ -60,7 +60,7 @@ def test_a_tokenizer_is_trained_and_loaded(trained, config):
     assert packed.folder != prepare(config).folder
 
 
-def test_words_are_those_of_byte_level_and_none_is_long(trained):
+def test_words_are_those_of_gpt2_and_long_ones_are_cut(trained):
     """A text without blanks was one word, over all of which each merge went: 5 MB did not end."""
     byte_level = pytest.importorskip("tokenizers").pre_tokenizers.ByteLevel(add_prefix_space=False)
     _, tokenizer = trained
@@ -82,7 +82,7 @@ def test_a_text_cannot_spell_the_end_of_a_document(trained):
     assert tokenizer.tokenizer.decode(tokenizer.encode_all([text])[0]) == text
 
 
-def test_a_tokenizer_that_cuts_and_pads_does_neither_here(trained):
+def test_settings_that_cut_and_pad_are_ignored(trained):
     folder, tokenizer = trained
     ids = tokenizer.encode_all([TEXTS[0]])[0]
     tokenizer.tokenizer.enable_truncation(3)
@@ -92,7 +92,7 @@ def test_a_tokenizer_that_cuts_and_pads_does_neither_here(trained):
     assert loaded.encode_all([TEXTS[0]])[0] == loaded.encode_all(TEXTS)[0] == ids
 
 
-def test_tokenizers_that_cannot_be_used(trained, tmp_path):
+def test_unusable_tokenizers_raise(trained, tmp_path):
     folder, tokenizer = trained
     with pytest.raises(ValueError, match=r"size must be at least 257.*got 256"):
         train_tokenizer(TEXTS, 256, tmp_path)
@@ -114,7 +114,7 @@ def test_tokenizers_that_cannot_be_used(trained, tmp_path):
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(1 << 16, "uint16"), (70_000, "uint32")])
-def test_a_large_vocabulary_takes_wider_numbers(config, monkeypatch, vocabulary, dtype):
+def test_a_large_vocabulary_is_stored_in_32_bits(config, monkeypatch, vocabulary, dtype):
     class Wide:
         end, key = vocabulary - 1, f"wide {vocabulary}"
 
@@ -132,7 +132,7 @@ def test_a_large_vocabulary_takes_wider_numbers(config, monkeypatch, vocabulary,
 
 
 @pytest.mark.parametrize("name", ["bytes", "trained"])
-def test_what_packs_is_what_transformers_reads(name, tmp_path):
+def test_transformers_reads_the_tokenizer_that_packs(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     if name == "trained":
         train_tokenizer(["the cat sat on the mat"] * 9, 300, tmp_path / "given")
@@ -269,7 +269,7 @@ def test_a_tokenizer_sees_the_first_bytes_only(words, trainings, monkeypatch, sa
 
 
 @pytest.mark.parametrize("tokens", [30, 100, 400, 5000])
-def test_with_a_limit_it_sees_nothing_that_is_held_out(words, trainings, tmp_path, tokens):
+def test_a_tokenizer_sees_no_held_out_text_under_a_limit(words, trainings, tmp_path, tokens):
     texts = [f"{row} {WORDS}" for row in range(200)]
     source = json_lines(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
     packed = prepare(replace(words, train=source, tokens=tokens))
@@ -280,7 +280,7 @@ def test_with_a_limit_it_sees_nothing_that_is_held_out(words, trainings, tmp_pat
     assert 0 < len("".join(trainings[1])) <= alone.train.part.bytes
 
 
-def test_long_documents_have_the_tokens_that_they_have_whole(trained, config, tmp_path):
+def test_pieces_have_the_tokens_of_the_whole_document(trained, config, tmp_path):
     _, tokenizer = trained
     lines = (TEXTS[row % 3].strip() + "\n" * (1 + row % 3) for row in range(40_000))
     text = "".join(lines)
@@ -292,12 +292,12 @@ def test_long_documents_have_the_tokens_that_they_have_whole(trained, config, tm
 
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:256", "bpe:x", "bpe:-1", "bpe:1e4"])
-def test_sizes_that_cannot_be(config, name):
+def test_impossible_sizes_raise(config, name):
     with pytest.raises(DataError, match=r'"bpe:N", N at least 257, such as bpe:16384; got'):
         prepare(replace(config, tokenizer=name))
 
 
-def test_a_size_that_the_model_does_not_have(config):
+def test_a_size_larger_than_the_models_vocabulary_raises(config):
     assert [size_of(name) for name in ("bpe:300", "bytes", "owner/name")] == [300, None, None]
     model = replace(preset("gru", "400M").model, vocab_size=260)
     with pytest.raises(ValueError, match=r"bpe:300 .*vocab_size is 260: set .*vocab_size=300"):

@@ -17,7 +17,7 @@ class Format(NamedTuple):
     """A kind of question.
 
     fields: names that a line must have. read: makes a question of a line, or raises ValueError.
-    settings: lm-eval's task config, as in its YAML. A question's field "question" identifies it, see
+    settings: lm-eval's task config, as in its YAML. The field "question" identifies a question, see
     `harness.OtherQuestions`.
     """
 
