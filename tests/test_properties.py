@@ -21,7 +21,7 @@ from table import (
 import pararnn
 from pararnn.engines import fused_cpu
 
-LONG = 1000
+LONG = 400
 # (newton, scan) is (newton, torch) with another scan: what is longer repeats that one's rows.
 # (newton, fused) has long sequences in test_newton_fused.py.
 NOT_LONG = (SCAN, NEWTON_FUSED)
