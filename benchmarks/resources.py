@@ -19,7 +19,7 @@ from common import RESULTS, commit, write_csv
 import pararnn
 from pararnn.codegen import headers, nvrtc
 from pararnn.codegen.cuda import SOLVERS, ring_of, source_of, usual_variants
-from pararnn.codegen.emit import why_no_kernels
+from pararnn.codegen.families import why_no_kernels
 from pararnn.program.program import Program, program_of
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")

@@ -216,7 +216,7 @@ def test_code_is_kept_and_found_again(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "pararnn"):
         first = cuda.cubin_of(program, variant, "sm_90")
     assert (
-        f"compiling ElmanCell's sequential forward kernel for sm_90 (once; kept in {tmp_path})"
+        f"compiling ElmanCell's sequential forward kernel for sm_90 (once; cached in {tmp_path})"
         in caplog.text
     )
     (entry,) = tmp_path.iterdir()

@@ -48,7 +48,7 @@ def test_values_are_checked_by_the_device(calls):
 
 def test_explain_numbers_the_device(calls):
     pararnn.explain(pararnn.GRUCell(4), (1, 8), device="cpu")
-    assert "numbered" in calls
+    assert "with_index" in calls
 
 
 def test_adapt_reads_counts_through_the_device(calls):

@@ -1,4 +1,4 @@
-"""What launches pack is what kernels read, field by field: both come from one list."""
+"""Launches pack the structs that kernels read, field by field."""
 
 import itertools
 import subprocess
@@ -10,10 +10,10 @@ from test_cuda import _program, needs_nvrtc
 
 from pararnn.codegen import cuda, headers, nvrtc
 from pararnn.codegen.compiler import compiler_command
-from pararnn.codegen.interface import WORD, Counts, Interface, interface_of, structs_of
+from pararnn.codegen.families import ELEMENTWISE, interface_of
+from pararnn.codegen.interface import WORD, Counts, Interface
 
 COUNTS = Counts(states=2, gates=3, fields=0, params=1)
-SOLVERS = ("sequential", "newton")
 HEAD = """
 #define PARARNN_IO bfloat16
 #define PARARNN_WIDE 0
@@ -25,8 +25,8 @@ namespace pararnn {
 """
 
 
-def _against(target, declarations, tmp_path):
-    """What a target's compiler has to say against declarations."""
+def _errors(target, declarations, tmp_path):
+    """Return the errors of a target's compiler on declarations."""
     own = "using weight_io = float;\n" if target == "cuda" else ""
     file = tmp_path / "structs.cpp"
     file.write_text(f"{HEAD}{own}{declarations}\n}}\n", encoding="utf-8")
@@ -50,7 +50,7 @@ TARGETS = [
 
 
 def _values(interface, struct):
-    """A number of its own for every word of a struct."""
+    """Return values for a struct in which every word differs."""
     number = itertools.count(1)
     return {
         field.name: (
@@ -62,18 +62,18 @@ def _values(interface, struct):
     }
 
 
-def _packed_places(interface):
-    """C++ that holds where fields are where `packed` has put them, and the structs' sizes."""
+def _offsets(interface):
+    """Return C++ assertions that offsets and sizes of structs are those of `pack`."""
     lines = []
     for struct in interface.structs:
         values = _values(interface, struct)
-        words = interface.packed(struct, values)
+        words = interface.pack(struct, values)
         lines.append(f"static_assert(sizeof({struct}) == {WORD * len(words)});")
         for name, value in values.items():
             first = value if isinstance(value, int) else next(iter(value), None)
             if first is not None:
-                place = WORD * words.index(first)
-                lines.append(f"static_assert(__builtin_offsetof({struct}, {name}) == {place});")
+                offset = WORD * words.index(first)
+                lines.append(f"static_assert(__builtin_offsetof({struct}, {name}) == {offset});")
     return "\n".join(lines)
 
 
@@ -82,64 +82,64 @@ def _reversed(structs):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("change", [dict, _reversed], ids=["as it is", "reversed"])
-def test_kernels_read_what_is_packed(change, solver, target, tmp_path):
-    interface = Interface(change(structs_of(target, solver)), COUNTS)
-    assert not _against(target, interface.declared() + _packed_places(interface), tmp_path)
+@pytest.mark.parametrize("solver", ELEMENTWISE.solvers)
+@pytest.mark.parametrize("change", [dict, _reversed], ids=["in order", "reversed"])
+def test_kernels_read_fields_where_launches_pack_them(change, solver, target, tmp_path):
+    interface = Interface(change(ELEMENTWISE.structs(target, solver)), COUNTS)
+    assert not _errors(target, interface.declaration() + _offsets(interface), tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_side_alone_does_not_move(target, tmp_path):
-    structs = structs_of(target, "newton")
+def test_compilers_notice_different_orders(target, tmp_path):
+    structs = ELEMENTWISE.structs(target, "newton")
     own, other = Interface(structs, COUNTS), Interface(_reversed(structs), COUNTS)
-    assert "static" in _against(target, own.declared() + _packed_places(other), tmp_path)
+    assert "static" in _errors(target, own.declaration() + _offsets(other), tmp_path)
 
 
 @pytest.mark.parametrize("target", ["cpp", "cuda"])
-def test_a_field_is_dropped_on_both_sides(target):
-    structs = structs_of(target, "newton")
+def test_a_field_is_removed_from_both_sides(target):
+    structs = ELEMENTWISE.structs(target, "newton")
     full = Interface(structs, COUNTS)
     for struct, fields in structs.items():
         for field in fields:
-            rest = tuple(f for f in fields if f is not field)
-            less = Interface({**structs, struct: rest}, COUNTS)
+            others = tuple(f for f in fields if f is not field)
+            less = Interface({**structs, struct: others}, COUNTS)
             values = _values(full, struct)
             with pytest.raises(ValueError, match=f"{struct} takes"):
-                less.packed(struct, values)
+                less.pack(struct, values)
             del values[field.name]
-            less.packed(struct, values)
+            less.pack(struct, values)
             with pytest.raises(ValueError, match=f"{struct} takes"):
-                full.packed(struct, values)
-            size = f"sizeof({struct}) == {WORD * len(full.packed(struct, _values(full, struct)))})"
-            assert size in full.declared()
-            assert size not in less.declared()
+                full.pack(struct, values)
+            size = f"sizeof({struct}) == {WORD * len(full.pack(struct, _values(full, struct)))})"
+            assert size in full.declaration()
+            assert size not in less.declaration()
 
 
-def test_rows_have_a_word_for_each():
-    interface = Interface(structs_of("cpp", "sequential"), COUNTS)
+def test_arrays_of_the_wrong_length_are_refused():
+    interface = Interface(ELEMENTWISE.structs("cpp", "sequential"), COUNTS)
     values = _values(interface, "ForwardProblem")
     for wrong in ([1, 2, 3], [1], 4):
         with pytest.raises(ValueError, match=r"ForwardProblem takes numbers for .*'final': 2"):
-            interface.packed("ForwardProblem", values | {"final": wrong})
+            interface.pack("ForwardProblem", values | {"final": wrong})
 
 
 def test_counts_are_the_programs():
     program = _program("lrc")
-    parts = (program.states, program.gates, program.fields, program.params)
+    kinds = (program.states, program.gates, program.fields, program.params)
     counts = interface_of(program, "cpp", "newton").counts
-    assert counts == tuple(map(len, parts))
+    assert counts == tuple(map(len, kinds))
     assert counts.weights == counts.gates + counts.params
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("what", ["board_group", "board_words", "ends_words", "found_a_channel"])
-def test_kernels_refuse_a_board_of_another_size(what, tmp_path):
+@pytest.mark.parametrize("name", ["board_group", "board_words", "ends_words", "found_a_channel"])
+def test_kernels_refuse_a_board_of_another_size(name, tmp_path):
     program = _program("gru")
     variant = cuda.usual_variants(program, torch.float32, 64, 64, solver="newton")[0]
     source = cuda.source_of(program, variant)
-    assert f"constexpr int {what} = " in source
+    assert f"constexpr int {name} = " in source
     file = tmp_path / "board.cu"
-    file.write_text(source.replace(f"constexpr int {what} = ", f"constexpr int {what} = 32 + "))
+    file.write_text(source.replace(f"constexpr int {name} = ", f"constexpr int {name} = 32 + "))
     with pytest.raises(nvrtc.ToolchainError, match="static assertion failed"):
         nvrtc.compile_cubin(file, headers.folder("cuda"), tmp_path / "cubin", "sm_80")

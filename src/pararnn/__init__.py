@@ -15,8 +15,8 @@ from pararnn.cells import (
     SLSTMCell,
 )
 from pararnn.check.verify import Report, verify
-from pararnn.codegen.emit import emitted
 from pararnn.codegen.precompile import precompile
+from pararnn.codegen.source import emitted
 from pararnn.codegen.spelling import register_spelling
 from pararnn.engines.request import MODES, using
 from pararnn.errors import (

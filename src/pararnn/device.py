@@ -26,7 +26,7 @@ class DeviceType:
     """A type of device.
 
     title(device): its name, for measurements. wait(device): until it has done all its work.
-    numbered(device): the same device with its index. require(condition, message, values): see
+    with_index(device): the same device with its index. require(condition, message, values): see
     `pararnn.sequences.require`. send(tensor): start a copy to the host, and return a function whose
     result is the copy, or None before it has arrived. capturing(): True if the current work is
     recorded into a graph. threads(): CPU threads of PyTorch where they matter, or None.
@@ -34,7 +34,7 @@ class DeviceType:
 
     title: Callable[[torch.device], str]
     wait: Callable[[torch.device], None]
-    numbered: Callable[[torch.device], torch.device]
+    with_index: Callable[[torch.device], torch.device]
     require: Callable[[Tensor, str, Tensor], None]
     send: Callable[[Tensor], Callable[[], Tensor | None]]
     capturing: Callable[[], bool]
@@ -82,7 +82,7 @@ def _raise_unless(condition: Tensor, message: str, values: Tensor) -> None:
         raise ValueError(f"{message}, got {values.tolist()}")
 
 
-def _cuda_numbered(device: torch.device) -> torch.device:
+def _cuda_with_index(device: torch.device) -> torch.device:
     if device.index is None and torch.cuda.is_available():
         return torch.device(device.type, torch.cuda.current_device())
     return device
@@ -153,7 +153,7 @@ def _cuda_side_stream(device: torch.device) -> Iterator[None]:
 CPU = DeviceType(
     title=_cpu_title,
     wait=lambda device: None,
-    numbered=lambda device: device,
+    with_index=lambda device: device,
     require=_raise_unless,
     send=lambda tensor: lambda: tensor,
     capturing=lambda: False,
@@ -162,7 +162,7 @@ CPU = DeviceType(
 CUDA = Gpu(
     title=torch.cuda.get_device_name,
     wait=torch.cuda.synchronize,
-    numbered=_cuda_numbered,
+    with_index=_cuda_with_index,
     require=lambda condition, message, values: torch._assert_async(condition, message),  # no read
     send=_cuda_send,
     capturing=torch.cuda.is_current_stream_capturing,

@@ -1,4 +1,4 @@
-"""How much the segments of a Newton solve leave for each other on a GPU.
+"""Sizes of the memory through which the segments of a Newton solve communicate on a GPU.
 
 Kernels get these numbers as constants: see boundaries.h and sync_grid.h.
 """
@@ -17,38 +17,45 @@ LANES = 32
 
 
 class Board(NamedTuple):
-    """A segment's board: where what it publishes is and how long it is, in words of 64 bits.
+    """Layout of a segment's board, of `ends` in a grid's counters, and of `found`.
 
-    A word has 32 bits of a number, beside a flag. In a channel's map are entries, shifts and sizes.
-    Beside the board: what is published of an end in a grid's counters, and the numbers that `found`
-    holds of a channel and of a lane: start, end, what is kept of the product, and a status.
+    A published number is one 64-bit word for every 32 bits, which has a flag in its upper half.
     """
 
     board_map: int
+    """Offset of the segment's map (entries, shifts, sizes), in words."""
     board_group: int
+    """Offset of its group's map, in words."""
     board_end: int
+    """Offset of the end that Newton expects, in words."""
     board_gains: int
+    """Offset of the gains, in words."""
     board_words: int
+    """Length of the board, in words."""
     ends_words: int
+    """Length of an end (states, sizes) in a grid's counters, in words."""
     found_a_channel: int
+    """Length of a channel's record in `found` (start, end, product, status), in numbers."""
     found_numbers: int
+    """Length of a lane's records in `found`, in numbers."""
 
 
 def board_of(program: Program, dtype: torch.dtype, per_lane: int) -> Board:
-    """The board of a cell's segments; dtype is the gates'."""
+    """Return the layout for a cell's segments; dtype is the gates'."""
     states, entries = program.num_states, program.num_states**2
     number = LANES * per_lane * words_of(dtype)
-    of_map, of_end, gain = (entries + 2 * states) * number, states * number, number
-    places = (0, of_map, 2 * of_map, 2 * of_map + of_end, 2 * of_map + of_end + gain)
-    found = 2 * states + (2 * entries + states) + 1
-    return Board(*places, 2 * of_end, found, found * per_lane)
+    map_words, end_words = (entries + 2 * states) * number, states * number
+    ends = 2 * map_words + end_words
+    offsets = (0, map_words, 2 * map_words, ends, ends + number)
+    record = 2 * states + (2 * entries + states) + 1
+    return Board(*offsets, 2 * end_words, record, record * per_lane)
 
 
 def words_of(dtype: torch.dtype) -> int:
-    """The words that a published number of the compute dtype takes."""
+    """Return the words of a published number of the compute dtype."""
     return compute_dtype(dtype).itemsize // 4
 
 
 def found_words(board: Board, dtype: torch.dtype) -> int:
-    """The words of what a segment leaves in `found`, which has no flags."""
+    """Return the words of a segment's records in `found`, which have no flags."""
     return board.found_numbers * LANES * compute_dtype(dtype).itemsize // WORD

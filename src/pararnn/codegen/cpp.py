@@ -1,4 +1,4 @@
-"""C++ for the host: a program and an I/O dtype in, compiled kernels out."""
+"""Kernels for the host: a program and an I/O dtype in, compiled C++ out."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from pararnn.codegen.compiler import (
     flags,
     target_identity,
 )
-from pararnn.codegen.emit import IO_TYPES, source_file
+from pararnn.codegen.families import ELEMENTWISE
+from pararnn.codegen.source import IO_TYPES, source_file
 from pararnn.errors import EngineError
 from pararnn.program.program import Program
 
-SOLVERS = ("sequential", "newton")
-"""What runs both passes: each has a header of its name, and makes a library of its own."""
-
+SOLVERS = ELEMENTWISE.solvers
+"""Solvers with kernels, which make a library each."""
 Kernel = Callable[[Sequence[int]], None]
-"""Takes the words of a launch: see codegen/interface.py."""
+"""Function of the words of a launch, see `Interface.pack`."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The two entries of a compiled library."""
+    """Both passes of a compiled library."""
 
     forward: Kernel
     backward: Kernel
@@ -45,11 +45,11 @@ on_clear(lambda: _KERNELS.clear())
 
 
 def kernels_of(program: Program, dtype: torch.dtype, solver: str) -> Kernels:
-    """The program's kernels for gates of `dtype` by one of SOLVERS: compiled at the first use, kept
-    on disk.
+    """Return the program's kernels for gates of `dtype` and one of SOLVERS.
 
-    Raises EngineError: no compiler and nothing kept, a compiler that fails, or an op that has no
-    spelling. A failure is remembered for the life of the process.
+    They are compiled at the first use and cached on disk. Raises EngineError without a compiler and
+    a cached library, if the compiler fails, and for ops without a spelling. A failure is cached for
+    the life of the process.
     """
     return cached_or_error(
         _KERNELS, (program.key, dtype, solver), lambda: _build(program, dtype, solver)
@@ -63,7 +63,7 @@ def usual(
     weight_dtype: torch.dtype,
     device: torch.device,
 ) -> dict[object, Callable[[], object]]:
-    """What makes the kernels of a cell, by key: they serve all sizes."""
+    """Return the jobs that compile a cell's kernels, by key. Kernels serve all sizes."""
     return {
         (program.key, dtype, solver): partial(kernels_of, program, dtype, solver)
         for solver in SOLVERS

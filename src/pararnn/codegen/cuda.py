@@ -1,4 +1,4 @@
-"""CUDA: a program and a variant (dtypes, sizes, layout) in, launchable kernels out."""
+"""Kernels for GPUs: a program and a variant (dtypes, sizes, layout) in, compiled CUDA out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pararnn import cache as disk
 from pararnn.cells.base import Cell
 from pararnn.codegen import headers
 from pararnn.codegen.board import LANES, board_of
-from pararnn.codegen.emit import IO_TYPES, reads_gates, source_file
+from pararnn.codegen.emit import reads_gates
+from pararnn.codegen.families import ELEMENTWISE
 from pararnn.codegen.nvrtc import (
     CLUSTERS,
     OLDEST,
@@ -28,41 +29,41 @@ from pararnn.codegen.nvrtc import (
     load_module,
     too_old,
 )
+from pararnn.codegen.source import IO_TYPES, source_file
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
 from pararnn.program.program import Program
 
 SHARED_BYTES = 48 * 1024
-"""Shared memory that a block may have without asking."""
+"""Shared memory of a block without a request for more."""
 RING_BYTES = 18 * 1024
-"""Shared memory that a warp's ring should fill: enough in flight, and four warps or more fit."""
+"""Shared memory of a warp's ring: enough bytes in flight, and at least four warps fit."""
 MAX_STAGES = 6
 
 KERNELS: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "forward": {"run": (LANES, 1)},
     "backward": {"run": (LANES, 1), "sum_weights": (LANES, 8)},
 }
-"""By pass: its kernels and their block sizes."""
-SOLVERS = ("sequential", "newton")
-"""What runs a pass: each has a header of its name."""
+"""Kernels and their block sizes, by pass."""
+SOLVERS = ELEMENTWISE.solvers
 INFO_SLOTS = {"sequential": 1, "newton": 256}
-"""Rows of the counts that a solver's forward pass writes: tiles of channels have one of their own,
-where there are enough of them."""
+"""Rows of counts that a solver's forward pass writes: one for each tile of channels, if there are
+enough."""
 
 APPROXIMATE = frozenset({torch.bfloat16})
-"""The I/O dtypes that hide the error of the hardware's tanh."""
+"""I/O dtypes that hide the error of the hardware's tanh."""
 
 _LOG = logging.getLogger("pararnn")
 
 
 class Variant(NamedTuple):
-    """What a kernel is specialised on, besides the cell: see kernels/cuda/elementwise/problem.h.
+    """Specialisation of a kernel, in addition to the cell: see cuda/elementwise/problem.h.
 
-    `direction` is the pass, a key of KERNELS; `solver` is one of SOLVERS. `chunk`: bytes that all
-    rows are aligned to, 16 at most; `field_chunk`: those of fields. `adjacent_gates`: gates
-    of a step and head lie side by side. `events`: `seq` or `reset` is given. `broadcast`, by field:
-    one value a step. `arriving`, by state: its sequence's gradient arrives (none in the forward
-    pass). `cluster`: Newton's segments are the blocks of a cluster.
+    direction: the pass, a key of KERNELS. solver: one of SOLVERS. chunk: bytes that all rows are
+    aligned to, 16 at most; field_chunk: the same for fields. adjacent_gates: gates of a step and
+    head are contiguous. events: `seq` or `reset` is passed. broadcast, by field: one value a step.
+    arriving, by state: its sequence has a gradient (none in the forward pass). cluster: Newton's
+    segments are the blocks of a cluster.
     """
 
     direction: str
@@ -83,26 +84,26 @@ class Variant(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The ring of shared memory that feeds a warp: its stages, and the steps of a stage."""
+    """Ring of shared memory that feeds a warp: steps of a stage, and stages."""
 
     steps: int
     stages: int
 
 
 def ring_of(program: Program, variant: Variant) -> Ring:
-    """The ring of a variant. Raises EngineError for cells whose rows do not fit.
+    """Return the ring of a variant. Raises EngineError for cells whose rows do not fit.
 
-    A stage is what two instructions copy of a row (one in the backward pass), so that the bytes in
-    flight stay within RING_BYTES at MAX_STAGES for the usual cells.
+    A stage is what two instructions copy of a row (one in the backward pass), so that usual cells
+    keep the bytes in flight within RING_BYTES at MAX_STAGES.
     """
     row = LANES * variant.per_lane * variant.dtype.itemsize
     scalar = compute_dtype(variant.dtype).itemsize
     fields = sum(scalar * (1 if b else LANES * variant.per_lane) for b in variant.broadcast)
     rows = len(program.gates)
-    fixed = 0
+    sums = 0
     if variant.direction == "backward":
         rows += program.num_states + sum(variant.arriving)
-        fixed = (rows + len(program.params)) * LANES * variant.per_lane * scalar
+        sums = (rows + len(program.params)) * LANES * variant.per_lane * scalar
     step_bytes = rows * row + fields
     together = max(1, LANES * 16 // row)
     for steps in (2 * together if variant.direction == "forward" else max(4, together), together):
@@ -110,42 +111,42 @@ def ring_of(program: Program, variant: Variant) -> Ring:
         if stages >= 3:
             return Ring(steps, stages)
     for steps in (together, max(1, together // 2), 1):
-        if 2 * steps * step_bytes + fixed <= SHARED_BYTES:
+        if 2 * steps * step_bytes + sums <= SHARED_BYTES:
             return Ring(steps, 2)
     raise EngineError(
         f"{program.cell_name} reads {step_bytes} bytes a step and warp in its {variant.direction} "
-        f"pass; kernels have {SHARED_BYTES - fixed} for two steps. Use fewer gates or states, or "
+        f"pass; kernels have {SHARED_BYTES - sums} for two steps. Use fewer gates or states, or "
         "backend='torch'"
     )
 
 
 _INTEGERS = ("channels", "head_width", "per_lane", "chunk", "field_chunk")
 _FLAGS = ("adjacent_gates", "reverse", "events")
-"""What of a variant kernels know by the same name."""
+"""Fields of a variant that are constants of the same name in kernels."""
 
 
 def source_of(program: Program, variant: Variant) -> str:
-    """The CUDA file of a variant. Raises EngineError as `ring_of` and `emit_program`."""
-    given = variant._asdict()
+    """Return the CUDA file of a variant. Raises EngineError as `ring_of` and `source_file`."""
+    fields = variant._asdict()
     integers = {
-        **{name: given[name] for name in _INTEGERS},
+        **{name: fields[name] for name in _INTEGERS},
         **ring_of(program, variant)._asdict(),
         "info_slots": INFO_SLOTS[variant.solver],
     }
     if variant.solver == "newton":
         integers |= board_of(program, variant.dtype, variant.per_lane)._asdict()
-    flags = {name: given[name] for name in _FLAGS}
+    flags = {name: fields[name] for name in _FLAGS}
     flags["backward_reads_gates"] = reads_gates(program, variant.dtype)
-    by_part = {"broadcast": variant.broadcast}
+    arrays = {"broadcast": variant.broadcast}
     if variant.direction == "backward":
-        by_part["arriving"] = variant.arriving
+        arrays["arriving"] = variant.arriving
     constants = [
         f"using weight_io = {IO_TYPES[variant.weight_dtype]};",
         *(f"constexpr int {name} = {value};" for name, value in integers.items()),
         *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
         *(
             f"constexpr bool {name}[] = {{{', '.join(str(v).lower() for v in values) or 'false'}}};"
-            for name, values in by_part.items()
+            for name, values in arrays.items()
         ),
         "",
     ]
@@ -173,9 +174,9 @@ def usual_variants(
     solver: str = "sequential",
     clusters: bool = False,
 ) -> list[Variant]:
-    """What a layer's training and decoding run without resets: both passes, for all batch sizes.
+    """Return the variants of a layer's training and decoding without resets, for all batch sizes.
 
-    `clusters`: also those of Newton's variants whose segments synchronise in clusters.
+    `clusters`: include Newton's variants whose segments synchronise in clusters.
     """
     return [
         Variant(
@@ -206,7 +207,7 @@ def usual(
     weight_dtype: torch.dtype,
     device: torch.device,
 ) -> dict[object, Callable[[], object]]:
-    """What makes the usual kernels of a cell, by key: `usual_variants` of both solvers."""
+    """Return the jobs for `usual_variants` of a cell, by key, for all solvers."""
     return _usual(program, cell, dtype, weight_dtype, capability_of(device), kernels_of)
 
 
@@ -217,16 +218,18 @@ def usual_elsewhere(
     weight_dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> dict[object, Callable[[], object]]:
-    """The same for GPUs of a compute capability, none of which need be here: what is made is kept
-    on disk, and loaded nowhere. Raises ToolchainError where they are too old."""
+    """Return the jobs of `usual` for GPUs of a compute capability, which may be absent.
+
+    Device code is cached on disk and not loaded. Raises ToolchainError for too old GPUs.
+    """
     if capability < OLDEST:
-        raise ToolchainError(too_old("the GPU asked for", capability))
+        raise ToolchainError(too_old("the requested GPU", capability))
     return _usual(program, cell, dtype, weight_dtype, capability, _code_of)
 
 
 Make = Callable[[Program, Variant, tuple[int, int]], object]
-"""Makes the kernels of a pass for a compute capability: `kernels_of`, or something that leaves them
-where that finds them."""
+"""Function that compiles the kernels of a pass for a compute capability: `kernels_of`, or one that
+only fills its cache on disk."""
 
 
 def _usual(
@@ -256,26 +259,26 @@ def check_buildable(
     solver: str = "sequential",
     make: Make | None = None,
 ) -> None:
-    """Make kernels of a small size, which stand for all: what fails, fails here. EngineError."""
+    """Compile kernels of a small size, which fail if any does. Raises EngineError."""
     variants = usual_variants(program, dtype, LANES, LANES, solver=solver)
-    for variant in variants:  # with many gates only some variants fit: all that may run must
-        of_all = variant.direction == "backward"
-        ring_of(program, variant._replace(arriving=(of_all,) * program.num_states))
+    for variant in variants:  # with many gates only some fit: the largest must
+        backward = variant.direction == "backward"
+        ring_of(program, variant._replace(arriving=(backward,) * program.num_states))
     for variant in variants:
         if solver != "sequential" or variant.per_lane == 1:
             (make or kernels_of)(program, variant, capability)
 
 
 def most_per_lane(dtype: torch.dtype) -> int:
-    """Channels that a lane runs where there are enough of them: two words of memory at most."""
+    """Return the channels of a lane if there are enough of them: two words of memory at most."""
     return 1 if dtype.itemsize == 8 else 2
 
 
-def chunk_of(*places: int) -> int:
-    """The bytes that may be copied at once where addresses and strides are these, 16 at most."""
+def chunk_of(*offsets: int) -> int:
+    """Return the bytes that may be copied at once for addresses and strides, 16 at most."""
     bits = 16
-    for place in places:
-        bits |= place
+    for offset in offsets:
+        bits |= offset
     return bits & -bits
 
 
@@ -286,18 +289,18 @@ disk.on_clear(lambda: _KERNELS.clear())
 def kernels_of(
     program: Program, variant: Variant, capability: tuple[int, int]
 ) -> dict[str, Kernel]:
-    """The kernels of a pass by name: compiled at the first use, kept on disk.
+    """Return the kernels of a pass by name, compiled at the first use and cached on disk.
 
-    Raises EngineError: no NVRTC, a cell that does not fit, an op that has no spelling, or NVRTC
-    fails. A failure is remembered for the life of the process.
+    Raises EngineError without NVRTC, if NVRTC fails, for cells that do not fit, and for ops without
+    a spelling. A failure is cached for the life of the process.
     """
 
-    def make() -> dict[str, Kernel]:
+    def build() -> dict[str, Kernel]:
         module = load_module(_code_of(program, variant, capability))
         blocks = KERNELS[variant.direction]
         return {name: Kernel(module, name, block) for name, block in blocks.items()}
 
-    return disk.cached_or_error(_KERNELS, (program.key, variant, capability), make)
+    return disk.cached_or_error(_KERNELS, (program.key, variant, capability), build)
 
 
 def _code_of(program: Program, variant: Variant, capability: tuple[int, int]) -> bytes:
@@ -305,7 +308,7 @@ def _code_of(program: Program, variant: Variant, capability: tuple[int, int]) ->
 
 
 def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:
-    """The device code of a variant, from the cache or compiled. EngineError as `kernels_of`."""
+    """Return the device code of a variant. Raises EngineError as `kernels_of`."""
     source = source_of(program, variant)
     name = (
         f"{program.cell_name}-{variant.solver}-{variant.direction}-{IO_TYPES[variant.dtype]}-{arch}"
@@ -314,7 +317,7 @@ def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:
 
     def build(file: Path, out: Path) -> None:
         _LOG.warning(
-            "compiling %s's %s %s kernel for %s (once; kept in %s)",
+            "compiling %s's %s %s kernel for %s (once; cached in %s)",
             program.cell_name,
             variant.solver,
             variant.direction,
@@ -327,5 +330,5 @@ def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:
         return disk.load(disk.CUDA, name, key, source, build, identity)
     except ToolchainError as error:
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-        kept = disk.write_failed(f"{name}-{digest}.cu", source)
-        raise ToolchainError(f"{error}\nThe source is {kept}") from error
+        file = disk.write_failed(f"{name}-{digest}.cu", source)
+        raise ToolchainError(f"{error}\nThe source is {file}") from error

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 LANGUAGES = ("cpp", "cuda")
-"""Targets that have headers."""
+"""Languages with headers."""
 KERNELS = Path(__file__).parents[1] / "kernels"
 
 

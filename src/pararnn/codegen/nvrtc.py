@@ -1,4 +1,4 @@
-"""NVRTC by cuda-core: compiling CUDA C++ without a toolkit, and launching what came out."""
+"""NVRTC by cuda-core: compile CUDA C++ without a toolkit, and launch the kernels."""
 
 from __future__ import annotations
 
@@ -17,46 +17,45 @@ from pararnn.device import CUDA, gpus
 from pararnn.errors import EngineError
 
 OLDEST = (8, 0)
-"""The oldest compute capability that the kernels run on: it brought asynchronous copies."""
+"""Oldest compute capability for the kernels: the first one with asynchronous copies."""
 CLUSTERS = (9, 0)
-"""The oldest compute capability whose blocks come in clusters."""
+"""Oldest compute capability with clusters of blocks."""
 MAX_CLUSTER = 16
-"""The most blocks of a cluster on any GPU."""
+"""Largest number of blocks in a cluster on any GPU."""
 
-# Division and square root within two units in the last place instead of correctly rounded: a third
-# of the instructions. NaN, infinity and subnormal numbers keep their meaning.
+# Division and square root are within two units in the last place instead of correctly rounded: a
+# third of the instructions. NaN, infinity and subnormal numbers keep their meaning.
 OPTIONS: dict[str, Any] = {
     "std": "c++17",
     "prec_div": False,
     "prec_sqrt": False,
-    "device_as_default_execution_space": True,  # older NVRTC want it for lambdas
+    "device_as_default_execution_space": True,  # older NVRTC need it for lambdas
 }
-
 
 _IMPORTS = threading.Lock()
 
 
 class ToolchainError(EngineError):
-    """CUDA kernels cannot be compiled or run here. The message has the cure."""
+    """Missing or failing tools for CUDA kernels. The message has the cure."""
 
 
 def extra() -> str:
-    """The extra of this package that holds the compiler for the installed PyTorch."""
+    """Return the extra of this package with the compiler for the installed PyTorch."""
     major = (torch.version.cuda or "13").partition(".")[0]
     return f"cu{major}"
 
 
-def _missing(what: str, error: Exception) -> ToolchainError:
+def _missing(name: str, error: Exception) -> ToolchainError:
     return ToolchainError(
-        f"CUDA kernels need {what} ({error}); install it with: pip install 'pararnn[{extra()}]'"
+        f"CUDA kernels need {name} ({error}); install it with: pip install 'pararnn[{extra()}]'"
     )
 
 
 @functools.cache
 def toolchain() -> tuple[Any, Any]:
-    """The modules cuda.core and cuda.bindings.driver. Raises ToolchainError if they are missing."""
+    """Return cuda.core and cuda.bindings.driver. Raises ToolchainError if they are missing."""
     try:
-        # The package's parts import one another: threads that begin at once meet half of it.
+        # Its modules import one another: threads at the same time see some half imported.
         with _IMPORTS:
             import cuda.core
             from cuda.bindings import driver
@@ -67,7 +66,7 @@ def toolchain() -> tuple[Any, Any]:
 
 @functools.cache
 def identity() -> str:
-    """The versions of what compiles. Raises ToolchainError if there is no NVRTC."""
+    """Return the versions of the compiler. Raises ToolchainError if there is no NVRTC."""
     core, _ = toolchain()
     from cuda.bindings import nvrtc
 
@@ -80,7 +79,7 @@ def identity() -> str:
 
 @functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The device's compute capability; ToolchainError if it is too old, or there is none."""
+    """Return the device's compute capability. Raises ToolchainError if it is too old or absent."""
     if not gpus():
         raise ToolchainError("there is no GPU that PyTorch can use (torch.cuda.is_available())")
     capability = CUDA.capability(device)
@@ -90,7 +89,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def too_old(name: str, capability: tuple[int, int]) -> str:
-    """What to say of a GPU older than OLDEST."""
+    """Return the message for a GPU older than OLDEST."""
     return (
         f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need "
         f"{OLDEST[0]}.{OLDEST[1]} or newer (A100, RTX 30): use backend='torch'"
@@ -98,12 +97,12 @@ def too_old(name: str, capability: tuple[int, int]) -> str:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """NVRTC's name of a compute capability."""
+    """Return NVRTC's name of a compute capability."""
     return f"sm_{capability[0]}{capability[1]}"
 
 
 def compile_cubin(source: Path, include: Path, output: Path, arch: str) -> str:
-    """Compile one file into device code for `arch`; returns the compiler's report on resources.
+    """Compile one file into device code for `arch`, and return the report on resources.
 
     Raises ToolchainError with NVRTC's log.
     """
@@ -117,9 +116,9 @@ def compile_cubin(source: Path, include: Path, output: Path, arch: str) -> str:
         program = core.Program(source.read_text(encoding="utf-8"), "c++", options)
         code = program.compile("cubin", logs=log)
     except Exception as error:  # cuda-core wraps NVRTC's failures in its own exceptions, by version
-        said = "\n".join((log.getvalue() or str(error)).strip("\0 \n").splitlines()[:20])
+        message = "\n".join((log.getvalue() or str(error)).strip("\0 \n").splitlines()[:20])
         raise ToolchainError(
-            f"NVRTC failed on generated code for {arch} ({identity()}): {said}\n"
+            f"NVRTC failed on generated code for {arch} ({identity()}): {message}\n"
             f"A newer NVRTC may help (pip install --upgrade 'pararnn[{extra()}]'), and "
             "backend='torch' does without one"
         ) from error
@@ -128,30 +127,30 @@ def compile_cubin(source: Path, include: Path, output: Path, arch: str) -> str:
 
 
 def resources(report: str) -> dict[str, dict[str, int]]:
-    """Registers, spilled bytes and shared memory of each kernel in a compiler's report."""
-    found: dict[str, dict[str, int]] = {}
-    for part in report.split("Compiling entry function '")[1:]:
-        name = part.partition("'")[0]
+    """Return registers, spilled bytes and shared memory of each kernel in a compiler's report."""
+    kernels: dict[str, dict[str, int]] = {}
+    for section in report.split("Compiling entry function '")[1:]:
+        name = section.partition("'")[0]
         numbers = {}
-        for what, pattern in {
+        for resource, pattern in {
             "registers": r"Used (\d+) registers",
             "spilled": r"(\d+) bytes spill stores",
             "stack": r"(\d+) bytes stack frame",
             "shared": r"(\d+) bytes smem",
         }.items():
-            match = re.search(pattern, part)
-            numbers[what] = int(match[1]) if match else 0
-        found[name] = numbers
-    return found
+            match = re.search(pattern, section)
+            numbers[resource] = int(match[1]) if match else 0
+        kernels[name] = numbers
+    return kernels
 
 
 class Kernel:
-    """A kernel on the GPU: called with its grid, the words of its one argument, and a stream."""
+    """Kernel on a GPU."""
 
     def __init__(self, module: Any, name: str, block: tuple[int, int]) -> None:
         _, self.driver = toolchain()
         self.name, self.block = name, block
-        self.module = module  # the code lives as long as this
+        self.module = module  # keeps the code loaded
         self.kernel = module.get_kernel(name)
         self.function = self.driver.CUfunction(int(self.kernel.handle))
 
@@ -163,27 +162,30 @@ class Kernel:
         together: bool = False,
         cluster: int = 0,
     ) -> None:
-        """Launch on the current device. `words`: sizes and addresses, 64 bits each.
+        """Launch on the current device.
 
-        `together`: all blocks at once, so that they may wait for each other (a cooperative launch).
-        `cluster`: blocks in clusters of that many, each of which runs at once.
-        Raises EngineError with the driver's message where the launch is refused.
+        `words`: the one argument, 64 bits each. `together`: all blocks at the same time, so that
+        they may wait for each other (a cooperative launch). `cluster`: number of blocks in a
+        cluster, which run at the same time. Raises EngineError with the driver's message if the
+        launch is refused.
         """
         argument = array("q", words)  # an array of ctypes takes longer to make than the launch
         arguments = array("Q", [argument.buffer_info()[0]])
-        places = arguments.buffer_info()[0]
+        address = arguments.buffer_info()[0]
         if cluster:
-            config = self._clusters_of(grid, cluster, stream)
-            call = functools.partial(self.driver.cuLaunchKernelEx, config, self.function, places, 0)
+            config = self._cluster_config(grid, cluster, stream)
+            call = functools.partial(
+                self.driver.cuLaunchKernelEx, config, self.function, address, 0
+            )
         else:
-            launch = (self.function, *grid, 1, *self.block, 1, 0, stream, places)
+            launch = (self.function, *grid, 1, *self.block, 1, 0, stream, address)
             call = functools.partial(self.driver.cuLaunchCooperativeKernel, *launch)
             if not together:
                 call = functools.partial(self.driver.cuLaunchKernel, *launch, 0)
         self._in_context(call, f"launching the {self.name} kernel")
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - kernels live as long as the process
-    def _clusters_of(self, grid: tuple[int, int], cluster: int, stream: int) -> Any:
+    def _cluster_config(self, grid: tuple[int, int], cluster: int, stream: int) -> Any:
         config, attribute = self.driver.CUlaunchConfig(), self.driver.CUlaunchAttribute()
         attribute.id = self.driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size = attribute.value.clusterDim
@@ -195,13 +197,13 @@ class Kernel:
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def most_in_cluster(self, device: int) -> int:
-        """How many blocks a cluster may have on a device, the current one."""
+        """Return the largest number of blocks in a cluster on the current device."""
         attribute = self.driver.CUfunction_attribute
         attribute = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
         kernel = self.driver.CUkernel(int(self.kernel.handle))
         allow = functools.partial(self.driver.cuKernelSetAttribute, attribute, 1, kernel, device)
         self._in_context(allow, f"allowing the {self.name} kernel large clusters")
-        config = self._clusters_of((MAX_CLUSTER, 1), 1, 0)
+        config = self._cluster_config((MAX_CLUSTER, 1), 1, 0)
         ask = functools.partial(
             self.driver.cuOccupancyMaxPotentialClusterSize, self.function, config
         )
@@ -209,23 +211,23 @@ class Kernel:
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def blocks_a_core(self) -> int:
-        """How many blocks a multiprocessor of the current device holds at once."""
+        """Return the number of blocks that a multiprocessor of the current device holds at once."""
         threads = self.block[0] * self.block[1]
         occupancy = self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
         call = functools.partial(occupancy, self.function, threads, 0)
         return int(self._in_context(call, f"asking for the {self.name} kernel's occupancy")[0])
 
-    def _in_context(self, call: Any, what: str) -> Any:
+    def _in_context(self, call: Any, action: str) -> Any:
         status, *result = call()
         if status == self.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            # A thread of PyTorch's that has called nothing of CUDA's yet, such as autograd's.
+            # A thread of PyTorch that has not called CUDA yet, such as autograd's.
             self._enter_context()
             status, *result = call()
-        self._check(status, what)
+        self._check(status, action)
         return result
 
     def _enter_context(self) -> None:
-        """Make the context that PyTorch uses on the current device the thread's."""
+        """Enter the context that PyTorch uses on the current device."""
         (device,) = gpus()
         status, context = self.driver.cuDevicePrimaryCtxRetain(device)
         self._check(status, "finding the device's context")
@@ -233,17 +235,17 @@ class Kernel:
         self.driver.cuDevicePrimaryCtxRelease(device)  # PyTorch keeps it alive
         self._check(status, "entering the device's context")
 
-    def _check(self, status: Any, what: str) -> None:
+    def _check(self, status: Any, action: str) -> None:
         if status == self.driver.CUresult.CUDA_SUCCESS:
             return
         _, text = self.driver.cuGetErrorString(status)
         raise EngineError(
-            f"{what} failed: {text.decode()} ({status.name}). If an earlier kernel is to blame, "
+            f"{action} failed: {text.decode()} ({status.name}). If an earlier kernel is to blame, "
             "CUDA_LAUNCH_BLOCKING=1 shows which"
         )
 
 
 def load_module(code: bytes) -> Any:
-    """Device code, made ready to be launched on any device that it was compiled for."""
+    """Load device code for any device that it was compiled for."""
     core, _ = toolchain()
     return core.ObjectCode.from_cubin(code)

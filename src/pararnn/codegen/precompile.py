@@ -1,4 +1,4 @@
-"""Compiling ahead of use."""
+"""Compilation ahead of use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from pararnn.cells.base import Cell
 from pararnn.codegen import cuda
-from pararnn.codegen.emit import why_no_kernels
+from pararnn.codegen.families import why_no_kernels
 from pararnn.codegen.targets import Jobs, target_of
 from pararnn.device import type_of
 from pararnn.errors import EngineError
@@ -28,31 +28,31 @@ def precompile(
 ) -> None:
     """Compile the kernels of every cell in `module` (a layer, a model, a cell) ahead of its use.
 
-    For the device that the module's parameters are on; with `capability`, such as (9, 0), for GPUs
-    of that compute capability, none of which need be here: an image can be built on a machine
-    without one, and the module may be on the meta device. `dtypes` are those of the gates: by
-    default the parameters' (float32 for a cell without any); under autocast name its dtype. On a
-    CPU one compilation serves all sizes; on a GPU the usual variants are made (forward and backward
-    for the layer's sizes, for few and for many rows), and others, such as those with resets, at
-    first use. What is in the cache is not compiled again. Raises EngineError for cells that kernels
-    cannot be generated for, without a compiler, and if it fails; ValueError for a module on the
-    meta device without `capability`, and for one that is no pair of numbers.
+    Kernels are for the device of the module's parameters, or for GPUs of a compute `capability`
+    such as (9, 0). The latter needs no GPU, so that an image can be built on a machine without
+    one, and the module may be on the meta device. `dtypes` are those of the gates: by default the
+    parameters' (float32 for a cell without any); for autocast, name its dtype. On a CPU one
+    compilation serves all sizes. On a GPU the usual variants are compiled (forward and backward for
+    the layer's sizes, for few and for many rows); others, such as those with resets, are compiled
+    at first use. Cached kernels are not compiled again. Raises EngineError for cells and devices
+    without kernels, without a compiler, and if it fails; ValueError for a module on the meta
+    device without `capability`, and for a `capability` that is no pair of integers.
     """
     cells = [part for part in module.modules() if isinstance(part, Cell)]
     if not cells:
         raise EngineError(f"{type(module).__name__} holds no Cell: there is nothing to compile")
-    own, jobs = next(module.parameters(), torch.empty(0)), Jobs()
-    usual, where = _usual_for(own.device, capability)
+    weight, jobs = next(module.parameters(), torch.empty(0)), Jobs()
+    usual, device = _usual_for(weight.device, capability)
     for cell in cells:
         program = program_of(cell)
         reason = why_no_kernels(program)
         if reason is not None:
             raise EngineError(f"cannot precompile {type(module).__name__}: {reason}")
-        for dtype in (own.dtype,) if dtypes is None else dtypes:
+        for dtype in (weight.dtype,) if dtypes is None else dtypes:
             check_io_dtype(dtype, "dtypes")
             # Language models in 16 bits have cells in float32.
-            weights = next(cell.parameters(), own).dtype
-            jobs |= usual(program, cell, dtype, weights, where)
+            weight_dtype = next(cell.parameters(), weight).dtype
+            jobs |= usual(program, cell, dtype, weight_dtype, device)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for job in [pool.submit(job) for job in jobs.values()]:
             job.result()
@@ -61,7 +61,7 @@ def precompile(
 def _usual_for(
     device: torch.device, capability: tuple[int, int] | None
 ) -> tuple[Callable[..., Jobs], Any]:
-    """What names the kernels to make, and for which device or GPUs."""
+    """Return the function that lists the jobs, and its device or capability."""
     if capability is None:
         if not type_of(device).computes:
             raise ValueError(

@@ -1,8 +1,7 @@
-"""How each ATen op is spelled in generated code: one table for all targets.
+"""Spellings of ATen ops in generated code: one table for all targets.
 
-Generated code is scalar: `real` is a floating-point value, `mask` a truth value. What the names in
-the spellings mean (`select`, `exp`, `at_most`, ...) is the target's matter: functions.h in the
-folders of kernels/ defines them.
+Generated code is scalar: `real` is a floating-point value, `mask` a truth value. Each target's
+functions.h, in a folder of kernels/, defines the names in the spellings (`select`, `exp`, ...).
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ REAL, MASK = "real", "mask"
 
 @dataclass(frozen=True)
 class Spelling:
-    """An op's expression in terms of its arguments, and what it takes and gives.
+    """Expression of an op in terms of its arguments, and their kinds.
 
     `text`: a format string of the positional arguments, or a function of the call's arguments that
-    returns the expression; tensors arrive spelled (str), numbers raw. `takes`: the kind that every
-    tensor argument is converted to. `jumps`: whether a small change of an argument may change the
-    value by more; what gives truth values always may.
+    returns the expression; tensors are spelled (str), numbers raw. `takes`: kind that every tensor
+    argument is converted to. `gives`: kind of the value. `jumps`: True if a small change of an
+    argument may change the value by more; ops that give truth values always may.
     """
 
     text: str | Callable[..., str]
@@ -34,7 +33,7 @@ class Spelling:
 
 
 def literal(value: float) -> str:
-    """A number as a `real`."""
+    """Spell a number as a `real`."""
     value = float(value)
     if math.isnan(value):
         return "constant(NAN)"
@@ -43,26 +42,26 @@ def literal(value: float) -> str:
     return f"constant({value!r})"
 
 
-def spelled(argument: Any) -> str:
-    """A positional argument: a tensor's name as it is, a number as a literal."""
+def spell(argument: Any) -> str:
+    """Spell a positional argument: a tensor's name unchanged, a number as a literal."""
     return argument if isinstance(argument, str) else literal(argument)
 
 
 def _sum(sign: str) -> Callable[..., str]:
     def text(a: Any, b: Any, alpha: float = 1) -> str:
-        b = spelled(b) if alpha == 1 else f"{literal(alpha)} * {spelled(b)}"
-        return f"{spelled(a)} {sign} {b}"
+        b = spell(b) if alpha == 1 else f"{literal(alpha)} * {spell(b)}"
+        return f"{spell(a)} {sign} {b}"
 
     return text
 
 
 def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> str:
-    a, b = spelled(a), spelled(b)
+    a, b = spell(a), spell(b)
     by_mode = {None: "{} / {}", "trunc": "trunc(quotient({}, {}))", "floor": "floor_divide({}, {})"}
     return by_mode[rounding_mode].format(a, b)
 
 
-# The powers that PyTorch computes without pow().
+# Powers that PyTorch computes without pow().
 _POWERS = {
     0.0: "constant(1.0)",
     1.0: "{0}",
@@ -77,21 +76,21 @@ _POWERS = {
 
 def _power(base: Any, exponent: Any) -> str:
     if not isinstance(exponent, str) and float(exponent) in _POWERS:
-        return _POWERS[float(exponent)].format(spelled(base))
-    return f"pow({spelled(base)}, {spelled(exponent)})"
+        return _POWERS[float(exponent)].format(spell(base))
+    return f"pow({spell(base)}, {spell(exponent)})"
 
 
-def _clamp(x: str, low: Any = None, high: Any = None, **named: Any) -> str:
-    low, high = named.get("min", low), named.get("max", high)
+def _clamp(x: str, low: Any = None, high: Any = None, **options: Any) -> str:
+    low, high = options.get("min", low), options.get("max", high)
     # Numbers never are NaN; a tensor's NaN must reach the result.
-    bounds = (
+    limits = (
         (low, "maximum({0}, {1})", "at_least({0}, {1})"),
         (high, "minimum({0}, {1})", "at_most({0}, {1})"),
     )
-    for bound, of_tensor, of_number in bounds:
-        if bound is not None:
-            form = of_tensor if isinstance(bound, str) else of_number
-            x = form.format(x, spelled(bound))
+    for limit, of_tensor, of_number in limits:
+        if limit is not None:
+            text = of_tensor if isinstance(limit, str) else of_number
+            x = text.format(x, spell(limit))
     return x
 
 
@@ -153,18 +152,18 @@ SPELLINGS: dict[str, Spelling] = {
     ),
     **{
         f"aten::{name}_backward": Spelling(
-            lambda grad, x, bound: f"select(abs({x}) > {literal(bound)}, {grad}, constant(0.0))"
+            lambda grad, x, limit: f"select(abs({x}) > {literal(limit)}, {grad}, constant(0.0))"
         )
         for name in ("softshrink", "hardshrink")
     },
     "aten::elu": Spelling(_elu),
     "aten::gelu": Spelling(_gelu),
 }
-"""Schema name of an op (all its overloads) -> its spelling."""
+"""Spellings by the schema name of an op, for all its overloads."""
 
 
 def may_jump(op: str, options: Mapping[str, Any]) -> bool:
-    """Whether an op's value may jump; one that has no spelling may."""
+    """Return True if an op's value may jump. One without a spelling may."""
     spelling = SPELLINGS.get(op)
     rounds = options.get("rounding_mode") is not None
     return spelling is None or spelling.jumps or spelling.gives == MASK or rounds
@@ -175,10 +174,10 @@ def register_spelling(op: str, text: str, *, jumps: bool = False) -> None:
 
     `op` is the schema name ("aten::erfinv"), `text` an expression of its arguments {0}, {1}, ... in
     terms of + - * / and the functions of the table, for example "{0} / (constant(1.0) + abs({0}))".
-    The op takes and gives floating-point values. `jumps` says that its value may jump where an
-    argument changes a little, as rounding does: segments of time then meet to the bit. Kernels of
-    this process that were made, or refused, without it are made anew. Raises ValueError for names
-    without a namespace.
+    The op takes and returns floating-point values. `jumps`: its value may jump when an argument
+    changes a little, as rounding does; segments of time then meet to the bit. Caches of kernels
+    are cleared, so kernels and failures without this spelling are not reused. Raises ValueError for
+    names without a namespace.
     """
     if "::" not in op:
         raise ValueError(f"op must be a schema name such as 'aten::erfinv', got {op!r}")

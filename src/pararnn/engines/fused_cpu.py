@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pararnn.codegen.cpp import SOLVERS, Kernel, kernels_of
-from pararnn.codegen.emit import why_no_kernels
-from pararnn.codegen.interface import Values, Words, interface_of
+from pararnn.codegen.families import interface_of, why_no_kernels
+from pararnn.codegen.interface import Values, Words
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.launch import (
     Frame,
@@ -160,7 +160,7 @@ def _launch(
         "threads": threads,
         "openmp": openmp,
     }
-    values: dict[str, Words] = {"in": interface.packed("Inputs", inputs)}
+    values: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
     kernels = kernels_of(program, gates.dtype, solver)
     if adjoint is None:
         direction, kernel = "Forward", kernels.forward
@@ -174,18 +174,18 @@ def _launch(
         bias, row = place.one(), channels * form.dtype.itemsize
         rows = [Place(bias.tensor, g * row) for g in range(counts.gates)]
         values["grad_weights"] = [*rows, *place.row(counts.params)]
-    parts: dict[str, Words] = {"pass": interface.packed(f"{direction}Problem", values)}
+    parts: dict[str, Words] = {"pass": interface.pack(f"{direction}Problem", values)}
     spans = batch
     starts: tuple[int, ...] = ()
     products: tuple[int, ...] = ()
     if solver == "newton":
         split = split_for(form.size, form.dtype, args.split)
         shooting = {name: place.one() for name in ("starts", "ends", "sizes", "products", "info")}
-        parts["shooting"] = interface.packed("ShootingWords", {**split._asdict(), **shooting})
+        parts["shooting"] = interface.pack("ShootingWords", {**split._asdict(), **shooting})
         spans *= split.segments
         starts = (batch, split.segments, counts.states, channels)
         products = (batch, split.segments, counts.states**2, channels)
-    frame = frame_of(interface.packed(f"{direction}Launch", parts))
+    frame = frame_of(interface.pack(f"{direction}Launch", parts))
     return _Launch(takings, kernel, frame, spans, starts, products)
 
 

@@ -18,8 +18,8 @@ from pararnn.codegen.cuda import (
     most_per_lane,
     usual_variants,
 )
-from pararnn.codegen.emit import why_no_kernels
-from pararnn.codegen.interface import Values, Words, interface_of
+from pararnn.codegen.families import interface_of, why_no_kernels
+from pararnn.codegen.interface import Values, Words
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.device import gpus
@@ -266,20 +266,20 @@ def launch_of(
         "gate_strides": gate_strides(interface, (row, time, gate, head)),
         **input_values(place, counts, args, fields),
     }
-    values: dict[str, Words] = {"in": interface.packed("Inputs", inputs)}
+    values: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
     if adjoint is None:
         values |= {"states": place.row(counts.states), "final": place.row(counts.states)}
         values["info"] = place.one()
     else:
         values |= adjoint_values(place, [g or (0, 0) for g in arriving], counts.fields)
     name = "Forward" if adjoint is None else "Backward"
-    parts: dict[str, Words] = {"pass": interface.packed(f"{name}Problem", values)}
+    parts: dict[str, Words] = {"pass": interface.pack(f"{name}Problem", values)}
     shared = counters = 0
     if solver == "newton":
         shared, counters, board, zeros = shared_of(own, program, dtype, blocks, per_lane, place)
-        board["counters"] = interface.packed("Counters", zeros)
-        parts["shooting"] = interface.packed("Shooting", {**own.split._asdict(), **board})
-    frame, sums = frame_of(interface.packed(f"{name}Launch", parts)), None
+        board["counters"] = interface.pack("Counters", zeros)
+        parts["shooting"] = interface.pack("Shooting", {**own.split._asdict(), **board})
+    frame, sums = frame_of(interface.pack(f"{name}Launch", parts)), None
     if adjoint is not None:
         own_place = Places()
         of_sum: Values = {
@@ -288,7 +288,7 @@ def launch_of(
             "bias": own_place.one(),
             "params": own_place.row(counts.params),
         }
-        sums = frame_of(interface.packed("SumProblem", of_sum))
+        sums = frame_of(interface.pack("SumProblem", of_sum))
     return _Launch(blocks, own, frame, spans, shared, counters, sums)
 
 
@@ -331,7 +331,7 @@ def _split(
 ) -> Split:
     """How the forward pass on gates of the usual layout cuts time."""
     batch, steps, channels = size
-    device = gpu.numbered(device)
+    device = gpu.with_index(device)
     variant = usual_variants(program, dtype, channels, channels, solver="newton")[0]
     columns = batch * _tiles(channels, variant.per_lane)
     return plan(program, variant, (columns, steps), device, asked, gpu).split

@@ -98,7 +98,7 @@ def head_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
     """The strides (B, T, G, H) of gates for a kernel."""
     row, time, gate, head = strides
-    return interface.packed("GateStrides", {"row": row, "time": time, "gate": gate, "head": head})
+    return interface.pack("GateStrides", {"row": row, "time": time, "gate": gate, "head": head})
 
 
 def new_states(count: int, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

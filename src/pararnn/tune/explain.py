@@ -85,7 +85,7 @@ def explain(
     if module is scan:
         program, size = workload_of_scan(tuple(shape), dtype or torch.get_default_dtype())
         empty = torch.empty(0, dtype=dtype, device=device)
-        dtype, device = empty.real.dtype, type_of(empty.device).numbered(empty.device)
+        dtype, device = empty.real.dtype, type_of(empty.device).with_index(empty.device)
     else:
         assert isinstance(module, (ParaRNN, RecurrentLayer, Cell))
         program, size, dtype, device = workload_of(module, shape, dtype, device)
@@ -150,5 +150,5 @@ def workload_of(
         batch, steps = shape[:2] if batch_first else (shape[1], shape[0])
     parameter = next(module.parameters(), torch.empty(0))
     device = torch.device(device) if device is not None else parameter.device
-    device = type_of(device).numbered(device)
+    device = type_of(device).with_index(device)
     return program_of(cell), (batch, steps, cell.hidden_size), dtype or parameter.dtype, device

@@ -1,0 +1,181 @@
+"""Families of recurrences that kernels are generated for, one record each.
+
+A second family needs a record here, and headers in a folder of its name (see `headers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+
+from pararnn.codegen.emit import emit_elementwise
+from pararnn.codegen.interface import Counts, Field, Interface, Structs
+from pararnn.errors import EngineError
+from pararnn.program.program import MAX_STATES, Program
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Recurrences whose kernels share solvers, functions, launch structs and headers.
+
+    name: of its folder of headers. solvers: each has a header of its name. why_not(program): the
+    reason why the family has no kernels for a program, or None. functions(program, dtype): emitted
+    C++ in a compute dtype. structs(target, solver): fields by struct; ForwardLaunch and
+    BackwardLaunch are the arguments of kernels.
+    """
+
+    name: str
+    solvers: tuple[str, ...]
+    why_not: Callable[[Program], str | None]
+    functions: Callable[[Program, torch.dtype], str]
+    structs: Callable[[str, str], Structs]
+
+
+def _sizes(*names: str) -> tuple[Field, ...]:
+    return tuple(Field("int64", name) for name in names)
+
+
+_GATE_STRIDES = _sizes("row", "time", "gate", "head")
+_INPUTS = (
+    *_sizes("rows", "length"),
+    Field("GateStrides", "gate_strides"),
+    Field("int64", "field_row", "a stride", each="fields"),
+    Field("int64", "field_time", "a stride", each="fields"),
+    Field("const io*", "gates"),
+    Field("const weight_io*", "bias", "(gate, channel), or null: none"),
+    Field("const int*", "seq", "(row, time), or null: row b is sequence b"),
+    Field("const bool*", "reset", "(row, time), or null: none"),
+    Field("const scalar*", "fields", each="fields"),
+    Field("const weight_io*", "params", "(channel)", each="params"),
+    Field("const scalar*", "initial", "(sequence, channel), or null: zero", each="states"),
+)
+_FORWARD = (
+    Field("Inputs", "in"),
+    Field("io*", "states", "(row, time, channel)", each="states"),
+    Field("scalar*", "final", "(sequence, channel)", each="states"),
+)
+_BACKWARD = (
+    Field("Inputs", "in"),
+    Field("int64", "grad_row", "a stride", each="states"),
+    Field("int64", "grad_time", "a stride", each="states"),
+    Field("const io*", "states", "(row, time, channel)", each="states"),
+    Field("const io*", "grad_states", "incoming, or null: none", each="states"),
+    Field("const scalar*", "grad_final", "incoming, or null: none", each="states"),
+    Field("io*", "grad_gates"),
+    Field("scalar*", "grad_fields", "(row, time, channel)", each="fields"),
+    Field("scalar*", "grad_initial", "(sequence, channel), or null: not wanted", each="states"),
+    Field("scalar*", "partial", "(row and span, weight, channel): sums over time"),
+)
+_SPLIT = (
+    Field("int64", "segments", "how many"),
+    Field("int64", "size", "steps of one"),
+    Field("int64", "burn_in", "steps of the guess"),
+)
+_PASSES: Mapping[str, Structs] = {
+    "cpp": {
+        "GateStrides": _GATE_STRIDES,
+        "Inputs": (
+            *_INPUTS,
+            Field("int64", "field_channel", "0: one value for all channels", each="fields"),
+            *_sizes("heads", "channels", "reverse", "threads"),
+            Field("void*", "openmp", "see parallel.h"),
+        ),
+        "ForwardProblem": _FORWARD,
+        "BackwardProblem": (
+            *_BACKWARD,
+            Field("GateStrides", "grad_gate_strides"),
+            Field("scalar*", "grad_weights", "(channel)", each="weights"),
+        ),
+    },
+    "cuda": {
+        "GateStrides": _GATE_STRIDES,
+        "Inputs": _INPUTS,
+        "ForwardProblem": (*_FORWARD, Field("int64*", "info", "(slot, 2): sweeps, unfit tiles")),
+        "BackwardProblem": _BACKWARD,  # grad_gates: in the strides of the gates
+        "SumProblem": (
+            Field("int64", "rows", "times segments"),
+            Field("const scalar*", "partial", "(row and segment, weight, channel)"),
+            Field("weight_io*", "bias", "(gate, channel), or null"),
+            Field("weight_io*", "params", each="params"),
+        ),
+    },
+}
+_SEGMENTS: Mapping[str, Structs] = {
+    "cpp": {
+        "ShootingWords": (
+            *_SPLIT,
+            Field("scalar*", "starts", "(row, segment, state, channel)"),
+            Field("scalar*", "ends", "(row, segment, state, channel)"),
+            Field("scalar*", "sizes", "(row, segment, state, channel)"),
+            Field("scalar*", "products", "(row, segment, entry, channel); zero at first"),
+            Field("int64*", "info", "sweeps, unfit tiles"),
+        )
+    },
+    "cuda": {
+        "Counters": (  # zero at first; clusters need none
+            Field("Word*", "arrived", "(row, tile): arrivals; times 2^32, of unfit segments"),
+            Field("Word*", "ends", "(row, tile, segment, ends_words): flagged numbers"),
+            Field("unsigned*", "furthest", "(row, tile, round % 2): bits of a distance"),
+        ),
+        "Shooting": (
+            *_SPLIT,
+            Field("Word*", "board", "(row, tile, segment, board_words): flagged numbers"),
+            Field("scalar*", "found", "(row, tile, segment, found_numbers, lane): segment results"),
+            Field("Counters", "counters", "see sync_grid.h"),
+        ),
+    },
+}
+
+
+@cache
+def _elementwise_structs(target: str, solver: str) -> Structs:
+    segments = _SEGMENTS[target] if solver == "newton" else {}
+    shooting = tuple(Field(name, "shooting") for name in list(segments)[-1:])
+    launches = {
+        f"{direction}Launch": (Field(f"{direction}Problem", "pass"), *shooting)
+        for direction in ("Forward", "Backward")
+    }
+    return {**_PASSES[target], **segments, **launches}
+
+
+def _why_not_elementwise(program: Program) -> str | None:
+    if program.couples_channels:
+        return f"{program.cell_name} mixes channels; kernels are generated for elementwise steps"
+    if program.num_states > MAX_STATES:
+        return f"{program.cell_name} has {program.num_states} states; kernels take {MAX_STATES}"
+    return None
+
+
+ELEMENTWISE = Family(
+    "elementwise",
+    ("sequential", "newton"),
+    _why_not_elementwise,
+    emit_elementwise,
+    _elementwise_structs,
+)
+
+
+def family_of(program: Program) -> Family:
+    """Return the family of a program. Raises EngineError if `why_no_kernels` has a reason."""
+    reason = why_no_kernels(program)
+    if reason is not None:
+        raise EngineError(f"no code can be generated: {reason}")
+    return ELEMENTWISE
+
+
+def why_no_kernels(program: Program) -> str | None:
+    """Return the reason why no kernels can be generated for a cell on any machine, or None."""
+    if program.structure is None:
+        return f"{program.cell_name} is sequential-only: {program.why_sequential}"
+    return ELEMENTWISE.why_not(program)
+
+
+@lru_cache(maxsize=4096)
+def interface_of(program: Program, target: str, solver: str) -> Interface:
+    """Return the interface of a program's kernels."""
+    kinds = (program.states, program.gates, program.fields, program.params)
+    structs = family_of(program).structs(target, solver)
+    return Interface(structs, Counts(*map(len, kinds)))
