@@ -1,7 +1,7 @@
-"""CUDA kernels on a CPU: the engines for CUDA, with kernels compiled by emulator/machine.h.
+"""CUDA kernels on a CPU: the engines for CUDA, with kernels compiled with emulator/machine.h.
 
-All but what that header defines is what runs on a GPU: the other headers, the emitted functions,
-the words of a launch, how time is cut, and how segments meet.
+Everything outside of that header is what runs on a GPU: the other headers, the emitted functions,
+the words of a launch, the split of time, and the protocol between segments.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pararnn.engines import fused_cuda, table
 
 EMULATOR = Path(__file__).parent / "emulator"
 CORES, BLOCKS_A_CORE = 4, 16
-# Hidden, as a name that two libraries share would be one shared memory for both.
+# Hidden: a name that two libraries share would be one shared memory for both.
 FLAGS = ["-std=c++17", "-O1", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-w"]
 FLAGS += ["-fvisibility=hidden", "-fPIC", "-shared", "-pthread"]
-# Checked, longjmp takes another fiber's stack for a mistake; some compilers check by themselves.
+# A checked longjmp refuses another fiber's stack; some compilers check by default.
 FLAGS += ["-U_FORTIFY_SOURCE"]
 
 
@@ -63,13 +63,13 @@ class Kernel:
 
 def _build(file: Path, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        copied = Path(folder)
-        shutil.copytree(headers.KERNELS, copied, dirs_exist_ok=True)
+        include = Path(folder)
+        shutil.copytree(headers.KERNELS, include, dirs_exist_ok=True)
         for own in EMULATOR.glob("*.h"):
-            shutil.copy(own, copied / "cuda")
-        command = [*compiler_command(), *FLAGS, f"-I{copied / 'cuda'}", str(file), "-o", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:4000]
+            shutil.copy(own, include / "cuda")
+        command = [*compiler_command(), *FLAGS, f"-I{include / 'cuda'}", str(file), "-o", str(out)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr[:4000]
 
 
 def _launcher(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Constants of kernels/cuda/elementwise/acceptance.h hold what is said of where they come from."""
+"""Constants of cuda/elementwise/acceptance.h follow from the measurements in its comments."""
 
 import re
 
@@ -12,30 +12,30 @@ UNIT = torch.finfo(torch.float32).eps
 
 
 def constant(pattern):
-    """The number that a pattern's group finds in the header."""
+    """Return the number in the header that matches a pattern's group."""
     text = (headers.folder("cuda") / "elementwise/acceptance.h").read_text()
-    (found,) = re.findall(pattern, text)
-    return int(found)
+    (number,) = re.findall(pattern, text)
+    return int(number)
 
 
-def test_an_adjoints_start_may_be_off_by_what_a_loops_rounding_adds_up_to():
-    allowed = constant(r"backward \? (\d+) : 2\) \* unit")
+def test_the_tolerance_of_adjoints_is_a_loops_accumulated_rounding():
+    tolerance = constant(r"backward \? (\d+) : 2\) \* unit")
     steps, channels = 512, 4096
     generator = torch.Generator().manual_seed(0)
     jacobian = 1 + 0.02 * torch.randn(steps, channels, generator=generator)
-    arriving = torch.randn(steps, channels, generator=generator)
-    rounded, exact = torch.zeros(channels), torch.zeros(channels, dtype=torch.float64)
+    gradient = torch.randn(steps, channels, generator=generator)
+    single, exact = torch.zeros(channels), torch.zeros(channels, dtype=torch.float64)
     largest = exact
-    for j, g in zip(jacobian, arriving, strict=True):
-        rounded, exact = g + j * rounded, g.double() + j.double() * exact
+    for j, g in zip(jacobian, gradient, strict=True):
+        single, exact = g + j * single, g.double() + j.double() * exact
         largest = torch.maximum(largest, exact.abs())
-    units = (rounded - exact).abs() / largest / UNIT
+    units = (single - exact).abs() / largest / UNIT
     assert 1 < units.median() < 3
-    assert allowed / 2 < units.quantile(0.999) < allowed  # of use, and not far beyond
-    assert allowed * UNIT <= REVERSE_TOLERANCE[torch.float32] / 100
+    assert tolerance / 2 < units.quantile(0.999) < tolerance
+    assert tolerance * UNIT <= REVERSE_TOLERANCE[torch.float32] / 100
 
 
-def test_what_rounds_that_lead_nowhere_take_at_most():
+def test_rounds_without_result_take_at_most_a_third_more_than_the_loop():
     patience = constant(r"patience = (\d+);")
     assert patience >= 2
     assert patience <= 4 / 3 * MIN_SEGMENTS["cuda"]

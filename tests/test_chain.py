@@ -1,4 +1,4 @@
-"""The emitter takes multiplications off a step's longest chain, in all of its graphs alike."""
+"""The emitter shortens a step's critical path, in all of its graphs alike."""
 
 import re
 
@@ -12,9 +12,9 @@ from pararnn.codegen import emit
 
 ELEMENTWISE = [name for name in pararnn.CELLS if name != "dense-gru"]
 
-# What a result waits for behind each argument, in sums of a GPU, of which a special function takes
-# four: a sigmoid is a multiplication, a power of two, a sum and a reciprocal.
-WAITS = {
+# Latency of a call after each argument, in a GPU's sums. A special function takes four; a sigmoid
+# is a multiplication, a power of two, a sum and a reciprocal.
+LATENCIES = {
     "sigmoid": [10],
     "sigmoid_of_sum": [11, 10, 10],
     "tanh": [4],
@@ -23,7 +23,7 @@ WAITS = {
 }
 LINE = re.compile(r"  const real (\w+) = (?:(\w+)\((.*)\)|(.*));")
 
-CHAINS = {
+PATHS = {
     "gru": (18, 16),
     "lstm": (26, 26),
     "elman": (5, 5),
@@ -31,94 +31,67 @@ CHAINS = {
     "slstm": (19, 19),
     "lrc": (25, 23),
 }
-"""By cell, without the rules and with them. What an LSTM's sigmoids add up depends on the state."""
+"""Critical path without the rules and with them. An LSTM's sums all depend on the state."""
 
 
 def functions_of(cell):
-    """The emitted functions by name, each a list of lines."""
-    parts = pararnn.emitted(cell).split("PARARNN_FUNCTION void ")[1:]
-    return {part.partition("(")[0]: part.splitlines() for part in parts}
+    """Return the lines of the emitted functions, by name."""
+    functions = pararnn.emitted(cell).split("PARARNN_FUNCTION void ")[1:]
+    return {text.partition("(")[0]: text.splitlines() for text in functions}
 
 
-def chain(cell):
-    """How many sums' time lies between a state and the next, at most, within a step.
+def critical_path(cell):
+    """Return the longest time from a state to the next within a step, in sums.
 
-    A product and the sum behind it are one.
+    A product and the sum after it count as one.
     """
     products = set()
-    known = {f"state_{name}": 0 for name in cell.states}
+    times = {f"state_{name}": 0 for name in cell.states}
     for line in functions_of(cell)["step"]:
-        if not (match := LINE.match(line)) or match[1] in known:
+        if not (match := LINE.match(line)) or match[1] in times:
             continue
-        name, function, given, plain = match.groups()
-        parts = given.split(", ") if function else re.findall(r"\w+", plain)
-        waits = WAITS.get(function, [int(" + " not in line or p not in products) for p in parts])
+        name, function, arguments, plain = match.groups()
+        terms = arguments.split(", ") if function else re.findall(r"\w+", plain)
+        latencies = LATENCIES.get(
+            function, [int(" + " not in line or t not in products) for t in terms]
+        )
         if function == "product" or re.fullmatch(r"\w+ \* \w+", plain or ""):
             products.add(name)
-        behind = [known[p] + w for p, w in zip(parts, waits, strict=True) if p in known]
-        if behind:
-            known[name] = max(behind)
-    return max(known.values())
+        ready = [times[t] + n for t, n in zip(terms, latencies, strict=True) if t in times]
+        if ready:
+            times[name] = max(ready)
+    return max(times.values())
 
 
-FORM = re.compile(r"sigmoid_of_sum|product")
+FUSED = re.compile(r"sigmoid_of_sum|product")
 
 
-def forms(cell, name="step"):
-    return [line.split(" = ")[1] for line in functions_of(cell)[name] if FORM.search(line)]
+def fused_calls(cell, name="step"):
+    return [line.split(" = ")[1] for line in functions_of(cell)[name] if FUSED.search(line)]
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_chains_get_shorter_or_stay_as_they_are(name, monkeypatch):
+def test_fused_calls_shorten_the_critical_path(name, monkeypatch):
     cell = pararnn.CELLS[name](4)
-    now, chosen = chain(cell), forms(cell)
+    now, calls = critical_path(cell), fused_calls(cell)
     monkeypatch.setattr(emit, "calls_to_fuse", lambda *graphs: {})
-    before = chain(cell)
-    assert (now < before) == bool(chosen)
-    assert CHAINS[name] == (before, now)
+    plain = critical_path(cell)
+    assert (now < plain) == bool(calls)
+    assert PATHS[name] == (plain, now)
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_all_graphs_of_a_step_make_the_same_choice(name):
     cell = pararnn.CELLS[name](4)
-    count = len(forms(cell))
+    count = len(fused_calls(cell))
     assert count == {"gru": 2, "lem": 1, "lrc": 2}.get(name, 0)
     for other in ("jacobian", "vjp"):
-        assert len(forms(cell, other)) == count
+        assert len(fused_calls(cell, other)) == count
 
 
-def made(step, **attributes):
+def cell_with(step):
     body = {"states": ("h",), "gates": ("x", "y"), "params": {"a": Param()}, "step": step}
-    return type("Made", (pararnn.Cell,), {**body, **attributes})(4)
-
-
-def commuted(self, state, gate, param):
-    return torch.sigmoid(state.h * param.a + gate.x)
-
-
-def by_a_number(self, state, gate, param):
-    return torch.sigmoid(gate.x + 0.5 * state.h)
-
-
-def of_a_product(self, state, gate, param):
-    return torch.sigmoid(gate.x * gate.y + param.a * state.h)
-
-
-def both_move(self, state, gate, param):
-    return torch.sigmoid(gate.x + param.a * state.h + gate.y * state.h)
-
-
-def squared(self, state, gate, param):
-    return torch.sigmoid(gate.x + state.h * state.h)
-
-
-def beside_the_chain(self, state, gate, param):
-    late = torch.tanh(torch.tanh(torch.tanh(state.h)))
-    return late * torch.sigmoid(gate.x + param.a * state.h)
-
-
-def known_last(self, state, gate, param):
-    return gate.x * (torch.tanh(state.h) * param.a)
+    return type("Cell", (pararnn.Cell,), body)(4)
 
 
 def needed_twice(self, state, gate, param):
@@ -126,32 +99,53 @@ def needed_twice(self, state, gate, param):
     return gate.x * inner + torch.tanh(inner)
 
 
-def known_at_once(self, state, gate, param):
-    return torch.tanh(gate.x * (state.h * param.a))
+def off_the_path(self, state, gate, param):
+    late = torch.tanh(torch.tanh(torch.tanh(state.h)))
+    return late * torch.sigmoid(gate.x + param.a * state.h)
 
 
 RULES = {
-    commuted: ["sigmoid_of_sum(param_a, state_h, gate_x);"],
-    by_a_number: ["sigmoid_of_sum(constant(0.5), state_h, gate_x);"],
-    of_a_product: ["sigmoid_of_sum(param_a, state_h, t4);"],
-    both_move: [],  # what else is summed depends on the state: it would be scaled within the step
-    squared: [],
-    beside_the_chain: [],
-    known_last: ["product(gate_x, param_a, t3);"],
-    needed_twice: [],
-    known_at_once: ["product(gate_x, param_a, state_h);"],
+    "commuted": (
+        lambda self, s, g, p: torch.sigmoid(s.h * p.a + g.x),
+        ["sigmoid_of_sum(param_a, state_h, gate_x);"],
+    ),
+    "times a number": (
+        lambda self, s, g, p: torch.sigmoid(g.x + 0.5 * s.h),
+        ["sigmoid_of_sum(constant(0.5), state_h, gate_x);"],
+    ),
+    "plus a product": (
+        lambda self, s, g, p: torch.sigmoid(g.x * g.y + p.a * s.h),
+        ["sigmoid_of_sum(param_a, state_h, t4);"],
+    ),
+    # the other term depends on the state: its scaling would stay within the step
+    "two terms of the state": (
+        lambda self, s, g, p: torch.sigmoid(g.x + p.a * s.h + g.y * s.h),
+        [],
+    ),
+    "square of the state": (lambda self, s, g, p: torch.sigmoid(g.x + s.h * s.h), []),
+    "off the critical path": (off_the_path, []),
+    "three factors": (
+        lambda self, s, g, p: g.x * (torch.tanh(s.h) * p.a),
+        ["product(gate_x, param_a, t3);"],
+    ),
+    "product needed twice": (needed_twice, []),
+    "three factors in a function": (
+        lambda self, s, g, p: torch.tanh(g.x * (s.h * p.a)),
+        ["product(gate_x, param_a, state_h);"],
+    ),
 }
 
 
-@pytest.mark.parametrize("step", RULES, ids=lambda step: step.__name__)
-def test_what_the_rules_take(step):
-    assert forms(made(step)) == RULES[step]
+@pytest.mark.parametrize("name", RULES)
+def test_rules_fuse_calls_on_the_critical_path(name):
+    step, calls = RULES[name]
+    assert fused_calls(cell_with(step)) == calls
 
 
 @needs_compiler
-@pytest.mark.parametrize("step", [by_a_number, of_a_product, known_last])
-def test_what_they_take_is_right(step):
-    layer = pararnn.ParaRNN(type(made(step)), 3, 8, backend="fused")
+@pytest.mark.parametrize("name", ["times a number", "plus a product", "three factors"])
+def test_fused_calls_are_right(name):
+    layer = pararnn.ParaRNN(type(cell_with(RULES[name][0])), 3, 8, backend="fused")
     with torch.no_grad():
         layer.cell.a.fill_(0.5)
     assert pararnn.verify(layer, torch.randn(2, 50, 3))

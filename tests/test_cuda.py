@@ -1,4 +1,4 @@
-"""CUDA sources, rings and the toolchain, as far as they can be checked without a GPU."""
+"""CUDA sources, rings and the toolchain, without a GPU."""
 
 import builtins
 import functools
@@ -26,7 +26,7 @@ from pararnn.engines.table import choose
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
-MAX_REGISTERS = 168  # three warps a scheduler: what hides the latency of memory
+MAX_REGISTERS = 168  # three warps a scheduler hide the latency of memory
 
 
 def _has_nvrtc():
@@ -55,14 +55,14 @@ REPORT = cache.Kind("report.txt", "kernels.cu", Path.read_text)
 
 @functools.cache
 def _compiler():
-    """What a report depends on besides the source: all of NVRTC, and how it is called."""
+    """Return a text for NVRTC and its call, which a report depends on."""
     pathfinder = pytest.importorskip("cuda.pathfinder")
     library = Path(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path).read_bytes()
     return f"{hashlib.sha256(library).hexdigest()} {nvrtc.identity()} {inspect.getsource(nvrtc)}"
 
 
 def _resources(program, variant, arch):
-    """What the compiler reports of a variant's kernels: asked once for all test runs."""
+    """Return the compiler's report on a variant's kernels, cached across test runs."""
 
     def build(source, output):
         code = output.with_suffix(".cubin")
@@ -83,12 +83,12 @@ def _resources(program, variant, arch):
 def test_kernels_compile_without_spills(name, dtype, arch):
     program = _program(name)
     for direction, kernels in KERNELS.items():
-        found = _resources(program, _variant(program, direction, dtype), arch)
-        assert set(found) == set(kernels)
-        for kernel, used in found.items():
-            assert used["spilled"] == used["stack"] == 0, (kernel, used)
-            assert 0 < used["registers"] <= MAX_REGISTERS, (kernel, used)
-            assert used["shared"] <= cuda.SHARED_BYTES
+        report = _resources(program, _variant(program, direction, dtype), arch)
+        assert set(report) == set(kernels)
+        for kernel, use in report.items():
+            assert use["spilled"] == use["stack"] == 0, (kernel, use)
+            assert 0 < use["registers"] <= MAX_REGISTERS, (kernel, use)
+            assert use["shared"] <= cuda.SHARED_BYTES
 
 
 CHANGES = {
@@ -98,8 +98,8 @@ CHANGES = {
     "element by element": {"chunk": 2, "channels": 101, "head_width": 101},
     "by four bytes": {"chunk": 4, "channels": 102, "head_width": 34},
     "one channel a lane": {"per_lane": 1, "channels": 33, "head_width": 33, "chunk": 2},
-    "all states arrive": {"arriving": (True, True)},
-    "none arrives": {"arriving": (False, False)},
+    "gradients of all states": {"arriving": (True, True)},
+    "gradients of no state": {"arriving": (False, False)},
     "half weights": {"weight_dtype": torch.bfloat16},
 }
 
@@ -110,8 +110,8 @@ def test_variants_compile(change):
     program = _program("lstm")
     for direction in KERNELS:
         variant = _variant(program, direction, torch.bfloat16, **CHANGES[change])
-        found = _resources(program, variant, "sm_90")
-        assert all(used["spilled"] == 0 for used in found.values()), found
+        report = _resources(program, variant, "sm_90")
+        assert all(use["spilled"] == 0 for use in report.values()), report
 
 
 @needs_nvrtc
@@ -124,7 +124,7 @@ def test_fields_and_other_dtypes_compile(dtype, broadcast):
         assert _resources(program, variant, "sm_80")
 
 
-def test_source_says_what_it_is_specialised_on():
+def test_source_has_the_constants_of_its_variant():
     program = _program("lstm")
     source = source_of(program, _variant(program, "backward", torch.bfloat16))
     for line in (
@@ -145,7 +145,7 @@ def test_source_says_what_it_is_specialised_on():
     assert pararnn.emitted(pararnn.LSTMCell(4), "cuda") in source
 
 
-def test_chunks_are_what_everything_is_aligned_to():
+def test_chunks_are_the_common_alignment():
     assert chunk_of() == chunk_of(0, 64, 4096) == 16
     assert chunk_of(64, 8) == 8
     assert chunk_of(6, 16) == 2
@@ -167,13 +167,13 @@ def test_newton_kernels_compile(name, dtype, arch):
     variants = usual_variants(program, dtype, 1024, 256, solver="newton", clusters=clusters)
     assert len(variants) == 2 * (1 + clusters)
     for variant in variants:
-        found = _resources(program, variant, arch)
-        assert set(found) == set(KERNELS[variant.direction])
-        assert found["run"]["spilled"] == 0
-        assert found["run"]["shared"] <= cuda.SHARED_BYTES
+        report = _resources(program, variant, arch)
+        assert set(report) == set(KERNELS[variant.direction])
+        assert report["run"]["spilled"] == 0
+        assert report["run"]["shared"] <= cuda.SHARED_BYTES
 
 
-def test_rings_fill_shared_memory_and_no_more():
+def test_rings_fit_in_shared_memory():
     for name in CELLS:
         program = _program(name)
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -207,10 +207,10 @@ def test_cells_that_do_not_fit_say_so():
 
 
 @needs_nvrtc
-def test_code_is_kept_and_found_again(tmp_path, monkeypatch, caplog):
+def test_code_is_cached(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
     program = _program("elman")
-    for step in tmp_path.iterdir():  # that was traced here
+    for step in tmp_path.iterdir():  # cached traces
         shutil.rmtree(step)
     variant = _variant(program, "forward")
     with caplog.at_level(logging.WARNING, "pararnn"):
@@ -234,27 +234,27 @@ def test_code_is_kept_and_found_again(tmp_path, monkeypatch, caplog):
 @needs_nvrtc
 def test_compiler_errors_show_the_log_and_the_source(tmp_path, monkeypatch):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda, "source_file", lambda *args, **named: "this is no C++")
+    monkeypatch.setattr(cuda, "source_file", lambda *args, **options: "this is no C++")
     program = _program("elman")
     with pytest.raises(
         nvrtc.ToolchainError, match=r"NVRTC failed(.|\n)*error(.|\n)*source is"
     ) as e:
         cuda.cubin_of(program, _variant(program, "forward"), "sm_90")
-    kept = Path(str(e.value).rpartition("The source is ")[2])
-    assert kept.read_text(encoding="utf-8") == "this is no C++"
+    source = Path(str(e.value).rpartition("The source is ")[2])
+    assert source.read_text(encoding="utf-8") == "this is no C++"
 
 
 def test_threads_import_one_by_one(monkeypatch):
-    """What they import has parts that import one another, and half of it is no module."""
-    within, most = [], []
+    """cuda.core's modules import one another: a second thread would see some half imported."""
+    current, counts = [], []
 
     def import_slowly(name, *args):
         if not name.startswith("cuda"):
             return plain_import(name, *args)
-        within.append(name)
-        most.append(len(within))
+        current.append(name)
+        counts.append(len(current))
         time.sleep(0.01)
-        within.remove(name)
+        current.remove(name)
         return SimpleNamespace(core=None, driver=None)
 
     plain_import = builtins.__import__
@@ -262,7 +262,7 @@ def test_threads_import_one_by_one(monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(nvrtc.toolchain.__wrapped__) for _ in range(8)]
         assert [job.result() for job in jobs] == [(None, None)] * 8
-    assert most == [1] * 16
+    assert counts == [1] * 16
 
 
 def test_without_cuda_core(monkeypatch):
@@ -284,18 +284,18 @@ def test_the_extra_follows_pytorch(version, name, monkeypatch):
 
 
 @pytest.fixture
-def forgetful():
-    """Nothing is remembered about devices and builds, before and after."""
-    remembering = (nvrtc.capability_of, table._build_failure, table._say_once)
-    for function in remembering:
+def empty_caches():
+    """Clear what is cached about devices and builds, before and after."""
+    cached_functions = (nvrtc.capability_of, table._build_failure, table._say_once)
+    for function in cached_functions:
         function.cache_clear()
     yield
-    for function in remembering:
+    for function in cached_functions:
         function.cache_clear()
 
 
-@pytest.mark.usefixtures("forgetful")
-def test_gpus_that_cannot_run_the_kernels(monkeypatch):
+@pytest.mark.usefixtures("empty_caches")
+def test_unsuitable_gpus_fall_back_or_raise(monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(nvrtc.ToolchainError, match="no GPU that PyTorch can use"):
@@ -316,7 +316,7 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
         choose(*request, "auto", "auto")
 
 
-def test_reports_are_read():
+def test_resources_are_parsed():
     report = """ptxas info    : Compiling entry function 'forward' for 'sm_90'
 ptxas info    : Function properties for forward
     8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads

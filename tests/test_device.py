@@ -94,10 +94,10 @@ FACTS = re.compile(r"\.is_cuda\b|device\.type [!=]= |^[^\"`]*torch\.cuda\.(?!\w+
 
 
 def test_facts_of_devices_stand_in_one_module():
-    found = {
+    modules = {
         str(path.relative_to(ROOT))
         for path in ROOT.rglob("*.py")
         for line in path.read_text().splitlines()
         if FACTS.search(line)
     }
-    assert found == {"device.py"}
+    assert modules == {"device.py"}

@@ -21,7 +21,7 @@ ELEMENTWISE = [name for name in pararnn.CELLS if name != "dense-gru"]
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_goldens(name):
-    """Rewrite them with PARARNN_WRITE_GOLDENS=1, and read the difference."""
+    """PARARNN_WRITE_GOLDENS=1 rewrites goldens: read the difference."""
     if not torch.__version__.startswith(TORCH):
         pytest.skip(f"goldens are of torch {TORCH}")
     text = pararnn.emitted(pararnn.CELLS[name](4))
@@ -31,11 +31,11 @@ def test_goldens(name):
     assert text == golden.read_text(encoding="utf-8")
 
 
-def test_no_golden_is_left_over():
+def test_every_golden_has_a_cell():
     assert {path.name for path in GOLDENS.iterdir()} == {f"{name}.cpp" for name in ELEMENTWISE}
 
 
-def test_targets_differ_in_their_headers_only():
+def test_targets_have_the_same_source():
     for name in ELEMENTWISE:
         cpp, cuda = (
             pararnn.emitted(pararnn.CELLS[name](4), target) for target in headers.LANGUAGES
@@ -43,7 +43,7 @@ def test_targets_differ_in_their_headers_only():
         assert cuda == cpp
 
 
-def test_sums_of_products_fuse_the_product_that_is_known_last():
+def test_sums_fuse_the_later_product():
     source = pararnn.emitted(pararnn.GRUCell(4))
     step = source[source.index("void step") : source.index("void jacobian")]
     assert "multiply_add(t9, t13, t15);" in step  # z * c, and not (1 - z) * h
@@ -77,7 +77,7 @@ def test_source_depends_on_config_and_dtype():
     assert pararnn.emitted(plain, dtype=torch.bfloat16) == pararnn.emitted(plain)
 
 
-# The loop has no use for the Jacobian: this runs it on one vector of channels.
+# Runs the Jacobian on one vector of channels.
 JACOBIAN = """
 #define PARARNN_IO double
 #define PARARNN_WIDE 1
@@ -87,13 +87,13 @@ namespace pararnn {{
 {functions}
 extern "C" EXPORT int channels() {{ return lanes; }}
 extern "C" EXPORT void run(const double* in, double* out) {{
-  real from[4][16], to[2][{entries}];
+  real inputs[4][16], results[2][{entries}];
   const int counts[4] = {{num_states, num_gates, num_fields, num_params}};
   for (int kind = 0; kind < 4; ++kind)
-    for (int i = 0; i < counts[kind]; ++i, in += lanes) from[kind][i] = load(in, lanes);
-  jacobian(from[0], from[1], from[2], from[3], to[0], to[1]);
-  for (int i = 0; i < num_states; ++i, out += lanes) store(out, to[0][i], lanes);
-  for (int i = 0; i < num_states * num_states; ++i, out += lanes) store(out, to[1][i], lanes);
+    for (int i = 0; i < counts[kind]; ++i, in += lanes) inputs[kind][i] = load(in, lanes);
+  jacobian(inputs[0], inputs[1], inputs[2], inputs[3], results[0], results[1]);
+  for (int i = 0; i < num_states; ++i, out += lanes) store(out, results[0][i], lanes);
+  for (int i = 0; i < num_states * num_states; ++i, out += lanes) store(out, results[1][i], lanes);
 }}
 }}
 """
@@ -115,8 +115,8 @@ def test_emitted_jacobians_run(name, tmp_path):
     inputs = torch.randn(rows, library.channels(), dtype=torch.float64)
     got = inputs.new_empty(program.num_states + entries, library.channels())
     library.run(*(ctypes.c_void_p(t.data_ptr()) for t in (inputs, got)))
-    for row, expected in zip(got, program.graphs[torch.float64].jacobian(*inputs), strict=True):
-        full = expand_entry(expected, row, row.shape)
+    for row, entry in zip(got, program.graphs[torch.float64].jacobian(*inputs), strict=True):
+        full = expand_entry(entry, row, row.shape)
         assert torch.allclose(row, full, rtol=1e-13, atol=1e-14)
 
 
@@ -133,7 +133,7 @@ def test_literals():
 
 
 class Rare(pararnn.Cell):
-    """Uses an op that is in no table."""
+    """Cell with an op that has no spelling."""
 
     states = ("h",)
     gates = ("x",)
@@ -154,8 +154,8 @@ def test_unknown_ops_are_named_with_the_cure():
         pararnn.precompile(cell)
     with pytest.warns(pararnn.BackendWarning, match=r"by \(sequential, torch\): .*aten.i0"):
         states, _ = pararnn.solve(cell, gates)
-    expected, _ = pararnn.solve(cell, gates, solver="sequential", backend="torch")
-    assert torch.equal(states, expected)
+    loop, _ = pararnn.solve(cell, gates, solver="sequential", backend="torch")
+    assert torch.equal(states, loop)
 
 
 @needs_compiler
@@ -173,12 +173,12 @@ def test_spellings_can_be_registered(monkeypatch):
     gates = torch.randn(1, 1, 1, 3)
     with pytest.raises(pararnn.EngineError, match="special_i1e"):
         pararnn.solve(cell, gates, backend="fused")
-    monkeypatch.setitem(SPELLINGS, "aten::special_i1e", None)  # removed again afterwards
-    for by in (1.0, 2.0):  # what was refused, and what was built, is made anew
-        text = f"{{0}} / (constant({by}) + abs({{0}}))"
+    monkeypatch.setitem(SPELLINGS, "aten::special_i1e", None)  # removes it afterwards
+    for c in (1.0, 2.0):  # neither the failure nor the first kernel is reused
+        text = f"{{0}} / (constant({c}) + abs({{0}}))"
         pararnn.register_spelling("aten::special_i1e", text)
         states, _ = pararnn.solve(cell, gates, backend="fused")
-        assert torch.allclose(states, gates[:, :, 0] / (by + gates[:, :, 0].abs()))
+        assert torch.allclose(states, gates[:, :, 0] / (c + gates[:, :, 0].abs()))
 
 
 def test_wrong_requests():
@@ -200,7 +200,7 @@ def test_wrong_requests():
         torch.relu: False,
         torch.abs: False,
         torch.tanh: False,
-        torch.nn.functional.softplus: True,  # PyTorch writes it by a condition
+        torch.nn.functional.softplus: True,  # PyTorch writes it with a condition
         torch.floor: True,
         torch.sign: True,
         torch.nn.functional.hardshrink: True,
@@ -209,13 +209,13 @@ def test_wrong_requests():
         lambda h: torch.where(h > 0, h, 0.1 * h): True,
     }.items(),
 )
-def test_steps_that_may_jump_where_their_state_moves_a_little(of_state, jumps):
+def test_steps_jump_if_a_small_change_of_state_may(of_state, jumps):
     class Reading(pararnn.Cell):
         states = ("h",)
         gates = ("x",)
 
         def step(self, state, gate, param):
-            return 0.5 * of_state(state.h) + torch.floor(gate.x)  # inputs may be as they like
+            return 0.5 * of_state(state.h) + torch.floor(gate.x)  # jumps of inputs do not count
 
     assert emit.jumps(pararnn.program_of(Reading(4)), torch.float32) == jumps
 

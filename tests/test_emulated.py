@@ -1,4 +1,4 @@
-"""The CUDA kernels, compiled for a CPU: what they compute, how segments meet, and how soon."""
+"""The CUDA kernels, compiled for a CPU: results, the protocol between segments, and sweeps."""
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ MEETINGS = {"cluster": gpu(cores=32), "grid": gpu(cores=4), "old": gpu((8, 0), c
 
 @pytest.fixture(params=MEETINGS)
 def meeting(request, monkeypatch):
-    """Where the segments of a tile meet: in shared memory, or in global memory."""
+    """Install a GPU whose segments meet in shared memory, or in global memory."""
     install(MEETINGS[request.param], monkeypatch)
     return request.param
 
 
-def _checked(case, pairs=(NEWTON_FUSED,), segments=5, burn_in=16):
+def _check(case, pairs=(NEWTON_FUSED,), segments=5, burn_in=16):
     with pararnn.using(segments=segments, burn_in=burn_in):
         results = check_solves(case.cell, case.gates, case.initial, pairs=pairs, **case.options)
     for result in results:
@@ -39,23 +39,23 @@ def _checked(case, pairs=(NEWTON_FUSED,), segments=5, burn_in=16):
 
 def test_both_solvers(meeting):
     case = make_case(pararnn.GRUCell, torch.float32, 300, "initial", channels=CHANNELS)
-    _checked(case, (FUSED, NEWTON_FUSED))
+    _check(case, (FUSED, NEWTON_FUSED))
 
 
 def test_latches(meeting):
     case = make_case(pararnn.GRUCell, torch.float32, 600, "initial", channels=CHANNELS)
-    result = _checked(with_latches(case, 0.05), segments=8, burn_in=48)
+    result = _check(with_latches(case, 0.05), segments=8, burn_in=48)
     assert (result.sweeps, result.mended) == (2, 2)
 
 
 def test_resets_in_half_precision(monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.LSTMCell, torch.bfloat16, 411, "reverse", channels=33)
-    _checked(case, segments=16)
+    _check(case, segments=16)
 
 
 def _slow(length, bias, channels=6, **options):
-    """Some channels forget slowly: rounding moves the ends of their segments, rerun by rerun."""
+    """Return a case with channels that forget slowly: each rerun's rounding moves their ends."""
     case = make_case(
         pararnn.GRUCell, torch.float32, length, "initial", channels=CHANNELS, **options
     )
@@ -65,44 +65,46 @@ def _slow(length, bias, channels=6, **options):
 
 @pytest.mark.parametrize("bias", [-6.0, -8.0, -10.0])
 def test_slow_channels_meet_soon(bias, meeting):
-    result = _checked(_slow(1024, bias, batch=1), segments=8, burn_in=48)
+    result = _check(_slow(1024, bias, batch=1), segments=8, burn_in=48)
     assert result.sweeps <= 4
 
 
 @pytest.mark.parametrize("bias", [-8.0, -12.0])
-def test_gaps_of_slow_channels_do_not_add_up(bias, monkeypatch):
+def test_gaps_of_slow_channels_do_not_accumulate(bias, monkeypatch):
     case = _slow(16384, bias, batch=1)
     exact, loop = (run(case, "cpu", dtype) for dtype in (torch.float64, torch.float32))
     install(MEETINGS["grid"], monkeypatch)
-    how = {"solver": NEWTON_FUSED[0], "backend": NEWTON_FUSED[1]}
+    solver, backend = NEWTON_FUSED
     with pararnn.using(segments=32):
-        got = run(case, "cpu", torch.float32, **how)
+        got = run(case, "cpu", torch.float32, solver=solver, backend=backend)
     assert not beyond(got, exact, loop, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gru", "lstm"])
 def test_channels_that_forget_at_times_meet_soon(name, dtype, monkeypatch):
-    """As those of trained models do: segments differ in what they make of a shift."""
+    """As in trained models: segments differ in their gain."""
     install(MEETINGS["grid"], monkeypatch)
     segments, channels = 64, 64
     case = make_case(pararnn.CELLS[name], dtype, 64 * segments, channels=channels, batch=1, seed=2)
-    kept = torch.rand(segments, channels).repeat_interleave(64, 0) * torch.linspace(4, 14, channels)
-    case.gates.mul_(2)[:, :, 0] += (-kept if name == "gru" else kept).to(dtype)
+    shift = torch.rand(segments, channels).repeat_interleave(64, 0) * torch.linspace(
+        4, 14, channels
+    )
+    case.gates.mul_(2)[:, :, 0] += (-shift if name == "gru" else shift).to(dtype)
     with pararnn.using(segments=segments), torch.no_grad():
         args = prepare(case.cell, case.gates)
         info = run_call(program_of(case.cell), args, "newton", "fused").info
     assert totals(info)[0] <= 4
 
 
-def test_slow_segments_hand_little_on_to_those_that_expand(monkeypatch):
+def test_slow_segments_pass_small_shifts_to_segments_that_expand(monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.GRUCell, torch.bfloat16, 600, channels=16, seed=2)
     with torch.no_grad():
         for parameter in case.cell.recurrent_parameters():
             parameter.copy_(torch.randn_like(parameter) * 4)
         case.gates.mul_(3)
-    _checked(case, segments=8)
+    _check(case, segments=8)
 
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
@@ -112,10 +114,10 @@ def test_large_weights(scale, monkeypatch):
     with torch.no_grad():
         for parameter in case.cell.recurrent_parameters():
             parameter.copy_(torch.randn_like(parameter) * scale)
-    _checked(case, segments=8)
+    _check(case, segments=8)
 
 
-def test_steps_that_jump_take_the_states_that_are_returned(monkeypatch):
+def test_steps_that_jump_start_from_the_returned_states(monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     cell, gates = threshold_case(4096, CHANNELS, -10.0)
     with pararnn.using("newton", "fused", segments=16):
@@ -123,7 +125,7 @@ def test_steps_that_jump_take_the_states_that_are_returned(monkeypatch):
     assert_no_jump_is_missed(h, y)
 
 
-def test_a_nan_before_a_reset_does_not_hide_what_is_wrong(monkeypatch):
+def test_a_nan_before_a_reset_hides_no_error(monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.GRUCell, torch.float64, 48, channels=1, batch=1)
     options = {"cu_seqlens": torch.tensor([0, 28, 48]), "reset": torch.arange(48)[None] == 35}
@@ -139,15 +141,15 @@ def test_a_nan_before_a_reset_does_not_hide_what_is_wrong(monkeypatch):
 def test_the_scale_of_the_loss_scales_gradients(name, monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = slow_case(pararnn.CELLS[name], torch.bfloat16, SLOW.get(name, -4.0))
-    usual, scaled = (solved(case, NEWTON_FUSED, scale)[1] for scale in (1.0, 2.0**-30))
-    for one, other in zip(usual, scaled, strict=True):
+    plain, small = (solved(case, NEWTON_FUSED, scale)[1] for scale in (1.0, 2.0**-30))
+    for one, other in zip(plain, small, strict=True):
         assert torch.equal(one.double() * 2.0**-30, other.double())
 
 
 @pytest.mark.parametrize("pair", [FUSED, NEWTON_FUSED], ids="-".join)
 @pytest.mark.parametrize("kind", [1, "real"])
 def test_scans_of_a_decay_of_one_row(kind, pair, monkeypatch):
-    """`a` of (D,), of which kernels read the same row at every step; and of (T, 1)."""
+    """`a` of (D,), the same row at every step for kernels, and of (T, 1)."""
     install(MEETINGS["grid"], monkeypatch)
     _, b, h = _inputs(kind, channels=CHANNELS, dtype=torch.float32)
     for size in ((CHANNELS,), (40, 1)):
@@ -156,7 +158,7 @@ def test_scans_of_a_decay_of_one_row(kind, pair, monkeypatch):
 
 
 class _Sums(pararnn.Cell):
-    """Sums of exponentials in logarithms, and what they are made of, written out."""
+    """A term of log-sum-exp, and its factors."""
 
     states = ("exp", "log1p", "softplus")
     gates = ("x",)
@@ -167,8 +169,8 @@ class _Sums(pararnn.Cell):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_functions_that_the_cuda_headers_spell_themselves(dtype, monkeypatch):
-    """To some units in the last place of float32; bfloat16's own rounding hides the rest."""
+def test_functions_written_out_in_the_cuda_headers(dtype, monkeypatch):
+    """Accurate to some units in the last place of float32; bfloat16's rounding hides more."""
     install(MEETINGS["grid"], monkeypatch)
     special = torch.tensor([0.0, float("inf"), -float("inf"), float("nan"), -1.0, -2.0])
     small = torch.logspace(-30, 0, 2001)

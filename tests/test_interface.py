@@ -77,13 +77,13 @@ def _offsets(interface):
     return "\n".join(lines)
 
 
-def _reversed(structs):
+def _backwards(structs):
     return {name: fields[::-1] for name, fields in structs.items()}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("solver", ELEMENTWISE.solvers)
-@pytest.mark.parametrize("change", [dict, _reversed], ids=["in order", "reversed"])
+@pytest.mark.parametrize("change", [dict, _backwards], ids=["in order", "reversed"])
 def test_kernels_read_fields_where_launches_pack_them(change, solver, target, tmp_path):
     interface = Interface(change(ELEMENTWISE.structs(target, solver)), COUNTS)
     assert not _errors(target, interface.declaration() + _offsets(interface), tmp_path)
@@ -92,7 +92,7 @@ def test_kernels_read_fields_where_launches_pack_them(change, solver, target, tm
 @pytest.mark.parametrize("target", TARGETS)
 def test_compilers_notice_different_orders(target, tmp_path):
     structs = ELEMENTWISE.structs(target, "newton")
-    own, other = Interface(structs, COUNTS), Interface(_reversed(structs), COUNTS)
+    own, other = Interface(structs, COUNTS), Interface(_backwards(structs), COUNTS)
     assert "static" in _errors(target, own.declaration() + _offsets(other), tmp_path)
 
 

@@ -12,72 +12,22 @@ from pararnn.codegen.spelling import SPELLINGS
 from pararnn.program.derive import expand_entry
 
 IDENTIFIER = str.maketrans({"-": "minus_", ".": "_"})
+_TORCH = """
+abs neg sign sgn floor ceil trunc round frac exp exp2 expm1 log log2 log10 log1p sqrt
+rsqrt reciprocal square sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+sigmoid erf erfc relu logit deg2rad nan_to_num
+"""
+_FUNCTIONAL = """
+softplus gelu silu mish elu selu celu leaky_relu hardtanh hardswish relu6 softsign
+logsigmoid tanhshrink softshrink hardshrink
+"""
+_TORCH_2 = """
+add sub mul div pow maximum minimum fmax fmin atan2 hypot fmod remainder copysign
+logaddexp logaddexp2 xlogy ldexp
+"""
 UNARY = {
-    **{
-        name: getattr(torch, name)
-        for name in (
-            "abs",
-            "neg",
-            "sign",
-            "sgn",
-            "floor",
-            "ceil",
-            "trunc",
-            "round",
-            "frac",
-            "exp",
-            "exp2",
-            "expm1",
-            "log",
-            "log2",
-            "log10",
-            "log1p",
-            "sqrt",
-            "rsqrt",
-            "reciprocal",
-            "square",
-            "sin",
-            "cos",
-            "tan",
-            "asin",
-            "acos",
-            "atan",
-            "sinh",
-            "cosh",
-            "tanh",
-            "asinh",
-            "acosh",
-            "atanh",
-            "sigmoid",
-            "erf",
-            "erfc",
-            "relu",
-            "logit",
-            "deg2rad",
-            "nan_to_num",
-        )
-    },
-    **{
-        name: getattr(F, name)
-        for name in (
-            "softplus",
-            "gelu",
-            "silu",
-            "mish",
-            "elu",
-            "selu",
-            "celu",
-            "leaky_relu",
-            "hardtanh",
-            "hardswish",
-            "relu6",
-            "softsign",
-            "logsigmoid",
-            "tanhshrink",
-            "softshrink",
-            "hardshrink",
-        )
-    },
+    **{name: getattr(torch, name) for name in _TORCH.split()},
+    **{name: getattr(F, name) for name in _FUNCTIONAL.split()},
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "elu_alpha": lambda x: F.elu(x, alpha=0.7),
     "softplus_beta": lambda x: F.softplus(x, beta=2.0, threshold=5.0),
@@ -105,29 +55,7 @@ UNARY = {
     "infinite_constant": lambda x: torch.where(x > 0.5, float("inf"), x),
 }
 BINARY = {
-    **{
-        name: getattr(torch, name)
-        for name in (
-            "add",
-            "sub",
-            "mul",
-            "div",
-            "pow",
-            "maximum",
-            "minimum",
-            "fmax",
-            "fmin",
-            "atan2",
-            "hypot",
-            "fmod",
-            "remainder",
-            "copysign",
-            "logaddexp",
-            "logaddexp2",
-            "xlogy",
-            "ldexp",
-        )
-    },
+    **{name: getattr(torch, name) for name in _TORCH_2.split()},
     "lerp": lambda x, y: torch.lerp(x, y, 0.3),
     "lerp_tensor": lambda x, y: torch.lerp(x, y, x),
     "addcmul": lambda x, y: torch.addcmul(x, x, y, value=2.0),
@@ -144,12 +72,12 @@ BINARY = {
     "huber": lambda x, y: F.huber_loss(x, y, reduction="none"),
     "smooth_l1": lambda x, y: F.smooth_l1_loss(x, y, reduction="none"),
 }
-OWN_SPELLINGS = set(SPELLINGS)  # before a test registers others
-if torch.__version__ < "2.11":  # whose gradient of ldexp no tracer can follow
+OWN_SPELLINGS = set(SPELLINGS)  # before tests register others
+if torch.__version__ < "2.11":  # its gradient of ldexp cannot be traced
     del BINARY["ldexp"]
     OWN_SPELLINGS.remove("aten::ldexp")
 OPS = {**UNARY, **BINARY}
-GROUP = 8  # as many states as a kernel takes
+GROUP = 8  # states of a kernel, at most
 GROUPS = [tuple(OPS)[i : i + GROUP] for i in range(0, len(OPS), GROUP)]
 
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0, 0.5, -0.5, 0.25, 2.0]
@@ -159,8 +87,8 @@ SPECIAL += [
 SPECIAL += [s * x for x in (1e-3, 1e-8, 1e-30, 1e30) for s in (1, -1)]
 
 
-# Where PyTorch's own vectorised kernels are off (torch 2.13): the values left out.
-LEFT_OUT = {
+# Values for which PyTorch's own vectorised kernels are wrong (torch 2.13).
+WRONG_IN_TORCH = {
     "sinh": lambda x, y: x.abs() == 89,  # overflows before float32 does
     "cosh": lambda x, y: x.abs() == 89,
     "gelu": lambda x, y: x.isinf(),  # NaN for infinity
@@ -173,8 +101,8 @@ LEFT_OUT = {
 
 @cache
 def _cell(names):
-    """A class of its own, traced once for both dtypes. Its step names nothing by a string, so that
-    what it reads can be written out: its trace is kept on disk."""
+    """Return a cell class, traced once for both dtypes. Its step reads no strings, so its trace can
+    be cached on disk."""
     functions = tuple(OPS[name] for name in names)
     both = tuple(name in BINARY for name in names)
 
@@ -202,26 +130,24 @@ def _values(dtype):
     )
 
 
-def _same(got, expected, what, values, name):
-    """NaN and infinity in the same places, and the rest within some units in the last place."""
-    wrong = got.isnan() != expected.isnan()
-    wrong |= got.isinf() != expected.isinf()
-    wrong |= got.isinf() & (got != expected)
-    finite = got.isfinite() & expected.isfinite()
+def _assert_same(got, wanted, title, values, name):
+    """Assert that NaN and infinity agree, and other values to some units in the last place."""
+    wrong = got.isnan() != wanted.isnan()
+    wrong |= got.isinf() != wanted.isinf()
+    wrong |= got.isinf() & (got != wanted)
+    finite = got.isfinite() & wanted.isfinite()
     # Derivatives are sums of numbers above 1 that may cancel.
-    bound = 64 * torch.finfo(got.dtype).eps * (expected.abs() + 1)
-    wrong |= finite & ((got - expected).abs() > bound)
-    if name in LEFT_OUT:
-        wrong &= ~LEFT_OUT[name](*values.T)
+    limit = 64 * torch.finfo(got.dtype).eps * (wanted.abs() + 1)
+    wrong |= finite & ((got - wanted).abs() > limit)
+    if name in WRONG_IN_TORCH:
+        wrong &= ~WRONG_IN_TORCH[name](*values.T)
     if wrong.any():
-        at = wrong.nonzero()[0, 0]
-        pytest.fail(
-            f"{what} at {values[at].tolist()} is {got[at].item()}, torch says {expected[at].item()}"
-        )
+        i = wrong.nonzero()[0, 0]
+        pytest.fail(f"{title} at {values[i].tolist()}: {got[i].item()}, torch: {wanted[i].item()}")
 
 
 def check_ops(names, dtype, device="cpu"):
-    """The compiled step and gradient against the traced graphs run by PyTorch on the CPU."""
+    """Compare the compiled step and gradient with the traced graphs run by PyTorch on the CPU."""
     values = _values(dtype)
     cell = _cell(names)(len(values), dtype=dtype, device=device)
     gates = values.T.repeat(len(names), 1).to(device).requires_grad_()
@@ -231,14 +157,14 @@ def check_ops(names, dtype, device="cpu"):
     states, grads, gates = [s.detach().cpu() for s in states], grads.cpu(), gates.detach().cpu()
     graphs = pararnn.program_of(cell).graphs[dtype]
     flat = [torch.zeros(len(values), dtype=dtype)] * len(names) + list(gates)
-    expected = graphs.step(*flat)
-    expected_grads = graphs.vjp(*flat, *[torch.ones_like(flat[0])] * len(names))[len(names) :]
+    wanted = graphs.step(*flat)
+    wanted_grads = graphs.vjp(*flat, *[torch.ones_like(flat[0])] * len(names))[len(names) :]
     for i, name in enumerate(names):
-        _same(states[i], expected[i], name, values, name)
+        _assert_same(states[i], wanted[i], name, values, name)
         for side in (0, 1) if name in BINARY else (0,):
-            given = expand_entry(expected_grads[2 * i + side], flat[0], flat[0].shape)
-            which = f"d {name} / d {'xy'[side]}"
-            _same(grads[2 * i + side], given, which, values, name)
+            grad = expand_entry(wanted_grads[2 * i + side], flat[0], flat[0].shape)
+            title = f"d {name} / d {'xy'[side]}"
+            _assert_same(grads[2 * i + side], grad, title, values, name)
 
 
 @needs_compiler
@@ -248,7 +174,7 @@ def test_ops_agree_with_torch(names, dtype):
     check_ops(names, dtype)
 
 
-WRITTEN_OUT = {
+GRIDS = {
     "exp": torch.linspace(-110, 95, 20001),
     "expm1": torch.linspace(-20, 95, 20001),
     "sigmoid": torch.linspace(-110, 95, 20001),
@@ -261,11 +187,11 @@ WRITTEN_OUT = {
 @needs_compiler
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_accuracy_of_the_functions_that_are_written_out(dtype):
+def test_written_out_functions_are_accurate(dtype):
     """Within 4 units in the last place, down to arguments and results next to zero."""
-    names = tuple(WRITTEN_OUT)
+    names = tuple(GRIDS)
     tiny = torch.logspace(-37, 0, 2001, dtype=torch.float64)
-    grid = [torch.cat([WRITTEN_OUT[name].double(), tiny, -tiny / 2]).to(dtype) for name in names]
+    grid = [torch.cat([GRIDS[name].double(), tiny, -tiny / 2]).to(dtype) for name in names]
     gates = torch.stack([side for x in grid for side in (x, torch.zeros_like(x))])
     states, _ = pararnn.solve(_cell(names)(gates.shape[1], dtype=dtype), gates[None, None])
     for name, x, got in zip(names, grid, states, strict=True):
@@ -281,10 +207,10 @@ def test_accuracy_of_the_functions_that_are_written_out(dtype):
 
 
 def test_every_spelling_is_covered():
-    used = set()
+    ops = set()
     for names in GROUPS:
         graphs = pararnn.program_of(_cell(names)(1)).graphs[torch.float32]
         for graph in (graphs.step, graphs.vjp):
             nodes = graph.module.graph.nodes
-            used |= {n.target._schema.name for n in nodes if n.op == "call_function"}
-    assert used >= OWN_SPELLINGS
+            ops |= {n.target._schema.name for n in nodes if n.op == "call_function"}
+    assert ops >= OWN_SPELLINGS

@@ -1,4 +1,4 @@
-"""What is compiled ahead is what runs, also for GPUs that are not here."""
+"""Kernels compiled ahead are those that run, also for absent GPUs."""
 
 import itertools
 from dataclasses import replace
@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 
 
 class Idle:
-    """A kernel that does nothing."""
+    """Kernel that does nothing."""
 
     def __call__(self, *args, **options):
         pass
@@ -31,14 +31,14 @@ class Idle:
 
 @pytest.fixture
 def ahead(monkeypatch):
-    """The variants that are compiled ahead, without compiling them."""
-    made = set()
+    """Collect the variants that are compiled ahead, without compiling them."""
+    variants = set()
 
     def code(program, variant, capability):
-        made.add((program.key, variant, capability))
+        variants.add((program.key, variant, capability))
 
     monkeypatch.setattr(cuda, "_code_of", code)
-    return made
+    return variants
 
 
 def _language_model(**factory):
@@ -60,13 +60,13 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_runs_was_compiled_ahead(name, ahead, monkeypatch):
+def test_kernels_that_run_were_compiled_ahead(name, ahead, monkeypatch):
     make, dtypes = MODELS[name]
     pararnn.precompile(make(device="meta"), dtypes, capability=CAPABILITY)
-    model, used = make(), set()
+    model, run = make(), set()
 
     def kernels(program, variant, capability):
-        used.add((program.key, variant, capability))
+        run.add((program.key, variant, capability))
         return {"run": Idle(), "sum_weights": Idle()}
 
     install(replace(gpu(CAPABILITY), kernels=kernels), monkeypatch)
@@ -78,13 +78,13 @@ def test_what_runs_was_compiled_ahead(name, ahead, monkeypatch):
                 x = torch.zeros(batch, 300, 8, dtype=next(model.parameters()).dtype)
                 model(x)[0].sum().backward()
                 model.step(x[:, 0])
-    assert {variant.solver for _, variant, _ in used} == set(cuda.SOLVERS)
-    assert {variant.direction for _, variant, _ in used} == set(cuda.KERNELS)
-    assert used <= ahead
+    assert {variant.solver for _, variant, _ in run} == set(cuda.SOLVERS)
+    assert {variant.direction for _, variant, _ in run} == set(cuda.KERNELS)
+    assert run <= ahead
 
 
 @needs_nvrtc
-def test_code_for_a_gpu_that_is_not_here_is_found_there(tmp_path, monkeypatch):
+def test_code_for_an_absent_gpu_is_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
     variants = cuda.usual_variants
     monkeypatch.setattr(cuda, "usual_variants", lambda *args, **options: variants(*args)[:1])
@@ -107,6 +107,6 @@ def test_code_for_a_gpu_that_is_not_here_is_found_there(tmp_path, monkeypatch):
         (pararnn.GRUCell(4, device="meta"), None, ValueError, r"meta device has none to compile"),
     ],
 )
-def test_slips(module, capability, error, message):
+def test_wrong_arguments_are_refused(module, capability, error, message):
     with pytest.raises(error, match=message):
         pararnn.precompile(module, capability=capability)

@@ -1,6 +1,6 @@
-// Blocks of CUDA threads on a CPU: a block's threads are fibers of one thread of the host; blocks that
-// may wait for each other are threads that run at once. What would hang or be undefined on a GPU is an
-// error: lanes that do not meet, copies that nobody waits for, a block that has left, no progress.
+// Blocks of CUDA threads on a CPU. A block's threads are fibers of one host thread; blocks that may wait for
+// each other are concurrent host threads. What would hang or be undefined on a GPU is an error: lanes that do
+// not meet, copies without a wait, messages to a block that has ended, no progress.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -26,31 +26,31 @@ constexpr size_t stack_bytes = 256 * 1024;
 constexpr int warp = 32;
 constexpr auto patience = std::chrono::seconds(120);
 
-// Where the shared memory of a block is: all of it is at the same distance in every block.
+// Origin of a block's shared memory, which has the same offsets in every block.
 static thread_local char anchor;
 
-// Blocks that run at once.
+// Blocks that run concurrently.
 struct Gang {
   const int blocks;
   const Clock::time_point deadline = Clock::now() + patience;
   std::atomic<const char*> failure{nullptr};
-  std::atomic<int> started{0}, left{0};
+  std::atomic<int> started{0}, finished{0};
   std::atomic<uint64_t> cluster_arrivals{0};
   std::mutex mailboxes;
-  std::vector<char*> anchors;  // null: the block has left
+  std::vector<char*> anchors;  // null: the block has ended
 
   explicit Gang(int blocks) : blocks(blocks), anchors(blocks) {}
 };
 
 struct Copy {
-  char* to;
-  const char* from;
+  char* target;
+  const char* source;
   int bytes;
 };
 
 struct Fiber {
-  ucontext_t context;  // where it starts
-  jmp_buf left;        // where it left off: to go back there takes no system call
+  ucontext_t context;  // entry
+  jmp_buf resume_at;        // where to resume: needs no system call
   bool started = false;
   uint64_t meetings = 0, cluster_arrivals = 0;
   bool returned = false;
@@ -62,7 +62,7 @@ struct Block {
   const Index size;
   const int number;  // in the gang
   std::vector<Fiber> fibers;
-  std::vector<uint64_t> slots[2];  // what threads show each other, meeting by meeting
+  std::vector<uint64_t> slots[2];  // values that threads exchange, for two meetings
   ucontext_t home;
   int current = 0, polls = 0;
 
@@ -76,7 +76,7 @@ static thread_local Block* block;
 
 inline Fiber& fiber() { return block->fibers[block->current]; }
 
-// Ends the block, and with it the launch.
+// Ends the block and the launch.
 inline void fail(const char* why) {
   const char* none = nullptr;
   block->gang.failure.compare_exchange_strong(none, why);
@@ -88,7 +88,7 @@ inline void become(int thread) {
   threadIdx = {thread % block->size.x, thread / block->size.x};
 }
 
-// The next thread of the block that still runs, which may be the current one; -1 for none.
+// Returns the block's next running thread, which may be the current one; -1 for none.
 inline int next_thread() {
   const int count = (int)block->fibers.size();
   for (int i = 1; i <= count; ++i) {
@@ -98,11 +98,11 @@ inline int next_thread() {
   return -1;
 }
 
-// Goes on with a thread, and leaves the current one where it is.
+// Continues with a thread, and suspends the current one.
 inline void resume(int thread) {
   become(thread);
   Fiber& next = fiber();
-  if (next.started) _longjmp(next.left, 1);
+  if (next.started) _longjmp(next.resume_at, 1);
   next.started = true;
   setcontext(&next.context);
 }
@@ -111,20 +111,20 @@ inline void resume(int thread) {
 inline void pause() {
   if (block->gang.failure) fail("another block has failed");
   const int next = next_thread();
-  if (next != block->current && _setjmp(fiber().left) == 0) resume(next);
+  if (next != block->current && _setjmp(fiber().resume_at) == 0) resume(next);
 }
 
-// What a thread does while it waits for other blocks.
+// Call while waiting for other blocks.
 inline void poll() {
   if (++block->polls % 16 != 0) return;
   if (Clock::now() > block->gang.deadline) fail("no progress: the blocks wait for each other");
   pause();
-  // A block that waits for long leaves the core to those that it waits for, and to other processes.
+  // After a while the core goes to other blocks and processes.
   if (block->polls % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
   else std::this_thread::yield();
 }
 
-// All threads of the block meet, each showing a value. Returns those of the own warp.
+// All threads of the block meet and exchange a value. Returns the warp's values.
 template <class T> const uint64_t* show(T value) {
   const uint64_t meeting = ++fiber().meetings;
   uint64_t& slot = block->slots[meeting % 2][block->current];
@@ -196,10 +196,10 @@ inline void run_block(Gang& gang, Index index, Index size, int number) {
     std::lock_guard<std::mutex> lock(gang.mailboxes);
     gang.anchors[number] = nullptr;
   }
-  wait_for_all(gang.left, gang.blocks);  // shared memory lives as long as its thread
+  wait_for_all(gang.finished, gang.blocks);  // shared memory lives as long as its thread
 }
 
-// Launches a grid, `together` blocks at once. Returns what went wrong, or null.
+// Launches a grid, `together` blocks at a time. Returns an error message, or null.
 template <class Problem>
 const char* launch(void (*kernel)(Problem), const void* problem, Index grid, Index size,
                    int together) {
@@ -211,7 +211,7 @@ const char* launch(void (*kernel)(Problem), const void* problem, Index grid, Ind
     for (int i = 0; i < gang.blocks; ++i)
       threads.emplace_back([&, i] {
         entry = kernel;
-        body = [](const void* given) { entry(*static_cast<const std::decay_t<Problem>*>(given)); };
+        body = [](const void* p) { entry(*static_cast<const std::decay_t<Problem>*>(p)); };
         argument = problem;
         run_block(gang, {(first + i) % grid.x, (first + i) / grid.x}, size, i);
       });

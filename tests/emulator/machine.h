@@ -1,5 +1,4 @@
-// Stands in for kernels/cuda/machine.h on a CPU, and for what NVRTC knows by itself. Copies into rings
-// arrive as late as they may.
+// Replaces kernels/cuda/machine.h and NVRTC's builtins on a CPU. Copies into rings arrive as late as allowed.
 #pragma once
 #include <cmath>
 
@@ -36,34 +35,34 @@ inline double __ddiv_rn(double a, double b) { return a / b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 
-template <class T> T __ldcg(const T* from) { return *from; }
-template <class T> void __stcg(T* to, T value) { *to = value; }
+template <class T> T __ldcg(const T* source) { return *source; }
+template <class T> void __stcg(T* target, T value) { *target = value; }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void __nanosleep(unsigned) { emulator::poll(); }
 
-template <class T> T atomicMax(T* place, T value) {
-  T old = __atomic_load_n(place, __ATOMIC_RELAXED);
-  while (old < value && !__atomic_compare_exchange_n(place, &old, value, false, __ATOMIC_RELAXED,
+template <class T> T atomicMax(T* address, T value) {
+  T old = __atomic_load_n(address, __ATOMIC_RELAXED);
+  while (old < value && !__atomic_compare_exchange_n(address, &old, value, false, __ATOMIC_RELAXED,
                                                      __ATOMIC_RELAXED)) {}
   return old;
 }
-template <class T> T atomicAdd(T* place, T value) {
-  return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
+template <class T> T atomicAdd(T* address, T value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 
 inline void __syncthreads() { emulator::show(0); }
 inline void __syncwarp() { emulator::show(0); }
 inline int emulated_lane() { return emulator::block->current % emulator::warp; }
 
-template <class T> T __shfl_sync(unsigned, T value, int from) {
-  return emulator::read<T>(emulator::show(value)[from]);
+template <class T> T __shfl_sync(unsigned, T value, int source) {
+  return emulator::read<T>(emulator::show(value)[source]);
 }
 template <class T> T __shfl_xor_sync(unsigned, T value, int with) {
   return emulator::read<T>(emulator::show(value)[emulated_lane() ^ with]);
 }
 template <class T> T __shfl_up_sync(unsigned, T value, int by, int width) {
-  const int own = emulated_lane(), from = own % width >= by ? own - by : own;
-  return emulator::read<T>(emulator::show(value)[from]);
+  const int own = emulated_lane(), source = own % width >= by ? own - by : own;
+  return emulator::read<T>(emulator::show(value)[source]);
 }
 inline unsigned __ballot_sync(unsigned, bool own) {
   const uint64_t* all = emulator::show((int)own);
@@ -80,7 +79,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned own) {
 
 namespace pararnn {
 
-// Subnormal results are zero.
+// Flushes subnormal results to zero.
 inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 inline float fast_exp2(float x) { return flushed(::exp2f(flushed(x))); }
 inline float fast_log2(float x) { return flushed(::log2f(flushed(x))); }
@@ -111,50 +110,50 @@ inline unsigned short to_float16(float x) {
   int exponent;
   std::frexp(size, &exponent);  // size < 2^exponent
   const int unit = max(exponent - 11, -24);
-  const int number = (int)std::nearbyint(std::ldexp(size, -unit));  // of units; the carry is right
+  const int number = (int)std::nearbyint(std::ldexp(size, -unit));  // of units; a carry is correct
   return sign | (unsigned short)(((unit + 24) << 10) + number);
 }
 
-inline unsigned shared_address(const void* place) {
-  return (unsigned)(static_cast<const char*>(place) - &emulator::anchor);
+inline unsigned shared_address(const void* address) {
+  return (unsigned)(static_cast<const char*>(address) - &emulator::anchor);
 }
 
-template <int bytes> inline void copy_async(unsigned to, const char* from) {
-  const emulator::Copy copy{&emulator::anchor + (int)to, from, bytes};
+template <int bytes> inline void copy_async(unsigned target, const char* source) {
+  const emulator::Copy copy{&emulator::anchor + (int)target, source, bytes};
   if (bytes >= 4) emulator::fiber().copies.back().push_back(copy);
-  else std::memcpy(copy.to, copy.from, bytes);
+  else std::memcpy(copy.target, copy.source, bytes);
 }
 inline void end_group_of_copies() { emulator::fiber().copies.emplace_back(); }
 template <int count> inline void wait_for_copies() {
   auto& groups = emulator::fiber().copies;
   while ((int)groups.size() > count + 1) {
-    for (const emulator::Copy& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+    for (const emulator::Copy& copy : groups.front()) std::memcpy(copy.target, copy.source, copy.bytes);
     groups.erase(groups.begin());
   }
 }
 
 using Word = unsigned long long;
 
-inline void write_word(Word* to, Word word) { __atomic_store_n(to, word, __ATOMIC_RELAXED); }
-inline Word read_word(const Word* from) {
+inline void write_word(Word* target, Word word) { __atomic_store_n(target, word, __ATOMIC_RELAXED); }
+inline Word read_word(const Word* source) {
   emulator::poll();
-  return __atomic_load_n(from, __ATOMIC_RELAXED);
+  return __atomic_load_n(source, __ATOMIC_RELAXED);
 }
 
-// An address in the cluster: the block's number above the distance from its anchor.
+// Address in the cluster: the block's number in the upper bits, the distance from its anchor in the lower ones.
 constexpr int distance_bits = 26, distance_bias = 1 << (distance_bits - 1);
 
-inline unsigned in_block(const void* place, int block) {
-  return (unsigned)block << distance_bits | (unsigned)((int)shared_address(place) + distance_bias);
+inline unsigned in_block(const void* address, int block) {
+  return (unsigned)block << distance_bits | (unsigned)((int)shared_address(address) + distance_bias);
 }
-// Null where the block has left.
+// Returns null if the block has ended.
 inline char* in_cluster(unsigned address) {
   char* anchor = emulator::block->gang.anchors[address >> distance_bits];
   const int distance = (int)(address & ((1u << distance_bits) - 1)) - distance_bias;
   return anchor == nullptr ? nullptr : anchor + distance;
 }
 
-// Bytes expected and not yet there (or there, and not yet expected), and the batches so far.
+// Bytes expected minus bytes received, and the batches so far.
 struct Barrier {
   int bytes, batches;
   bool expecting;
@@ -181,14 +180,14 @@ inline bool has_arrived(Barrier& barrier, int number) {
   Lock lock(emulator::block->gang.mailboxes);
   return barrier.batches % 2 != number % 2;
 }
-template <class Bits> inline void send_bits(unsigned to, Bits bits, unsigned barrier) {
+template <class Bits> inline void send_bits(unsigned target, Bits bits, unsigned barrier) {
   bool sent;
   {
     Lock lock(emulator::block->gang.mailboxes);
-    char *const place = in_cluster(to), *const counts = in_cluster(barrier);
-    sent = place != nullptr;
+    char *const slot = in_cluster(target), *const counts = in_cluster(barrier);
+    sent = slot != nullptr;
     if (sent) {
-      std::memcpy(place, &bits, sizeof bits);
+      std::memcpy(slot, &bits, sizeof bits);
       reinterpret_cast<Barrier*>(counts)->bytes -= (int)sizeof bits;
       reinterpret_cast<Barrier*>(counts)->update();
     }

@@ -1,4 +1,4 @@
-"""GPU tests: skipped where there is no GPU; `make gpu-test` runs them all."""
+"""GPU tests: skipped without a GPU; `make gpu-test` runs all."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for the shared table
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: "sanitizer" not in item.name)  # the longest begin first
+    items.sort(key=lambda item: "sanitizer" not in item.name)  # the longest first
     if torch.cuda.is_available():
         return
     here = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""Given states at resets, and gradients that nobody wants, by the CUDA kernels."""
+"""States at resets, and unwanted gradients, with the CUDA kernels."""
 
 from test_frozen import *  # noqa: F403
 from test_restarts import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""The tests of habits with CUDA kernels: `device` is another."""
+"""The tests of habits with CUDA kernels, by another `device` fixture."""
 
 from test_habits import *  # noqa: F403
 from test_habits_oracle import *  # noqa: F403
