@@ -54,12 +54,10 @@ def test_resets_in_half_precision(monkeypatch):
     _check(case, segments=16)
 
 
-def _slow(length, bias, channels=6, **options):
+def _slow(length, bias, width=CHANNELS, **options):
     """Return a case with channels that forget slowly: each rerun's rounding moves their ends."""
-    case = make_case(
-        pararnn.GRUCell, torch.float32, length, "initial", channels=CHANNELS, **options
-    )
-    case.gates[:, :, 0, :channels] += bias
+    case = make_case(pararnn.GRUCell, torch.float32, length, "initial", channels=width, **options)
+    case.gates[:, :, 0, :6] += bias
     return case
 
 
@@ -71,7 +69,7 @@ def test_slow_channels_meet_soon(bias, meeting):
 
 @pytest.mark.parametrize("bias", [-8.0, -12.0])
 def test_gaps_of_slow_channels_do_not_accumulate(bias, monkeypatch):
-    case = _slow(16384, bias, batch=1)
+    case = _slow(16384, bias, width=16, batch=1)
     exact, loop = (run(case, "cpu", dtype) for dtype in (torch.float64, torch.float32))
     install(MEETINGS["grid"], monkeypatch)
     solver, backend = NEWTON_FUSED

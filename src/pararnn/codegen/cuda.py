@@ -205,41 +205,20 @@ def usual(
     cell: Cell,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | tuple[int, int],
 ) -> dict[object, Callable[[], object]]:
-    """Return the jobs for `usual_variants` of a cell, by key, for all solvers."""
-    return _usual(program, cell, dtype, weight_dtype, capability_of(device), kernels_of)
+    """Return the jobs for `usual_variants` of a cell, by key, for all solvers.
 
-
-def usual_elsewhere(
-    program: Program,
-    cell: Cell,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    capability: tuple[int, int],
-) -> dict[object, Callable[[], object]]:
-    """Return the jobs of `usual` for GPUs of a compute capability, which may be absent.
-
-    Device code is cached on disk and not loaded. Raises ToolchainError for too old GPUs.
+    For a compute capability in place of a device, GPUs may be absent: device code is cached on disk
+    and not loaded. Raises ToolchainError for GPUs that are too old.
     """
-    if capability < OLDEST:
-        raise ToolchainError(too_old("the requested GPU", capability))
-    return _usual(program, cell, dtype, weight_dtype, capability, _code_of)
-
-
-Make = Callable[[Program, Variant, tuple[int, int]], object]
-"""Function that compiles the kernels of a pass for a compute capability: `kernels_of`, or one that
-only fills its cache on disk."""
-
-
-def _usual(
-    program: Program,
-    cell: Cell,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    capability: tuple[int, int],
-    make: Make,
-) -> dict[object, Callable[[], object]]:
+    make: Make = kernels_of
+    if isinstance(device, torch.device):
+        capability = capability_of(device)
+    else:
+        capability, make = device, _code_of
+        if capability < OLDEST:
+            raise ToolchainError(too_old("the requested GPU", capability))
     jobs = dict[object, Callable[[], object]]()
     size, clusters = cell.hidden_size, capability >= CLUSTERS
     width = size // cell.num_heads
@@ -250,6 +229,11 @@ def _usual(
         for variant in usual_variants(program, dtype, size, width, weight_dtype, solver, clusters):
             jobs[program.key, variant] = partial(make, program, variant, capability)
     return jobs
+
+
+Make = Callable[[Program, Variant, tuple[int, int]], object]
+"""Function that compiles the kernels of a pass for a compute capability: `kernels_of`, or one that
+only fills its cache on disk."""
 
 
 def check_buildable(

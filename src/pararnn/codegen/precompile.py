@@ -75,4 +75,4 @@ def _usual_for(
             "capability must be two integers, as torch.cuda.get_device_capability() returns them, "
             f"got {capability!r}"
         )
-    return cuda.usual_elsewhere, numbers
+    return cuda.usual, numbers
