@@ -38,7 +38,7 @@ print(f"{states.double().sum().item():.12f}")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty cache on disk, and none in this process."""
+    """Set an empty cache on disk, and clear this process's."""
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "cache"))
     pararnn.clear_caches()
     yield tmp_path / "cache"
@@ -73,7 +73,7 @@ def _entry(folder):
 
 
 def _kernels_in(folder):
-    """What was compiled, without traced steps and what is under way."""
+    """Return the entries of kernels, without traced steps and unfinished ones."""
     return [p for p in folder.iterdir() if not p.name.startswith(".") and "-step-" not in p.name]
 
 
@@ -87,8 +87,8 @@ def test_a_second_use_compiles_nothing(folder, monkeypatch):
         cache.CPP.source,
         cache.MANIFEST,
     }
-    again, compiled = _again(monkeypatch)
-    assert compiled == 0
+    again, compilations = _again(monkeypatch)
+    assert compilations == 0
     assert torch.equal(first, again)
     assert not list(folder.glob(".*"))  # nothing half-made is left
 
@@ -208,8 +208,8 @@ def test_clear_caches_leaves_nothing_of_this_process():
     with torch.no_grad():
         expected = layer(x)[0]
     pararnn.clear_caches()
-    for held in (cpp._KERNELS, form.FORMS, tuned._RECORDS):
-        assert not held
+    for store in (cpp._KERNELS, form.FORMS, tuned._RECORDS):
+        assert not store
     with torch.no_grad():
         assert torch.allclose(layer(x)[0], expected, atol=1e-6)
 
@@ -227,8 +227,8 @@ def test_processes_and_threads_share_one_entry(folder, tmp_path):
         results = list(pool.map(_solve, [inputs] * 3))
     while not running.join():  # one of them has ended
         pass
-    found = [torch.load(tmp_path / f"{rank}") for rank in range(3)]
-    assert all(torch.equal(result, results[0]) for result in (*results, *found))
+    outputs = [torch.load(tmp_path / f"{rank}") for rank in range(3)]
+    assert all(torch.equal(result, results[0]) for result in (*results, *outputs))
     _entry(folder)
 
 
@@ -248,8 +248,8 @@ def test_another_folder_stands_in_for_one_that_cannot_be_written(tmp_path, monke
     monkeypatch.setattr(cache, "_UNUSABLE", set())
     with pytest.warns(pararnn.BackendWarning, match="cannot be cached in .*set PARARNN_CACHE_DIR"):
         states = _solve()
-    again, compiled = _again(monkeypatch)
-    assert compiled == 0  # the stand-in serves the rest of the process
+    again, compilations = _again(monkeypatch)
+    assert compilations == 0  # the stand-in serves the rest of the process
     assert torch.equal(states, again)
 
 
@@ -350,8 +350,8 @@ def test_a_warm_cache_serves_without_a_compiler(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again, compiled = _again(monkeypatch)
-    assert compiled == 0
+        again, compilations = _again(monkeypatch)
+    assert compilations == 0
     assert torch.equal(states, again)
     pararnn.clear_caches()
     monkeypatch.setattr("pararnn.codegen.cpp.target_identity", lambda: "another processor")
@@ -392,14 +392,14 @@ def test_cxx_may_have_arguments(folder, monkeypatch):
     monkeypatch.setenv("CXX", f"{plain} -O1")
     _solve()
     assert calls[0][:3] == [plain, "-O1", compiler.FLAGS[0]]
-    launched = compiler.compiler_identity(shutil.which("env"), plain)
-    assert launched.endswith(compiler.compiler_identity(plain).removeprefix(plain))
+    identity = compiler.compiler_identity(shutil.which("env"), plain)
+    assert identity.endswith(compiler.compiler_identity(plain).removeprefix(plain))
 
 
 def test_march_sets_the_processor_in_the_key(monkeypatch):
-    for flags, named in {"": False, "-O1": False, "-march=x86-64-v3": True}.items():
+    for flags, is_named in {"": False, "-O1": False, "-march=x86-64-v3": True}.items():
         monkeypatch.setenv("PARARNN_CXXFLAGS", flags)
-        assert (compiler.target_identity() == platform.machine()) is named
+        assert (compiler.target_identity() == platform.machine()) is is_named
     monkeypatch.setenv("PARARNN_CXXFLAGS", "-march=x86-64-v3 -march=native")
     assert compiler.target_identity() == compiler.cpu_identity()
 

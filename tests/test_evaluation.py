@@ -46,7 +46,7 @@ LAMBADA = [{"context": f"Once {n} was a", "continuation": "cat"} for n in range(
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """Without a network, and with few of lm-eval's tasks, as to find all of them takes seconds."""
+    """Use no network, and few of lm-eval's tasks: an index of all takes seconds."""
     for module in (huggingface_hub.constants, datasets.config):
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
     tasks = Path(lm_eval_tasks.__file__).parent / "arc"
@@ -55,7 +55,7 @@ def offline(monkeypatch):
 
 
 def bytes_model(folder, kind="gru", end=END):
-    """A model on bytes and its tokenizer, saved in a folder."""
+    """Save a model on bytes and its tokenizer in a folder."""
     hugging(kind, vocab_size=257).save_pretrained(folder)
     save_byte_tokenizer(folder, end=end)
     return folder
@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def loaded(folder):
+def model_pair(folder):
     return load(folder)
 
 
@@ -98,14 +98,14 @@ def lines(path, rows):
 )
 def test_states_are_carried_over_whole_documents(kind, length, batch, tmp_path):
     model, tokenizer = load(bytes_model(tmp_path, kind))
-    found = texts.score_texts(model, tokenizer, DOCUMENTS, batch=batch, length=length)
+    result = texts.score_texts(model, tokenizer, DOCUMENTS, batch=batch, length=length)
     size = len("".join(DOCUMENTS).encode())
-    assert (found.documents, found.tokens, found.bytes) == (5, size, size)
+    assert (result.documents, result.tokens, result.bytes) == (5, size, size)
     nats = float(by_hand(model))
-    assert found.nats == pytest.approx(nats, rel=1e-6)
-    assert found.nats_per_token == pytest.approx(nats / size, rel=1e-6)
-    assert found.perplexity == pytest.approx(math.exp(nats / size), rel=1e-5)
-    assert found.bits_per_byte == pytest.approx(nats / size / math.log(2), rel=1e-6)
+    assert result.nats == pytest.approx(nats, rel=1e-6)
+    assert result.nats_per_token == pytest.approx(nats / size, rel=1e-6)
+    assert result.perplexity == pytest.approx(math.exp(nats / size), rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(nats / size / math.log(2), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
@@ -120,9 +120,9 @@ def test_attention_reads_windows_that_overlap(kind, tmp_path):
         begin = max(0, (token - 1 - 4) // 4 * 4)
         expected -= float(log_chances(model, ids[begin : token + 1])[-1])
     for batch in (1, 2):
-        found = texts.score_texts(model, tokenizer, [text, "x"], batch=batch, length=length)
+        result = texts.score_texts(model, tokenizer, [text, "x"], batch=batch, length=length)
         single = texts.score_texts(model, tokenizer, ["x"])
-        assert found.nats == pytest.approx(expected + single.nats, rel=1e-6)
+        assert result.nats == pytest.approx(expected + single.nats, rel=1e-6)
 
 
 def test_windows_overlap_as_requested():
@@ -133,10 +133,10 @@ def test_windows_overlap_as_requested():
 
 def test_without_an_end_the_first_token_has_uniform_probability(tmp_path):
     model, tokenizer = load(bytes_model(tmp_path, end=None))
-    found = texts.score_texts(model, tokenizer, ["abcd", "é"], length=3)
+    result = texts.score_texts(model, tokenizer, ["abcd", "é"], length=3)
     nats = -log_chances(model, [*b"abcd"]).sum() - log_chances(model, [*"é".encode()]).sum()
-    assert found.tokens == 6
-    assert found.nats == pytest.approx(float(nats) + 2 * math.log(257), rel=1e-6)
+    assert result.tokens == 6
+    assert result.nats == pytest.approx(float(nats) + 2 * math.log(257), rel=1e-6)
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path):
@@ -144,27 +144,27 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path):
     end = train_tokenizer(texts_ * 3, 270, tmp_path).end
     hugging("gru", vocab_size=270).save_pretrained(tmp_path)
     model, tokenizer = load(tmp_path)
-    found = texts.score_texts(model, tokenizer, texts_, batch=2, length=3)
+    result = texts.score_texts(model, tokenizer, texts_, batch=2, length=3)
     ids = [tokenizer(text)["input_ids"] for text in texts_]
     nats = -sum(float(log_chances(model, [end, *row]).sum()) for row in ids)
-    assert found.tokens == sum(map(len, ids)) < found.bytes == len("".join(texts_).encode())
-    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / found.bytes, rel=1e-6)
-    assert found.perplexity == pytest.approx(math.exp(nats / found.tokens), rel=1e-5)
+    assert result.tokens == sum(map(len, ids)) < result.bytes == len("".join(texts_).encode())
+    assert result.bits_per_byte == pytest.approx(nats / math.log(2) / result.bytes, rel=1e-6)
+    assert result.perplexity == pytest.approx(math.exp(nats / result.tokens), rel=1e-5)
 
 
-def test_logits_are_made_in_chunks(loaded, monkeypatch):
+def test_logits_are_made_in_chunks(model_pair, monkeypatch):
     rows = []
     monkeypatch.setitem(texts.CHUNK_LOGITS, "cpu", 257 * 3)
-    hook = loaded[0].lm_head.register_forward_hook(lambda *args: rows.append(len(args[1][0])))
-    found = texts.score_texts(*loaded, DOCUMENTS, batch=4)
+    hook = model_pair[0].lm_head.register_forward_hook(lambda *args: rows.append(len(args[1][0])))
+    result = texts.score_texts(*model_pair, DOCUMENTS, batch=4)
     hook.remove()
     assert max(rows) == 3
-    assert found.nats == pytest.approx(float(by_hand(loaded[0])), rel=1e-6)
+    assert result.nats == pytest.approx(float(by_hand(model_pair[0])), rel=1e-6)
 
 
-def test_a_text_without_text_raises(loaded):
+def test_a_text_without_text_raises(model_pair):
     with pytest.raises(EvaluationError, match="no text in 2 documents"):
-        texts.score_texts(*loaded, ["", ""])
+        texts.score_texts(*model_pair, ["", ""])
 
 
 def test_another_model_of_transformers_is_read_in_windows(tmp_path):
@@ -182,21 +182,21 @@ def test_another_model_of_transformers_is_read_in_windows(tmp_path):
     model, tokenizer = load(tmp_path)
     tokenizer.bos_token = None
     assert texts.own_length(model) == 64
-    found = texts.score_texts(model, tokenizer, DOCUMENTS, batch=2)
-    assert found.nats == pytest.approx(float(by_hand(model)), rel=1e-6)
+    result = texts.score_texts(model, tokenizer, DOCUMENTS, batch=2)
+    assert result.nats == pytest.approx(float(by_hand(model)), rel=1e-6)
     assert run_evaluation(str(tmp_path), tasks=[str(lines(tmp_path / "arc_easy.jsonl", ARC))])
 
 
 def answers(model, rows):
     """Log-likelihoods of each row's (context, continuation) pairs."""
-    found = []
+    result = []
     for pairs in rows:
         chances = []
         for context, continuation in pairs:
             ids = [*(context + continuation).encode()]
             chances.append(float(log_chances(model, ids)[-len(continuation.encode()) :].sum()))
-        found.append(chances)
-    return found
+        result.append(chances)
+    return result
 
 
 def accuracy(chosen, gold):
@@ -204,55 +204,55 @@ def accuracy(chosen, gold):
     return right.mean(), right.std(ddof=1) / math.sqrt(len(right))
 
 
-def asked(folder, file, out, **options):
+def ask_file(folder, file, out, **options):
     run_evaluation(str(folder), tasks=[str(file)], out=str(out), **options)
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    (found,) = results["tasks"]
-    return found
+    (result,) = results["tasks"]
+    return result
 
 
 @pytest.mark.parametrize(("batch", "end"), [(1, END), (8, END), (8, None)])
-def test_accuracies_of_choices_are_right(folder, loaded, batch, end, tmp_path):
+def test_accuracies_of_choices_are_right(folder, model_pair, batch, end, tmp_path):
     folder = folder if end else bytes_model(tmp_path, end=end)
-    found = asked(folder, lines(tmp_path / "arc_easy.jsonl", ARC), tmp_path, batch=batch)
+    result = ask_file(folder, lines(tmp_path / "arc_easy.jsonl", ARC), tmp_path, batch=batch)
     rows = [[(row["query"] + "\nAnswer:", " " + each) for each in row["choices"]] for row in ARC]
-    chances, gold = answers(loaded[0], rows), [row["gold"] for row in ARC]
+    chances, gold = answers(model_pair[0], rows), [row["gold"] for row in ARC]
     plain = [int(np.argmax(each)) for each in chances]
-    normed = [
+    by_length = [
         int(np.argmax([chance / len(choice) for chance, choice in zip(*pair, strict=True)]))
         for pair in zip(chances, (row["choices"] for row in ARC), strict=True)
     ]
-    assert plain != normed
-    for name, chosen in (("acc", plain), ("acc_norm", normed)):
+    assert plain != by_length
+    for name, chosen in (("acc", plain), ("acc_norm", by_length)):
         value, error = accuracy(chosen, gold)
-        assert found["metrics"][name]["value"] == pytest.approx(value)
-        assert found["metrics"][name]["stderr"] == pytest.approx(error)
-    assert (found["task"], found["shots"], found["questions"]) == ("arc_easy", 0, 7)
+        assert result["metrics"][name]["value"] == pytest.approx(value)
+        assert result["metrics"][name]["stderr"] == pytest.approx(error)
+    assert (result["task"], result["shots"], result["questions"]) == ("arc_easy", 0, 7)
 
 
-def test_accuracies_of_options_are_right(folder, loaded, tmp_path):
-    found = asked(folder, lines(tmp_path / "winogrande.jsonl", WINO), tmp_path)
+def test_accuracies_of_options_are_right(folder, model_pair, tmp_path):
+    result = ask_file(folder, lines(tmp_path / "winogrande.jsonl", WINO), tmp_path)
     rows = [
         [(option, " " + row["continuation"]) for option in row["context_options"]] for row in WINO
     ]
-    chosen = [int(np.argmax(each)) for each in answers(loaded[0], rows)]
+    chosen = [int(np.argmax(each)) for each in answers(model_pair[0], rows)]
     value, error = accuracy(chosen, [row["gold"] for row in WINO])
-    assert found["metrics"] == {
+    assert result["metrics"] == {
         "acc": {"value": pytest.approx(value), "stderr": pytest.approx(error)}
     }
 
 
-def test_perplexity_of_last_words_is_right(folder, loaded, tmp_path):
-    found = asked(folder, lines(tmp_path / "lambada_openai.jsonl", LAMBADA), tmp_path)
+def test_perplexity_of_last_words_is_right(folder, model_pair, tmp_path):
+    result = ask_file(folder, lines(tmp_path / "lambada_openai.jsonl", LAMBADA), tmp_path)
     rows = [[(row["context"], " " + row["continuation"])] for row in LAMBADA]
-    mean = np.mean(answers(loaded[0], rows))
-    assert found["metrics"]["perplexity"]["value"] == pytest.approx(math.exp(-mean), rel=1e-5)
-    assert found["metrics"]["perplexity"]["stderr"] > 0
-    assert found["metrics"]["acc"]["value"] == 0
+    mean = np.mean(answers(model_pair[0], rows))
+    assert result["metrics"]["perplexity"]["value"] == pytest.approx(math.exp(-mean), rel=1e-5)
+    assert result["metrics"]["perplexity"]["stderr"] > 0
+    assert result["metrics"]["acc"]["value"] == 0
 
 
 def prompts(job):
-    """The contexts of a job's requests, by the question that is asked."""
+    """Return question, context and continuation of a job's requests."""
     task = harness.load_task(job, seed=0)["tasks"][job.name]
     task.build_all_requests(rank=0, world_size=1)
     return [(each.doc["question"], *each.args) for each in task.instances]
@@ -261,8 +261,8 @@ def prompts(job):
 def test_prompts_are_those_of_lm_eval(tmp_path):
     piqa = {"query": "Question: dresser\n", "choices": ["a", "b"], "gold": 1}
     stem = {"query": "Fog is around: ", "choices": ["a marsh", "a desert"], "gold": 0}
-    found = prompts(Job("piqa", file=lines(tmp_path / "piqa.jsonl", [piqa, stem])))
-    assert [each[1:] for each in found] == [
+    result = prompts(Job("piqa", file=lines(tmp_path / "piqa.jsonl", [piqa, stem])))
+    assert [each[1:] for each in result] == [
         ("Question: dresser\nAnswer:", " a"),
         ("Question: dresser\nAnswer:", " b"),
         ("Fog is around:", " a marsh"),
@@ -294,12 +294,12 @@ def test_shots_are_other_questions_with_their_answers(rows, tmp_path):
 
 def test_shots_are_drawn_by_the_seed(tmp_path):
     path = lines(tmp_path / "task.jsonl", ARC)
-    drawn = []
+    draws = []
     for seed in (0, 0, 1):
         task = harness.load_task(Job("task", 3, path), seed)["tasks"]["task"]
         task.build_all_requests(rank=0, world_size=1)
-        drawn.append([each.args for each in task.instances])
-    assert drawn[0] == drawn[1] != drawn[2]
+        draws.append([each.args for each in task.instances])
+    assert draws[0] == draws[1] != draws[2]
 
 
 def test_more_shots_than_other_questions_raise(tmp_path):
@@ -330,12 +330,12 @@ def task_file(folder, more=""):
     return path
 
 
-def test_a_task_file_of_lm_eval_is_asked(folder, loaded, tmp_path):
-    found = asked(folder, task_file(tmp_path), tmp_path)
+def test_a_task_file_of_lm_eval_is_asked(folder, model_pair, tmp_path):
+    result = ask_file(folder, task_file(tmp_path), tmp_path)
     rows = [[(row["query"], " " + each) for each in row["choices"]] for row in ARC]
-    chosen = [int(np.argmax(each)) for each in answers(loaded[0], rows)]
+    chosen = [int(np.argmax(each)) for each in answers(model_pair[0], rows)]
     value, _ = accuracy(chosen, [row["gold"] for row in ARC])
-    assert (found["task"], found["metrics"]["acc"]["value"]) == ("mine", pytest.approx(value))
+    assert (result["task"], result["metrics"]["acc"]["value"]) == ("mine", pytest.approx(value))
 
 
 def test_groups_and_tags_are_asked_as_a_whole(folder, tmp_path, monkeypatch):
@@ -371,11 +371,11 @@ def test_the_report_counts_prompts_that_were_cut(folder, tmp_path):
     lengths = [len(f"{row['query']}\nAnswer: {each}") for row in ARC for each in row["choices"]]
     length = min(lengths) - 1
     bytes_model(tmp_path / "attention", "attention")
-    found = asked(tmp_path / "attention", path, tmp_path, length=length)
-    assert found["truncated"] == sum(each > length + 1 for each in lengths) > 0
-    shown = (tmp_path / "results.md").read_text(encoding="utf-8")
-    assert f"cut on the left: arc_easy ({found['truncated']})." in shown
-    assert asked(folder, path, tmp_path, length=length)["truncated"] == 0
+    result = ask_file(tmp_path / "attention", path, tmp_path, length=length)
+    assert result["truncated"] == sum(each > length + 1 for each in lengths) > 0
+    output = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert f"cut on the left: arc_easy ({result['truncated']})." in output
+    assert ask_file(folder, path, tmp_path, length=length)["truncated"] == 0
 
 
 def test_the_preset_has_the_papers_tasks(tmp_path):
@@ -412,8 +412,8 @@ def test_the_report_has_the_paper_next_to_the_results(folder, tmp_path, capsys, 
     command = f"eval {folder} --tasks {tmp_path} --text {tmp_path / 'text'} --column words"
     options = f"--limit 2 --shots 0 --batch 3 --device cpu --dtype float32 --seed 5 --out {out}"
     assert cli.main([*command.split(), *options.split()]) == 0
-    shown = capsys.readouterr().out
-    assert shown == (out / "results.md").read_text(encoding="utf-8")
+    output = capsys.readouterr().out
+    assert output == (out / "results.md").read_text(encoding="utf-8")
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert sorted(path.name for path in out.iterdir()) == ["results.json", "results.md"]
     model, tokenizer = load(folder)
@@ -429,13 +429,13 @@ def test_the_report_has_the_paper_next_to_the_results(folder, tmp_path, capsys, 
     assert {"device": "cpu", "dtype": "float32", "seed": 5, "limit": 2}.items() <= results.items()
     assert set(results["versions"]) == {"pararnn", "torch", "transformers", "lm-eval"}
     assert results["parameters"] == sum(each.numel() for each in model.parameters())
-    assert f"| {score.bits_per_byte:.4f} |" in shown
-    assert "Only the first 2 documents" in shown
-    assert "| model | parameters | perplexity | where | winogrande (0) | piqa (0) |" in shown
-    assert "| ParaGRU 7B | 6.76B | 9.19 | Tables 2, 5 | 59.83 | 76.66 |" in shown
-    assert "| Transformer 400M | 412M | 17.00 | Table 5 | 51.69 | 64.64 |" in shown
+    assert f"| {score.bits_per_byte:.4f} |" in output
+    assert "Only the first 2 documents" in output
+    assert "| model | parameters | perplexity | where | winogrande (0) | piqa (0) |" in output
+    assert "| ParaGRU 7B | 6.76B | 9.19 | Tables 2, 5 | 59.83 | 76.66 |" in output
+    assert "| Transformer 400M | 412M | 17.00 | Table 5 | 51.69 | 64.64 |" in output
     acc = results["tasks"][0]["metrics"]["acc"]
-    assert f"{100 * acc['value']:.2f} ± {100 * acc['stderr']:.2f}" in shown
+    assert f"{100 * acc['value']:.2f} ± {100 * acc['stderr']:.2f}" in output
 
 
 def test_the_report_is_in_the_models_folder(tmp_path):
@@ -457,13 +457,13 @@ def test_a_report_does_not_replace_other_files(folder, tmp_path):
 
 
 def test_other_shots_are_not_compared_with_the_paper():
-    found = {"task": "piqa", "shots": 1, "file": None, "questions": 2, "truncated": 0}
-    found["metrics"] = {"acc": {"value": 0.5, "stderr": None}}
+    result = {"task": "piqa", "shots": 1, "file": None, "questions": 2, "truncated": 0}
+    result["metrics"] = {"acc": {"value": 0.5, "stderr": None}}
     results = {"model": "m", "parameters": 1, "dtype": "d", "device": "c", "versions": {}}
-    results |= {"limit": None, "texts": [], "tasks": [found]}
-    shown = report.markdown(results)
-    assert "| piqa | 1 | 2 | 50.00 |" in shown
-    assert "paper" not in shown
+    results |= {"limit": None, "texts": [], "tasks": [result]}
+    output = report.markdown(results)
+    assert "| piqa | 1 | 2 | 50.00 |" in output
+    assert "paper" not in output
 
 
 @pytest.mark.parametrize(
@@ -494,12 +494,12 @@ def test_a_bad_task_file_gives_its_line(content, message, folder, tmp_path, caps
 
 
 def error_of(command, capsys):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as stop:
         cli.main(command.split())
-    assert stopped.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    error = printed.err.strip().splitlines()[-1]
+    assert stop.value.code == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    error = streams.err.strip().splitlines()[-1]
     assert error.startswith("pararnn")
     return error
 
@@ -537,10 +537,10 @@ def test_the_report_counts_files_that_are_left_out(folder, tmp_path, capsys):
     (tmp_path / "b.md").write_bytes(b"\xff")
     command = f"eval {folder} --text {tmp_path} --suffixes .md --out {tmp_path / 'eval'}"
     assert cli.main(command.split()) == 0
-    printed = capsys.readouterr().out
-    assert "left out 1 files that are not UTF-8, the first: " in printed
-    (found,) = json.loads((tmp_path / "eval" / "results.json").read_text())["texts"]
-    assert (found["documents"], len(found["left_out"])) == (1, 1)
+    streams = capsys.readouterr().out
+    assert "left out 1 files that are not UTF-8, the first: " in streams
+    (result,) = json.loads((tmp_path / "eval" / "results.json").read_text())["texts"]
+    assert (result["documents"], len(result["left_out"])) == (1, 1)
 
 
 def test_a_byte_order_mark_is_not_part_of_a_question(folder, tmp_path):
@@ -551,7 +551,7 @@ def test_a_byte_order_mark_is_not_part_of_a_question(folder, tmp_path):
 
 @pytest.fixture
 def mute(folder, tmp_path):
-    """The model, which knows with certainty that "x" never comes."""
+    """Return the model with probability zero for "x"."""
     model, tokenizer = load(folder)
     head = model.lm_head.forward
 
@@ -565,25 +565,25 @@ def mute(folder, tmp_path):
 
 
 def test_infinite_numbers_are_null(mute, tmp_path, monkeypatch):
-    """JSON has no Infinity, and other programs do not read it."""
+    """JSON has no Infinity: other programs do not read it."""
     monkeypatch.setattr("pararnn.evaluation.run.load_model", lambda *_: mute)
     (tmp_path / "a.txt").write_text("no x")
     report = run_evaluation("m", texts=[str(tmp_path / "a.txt")], out=str(tmp_path))
-    found = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
-    assert found["texts"][0]["perplexity"] is found["texts"][0]["nats"] is None
+    result = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert result["texts"][0]["perplexity"] is result["texts"][0]["nats"] is None
     assert "| inf | inf | inf |" in report.read_text()
 
 
 def test_a_model_with_nan_logits_raises(folder, tmp_path, monkeypatch):
-    """It had the accuracy of whatever argmax makes of NaN."""
+    """The argmax of NaN has an accuracy too."""
     model, tokenizer = load(folder)
     model.lm_head.register_forward_hook(lambda *parts: parts[-1] * torch.nan)
     monkeypatch.setattr("pararnn.evaluation.run.load_model", lambda *_: (model, tokenizer))
     (tmp_path / "a.txt").write_text("some text")
     arc = lines(tmp_path / "arc_easy.jsonl", ARC)
-    for asked_for in ({"texts": [str(tmp_path / "a.txt")]}, {"tasks": [str(arc)]}):
+    for source_options in ({"texts": [str(tmp_path / "a.txt")]}, {"tasks": [str(arc)]}):
         with pytest.raises(EvaluationError, match="the model's logits are NaN"):
-            run_evaluation("m", out=str(tmp_path), **asked_for)
+            run_evaluation("m", out=str(tmp_path), **source_options)
     assert not (tmp_path / "results.json").exists()
 
 

@@ -42,16 +42,16 @@ def visible(folder):
 
 @pytest.fixture
 def packings(monkeypatch):
-    """The configurations that were tokenised, one for each time."""
-    seen = []
+    """Record the configurations that are tokenised."""
+    values = []
     pack = data_module.pack
 
-    def counted(config, tokenizer, folder):
-        seen.append(config)
+    def count_calls(config, tokenizer, folder):
+        values.append(config)
         pack(config, tokenizer, folder)
 
-    monkeypatch.setattr(data_module, "pack", counted)
-    return seen
+    monkeypatch.setattr(data_module, "pack", count_calls)
+    return values
 
 
 def test_rows_reproduce_the_source(config):
@@ -80,31 +80,31 @@ def test_tokens_are_cached_by_content_and_settings(config, packings, source, tmp
     assert prepare(replace(config, sequence_length=4, resets=True)).folder == first.folder
     assert len(packings) == 1
     # Content and names count, not where the files are.
-    moved = tmp_path / "elsewhere" / "texts.jsonl"
-    moved.parent.mkdir()
+    copy = tmp_path / "elsewhere" / "texts.jsonl"
+    copy.parent.mkdir()
     content = bytearray(Path(source).read_bytes())
-    moved.write_bytes(content)
-    assert prepare(replace(config, train=str(moved))).folder == first.folder
+    copy.write_bytes(content)
+    assert prepare(replace(config, train=str(copy))).folder == first.folder
     assert len(packings) == 1
     content[content.index(b"Ishmael")] = ord("i")
-    moved.write_bytes(content)
-    changed = prepare(replace(config, train=str(moved)))
-    assert changed.folder != first.folder
-    assert tokens_of(changed.train)[8:15] == list(b"ishmael")
+    copy.write_bytes(content)
+    other = prepare(replace(config, train=str(copy)))
+    assert other.folder != first.folder
+    assert tokens_of(other.train)[8:15] == list(b"ishmael")
     others = [replace(config, holdout=0.5), replace(config, valid=source)]
-    assert len({first.folder, changed.folder, *(prepare(each).folder for each in others)}) == 4
+    assert len({first.folder, other.folder, *(prepare(each).folder for each in others)}) == 4
     assert len(packings) == 4
 
 
 @pytest.mark.parametrize(
-    "kept", [[], ["valid.bin"], ["meta.json"], ["meta.json", "train.bin", "valid.bin"]]
+    "remainder", [[], ["valid.bin"], ["meta.json"], ["meta.json", "train.bin", "valid.bin"]]
 )
-def test_a_half_written_folder_is_not_used(config, packings, kept):
+def test_a_half_written_folder_is_not_used(config, packings, remainder):
     folder = prepare(config).folder
     for path in folder.iterdir():
-        if path.name not in kept:
+        if path.name not in remainder:
             path.unlink()
-        elif kept == ["meta.json", "train.bin", "valid.bin"] and path.name == "valid.bin":
+        elif remainder == ["meta.json", "train.bin", "valid.bin"] and path.name == "valid.bin":
             path.write_bytes(path.read_bytes()[:-1])
     again = prepare(config)
     assert len(packings) == 2
@@ -146,8 +146,8 @@ def test_a_run_can_name_suffixes_and_several_sources(config, tmp_path):
     for name in ("a.md", "b.py", "c.png", "held.md"):
         (tmp_path / name).write_text(f"what is in {name}")
     train = f"{tmp_path}/b.py,{tmp_path}/a.md"
-    asked = replace(config, train=train, suffixes=".md,.py", valid=f"{tmp_path}/h*")
-    packed = prepare(asked)
+    request = replace(config, train=train, suffixes=".md,.py", valid=f"{tmp_path}/h*")
+    packed = prepare(request)
     assert tokens_of(packed.train) == expected(["what is in b.py", "what is in a.md"])
     assert tokens_of(packed.valid) == expected(["what is in held.md"])
 
@@ -162,7 +162,7 @@ def test_the_error_of_a_full_disk_says_what_to_do(config, monkeypatch):
 
 
 def texts_of(rows):
-    """The documents and what is left of them: each is behind an end, or the part's first."""
+    """Return the documents of a part, by their ends."""
     data, texts = tokens_of(rows), [[]]
     for token in data:
         if token == END:
@@ -174,7 +174,7 @@ def texts_of(rows):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "holdout", "kept", "held"),
+    ("sizes", "holdout", "remainder", "valid_sizes"),
     [
         ([50, 30, 20], 0.2, [50, 30], [20]),  # it fits
         ([50, 30, 20], 0.39, [50, 30], [20]),  # the next does not, and it is more than half
@@ -187,13 +187,16 @@ def texts_of(rows):
         ([900, 100], 0.99, [10], [890, 100]),
     ],
 )
-def test_the_end_of_the_text_is_held_out(config, tmp_path, sizes, holdout, kept, held):
+def test_the_end_of_the_text_is_held_out(config, tmp_path, sizes, holdout, remainder, valid_sizes):
     whole = "".join(chr(ord("a") + index % 26) for index in range(sum(sizes)))
     texts = [whole[sum(sizes[:at]) : sum(sizes[: at + 1])] for at in range(len(sizes))]
     source = json_lines(tmp_path / "a.jsonl", [{"text": text} for text in ["", *texts]])
     packed = prepare(replace(config, train=source, holdout=holdout, sequence_length=1))
     train, valid = texts_of(packed.train), texts_of(packed.valid)
-    assert ([len(text) for text in train], [len(text) for text in valid]) == (kept, held)
+    assert ([len(text) for text in train], [len(text) for text in valid]) == (
+        remainder,
+        valid_sizes,
+    )
     assert "".join(train + valid) == whole
     for rows, texts in ((packed.train, train), (packed.valid, valid)):
         size = sum(map(len, texts))
@@ -234,14 +237,14 @@ def test_a_text_that_is_too_short_to_hold_out_raises(config, tmp_path):
 @pytest.mark.parametrize("tokens", [1, 19, 20, 60, 1000])
 def test_a_limit_of_tokens_ends_reading(config, tmp_path, tokens):
     (tmp_path / "valid.txt").write_text("held out by hand")
-    asked = replace(config, valid=str(tmp_path / "valid.txt"), tokens=tokens, sequence_length=1)
-    packed = prepare(asked)
+    request = replace(config, valid=str(tmp_path / "valid.txt"), tokens=tokens, sequence_length=1)
+    packed = prepare(request)
     ends = [len(expected(TEXTS[: count + 1])) for count in range(4)]
     count = next((count for count, end in enumerate(ends, 1) if end >= tokens), 4)
     assert tokens_of(packed.train) == expected(TEXTS[:count])
-    assert packed.folder != prepare(replace(asked, tokens=None)).folder
+    assert packed.folder != prepare(replace(request, tokens=None)).folder
     # What is held out is not learned, and there is as much to learn.
-    packed = prepare(replace(asked, valid="", holdout=0.1))
+    packed = prepare(replace(request, valid="", holdout=0.1))
     total = packed.train.part.tokens + packed.valid.part.tokens
     assert total >= min(tokens / 0.9, ends[-1])
     whole = "".join(TEXTS)
@@ -252,10 +255,10 @@ def test_a_limit_ends_a_long_document(config, tmp_path, monkeypatch):
     texts = ["line\n" * 200_000, "behind"]
     source = json_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     (tmp_path / "valid.txt").write_text("held out by hand")
-    asked = replace(config, train=source, valid=str(tmp_path / "valid.txt"), tokens=300_000)
-    part = prepare(asked).train.part
+    request = replace(config, train=source, valid=str(tmp_path / "valid.txt"), tokens=300_000)
+    part = prepare(request).train.part
     assert 300_000 <= part.tokens <= 300_000 + sources.PIECE
-    assert tokens_of(prepare(asked).train)[-2:] == [ord("\n"), END]
+    assert tokens_of(prepare(request).train)[-2:] == [ord("\n"), END]
     assert (part.documents, part.bytes) == (1, part.tokens - 1)
 
 
@@ -272,10 +275,10 @@ def test_a_terminal_shows_a_progress_bar(config, monkeypatch, capsys):
 def test_drop_applies_to_both_parts(config, tmp_path):
     rows = [{"text": text, "kind": "ab"["e" in text]} for text in TEXTS]
     source = json_lines(tmp_path / "kinds.jsonl", rows)
-    kept = [row["text"] for row in rows if row["kind"] == "a"]
-    assert 0 < len(kept) < 4
+    remainder = [row["text"] for row in rows if row["kind"] == "a"]
+    assert 0 < len(remainder) < 4
     packed = prepare(replace(config, train=source, valid=source, drop="kind=b"))
-    assert tokens_of(packed.train) == tokens_of(packed.valid) == expected(kept)
+    assert tokens_of(packed.train) == tokens_of(packed.valid) == expected(remainder)
     assert packed.folder != prepare(replace(config, train=source, valid=source)).folder
     (tmp_path / "valid.txt").write_text("text without fields")
     prepare(replace(config, train=source, valid=str(tmp_path / "valid.txt"), drop="kind=b"))
@@ -309,12 +312,12 @@ def test_impossible_settings_and_short_parts_raise(config, tmp_path):
 
 def test_positions_restart_after_each_end(config):
     packed = prepare(replace(config, resets=True))
-    seen = torch.cat([packed.train[i]["position_ids"] for i in range(len(packed.train))])
-    tokens = torch.tensor(expected(TEXTS[:3]))[: len(seen)]
+    values = torch.cat([packed.train[i]["position_ids"] for i in range(len(packed.train))])
+    tokens = torch.tensor(expected(TEXTS[:3]))[: len(values)]
     begins = torch.cat([torch.tensor([True]), tokens[:-1] == END])
-    assert torch.equal(seen == 0, begins)
-    follows = ~begins[1:] & (torch.arange(1, len(seen)) % 8 != 0)
-    assert torch.equal(seen[1:][follows], seen[:-1][follows] + 1)
+    assert torch.equal(values == 0, begins)
+    follows = ~begins[1:] & (torch.arange(1, len(values)) % 8 != 0)
+    assert torch.equal(values[1:][follows], values[:-1][follows] + 1)
 
 
 def test_positions_of_a_row():
@@ -387,15 +390,15 @@ def test_every_row_once_an_epoch(length):
 @given(st.integers(1, 200), st.integers(0, 5), st.data())
 def test_an_order_of_rows_resumes_at_any_row(length, epoch, data):
     count = data.draw(st.integers(0, length))
-    whole, rest = RowSampler(length, 1), RowSampler(length, 1)
-    for sampler in (whole, rest):
+    whole, tail = RowSampler(length, 1), RowSampler(length, 1)
+    for sampler in (whole, tail):
         sampler.set_epoch(epoch)
-    rest.skip(count)
-    rest.set_epoch(epoch)
-    assert len(rest) == length - count
-    assert list(rest) == list(whole)[count:]
-    rest.set_epoch(epoch + 1)
-    assert len(rest) == length
+    tail.skip(count)
+    tail.set_epoch(epoch)
+    assert len(tail) == length - count
+    assert list(tail) == list(whole)[count:]
+    tail.set_epoch(epoch + 1)
+    assert len(tail) == length
 
 
 class Counting(Dataset):
@@ -433,19 +436,19 @@ def test_streams_continue_row_by_row(batch, more, data):
     for before, after in pairwise(batches):
         assert after == [row + 1 for row in before]
     assert sorted(chain(*batches)) == list(range(rows - rows % batch))
-    resumed = StreamSampler(rows, batch)
+    continuation = StreamSampler(rows, batch)
     count = data.draw(st.integers(0, len(batches)))
-    resumed.skip(count)
-    assert list(resumed) == batches[count:]
-    assert len(resumed) == len(batches) - count
+    continuation.skip(count)
+    assert list(continuation) == batches[count:]
+    assert len(continuation) == len(batches) - count
 
 
 def test_a_loader_reads_streams_in_order(config):
     rows = prepare(config).train
     loader = DataLoader(rows, batch_sampler=StreamSampler(len(rows), 2))
-    seen = torch.cat([batch["input_ids"] for batch in loader], 1)
-    half = seen.shape[1]
-    assert seen.flatten().tolist() == expected(TEXTS[:3])[: 2 * half]
+    values = torch.cat([batch["input_ids"] for batch in loader], 1)
+    half = values.shape[1]
+    assert values.flatten().tolist() == expected(TEXTS[:3])[: 2 * half]
 
 
 def test_impossible_orders_raise():

@@ -1,4 +1,4 @@
-"""Folders that are written as a whole, and replace nothing that others have put there."""
+"""Folders that are written as a whole, and replace no foreign files."""
 
 import json
 import shutil
@@ -25,10 +25,10 @@ def content(folder):
     }
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["new", "empty"])
-def test_a_new_or_empty_folder_is_filled(tmp_path, there):
+@pytest.mark.parametrize("folder_exists", [False, True], ids=["new", "empty"])
+def test_a_new_or_empty_folder_is_filled(tmp_path, folder_exists):
     folder = tmp_path / "a" / "b"
-    if there:
+    if folder_exists:
         folder.mkdir(parents=True)
     write(folder, ["x", "deep/y"])
     assert content(folder) == {"x": "ours x", "deep/y": "ours deep/y"}
@@ -64,19 +64,19 @@ def of_another_kind(tmp_path):
     return tmp_path / "a", "not marked as a model folder"
 
 
-def damaged(tmp_path):
+def damaged_mark(tmp_path):
     write(tmp_path / "a", ["x"])
     (tmp_path / "a" / MARK).write_text("{")
     return tmp_path / "a", "not marked as a model folder"
 
 
-def changed(tmp_path):
+def changed_file(tmp_path):
     write(tmp_path / "a", ["x"])
     (tmp_path / "a" / "x").write_text("mine")
     return tmp_path / "a", "x has changed since pararnn wrote it"
 
 
-def taken(tmp_path):
+def name_in_use(tmp_path):
     write(tmp_path / "a", ["y"])
     (tmp_path / "a" / "x").write_text("mine")
     return tmp_path / "a", "x is not by pararnn"
@@ -93,12 +93,12 @@ def a_broken_link(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [full, of_another_kind, damaged, changed, taken, a_file, a_broken_link]
+    "make", [full, of_another_kind, damaged_mark, changed_file, name_in_use, a_file, a_broken_link]
 )
 def test_foreign_files_are_neither_replaced_nor_removed(tmp_path, make):
-    folder, said = make(tmp_path)
+    folder, message = make(tmp_path)
     before = content(tmp_path)
-    with pytest.raises(TrainingError, match=said):
+    with pytest.raises(TrainingError, match=message):
         write(folder, ["x"])
     assert content(tmp_path) == before
 
@@ -109,7 +109,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("call", range(4))  # the mark, x, new, the mark
 def test_a_kill_between_renames_leaves_our_files_only(tmp_path, monkeypatch, call):
-    """The mark says so of old files and of new ones."""
+    """The mark lists old files and new ones."""
     write(tmp_path / "a", ["x", "old"])
     (tmp_path / "a" / "mine").write_text("mine")
     calls, replace = [], files.os.replace
@@ -145,8 +145,8 @@ def test_a_report_replaces_reports_only(tmp_path, record):
     if record is not None:
         (tmp_path / "results.json").write_text(record)
     (tmp_path / "results.md").write_text("mine")
-    said = "results.(json|md) is there, and not by an earlier call"
-    with pytest.raises(TrainingError, match=said):
+    message = "results.(json|md) is there, and not by an earlier call"
+    with pytest.raises(TrainingError, match=message):
         files.check_own(tmp_path, names, "results.json", "versions")
     (tmp_path / "results.json").write_text('{"versions": {"pararnn": "1.0"}}')
     files.check_own(tmp_path, names, "results.json", "versions")
@@ -162,7 +162,7 @@ def test_sums_see_every_byte(tmp_path, monkeypatch):
         path.write_bytes(text)
         seen.add(sums.digest(path))
     assert len(seen) == len(texts)
-    own = {name: [found] for name, found in sums.sums_of(tmp_path, ["a"]).items()}
+    own = {name: [value] for name, value in sums.sums_of(tmp_path, ["a"]).items()}
     assert sums.damage(tmp_path, own) is None
     path.write_bytes(b"0")
     assert sums.damage(tmp_path, own) == "a has changed since it was written"

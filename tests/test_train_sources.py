@@ -1,4 +1,4 @@
-"""Sources of training data: files, folders and datasets as documents, and what is wrong said."""
+"""Sources of training data: files, folders and datasets as documents, and their errors."""
 
 import codecs
 import gzip
@@ -104,12 +104,12 @@ BROKEN = {
 
 
 FATAL = {"cut.txt.xz", "not.txt.xz", "cut.parquet", "empty.parquet", "picture.png"}
-"""What can be copied again, or is no data: it raises where other files are fine, too."""
+"""Files that raise even if others are fine: the user can copy them again, or remove them."""
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_named_with_the_line(tmp_path, name):
-    """Where there is nothing else to learn; if there is, what can go on does, and it is counted."""
+    """A single broken file raises; see the next test for one among others."""
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content.replace(LINE, b"\n"))
     for source in (tmp_path / name, tmp_path):
@@ -131,8 +131,8 @@ def test_what_is_broken_beside_what_is_not_is_counted(tmp_path, name):
         with pytest.raises(DataError, match=message):
             list(documents(str(tmp_path), left_out=left_out))
         return
-    found = list(documents(str(tmp_path), left_out=left_out))
-    assert found == ["other"] + ["fine"] * content.count(LINE)
+    results = list(documents(str(tmp_path), left_out=left_out))
+    assert results == ["other"] + ["fine"] * content.count(LINE)
     assert list(left_out.counts.values()) == [1]
     (line,) = left_out.lines()
     assert re.search(rf"^left out 1 \w.*, the first: .*{name}.*{message}", line)
@@ -160,7 +160,7 @@ def test_a_thousand_rows_without_the_column_end_reading(hub):
 
 @pytest.mark.parametrize("packing", ["", ".gz"])
 def test_byte_order_marks_are_not_text(tmp_path, packing):
-    """They were learned, and the first line of JSON was not JSON."""
+    """Otherwise they are learned, and the first line of JSON is not JSON."""
     pack = PACK.get(packing, bytes)
     mark = codecs.BOM_UTF8
     (tmp_path / f"a.txt{packing}").write_bytes(pack(mark + "é\ufeff".encode()))
@@ -232,7 +232,7 @@ def test_documents_are_read_lazily(tmp_path):
 
 @pytest.fixture
 def parquet():
-    """Writes a table as Parquet, in groups of a few rows."""
+    """Return a function that writes a table as Parquet, in groups of a few rows."""
     pyarrow = pytest.importorskip("pyarrow")
     module = pytest.importorskip("pyarrow.parquet")
 
@@ -298,16 +298,16 @@ class Hub:
     """The part of the package datasets that is used: one dataset, with its revision."""
 
     def __init__(self):
-        self.asked, self.hash, self.rows = [], "revision-1", [{"text": text} for text in TEXTS]
+        self.requests, self.hash, self.rows = [], "revision-1", [{"text": text} for text in TEXTS]
 
     def load_dataset_builder(self, name, configuration):
         if name != "some/set":
             raise FileNotFoundError(f"Dataset '{name}' doesn't exist\non the Hub")
-        self.asked.append((name, configuration))
+        self.requests.append((name, configuration))
         return SimpleNamespace(hash=self.hash, as_streaming_dataset=self.stream)
 
     def stream(self, split):
-        self.asked.append(split)
+        self.requests.append(split)
         if split == "broken":
             raise ValueError("Bad split: broken")
         return iter(self.rows)
@@ -321,16 +321,16 @@ def hub(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("source", "asked"),
+    ("source", "requests"),
     [
         ("some/set", [("some/set", None), "train"]),
         ("some/set:test", [("some/set", None), "test"]),
         ("some/set/small:train[:5%]", [("some/set", "small"), "train[:5%]"]),
     ],
 )
-def test_a_dataset_is_streamed(hub, source, asked):
+def test_a_dataset_is_streamed(hub, source, requests):
     assert list(documents(source)) == TEXTS
-    assert sorted(map(str, hub.asked)) == sorted(map(str, asked))
+    assert sorted(map(str, hub.requests)) == sorted(map(str, requests))
 
 
 def test_a_dataset_that_cannot_be_read_raises(hub):
@@ -349,9 +349,9 @@ def test_a_dataset_is_packed_again_when_its_revision_changes(hub, tmp_path):
     config = DataConfig("some/set", holdout=0.45, sequence_length=8, cache=cache)
     first = prepare(config)
     assert tokens_of(first.train) == expected(TEXTS[:3])
-    hub.asked.clear()
+    hub.requests.clear()
     assert prepare(config).folder == first.folder
-    assert "train" not in hub.asked
+    assert "train" not in hub.requests
     hub.hash = "revision-2"
     assert prepare(config).folder != first.folder
 
@@ -426,17 +426,17 @@ def test_long_documents_are_pieces_cut_behind_lines(tmp_path, monkeypatch, block
     text = end.join(f"líne {row}" + end * (row % 7 == 0) for row in range(60_000))
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.txt").write_text("short")
-    found = list(pieces(str(tmp_path)))
-    assert [piece.ends for piece in found] == [False] * (len(found) - 2) + [True, True]
-    assert len(found) > 3
-    assert "".join(piece.text for piece in found[:-1]) == text
-    for piece, after in pairwise(found[:-1]):
+    results = list(pieces(str(tmp_path)))
+    assert [piece.ends for piece in results] == [False] * (len(results) - 2) + [True, True]
+    assert len(results) > 3
+    assert "".join(piece.text for piece in results[:-1]) == text
+    for piece, after in pairwise(results[:-1]):
         assert sources.PIECE // 2 < len(piece.text) <= sources.PIECE
         assert piece.text.endswith(end)
         assert piece.text.removesuffix(end)[-1].isdigit()
         assert after.text.startswith("l")
     assert list(documents(str(tmp_path))) == [text, "short"]
-    assert list(pieces(json_lines(tmp_path / "c.jsonl", [{"text": text}]))) == found[:-1]
+    assert list(pieces(json_lines(tmp_path / "c.jsonl", [{"text": text}]))) == results[:-1]
 
 
 def test_no_cut_is_next_to_an_empty_line(tmp_path):
@@ -466,7 +466,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("drop", "kept"),
+    ("drop", "remainder"),
     [
         ("meta.set=Book", ["web", "old", "plain"]),
         ("meta.set=Book,meta.year=1900", ["web", "plain"]),
@@ -475,9 +475,9 @@ ROWS = [
         ("text=web", ["novel", "old", "plain"]),
     ],
 )
-def test_drop_leaves_rows_out(tmp_path, drop, kept):
+def test_drop_leaves_rows_out(tmp_path, drop, remainder):
     source = json_lines(tmp_path / "a.jsonl", ROWS)
-    assert list(documents(source, drop=drop)) == kept
+    assert list(documents(source, drop=drop)) == remainder
 
 
 def test_drop_raises_for_a_field_that_no_row_has(tmp_path, monkeypatch):
@@ -520,7 +520,7 @@ def test_drop_must_be_field_and_value(tmp_path, drop):
 
 @pytest.fixture
 def local_dataset(tmp_path, monkeypatch, parquet):
-    """A folder as datasets have on the Hub, which `name:split` reads through the package."""
+    """Make a folder as datasets have on the Hub; the package reads it by `name:split`."""
     pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     meta = [{"set": "Book"}, {"set": "C4"}]
@@ -553,62 +553,62 @@ def test_a_local_dataset_is_read_by_the_package(local_dataset):
 
 
 @pytest.fixture
-def hashed(monkeypatch):
-    """The files that were read for their hashes."""
-    seen = []
+def files_read(monkeypatch):
+    """Record the files that are read for their hashes."""
+    names = []
     read = hashes._hash
     monkeypatch.setattr(
-        hashes, "_hash", lambda path, how: (seen.append(path.name), read(path, how))[1]
+        hashes, "_hash", lambda path, how: (names.append(path.name), read(path, how))[1]
     )
-    return seen
+    return names
 
 
 def old(path):
     os.utime(path, (10**9, 10**9))
 
 
-def test_files_that_have_not_changed_are_not_read_again(tmp_path, hashed):
+def test_files_that_have_not_changed_are_not_read_again(tmp_path, files_read):
     folder, index = tmp_path / "texts", tmp_path / "cache" / "sources.json"
     folder.mkdir()
     for name in ("a.txt", "b.txt"):
         (folder / name).write_text(name)
         old(folder / name)
     first = fingerprint(str(folder), index)
-    assert hashed == ["a.txt", "b.txt"]
+    assert files_read == ["a.txt", "b.txt"]
     assert fingerprint(str(folder), index) == first == fingerprint(str(folder))
-    assert len(hashed) == 4  # of the last, which has no index
-    hashed.clear()
+    assert len(files_read) == 4  # of the last, which has no index
+    files_read.clear()
     # Another source beside it.
     assert fingerprint(str(folder / "a.txt"), index) == first[:1]
     (tmp_path / "other.txt").write_text("other")
     old(tmp_path / "other.txt")
     for source in (tmp_path / "other.txt", folder):
         fingerprint(str(source), index)
-    assert hashed == ["other.txt"]
-    hashed.clear()
+    assert files_read == ["other.txt"]
+    files_read.clear()
     # Another content of the same size and time of change.
     (folder / "a.txt").write_text("A.txt")
     old(folder / "a.txt")
     assert fingerprint(str(folder), index) != first
-    assert hashed == ["a.txt"]
-    hashed.clear()
+    assert files_read == ["a.txt"]
+    files_read.clear()
     (folder / "b.txt").write_text("longer")
     assert fingerprint(str(folder), index)[1][1] == 6
-    assert hashed == ["b.txt"]
+    assert files_read == ["b.txt"]
     # What has just been written may change again within the same tick of the clock.
     assert fingerprint(str(folder), index)[1][1] == 6
-    assert hashed == ["b.txt", "b.txt"]
+    assert files_read == ["b.txt", "b.txt"]
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"a": 1}', b'{"a": [1]}', b"\xff"])
-def test_a_corrupt_index_is_made_again(tmp_path, hashed, content):
+def test_a_corrupt_index_is_made_again(tmp_path, files_read, content):
     file, index = tmp_path / "a.txt", tmp_path / "sources.json"
     file.write_text("a")
     old(file)
     index.write_bytes(content.replace(b'"a"', json.dumps(str(file)).encode()))
     first = fingerprint(str(file), index)
     assert fingerprint(str(file), index) == first
-    assert hashed == ["a.txt"]
+    assert files_read == ["a.txt"]
 
 
 def test_an_index_that_cannot_be_written_raises(tmp_path):

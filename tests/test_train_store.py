@@ -26,7 +26,7 @@ def whole(folder):
 
 @pytest.fixture
 def waiting(monkeypatch):
-    """Set once somebody waits for a lock."""
+    """Return an event that is set when a thread waits for a lock."""
     event = threading.Event()
 
     class Lock(locks.FileLock):
@@ -40,33 +40,33 @@ def waiting(monkeypatch):
 
 
 def test_a_waiting_process_uses_the_folder_of_the_first(tmp_path, waiting):
-    made = []
+    folders = []
 
     def make(folder):
-        made.append(folder)
+        folders.append(folder)
         assert waiting.wait(60)
         (folder / "done").touch()
 
     with ThreadPoolExecutor(2) as pool:
         tasks = [pool.submit(make_once, tmp_path / "a", whole, make, "it") for _ in range(2)]
         assert [task.result(60) for task in tasks] == [None, None]
-    assert len(made) == 1
+    assert len(folders) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.lock", "a"]
 
 
 def test_a_waiting_process_fails_with_the_first(tmp_path, waiting):
-    made = []
+    folders = []
 
     def fail(folder):
-        made.append(folder)
+        folders.append(folder)
         assert waiting.wait(60)
         raise DataError("line 2 is odd")
 
     with ThreadPoolExecutor(2) as pool:
         tasks = [pool.submit(make_once, tmp_path / "a", whole, fail, "it") for _ in range(2)]
-        said = sorted(str(task.exception(60)) for task in tasks)
-    assert said == ["another process could not make it: line 2 is odd", "line 2 is odd"]
-    assert len(made) == 1
+        messages = sorted(str(task.exception(60)) for task in tasks)
+    assert messages == ["another process could not make it: line 2 is odd", "line 2 is odd"]
+    assert len(folders) == 1
     assert not (tmp_path / "a").exists()
     # Who comes later tries again.
     make_once(tmp_path / "a", whole, lambda folder: (folder / "done").touch(), "it")
@@ -142,9 +142,9 @@ def prepares(source, broken, log, cache, rank):
     config = {"cache": str(cache), "holdout": 0.45, "sequence_length": 8}
     packed = data.prepare(DataConfig(train=source, **config))
     torch.distributed.init_process_group("gloo")
-    found = [None, None]
-    torch.distributed.all_gather_object(found, (str(packed.folder), packed.train.tokens.tolist()))
-    assert found[0] == found[1], found
+    results = [None, None]
+    torch.distributed.all_gather_object(results, (str(packed.folder), packed.train.tokens.tolist()))
+    assert results[0] == results[1], results
     with pytest.raises(DataError, match=r"b\.jsonl has 4 tokens"):
         data.prepare(DataConfig(train=str(broken), **config))
 

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, files, folders, and those that are trained on what is learned."""
+"""Tokenizers: bytes, files, folders, and training on the text to learn."""
 
 import json
 from dataclasses import replace
@@ -38,20 +38,20 @@ def test_bytes_are_tokens():
 
 
 @pytest.fixture
-def trained(tmp_path):
+def new_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
     folder = tmp_path / "tokenizer"
     return folder, train_tokenizer(TEXTS * 3, 280, folder)
 
 
-def test_a_tokenizer_is_trained_and_loaded(trained, config):
-    folder, tokenizer = trained
+def test_a_tokenizer_is_trained_and_loaded(new_tokenizer, config):
+    folder, tokenizer = new_tokenizer
     assert 257 < tokenizer.vocabulary <= 280
     for name in (folder, folder / "tokenizer.json"):
-        loaded = load_tokenizer(str(name))
-        assert (loaded.end, loaded.vocabulary) == (tokenizer.end, tokenizer.vocabulary)
-        assert loaded.key == tokenizer.key
-        assert [loaded.tokenizer.decode(loaded.encode_all([text])[0]) for text in TEXTS] == TEXTS
+        copy = load_tokenizer(str(name))
+        assert (copy.end, copy.vocabulary) == (tokenizer.end, tokenizer.vocabulary)
+        assert copy.key == tokenizer.key
+        assert [copy.tokenizer.decode(copy.encode_all([text])[0]) for text in TEXTS] == TEXTS
     packed = prepare(replace(config, sequence_length=2, tokenizer=str(folder)))
     ids = [
         token for text in TEXTS[:3] for token in [*tokenizer.encode_all([text])[0], tokenizer.end]
@@ -60,40 +60,40 @@ def test_a_tokenizer_is_trained_and_loaded(trained, config):
     assert packed.folder != prepare(config).folder
 
 
-def test_words_are_those_of_gpt2_and_long_ones_are_cut(trained):
-    """A text without blanks was one word, over all of which each merge went: 5 MB did not end."""
+def test_words_are_those_of_gpt2_and_long_ones_are_cut(new_tokenizer):
+    """A text of 5 MB without blanks was one word, and training on it did not end."""
     byte_level = pytest.importorskip("tokenizers").pre_tokenizers.ByteLevel(add_prefix_space=False)
-    _, tokenizer = trained
+    _, tokenizer = new_tokenizer
     words = tokenizer.tokenizer.pre_tokenizer.pre_tokenize_str
     text = "  It's\t\r\n\n  2,000 'quoted' leagues — ὕβρις_and  <|x|>  e\u0301🙂!\n " + "=" * 127
     assert words(text) == byte_level.pre_tokenize_str(text)
     for part in ("ACGT", "你好嗎", " ", "🙂", "7", "\n"):
-        found = words(part * 1000)
-        assert {end - start for _, (start, end) in found[:-1]} == {128}
-        assert found[-1][1][1] == len(part) * 1000
+        spans = words(part * 1000)
+        assert {end - start for _, (start, end) in spans[:-1]} == {128}
+        assert spans[-1][1][1] == len(part) * 1000
     endless = "ACGTTGCAAC" * 500
     assert tokenizer.tokenizer.decode(tokenizer.encode_all([endless])[0]) == endless
 
 
-def test_a_text_cannot_spell_the_end_of_a_document(trained):
-    _, tokenizer = trained
+def test_a_text_cannot_spell_the_end_of_a_document(new_tokenizer):
+    _, tokenizer = new_tokenizer
     text = "a<|endoftext|>b"
     assert tokenizer.end not in tokenizer.encode_all([text])[0]
     assert tokenizer.tokenizer.decode(tokenizer.encode_all([text])[0]) == text
 
 
-def test_settings_that_cut_and_pad_are_ignored(trained):
-    folder, tokenizer = trained
+def test_settings_that_cut_and_pad_are_ignored(new_tokenizer):
+    folder, tokenizer = new_tokenizer
     ids = tokenizer.encode_all([TEXTS[0]])[0]
     tokenizer.tokenizer.enable_truncation(3)
     tokenizer.tokenizer.enable_padding(length=50)
     tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
-    loaded = load_tokenizer(str(folder))
-    assert loaded.encode_all([TEXTS[0]])[0] == loaded.encode_all(TEXTS)[0] == ids
+    copy = load_tokenizer(str(folder))
+    assert copy.encode_all([TEXTS[0]])[0] == copy.encode_all(TEXTS)[0] == ids
 
 
-def test_unusable_tokenizers_raise(trained, tmp_path):
-    folder, tokenizer = trained
+def test_unusable_tokenizers_raise(new_tokenizer, tmp_path):
+    folder, tokenizer = new_tokenizer
     with pytest.raises(ValueError, match=r"size must be at least 257.*got 256"):
         train_tokenizer(TEXTS, 256, tmp_path)
     with pytest.raises(DataError, match=r"there is no tokenizer file .*missing\.json"):
@@ -131,12 +131,12 @@ def test_a_large_vocabulary_is_stored_in_32_bits(config, monkeypatch, vocabulary
     assert tokens_of(packed.train)[: len(ids)] == ids
 
 
-@pytest.mark.parametrize("name", ["bytes", "trained"])
+@pytest.mark.parametrize("name", ["bytes", "new_tokenizer"])
 def test_transformers_reads_the_tokenizer_that_packs(name, tmp_path):
     transformers = pytest.importorskip("transformers")
-    if name == "trained":
-        train_tokenizer(["the cat sat on the mat"] * 9, 300, tmp_path / "given")
-    tokenizer = load_tokenizer("bytes" if name == "bytes" else str(tmp_path / "given"))
+    if name == "new_tokenizer":
+        train_tokenizer(["the cat sat on the mat"] * 9, 300, tmp_path / "original")
+    tokenizer = load_tokenizer("bytes" if name == "bytes" else str(tmp_path / "original"))
     (tmp_path / "saved").mkdir()
     tokenizer.save(tmp_path / "saved")
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
@@ -148,7 +148,7 @@ def test_transformers_reads_the_tokenizer_that_packs(name, tmp_path):
 
 
 def ending_model(prompt):
-    """A model that says the end behind a text of bytes."""
+    """Return a model that predicts the end after a text of bytes."""
     hugging = pytest.importorskip("pararnn.lm.hf")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_heads": 1}
     torch.manual_seed(0)
@@ -162,7 +162,7 @@ def ending_model(prompt):
 
 @pytest.mark.parametrize("pad", ["<|endoftext|>", None], ids=["new", "of an earlier version"])
 def test_texts_end_where_the_tokenizer_says(pad, tmp_path, capsys):
-    """Ends were learned, and nothing in the folder said so: all went on to the last token."""
+    """Without the end in the saved config, generation runs to the last token."""
     transformers = pytest.importorskip("transformers")
     prompt = "It was"
     model = ending_model(prompt)
@@ -170,16 +170,16 @@ def test_texts_end_where_the_tokenizer_says(pad, tmp_path, capsys):
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": pad}))
     write_model(model, model.state_dict(), tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    copy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for config in (loaded.config, loaded.generation_config, tokenizer):
+    for config in (copy.config, copy.generation_config, tokenizer):
         assert config.eos_token_id == config.pad_token_id == 256
-    say = transformers.pipeline("text-generation", loaded, tokenizer=tokenizer, device="cpu")
-    how = {"max_new_tokens": 5, "do_sample": False}
-    said = say([prompt, "as it was or may be"], batch_size=2, **how)
-    assert said[0][0]["generated_text"] == prompt
+    say = transformers.pipeline("text-generation", copy, tokenizer=tokenizer, device="cpu")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    outputs = say([prompt, "as it was or may be"], batch_size=2, **options)
+    assert outputs[0][0]["generated_text"] == prompt
     ids = tokenizer(prompt, return_tensors="pt")
-    assert loaded.generate(**ids, **how)[0].tolist() == [*prompt.encode(), 256]
+    assert copy.generate(**ids, **options)[0].tolist() == [*prompt.encode(), 256]
     command = ["generate", "--model", str(tmp_path), "--prompt", prompt, "--device", "cpu"]
     assert main([*command, "--temperature", "0", "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out == prompt + "\n"
@@ -188,16 +188,16 @@ def test_texts_end_where_the_tokenizer_says(pad, tmp_path, capsys):
 def test_a_tokenizers_own_pad_token_stays(tmp_path):
     pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    given = tokenizers.Tokenizer.from_str(json.dumps(byte_tokenizer("<eos>")))
-    given.add_special_tokens(["<pad>"])
-    given.save(str(tmp_path / "tokenizer.json"))
+    original = tokenizers.Tokenizer.from_str(json.dumps(byte_tokenizer("<eos>")))
+    original.add_special_tokens(["<pad>"])
+    original.save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
     settings |= {"pad_token": "<pad>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    loaded, saved = load_tokenizer(str(tmp_path)), tmp_path / "saved"
+    copy, saved = load_tokenizer(str(tmp_path)), tmp_path / "saved"
     saved.mkdir()
-    loaded.save(saved)
-    assert ends_of(saved) == (loaded.end, loaded.pad) == (256, 257)
+    copy.save(saved)
+    assert ends_of(saved) == (copy.end, copy.pad) == (256, 257)
     assert ends_of(tmp_path / "none") is None
 
 
@@ -208,16 +208,16 @@ WORDS = "the cat sat on the mat while a dog ate all of the ham "
 
 @pytest.fixture
 def trainings(monkeypatch):
-    """The texts that tokenizers were trained on, one for each time."""
+    """Record the texts that tokenizers are trained on."""
     pytest.importorskip("tokenizers")
-    seen = []
+    samples = []
 
-    def noted(documents, size, folder):
-        seen.append(list(documents))
-        return train_tokenizer(seen[-1], size, folder)
+    def train_and_note(documents, size, folder):
+        samples.append(list(documents))
+        return train_tokenizer(samples[-1], size, folder)
 
-    monkeypatch.setattr(data_module, "train_tokenizer", noted)
-    return seen
+    monkeypatch.setattr(data_module, "train_tokenizer", train_and_note)
+    return samples
 
 
 @pytest.fixture
@@ -273,15 +273,15 @@ def test_a_tokenizer_sees_no_held_out_text_under_a_limit(words, trainings, tmp_p
     texts = [f"{row} {WORDS}" for row in range(200)]
     source = json_lines(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
     packed = prepare(replace(words, train=source, tokens=tokens))
-    seen = "".join(trainings[0])
-    assert "".join(texts).startswith(seen)
-    assert 0 < len(seen) <= packed.train.part.bytes
-    alone = prepare(replace(words, train=source, tokens=tokens, valid=words.train))
-    assert 0 < len("".join(trainings[1])) <= alone.train.part.bytes
+    samples = "".join(trainings[0])
+    assert "".join(texts).startswith(samples)
+    assert 0 < len(samples) <= packed.train.part.bytes
+    separate = prepare(replace(words, train=source, tokens=tokens, valid=words.train))
+    assert 0 < len("".join(trainings[1])) <= separate.train.part.bytes
 
 
-def test_pieces_have_the_tokens_of_the_whole_document(trained, config, tmp_path):
-    _, tokenizer = trained
+def test_pieces_have_the_tokens_of_the_whole_document(new_tokenizer, config, tmp_path):
+    _, tokenizer = new_tokenizer
     lines = (TEXTS[row % 3].strip() + "\n" * (1 + row % 3) for row in range(40_000))
     text = "".join(lines)
     (tmp_path / "long.txt").write_text(text)
