@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ import pararnn
 from pararnn import cache
 from pararnn.codegen import cuda, headers, nvrtc
 from pararnn.codegen.cuda import KERNELS, chunk_of, ring_of, source_of, usual_variants
+from pararnn.device import CUDA
 from pararnn.engines import table
 from pararnn.engines.table import choose
 
@@ -301,8 +303,8 @@ def test_unsuitable_gpus_fall_back_or_raise(monkeypatch):
     with pytest.raises(nvrtc.ToolchainError, match="no GPU that PyTorch can use"):
         nvrtc.capability_of(device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    old = replace(CUDA, capability=lambda device: (7, 5), title=lambda device: "Tesla T4")
+    monkeypatch.setattr(nvrtc, "CUDA", old)
     with pytest.raises(nvrtc.ToolchainError, match=r"Tesla T4 has compute capability 7.5.*torch"):
         nvrtc.capability_of(device)
     program = _program("gru")

@@ -83,7 +83,7 @@ def _raise_unless(condition: Tensor, message: str, values: Tensor) -> None:
 
 
 def _cuda_with_index(device: torch.device) -> torch.device:
-    if device.index is None and torch.cuda.is_available():
+    if device.index is None and has_gpu():
         return torch.device(device.type, torch.cuda.current_device())
     return device
 
@@ -188,14 +188,19 @@ def type_of(device: torch.device) -> DeviceType:
     return TYPES.get(device.type, OTHER)
 
 
-def gpus() -> list[int]:
+def has_gpu() -> bool:
+    """Return True if PyTorch can use a GPU, without initialising it."""
+    return torch.cuda.is_available()
+
+
+def current_gpus() -> list[int]:
     """Return the index of the current GPU in a list, which is empty without a GPU."""
-    return [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return [torch.cuda.current_device()] if has_gpu() else []
 
 
 def default_device() -> str:
     """Return the device type that commands use by default: cuda with a GPU, otherwise cpu."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if has_gpu() else "cpu"
 
 
 def parse_device(text: str) -> torch.device:
@@ -215,4 +220,4 @@ def parse_device(text: str) -> torch.device:
 
 def collectives() -> str:
     """Return the backends of process groups, as `torch.distributed` takes them."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if has_gpu() else "gloo"

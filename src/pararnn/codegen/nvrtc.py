@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pararnn.device import CUDA, gpus
+from pararnn.device import CUDA, current_gpus, has_gpu
 from pararnn.errors import EngineError
 
 OLDEST = (8, 0)
@@ -80,7 +80,7 @@ def identity() -> str:
 @functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the device's compute capability. Raises ToolchainError if it is too old or absent."""
-    if not gpus():
+    if not has_gpu():
         raise ToolchainError("there is no GPU that PyTorch can use (torch.cuda.is_available())")
     capability = CUDA.capability(device)
     if capability < OLDEST:
@@ -228,7 +228,7 @@ class Kernel:
 
     def _enter_context(self) -> None:
         """Enter the context that PyTorch uses on the current device."""
-        (device,) = gpus()
+        (device,) = current_gpus()
         status, context = self.driver.cuDevicePrimaryCtxRetain(device)
         self._check(status, "finding the device's context")
         (status,) = self.driver.cuCtxSetCurrent(context)

@@ -22,7 +22,7 @@ from pararnn.codegen.families import interface_of, why_no_kernels
 from pararnn.codegen.interface import Values, Words
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.targets import CUDA, Gpu
-from pararnn.device import gpus
+from pararnn.device import has_gpu
 from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.launch import (
     Frame,
@@ -307,7 +307,7 @@ def _per_lane(dtype: torch.dtype, rows: int, channels: int, cores: int) -> int:
 def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> int:
     """Into how many segments (newton, fused) cuts time on a device; size is (B, T, D)."""
     batch, steps, channels = size
-    if steps < MIN_LENGTH or not gpus():
+    if steps < MIN_LENGTH or not has_gpu():
         return 1
     columns = batch * _tiles(channels, most_per_lane(dtype))
     return segments_for(steps, columns, _cores_as_constant(device))

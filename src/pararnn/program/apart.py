@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from pararnn.device import gpus
+from pararnn.device import has_gpu
 
 R = TypeVar("R")
 
@@ -19,7 +19,7 @@ def apart(function: Callable[..., R], *args: object) -> R:
     A trace must not see what the caller's thread is in: autocast would put casts into the graphs,
     a transform its tangents, a default device constants that are elsewhere.
     """
-    if torch.version.cuda is not None and not gpus():
+    if torch.version.cuda is not None and not has_gpu():
         # PyTorch built for CUDA, on a machine without a GPU: its stand-in for GPUs belongs to the
         # first thread that makes fake tensors, and whoever makes some once that has ended crashes.
         from torch._subclasses.fake_tensor import FakeTensorMode

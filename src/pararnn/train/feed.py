@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
 
-from pararnn.device import gpus
+from pararnn.device import has_gpu
 from pararnn.train.config import RunConfig
 from pararnn.train.order import RowSampler, StreamSampler
 
@@ -68,6 +68,6 @@ def make_loader(
         rows,
         batch_sampler=StepSampler(config, count, rank, world, first),
         collate_fn=default_collate,
-        pin_memory=bool(gpus()),
+        pin_memory=has_gpu(),
         generator=torch.Generator(),
     )

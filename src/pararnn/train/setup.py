@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
-from pararnn.device import gpus, type_of
+from pararnn.device import has_gpu, type_of
 from pararnn.errors import PararnnError, TrainingError
 from pararnn.lm.compiled import compiled
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
@@ -117,7 +117,7 @@ def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
         average_tokens_across_devices=True,
         remove_unused_columns=False,
         max_grad_norm=config.optimiser.grad_norm,
-        use_cpu=not gpus(),
+        use_cpu=not has_gpu(),
         use_cache=False,
         seed=config.seed,
         logging_steps=config.log_every,

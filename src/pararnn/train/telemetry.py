@@ -17,7 +17,7 @@ from transformers.integrations.integration_utils import (
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from pararnn.check.verify import defect
-from pararnn.device import gpus, type_of
+from pararnn.device import current_gpus, type_of
 from pararnn.errors import TrainingError
 from pararnn.layers import RecurrentLayer
 from pararnn.progress import duration, say
@@ -49,7 +49,7 @@ def checked(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[Any]]
 
     hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in layers]
     try:
-        with torch.random.fork_rng(gpus()), torch.compiler.set_stance("force_eager"):
+        with torch.random.fork_rng(current_gpus()), torch.compiler.set_stance("force_eager"):
             model(**inputs, use_cache=False, logits_to_keep=1)
     finally:
         for hook in hooks:
