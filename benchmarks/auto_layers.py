@@ -22,7 +22,7 @@ from torch import Tensor
 from trained import part_of, solves_of
 
 import pararnn
-from pararnn.engines.base import Arguments
+from pararnn.engines.arguments import Arguments
 from pararnn.engines.table import choose
 from pararnn.lm import LanguageModel
 from pararnn.program.program import program_of

@@ -19,7 +19,7 @@ from common import RESULTS, provenance, write_csv
 from torch import Tensor
 
 import pararnn
-from pararnn.engines.base import totals
+from pararnn.engines.arguments import totals
 from pararnn.engines.table import choose
 from pararnn.program.program import program_of
 from pararnn.solve import Solved, prepare, run

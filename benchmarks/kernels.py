@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
-from pararnn.engines.base import LEAVES, Arguments, Engine
-from pararnn.engines.fused_cuda import SEQUENTIAL
+from pararnn.engines.arguments import LEAVES, Arguments, Engine
+from pararnn.engines.fused.cuda import SEQUENTIAL
 from pararnn.layers import RecurrentLayer
 from pararnn.program.program import Program, program_of
 from pararnn.solve import prepare

@@ -23,7 +23,7 @@ from torch import Tensor
 from trained import solves_of
 
 from pararnn import Cell
-from pararnn.engines.base import Arguments
+from pararnn.engines.arguments import Arguments
 from pararnn.engines.table import choose, find, pairs_for
 from pararnn.lm import LanguageModel
 from pararnn.lm.config import LMConfig

@@ -23,7 +23,7 @@ from pictures import caption, new_figure
 from torch import Tensor
 from trained import solves_of, trained_model
 
-from pararnn.engines.base import Arguments
+from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import to_system
 from pararnn.layers import RecurrentLayer
 from pararnn.lm import LanguageModel, load_checkpoint, set_solver

@@ -35,7 +35,7 @@ from protocol import LAUNCHES, Add, csv_rows, first_seconds, launched, timed, tu
 from torch import Tensor
 
 import pararnn
-from pararnn.engines.base import totals
+from pararnn.engines.arguments import totals
 from pararnn.engines.request import using
 from pararnn.engines.split import pin
 from pararnn.engines.table import choose

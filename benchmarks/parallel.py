@@ -25,8 +25,8 @@ from trained import WINDOW, part_of, solves_of, steps_to_merge, trained_model
 
 from pararnn import CELLS, Cell
 from pararnn.cells.affine import AFFINE
-from pararnn.engines.base import Arguments, totals
-from pararnn.engines.fused_cuda import NEWTON, SEQUENTIAL
+from pararnn.engines.arguments import Arguments, totals
+from pararnn.engines.fused.cuda import NEWTON, SEQUENTIAL
 from pararnn.engines.table import choose
 from pararnn.lm import LanguageModel
 from pararnn.program.program import Program, program_of

@@ -21,7 +21,7 @@ import torch
 from common import RESULTS, provenance, write_csv
 
 import pararnn
-from pararnn.engines.base import totals
+from pararnn.engines.arguments import totals
 from pararnn.program.program import program_of
 from pararnn.solve import Solved, prepare, run
 

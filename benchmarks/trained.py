@@ -9,7 +9,7 @@ from torch import Tensor
 
 import pararnn
 from pararnn import Cell
-from pararnn.engines.base import Arguments
+from pararnn.engines.arguments import Arguments
 from pararnn.layers import RecurrentLayer
 from pararnn.lm import LanguageModel
 from pararnn.solve import prepare

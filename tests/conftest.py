@@ -17,7 +17,7 @@ from undrawn import undrawn
 from pararnn import op
 from pararnn.codegen import cpp
 from pararnn.engines import tuned
-from pararnn.engines.form import FORMS
+from pararnn.engines.signature import SIGNATURES
 
 torch.set_num_threads(1)
 os.environ["PARARNN_CACHE_DIR"] = str(kept.folder())
@@ -57,7 +57,7 @@ def _frozen() -> None:
 def _afresh() -> None:
     """What earlier tests called decides nothing: engines that stood in the table, which sizes are
     symbols, how many variants are left before Dynamo's limit."""
-    FORMS.clear()
+    SIGNATURES.clear()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

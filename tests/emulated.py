@@ -22,7 +22,8 @@ from pararnn.codegen.cuda import KERNELS, SOLVERS, Variant, source_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
 from pararnn.device import CPU
-from pararnn.engines import fused_cuda, table
+from pararnn.engines import table
+from pararnn.engines.fused import cuda as fused_cuda
 
 EMULATOR = Path(__file__).parent / "emulator"
 CORES, BLOCKS_A_CORE = 4, 16

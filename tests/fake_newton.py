@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from pararnn.engines import newton_torch, table, tuned
-from pararnn.engines.split import BY_RULE, split_of
+from pararnn.engines.split import BY_RULE, plan_split
 from pararnn.engines.tuned import Measured, Workload
 from pararnn.program.program import program_of
 
@@ -32,7 +32,7 @@ class FakeNewton:
         def split(program, size, dtype, device, asked):
             batch, steps, channels = size
             columns = batch * -(-channels // TILE)
-            return split_of(steps, columns, dtype, STEPS, CORES, 1024, asked)
+            return plan_split(steps, columns, dtype, STEPS, CORES, 1024, asked)
 
         new = {"backend": "fused", "forward": forward, "backward": backward, "split": split}
         new["pays"] = fused.pays

@@ -10,7 +10,7 @@ from pararnn.check.claims import QUIET, finite, gap, peak
 from pararnn.numerics import (
     CHANNEL_FACTOR,
     FORWARD_TOLERANCE,
-    LARGEST_PART,
+    MAX_RELATIVE_TOLERANCE,
     SEQUENTIAL_ERRORS,
     compute_dtype,
 )
@@ -65,7 +65,7 @@ def beyond(got, exact, loop, dtype):
             )
             size = peak(finite(exact[name].double().abs()), True)
             limit = CHANNEL_FACTOR * (allowed * size + SEQUENTIAL_ERRORS * noise)
-            over = apart > torch.minimum(limit, LARGEST_PART * size)
+            over = apart > torch.minimum(limit, MAX_RELATIVE_TOLERANCE * size)
             if bool((over & (noise <= QUIET * size)).any()):
                 wrong.append((f"{name} by channels", float((apart / size)[over].max()), own))
     return wrong

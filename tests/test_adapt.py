@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pararnn
-from pararnn.engines.split import Pin
+from pararnn.engines.split import SplitRequest
 from pararnn.tune.adapt import SWEEP_COST
 
 SHAPE, SIZE = (2, 128, 4), (2, 128, 6)
@@ -18,7 +18,7 @@ SEGMENTS = 4
 def layer(newton_fused):
     """A layer of which `auto` cuts time into SEGMENTS."""
     layer = pararnn.ParaGRU(4, 6)
-    newton_fused.taken_by_auto(layer.cell, SIZE, Pin(SEGMENTS))
+    newton_fused.taken_by_auto(layer.cell, SIZE, SplitRequest(SEGMENTS))
     return layer
 
 
@@ -62,7 +62,7 @@ def test_only_solves_in_a_row_count(layer, newton_fused):
 
 
 def test_sizes_switch_each_by_itself(layer, newton_fused):
-    newton_fused.taken_by_auto(layer.cell, (1, 200, 6), Pin(50))
+    newton_fused.taken_by_auto(layer.cell, (1, 200, 6), SplitRequest(50))
     newton_fused.sweeps = 3
     with pararnn.adapt(layer, patience=2):
         for _ in range(5):
@@ -97,7 +97,7 @@ def test_what_is_asked_for_is_left_alone(layer, newton_fused):
 
 def test_layers_and_directions_switch_each_by_itself(newton_fused, monkeypatch):
     model = torch.nn.Sequential(pararnn.ParaGRU(4, 6, bidirectional=True, num_layers=2))
-    newton_fused.taken_by_auto(model[0].cell, SIZE, Pin(SEGMENTS))
+    newton_fused.taken_by_auto(model[0].cell, SIZE, SplitRequest(SEGMENTS))
     adaptation = pararnn.adapt(model, patience=2)
     newton_fused.sweeps = 3
 
@@ -113,7 +113,7 @@ def test_layers_and_directions_switch_each_by_itself(newton_fused, monkeypatch):
 
 def test_a_layer_alone_switches_however_it_is_called(newton_fused):
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6, backend="fused")
-    newton_fused.taken_by_auto(layer.cell, SIZE, Pin(SEGMENTS))
+    newton_fused.taken_by_auto(layer.cell, SIZE, SplitRequest(SEGMENTS))
     newton_fused.sweeps = 3
     adaptation = pararnn.adapt(layer, patience=2)
     x = torch.randn(SHAPE)

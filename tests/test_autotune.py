@@ -9,7 +9,7 @@ from table import FUSED, NEWTON_FUSED, PAIRS, PLAIN
 
 import pararnn
 from pararnn.engines import table, tuned
-from pararnn.engines.split import BY_RULE, Pin
+from pararnn.engines.split import BY_RULE, SplitRequest
 from pararnn.engines.tuned import Measured, Workload
 
 SHAPE = (2, 100, 4)
@@ -124,8 +124,10 @@ def test_splits_around_the_rules_are_tried(times, newton_fused):
     shape = (2, 1024, 4)
     tuning = pararnn.autotune(layer, shape)
     tried = {row.split for row in tuning.measured if row.backend == "fused"} - {BY_RULE}
-    assert tried == {Pin(w, k) for w in (16, 32, 64) for k in (24, 48, 96)} - {Pin(32, 48)}
-    assert tuning.measured[0].split == Pin(16, 48)
+    assert tried == {SplitRequest(w, k) for w in (16, 32, 64) for k in (24, 48, 96)} - {
+        SplitRequest(32, 48)
+    }
+    assert tuning.measured[0].split == SplitRequest(16, 48)
     assert "(newton, fused) segments 16, burn-in 48: 400 ms" in str(tuning)
     assert pararnn.explain(layer, shape).split.segments == 16
     with torch.no_grad():

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import pararnn
 from pararnn import CELLS, GRUCell
-from pararnn.engines import fused_cpu, rule
+from pararnn.engines import rule
+from pararnn.engines.fused import cpu as fused_cpu
 from pararnn.lm import LanguageModel, LMConfig
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run

@@ -23,7 +23,7 @@ from table import needs_compiler
 import pararnn
 from pararnn import cache
 from pararnn.codegen import compiler, cpp
-from pararnn.engines import form, table, tuned
+from pararnn.engines import signature, table, tuned
 
 RUN = """
 import torch, pararnn
@@ -208,7 +208,7 @@ def test_clear_caches_leaves_nothing_of_this_process():
     with torch.no_grad():
         expected = layer(x)[0]
     pararnn.clear_caches()
-    for store in (cpp._KERNELS, form.FORMS, tuned._RECORDS):
+    for store in (cpp._KERNELS, signature.SIGNATURES, tuned._RECORDS):
         assert not store
     with torch.no_grad():
         assert torch.allclose(layer(x)[0], expected, atol=1e-6)

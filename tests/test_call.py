@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pararnn
 from pararnn.engines import table, tuned
-from pararnn.engines.base import KIND_OF, LEAVES, Arguments
+from pararnn.engines.arguments import KIND_OF, LEAVES, Arguments
 from pararnn.engines.split import BY_RULE
 from pararnn.engines.tuned import Measured
 from pararnn.program.program import program_of

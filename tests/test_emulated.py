@@ -11,7 +11,7 @@ from test_scan import _inputs, check_scan
 
 import pararnn
 from pararnn.check.contract import check_solves
-from pararnn.engines.base import totals
+from pararnn.engines.arguments import totals
 from pararnn.program.program import program_of
 from pararnn.solve import prepare
 from pararnn.solve import run as run_call

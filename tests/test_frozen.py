@@ -9,7 +9,8 @@ from table import OPS, needs_compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pararnn
-from pararnn.engines import fused_cuda, table
+from pararnn.engines import table
+from pararnn.engines.fused import cuda as fused_cuda
 from pararnn.op import _Solve
 
 PARTS = {"gates": "proj", "bias": "bias", "params": "cell"}

@@ -23,7 +23,7 @@ from table import (
 import pararnn
 from pararnn.check.contract import check_solve
 from pararnn.codegen import compiler
-from pararnn.engines import fused_cpu
+from pararnn.engines.fused import cpu as fused_cpu
 
 pytestmark = needs_compiler
 

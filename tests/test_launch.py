@@ -13,10 +13,11 @@ from table import needs_compiler
 
 import pararnn
 from pararnn.codegen.cuda import Variant
-from pararnn.engines import fused_cpu, fused_cuda
-from pararnn.engines.form import FORMS
-from pararnn.engines.launch import taken, takings_of
-from pararnn.engines.strides import unit_stride
+from pararnn.engines.fused import cpu as fused_cpu
+from pararnn.engines.fused import cuda as fused_cuda
+from pararnn.engines.fused.launch import conversions_for, to_kernel_layout
+from pararnn.engines.fused.layout import unit_stride
+from pararnn.engines.signature import SIGNATURES
 from pararnn.program.program import program_of
 from pararnn.solve import prepare
 
@@ -108,7 +109,7 @@ def _cpu(record, solver="newton", adjoint=None):
 def _cuda(record, solver="newton", adjoint=None, device=GPU, cell=Leaky):
     record = replace(record)
     weights = fused_cuda._weight_dtype(record)
-    tensors = taken(record, takings_of(record, unit_stride, weights))
+    tensors = to_kernel_layout(record, conversions_for(record, unit_stride, weights))
     program = program_of(cell(CHANNELS))
     return fused_cuda._kept_launch(device, solver, program, record, tensors, weights, adjoint)
 
@@ -280,7 +281,7 @@ def test_a_layer_that_changes_runs_as_a_new_one(change):
     before = results(layer)
     change(layer)
     change(new)
-    FORMS.clear()
+    SIGNATURES.clear()
     expected = results(new)
     after = results(layer)
     assert after[0] == expected[0]

@@ -9,7 +9,7 @@ from table import COUPLED, NEWTON_FUSED, dtype_name, make_case, needs_compiler, 
 
 import pararnn
 from pararnn.check.contract import check_solve
-from pararnn.engines import fused_cpu
+from pararnn.engines.fused import cpu as fused_cpu
 
 pytestmark = needs_compiler
 

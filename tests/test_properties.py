@@ -19,7 +19,7 @@ from table import (
 )
 
 import pararnn
-from pararnn.engines import fused_cpu
+from pararnn.engines.fused import cpu as fused_cpu
 
 LONG = 400
 # (newton, scan) is (newton, torch) with another scan: what is longer repeats that one's rows.

@@ -242,7 +242,7 @@ def test_the_kernels_take_what_lies_in_memory():
     if FUSED not in PAIRS:
         pytest.skip("needs a C++ compiler")
     a, b = torch.randn(2, 30, 2, 2, 8), torch.randn(2, 30, 2, 8)
-    from pararnn.engines.strides import narrow
+    from pararnn.engines.fused.layout import narrow
 
     entries = [e for row in a.unbind(2) for e in row.unbind(2)]
     assert all(narrow(e, torch.float32).data_ptr() == e.data_ptr() for e in entries)

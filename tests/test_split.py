@@ -6,21 +6,21 @@ import torch
 import pararnn
 from pararnn.cells.affine import AFFINE
 from pararnn.engines.rule import loop_pays, segments_pay
-from pararnn.engines.split import BURN_IN, BY_RULE, Pin, Split, split_of
+from pararnn.engines.split import BURN_IN, BY_RULE, Split, SplitRequest, plan_split
 from pararnn.program.program import program_of
 
 HOW = {"solver": "newton", "backend": "fused"}
 
 
 def _cut(length, asked=BY_RULE, columns=4, capacity=1000, steps=4):
-    return split_of(length, columns, torch.float32, steps, 128, capacity, asked)
+    return plan_split(length, columns, torch.float32, steps, 128, capacity, asked)
 
 
 def test_the_rule():
     assert _cut(2048) == Split(64, 32, 48)
     assert _cut(2048, columns=128) == Split(4, 512, 48)
     assert _cut(2048, columns=600) == Split(1, 2048, 48)
-    assert split_of(2048, 4, torch.float64, 4, 128, 1000).burn_in == BURN_IN[torch.float64]
+    assert plan_split(2048, 4, torch.float64, 4, 128, 1000).burn_in == BURN_IN[torch.float64]
 
 
 def test_auto_follows_from_trained_layers_where_there_is_anything_to_mend():
@@ -35,7 +35,7 @@ def test_auto_follows_from_trained_layers_where_there_is_anything_to_mend():
 @pytest.mark.parametrize("length", [1, 31, 256, 2047, 65536])
 @pytest.mark.parametrize("segments", [1, 2, 7, 64, 512])
 def test_what_is_asked(length, segments):
-    cut = _cut(length, Pin(segments, 10), columns=1)
+    cut = _cut(length, SplitRequest(segments, 10), columns=1)
     assert cut.size % 4 == 0
     assert (cut.segments - 1) * cut.size < length <= cut.segments * cut.size
     assert cut.segments <= segments
@@ -45,15 +45,15 @@ def test_what_is_asked(length, segments):
 
 
 def test_what_does_not_fit_is_reduced():
-    assert _cut(4096, Pin(512), columns=4, capacity=100).segments == 25
-    assert _cut(4096, Pin(512), columns=200, capacity=100).segments == 1
-    assert _cut(64, Pin(2**30, 2**30)) == Split(16, 4, 64)
-    assert _cut(0, Pin(8, 0)) == Split(1, 4, 0)
+    assert _cut(4096, SplitRequest(512), columns=4, capacity=100).segments == 25
+    assert _cut(4096, SplitRequest(512), columns=200, capacity=100).segments == 1
+    assert _cut(64, SplitRequest(2**30, 2**30)) == Split(16, 4, 64)
+    assert _cut(0, SplitRequest(8, 0)) == Split(1, 4, 0)
 
 
 def test_a_part_that_is_not_asked_for_is_the_rules():
-    assert _cut(2048, Pin(segments=8)) == Split(8, 256, 48)
-    assert _cut(2048, Pin(burn_in=0)) == Split(64, 32, 0)
+    assert _cut(2048, SplitRequest(segments=8)) == Split(8, 256, 48)
+    assert _cut(2048, SplitRequest(burn_in=0)) == Split(64, 32, 0)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ SEQUENTIAL_ERRORS = 4
 CHANNEL_FACTOR = 100
 """How many times that a single channel may be off, relative to its own values."""
 
-LARGEST_PART = 0.25
+MAX_RELATIVE_TOLERANCE = 0.25
 """What no allowance exceeds: what may be off by its own size could as well be zero."""
 
 APPROXIMATED = 2.0**-10

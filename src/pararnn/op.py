@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pararnn.engines.base import REST, Arguments, Engine, Solution, schema
+from pararnn.engines.arguments import REST, Arguments, Engine, Solution, schema
 from pararnn.engines.fit import check_fit, check_kept, check_numbers
-from pararnn.engines.form import plain
-from pararnn.engines.shapes import gradients, outputs
-from pararnn.engines.strides import as_dtype
+from pararnn.engines.fused.layout import as_dtype
+from pararnn.engines.meta import gradients, outputs
+from pararnn.engines.signature import plain
 from pararnn.engines.table import find
 from pararnn.errors import EngineError
 from pararnn.numerics import without_autocast
@@ -67,7 +67,7 @@ def apply_engine(
     Raises NotImplementedError, with the cure, for forward-mode and second derivatives, and for vmap
     over cells that mix channels, over where sequences start, and over gradients.
     """
-    alone = unwatched() and args.form.plain
+    alone = can_bypass_dispatcher() and args.form.plain
     if alone and not (args.form.leaves and torch.is_grad_enabled()):
         return _forward(program, engine, args)
     tensors, rest = args.flatten()
@@ -106,7 +106,7 @@ def _wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
     return True in [tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
-def unwatched() -> bool:
+def can_bypass_dispatcher() -> bool:
     """Whether nobody but autograd sees a call on plain tensors: no compiler, transform, mode,
     tracer or profiler.
 
@@ -123,7 +123,7 @@ def unwatched() -> bool:
     )
 
 
-def stands_for_many(grad: Tensor | None) -> bool:
+def is_batched_gradient(grad: Tensor | None) -> bool:
     """Whether a gradient is several at once, by `is_grads_batched` of torch.autograd.grad, which
     shows in nothing else."""
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
@@ -170,11 +170,16 @@ class _Solve(torch.autograd.Function):
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
         grads, needed = grads[: 2 * n], ctx.needs_input_grad[4:]
         compiled = torch.compiler.is_compiling()
-        if not compiled and any(map(stands_for_many, grads)):
+        if not compiled and any(map(is_batched_gradient, grads)):
             raise NotImplementedError(_MANY_GRADIENTS)
         # What was nobody else's in the forward pass still is, but for gradients that arrive.
         direct = ctx.direct
-        alone = direct and not torch.is_grad_enabled() and unwatched() and all(map(plain, grads))
+        alone = (
+            direct
+            and not torch.is_grad_enabled()
+            and can_bypass_dispatcher()
+            and all(map(plain, grads))
+        )
         wanted, places = (_wanted_again if alone else _wanted)(needed, rest)
         if alone:
             args = Arguments.unflatten(tensors, rest)

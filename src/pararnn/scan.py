@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.affine import AFFINE, COMPLEX, REAL_DECAY
-from pararnn.engines.base import Arguments
-from pararnn.engines.request import left_open
+from pararnn.engines.arguments import Arguments
+from pararnn.engines.request import requested_pair
 from pararnn.engines.rule import Size
 from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.program.program import Program, make_program, program_by_key
@@ -59,7 +59,7 @@ def scan(
     if lengths is not None:
         seq = of_lengths(lengths, "right", batch, steps, b.device).seq
     args = Arguments(gates, None, entries, (), start, batch, seq, checked_reset(b, reset), reverse)
-    solved = run(program_by_key(_program_key(kind)), args, *left_open(solver, backend))
+    solved = run(program_by_key(_program_key(kind)), args, *requested_pair(solver, backend))
     states = _joined(b, solved.states, 2)
     return (states, _joined(b, solved.final, 1)) if return_final else states
 

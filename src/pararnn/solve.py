@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pararnn.cells.base import Cell, call_cell
 from pararnn.engines import tuned
-from pararnn.engines.base import ON_FAILURE, Arguments, Engine, Solution
+from pararnn.engines.arguments import ON_FAILURE, Arguments, Engine, Solution
 from pararnn.engines.fit import check_fit
-from pararnn.engines.request import left_open, split_asked
-from pararnn.engines.split import BY_RULE, Pin
+from pararnn.engines.request import requested_pair, requested_split
+from pararnn.engines.split import BY_RULE, SplitRequest
 from pararnn.engines.table import Choice, choose
 from pararnn.numerics import check_io_dtype, compute_dtype, without_autocast
 from pararnn.op import Source, apply_engine
@@ -78,7 +78,7 @@ def solve(
         reverse=reverse,
         on_failure=on_failure,
     )
-    states, final, _, _ = run(program, args, *left_open(solver, backend))
+    states, final, _, _ = run(program, args, *requested_pair(solver, backend))
     if len(cell.states) == 1:
         return states[0], final[0]
     return states, final
@@ -86,7 +86,7 @@ def solve(
 
 class Solved(NamedTuple):
     """States (B, T, D) and final states (S, D), one each a state; the counts (see
-    `pararnn.engines.base.totals`); and what was chosen to run it."""
+    `pararnn.engines.arguments.totals`); and what was chosen to run it."""
 
     states: tuple[Tensor, ...]
     final: tuple[Tensor, ...]
@@ -108,7 +108,7 @@ def plan_solve(
 
     What is checked and chosen is remembered for calls of the same form.
     """
-    request = (program, solver, backend, split_asked())
+    request = (program, solver, backend, requested_split())
     if torch.compiler.is_compiling():
         choice, engine = _chosen(args, *request)
     else:
@@ -121,7 +121,7 @@ def plan_solve(
 
 
 def _chosen(
-    args: Arguments, program: Program, solver: str, backend: str, asked: Pin
+    args: Arguments, program: Program, solver: str, backend: str, asked: SplitRequest
 ) -> tuple[Choice, Engine]:
     """Return what runs a call, if its tensors fit each other.
 

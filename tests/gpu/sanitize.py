@@ -5,7 +5,7 @@ import itertools
 import torch
 
 import pararnn
-from pararnn.engines import plan_cuda
+from pararnn.engines.fused import plan as plan_cuda
 
 SOLVERS = ("sequential", "newton")
 SIZES = ((2, 21, 66), (1, 5, 33), (3, 70, 256))

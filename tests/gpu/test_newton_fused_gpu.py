@@ -9,8 +9,8 @@ from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case, with_latches
 
 import pararnn
 from pararnn.check.contract import check_solve
-from pararnn.engines import plan_cuda
-from pararnn.engines.form import FORMS
+from pararnn.engines.fused import plan as plan_cuda
+from pararnn.engines.signature import SIGNATURES
 
 HOW = {"solver": "newton", "backend": "fused"}
 CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
@@ -39,7 +39,7 @@ def meeting(request, monkeypatch):
 
 def _forget():
     plan_cuda.plan.cache_clear()
-    FORMS.clear()
+    SIGNATURES.clear()
 
 
 @pytest.mark.parametrize("segments", [2, 7, 16])

@@ -5,7 +5,8 @@ import torch
 from relative import relative_error
 
 import pararnn
-from pararnn.engines import fused_cuda, tuned
+from pararnn.engines import tuned
+from pararnn.engines.fused import cuda as fused_cuda
 from pararnn.engines.rule import MIN_SEGMENTS
 from pararnn.tune.adapt import SWEEP_COST
 

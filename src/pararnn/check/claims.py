@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pararnn.numerics import CHANNEL_FACTOR, LARGEST_PART, SEQUENTIAL_ERRORS, underflow
+from pararnn.numerics import CHANNEL_FACTOR, MAX_RELATIVE_TOLERANCE, SEQUENTIAL_ERRORS, underflow
 
-QUIET = LARGEST_PART / SEQUENTIAL_ERRORS
+QUIET = MAX_RELATIVE_TOLERANCE / SEQUENTIAL_ERRORS
 """What is moved by more than this part of itself by rounding alone has no forward error."""
 
 
@@ -131,7 +131,7 @@ def _held(
             held.append(Check(name, _largest(error, part) / scale, limit))
     if error.numel():
         allowed = CHANNEL_FACTOR * (tolerance * size + SEQUENTIAL_ERRORS * own)
-        allowed = torch.minimum(allowed, LARGEST_PART * size)
+        allowed = torch.minimum(allowed, MAX_RELATIVE_TOLERANCE * size)
         held.append(worst(name, error.masked_fill(~judged, 0), allowed, size))
     noisy = int((known & ~judged).sum())
     why = f"{noisy} of {judged.numel()} {what} not judged: rounding alone moves them"

@@ -39,7 +39,7 @@ from pararnn.check.reference import (
     running,
 )
 from pararnn.codegen.targets import approximate_dtypes
-from pararnn.engines.base import Arguments, totals
+from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.forward_time import to_system
 from pararnn.engines.table import Choice
 from pararnn.numerics import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.cells.base import Cell
-from pararnn.engines.base import Arguments
+from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import final_states, output_states, to_system
 from pararnn.program.derive import gradients
 from pararnn.program.program import program_of

@@ -16,7 +16,7 @@ from pararnn.check.contract import SolveChecks
 from pararnn.check.oracle import Oracle
 from pararnn.check.readout import readout_checks
 from pararnn.check.reference import Trial, forward_order, local_defects
-from pararnn.engines.base import Arguments, totals
+from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.forward_time import to_system
 from pararnn.layers import RecurrentLayer
 from pararnn.numerics import DEFECT_ULPS, rounding

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import SHARDED
-from pararnn.engines.base import Arguments
+from pararnn.engines.arguments import Arguments
 from pararnn.program.program import Program
 from pararnn.sequences import require
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pararnn.engines.base import Arguments, Gradients
-from pararnn.engines.strides import own_shape
+from pararnn.engines.arguments import Arguments, Gradients
+from pararnn.engines.fused.layout import own_shape
 from pararnn.program.program import Program
 from pararnn.solvers.system import System
 

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.affine import AFFINE
-from pararnn.engines import fused_cpu, fused_cuda, newton_torch
-from pararnn.engines.base import Arguments, Engine
-from pararnn.engines.rule import never_pays
+from pararnn.engines import newton_torch
+from pararnn.engines.arguments import Arguments, Engine
+from pararnn.engines.fused import cpu, cuda
+from pararnn.engines.rule import on_request_only
 from pararnn.program.program import Program, make_program
 from pararnn.program.structure import BlockDiagonal, Diagonal, Structure
 
-_KERNELS = {"cpu": (fused_cpu.SEQUENTIAL, fused_cpu.NEWTON), "cuda": (fused_cuda.NEWTON,)}
+_KERNELS = {"cpu": (cpu.SEQUENTIAL, cpu.NEWTON), "cuda": (cuda.NEWTON,)}
 """By device: what may run a recurrence, the one that pays more; on a GPU one serves all."""
 
 
@@ -71,7 +72,7 @@ def _engine(device: str) -> Engine:
             assert kernel.build is not None
             kernel.build(_affine(program.num_states), wide)
 
-    return newton_torch.engine_of("scan", kernel_scan, _why_not, never_pays, build)
+    return newton_torch.engine_of("scan", kernel_scan, _why_not, on_request_only, build)
 
 
 ENGINES = {device: _engine(device) for device in _KERNELS}

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
+from pararnn.engines.arguments import Arguments, Engine, Gradients, Pays, Solution
 from pararnn.engines.forward_time import (
     final_states,
     output_states,

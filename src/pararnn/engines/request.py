@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from pararnn.engines.split import BY_RULE, Pin, pin
+from pararnn.engines.split import BY_RULE, SplitRequest, pin
 from pararnn.engines.table import check_names
 from pararnn.errors import EngineError
 
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 OPEN = Request()
 """Leaves both to whom it comes after."""
 
-_Asked = TypeVar("_Asked", Request, Pin)
+_Asked = TypeVar("_Asked", Request, SplitRequest)
 
 
 def request(
@@ -60,7 +60,7 @@ class Context:
     """What `using` asks for."""
 
     pair: Request = OPEN
-    split: Pin = BY_RULE
+    split: SplitRequest = BY_RULE
 
     innermost = property(_ENTERED.get)
     """The context that this thread, or this task of asyncio, is in: by default this one.
@@ -111,12 +111,12 @@ def _over(inner: _Asked, outer: _Asked) -> _Asked:
     return type(inner)(*parts)
 
 
-def split_asked() -> Pin:
+def requested_split() -> SplitRequest:
     """What the context asks of the split."""
     return _OUTSIDE.innermost.split
 
 
-def left_open(solver: str, backend: str) -> tuple[str, str]:
+def requested_pair(solver: str, backend: str) -> tuple[str, str]:
     """The pair of a function whose "auto" leaves a part to the context, else to the rule."""
     solver_, backend_ = (None if name == "auto" else name for name in (solver, backend))
     return chosen(Request(solver_, backend_), OPEN)

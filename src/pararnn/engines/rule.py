@@ -36,8 +36,10 @@ class Merit(NamedTuple):
     why: str
 
 
-def never_pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device) -> Merit:
-    """What comes after all others that can take its place."""
+def on_request_only(
+    program: Program, size: Size, dtype: torch.dtype, device: torch.device
+) -> Merit:
+    """Return the rank of engines that `auto` never picks."""
     return Merit(0, "it was asked for")
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from pararnn.engines.base import Arguments, Engine, Solution
+from pararnn.engines.arguments import Arguments, Engine, Solution
 from pararnn.engines.forward_time import final_states, output_states, to_system
 from pararnn.engines.rule import pays_in_torch
 from pararnn.program.program import Program

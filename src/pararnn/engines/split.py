@@ -26,25 +26,25 @@ class Split(NamedTuple):
     burn_in: int
 
 
-class Pin(NamedTuple):
+class SplitRequest(NamedTuple):
     """What is asked of a split; None leaves a part to the rule."""
 
     segments: int | None = None
     burn_in: int | None = None
 
 
-BY_RULE = Pin()
+BY_RULE = SplitRequest()
 
 
-def pin(segments: int | None, burn_in: int | None) -> Pin:
-    """A checked Pin: `segments` of 1 or more, `burn_in` of 0 or more. ValueError otherwise."""
+def pin(segments: int | None, burn_in: int | None) -> SplitRequest:
+    """Check `segments` (1 or more) and `burn_in` (0 or more); ValueError otherwise."""
     for what, value, least in (("segments", segments, 1), ("burn_in", burn_in, 0)):
         if value is not None and not (isinstance(value, int) and least <= value <= MOST):
             raise ValueError(
                 f"{what} must be an integer from {least} to {MOST}, or None for the rule's, got "
                 f"{value!r}"
             )
-    return Pin(segments, burn_in)
+    return SplitRequest(segments, burn_in)
 
 
 def segments_for(length: int, columns: int, cores: int, min_size: int = MIN_SIZE) -> int:
@@ -52,14 +52,14 @@ def segments_for(length: int, columns: int, cores: int, min_size: int = MIN_SIZE
     return max(1, min(WARPS_A_CORE * cores // max(columns, 1), length // min_size))
 
 
-def split_of(
+def plan_split(
     length: int,
     columns: int,
     dtype: torch.dtype,
     steps: int,
     cores: int,
     capacity: int,
-    asked: Pin = BY_RULE,
+    asked: SplitRequest = BY_RULE,
     min_size: int = MIN_SIZE,
 ) -> Split:
     """The split of `length` steps for `columns` independent tiles of channels.

@@ -11,18 +11,11 @@ import torch
 
 from pararnn.cache import on_clear
 from pararnn.device import type_of
-from pararnn.engines import (
-    fused_cpu,
-    fused_cuda,
-    newton_scan,
-    newton_torch,
-    sequential_torch,
-    shapes,
-    tuned,
-)
-from pararnn.engines.base import Engine
+from pararnn.engines import meta, newton_scan, newton_torch, sequential_torch, tuned
+from pararnn.engines.arguments import Engine
+from pararnn.engines.fused import cpu, cuda
 from pararnn.engines.rule import Merit, Size
-from pararnn.engines.split import BY_RULE, Pin, Split
+from pararnn.engines.split import BY_RULE, Split, SplitRequest
 from pararnn.engines.tuned import Workload
 from pararnn.errors import BackendWarning, EngineError, warn_user
 from pararnn.program.program import Program, program_by_key
@@ -35,16 +28,16 @@ TABLE: dict[tuple[str, str, str], Engine] = {
     (engine.solver, engine.backend, ANY_DEVICE): engine
     for engine in (sequential_torch.ENGINE, newton_torch.ENGINE)
 } | {
-    ("sequential", "fused", "cpu"): fused_cpu.SEQUENTIAL,
-    ("sequential", "fused", "cuda"): fused_cuda.SEQUENTIAL,
-    ("newton", "fused", "cpu"): fused_cpu.NEWTON,
-    ("newton", "fused", "cuda"): fused_cuda.NEWTON,
+    ("sequential", "fused", "cpu"): cpu.SEQUENTIAL,
+    ("sequential", "fused", "cuda"): cuda.SEQUENTIAL,
+    ("newton", "fused", "cpu"): cpu.NEWTON,
+    ("newton", "fused", "cuda"): cuda.NEWTON,
     **{("newton", "scan", device): engine for device, engine in newton_scan.ENGINES.items()},
 }
 """(solver, backend, device type) -> engine."""
 
 PAIRS = tuple(dict.fromkeys((solver, backend) for solver, backend, _ in TABLE))
-OF_SHAPES = {pair: shapes.engine_of_shapes(*pair) for pair in PAIRS}
+OF_SHAPES = {pair: meta.engine_of_shapes(*pair) for pair in PAIRS}
 """The engines of the meta device."""
 SOLVERS = sorted({key[0] for key in TABLE})
 BACKENDS = sorted({key[1] for key in TABLE})
@@ -77,7 +70,7 @@ class Choice(NamedTuple):
     solver: str
     backend: str
     why: str
-    asked: Pin
+    asked: SplitRequest
     workload: Workload
 
     @property
@@ -92,7 +85,7 @@ class Choice(NamedTuple):
         assert engine is not None
         return engine
 
-    def pinned(self, asked: Pin) -> Choice:
+    def pinned(self, asked: SplitRequest) -> Choice:
         """This choice, with what is asked of its split, if anything."""
         return self if asked == BY_RULE else self._replace(asked=asked)
 
@@ -121,7 +114,7 @@ def choose(
     check_names(solver, backend)
     workload = Workload(program.key, size, dtype, device)
     found = tuned.fastest(workload, solver, backend) if follow_tuned else None
-    split: dict[tuple[str, str], Pin] = {}
+    split: dict[tuple[str, str], SplitRequest] = {}
     candidates = _candidates(program, size, dtype, device, solver, backend)
     if found is not None:
         row, why = found

@@ -12,7 +12,7 @@ import torch
 
 from pararnn.atomic import write_text
 from pararnn.cache import cache_folder, on_clear
-from pararnn.engines.split import Pin, pin
+from pararnn.engines.split import SplitRequest, pin
 from pararnn.errors import BackendWarning, warn_user
 
 MARGIN = 1.05
@@ -24,7 +24,7 @@ class Measured(NamedTuple):
 
     solver: str
     backend: str
-    split: Pin
+    split: SplitRequest
     ms: float
 
 

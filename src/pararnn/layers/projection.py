@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pararnn.numerics import autocast_dtype
-from pararnn.op import apply_function, stands_for_many
+from pararnn.op import apply_function, is_batched_gradient
 from pararnn.parameters import Draw, draw_anew
 
 
@@ -93,7 +93,7 @@ class _HeadwiseProduct(torch.autograd.Function):
         plain = (
             torch.is_grad_enabled()
             or torch._C._are_functorch_transforms_active()
-            or stands_for_many(grad)
+            or is_batched_gradient(grad)
         )
         if ctx.needs_input_grad[0] and plain:
             grad_rows = torch.bmm(grad, weight).transpose(0, 1)

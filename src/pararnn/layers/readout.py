@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.cells.base import Cell, Step
-from pararnn.engines.base import Arguments, Engine
+from pararnn.engines.arguments import Arguments, Engine
 from pararnn.engines.forward_time import step_inputs, without_padding
 from pararnn.errors import CellError
 from pararnn.numerics import without_autocast

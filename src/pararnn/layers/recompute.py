@@ -14,8 +14,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from pararnn.engines.base import Arguments, Engine
-from pararnn.engines.form import ORDINARY
+from pararnn.engines.arguments import Arguments, Engine
+from pararnn.engines.signature import PLAIN_TYPES
 from pararnn.errors import warn_user
 from pararnn.layers.projection import Projection, headwise_gates
 from pararnn.layers.readout import Results, read_out, solve_and_read
@@ -33,7 +33,7 @@ def gate_source(gates: Tensor, made: Sequence[Projection]) -> Source | None:
     for one in made:
         other = one.gates
         same = gates is other or (
-            type(gates) in ORDINARY
+            type(gates) in PLAIN_TYPES
             and gates.data_ptr() == other.data_ptr()
             and (gates.shape, gates.stride(), gates.dtype)
             == (other.shape, other.stride(), other.dtype)

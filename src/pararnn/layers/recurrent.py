@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
 from pararnn.cells.find import check_cell_class
-from pararnn.engines.base import Arguments, totals
+from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.request import OPEN, Request, chosen, request
 from pararnn.engines.table import PAIRS, Choice
 from pararnn.layers.cuts import Cuts, States, packed_into_one_row, restarted

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.cells.base import unwrapped
-from pararnn.engines.base import totals
-from pararnn.engines.strides import own_shape
+from pararnn.engines.arguments import totals
+from pararnn.engines.fused.layout import own_shape
 from pararnn.errors import warn_user
 from pararnn.layers.cuts import States, without_padding
 from pararnn.layers.given import (

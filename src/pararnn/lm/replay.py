@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.modules import module as module_calls
 
 from pararnn.device import Gpu, type_of
-from pararnn.engines.form import ORDINARY
+from pararnn.engines.signature import PLAIN_TYPES
 from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.model import LanguageModel
-from pararnn.op import unwatched
+from pararnn.op import can_bypass_dispatcher
 
 WORTH = 8
 """Tokens from which on a step is recorded, which takes about as long as one that is called."""
@@ -82,11 +82,11 @@ def undisturbed(model: LanguageModel) -> bool:
     parameters that are no plain tensors of the head's device."""
     device = model.lm_head.weight.device
     return (
-        unwatched()
+        can_bypass_dispatcher()
         and not torch._C._is_any_autocast_enabled()
         and not module_calls._has_any_global_hook()
         and all(block.mixer.steady for block in model.backbone.blocks)
-        and all(type(p) in ORDINARY and p.device == device for p in model.parameters())
+        and all(type(p) in PLAIN_TYPES and p.device == device for p in model.parameters())
         and not any(map(_hooked, model.modules()))
     )
 

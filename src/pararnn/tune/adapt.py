@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pararnn.cells.base import unwrapped
 from pararnn.device import type_of
-from pararnn.engines.request import split_asked
+from pararnn.engines.request import requested_split
 from pararnn.engines.split import BY_RULE
 from pararnn.layers import RecurrentLayer
 
@@ -148,7 +148,7 @@ def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     asked = layer.asked(*(options.get(part) for part in ("solver", "backend", "mode")))
-    return asked in (("auto", "auto"), ("auto", "fused")) and split_asked() == BY_RULE
+    return asked in (("auto", "auto"), ("auto", "fused")) and requested_split() == BY_RULE
 
 
 def _rows(inputs: Any, options: Mapping[str, Any]) -> Rows:

@@ -16,8 +16,8 @@ from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
 from pararnn.device import type_of
 from pararnn.engines import tuned
-from pararnn.engines.base import Engine
-from pararnn.engines.split import BY_RULE, Pin
+from pararnn.engines.arguments import Engine
+from pararnn.engines.split import BY_RULE, SplitRequest
 from pararnn.engines.table import choose, find, pairs_for
 from pararnn.engines.tuned import Measured, Workload
 from pararnn.layers import ParaRNN, RecurrentLayer
@@ -131,7 +131,7 @@ def autotune(
     return Tuning(name, size, dtype, device, backward, ordered, measured[0], path, anew)
 
 
-def candidates(workload: Workload) -> list[tuple[Engine, Pin]]:
+def candidates(workload: Workload) -> list[tuple[Engine, SplitRequest]]:
     """What is worth measuring, the rule's choice first.
 
     Of engines for the same solver that of the fused kernels, where there is one; and for what cuts
@@ -158,17 +158,17 @@ def _jacobians(program: Program, size: tuple[int, int, int]) -> int:
     return batch * steps * program.num_states**2 * channels * program.coupling.reach(channels)
 
 
-def _pins(engine: Engine, workload: Workload) -> list[Pin]:
+def _pins(engine: Engine, workload: Workload) -> list[SplitRequest]:
     """The splits to try of an engine, that of the rule first."""
     if engine.split is None:
         return [BY_RULE]
-    split_of = partial(engine.split, program_by_key(workload.key), *workload[1:])
-    rule = split_of(BY_RULE)
+    plan_split = partial(engine.split, program_by_key(workload.key), *workload[1:])
+    rule = plan_split(BY_RULE)
     pins = {rule: BY_RULE}
     for segments in (rule.segments // 2, rule.segments, 2 * rule.segments):
         for burn_in in (rule.burn_in // 2, rule.burn_in, 2 * rule.burn_in):
-            pin = Pin(max(2, segments), burn_in)
-            pins.setdefault(split_of(pin), pin)
+            pin = SplitRequest(max(2, segments), burn_in)
+            pins.setdefault(plan_split(pin), pin)
     return list(pins.values())
 
 
@@ -188,7 +188,7 @@ def _measure(cell: Cell, workload: Workload, backward: bool) -> list[Measured]:
 
 
 def _call(
-    cell: Cell, workload: Workload, engine: Engine, pin: Pin, backward: bool
+    cell: Cell, workload: Workload, engine: Engine, pin: SplitRequest, backward: bool
 ) -> Callable[[], Any]:
     """One pass, or both, on random inputs."""
     (batch, steps, channels), device = workload.size, workload.device

@@ -11,7 +11,7 @@ import torch
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
 from pararnn.device import type_of
-from pararnn.engines.request import Request, chosen, request, split_asked
+from pararnn.engines.request import Request, chosen, request, requested_split
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_never, why_not
 from pararnn.errors import CellError
@@ -94,7 +94,7 @@ def explain(
         if not isinstance(module, Cell):
             default = Request(module.solver, module.backend)
     asked = chosen(request(solver, backend, mode), default)
-    choice = choose(program, size, dtype, device, *asked).pinned(split_asked())
+    choice = choose(program, size, dtype, device, *asked).pinned(requested_split())
     # Kernels of the pair that runs have been built, and others would be: each takes a second.
     others = {
         p: why_not(program, p, dtype, device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pararnn.engines.base import Arguments, Engine, Gradients, Solution
+from pararnn.engines.arguments import Arguments, Engine, Gradients, Solution
 from pararnn.engines.rule import Merit, Size
 from pararnn.program.program import Program
 

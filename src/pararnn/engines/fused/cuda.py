@@ -23,22 +23,19 @@ from pararnn.codegen.interface import Values, Words
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.device import has_gpu
-from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
-from pararnn.engines.launch import (
-    Frame,
-    Places,
-    Taking,
+from pararnn.engines.arguments import Arguments, Engine, Gradients, Pays, Solution
+from pararnn.engines.fused.launch import (
+    Addresses,
+    Conversion,
+    Template,
     adjoint_values,
+    conversions_for,
     first_taken,
-    frame_of,
     input_values,
-    taken,
-    takings_of,
+    template_of,
+    to_kernel_layout,
 )
-from pararnn.engines.plan_cuda import Plan, plan, shared_of
-from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
-from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Pin, Split, segments_for
-from pararnn.engines.strides import (
+from pararnn.engines.fused.layout import (
     gate_strides,
     gradients_like,
     head_strides,
@@ -48,6 +45,9 @@ from pararnn.engines.strides import (
     row_and_time,
     unit_stride,
 )
+from pararnn.engines.fused.plan import Plan, plan, shared_of
+from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
+from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Split, SplitRequest, segments_for
 from pararnn.errors import EngineError
 from pararnn.program.program import Program
 
@@ -105,10 +105,10 @@ def _backward(
     return gradients_like(args, grad_gates, written, *grads, wanted)
 
 
-def _tensors(args: Arguments, gates: Taking, weights: torch.dtype) -> list[Tensor | None]:
+def _tensors(args: Arguments, gates: Conversion, weights: torch.dtype) -> list[Tensor | None]:
     """The tensors of a call as kernels take them."""
     how = gates, weights
-    return taken(args, args.form.kept(how, takings_of, args, *how))
+    return to_kernel_layout(args, args.form.kept(how, conversions_for, args, *how))
 
 
 def _as_gradient(gates: Tensor) -> Tensor:
@@ -146,11 +146,11 @@ class _Launch(NamedTuple):
 
     blocks: int
     plan: Plan | None = None
-    frame: Frame | None = None
+    frame: Template | None = None
     spans: int = 0
     shared: int = 0
     counters: int = 0
-    sums: Frame | None = None
+    sums: Template | None = None
 
     def run(self, gpu: Gpu, tensors: list[Tensor | None]) -> None:
         """Launch the kernel on these tensors, if there is anything to do."""
@@ -258,7 +258,7 @@ def launch_of(
         solver,
     )
     own = plan(program, variant, (blocks, length), device, args.split, gpu)
-    interface, place = interface_of(program, "cuda", solver), Places()
+    interface, place = interface_of(program, "cuda", solver), Addresses()
     counts, spans = interface.counts, rows * own.split.segments
     inputs: Values = {
         "rows": rows,
@@ -279,16 +279,16 @@ def launch_of(
         shared, counters, board, zeros = shared_of(own, program, dtype, blocks, per_lane, place)
         board["counters"] = interface.pack("Counters", zeros)
         parts["shooting"] = interface.pack("Shooting", {**own.split._asdict(), **board})
-    frame, sums = frame_of(interface.pack(f"{name}Launch", parts)), None
+    frame, sums = template_of(interface.pack(f"{name}Launch", parts)), None
     if adjoint is not None:
-        own_place = Places()
+        own_place = Addresses()
         of_sum: Values = {
             "rows": spans,
             "partial": own_place.one(),
             "bias": own_place.one(),
             "params": own_place.row(counts.params),
         }
-        sums = frame_of(interface.pack("SumProblem", of_sum))
+        sums = template_of(interface.pack("SumProblem", of_sum))
     return _Launch(blocks, own, frame, spans, shared, counters, sums)
 
 
@@ -327,7 +327,7 @@ def _split(
     size: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
-    asked: Pin,
+    asked: SplitRequest,
 ) -> Split:
     """How the forward pass on gates of the usual layout cuts time."""
     batch, steps, channels = size

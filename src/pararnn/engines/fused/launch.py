@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from pararnn.codegen.interface import Counts, Words
-from pararnn.engines.base import Arguments
-from pararnn.engines.strides import narrow, plain
+from pararnn.engines.arguments import Arguments
+from pararnn.engines.fused.layout import narrow, plain
 
-Taking = Callable[[Tensor], Tensor]
+Conversion = Callable[[Tensor], Tensor]
 """Makes a tensor one that kernels can take; gives back itself if it is one."""
 
 
-Takings = list[tuple[int, Taking]]
+Conversions = list[tuple[int, Conversion]]
 """What is to be done to which tensors of a call, by their numbers in `Arguments.flatten`."""
 
 
-def taken(args: Arguments, takings: Takings) -> list[Tensor | None]:
+def to_kernel_layout(args: Arguments, takings: Conversions) -> list[Tensor | None]:
     """The tensors of a call, in the order of `Arguments.flatten`, as kernels take them."""
     tensors = args.flatten()[0]
     for which, take in takings:
@@ -31,12 +31,12 @@ def taken(args: Arguments, takings: Takings) -> list[Tensor | None]:
     return tensors
 
 
-def takings_of(args: Arguments, gates: Taking, weights: torch.dtype) -> Takings:
+def conversions_for(args: Arguments, gates: Conversion, weights: torch.dtype) -> Conversions:
     """How kernels take the tensors of a call of this form: the weights in a dtype, the rest in the
     compute dtype."""
     wide = args.dtype
     of_weights, of_states = (partial(plain, dtype=dtype) for dtype in (weights, wide))
-    takings: list[Taking] = [
+    takings: list[Conversion] = [
         gates,
         of_weights,
         *[partial(narrow, dtype=wide)] * len(args.fields),
@@ -67,7 +67,7 @@ class Place(int):
         return place
 
 
-class Places:
+class Addresses:
     """Numbers the tensors of a launch, in the order in which it is given them."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Places:
         return [self.one() for _ in range(count)]
 
 
-class Frame(NamedTuple):
+class Template(NamedTuple):
     """Words with their addresses left open: (where, which tensor) for each. It holds no tensor."""
 
     words: list[int]
@@ -98,14 +98,14 @@ class Frame(NamedTuple):
         return words
 
 
-def frame_of(words: Sequence[int]) -> Frame:
+def template_of(words: Sequence[int]) -> Template:
     """The frame of words in which a Place stands for each address."""
     places = [(i, word.tensor) for i, word in enumerate(words) if isinstance(word, Place)]
-    return Frame([int(word) for word in words], places)
+    return Template([int(word) for word in words], places)
 
 
 def input_values(
-    place: Places, counts: Counts, args: Arguments, fields: Sequence[Tensor]
+    place: Addresses, counts: Counts, args: Arguments, fields: Sequence[Tensor]
 ) -> dict[str, Words]:
     """The tensors that kernels of all targets begin with, by name: see codegen/interface.py.
 
@@ -125,7 +125,7 @@ def input_values(
 
 
 def adjoint_values(
-    place: Places, strides: Sequence[Sequence[int]], fields: int
+    place: Addresses, strides: Sequence[Sequence[int]], fields: int
 ) -> dict[str, Words]:
     """What backward kernels of all targets read and write, by name: see codegen/interface.py.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pararnn.codegen.interface import Interface
-from pararnn.engines.base import Arguments, Gradients
+from pararnn.engines.arguments import Arguments, Gradients
 
 
 def own_shape(tensor: Tensor, size: Sequence[int]) -> Tensor:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from pararnn.engines.form import Form, form_of, size_of
 from pararnn.engines.rule import Merit, Size
-from pararnn.engines.split import Pin, Split
+from pararnn.engines.signature import Form, signature_of, size_of
+from pararnn.engines.split import Split, SplitRequest
 from pararnn.numerics import compute_dtype
 from pararnn.program.program import Program
 
@@ -28,7 +28,7 @@ class _OwnForm:
     """
 
     def __get__(self, record: Arguments, owner: object = None) -> Form:
-        form = record.__dict__["form"] = form_of(*record.flatten())
+        form = record.__dict__["form"] = signature_of(*record.flatten())
         return form
 
 
@@ -82,9 +82,9 @@ class Arguments:
     """What this call shares with others of its form. Not in compiled regions."""
 
     @property
-    def split(self) -> Pin:
+    def split(self) -> SplitRequest:
         """What is asked of an engine that cuts time."""
-        return Pin(self.segments, self.burn_in)
+        return SplitRequest(self.segments, self.burn_in)
 
     @property
     def all_written(self) -> bool:
@@ -273,7 +273,7 @@ Backward = Callable[
     ],
     Gradients,
 ]
-SplitOf = Callable[[Program, Size, torch.dtype, torch.device, Pin], Split]
+SplitOf = Callable[[Program, Size, torch.dtype, torch.device, SplitRequest], Split]
 Pays = Callable[[Program, Size, torch.dtype, torch.device], Merit]
 
 

@@ -13,22 +13,20 @@ from torch import Tensor
 from pararnn.codegen.cpp import SOLVERS, Kernel, kernels_of
 from pararnn.codegen.families import interface_of, why_no_kernels
 from pararnn.codegen.interface import Values, Words
-from pararnn.engines.base import Arguments, Engine, Gradients, Pays, Solution
-from pararnn.engines.launch import (
-    Frame,
+from pararnn.engines.arguments import Arguments, Engine, Gradients, Pays, Solution
+from pararnn.engines.fused.launch import (
+    Addresses,
+    Conversions,
     Place,
-    Places,
-    Takings,
+    Template,
     adjoint_values,
+    conversions_for,
     first_taken,
-    frame_of,
     input_values,
-    taken,
-    takings_of,
+    template_of,
+    to_kernel_layout,
 )
-from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
-from pararnn.engines.split import BY_RULE, Pin, Split, split_of
-from pararnn.engines.strides import (
+from pararnn.engines.fused.layout import (
     gate_strides,
     gradients_like,
     head_strides,
@@ -38,6 +36,8 @@ from pararnn.engines.strides import (
     row_and_time,
     unit_stride,
 )
+from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
+from pararnn.engines.split import BY_RULE, Split, SplitRequest, plan_split
 from pararnn.numerics import compute_dtype
 from pararnn.program.program import Program
 
@@ -52,7 +52,7 @@ MIN_SIZE = 256
 
 def _forward(solver: str, program: Program, args: Arguments) -> Solution:
     launch = _kept_launch(solver, program, args)
-    tensors = taken(args, launch.takings)
+    tensors = to_kernel_layout(args, launch.takings)
     states, final = new_states(program.num_states, args)
     info = args.gates.new_zeros((1, 2), dtype=torch.int64)
     tensors += (*states, *final, *launch.shared(args.gates, info))
@@ -76,7 +76,7 @@ def _backward(
     arriving = [None if g is None else unit_stride(g) for g in grad_states]
     adjoint = _Adjoint(written.stride(), tuple(map(row_and_time, arriving)))
     launch = _kept_launch(solver, program, args, adjoint)
-    tensors = taken(args, launch.takings)
+    tensors = to_kernel_layout(args, launch.takings)
     num_gates, num_params = len(program.gates), len(args.params)
     grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
     grad_initial = new_grad_initial(args, grad_final)
@@ -102,12 +102,12 @@ class _Adjoint(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """A pass on calls of one form: how tensors are taken, its kernel and its words, the spans that
+    """A pass on calls of one form: its conversions, kernel and words, the spans that
     it sums apart, and the sizes of what a solver takes for cutting time: nothing for the loop."""
 
-    takings: Takings
+    takings: Conversions
     kernel: Kernel
-    frame: Frame
+    frame: Template
     spans: int
     starts: tuple[int, ...] = ()
     products: tuple[int, ...] = ()
@@ -143,9 +143,9 @@ def _launch(
     adjoint: _Adjoint | None,
     args: Arguments,
 ) -> _Launch:
-    interface, place, form = interface_of(program, "cpp", solver), Places(), args.form
-    takings = takings_of(args, _taken, form.dtype)
-    gates, fields = first_taken(args, taken(args, takings))
+    interface, place, form = interface_of(program, "cpp", solver), Addresses(), args.form
+    takings = conversions_for(args, _taken, form.dtype)
+    gates, fields = first_taken(args, to_kernel_layout(args, takings))
     (batch, steps, channels), (heads, width) = form.size, heads_of(gates.shape)
     counts = interface.counts
     inputs: Values = {
@@ -185,17 +185,19 @@ def _launch(
         spans *= split.segments
         starts = (batch, split.segments, counts.states, channels)
         products = (batch, split.segments, counts.states**2, channels)
-    frame = frame_of(interface.pack(f"{direction}Launch", parts))
+    frame = template_of(interface.pack(f"{direction}Launch", parts))
     return _Launch(takings, kernel, frame, spans, starts, products)
 
 
-def split_for(size: tuple[int, int, int], dtype: torch.dtype, asked: Pin = BY_RULE) -> Split:
+def split_for(
+    size: tuple[int, int, int], dtype: torch.dtype, asked: SplitRequest = BY_RULE
+) -> Split:
     """How (newton, fused) cuts time on a CPU; size is (B, T, D), dtype the compute dtype.
 
     It does not depend on threads, so that bits do not.
     """
     steps, columns = max(1, size[1]), max(1, _columns(size, dtype))
-    return split_of(steps, columns, dtype, 1, CORES, columns * steps, asked, MIN_SIZE)
+    return plan_split(steps, columns, dtype, 1, CORES, columns * steps, asked, MIN_SIZE)
 
 
 def _split(
@@ -203,7 +205,7 @@ def _split(
     size: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
-    asked: Pin,
+    asked: SplitRequest,
 ) -> Split:
     return split_for(size, compute_dtype(dtype), asked)
 

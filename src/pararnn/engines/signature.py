@@ -13,11 +13,11 @@ from pararnn.cache import on_clear
 from pararnn.engines.rule import Size
 from pararnn.numerics import compute_dtype
 
-ORDINARY = (Tensor, nn.Parameter)
+PLAIN_TYPES = (Tensor, nn.Parameter)
 """The types of tensors that nobody watches over."""
-REMEMBERED = {*ORDINARY, type(None)}
+REMEMBERED = {*PLAIN_TYPES, type(None)}
 """The types of what stands in a record whose form is remembered."""
-MOST_FORMS = 4096
+MAX_SIGNATURES = 4096
 """Forms that are remembered at once; what is kept with them goes when they do."""
 
 Value = TypeVar("Value")
@@ -48,12 +48,12 @@ class Form:
         return found
 
 
-FORMS: dict[Hashable, Form] = {}
+SIGNATURES: dict[Hashable, Form] = {}
 """By what they share."""
-on_clear(FORMS.clear)
+on_clear(SIGNATURES.clear)
 
 
-def form_of(tensors: Sequence[Tensor | None], rest: Hashable) -> Form:
+def signature_of(tensors: Sequence[Tensor | None], rest: Hashable) -> Form:
     """The form of a record as `Arguments.flatten` takes it apart, one object for all of that form;
     one of its own where types or sizes may hide more: subclasses of tensors, what is traced."""
     if not REMEMBERED.issuperset(map(type, tensors)) or torch._C._get_tracing_state():
@@ -72,11 +72,11 @@ def form_of(tensors: Sequence[Tensor | None], rest: Hashable) -> Form:
         for t in tensors
     ]
     key = (tuple(described), rest)
-    form = FORMS.get(key)
+    form = SIGNATURES.get(key)
     if form is None:
-        if len(FORMS) >= MOST_FORMS:
-            FORMS.clear()
-        form = FORMS[key] = Form(tensors)
+        if len(SIGNATURES) >= MAX_SIGNATURES:
+            SIGNATURES.clear()
+        form = SIGNATURES[key] = Form(tensors)
     return form
 
 
@@ -89,5 +89,5 @@ def size_of(gates: Tensor) -> Size:
 def plain(tensor: Tensor | None) -> bool:
     """Whether nothing hides behind a tensor: a subclass, or a negation that is put off."""
     return tensor is None or (
-        type(tensor) in ORDINARY and not tensor.is_neg() and not tensor._is_zerotensor()
+        type(tensor) in PLAIN_TYPES and not tensor.is_neg() and not tensor._is_zerotensor()
     )

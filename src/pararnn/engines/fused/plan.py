@@ -14,8 +14,8 @@ from pararnn.codegen.cuda import Variant, ring_of
 from pararnn.codegen.interface import WORD, Words
 from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
-from pararnn.engines.launch import Place, Places
-from pararnn.engines.split import Pin, Split, split_of
+from pararnn.engines.fused.launch import Addresses, Place
+from pararnn.engines.split import Split, SplitRequest, plan_split
 from pararnn.program.program import Program
 
 
@@ -33,7 +33,7 @@ def plan(
     variant: Variant,
     size: tuple[int, int],
     device: torch.device,
-    asked: Pin,
+    asked: SplitRequest,
     gpu: Gpu,
 ) -> Plan:
     """The plan of a pass; `size`: tiles of channels, and T. Raises EngineError as `gpu.kernels`."""
@@ -45,7 +45,7 @@ def plan(
     steps, cores = ring_of(program, variant).steps, gpu.cores(device)
 
     def split(capacity: int) -> Split:
-        return split_of(length, columns, variant.dtype, steps, cores, capacity, asked)
+        return plan_split(length, columns, variant.dtype, steps, cores, capacity, asked)
 
     free = split(max(columns, 1) * max(length, 1))
     # Clusters fill multiprocessors unevenly, which few blocks do anyway.
@@ -69,7 +69,7 @@ class Shared(NamedTuple):
 
 
 def shared_of(
-    plan: Plan, program: Program, dtype: torch.dtype, columns: int, per_lane: int, place: Places
+    plan: Plan, program: Program, dtype: torch.dtype, columns: int, per_lane: int, place: Addresses
 ) -> Shared:
     """What the segments of a Newton solve share, in one tensor and one of zeros."""
     own, spans = board_of(program, dtype, per_lane), columns * plan.split.segments
@@ -82,7 +82,7 @@ def shared_of(
     return Shared(memory, sum(counters.values()), places, _places(place, counters))
 
 
-def _places(place: Places, sizes: dict[str, int]) -> dict[str, Words]:
+def _places(place: Addresses, sizes: dict[str, int]) -> dict[str, Words]:
     """The addresses of neighbours of so many words in the next tensor."""
     tensor, starts = place.one().tensor, accumulate([0, *sizes.values()])
     return {name: Place(tensor, start * WORD) for name, start in zip(sizes, starts, strict=False)}

@@ -1,0 +1,1 @@
+"""Engines whose whole solve is one generated kernel."""
