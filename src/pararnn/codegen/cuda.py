@@ -127,42 +127,38 @@ _FLAGS = ("adjacent_gates", "reverse", "events")
 
 def source_of(program: Program, variant: Variant) -> str:
     """Return the CUDA file of a variant. Raises EngineError as `ring_of` and `source_file`."""
-    fields = variant._asdict()
-    integers = {
-        **{name: fields[name] for name in _INTEGERS},
+    backward = variant.direction == "backward"
+    constants: dict[str, int | tuple[bool, ...]] = {
+        **{name: getattr(variant, name) for name in _INTEGERS},
         **ring_of(program, variant)._asdict(),
         "info_slots": INFO_SLOTS[variant.solver],
     }
     if variant.solver == "newton":
-        integers |= board_of(program, variant.dtype, variant.per_lane)._asdict()
-    flags = {name: fields[name] for name in _FLAGS}
-    flags["backward_reads_gates"] = reads_gates(program, variant.dtype)
-    arrays = {"broadcast": variant.broadcast}
-    if variant.direction == "backward":
-        arrays["arriving"] = variant.arriving
-    constants = [
-        f"using weight_io = {IO_TYPES[variant.weight_dtype]};",
-        *(f"constexpr int {name} = {value};" for name, value in integers.items()),
-        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
-        *(
-            f"constexpr bool {name}[] = {{{', '.join(str(v).lower() for v in values) or 'false'}}};"
-            for name, values in arrays.items()
-        ),
-        "",
-    ]
+        constants |= board_of(program, variant.dtype, variant.per_lane)._asdict()
+    constants |= {name: getattr(variant, name) for name in _FLAGS}
+    constants["backward_reads_gates"] = reads_gates(program, variant.dtype)
+    constants["broadcast"] = variant.broadcast
+    if backward:
+        constants["arriving"] = variant.arriving
+    lines = [f"using weight_io = {IO_TYPES[variant.weight_dtype]};"]
+    lines += [_constant(name, value) for name, value in constants.items()]
+    defines = {
+        "BACKWARD": int(backward),
+        "CLUSTER": int(variant.cluster),
+        "APPROXIMATE": int(variant.dtype in APPROXIMATE),
+        "REFINED": int(variant.dtype == torch.float32 and backward),
+    }
     return source_file(
-        program,
-        variant.dtype,
-        "cuda",
-        variant.solver,
-        defines={
-            "BACKWARD": int(variant.direction == "backward"),
-            "CLUSTER": int(variant.cluster),
-            "APPROXIMATE": int(variant.dtype in APPROXIMATE),
-            "REFINED": int(variant.dtype == torch.float32 and variant.direction == "backward"),
-        },
-        constants=constants,
+        program, variant.dtype, "cuda", variant.solver, defines=defines, constants=[*lines, ""]
     )
+
+
+def _constant(name: str, value: int | tuple[bool, ...]) -> str:
+    if isinstance(value, tuple):
+        flags = ", ".join(str(flag).lower() for flag in value)
+        return f"constexpr bool {name}[] = {{{flags or 'false'}}};"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"constexpr {kind} {name} = {str(value).lower()};"
 
 
 def usual_variants(
