@@ -144,8 +144,7 @@ def test_the_scale_of_the_loss_scales_gradients(name, monkeypatch):
         assert torch.equal(one.double() * 2.0**-30, other.double())
 
 
-@pytest.mark.parametrize("pair", [FUSED, NEWTON_FUSED], ids="-".join)
-@pytest.mark.parametrize("kind", [1, "real"])
+@pytest.mark.parametrize(("kind", "pair"), [("real", FUSED), (1, NEWTON_FUSED)], ids=str)
 def test_scans_of_a_decay_of_one_row(kind, pair, monkeypatch):
     """`a` of (D,), the same row at every step for kernels, and of (T, 1)."""
     install(MEETINGS["grid"], monkeypatch)
