@@ -24,7 +24,8 @@ def test_goldens(name):
     """PARARNN_WRITE_GOLDENS=1 rewrites goldens: read the difference."""
     if not torch.__version__.startswith(TORCH):
         pytest.skip(f"goldens are of torch {TORCH}")
-    text = pararnn.emitted(pararnn.CELLS[name](4))
+    text, cuda = (pararnn.emitted(pararnn.CELLS[name](4), target) for target in headers.LANGUAGES)
+    assert text == cuda
     golden = GOLDENS / f"{name}.cpp"
     if os.environ.get("PARARNN_WRITE_GOLDENS"):
         golden.write_text(text, encoding="utf-8")
@@ -33,14 +34,6 @@ def test_goldens(name):
 
 def test_every_golden_has_a_cell():
     assert {path.name for path in GOLDENS.iterdir()} == {f"{name}.cpp" for name in ELEMENTWISE}
-
-
-def test_targets_have_the_same_source():
-    for name in ELEMENTWISE:
-        cpp, cuda = (
-            pararnn.emitted(pararnn.CELLS[name](4), target) for target in headers.LANGUAGES
-        )
-        assert cuda == cpp
 
 
 def test_sums_fuse_the_later_product():
@@ -121,15 +114,9 @@ def test_emitted_jacobians_run(name, tmp_path):
 
 
 def test_literals():
-    values = [1, 0.1, -2.5e-30, float("inf"), -float("inf")]
-    assert [literal(v) for v in values] == [
-        "constant(1.0)",
-        "constant(0.1)",
-        "constant(-2.5e-30)",
-        "constant(INFINITY)",
-        "constant(-INFINITY)",
-    ]
-    assert literal(float("nan")) == "constant(NAN)"
+    values = [1, 0.1, -2.5e-30, float("inf"), -float("inf"), float("nan")]
+    numbers = ["1.0", "0.1", "-2.5e-30", "INFINITY", "-INFINITY", "NAN"]
+    assert [literal(v) for v in values] == [f"constant({n})" for n in numbers]
 
 
 class Rare(pararnn.Cell):
