@@ -190,20 +190,6 @@ class Shaped(pararnn.Cell):
         return torch.tanh(gate.x + param.a * state.h)
 
 
-def test_shapes_of_parameters_are_kept_by_content(tmp_path, monkeypatch):
-    monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
-
-    def entries(lift):
-        shape = ParamShape("halves", HALVES.size, lift)
-        cls = type("Shaped", (Shaped,), {"params": {"a": Param(shape)}, "__module__": __name__})
-        pararnn.program_of(cls(8))
-        return len(list(tmp_path.glob("Shaped-step-*")))
-
-    assert entries(lambda value, d, h: value.reshape(d)) == 1
-    assert entries(lambda value, d, h: value.reshape(d)) == 1
-    assert entries(lambda value, d, h: value.flatten()) == 2
-
-
 def test_writing_into_a_state_is_said_with_its_line():
     def step(self, state, gate, param):
         h = state.h

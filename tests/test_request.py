@@ -249,31 +249,6 @@ def test_explain_says_what_others_cost():
     assert dense.costs == {("sequential", "torch"): "a loop in Python over 3,000 steps"}
 
 
-class Importing(pararnn.Cell):
-    """A step that the cache cannot tell of."""
-
-    states = ("h",)
-    gates = ("x",)
-
-    def step(self, state, gate, param):
-        import math
-
-        return math.pi * torch.tanh(state.h + gate.x)
-
-
-class Sequential(Importing):
-    structure = "sequential"
-
-
-def test_explain_says_whether_the_step_is_traced_again():
-    def said(cell):
-        return pararnn.explain(cell(4), (1, 10)).step
-
-    assert said(pararnn.GRUCell) == "is traced once: later processes read it from the cache"
-    assert said(Importing).endswith("an import of math inside the step")
-    assert said(Sequential) == "is not traced, as it is declared sequential"
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "cell"),
     [

@@ -1,4 +1,4 @@
-"""Compiled libraries and traced steps on disk: one folder an entry, complete or absent.
+"""Compiled libraries on disk: one folder an entry, complete or absent.
 
 An entry holds the library, the source it was made from, and a manifest with the library's checksum.
 Several processes may build the same entry at the same time. One that is killed leaves no half
@@ -255,7 +255,7 @@ def _warn_unusable(folder: Path, error: OSError) -> None:
     if folder not in _UNUSABLE:
         _UNUSABLE.add(folder)
         warn_user(
-            f"traced steps and compiled kernels cannot be cached in {folder} ({error}), so every "
+            f"compiled kernels cannot be cached in {folder} ({error}), so every "
             "process makes its own; set PARARNN_CACHE_DIR to a folder that can be read and written",
             BackendWarning,
         )

@@ -12,7 +12,6 @@ from torch import Tensor
 from pararnn.cells.base import Cell, Step
 from pararnn.errors import CellError, StructureError
 from pararnn.program.coupling import expand_entry
-from pararnn.program.guard import check_writes
 from pararnn.program.structure import Structure
 from pararnn.program.trace import Graph, ancestors, trace_pointwise, trace_rows
 
@@ -85,7 +84,6 @@ def mixing_op(step: Step) -> str | None:
     texts = set()
     for channels in channels_of(step):
         tensors = example(step, (), channels, torch.float32)
-        check_writes(what, flat(step, step), [t.clone() for t in tensors])
         graph = trace_pointwise(flat(step, step), tensors, what)
         if graph.mixing_op is not None:
             _check_rows(step)
@@ -286,7 +284,7 @@ def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 def gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Gradients of all inputs, zero where nothing depends on one.
+    """Return the gradients of all inputs, zero where nothing depends on one.
 
     By plain autograd, which runs functions with a backward of their own: torch.func refuses them.
     """
@@ -294,9 +292,23 @@ def gradients(
     if not pairs:
         return tuple(torch.zeros_like(t) for t in inputs)
     outs, arriving = zip(*pairs, strict=True)
+    root = _Root.apply(arriving, *outs)
     return torch.autograd.grad(
-        outs, inputs, arriving, retain_graph=True, allow_unused=True, materialize_grads=True
+        root, inputs, retain_graph=True, allow_unused=True, materialize_grads=True
     )
+
+
+class _Root(torch.autograd.Function):
+    """A number whose gradients are given: `autograd.grad` imports SymPy for those it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, cotangents: tuple[Tensor, ...], *outputs: Tensor) -> Tensor:
+        ctx.cotangents = cotangents
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.cotangents
 
 
 def _check_rows(step: Step) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.errors import CellError
+from pararnn.program.record import BranchError, WriteError
 
 # What hangs a function on a tensor, or keeps its gradient: a graph of the step's ops has no such
 # tensor, and in a loop it sees the gradient from outside the step too.
@@ -33,20 +32,15 @@ class SizeError(CellError):
     """The step does not fit the number of channels that it was traced on."""
 
 
-class BranchError(Exception):
-    """The step reads a tensor's value in Python (a branch, .item()): it cannot be traced."""
-
-
 def guarded(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
     """Return what `trace` does at `inputs`; BranchError or CellError for what it raises."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
     try:
         with _HooksRefused(what):
             return trace()
-    except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
-        raise BranchError(str(error)) from error
+    except WriteError as error:
+        place = next((place for place in error.stack if _is_users(place[0])), None)
+        line = "" if place is None else " ({}, line {})".format(*place)
+        raise CellError(_WRITES.format(_step_of(what), line)) from from_the_users_line(error)
     except (AttributeError, IndexError) as error:
         if "can't set attribute" in str(error):
             raise CellError(
@@ -75,46 +69,10 @@ def guarded(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
         ) from from_the_users_line(error)
 
 
-def check_writes(what: str, call: Callable[..., object], inputs: Sequence[Tensor]) -> None:
-    """Raise CellError, with the user's line, where a step writes into what it is given."""
-    with _Writes(inputs) as writes:
-        guarded(what, lambda: call(*inputs), inputs)
-    if writes.line is not None:
-        raise CellError(_WRITES.format(_step_of(what), writes.line))
-
-
-class _Writes(TorchDispatchMode):
-    """Notes the user's line that first writes into memory of some tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        self.line: str | None = None
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an op, and look at what it writes into."""
-        kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            if not (argument.is_write and isinstance(value, Tensor) and self.line is None):
-                continue
-            if value.untyped_storage().data_ptr() in self.memory:
-                self.line = _line_of_frame(sys._getframe(1))
-        return func(*args, **kwargs)
-
-
 _WRITES = (
     "{} writes into a tensor in place{} (h += ..., h[mask] = ..., h.add_()), and its gradient "
     "needs what was there: make a new one, by torch.where for a mask"
 )
-
-
-def _line_of_frame(frame: FrameType | None) -> str:
-    while frame is not None and not _is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f" ({frame.f_code.co_filename}, line {frame.f_lineno})"
 
 
 def _is_users(file: str) -> bool:

@@ -13,14 +13,13 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pararnn.cells.base import Cell, Step, resolve_config
 from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.program.apart import apart
-from pararnn.program.content import content_of
 from pararnn.program.coupling import TOGETHER, Coupling
 from pararnn.program.derive import (
     Graphs,
@@ -30,9 +29,9 @@ from pararnn.program.derive import (
     is_affine,
     mixing_op,
 )
-from pararnn.program.guard import BranchError, SizeError
+from pararnn.program.guard import SizeError
 from pararnn.program.reads import Reads, change_of, reads_mode, reads_of
-from pararnn.program.stored import Traced, kept
+from pararnn.program.record import BranchError
 from pararnn.program.structure import STRUCTURES, Structure, make_structure
 
 COMPUTE_DTYPES = (torch.float32, torch.float64)
@@ -256,13 +255,12 @@ def _build(
     mode = training if reads_mode(cls, reads) else None
     step = Step(cls, config, mode)
     try:
-        name, why, warning, graphs = _traced_or_kept(step, config)
+        structure, why, warning, graphs = apart(_traced, step)
     except SizeError:
         if sizes is None:
             raise
         step = Step(cls, config, mode, sizes)
-        name, why, warning, graphs = _traced_or_kept(step, config)
-    structure = None if name is None else make_structure(name, len(cls.states))
+        structure, why, warning, graphs = apart(_traced, step)
     affine = structure is not None and not structure.couples_channels
     affine = affine and is_affine(graphs[torch.float32], len(cls.states))
     if warning is not None:
@@ -297,20 +295,16 @@ def _build(
     )
 
 
-def _traced_or_kept(step: Step, config: Mapping[str, Any]) -> Traced:
-    """Return what an earlier process traced of the very same step, or what is traced now."""
-    cls = step.cls
+class _Traced(NamedTuple):
+    """The structure, or why there is none; a warning; the graphs by compute dtype."""
 
-    def content() -> str:
-        read = content_of(cls, config, reads_of(cls, STRUCTURES, cls.structure or ""))
-        return f"{read}\ntraining {step.training} sizes {step.sizes}"
-
-    if cls.structure == "sequential":  # nothing is traced
-        return apart(_traced, step)
-    return kept(cls.__name__, content, lambda: apart(_traced, step))
+    structure: Structure | None
+    why_sequential: str | None
+    warning: str | None
+    graphs: dict[torch.dtype, Graphs]
 
 
-def _traced(step: Step) -> Traced:
+def _traced(step: Step) -> _Traced:
     with torch.no_grad():
         structure, why, warning = _infer(step)
         graphs = _derived(step, structure) if structure else {}
@@ -318,8 +312,7 @@ def _traced(step: Step) -> Traced:
             check_linear(step, graphs[torch.float64])
             if structure.couples_channels or step.has_jacobian:
                 check_structure(step, structure, graphs[torch.float64])
-    name = None if structure is None else step.cls.structure or structure.name
-    return Traced(name, why, warning, graphs)
+    return _Traced(structure, why, warning, graphs)
 
 
 def _derived(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from pararnn.errors import CellError
 from pararnn.program.guard import guarded
+from pararnn.program.record import record, replay, without_writes
 
 aten = torch.ops.aten
 
@@ -48,8 +50,8 @@ UNTAGGED = {
     aten.softshrink_backward.default,
     aten.hardshrink_backward.default,
 }
-# Kept whole: their decomposition is longer than the op and rounds differently.
-UNDECOMPOSED = (aten.lerp.Tensor, aten.lerp.Scalar)
+# Not decomposed: what leaves no trace, and what its parts would make longer and round otherwise.
+WHOLE = {aten.detach.default, aten.empty_like.default, aten.lerp.Tensor, aten.lerp.Scalar}
 
 
 def ancestors(
@@ -92,28 +94,25 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     `function` returns a tensor or a tuple of them. Raises BranchError for data-dependent Python,
     CellError for randomness, complex numbers, captured tensors, lost precision and hooks.
     """
-    from torch.func import functionalize
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    # The user's code runs outside of torch.func's transforms, which refuse functions with a
-    # backward of their own. Decompositions emit in-place ops, which the last pass removes.
-    trace = make_fx(_tupled(function))
-    raw = guarded(what, lambda: trace(*inputs), inputs)
+    # Autograd runs while the user's code is recorded, and not once its ops are decomposed.
+    raw = guarded(what, lambda: record(_tupled(function), inputs), inputs)
     _check_ops(raw, inputs[0].dtype, what)
-    module = make_fx(functionalize(raw))(*inputs)
-    module = make_fx(functionalize(module), decomposition_table=_decompositions())(*inputs)
-    _check_ops(module, inputs[0].dtype, what)
-    _fold(module)
-    _share(module.graph)
-    module.graph.eliminate_dead_code()
-    _box_numbers(module.graph, inputs[0].dtype)
-    module.recompile()
-    _keep_dtypes(module.graph)
-    mixing = _mixing_ops(module.graph)
+    whole = raw
+    if not without_writes(raw) or any(_is_composite(node.target) for node in raw.nodes):
+        whole = record(torch.func.functionalize(functools.partial(replay, raw)), inputs)
+    graph = record(functools.partial(replay, whole), inputs, _rule_of)
+    _check_ops(graph, inputs[0].dtype, what)
+    _fold(graph)
+    _share(graph)
+    graph.eliminate_dead_code()
+    _box_numbers(graph, inputs[0].dtype)
+    mixing = _mixing_ops(graph)
     # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
-    named = [op for op in _mixing_ops(raw.graph) if not getattr(op, "is_view", True)]
+    named = [op for op in _mixing_ops(raw) if not getattr(op, "is_view", True)]
     name = str([*named, *mixing][0]) if mixing else None
-    return Graph(module, name, canonical_text(module.graph), _defaults(raw))
+    text, defaults = canonical_text(graph), _defaults(raw)
+    _keep_dtypes(graph)
+    return Graph(fx.GraphModule(nn.Module(), graph), name, text, defaults)
 
 
 def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str) -> Graph:
@@ -122,24 +121,26 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
 
     trace = make_fx(_tupled(function), tracing_mode="symbolic")
     module = guarded(what, lambda: trace(*inputs), inputs)
-    _check_ops(module, inputs[0].dtype, what)
-    defaults = _defaults(module)
+    for node in module.graph.nodes:
+        if node.op == "get_attr":  # a clone: the user may write into it
+            node.meta["val"] = getattr(module, node.target).clone()
+            setattr(module, node.target, node.meta["val"])
+    _check_ops(module.graph, inputs[0].dtype, what)
     for node in list(module.graph.nodes):
         if node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
     module.recompile()
-    for name, constant in vars(module).items():
-        if isinstance(constant, Tensor):  # the user's own, who may write into it
-            setattr(module, name, constant.clone())
     for node in module.graph.nodes:
         if "device" in node.kwargs and node.kwargs["device"] is not None:
             raise CellError(
                 f"{what} creates a tensor on a fixed device ({node.target}); "
                 "use new_zeros, zeros_like or the like on a state"
             )
+    text, defaults = canonical_text(module.graph), _defaults(module.graph)
     _keep_dtypes(module.graph)
-    return Graph(module, "not elementwise", canonical_text(module.graph), defaults)
+    return Graph(module, "not elementwise", text, defaults)
 
 
 def canonical_text(graph: fx.Graph) -> str:
@@ -150,23 +151,17 @@ def canonical_text(graph: fx.Graph) -> str:
         names[node] = f"%{len(names)}"
         args: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
         if node.op == "get_attr":
-            constant = getattr(graph.owning_module, node.target)
-            args = repr(constant.item()) if isinstance(constant, Tensor) else constant
+            args = repr(node.meta["val"].item())
         lines.append(
             f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}"
         )
     return "\n".join(lines)
 
 
-def _defaults(module: fx.GraphModule) -> bool:
+def _defaults(graph: fx.Graph) -> bool:
     """Check whether a graph makes a number of the default dtype, which another would round."""
-
-    def value(node: fx.Node) -> Any:
-        attribute = node.op == "get_attr"
-        return getattr(module, str(node.target)) if attribute else node.meta.get("val")
-
-    nodes = [n for n in module.graph.nodes if n.op in ("get_attr", "call_function")]
-    made = [value(node) for node in nodes if not node.all_input_nodes]
+    nodes = [n for n in graph.nodes if n.op in ("get_attr", "call_function")]
+    made = [node.meta.get("val") for node in nodes if not node.all_input_nodes]
     numbers = [v for v in made if isinstance(v, Tensor) and v.ndim == 0]
     return any(v.dtype == torch.get_default_dtype() for v in numbers)
 
@@ -179,10 +174,32 @@ def _keep_dtypes(graph: fx.Graph) -> None:
 
 
 @functools.cache
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    from torch._decomp import core_aten_decompositions
+def _rule_of(op: Any) -> Callable[..., Any] | None:
+    """Return how PyTorch decomposes an op into core ATen, None for one that it leaves.
 
-    return {op: rule for op, rule in core_aten_decompositions().items() if op not in UNDECOMPOSED}
+    Without wrappers that promote dtypes, which ops in a graph have done: they import SymPy and
+    torch._dynamo, which takes a second.
+    """
+    if op in WHOLE:
+        return None
+    rule = _rules().get(op)
+    if rule is None:
+        return op.decompose if _is_composite(op) else None
+    return unwrap(rule)
+
+
+def _is_composite(op: Any) -> bool:
+    """Check whether an op consists of others, also where a kernel of its own runs."""
+    key = "CompositeImplicitAutograd"
+    overload = isinstance(op, torch._ops.OpOverload)
+    return overload and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+@functools.cache
+def _rules() -> dict[Any, Callable[..., Any]]:
+    from torch._decomp import _core_aten_decompositions_post_autograd
+
+    return _core_aten_decompositions_post_autograd()
 
 
 def _tupled(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
@@ -193,15 +210,13 @@ def _tupled(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     return tupled
 
 
-def _check_ops(module: fx.GraphModule, dtype: torch.dtype, what: str) -> None:
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            value = getattr(module, node.target)
-            if isinstance(value, Tensor) and value.ndim:
-                raise CellError(
-                    f"{what} captures a tensor of shape {tuple(value.shape)} from outside; "
-                    "make it a Param (trainable=False for a constant) or a field"
-                )
+def _check_ops(graph: fx.Graph, dtype: torch.dtype, what: str) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.meta["val"].ndim:
+            raise CellError(
+                f"{what} captures a tensor of shape {tuple(node.meta['val'].shape)} from outside; "
+                "make it a Param (trainable=False for a constant) or a field"
+            )
         if node.op != "call_function":
             continue
         tags = getattr(node.target, "tags", ())
@@ -225,11 +240,10 @@ def _check_ops(module: fx.GraphModule, dtype: torch.dtype, what: str) -> None:
             )
 
 
-def _fold(module: fx.GraphModule) -> None:
+def _fold(graph: fx.Graph) -> None:
     """Replace constants by numbers and drop identities, so that only arithmetic is left."""
-    graph = module.graph
     for node in list(graph.nodes):
-        replacement = _folded(module, node)
+        replacement = _folded(node)
         if replacement is None:
             continue
         if isinstance(replacement, fx.Node):
@@ -248,10 +262,9 @@ def _replace_by_number(node: fx.Node, number: Any) -> None:
         user.kwargs = fx.node.map_arg(user.kwargs, put)
 
 
-def _folded(module: fx.GraphModule, node: fx.Node) -> Any:
+def _folded(node: fx.Node) -> Any:
     if node.op == "get_attr":
-        value = getattr(module, str(node.target))
-        return value.item() if isinstance(value, Tensor) else None
+        return node.meta["val"].item()
     if node.op != "call_function":
         return None
     target: Any = node.target

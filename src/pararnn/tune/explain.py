@@ -14,9 +14,7 @@ from pararnn.device import type_of
 from pararnn.engines.request import Request, chosen, request, requested_split
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_never, why_not
-from pararnn.errors import CellError
 from pararnn.layers import ParaRNN, RecurrentLayer
-from pararnn.program.content import UnknownContent, content_of
 from pararnn.program.program import Program, program_of
 from pararnn.scan import scan, workload_of_scan
 
@@ -28,8 +26,7 @@ class Explanation:
     `solver` and `backend` are what would run, `why` says why; `others` says of every other pair
     why it cannot run here, None where it could, and `costs` what it would cost then. size: (B, T,
     D). split: how (newton, fused) cuts time in the forward pass, after what was asked has been
-    reduced to what fits; None for pairs that do not cut it. step: whether processes to come trace
-    the step anew, and why.
+    reduced to what fits; None for pairs that do not cut it.
     """
 
     cell: str
@@ -42,7 +39,6 @@ class Explanation:
     others: dict[tuple[str, str], str | None]
     split: Split | None = None
     costs: dict[tuple[str, str], str] = field(default_factory=dict)
-    step: str = ""
 
     def __str__(self) -> str:
         head = f"{self.cell}, (B, T, D) = {self.size}, {self.dtype} on {self.device}"
@@ -53,7 +49,6 @@ class Explanation:
         for pair, reason in self.others.items():
             said = reason or f"could run: {self.costs[pair]}"
             lines.append(f"  ({', '.join(pair)}) {said}")
-        lines.append(f"  its step {self.step}")
         return "\n".join(lines)
 
 
@@ -81,7 +76,7 @@ def explain(
     Builds the kernels of the pair that runs; of others only where that one needs none. Raises
     ValueError for an impossible shape, EngineError where the request cannot run.
     """
-    default, config = Request(), {}
+    default = Request()
     if module is scan:
         program, size = workload_of_scan(tuple(shape), dtype or torch.get_default_dtype())
         empty = torch.empty(0, dtype=dtype, device=device)
@@ -89,8 +84,6 @@ def explain(
     else:
         assert isinstance(module, (ParaRNN, RecurrentLayer, Cell))
         program, size, dtype, device = workload_of(module, shape, dtype, device)
-        cell = unwrapped(module if isinstance(module, Cell) else module.cell)
-        config = cell.config_values()
         if not isinstance(module, Cell):
             default = Request(module.solver, module.backend)
     asked = chosen(request(solver, backend, mode), default)
@@ -104,7 +97,7 @@ def explain(
         if p != choice.pair
     }
     costs = {p: _cost(program, p, size) for p, reason in others.items() if reason is None}
-    said = (*choice.pair, choice.why, others, choice.split(), costs, _kept(program, config))
+    said = (*choice.pair, choice.why, others, choice.split(), costs)
     return Explanation(program.cell_name, size, dtype, device, *said)
 
 
@@ -118,17 +111,6 @@ def _cost(program: Program, pair: tuple[str, str], size: tuple[int, int, int]) -
         return f"a loop in Python over {steps:,} steps"
     entries = program.num_states**2 * channels * max(1, program.coupling.reach(channels))
     return f"Jacobians of {batch * steps * entries:,} numbers in memory"
-
-
-def _kept(program: Program, config: dict[str, Any]) -> str:
-    """Whether the cache may hold the traced step, and why not."""
-    if program.step.cls.structure == "sequential":
-        return "is not traced, as it is declared sequential"
-    try:
-        content_of(program.step.cls, config, program.reads)
-    except (CellError, UnknownContent) as error:
-        return f"is traced in every process, in a second or so: the cache cannot tell of {error}"
-    return "is traced once: later processes read it from the cache"
 
 
 def workload_of(

@@ -1,0 +1,175 @@
+"""A function of tensors, recorded as a graph of the ATen ops that it calls.
+
+`make_fx` does so too. It imports torch._dynamo and SymPy for it, and looks after much that a step
+may not do: a trace by it takes ten times as long, and its first one more than a second.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+RuleOf = Callable[[Any], Callable[..., Any] | None]
+
+
+class BranchError(Exception):
+    """The step reads a tensor's value in Python (a branch, .item()): it cannot be traced."""
+
+
+class WriteError(Exception):
+    """The step writes into memory of its arguments; `stack`: of the first such op, innermost first.
+
+    Each entry is a file and a line.
+    """
+
+    def __init__(self, stack: list[tuple[str, int]]) -> None:
+        super().__init__("an op writes into an input")
+        self.stack = stack
+
+
+def record(
+    function: Callable[..., Iterable[Any]],
+    inputs: Sequence[Tensor],
+    rule_of: RuleOf = lambda op: None,
+) -> fx.Graph:
+    """Return the graph of the ops that `function` calls on `inputs`; it returns tensors.
+
+    `rule_of` gives the function that decomposes an op, None for one that stays. A node's
+    `meta["val"]` is its tensor; one that is neither input nor result is a node of op "get_attr".
+    Raises BranchError for an op that reads a tensor's value, WriteError for one that writes into
+    an input.
+    """
+    recorder = _Recorder(inputs, rule_of)
+    with recorder:
+        outputs = list(function(*inputs))
+    if recorder.stack:
+        raise WriteError(recorder.stack)
+    recorder.graph.output(tuple(map(recorder.node_of, outputs)))
+    return recorder.graph
+
+
+def replay(graph: fx.Graph, *inputs: Tensor) -> tuple[Any, ...]:
+    """Call a recorded graph's ops on `inputs`."""
+    values: dict[fx.Node, Any] = {}
+    arguments = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(arguments)
+        elif node.op == "get_attr":
+            values[node] = node.meta["val"]
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "output":
+                return tuple(args[0])
+            values[node] = node.target(*args, **kwargs)
+    raise ValueError("a graph without output")
+
+
+class _Recorder(TorchDispatchMode):
+    """Adds a node for each op that is called.
+
+    fixed: nodes of single numbers that no input decides, such as that of torch.tensor(0.5).
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import torch._dynamo: no compiled code runs in this mode
+
+    def __init__(self, inputs: Sequence[Tensor], rule_of: RuleOf) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.rule_of = rule_of
+        self.nodes: dict[int, fx.Node] = {}  # by id: the nodes hold the tensors, so that ids stay
+        self.fixed: set[fx.Node] = set()
+        self.stack: list[tuple[str, int]] = []  # of the first op that writes into an input
+        self.memory = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        for index, tensor in enumerate(inputs):
+            self.note(tensor, self.graph.placeholder(f"arg{index}"))
+
+    def note(self, tensor: Any, node: fx.Node) -> None:
+        """Note which node gave a tensor."""
+        node.meta["val"] = tensor
+        self.nodes[id(tensor)] = node
+
+    def node_of(self, value: Any) -> Any:
+        """Return a tensor's node, and any other value as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self.nodes:
+            constants = sum(node.op == "get_attr" for node in self.graph.nodes)
+            node = self.graph.create_node("get_attr", f"_tensor_constant{constants}")
+            node.meta["val"] = value
+            return node
+        return self.nodes[id(value)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op, and record it, or those that it consists of."""
+        kwargs = kwargs or {}
+        rule = self.rule_of(func)
+        if rule is not None:
+            with self:
+                return rule(*args, **kwargs)
+        if func is aten.lift_fresh.default:
+            func = aten.lift_fresh_copy.default  # its input is a constant, which must not change
+        if func._schema.is_mutable and not self.stack and self.writes(func, args, kwargs):
+            self.stack = list(_stack(sys._getframe(1)))
+        node = self.graph.call_function(func, *fx.node.map_aggregate((args, kwargs), self.node_of))
+        read = [input for input in node.all_input_nodes if input.op != "get_attr"]
+        fixed = self.fixed.issuperset(read)
+        if torch.Tag.data_dependent_output in func.tags and not fixed:
+            raise BranchError(f"{func} of a traced tensor")
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            self.note(out, node)
+            lifted = func is aten.lift_fresh_copy.default
+            random = torch.Tag.nondeterministic_seeded in func.tags
+            if out.numel() == 1 and (lifted or (read and fixed and not random)):
+                self.fixed.add(node)
+        elif isinstance(out, (tuple, list)):
+            for index, part in enumerate(out):
+                self.note(part, self.graph.call_function(operator.getitem, (node, index)))
+        return out
+
+    def writes(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Check whether an op writes into memory of the inputs."""
+        names = [argument.name for argument in func._schema.arguments]
+        values = {**kwargs, **dict(zip(names, args, strict=False))}
+        written = [values.get(a.name) for a in func._schema.arguments if a.is_write]
+        tensors = [value for value in written if isinstance(value, Tensor)]
+        return any(value.untyped_storage().data_ptr() in self.memory for value in tensors)
+
+
+def _stack(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def without_writes(graph: fx.Graph) -> bool:
+    """Replace ops that write into a tensor by those that return another; return whether all are.
+
+    So autograd's own come: into a new tensor that nothing else views. Others stay.
+    """
+    for node in graph.nodes:
+        if not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
+            continue
+        written, name = node.args[0], node.target._schema.name.removeprefix("aten::")
+        other = getattr(getattr(aten, name[:-1], None), node.target._overloadname, None)
+        views = any(getattr(user.target, "is_view", False) for user in [written, *written.users])
+        dtypes = {n.meta["val"].dtype for n in node.all_input_nodes} - {torch.bool}
+        own = written.op == "call_function" and not views
+        if not (name.endswith("_") and other and own and dtypes == {node.meta["val"].dtype}):
+            return False
+        node.target = other
+    return True

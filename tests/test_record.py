@@ -1,0 +1,81 @@
+"""Recording of ops: without slow imports, and with the graphs of PyTorch's own rules."""
+
+import pytest
+import torch
+from fresh import run_fresh
+from test_ops import BINARY, UNARY
+
+import pararnn
+from pararnn.cells.base import Step
+from pararnn.program import trace
+from pararnn.program.derive import derive, gradients
+from pararnn.program.record import BranchError, record, replay, without_writes
+from pararnn.program.structure import Diagonal
+
+RUN = """
+import sys, pararnn
+for name, cls in pararnn.CELLS.items():
+    if name != "dense-gru":
+        pararnn.program_of(cls(4))
+print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
+"""
+
+
+def test_elementwise_cells_of_the_library_are_traced_without_slow_imports():
+    done = run_fresh(RUN)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def _texts(function, numbers):
+    def step(self, state, gate, param):
+        return function(*(state.h + gate.x, state.h * gate.x)[:numbers])
+
+    body = {"states": ("h",), "gates": ("x",), "step": step}
+    cls = type("Own", (pararnn.Cell,), body)
+    with torch.no_grad():
+        graphs = derive(Step(cls, {}), Diagonal(1), torch.float32)
+    return [graph.text for graph in (graphs.step, graphs.jacobian, graphs.vjp)]
+
+
+def test_rules_without_wrappers_give_the_same_graphs(monkeypatch):
+    cases = [(f, 1) for f in UNARY.values()] + [(f, 2) for f in BINARY.values()]
+    cases = cases[::4]
+    texts = [_texts(*case) for case in cases]
+    monkeypatch.setattr(trace, "unwrap", lambda rule: rule)
+    trace._rule_of.cache_clear()
+    try:
+        assert [_texts(*case) for case in cases] == texts
+    finally:
+        trace._rule_of.cache_clear()
+
+
+def _gradient(x):
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return gradients([torch.maximum(leaf, -leaf * leaf)], [leaf], [x])
+
+
+def _writes_through_a_view(x):
+    y = torch.zeros_like(x)
+    y[1:].add_(x[1:])
+    return (y,)
+
+
+@pytest.mark.parametrize(
+    ("function", "all_removed"), [(_gradient, True), (_writes_through_a_view, False)]
+)
+def test_writes_into_new_tensors_are_removed_and_others_are_left(function, all_removed):
+    x = torch.randn(4)
+    with torch.no_grad():
+        graph = record(function, [x])
+    assert any("_." in str(node.target) for node in graph.nodes)
+    assert without_writes(graph) is all_removed
+    for value in (x, -x):
+        torch.testing.assert_close(replay(graph, value), function(value))
+
+
+def test_numbers_that_no_input_decides_may_be_read():
+    graph = record(lambda x: (x * torch.tensor(0.5).add_(1).item(),), [torch.ones(3)])
+    assert replay(graph, torch.ones(3))[0].tolist() == [1.5] * 3
+    with pytest.raises(BranchError, match="_local_scalar_dense"):
+        record(lambda x: (x * x.sum().item(),), [torch.ones(3)])
