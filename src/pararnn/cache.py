@@ -111,7 +111,7 @@ def clear_caches() -> None:
 
     These are loaded kernels, launch plans, errors of kernels that could not be made, and
     measurements of `autotune`. The next call loads kernels from the cache on disk, which stays. So
-    do traced steps: they are traced again where what a step reads has changed.
+    do the Programs of steps: a step is traced again where what it reads has changed.
     """
     clear_kernels()
     for clear in _OTHERS:
