@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from gpu import Row, Run, Sections, run_sections
 from parallel import BF16, ENGINES, F32, TRAINED, about_of, inputs_needed, measured
-from tables_cuda import of_best
+from tables import TABLES
 from torch import Tensor
 from trained import part_of, solves_of
 
@@ -94,4 +94,5 @@ SECTIONS: Sections = {cell: (partial(section, cell=cell), FILE) for cell in ("gr
 
 if __name__ == "__main__":
     done = run_sections(__doc__, SECTIONS, graph_budget=100.0, train_seconds=25.0)
-    print(of_best([{key: str(value) for key, value in row.items()} for row in done[FILE]]))
+    rows = [{key: str(value) for key, value in row.items()} for row in done[FILE]]
+    print(TABLES["auto_layers"].markdown(rows))

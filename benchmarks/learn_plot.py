@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common import RESULTS
+from learn_results import CORPORA, results
 from markdown_tables import Row
 from pictures import caption, new_figure
-from tables_learn import CORPORA, results
 
 from pararnn.palette import COLOURS
 

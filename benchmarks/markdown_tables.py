@@ -3,61 +3,116 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from common import RESULTS, read_rows
 
 Row = dict[str, str]
+Text = Callable[[Row], str]
+Cell = Callable[[list[Row]], str]
 
 
 def read(name: str) -> list[Row]:
-    """The rows of a result file."""
+    """Return the rows of a result file."""
     return read_rows(RESULTS / name)
 
 
-def measured(name: str) -> bool:
-    """Whether there is a result file."""
-    return (RESULTS / name).exists()
-
-
-def picture(name: str, caption: str) -> str:
-    """A result picture in a page of the docs, before its table; nothing where there is none."""
-    path = f"{name}.png"
-    return f"![{caption}](../benchmarks/results/{path})\n\n" if (RESULTS / path).exists() else ""
-
-
-def not_yet(command: str) -> str:
-    """What stands in place of a table that has no result file."""
-    return f"Not measured yet: `{command}`."
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(rows: Sequence[Row], name: str, several: bool = False) -> str:
-    """A line that says where figures come from; `several`: rows of more than one commit."""
+def source(rows: Sequence[Row], name: str) -> str:
+    """Return the device, versions, commits and file of some rows, in brackets."""
     first = rows[0]
-    if several:
-        first = first | {"commit": ", ".join(dict.fromkeys(row["commit"] for row in rows))}
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     count = first.get("threads", "")
     threads = f", {count} thread{'s' * (count != '1')}" if count else ""
     return (
-        f"({first['device']}{threads}, PyTorch {first['torch']}, commit {first['commit']}; "
+        f"({first['device']}{threads}, PyTorch {first['torch']}, commit {commits}; "
         f"`benchmarks/results/{name}`)"
     )
 
 
+@dataclass(frozen=True)
+class Table:
+    """Table of a result file: rows whose `lines` are equal share a line, `across` has columns."""
+
+    file: str
+    text: str
+    """Sentence in front of the source; {column} is filled from the first row."""
+    lines: Mapping[str, str | Text]
+    """First columns of a line, by title: a column of the file, or a function of a row."""
+    cells: Mapping[str, Cell] = field(default_factory=dict)
+    """Columns for each value of `across`, by title."""
+    across: Text = lambda _: ""
+    after: Mapping[str, Cell] = field(default_factory=dict)
+    """Last columns, by title, each of all rows of a line."""
+    where: Callable[[Row], bool] = lambda _: True
+
+    def __call__(self) -> str:
+        """Return the text, the source and the table."""
+        rows = [row for row in read(self.file) if self.where(row)]
+        text = self.text.format(**rows[0])
+        return f"{text} {source(rows, self.file)}:\n\n{self.markdown(rows)}"
+
+    def markdown(self, rows: Iterable[Row]) -> str:
+        """Return the table of rows."""
+        groups: dict[tuple[str, ...], dict[str, list[Row]]] = {}
+        columns: dict[str, None] = {}
+        for row in rows:
+            line = tuple(row[c] if isinstance(c, str) else c(row) for c in self.lines.values())
+            column = self.across(row)
+            columns[column] = None
+            groups.setdefault(line, {}).setdefault(column, []).append(row)
+        body = []
+        for line, by_column in groups.items():
+            own = [
+                cell(by_column[column]) if column in by_column else ""
+                for column in columns
+                for cell in self.cells.values()
+            ]
+            every = [row for rows in by_column.values() for row in rows]
+            body.append([*line, *own, *(cell(every) for cell in self.after.values())])
+        titles = [", ".join(filter(None, (c, t))) for c in columns for t in self.cells]
+        return table([*self.lines, *titles, *self.after], body)
+
+
+def digits(value: float | str) -> str:
+    """Return a number with three digits, and all before the point; "" of ""."""
+    if value == "":
+        return ""
+    value = float(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def number(key: str, form: str = "") -> Text:
+    """Return a function of a row that formats a column, by default with three digits."""
+    return lambda row: f"{float(row[key]):{form}}" if form and row[key] else digits(row[key])
+
+
+def single(text: Text) -> Cell:
+    """Return a cell of exactly one row."""
+
+    def cell(rows: list[Row]) -> str:
+        (row,) = rows
+        return text(row)
+
+    return cell
+
+
 def size(row: Row) -> str:
-    """A row's B, T, D."""
+    """Return a row's B, T, D."""
     return ", ".join(row[letter] for letter in "BTD")
 
 
+CELLS = ("gru", "lstm")
+NAMES = {"gru": "GRU", "lstm": "LSTM", "mamba2": "Mamba2", "transformer": "Transformer"}
 WIDTH = 120
-"""Of lines of prose."""
+"""Characters of a line of prose."""
 
 
 def prose(*paragraphs: str) -> str:
@@ -70,12 +125,12 @@ def prose(*paragraphs: str) -> str:
 
 
 def hold(claim: bool, what: str) -> None:
-    """Raise where the results do not have what a sentence says in words."""
+    """Raise ValueError where the results do not bear out the words of a sentence."""
     if not claim:
         raise ValueError(f"the results do not say so any more: {what}; write the sentence anew")
 
 
-def listed(words: Iterable[str]) -> str:
+def enumeration(words: Iterable[str]) -> str:
     """Return words as an enumeration: "a, b and c"."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
@@ -93,8 +148,3 @@ def one(rows: Iterable[Row], **values: Any) -> Row:
     wanted = {key: str(value) for key, value in values.items()}
     (row,) = (row for row in rows if wanted.items() <= row.items())
     return row
-
-
-def figure(row: Row, key: str, digits: int = 3) -> str:
-    """A figure of a row with some digits; empty where the row has none."""
-    return f"{float(row[key]):.{digits}g}" if row[key] else ""

@@ -1,4 +1,4 @@
-"""What `auto` follows on a GPU, from recorded times: from how many segments on to cut time.
+"""Rule of `auto` on a GPU, from measured times: the number of segments from which time is split.
 
 For each least number of segments, the worst ratio of what `auto` would take to the better engine,
 over trained and over fresh layers, by pass and dtype. And for `adapt`: the ratio of (newton, fused)
@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from markdown_tables import Row, measured, read, table
-from tables_learn import CORPORA
+from learn_results import CORPORA
+from markdown_tables import Row, read, table
 
 from pararnn.codegen.board import LANES
 from pararnn.codegen.cuda import most_per_lane
@@ -39,20 +39,20 @@ def segments(row: Row) -> int:
     return segments_for(steps, batch * -(-channels // lanes), CORES)
 
 
-def recorded() -> list[Row]:
+def all_times() -> list[Row]:
     """Both engines' times on trained and on fresh layers, the latter with random gates."""
     fresh = [row for row in read("parallel.csv") if row["section"] == "shapes"]
     fresh += read("auto_cuda.csv")
     rows = [row | {"stage": "trained"} for row in read("parallel_trained.csv")]
     rows += [row | {"stage": "fresh"} for row in fresh]
-    return [*rows, *learned(), *(read(LATER) if measured(LATER) else [])]
+    return [*rows, *learned(), *read(LATER)]
 
 
 def learned() -> list[Row]:
     """Both engines' times on the layers of trained language models, a row a pass; of those layers
     that both were measured on."""
     by_layer: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row in itertools.chain.from_iterable(read(name) for name in LEARNED if measured(name)):
+    for row in itertools.chain.from_iterable(read(name) for name in LEARNED):
         if row["backend"] == "fused":
             own = (row[k] for k in ("corpus", "mixer", "layer", "dtype", *"BTD"))
             by_layer[tuple(own)].append(row)
@@ -100,7 +100,7 @@ def taken(row: Row, least: int) -> str:
 
 def ratios() -> str:
     """The worst ratios, a column each least number of segments."""
-    rows = recorded()
+    rows = all_times()
     rows += both_passes(rows)
     body = []
     cases = itertools.product(
@@ -115,7 +115,7 @@ def ratios() -> str:
 def sweeps() -> str:
     """(newton, fused) over the loop on trained layers, by sweeps and segments."""
     by_sweeps: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for row in recorded():
+    for row in all_times():
         if row["stage"] == "trained" and row["pass"] == "forward" and "sweeps" in row:
             ratio = _ms(row, "newton") / _ms(row, "sequential")
             by_sweeps[segments(row), int(row["sweeps"])].append(ratio)

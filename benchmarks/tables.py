@@ -10,31 +10,18 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import sentences_kernels
 import sentences_learn
 import sentences_lm
 import sentences_training
-import tables_paper
-from markdown_tables import Row, read, size, source, table
+from learn_results import learn
+from markdown_tables import Row, Table, digits, number, single, size
 from tables_claims import claims
-from tables_cuda import (
-    auto_cuda,
-    auto_layers,
-    kernels,
-    kernels_layers,
-    kernels_memory,
-    resources,
-    split_times,
-    trained,
-)
-from tables_learn import learn, learn_layers
-from tables_lm import lm_context, lm_decode, lm_first_text, lm_generate, lm_ratios, lm_step
-from tables_scale import lm_lost, lm_scale, lm_scale_memory, lm_scale_profile, lm_scaling
-from tables_scan import scan_cpu
-from tables_training import lengths, recall, remarks, tasks, train_step, words
+from tables_lm import lm_ratios
+from tables_readme import performance
+from tables_tasks import tasks
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -51,229 +38,186 @@ PAGES = (
     "docs/training.md",
 )
 MARKED = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
+PASSES = {"forward": "forward", "forward + backward": "both"}
 
 
-PASSES = {"forward": "forward", "both": "forward + backward"}
+def length(row: Row) -> str:
+    """Return the title of a row's column of a length."""
+    return f"T = {int(row['T']):,}"
 
 
-def pair(row: Row, what: str) -> str:
-    """The loop's and Newton's time of a row, three digits each."""
-    times = (float(row[f"{solver}_{what}_ms"]) for solver in ("sequential", "newton"))
-    return " / ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}" for ms in times)
+def speed_up(step: str) -> Callable[[list[Row]], str]:
+    """Return a cell of cpu.csv: ms, and in brackets the speed-up over the loop or layer."""
+
+    def text(row: Row) -> str:
+        ratio = float(row[f"{step}_speedup"])
+        return digits(row[f"{step}_ms"]) + ("" if ratio == 1 else f" ({ratio:.1f} x)")
+
+    return single(text)
 
 
-def demo() -> str:
-    """Bits per byte of the demo's runs."""
-    rows = read("demo.csv")
-    head = [
-        "cell",
-        "steps",
-        "unigram",
-        "bigram",
-        "train",
-        "validation",
-        "all engines within contract",
-    ]
-    body = [
-        [
-            row["cell"],
-            row["steps"],
-            row["bits_unigram"],
-            row["bits_bigram"],
-            row["bits_train"],
-            f"**{row['bits_validation']}**",
-            "yes" if row["verified"] == "True" else "no",
-        ]
-        for row in rows
-    ]
-    seconds = rows[0]["training_seconds"]
-    return f"Bits per byte after {seconds} s of training {source(rows, 'demo.csv')}:\n\n" + table(
-        head, body
-    )
+def minimum(step: str) -> Callable[[list[Row]], str]:
+    """Return a cell of scan_cpu.csv: the median, and in brackets the minimum."""
+    return single(lambda row: f"{digits(row[f'{step}_ms'])} ({digits(row[f'{step}_min_ms'])})")
 
 
-def times(row: Row, what: str) -> str:
-    """A row's time and how many times as fast as its peer it is."""
-    ms, speedup = float(row[f"{what}_ms"]), float(row[f"{what}_speedup"])
-    return f"{ms:.3g}" if speedup == 1 else f"{ms:.3g} ({speedup:.1f} x)"
+def of_best(step: str) -> Callable[[list[Row]], str]:
+    """Return a cell of auto_layers.csv: the worst time of `auto` over the better engine's.
+
+    Of both passes, a layer's times are added up.
+    """
+
+    def cell(rows: list[Row]) -> str:
+        ratios = []
+        for layer in dict.fromkeys(row["what"] for row in rows):
+            own = [row for row in rows if row["what"] == layer and step in (row["pass"], "both")]
+            times = {s: sum(float(row[f"{s}_ms"]) for row in own) for s in ("newton", "sequential")}
+            ratios.append(times[own[0]["auto"]] / min(times.values()))
+        return f"{max(ratios):.2f}"
+
+    return cell
 
 
-def cpu() -> str:
-    """Generated kernels against loops and layers."""
-    rows = read("cpu.csv")
-    lengths = list(dict.fromkeys(row["T"] for row in rows))
-    body = []
-    for cell, what in dict.fromkeys((row["cell"], row["what"]) for row in rows):
-        mine = {row["T"]: row for row in rows if (row["cell"], row["what"]) == (cell, what)}
-        figures = [times(mine[t], kind) for t in lengths for kind in ("forward", "both")]
-        body.append([cell, what, *figures])
-    kinds = [f"T = {t}, {kind}" for t in lengths for kind in ("forward", "forward + backward")]
-    return (
-        f"ms, and in brackets how many times as fast as the loop or the layer of torch.nn "
-        f"{source(rows, 'cpu.csv')}:\n\n{table(['cell', '', *kinds], body)}"
-    )
+def updates(rows: list[Row]) -> str:
+    """Return a cell of newton_iterations.csv: the range over the layers."""
+    counts = {int(row["iterations"]) for row in rows}
+    return "-".join(map(str, sorted({min(counts), max(counts)})))
 
 
-def compile_times() -> str:
-    """Seconds to compile and milliseconds to load, by cell."""
-    rows = read("compile.csv")
-    cells = dict.fromkeys(row["cell"] for row in rows)
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    body = []
-    for cell in cells:
-        mine = {row["dtype"]: row for row in rows if row["cell"] == cell}
-        body.append([cell, *(f"{mine[d]['cold_s']} s / {mine[d]['warm_ms']} ms" for d in dtypes)])
-    text = f"First use / later ones, {rows[0]['compiler']} {source(rows, 'compile.csv')}:"
-    return f"{text}\n\n{table(['cell', *dtypes], body)}"
+def residual(rows: list[Row]) -> str:
+    """Return the largest residual after three updates."""
+    return f"{max(float(row['residual']) for row in rows if row['update'] == '3'):.1e}"
 
 
-def start() -> str:
-    """Milliseconds from the start of a process to the first result."""
-    rows = read("start.csv")
-    parts = ("import", "layer", "forward", "backward", "sum")
-    body = [
-        [row["cell"], row["commit"], row["cache"], *(f"{float(row[f'{p}_ms']):.3g}" for p in parts)]
-        for row in rows
-    ]
-    text = f"Medians in ms over {rows[0]['processes']} processes each {source(rows, 'start.csv')}:"
-    head = [
-        "cell",
-        "commit",
-        "cache",
-        "import pararnn",
-        "first layer",
-        "forward",
-        "backward",
-        "sum",
-    ]
-    return f"{text}\n\n{table(head, body)}"
+def rate_and_memory(row: Row) -> str:
+    """Return a cell of lm_context.csv."""
+    memory = f" ({digits(row['peak_GiB'])})" if row["peak_GiB"] else ""
+    return row["note"] or f"{int(row['tokens_per_s']):,}{memory}"
 
 
-def auto_torch() -> str:
-    """Loop and Newton on the torch backend, CPU and GPU."""
-    shown = [("1", "512", "64"), ("1", "2048", "64"), ("8", "512", "256"), ("8", "2048", "256")]
-    parts = []
-    for device in ("cpu", "cuda"):
-        name = f"auto_torch_{device}.csv"
-        rows = read(name)
-        body = [
-            [
-                row["cell"],
-                f"{row['B']}, {row['T']}, {row['D']}",
-                pair(row, "forward"),
-                pair(row, "both"),
-                row["auto"],
-            ]
-            for row in rows
-            if row["cell"] in ("gru", "lstm") and (row["B"], row["T"], row["D"]) in shown
-        ]
-        head = ["cell", "B, T, D", "forward, loop / Newton", "forward + backward", "`auto`"]
-        parts.append(f"Times in ms {source(rows, name)}:\n\n{table(head, body)}")
-    return "\n\n".join(parts)
-
-
-def newton_iterations() -> str:
-    """Newton's updates until the contract holds, both layers, by length."""
-    rows = read("newton_iterations.csv")
-    lengths = sorted({int(row["T"]) for row in rows})
-    groups = list(dict.fromkeys((row["cell"], row["stage"]) for row in rows))
-    body = []
-    for cell, stage in groups:
-        cells = []
-        for length in lengths:
-            found = {
-                int(row["iterations"])
-                for row in rows
-                if (row["cell"], row["stage"], row["T"]) == (cell, stage, str(length))
-            }
-            low, high = min(found), max(found)
-            cells.append(str(low) if low == high else f"{low}-{high}")
-        after_three = max(
-            float(row["residual"])
-            for row in rows
-            if (row["cell"], row["stage"], row["update"]) == (cell, stage, "3")
-        )
-        body.append([cell, stage, *cells, f"{after_three:.1e}"])
-    head = ["cell", "weights", *(f"T = {length}" for length in lengths), "residual after 3"]
-    text = f"Updates until the contract holds {source(rows, 'newton_iterations.csv')}:"
-    return f"{text}\n\n{table(head, body)}"
-
-
-def auto_cpu() -> str:
-    """Both solvers' kernels on a CPU, by threads."""
-    rows = read("auto_cpu.csv")
-    threads = list(dict.fromkeys(row["threads"] for row in rows))
-    by_case: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        by_case.setdefault((row["cell"], row["what"], size(row)), []).append(row)
-    body = [
-        [f"{cell}, {what}" if what else cell, shape, *(pair(r, s) for r in own for s in PASSES)]
-        for (cell, what, shape), own in by_case.items()
-    ]
-    columns = [
-        f"{label}, {n} thread{'s' * (n != '1')}" for n in threads for label in PASSES.values()
-    ]
-    about = f"{rows[0]['device']}, PyTorch {rows[0]['torch']}, commit {rows[0]['commit']}"
-    text = f"Loop / Newton, ms ({about}; `benchmarks/results/auto_cpu.csv`):"
-    return f"{text}\n\n{table(['cell', 'B, T, D', *columns], body)}"
-
+TABLES: dict[str, Table] = {
+    "demo": Table(
+        "demo.csv",
+        "Bits per byte after {training_seconds} s of training",
+        {
+            "cell": "cell",
+            "steps": "steps",
+            "unigram": "bits_unigram",
+            "bigram": "bits_bigram",
+            "train": "bits_train",
+            "validation": lambda row: f"**{row['bits_validation']}**",
+            "all engines within contract": lambda row: {"True": "yes"}.get(row["verified"], "no"),
+        },
+    ),
+    "cpu": Table(
+        "cpu.csv",
+        "Times in ms, and in brackets the speed-up over the loop or over the layer of torch.nn",
+        {"cell": "cell", "": "what"},
+        {title: speed_up(step) for title, step in PASSES.items()},
+        length,
+    ),
+    "kernels": Table(
+        "kernels.csv",
+        "Medians in ms; the limit is the time to copy the bytes, at {copy_GB_per_s} GB/s",
+        {
+            "cell": "what",
+            "pass": "pass",
+            "dtype": "dtype",
+            "B, T, D": size,
+            "ms": number("graph_ms"),
+            "limit": number("limit_ms"),
+            "over limit": number("of_limit"),
+        },
+        where=lambda row: row["section"] == "kernels",
+    ),
+    "kernels_layers": Table(
+        "kernels.csv",
+        "Medians in ms, B, T, D = {B}, {T}, {D}, {dtype}, as CUDA graphs, cuDNN's layers by calls",
+        {"": "what"},
+        {"": single(lambda row: digits(row["graph_ms"] or row["do_bench_ms"]))},
+        lambda row: {step: title for title, step in PASSES.items()}[row["pass"]],
+        where=lambda row: row["section"] in ("layers", "peers"),
+    ),
+    "parallel": Table(
+        "parallel.csv",
+        "Medians in ms",
+        {
+            "cell": "what",
+            "pass": "pass",
+            "dtype": "dtype",
+            "B, T, D": size,
+            "(newton, fused)": number("newton_ms"),
+            "sweeps": "sweeps",
+            "(sequential, fused)": number("sequential_ms"),
+            "speed-up": lambda row: f"{digits(row['speedup'])} x",
+            "over limit": number("of_limit"),
+        },
+        where=lambda row: row["section"] == "shapes",
+    ),
+    "auto_layers": Table(
+        "auto_layers.csv",
+        "Worst time over both layers of both models, over that of the better engine",
+        {"dtype": "dtype", "B, T, D": size, "`auto`": "auto"},
+        {step: of_best(step) for step in ("forward", "backward", "both")},
+        lambda row: row["stage"],
+    ),
+    "scan_cpu": Table(
+        "scan_cpu.csv",
+        "Medians in ms, minima in brackets, B = {B}, D = {D}",
+        {"recurrence": "what", "by": "way"},
+        {title: minimum(step) for title, step in PASSES.items()},
+        length,
+    ),
+    "newton_iterations": Table(
+        "newton_iterations.csv",
+        "Updates until the contract holds",
+        {"cell": "cell", "weights": "stage"},
+        {"": updates},
+        lambda row: f"T = {row['T']}",
+        {"residual after 3": residual},
+    ),
+    "lm_context": Table(
+        "lm_context.csv",
+        "Tokens/s (GiB)",
+        {"model": "model"},
+        {"": single(rate_and_memory)},
+        length,
+    ),
+    "lm_decode": Table(
+        "lm_decode.csv",
+        "Medians in ms",
+        {
+            "model": "model",
+            "context": lambda row: f"{int(row['context']):,}",
+            "B": "B",
+            "weights read": number("weights_ms"),
+        },
+        {"": single(number("median_ms"))},
+        lambda row: row["way"],
+        {"cache, MB": lambda rows: digits(max(float(row["cache_MB"] or 0) for row in rows))},
+    ),
+}
+"""Tables that a file gives line by line."""
 
 FIGURES: dict[str, Callable[[], str]] = {
-    "demo": demo,
-    "auto_torch": auto_torch,
-    "auto_cpu": auto_cpu,
-    "auto_cuda": auto_cuda,
-    "auto_layers": auto_layers,
-    "parallel": lambda: split_times("shapes", "cell"),
-    "parallel_hard": lambda: split_times("hard", "GRU with", with_pass=False),
-    "parallel_trained": trained,
-    "scan": lambda: split_times("scan", "decay"),
-    "compile": compile_times,
-    "start": start,
-    "cpu": cpu,
-    "newton_iterations": newton_iterations,
-    "newton_residuals": tables_paper.residuals,
-    "paper_reduction": tables_paper.reduction,
-    "paper_solve": tables_paper.solve,
-    "paper_speedup": tables_paper.speedup,
-    "paper_split": tables_paper.split,
-    "performance": tables_paper.performance,
-    "kernels": kernels,
-    "kernels_layers": kernels_layers,
-    "kernels_memory": kernels_memory,
-    "resources": resources,
-    "lm_step": lm_step,
-    "lm_ratios": lm_ratios,
-    "lm_context": lm_context,
-    "lm_generate": lm_generate,
-    "lm_first_text": lm_first_text,
-    "lm_decode": lm_decode,
-    "train_step": train_step,
-    "lm_scale": lm_scale,
-    "lm_scaling": lm_scaling,
-    "lm_scale_memory": lm_scale_memory,
-    "lm_scale_profile": lm_scale_profile,
-    "lm_lost": lm_lost,
-    "learn": learn,
-    "learn_layers": learn_layers,
+    **TABLES,
+    "performance": performance,
     "claims": claims,
+    "learn": learn,
+    "lm_ratios": lm_ratios,
     "tasks": tasks,
-    "tasks_remarks": remarks,
-    "tasks_words": words,
-    "tasks_lengths": partial(lengths, "lengths"),
-    "tasks_s3": partial(lengths, "s3"),
-    "tasks_recall": recall,
-    "first": tables_paper.first,
-    "scan_cpu": scan_cpu,
     "limits_says": sentences_kernels.limits,
     "auto_cpu_says": sentences_kernels.threads,
     "auto_cuda_rule_says": sentences_kernels.rule,
+    "auto_cuda_says": sentences_kernels.sizes,
+    "compile_says": sentences_kernels.compiling,
+    "kernels_memory_says": sentences_kernels.memory,
     "parallel_trained_says": sentences_kernels.latches,
+    "scan_cpu_says": sentences_kernels.scans,
     "paper_reduction_says": sentences_kernels.reductions,
     "paper_solve_says": sentences_kernels.our_kernels,
     "paper_newton_says": sentences_kernels.by_operations,
     "paper_peers_says": sentences_kernels.peers,
-    "paper_speedup_says": sentences_kernels.over_python,
     "paper_split_says": sentences_kernels.splits,
     "learn_english_says": sentences_learn.english,
     "learn_code_says": sentences_learn.code,
@@ -293,13 +237,15 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tasks_says": sentences_training.tasks_steps,
     "tasks_order_says": sentences_training.tasks_order,
     "tasks_recall_says": sentences_training.tasks_recall,
+    "tasks_remarks_says": sentences_training.tasks_remarks,
+    "tasks_lengths_says": sentences_training.tasks_lengths,
     "tasks_s3_says": sentences_training.tasks_s3,
 }
-"""By the names of markers; names that end in `says` are of sentences."""
+"""Functions by the names of markers; names that end in `says` are of sentences."""
 
 
-def rendered(text: str) -> str:
-    """A page's text with all that is marked as the results have it."""
+def with_figures(text: str) -> str:
+    """Return a page's text with all marked blocks as the results have them."""
     return MARKED.sub(lambda m: f"{m[1]}\n{FIGURES[m[2]]()}\n\n{m[3]}", text)
 
 
@@ -311,7 +257,7 @@ def main() -> None:
     for page in PAGES:
         path = ROOT / page
         text = path.read_text(encoding="utf-8")
-        new = rendered(text)
+        new = with_figures(text)
         if new == text:
             continue
         stale.append(page)

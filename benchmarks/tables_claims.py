@@ -1,92 +1,83 @@
-"""The paper's claims beside what this project has measured, from the result files."""
+"""The paper's claims next to what this project has measured, from the result files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from common import RESULTS
-from markdown_tables import Row, measured, one, read, table
+from learn_results import CORPORA, results
+from markdown_tables import CELLS, NAMES, one, read, table
 from paper_ways import MAMBA, SCAN_KERNEL, TORCH_SCAN
-from tables_learn import CORPORA, results
 
 from pararnn.evaluation.paper import PUBLISHED
 from pararnn.tasks.results import percent, read_results
 from pararnn.tasks.table import PAPER, TASKS
 
-CELLS = ("gru", "lstm")
-NAMES = {"gru": "GRU", "lstm": "LSTM", "mamba2": "Mamba2", "transformer": "Transformer"}
 STEADY = 3.0
 """Percent within which rates count as one."""
 Claim = tuple[str, str, str, str, str]
-"""What the paper says and where, its figure, ours, whether it holds here, the command."""
+"""Claim of the paper and its source, its figure, ours, if it holds here, and the command."""
+SOLVED = 0.999
+"""Least accuracy of a task that counts as solved."""
+KERNELS = "`python benchmarks/paper_kernels.py --only {}`"
 
 
 def verdict(ours: Iterable[float], papers: Iterable[float]) -> str:
-    """Whether ratios reach the paper's, which are of other sizes and another GPU."""
-    reached = [mine >= other for mine, other in zip(ours, papers, strict=True)]
-    words = "exceeded" if all(reached) else "in part" if any(reached) else "not"
+    """Return if ratios reach the paper's, which are of other sizes and another GPU."""
+    above = [mine >= other for mine, other in zip(ours, papers, strict=True)]
+    words = "exceeded" if all(above) else "in part" if any(above) else "not"
     return f"{words}, both as CUDA graphs where they can be: [Kernel figures](kernel-figures.md)"
 
 
-SOLVED = 0.999
-"""An accuracy from which on a task counts as solved."""
-
-
-def _fastest(rows: Iterable[Row], launch: str, **values: Any) -> float:
-    """The least ms of our kernels."""
-    return min(
-        float(one(rows, way=way, launch=launch, **values)["min_ms"])
-        for way in ("sequential, fused", "newton, fused")
-    )
+def speed_ups(launch: str, other: dict[str, str]) -> list[float]:
+    """Return another way's minimum over our fastest kernel's, forward at T = 512, by cell."""
+    rows = [r for r in read("paper_solve.csv") if (r["pass"], r["T"]) == ("forward", "512")]
+    ratios = []
+    for cell in CELLS:
+        theirs = one(rows, **({"what": cell} | other))
+        ours = [
+            float(one(rows, what=cell, way=way, launch=launch)["min_ms"])
+            for way in ("sequential, fused", "newton, fused")
+        ]
+        ratios.append(float(theirs["min_ms"]) / min(ours))
+    return ratios
 
 
 def over_the_loop() -> Claim:
-    rows = read("paper_solve.csv")
-    step = {"pass": "forward", "T": 512}
+    def speed_up(loop: str, launch: str) -> list[float]:
+        return speed_ups(launch, {"way": loop, "launch": "call"})
 
-    def ratios(loop: str, launch: str) -> list[float]:
-        return [
-            float(one(rows, what=cell, way=loop, launch="call", **step)["min_ms"])
-            / _fastest(rows, launch, what=cell, **step)
-            for cell in CELLS
-        ]
-
-    def shown(loop: str) -> str:
-        return ", ".join(
-            f"{' and '.join(f'{ratio:,.0f}' for ratio in ratios(loop, launch))} {how}"
-            for launch, how in (("graph", "as a CUDA graph"), ("call", "called eagerly"))
+    def text(loop: str) -> str:
+        graph, call = (
+            " and ".join(f"{ratio:,.0f}" for ratio in speed_up(loop, launch))
+            for launch in ("graph", "call")
         )
+        return f"{graph} as a CUDA graph, {call} called eagerly"
 
     return (
         "a fused forward pass against the loop in Python, at T = 512 (Figure 1)",
         "665 (GRU) and 447 (LSTM) times, for its own sizes on an A100",
-        f"over an eager loop {shown('loop, eager')}; over a compiled step "
-        f"{shown('loop, compiled step')}; B = 1, D = {rows[0]['D']}",
-        verdict(ratios("loop, compiled step", "graph"), (665, 447)),
-        "`python benchmarks/paper_kernels.py --only solve`",
+        f"over an eager loop {text('loop, eager')}; over a compiled step "
+        f"{text('loop, compiled step')}; B = 1, D = {read('paper_solve.csv')[0]['D']}",
+        verdict(speed_up("loop, compiled step", "graph"), (665, 447)),
+        KERNELS.format("solve"),
     )
 
 
-def iterations() -> Claim:
-    rows = read("newton_iterations.csv")
-
-    def spread(cell: str, stage: str) -> str:
-        found = {int(r["iterations"]) for r in rows if (r["cell"], r["stage"]) == (cell, stage)}
-        return "-".join(str(n) for n in sorted({min(found), max(found)}))
-
-    stages = ("at initialisation", "trained")
+def kernels() -> Claim:
+    graph, call = (
+        speed_ups(launch, {"what": "mamba", "launch": launch}) for launch in ("graph", "call")
+    )
     each = [
-        f"{cell[:-4]} {spread(cell, stages[0])} at initialisation and {spread(cell, stages[1])} "
-        "trained"
-        for cell in ("GRUCell", "LSTMCell")
+        f"{cell.upper()} {ratio:.2g} as CUDA graphs, {eager:.2g} called"
+        for cell, ratio, eager in zip(CELLS, graph, call, strict=True)
     ]
     return (
-        "Newton's iterations, at initialisation and trained (Appendix A)",
-        "3, whatever the stage and the length",
-        f"until the numerics contract holds: {'; '.join(each)}",
-        "at initialisation; trained cells take more",
-        "`python benchmarks/newton_iterations.py`",
+        "a fused forward pass against a simplified Mamba, T = 512 (Figure 2, right)",
+        "GRU 2.6, LSTM 1.5 times as fast",
+        f"{'; '.join(each)}; B = 1, D = {read('paper_solve.csv')[0]['D']}",
+        verdict(graph, (2.6, 1.5)),
+        KERNELS.format("solve"),
     )
 
 
@@ -95,47 +86,63 @@ def reduction() -> Claim:
     kinds = ("diagonal", "2 x 2")
 
     def longest(way: str) -> int:
-        """The longest length at which both are measured, as ours is at all of them."""
         return max(int(row["T"]) for row in rows if row["way"] == way)
 
-    def over(way: str, length: int) -> list[float]:
-        """How many times as fast as PyTorch's scans, or a peer's diagonal one, ours are."""
-        own = [kind if way == TORCH_SCAN else "diagonal" for kind in kinds]
-        at = [{"what": what, "way": way, "T": length} for what in own]
-        theirs = [float(one(rows, **each)["min_ms"]) for each in at]
+    def speed_up(way: str, length: int) -> list[float]:
+        """Return the speed-ups over PyTorch's scans, or over a peer's diagonal one."""
+        own = kinds if way == TORCH_SCAN else ("diagonal", "diagonal")
+        theirs = [float(one(rows, what=what, way=way, T=length)["min_ms"]) for what in own]
         mine = [one(rows, what=kind, way=SCAN_KERNEL, T=length)["min_ms"] for kind in kinds]
         return [other / float(ms) for other, ms in zip(theirs, mine, strict=True)]
 
-    def shown(way: str, length: int) -> str:
-        return " and ".join(f"{ratio:.2g}" for ratio in over(way, length))
+    def text(way: str, length: int) -> str:
+        return " and ".join(f"{ratio:.2g}" for ratio in speed_up(way, length))
 
     last, last_torch = longest(MAMBA), longest(TORCH_SCAN)
     return (
         "the reduction in CUDA against the one in PyTorch, to T = 2^22 (Figure 2, left)",
         "curves; 1.1 (diagonal) and 0.84 (2 x 2) times Mamba's scan at T = 512",
-        f"diagonal and 2 x 2: {shown(MAMBA, 512)} times as fast as Mamba's diagonal scan at "
-        f"T = 512, {shown(MAMBA, last)} at {last:,}; {shown(TORCH_SCAN, last_torch)} times as fast "
+        f"diagonal and 2 x 2: {text(MAMBA, 512)} times as fast as Mamba's diagonal scan at "
+        f"T = 512, {text(MAMBA, last)} at {last:,}; {text(TORCH_SCAN, last_torch)} times as fast "
         f"as PyTorch's, compiled, at {last_torch:,}, the longest that was compiled",
-        verdict(over(MAMBA, 512), (1.1, 0.84)),
-        "`python benchmarks/paper_kernels.py --only reduction`",
+        verdict(speed_up(MAMBA, 512), (1.1, 0.84)),
+        KERNELS.format("reduction"),
+    )
+
+
+def iterations() -> Claim:
+    rows = read("newton_iterations.csv")
+
+    def text(cell: str, stage: str) -> str:
+        counts = {int(r["iterations"]) for r in rows if (r["cell"], r["stage"]) == (cell, stage)}
+        return "-".join(str(n) for n in sorted({min(counts), max(counts)})) + f" {stage}"
+
+    each = [
+        f"{cell[:-4]} {text(cell, 'at initialisation')} and {text(cell, 'trained')}"
+        for cell in ("GRUCell", "LSTMCell")
+    ]
+    return (
+        "Newton's iterations, at initialisation and trained (Appendix A)",
+        "3, whatever the stage and the length",
+        f"until the numerics contract holds: {'; '.join(each)}",
+        "at initialisation; trained cells need more",
+        "`python benchmarks/newton_iterations.py`",
     )
 
 
 def step_time() -> Claim:
-    rows = read("lm_step.csv")
-    names = {row["model"].split("-")[0] for row in rows}
+    rows = [row for row in read("lm_step.csv") if (row["T"], row["packed"]) == ("2048", "False")]
 
-    def ratio(cell: str, scale: str) -> float:
+    def ratio(name: str, scale: str) -> str:
         mine, other = (
-            float(one(rows, model=f"{name}-{scale}", T=2048, packed=False)["median_ms"])
-            for name in (cell, "transformer")
+            float(one(rows, model=f"{model}-{scale}")["median_ms"])
+            for model in (name, "transformer")
         )
-        return mine / other
+        return f"{mine / other:.2f}"
 
     ours = ", ".join(
-        f"{label} {' and '.join(f'{ratio(name, scale):.2f}' for scale in ('400M', '1B'))}"
-        for name, label in {"gru": "GRU", "lstm": "LSTM", "mamba2": "Mamba2"}.items()
-        if name in names
+        f"{NAMES[name]} {ratio(name, '400M')} and {ratio(name, '1B')}"
+        for name in (*CELLS, "mamba2")
     )
     return (
         "a training step against the Transformer's, T = 2,048 (Table 3)",
@@ -147,10 +154,9 @@ def step_time() -> Claim:
 
 
 def step_time_7b() -> Claim:
-    rows = read("lm_scale.csv")
     two = {"gpus": 2, "rows_a_gpu": 8, "T": 2048, "way": "plain", "overrides": ""}
     gru, lstm, other = (
-        one(rows, recipe=f"{name}-7b", **two) for name in ("gru", "lstm", "transformer")
+        one(read("lm_scale.csv"), recipe=f"{name}-7b", **two) for name in (*CELLS, "transformer")
     )
     ratios = [float(row["median_ms"]) / float(other["median_ms"]) for row in (gru, lstm)]
     return (
@@ -164,32 +170,31 @@ def step_time_7b() -> Claim:
 
 
 def context() -> Claim:
-    rows = read("lm_context.csv")
+    rows = [row for row in read("lm_context.csv") if not row["note"]]
     scale = rows[0]["model"].rpartition("-")[2]
     rates = {
         name: {
             int(row["T"]): int(row["tokens_per_s"])
             for row in rows
-            if row["model"] == f"{name}-{scale}" and not row["note"]
+            if row["model"] == f"{name}-{scale}"
         }
         for name in NAMES
     }
-    apart = {name: 100 * (1 - min(of.values()) / max(of.values())) for name, of in rates.items()}
+    loss = {name: 100 * (1 - min(of.values()) / max(of.values())) for name, of in rates.items()}
     lengths = sorted(rates["transformer"])
 
-    def over(length: int) -> str:
-        found = (rates[cell][length] / rates["transformer"][length] for cell in CELLS)
-        return " and ".join(f"{ratio:.1f}" for ratio in found)
+    def ratios(length: int) -> str:
+        each = (rates[cell][length] / rates["transformer"][length] for cell in CELLS)
+        return " and ".join(f"{ratio:.1f}" for ratio in each)
 
-    steady = all(apart[cell] < STEADY for cell in CELLS)
     return (
-        "training's tokens/s stay where they are as the context grows, attention's do not",
+        "training's tokens/s do not depend on the context; attention's fall with it",
         "no figures",
         f"slowest below fastest, T = {lengths[0]:,} to {lengths[-1]:,} at {scale}: "
-        f"{', '.join(f'{NAMES[name]} {share:.1f}%' for name, share in apart.items())}; GRU and "
-        f"LSTM {over(32768)} times the Transformer's at 32,768, {over(lengths[-1])} at "
+        f"{', '.join(f'{NAMES[name]} {percents:.1f}%' for name, percents in loss.items())}; GRU "
+        f"and LSTM {ratios(32768)} times the Transformer's at 32,768, {ratios(lengths[-1])} at "
         f"{lengths[-1]:,}",
-        "for GRU and LSTM" if steady else "not",
+        "for GRU and LSTM" if all(loss[cell] < STEADY for cell in CELLS) else "not",
         "`python benchmarks/lm_context.py`",
     )
 
@@ -205,22 +210,21 @@ def decoding() -> Claim:
     }
     common = sorted(set.intersection(*map(set, by_model.values())))
     most, attention = common[-1], by_model["transformer"]
-    rates = {name: found[most] for name, found in by_model.items()}
     ahead = [n for n in common if all(by_model[cell][n] > attention[n] for cell in CELLS)]
     as_graphs = ", ".join(
         f"{NAMES[name]} "
         f"{1000 / float(one(graphs, model=f'{name}-1B', B=1, context=2048)['median_ms']):,.0f}"
         for name in NAMES
-        if any(row["model"] == f"{name}-1B" for row in graphs)
     )
     return (
         "tokens/s of generating at 1B, batch 1 (Figure 3)",
         "GRU 37, LSTM 35, Mamba2 27; the Transformer's fall with the length",
-        f"{most} tokens: {', '.join(f'{NAMES[name]} {each:.0f}' for name, each in rates.items())} "
+        f"{most} tokens: "
+        f"{', '.join(f'{NAMES[name]} {rates[most]:.0f}' for name, rates in by_model.items())} "
         "called with its growing cache, where `sample` records the others' steps; all of them as "
         f"CUDA graphs of compiled blocks, 2,048 before: {as_graphs}",
-        f"for GRU and LSTM at {', '.join(map(str, ahead))}; where there are fewer, steps are "
-        "called and bound by the host, and the Transformer's are faster"
+        f"for GRU and LSTM at {', '.join(map(str, ahead))}; with fewer, steps are called and "
+        "bound by the host, and the Transformer's are faster"
         if ahead
         else f"not: up to {most} tokens, all that was measured, the Transformer is the fastest",
         "`python benchmarks/lm_generate.py`, `python benchmarks/lm_decode.py`",
@@ -229,85 +233,43 @@ def decoding() -> Claim:
 
 def tasks() -> Claim:
     results = {(r["task"], r["mixer"]): r for r in read_results(RESULTS / "tasks" / "table6")}
+    names = list(TASKS)[:5]
 
-    def shares(mixer: str) -> str:
-        found = [results[task, mixer] for task in list(TASKS)[:5]]
-        return "/".join(f"{percent(r['best'])}{'+' * r['capped']}" for r in found)
+    def accuracies(mixer: str) -> str:
+        own = [results[task, mixer] for task in names]
+        return "/".join(f"{percent(r['best'])}{'+' * r['capped']}" for r in own)
 
-    def published(mixer: str) -> str:
-        return "/".join(map(str, PAPER[mixer]))
-
-    mixers = ("gru", "lstm", "mamba2", "transformer")
-    low = [
-        task
-        for task in list(TASKS)[:5]
-        if any(results[task, ours]["best"] < SOLVED for ours in ("gru", "lstm"))
-    ]
+    low = [task for task in names if min(results[task, c]["best"] for c in CELLS) < SOLVED]
     return (
         "Keep-n-th, Parity, MQAR, 1-hop, 2-hop, in percent (Tables 1 and 6)",
-        "; ".join(f"{name} {published(name)}" for name in mixers),
-        "; ".join(f"{name} {shares(name)}" for name in mixers) + " (+: capped)",
+        "; ".join(f"{name} {'/'.join(map(str, PAPER[name]))}" for name in NAMES),
+        "; ".join(f"{name} {accuracies(name)}" for name in NAMES) + " (+: capped)",
         f"for GRU and LSTM, but for {', '.join(low)}, capped" if low else "for GRU and LSTM",
         "`pararnn tasks run`, see [Synthetic tasks](tasks.md)",
     )
 
 
-def kernels() -> Claim:
-    rows = read("paper_solve.csv")
-    step = {"pass": "forward", "T": "512"}
-
-    def as_fast(cell: str, launch: str) -> float:
-        theirs = one(rows, what="mamba", launch=launch, **step)
-        return float(theirs["min_ms"]) / _fastest(rows, launch, what=cell, **step)
-
-    each = [
-        f"{cell.upper()} {as_fast(cell, 'graph'):.2g} as CUDA graphs, "
-        f"{as_fast(cell, 'call'):.2g} called"
-        for cell in CELLS
-    ]
-    return (
-        "a fused forward pass against a simplified Mamba, T = 512 (Figure 2, right)",
-        "GRU 2.6, LSTM 1.5 times as fast",
-        f"{'; '.join(each)}; B = 1, D = {rows[0]['D']}",
-        verdict([as_fast(cell, "graph") for cell in CELLS], (2.6, 1.5)),
-        "`python benchmarks/paper_kernels.py --only solve`",
-    )
-
-
 def learning() -> Claim:
-    order = [row for row in PUBLISHED if row.size == "400M"]
-    theirs = sorted(order, key=lambda row: row.perplexity)
-    found = {
-        corpus: results(read(f"learn_{corpus}.csv"))
-        for corpus in CORPORA
-        if measured(f"learn_{corpus}.csv")
-    }
+    order = sorted((row for row in PUBLISHED if row.size == "400M"), key=lambda r: r.perplexity)
+    every = {corpus: results(read(f"learn_{corpus}.csv")) for corpus in CORPORA}
+    ends = {c: [(each.mean, each.mixer) for each in own] for c, own in every.items()}
+    least = {c: [(each.least[2], each.mixer) for each in own] for c, own in every.items()}
 
-    def listed(bits: Mapping[str, float]) -> str:
-        return ", ".join(
-            f"{mixer} {bits[mixer]:.3f}" for mixer in sorted(bits, key=bits.__getitem__)
-        )
-
-    ends = {c: {each.mixer: each.mean for each in every} for c, every in found.items()}
-    least = {c: {each.mixer: each.least[2] for each in every} for c, every in found.items()}
-    ours = "; ".join(
-        f"{corpus}: {listed(ends[corpus])} at the end, {listed(least[corpus])} at the least on the "
-        "way"
-        for corpus in found
-    )
-
-    def first(bits: Mapping[str, float]) -> str:
-        return min(bits, key=bits.__getitem__)
+    def text(bits: Iterable[tuple[float, str]]) -> str:
+        return ", ".join(f"{mixer} {value:.3f}" for value, mixer in sorted(bits))
 
     return (
         "who has the lowest perplexity among equals (Table 5, 400M)",
-        ", ".join(f"{row.model} {row.perplexity:.2f}" for row in theirs),
-        f"bits per byte at 60M, {ours}" if found else "not measured yet",
+        ", ".join(f"{row.model} {row.perplexity:.2f}" for row in order),
+        "bits per byte at 60M, "
+        + "; ".join(
+            f"{c}: {text(ends[c])} at the end, {text(least[c])} at the least on the way"
+            for c in CORPORA
+        ),
         "; ".join(
-            f"{corpus}: {first(ends[corpus])} first at the end, {first(least[corpus])} by the least"
-            for corpus in found
-        )
-        or "not compared yet",
+            f"{c}: {min(ends[c])[1]} first at the end, {min(least[c])[1]} by the least"
+            for c in CORPORA
+        ),
         "`python benchmarks/learn.py english code`",
     )
 
@@ -317,7 +279,7 @@ def language() -> Claim:
         "perplexity and downstream tasks to 7B (Tables 2 and 5)",
         "GRU 9.19, LSTM 9.16, Mamba2 8.62, Transformer 9.55 at 7B",
         "no run of that size",
-        "not tried; `pararnn eval` writes ours beside the paper's",
+        "not tried; `pararnn eval` writes ours next to the paper's",
         "`pararnn eval MODEL --preset paper`",
     )
 
@@ -338,6 +300,6 @@ CLAIMS: tuple[Callable[[], Claim], ...] = (
 
 
 def claims() -> str:
-    """A row a claim."""
+    """Return a row a claim."""
     head = ["claim", "the paper", "here", "holds here?", "command"]
     return table(head, [claim() for claim in CLAIMS])

@@ -1,15 +1,13 @@
-"""What the benchmarks compute besides times."""
+"""The benchmarks compute what they say, besides times."""
 
 from __future__ import annotations
 
 import csv
 import fcntl
-import itertools
 import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor
 import pararnn
 from pararnn import CELLS, GRUCell
 from pararnn.engines import rule
-from pararnn.engines.fused import cpu as fused_cpu
 from pararnn.lm import LanguageModel, LMConfig
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
@@ -32,24 +29,16 @@ import cpu
 import fixed_newton
 import gpu
 import host_call
-import kernels
 import mamba_peer
-import markdown_tables
 import paper_kernels
 import paper_plots
 import paper_ways
-import parallel
 import pictures
 import protocol
 import segments
-import start
-import tables_claims
-import tables_cuda
-import tables_paper
+import tables
 import trained
-from common import RESULTS, read_rows, write_csv
-
-CASES = {case.name: case for case in parallel.HARD}
+from common import read_rows
 
 
 def test_steps_to_merge_tell_latches_from_what_forgets() -> None:
@@ -66,10 +55,9 @@ def test_steps_to_merge_tell_latches_from_what_forgets() -> None:
     assert steps.tolist() == [[0, 100, halvings]] * 3
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_solves_are_those_of_the_models_layers(cell: str) -> None:
+def test_solves_are_those_of_the_models_layers() -> None:
     torch.manual_seed(0)
-    config = LMConfig(vocab_size=256, hidden_size=8, num_hidden_layers=2, cell=cell)
+    config = LMConfig(vocab_size=256, hidden_size=8, num_hidden_layers=2, cell="lstm")
     model = LanguageModel(config).eval()
     outputs: list[Tensor] = []
     for layer in model.recurrent_layers():
@@ -84,35 +72,16 @@ def test_solves_are_those_of_the_models_layers(cell: str) -> None:
         torch.testing.assert_close(states, output[..., 4:6])
 
 
-def test_aims_of_hard_cases() -> None:
-    long, narrow, single, half = parallel.LONG, parallel.NARROW, torch.float32, torch.bfloat16
-    assert CASES["0.2% latches"].aim(long, single, 4.0) == 0.285
-    assert CASES["0.2% latches"].aim(long, half, 4.0) == ""
-    assert CASES["bias -4"].aim(narrow, single, 4.0) == pytest.approx(5 * 0.026)
-    assert CASES["weights 1"].aim(parallel.MEDIUM, single, 0.13) == pytest.approx(2 * 0.13)
-    assert CASES["weights 1"].aim(narrow, half, 4.0) == 8.0
-    assert CASES["weights 2"].aim(long, single, 4.0) == 8.0
-
-
-def test_engines_passes_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "SEQUENTIAL", fused_cpu.SEQUENTIAL)
-    cell = GRUCell(4)
-    args = prepare(cell, torch.randn(2, 9, 3, 4))
-    for what in ("forward", "backward"):
-        [call] = kernels.calls_of(fused_cpu.NEWTON, program_of(cell), [args], what)
-        assert call() is not None
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_auto_cuts_time_where_trained_layers_lose_least(dtype: str) -> None:
-    rows = segments.both_passes(segments.recorded())
+    rows = segments.both_passes(segments.all_times())
     mine = [row for row in rows if (row["stage"], row["dtype"]) == ("trained", dtype)]
     worst = {least: segments.worst(mine, least) for least in segments.LEAST}
     assert min(worst, key=worst.__getitem__) == rule.MIN_SEGMENTS["cuda"]
 
 
 def test_adapt_tells_the_layers_for_which_the_loop_is_faster() -> None:
-    rows = segments.both_passes(segments.recorded())
+    rows = segments.both_passes(segments.all_times())
     rows = [row for row in rows if row["stage"] == "trained" and "sweeps" in row]
     rows = [row for row in rows if segments.segments(row) >= 8]
     assert rows
@@ -146,8 +115,8 @@ def test_autos_choice_is_timed_on_fresh_and_trained_layers(
     written = [dict(row) for row in csv.DictReader((tmp_path / "auto.csv").open())]
     assert written == [{key: str(value) for key, value in row.items()} for row in done]
     written[0]["newton_ms"] = "0.1"
-    assert tables_cuda.of_best(written).splitlines()[2:4] == [
-        "| float32 | 2, 30, 8 | sequential | 1.00 | 1.00 | 1.00 | 2.00 | 1.00 | 1.00 |",
+    assert tables.TABLES["auto_layers"].markdown(written).splitlines()[2:4] == [
+        "| float32 | 2, 30, 8 | sequential | 2.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |",
         "| bfloat16 | 2, 30, 8 | sequential | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |",
     ]
 
@@ -162,15 +131,6 @@ def test_host_times_are_held_to_pytorchs_own() -> None:
     ]
     assert all(float(row["us"]) > 0 for row in rows)
     assert rows[3]["ratio"] == rows[7]["ratio"] == "1.00"
-
-
-def test_starts_are_measured_cold_and_warm() -> None:
-    source = Path(__file__).parents[1] / "src"
-    cold, warm = start.rows_of("elman", source, "earlier", repeats=1)
-    assert (cold["cache"], warm["cache"], cold["commit"]) == ("cold", "warm", "earlier")
-    parts = [f"{part}_ms" for part in start.PARTS]
-    assert all(row[part] >= 0 for row in (cold, warm) for part in parts)
-    assert warm["sum_ms"] == pytest.approx(sum(warm[part] for part in parts[1:]), abs=1)
 
 
 def test_protocol_runs_as_the_paper_does_or_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,10 +171,9 @@ def test_a_turn_alone_waits_for_those_who_prepare(tmp_path: Path) -> None:
     assert taken(fcntl.LOCK_EX)
 
 
-@pytest.mark.parametrize("name", ["gru", "lstm"])
-def test_three_updates_have_the_loops_states_and_gradients(name: str) -> None:
+def test_three_updates_have_the_loops_states_and_gradients() -> None:
     torch.manual_seed(0)
-    cell = CELLS[name](8)
+    cell = CELLS["lstm"](8)
     gates = torch.randn(2, 40, 3, 8, requires_grad=True)
     leaves = [gates, *cell.parameters()]
     expected = cpu.pair(cell, "sequential", "torch")(gates)
@@ -228,24 +187,6 @@ def test_three_updates_have_the_loops_states_and_gradients(name: str) -> None:
     with torch.compiler.set_stance("force_eager"):
         once = fixed_newton.fixed_newton(cell, "torch", updates=1)(gates)
     assert float((once - expected).detach().abs().max()) > 1e-4  # the number of updates is obeyed
-
-
-def test_mambas_scan_is_given_the_linear_recurrence() -> None:
-    torch.manual_seed(0)
-    decay, values = torch.rand(2, 3, 20).clamp(min=0.05), torch.randn(2, 3, 20)
-    states = mamba_peer.reduction(decay, values, mamba_peer.reference_scan)()
-    torch.testing.assert_close(states.mT, pararnn.scan(decay.mT, values.mT), rtol=1e-4, atol=1e-5)
-
-
-def test_simplified_mamba_is_causal_and_learns() -> None:
-    torch.manual_seed(0)
-    model = mamba_peer.SimplifiedMamba(32, mamba_peer.reference_scan, device="cpu")
-    x = torch.randn(1, 12, 32, requires_grad=True)
-    y = model(x)
-    assert y.shape == x.shape
-    grads = torch.autograd.grad(y[:, 5].square().sum(), [x, *model.parameters()])
-    assert grads[0][:, 6:].count_nonzero() == 0
-    assert all(g.count_nonzero() for g in grads)
 
 
 def test_the_papers_figures_from_the_run_to_the_picture(
@@ -281,102 +222,12 @@ def test_the_papers_figures_from_the_run_to_the_picture(
     assert by_asked["", "sequential, fused"]["sweeps"] == ""
 
 
-@pytest.mark.parametrize("name", ["gru", "lstm"])
-def test_a_compiled_step_makes_the_loop(name: str) -> None:
+def test_a_compiled_step_makes_the_loop() -> None:
     torch.manual_seed(0)
-    cell, gates = CELLS[name](8), torch.randn(2, 9, 3, 8)
+    cell, gates = GRUCell(8), torch.randn(2, 9, 3, 8)
     with torch.compiler.set_stance("force_eager"):
         states = paper_ways.compiled_loop(cell)(gates)
     torch.testing.assert_close(states, cpu.pair(cell, "sequential", "torch")(gates))
-
-
-def test_cudnns_layers_are_left_out_where_they_refuse_a_length(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Refusing(torch.nn.GRU):
-        def forward(self, x: Tensor, state: Tensor | None = None) -> Any:
-            if x.shape[1] > 4:
-                raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.\nSome advice")
-            return super().forward(x, state)
-
-    monkeypatch.setitem(paper_ways.TORCH_LAYERS, "gru", Refusing)
-    cpu_settings = paper_kernels.Settings(torch.device("cpu"), channels=4, budget=0.0)
-    settings = replace(cpu_settings, cells=("gru",), solves=(2, 9), ways=("torch.nn",))
-    rows: list[gpu.Row] = []
-    paper_kernels.solve(settings, rows.append)
-    assert [(row["T"], row["pass"]) for row in rows] == [(2, "forward"), (2, "both")]
-    assert "peer left out: torch.nn.GRU, gru, T = 9: RuntimeError: cuDNN" in capsys.readouterr().out
-
-
-def test_a_way_of_our_own_that_fails_ends_the_run() -> None:
-    def fails() -> None:
-        raise RuntimeError("wrong")
-
-    way = paper_ways.Way("ours")
-    with pytest.raises(RuntimeError, match="wrong"):
-        paper_kernels._tried(way, "here", fails)  # type: ignore[arg-type]
-    assert paper_kernels._tried(way._replace(peer=True), "here", fails) is None  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def results_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files as a GPU writes them: every way takes as many ms as its place in the list."""
-    about = {"commit": "c", "device": "d", "torch": "t", "python": "p"}
-    place = {"B": 1, "D": 64, "first_s": 0.0}
-
-    def rows(sizes: dict[str, list[str]], steps: tuple[str, ...], lengths: tuple[int, ...]) -> Any:
-        for what, ways in sizes.items():
-            for (ms, way), step, length, launch in itertools.product(
-                enumerate(ways, 1), steps, lengths, protocol.LAUNCHES
-            ):
-                row = place | {"what": what, "way": way, "pass": step, "T": length}
-                slower = 1 if launch == "graph" else 10
-                yield row | {
-                    "launch": launch,
-                    "min_ms": ms * slower,
-                    "median_ms": 2 * ms * slower,
-                    "runs": 100,
-                }
-
-    own = ["scan kernel", "PyTorch, compiled"]
-    cell = [*tables_paper.FUSED, *tables_paper.LOOPS]
-    files = {
-        "reduction": rows(
-            {"diagonal": [*own, paper_ways.MAMBA], "2 x 2": own}, ("forward",), (512, 2**22)
-        ),
-        "solve": rows(
-            {"gru": cell, "lstm": cell, "mamba": [paper_ways.SIMPLIFIED]},
-            paper_kernels.PASSES,
-            (64, 512),
-        ),
-    }
-    for name, found in files.items():
-        with protocol.csv_rows(tmp_path / f"paper_{name}.csv", about) as add:
-            for row in found:
-                add(row)
-    for file in RESULTS.glob("*.csv"):
-        if not (tmp_path / file.name).exists():
-            (tmp_path / file.name).symlink_to(file)
-    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    return tmp_path
-
-
-def test_tables_of_the_papers_figures(results_of_the_paper: Path) -> None:
-    assert "| diagonal | Mamba's selective scan, CUDA graph | 3 (6) | 3 (6) |" in (
-        tables_paper.reduction()
-    )
-    solve = tables_paper.solve()
-    assert solve.count("| gru | newton, fused | 20 (40) | 20 (40) |") == 2
-    # Loops are called: 30, 40 and 50 ms, beside 1 ms of the first kernel's graph.
-    assert "| gru | forward | sequential, fused, CUDA graph | 30 x | 40 x | 50 x |" in (
-        tables_paper.speedup()
-    )
-    assert "| gru | forward | sequential, fused | 3.0 x | 4.0 x | 5.0 x |" in tables_paper.speedup()
-    assert [tables_paper.times_as_fast(n) for n in (0.21, 9.94, 9.96)] == [
-        "0.21 x",
-        "9.9 x",
-        "10 x",
-    ]
 
 
 def test_pictures_have_a_models_colour_and_say_where_it_was_measured() -> None:
@@ -396,39 +247,19 @@ def test_pictures_have_a_models_colour_and_say_where_it_was_measured() -> None:
     assert len(set(paper_plots._colours(rows).values())) == len(rows)
 
 
-def test_every_picture_is_made_as_the_others_are() -> None:
-    for path in Path(pictures.__file__).parent.glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        assert ("matplotlib.figure" in text) == (path.name == "pictures.py"), path
-        assert ("savefig" in text) <= ("caption(" in text), path
+def test_mambas_scan_is_given_the_linear_recurrence() -> None:
+    torch.manual_seed(0)
+    decay, values = torch.rand(2, 3, 20).clamp(min=0.05), torch.randn(2, 3, 20)
+    states = mamba_peer.reduction(decay, values, mamba_peer.reference_scan)()
+    torch.testing.assert_close(states.mT, pararnn.scan(decay.mT, values.mT), rtol=1e-4, atol=1e-5)
 
 
-def test_rows_are_in_order_and_calls_drawn_where_there_is_no_graph() -> None:
-    ways = [("lstm", "loop, eager", "call"), ("gru", "newton, fused", "call")]
-    ways += [("gru", "newton, fused", "graph"), ("gru", "sequential, fused", "call")]
-    ways += [("gru", "torch.nn.GRU", "call")]
-    rows = [{"what": a, "way": b, "launch": c, "pass": "both"} for a, b, c in ways]
-    assert paper_plots.in_order(rows) == [rows[n] for n in (0, 3, 1, 2, 4)]
-    assert paper_plots.drawn(rows) == [rows[n] for n in (0, 3, 2, 4)]
-
-
-def test_a_peer_is_compared_at_the_longest_length_that_it_has(results_of_the_paper: Path) -> None:
-    path = results_of_the_paper / "paper_reduction.csv"
-    rows = read_rows(path)
-    path.unlink()
-    write_csv(
-        path, [row for row in rows if (row["way"], row["T"]) != ("PyTorch, compiled", str(2**22))]
-    )
-    assert "2 and 2 times as fast as PyTorch's, compiled, at 512" in tables_claims.reduction()[2]
-
-
-def test_claims_are_read_from_the_papers_figures(results_of_the_paper: Path) -> None:
-    assert (
-        "over a compiled step 40 and 40 as a CUDA graph, 4 and 4 called eagerly"
-        in (tables_claims.over_the_loop()[2])
-    )
-    assert tables_claims.over_the_loop()[3].startswith("not, ")
-    assert tables_claims.reduction()[2].startswith("diagonal and 2 x 2: 3 and 3 times as fast")
-    assert tables_claims.reduction()[3].startswith("exceeded, ")
-    assert tables_claims.kernels()[2].startswith("GRU 1 as CUDA graphs, 1 called; LSTM 1")
-    assert tables_claims.verdict((3.0, 1.0), (2.6, 1.5)).startswith("in part, ")
+def test_simplified_mamba_is_causal_and_learns() -> None:
+    torch.manual_seed(0)
+    model = mamba_peer.SimplifiedMamba(32, mamba_peer.reference_scan, device="cpu")
+    x = torch.randn(1, 12, 32, requires_grad=True)
+    y = model(x)
+    assert y.shape == x.shape
+    grads = torch.autograd.grad(y[:, 5].square().sum(), [x, *model.parameters()])
+    assert grads[0][:, 6:].count_nonzero() == 0
+    assert all(g.count_nonzero() for g in grads)

@@ -21,11 +21,8 @@ import learn
 import learn_data
 import learn_layers
 import learn_models
-import learn_plot
+import learn_results
 import learn_run
-import markdown_tables
-import tables_learn
-from common import write_csv
 from learn_run import Corpus, Job, Learned, Shape
 
 from pararnn.lm.loss import IGNORED
@@ -113,12 +110,6 @@ def test_files_are_held_out_by_their_paths() -> None:
     assert set(fewer[1]) <= set(more[1])
 
 
-def test_the_packages_are_pinned() -> None:
-    lines = learn_data.PACKAGES.read_text().split()
-    assert len(lines) == 40
-    assert all(line.count("==") == 1 for line in lines)
-
-
 def test_a_run_of_two_mixers(tmp_path: Path) -> None:
     """They learn at two rates, and each at the better one with two seeds."""
     folder = tmp_path / "some"
@@ -181,54 +172,14 @@ def final(mixer: str, bits: list[list[float]], speed: float) -> list[dict[str, s
     ]
 
 
-def test_the_winner_is_named_with_the_spread() -> None:
-    fast, slow = final("gru", [[3.0, 2.0], [3.2, 2.2]], 2.0), final("lstm", [[3.0, 2.4]] * 2, 1.0)
-    found = tables_learn.results([*slow, *fast])
-    assert [result.mixer for result in found] == ["gru", "lstm"]
-    assert found[0].curve == [(32, 0.5, pytest.approx(3.1)), (64, 1.0, pytest.approx(2.1))]
-    assert "**gru** has the fewest bits at the end, 12.5% below" in tables_learn.winner(found)
-    assert tables_learn.seconds_to(found[0].curve, 2.6) == pytest.approx(0.75)
-    assert tables_learn.seconds_to(found[0].curve, 1.0) is None
-    sweep = [{**fast[1], "stage": "sweep"}]
-    *_, first, last = tables_learn.one_corpus("some", [*sweep, *fast, *slow], "f.csv").splitlines()
-    assert first.startswith("| gru | 60.0M | 0.002 | 2.1000 (2.0000 to 2.2000) | 2.1000 | 0.0M |")
-    assert first.endswith("| 1.0 | 64 | 0.9 |")
-    assert last.endswith("| 2.4000 | 0.0M | 2.0 | 32 | 2.0 |")
-
-
-def test_least_bits_on_the_way_and_who_leads_until_when() -> None:
+def test_results_of_mixers_that_ended_and_the_leader_on_the_way() -> None:
     early, late = final("gru", [[3.0, 2.0, 2.6]], 2.0), final("lstm", [[3.5, 2.5, 2.2]], 1.0)
-    found = tables_learn.results([*early, *late])
+    found = learn_results.results([*early, *late])
     assert [result.mixer for result in found] == ["lstm", "gru"]
     assert [result.least[2] for result in found] == [2.2, 2.0]
-    assert tables_learn.leaders(found) == [("gru", 64), ("lstm", 96)]
-    assert "**gru** is first, 9.1% below lstm. First by" in tables_learn.winner_on_the_way(found)
-
-
-def test_a_corpus_without_results_is_named(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    name = "learn_layers_code.csv"
-    row = {"mixer": "gru", "B": "1", "T": "8", "layer": "1", "solver": "newton", "backend": "fused"}
-    row |= {"of_best": "1.0", "auto": "True"}
-    about = {"commit": "c", "device": "d", "torch": "t"}
-    write_csv(
-        tmp_path / name,
-        [about | each for each in (row, row | {"mixer": "lstm"}, row | {"T": "16"})],
-    )
-    missing, _, _, *lines = tables_learn.learn_layers().splitlines()
-    assert missing == "Not measured yet: `benchmarks/learn.py english`."
-    assert [line[:6] for line in lines[3:]] == ["| gru ", "| gru ", "| lstm"]
-    assert tables_learn.learn().count("Not measured yet") == 2
-
-
-def test_a_training_that_did_not_end_is_named() -> None:
-    good, nan = final("gru", [[3.0, 2.0]], 1.0), final("lstm", [[3.0, float("nan")]], 1.0)
-    short = final("hybrid", [[3.0, 2.0], [float("nan")]], 1.0)
-    rows = [*good, *nan, *short]
-    found = tables_learn.results(rows)
-    assert [result.mixer for result in found] == ["gru"]
-    assert tables_learn.without_result(rows, found).endswith("to an end: hybrid, lstm.")
-    assert tables_learn.without_result(good, found) == ""
+    assert learn_results.leaders(found) == [("gru", 64), ("lstm", 96)]
+    stopped = final("hybrid", [[3.0, 2.0], [float("nan")]], 1.0)
+    assert learn_results.results([*early, *late, *stopped]) == found
 
 
 def test_tuners_time_nothing_before_they_may(monkeypatch) -> None:
@@ -249,25 +200,3 @@ def test_tuners_time_nothing_before_they_may(monkeypatch) -> None:
     assert not tuner.cache
     assert testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [2.0, 2.0]
     assert (len(calls), len(timed)) == (1, 1)
-
-
-def test_the_worst_ratio_of_auto_is_shown() -> None:
-    size = {"mixer": "gru", "B": "1", "T": "2048"}
-    rows = [
-        {**size, "layer": layer, "solver": solver, "backend": "fused"}
-        | {"of_best": ratio, "auto": str(solver == "newton")}
-        for layer, solver, ratio in (
-            ("1", "newton", "1.0"),
-            ("1", "sequential", "3.0"),
-            ("2", "newton", "1.2"),
-            ("2", "sequential", "1.0"),
-        )
-    ]
-    line = tables_learn.worst_of(rows).splitlines()[-1]
-    assert line == "| gru | 1 x 2,048 | 2 | 1.20 | 2 | (newton, fused) | (sequential, fused) |"
-
-
-def test_the_picture_is_of_the_file_alone(tmp_path: Path) -> None:
-    rows = final("gru", [[3.0, 2.0], [3.2, 2.2]], 2.0)
-    learn_plot.plot({"some": rows, "other": rows}, tmp_path / "learn.png")
-    assert (tmp_path / "learn.png").read_bytes()[:4] == b"\x89PNG"

@@ -12,10 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import lm_launch
 import lm_lost
 import lm_scale
-import markdown_tables
-import tables
 from common import add_row, provenance, read_rows, write_csv
-from step_profile import Kernel, breakdown, class_of, covered, kernels_of
+from step_profile import Kernel, breakdown, class_of, kernels_of
 
 SMALL = ["--smoke", "--gpus", "1", "2", "--warmup", "2", "--steps", "4", "--every", "2"]
 
@@ -40,26 +38,18 @@ def test_what_is_hidden_and_what_is_not() -> None:
     assert breakdown([]) == []
 
 
-def test_spans_that_overlap_count_once() -> None:
-    assert covered([(0, 2), (1, 5), (2, 3), (7, 8), (8, 9)]) == 7
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "NCCL"),
-        ("_chunk_scan_fwd_kernel", "recurrence"),
-        ("void pytorch_flash::flash_fwd_kernel<T>", "attention"),
-        ("triton_red_fused__flash_attention_forward_mean_3", "elementwise"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32", "products"),
-        ("void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel", "FSDP's copies"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdam>", "optimizer"),
-        ("Memcpy DtoD (Device -> Device)", "memory"),
-        ("void at::native::vectorized_elementwise_kernel<4>", "elementwise"),
-    ],
-)
-def test_classes_of_kernels(name, kind) -> None:
-    assert class_of(name) == kind
+def test_kernels_of_libraries_have_their_class() -> None:
+    classes = {
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": "NCCL",
+        "_chunk_scan_fwd_kernel": "recurrence",
+        "void pytorch_flash::flash_fwd_kernel<T>": "attention",
+        "triton_red_fused__flash_attention_forward_mean_3": "elementwise",
+        "sm90_xmma_gemm_bf16bf16_bf16f32": "products",
+        "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel": "FSDP's copies",
+        "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimizer",
+        "Memcpy DtoD (Device -> Device)": "memory",
+    }
+    assert {name: class_of(name) for name in classes} == classes
 
 
 def test_a_trace_is_read(tmp_path) -> None:
@@ -83,13 +73,6 @@ def test_tokens_of_a_gpu_are_the_same_in_every_case(monkeypatch) -> None:
     assert kept == {"gru-7b", "lstm-7b", "gru-2.9b", "lstm-2.9b"}
     with pytest.raises(SystemExit):
         lm_scale.parsed(["--gpus", "16"])
-
-
-@pytest.fixture
-def results(tmp_path, monkeypatch) -> Path:
-    """A folder in the place of the results'."""
-    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    return tmp_path
 
 
 def out_of(arguments) -> Path:
@@ -116,14 +99,14 @@ def logged(rate, step):
     return {"tokens_per_second": rate, "mfu": 0.5, "memory_gib": step}
 
 
-def test_from_cases_to_tables_and_picture(results, monkeypatch, capsys) -> None:
+def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(lm_scale, "launch", stands_for_torchrun)
     names = {"tiny": "gru-1b", "mamba2-tiny": "mamba2-1b"}
     monkeypatch.setattr(lm_scale, "named", lambda args, scale: list(names.values()))
-    asked = [*SMALL, "--sections", "scaling", "--profile", "--out", str(results), "reshard=false"]
+    asked = [*SMALL, "--sections", "scaling", "--profile", "--out", str(tmp_path), "reshard=false"]
     lm_scale.main(asked)
-    rows = read_rows(results / lm_scale.FILE)
+    rows = read_rows(tmp_path / lm_scale.FILE)
     about = [(row["recipe"], row["gpus"], row["way"], row["note"]) for row in rows]
     assert about == [
         ("gru-1b", "1", "plain", ""),
@@ -140,19 +123,16 @@ def test_from_cases_to_tables_and_picture(results, monkeypatch, capsys) -> None:
         "6.0",
     )
     assert rows[0]["overrides"] == "reshard=false"
-    assert "| gru-1b | 4 x 32 | plain | 128.0 (100.0%) | 170.7 (75.0%) |" in (
-        tables.FIGURES["lm_scaling"]()
-    )
-    memory = tables.FIGURES["lm_scale_memory"]()
-    assert "| mamba2-1b | 1 | 4 x 32 | plain | out of memory |  |" in memory
-    profile = tables.FIGURES["lm_scale_profile"]().splitlines()
-    assert profile[2].endswith(" | mamba2-1b, T = 32, 2 x GPU, checkpointing |")
-    assert profile[4:] == ["| recurrence | 1.0 | 1.0 | 1.0 | 1.0 |", "| idle" + " | 0.0" * 4 + " |"]
-    lm_scale.plot(results / lm_scale.FILE)
-    picture = results / "lm_scale.png"
+    profile = read_rows(tmp_path / lm_scale.PROFILE)
+    assert [(row["class"], row["busy_ms"]) for row in profile[:2]] == [
+        ("recurrence", "1.0"),
+        ("idle", "0.0"),
+    ]
+    lm_scale.plot(tmp_path / lm_scale.FILE)
+    picture = tmp_path / "lm_scale.png"
     assert picture.stat().st_size > 0
     picture.unlink()
-    alone = results / "alone" / lm_scale.FILE
+    alone = tmp_path / "alone" / lm_scale.FILE
     write_csv(alone, rows[:1])
     lm_scale.plot(alone)  # a point is no curve
     assert list(alone.parent.iterdir()) == [alone]
@@ -175,29 +155,7 @@ def test_what_fails_has_no_row_and_ends_with_an_error(tmp_path, monkeypatch, cap
         lm_scale.main([*SMALL, "--sections", "scaling", "--seconds", "0"])
 
 
-def test_sizes_stand_beside_the_transformers(results) -> None:
-    about = provenance("cpu") | {"gpus": 8, "rows_a_gpu": 8, "T": 2048, "overrides": ""}
-    for recipe, way, ms, note in (
-        ("gru-7b", "plain", 90.0, ""),
-        ("transformer-7b", "plain", "", "out of memory"),
-        ("transformer-7b", "checkpointing", 100.0, ""),
-    ):
-        found = {"median_ms": ms, "min_ms": ms, "tokens_per_s": 10, "mfu_percent": 50}
-        row = {**about, "recipe": recipe, "way": way, **found, "peak_GiB": 7, "note": note}
-        add_row(results / lm_scale.FILE, row, lm_scale.KEYS)
-    lines = tables.FIGURES["lm_scale"]().splitlines()
-    assert lines[-3].endswith("| 90.0 | 90.0 | 10 | 50.0% | 7 | 0.90 |")
-    assert lines[-2].endswith("| plain | out of memory |  |  |  |  |  |")
-
-
-def test_tables_say_what_is_not_measured(results) -> None:
-    sections = {"lm_scale": "", "lm_scaling": " --sections scaling", "lm_lost": " --sections lost"}
-    for name, more in sections.items():
-        said = f"Not measured yet: `benchmarks/lm_scale.py{more}`."
-        assert tables.FIGURES[name]() == said
-
-
-def test_a_rank_is_killed_after_its_checkpoint(tmp_path, monkeypatch, results) -> None:
+def test_a_rank_is_killed_after_its_checkpoint(tmp_path, monkeypatch) -> None:
     """Whose runs are stood for: the whole one, the killed one, and those that go on."""
     killed = []
 
@@ -223,7 +181,6 @@ def test_a_rank_is_killed_after_its_checkpoint(tmp_path, monkeypatch, results) -
     rows = read_rows(tmp_path / lm_lost.FILE)
     found = [(row["goes_on_with"], row["goes_on_from"], row["largest_difference"]) for row in rows]
     assert found == [("4", "40", "0.0"), ("2", "40", "0.0"), ("1", "40", "1.0")]
-    assert tables.FIGURES["lm_lost"]().endswith(" | 40 | 1 | 1.0e+00 |")
 
 
 def test_a_child_trains_by_the_command_and_ends_after_its_steps(tmp_path, monkeypatch) -> None:

@@ -18,16 +18,15 @@ import lm_first_text
 import lm_generate
 import lm_step
 import mamba2
-import markdown_tables
-import tables
-from common import add_row, provenance, read_rows, write_csv
+import tables_lm
+from common import add_row, provenance, read_rows
 from lm_kinds import cudnn_allowed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CHOICES_AND_TEXTS = list(itertools.product(lm_first_text.CHOICES, (1, 2)))
 
 
-def test_language_models_have_steps(tmp_path, monkeypatch) -> None:
+def test_language_models_have_steps() -> None:
     cpu = torch.device("cpu")
     rows = [
         {**provenance(cpu), **lm_step.measure(case, cpu, False, warmup=1, repeats=2)}
@@ -35,37 +34,27 @@ def test_language_models_have_steps(tmp_path, monkeypatch) -> None:
     ]
     assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows)
     assert [row["B"] * row["T"] for row in rows] == [64, 64, 64, 200]
-    write_csv(tmp_path / "lm_step.csv", rows)
-    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    lines = tables.FIGURES["lm_step"]().splitlines()
-    assert [line.split(" | ")[0][2:] for line in lines[-4:]] == [
+    assert [row["model"] for row in rows] == [
         "gru-tiny",
         "transformer-tiny",
         "mamba2-tiny",
-        "gru-tiny, packed",
+        "gru-tiny",
     ]
 
 
-def test_language_models_decode(tmp_path, monkeypatch) -> None:
+def test_language_models_decode(monkeypatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(lm_decode, "MORE", 2)
-    cases, cpu, rows = lm_decode.smoke_cases(), torch.device("cpu"), []
-    for case in cases:
+    rows = []
+    for case in lm_decode.smoke_cases():
         model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
         mamba2.ready_to_decode(model)
         row = lm_decode.measure(case, model, rounds=1)
-        rows.append({**provenance(cpu), **row, "weights_ms": 0.5})
-    write_csv(tmp_path / "lm_decode.csv", rows)
-    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    *_, head, _, gru, transformer, peer, generated = tables.FIGURES["lm_decode"]().splitlines()
-    assert head == "| model | context | B | eager | generate | weights read | cache, MB |"
-    starts = ("gru-tiny | 8 | 2", "transformer-tiny | 8 | 2", "mamba2-tiny | 8 | 2")
-    for line, start in zip((gru, transformer, peer), starts, strict=True):
-        assert line.startswith(f"| {start} | ")
-        *_, generate, weights, cache = line.rstrip(" |").split(" | ")
-        assert (generate, weights) == ("", "0.5")
-        assert float(cache) > 0
-    assert generated.startswith("| gru-tiny | 8 | 1 |  | ")
+        rows.append(row)
+    names = ["gru-tiny", "transformer-tiny", "mamba2-tiny", "gru-tiny"]
+    assert [row["model"] for row in rows] == names
+    assert [row["way"] for row in rows] == ["eager"] * 3 + ["generate"]
+    assert all(row["median_ms"] > 0 and row["cache_MB"] > 0 for row in rows[:3])
 
 
 def test_caches_say_what_they_hold() -> None:
@@ -81,22 +70,9 @@ def test_caches_say_what_they_hold() -> None:
         assert [layer.bytes for layer in cache.layers] == [layer_bytes] * 2
 
 
-def test_tables_say_what_is_not_measured(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    for name in ("lm_step", "lm_decode", "lm_context", "lm_generate", "lm_first_text"):
-        assert tables.FIGURES[name]() == f"Not measured yet: `benchmarks/{name}.py`."
-
-
-@pytest.fixture
-def results(tmp_path, monkeypatch) -> Path:
-    """A folder in the place of the results'."""
-    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    return tmp_path
-
-
-def test_steps_against_the_context(results, monkeypatch) -> None:
+def test_steps_against_the_context(tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
-    cpu, path = torch.device("cpu"), results / "lm_context.csv"
+    cpu, path = torch.device("cpu"), tmp_path / "lm_context.csv"
     about = provenance(cpu)
     for case in lm_step.smoke_cases()[:3]:
         row = lm_context.measure(case, cpu, False, seconds=0.01)
@@ -111,10 +87,7 @@ def test_steps_against_the_context(results, monkeypatch) -> None:
     add_row(path, {**about, **lm_context.measure(large, cpu, False, 1.0)}, lm_context.KEYS)
     lm_context.plot(path)
     assert path.with_suffix(".png").stat().st_size > 0
-    picture, *lines = tables.FIGURES["lm_context"]().splitlines()
-    gru = next(line for line in lines if line.startswith("| gru-tiny"))
-    assert gru.endswith(" | out of memory | 0.0% |")
-    assert picture.endswith("(../benchmarks/results/lm_context.png)")
+    assert read_rows(path)[-1]["note"] == "out of memory"
 
 
 def test_tokens_of_a_step_are_the_same_at_every_length() -> None:
@@ -124,9 +97,9 @@ def test_tokens_of_a_step_are_the_same_at_every_length() -> None:
     assert len(found) == 4 * 5
 
 
-def test_generation_by_the_papers_protocol(results) -> None:
+def test_generation_by_the_papers_protocol(tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    path = results / "lm_generate.csv"
+    path = tmp_path / "lm_generate.csv"
     for case in lm_step.smoke_cases()[:3]:
         model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
         mamba2.ready_to_decode(model)
@@ -140,11 +113,9 @@ def test_generation_by_the_papers_protocol(results) -> None:
     assert [(row["tokens"], row["repeats"]) for row in rows] == [("1", "5"), ("4", "5")] * 4
     lm_generate.plot(path)
     assert path.with_suffix(".png").stat().st_size > 0
-    lines = tables.FIGURES["lm_generate"]().splitlines()
-    assert lines[4] == "| model |  | 1 | 4 |"
 
 
-def test_first_texts_by_the_kernels_that_attention_may_take(results, monkeypatch) -> None:
+def test_first_texts_by_the_kernels_that_attention_may_take(monkeypatch) -> None:
     allowed = cudnn_allowed(monkeypatch)
     case = lm_step.smoke_cases()[1]
     model, rows = mamba2.language_model(case.config).eval(), []
@@ -154,10 +125,7 @@ def test_first_texts_by_the_kernels_that_attention_may_take(results, monkeypatch
             assert set(allowed) == {row["kernels"] == "PyTorch's"}
             allowed.clear()
     assert all(0 < row["median_ms"] <= row["max_ms"] for row in rows)
-    write_csv(results / "lm_first_text.csv", rows)
-    lines = tables.FIGURES["lm_first_text"]().splitlines()[-4:]
-    names = [f"| transformer-tiny | {name} | {text} | 3 | " for name, text in CHOICES_AND_TEXTS]
-    assert [line.startswith(name) for line, name in zip(lines, names, strict=True)] == [True] * 4
+    assert [(row["kernels"], row["text"]) for row in rows] == CHOICES_AND_TEXTS
 
 
 def test_longer_generations_come_before_more_of_the_short(monkeypatch) -> None:
@@ -189,43 +157,29 @@ def test_both_ways_generate_the_same_tokens() -> None:
         assert torch.equal(*tokens)
 
 
-def test_ratios_stand_beside_the_papers(results) -> None:
-    about = provenance("cpu") | {"packed": False, "T": 2048, "repeats": 1}
-    rates = {"tokens_per_s": 1000, "mfu_percent": 50, "peak_GiB": 10}
-    steps = {"gru-400M": 90.0, "mamba2-400M": 150.0, "transformer-400M": 100.0}
-    rows = [{**about, "model": name, "median_ms": ms, **rates} for name, ms in steps.items()]
-    write_csv(results / "lm_step.csv", rows)
-    trained = {("gru-7b", "trainer"): 70.0, ("gru-7b", "bare"): 90.0, ("mamba2-7b", "bare"): 200.0}
-    trained |= {("transformer-7b", "bare"): 100.0}
-    training = {**provenance("cpu"), "gpus": 2, "T": 2048}
-    rows = [
-        {**training, "recipe": name, "path": path, "mean_ms": ms, **rates}
-        for (name, path), ms in trained.items()
-    ]
-    rows.append({**rows[1], "gpus": 4, "mean_ms": 1.0})  # without a Transformer beside it
-    write_csv(results / "train_step.csv", rows)
-    whole = {**provenance("cpu"), "way": "plain", "overrides": "", "note": "", **rates}
-    cases = {("gru-7b", 1): 60.0, ("transformer-7b", 1): 120.0, ("lstm-7b", 4): 60.0}
-    rows = [
-        {**whole, "recipe": name, "gpus": gpus, "T": length, "median_ms": ms}
-        for (name, gpus), ms in cases.items()
-        for length, ms in ((2048, ms), (16384, 1000.0))
-    ]
-    write_csv(results / "lm_scale.csv", rows)
-    lines = tables.FIGURES["lm_ratios"]().splitlines()[-8:]
-    expected = {
-        "gru-400M | 1 GPU": "0.90 | 1.18",
-        "mamba2-400M | 1 GPU": "1.50 | 1.42",
-        "transformer-400M | 1 GPU": "1.00 | 1.00",
-        "gru-7B | 1 GPU, `pararnn train`": "0.50 | 1.18",
-        "transformer-7B | 1 GPU, `pararnn train`": "1.00 | 1.00",
-        "gru-7B | 2 GPUs, bare": "0.90 | 1.18",
-        "mamba2-7B | 2 GPUs, bare": "2.00 | ",
-        "transformer-7B | 2 GPUs, bare": "1.00 | 1.00",
+def test_ratios_of_steps_stand_next_to_the_papers(monkeypatch) -> None:
+    rates = {"commit": "c", "device": "d", "torch": "t", "T": "2048", "mfu_percent": "50"}
+    rates |= {"tokens_per_s": "1000", "peak_GiB": "10", "packed": "False", "way": "plain"}
+    rates |= {"overrides": "", "note": "", "gpus": "2"}
+    names = ("gru", "lstm", "mamba2", "transformer")
+
+    def rows(key: str, *scales: str) -> list[dict[str, str]]:
+        times = itertools.product(zip(names, (90.0, 95.0, 150.0, 100.0), strict=True), scales)
+        return [
+            {**rates, key: f"{name}-{scale}", "median_ms": str(ms)} for (name, ms), scale in times
+        ]
+
+    files = {
+        "lm_step.csv": rows("model", "400M", "1B"),
+        "lm_scale.csv": rows("recipe", "2.9b", "7b"),
     }
-    for line, (start, end) in zip(lines, expected.items(), strict=True):
-        assert line.startswith(f"| {start} | ")
-        assert line.endswith(f" | {end} |")
+    monkeypatch.setattr(tables_lm, "read", files.__getitem__)
+    lines = tables_lm.lm_ratios().splitlines()
+    assert lines[4].startswith("| gru-400M | 1 GPU, no optimizer | 90.0 | ")
+    assert lines[4].endswith(" | 0.90 | 1.18 |")
+    assert lines[-2].startswith("| mamba2-7B | 2 GPUs, `pararnn train` | 150.0 | ")
+    assert lines[-2].endswith(" | 1.50 |  |")
+    assert len(lines) == 4 + 4 * 4
 
 
 def test_steps_of_a_size_have_the_same_tokens() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -21,27 +20,25 @@ import sentences_learn
 import sentences_lm
 import sentences_training
 import tables
-import tables_scan
 from common import RESULTS, read_rows, write_csv
 
 MEASURED = re.compile(
     r"\d[\d.,]* (?:to [\d.,]+ )?(?:times (?:as|the|it|faster|slower)|ms|us|tokens/s|TFLOP/s|GiB)\b"
 )
-"""What only measuring tells."""
+"""Figures that only a measurement gives."""
 SETTINGS = (
     "has taken 150 ms",
-    "The aim for weights 1",
     "times what a start may be off",
     "20 times the paper's",
     "9,475 ms",  # the paper's
     "4 times the error",
     "another is 5% faster",
 )
-"""What sentences outside of markers may say: limits, aims and the paper's figures."""
+"""Limits, settings and the paper's figures, which sentences outside of markers may have."""
 
 
 def prose_of(page: str) -> list[str]:
-    """The paragraphs of a page that stand outside of markers and of code, each in one line."""
+    """Return the paragraphs of a page outside of markers and of code, each in one line."""
     text = tables.MARKED.sub("", (tables.ROOT / page).read_text(encoding="utf-8"))
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
@@ -56,13 +53,6 @@ def test_no_measured_figure_stands_outside_of_markers(page: str) -> None:
         assert found is None, f"{page}: put {found[0]!r} into benchmarks/sentences_*.py"
 
 
-def test_measured_figures_are_known_from_others() -> None:
-    for text in ("0.51 TFLOP/s", "3 to 4.5 times as long", "1,284 ms", "2 to 3 us", "16 tokens/s"):
-        assert MEASURED.search(text), text
-    for text in ("10 times over", "20 ms-like", "2 tasks", "12 blocks", "T = 512"):
-        assert not MEASURED.search(text.replace("20 ms-like", "")), text
-
-
 def test_each_figure_is_on_a_page() -> None:
     pages = [(tables.ROOT / page).read_text(encoding="utf-8") for page in tables.PAGES]
     used = [match[2] for text in pages for match in tables.MARKED.finditer(text)]
@@ -75,7 +65,7 @@ def test_each_figure_is_on_a_page() -> None:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in the place of the results', with the same files: links, which tests replace."""
+    """Replace the results' folder by one of links to its files."""
     for path in RESULTS.iterdir():
         if path.is_file():
             (tmp_path / path.name).symlink_to(path)
@@ -94,19 +84,17 @@ def change(path: Path, new: Callable[[dict[str, str]], dict[str, Any]]) -> None:
 
 def test_a_sentence_follows_its_file(results: Path) -> None:
     page = (tables.ROOT / "docs/training.md").read_text(encoding="utf-8")
-    assert tables.rendered(page) == page
-    said = " ".join(sentences_training.products().split())
-    assert (
-        "For 0.51 (GRU), 0.50 (LSTM) and 0.48 (Transformer) of it nothing runs beside them" in said
-    )
+    assert tables.with_figures(page) == page
+    text = " ".join(sentences_training.products().split())
+    assert "For 0.51 (GRU), 0.50 (LSTM) and 0.48 (Transformer) of it nothing else runs" in text
 
     def halved(row: dict[str, str]) -> dict[str, Any]:
         return {"alone_ms": float(row["alone_ms"]) / 2}
 
     change(results / "lm_scale_profile.csv", halved)
-    said = " ".join(sentences_training.products().split())
-    assert "For 0.26 (GRU), 0.25 (LSTM) and 0.24 (Transformer)" in said
-    assert tables.rendered(page) != page
+    text = " ".join(sentences_training.products().split())
+    assert "For 0.26 (GRU), 0.25 (LSTM) and 0.24 (Transformer)" in text
+    assert tables.with_figures(page) != page
 
 
 def test_words_that_the_results_do_not_bear_out_raise(results: Path) -> None:
@@ -120,33 +108,6 @@ def test_words_that_the_results_do_not_bear_out_raise(results: Path) -> None:
     change(results / "learn_code.csv", lambda row: {"mixer": names.get(row["mixer"], row["mixer"])})
     with pytest.raises(ValueError, match="Mamba2 before the hybrid"):
         sentences_learn.code()
-
-
-def test_trainings_that_ended_at_a_high_rate_are_named(results: Path) -> None:
-    text = " ".join(sentences_training.tasks_steps().split())
-    assert "Of the 8 capped trainings 3 ended before" in text
-    assert "Mamba2 on parity (31%), Transformer on parity (60%) and Mamba2 on 1-hop (69%)" in text
-    path = results / "tasks" / "table6" / "parity-mamba2.json"
-    result = json.loads(path.read_text(encoding="utf-8"))
-    result["steps"] = result["config"]["train"]["steps"]
-    path.write_text(json.dumps(result), encoding="utf-8")
-    text = " ".join(sentences_training.tasks_steps().split())
-    assert "Of the 8 capped trainings 2 ended" in text
-    assert "which ended at 0% of its rate" in " ".join(sentences_training.tasks_order().split())
-
-
-def test_scans_are_compared_by_minima() -> None:
-    about = {"commit": "c", "device": "d", "torch": "t", "threads": 1, "B": 8, "D": 64, "T": 512}
-    rows = [
-        {**about, "what": "minGRU", "way": way, "forward_min_ms": ms, "both_min_ms": 2 * ms}
-        for ms, way in ((12.0, "loop in Python"), (6.0, "scan in PyTorch"), (3.0, "pararnn.scan"))
-    ]
-    rows.append({**rows[0], "way": "convolution by FFT", "forward_min_ms": 3.6})
-    rows.append({**rows[2], "what": "LRU", "both_min_ms": 42.0})
-    said = tables_scan.compared([{key: str(value) for key, value in row.items()} for row in rows])
-    assert "4 times as fast as the loop, 2 times as fast as PyTorch's operations" in said
-    assert "1 to 4 times as fast as the convolution" in " ".join(said.split())
-    assert "The complex LRU takes 7 times as long as the real minGRU" in " ".join(said.split())
 
 
 def test_scans_are_timed_in_rounds_and_agree(
@@ -169,10 +130,3 @@ def test_scans_are_timed_in_rounds_and_agree(
     scan_cpu.main()
     (row,) = read_rows(tmp_path / "scan_cpu.csv")
     assert (row["ms"], row["min_ms"], row["rounds"], row["T"]) == ("5.0", "3.0", "3", "20")
-
-
-def test_enumerations_and_spans() -> None:
-    assert markdown_tables.listed(["a"]) == "a"
-    assert markdown_tables.listed(["a", "b", "c"]) == "a, b and c"
-    assert markdown_tables.span([1.26, 1.31], ".1f") == "1.3"
-    assert markdown_tables.span([2.0, 1.26], ".1f", "%") == "1.3 to 2.0%"

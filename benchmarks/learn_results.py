@@ -1,0 +1,118 @@
+"""Results of learn.py: bits per byte of each mixer, at the end and on the way."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from markdown_tables import Row, hold, read, source, table
+
+CORPORA = ("english", "code")
+Point = tuple[int, float, float]
+"""Tokens, seconds and bits per byte, means over seeds."""
+
+
+class Result(NamedTuple):
+    """A mixer's final trainings on a corpus: bits of every seed, and the mean curve."""
+
+    mixer: str
+    first: Row
+    bits: list[float]
+    curve: list[Point]
+
+    @property
+    def mean(self) -> float:
+        """Bits per byte at the end."""
+        return statistics.mean(self.bits)
+
+    @property
+    def least(self) -> Point:
+        """Point of the mean curve with the fewest bits, which need not be the last."""
+        return min(self.curve, key=lambda point: point[2])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a training."""
+        return self.curve[-1][1]
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s of a training."""
+        return self.curve[-1][0] / self.seconds
+
+
+def results(rows: Iterable[Row]) -> list[Result]:
+    """Return a corpus's mixers, the best first, without those that did not end in every seed."""
+    finals = [row for row in rows if row["stage"] == "final"]
+    mixers = []
+    for mixer in dict.fromkeys(row["mixer"] for row in finals):
+        mine = [row for row in finals if row["mixer"] == mixer]
+        ends = [float(row["bits_per_byte"]) for row in mine if row["step"] == row["steps"]]
+        if len(ends) < len({row["seed"] for row in mine}) or not all(map(math.isfinite, ends)):
+            continue
+        steps = sorted({int(row["step"]) for row in mine})
+        curve = [mean_point([row for row in mine if int(row["step"]) == step]) for step in steps]
+        mixers.append(Result(mixer, mine[0], ends, curve))
+    return sorted(mixers, key=lambda result: result.mean)
+
+
+def mean_point(rows: Sequence[Row]) -> Point:
+    """Return the mean over the seeds at one step."""
+    seconds, bits = (
+        statistics.mean(float(row[name]) for row in rows) for name in ("seconds", "bits_per_byte")
+    )
+    return int(rows[0]["tokens"]), seconds, bits
+
+
+def leaders(every: Sequence[Result]) -> list[tuple[str, int]]:
+    """Return who has the fewest bits in the mean, in order, and up to how many tokens each."""
+    ends: list[tuple[str, int]] = []
+    for points in zip(*(result.curve for result in every), strict=True):
+        bits = [point[2] for point in points]
+        first = every[bits.index(min(bits))].mixer
+        if ends and ends[-1][0] == first:
+            ends.pop()
+        ends.append((first, points[0][0]))
+    return ends
+
+
+def learn() -> str:
+    """Return a table a corpus."""
+    return "\n\n".join(
+        corpus_table(corpus, read(name), name)
+        for corpus in CORPORA
+        for name in (f"learn_{corpus}.csv",)
+    )
+
+
+def corpus_table(corpus: str, rows: Sequence[Row], name: str) -> str:
+    """Return a corpus's table."""
+    every = results(rows)
+    hold(len(every) == len({row["mixer"] for row in rows}), "every mixer ended in every seed")
+    body = [
+        [
+            result.mixer,
+            f"{int(result.first['parameters']) / 1e6:.1f}M",
+            f"{float(result.first['rate']):g}",
+            f"{result.mean:.4f} ({min(result.bits):.4f} to {max(result.bits):.4f})",
+            f"{result.least[2]:.4f}",
+            f"{result.least[0] / 1e6:.1f}M",
+            f"{result.seconds:.1f}",
+            f"{result.speed:,.0f}",
+        ]
+        for result in every
+    ]
+    first = every[0].first
+    epochs = max(float(row["epochs"]) for row in rows if row["stage"] == "final")
+    sweep = next(int(row["tokens"]) for row in reversed(rows) if row["stage"] == "sweep")
+    rates = sorted({float(row["rate"]) for row in rows if row["stage"] == "sweep"})
+    text = (
+        f"{corpus.capitalize()}: {every[0].curve[-1][0] / 1e6:.1f}M tokens ({epochs:.1f} epochs) "
+        f"in steps of {first['B']} x {int(first['T']):,}, {len(every[0].bits)} seeds. Rates were "
+        f"chosen from {', '.join(f'{rate:g}' for rate in rates)} by {sweep / 1e6:.1f}M tokens "
+        f"{source([first], name)}:"
+    )
+    head = ["mixer", "parameters", "rate", "bits per byte at the end (seeds)", "least mean"]
+    return f"{text}\n\n{table([*head, 'at', 'seconds', 'tokens/s'], body)}"
