@@ -26,7 +26,7 @@ class _Blocks(Cell):
 
 
 def _blocks(size: int) -> type[Cell]:
-    """The cell for N = `size`."""
+    """Return the cell for N = `size`."""
     parts = {
         "__doc__": f"{size} states a channel: a is {size} x {size} blocks.",
         "__module__": __name__,
@@ -48,7 +48,7 @@ class AffineComplex(Cell):
     fields = ("a_real", "a_imag")
 
     def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
-        """The parts of a h + b."""
+        """Return the parts of a h + b."""
         real = gate.b_real + gate.a_real * state.real - gate.a_imag * state.imag
         imag = gate.b_imag + gate.a_real * state.imag + gate.a_imag * state.real
         return real, imag
@@ -62,7 +62,7 @@ class AffineRealDecay(Cell):
     fields = ("a",)
 
     def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
-        """The parts of a h + b."""
+        """Return the parts of a h + b."""
         return gate.b_real + gate.a * state.real, gate.b_imag + gate.a * state.imag
 
 

@@ -23,10 +23,10 @@ LAYER_ARGUMENTS = frozenset(
     | {"mode", "on_failure", "recurrent_clip", "recompute_gates", "projection_gain"}
     | {"recurrent_std", "keep_dtype"}
 )
-"""What layers and cells take themselves: no config can have such a name."""
+"""Arguments of layers and cells: no config can have such a name."""
 
 OPTIONAL_METHODS = ("jacobian", "readout")
-"""What a cell may define beside its step."""
+"""Methods that a cell may define in addition to its step."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Param:
         object.__setattr__(self, "kind", kind)
 
     def size(self, channels: int, heads: int) -> tuple[int, ...]:
-        """The tensor's size for D channels in H heads."""
+        """Return the tensor's size for D channels in H heads."""
         return self.kind.size(channels, heads)
 
 
@@ -161,7 +161,7 @@ class Cell(nn.Module):
         self.reset_parameters()
 
     def draws(self, recurrent_std: float | None = None) -> dict[str, Draw]:
-        """How each parameter is drawn: its Param's Gaussian (paper, Appendix C: Xavier's).
+        """Return each parameter's distribution: its Param's Gaussian (paper, Appendix C: Xavier's).
 
         `recurrent_std` is that of Params with `std=None`. By default it is 1/sqrt(D): Xavier's
         Gaussian for a matrix D x D, sqrt(2 / (D + D)), of which a vector is the diagonal. The paper
@@ -186,26 +186,26 @@ class Cell(nn.Module):
 
     @property
     def itself(self) -> Cell:
-        """This cell, also when asked of a module in its place: see `unwrapped`."""
+        """This cell, also through a module that stands in its place: see `unwrapped`."""
         return self
 
     @property
     def has_readout(self) -> bool:
-        """Whether the class makes a layer's output of the states by a method of its own."""
+        """True if the class has a `readout`, which computes a layer's output from the states."""
         return _has_readout(type(self))
 
     def config_values(self) -> dict[str, Any]:
-        """The config that this cell was made with."""
+        """Return the config that this cell was made with."""
         return {name: getattr(self, name) for name in type(self).config}
 
     def recurrent_parameters(self) -> Iterable[Tensor]:
-        """The trainable recurrent parameters: those that clipping concerns."""
+        """Return the trainable recurrent parameters: those that clipping concerns."""
         for name, param in type(self).params.items():
             if param.recurrent and param.trainable:
                 yield getattr(self, name)
 
     def lifted_params(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """The parameters as a program takes them: scalars and per-head ones as (D,).
+        """Return the parameters as a program takes them: scalars and per-head ones as (D,).
 
         In `dtype`; None leaves their own.
         """
@@ -259,7 +259,7 @@ class Cell(nn.Module):
 
 
 def unwrapped(module: nn.Module) -> Cell:
-    """The cell in use, out of a module that stands in its place and hands attributes on.
+    """Return the cell, out of a module that stands in its place and forwards attributes.
 
     So peft wraps what `modules_to_save` names. TypeError for hooks on that module, which is not
     called.
@@ -313,7 +313,7 @@ def _has_readout(cls: type) -> bool:
 
 
 _VIEW = "_is_view"
-"""The mark of the objects that steps run on: what they lack is an error with a cure."""
+"""Mark of the objects that steps run on: a missing attribute is an error with a cure."""
 
 
 class Step:
@@ -344,12 +344,12 @@ class Step:
 
     @property
     def has_jacobian(self) -> bool:
-        """Whether the class overrides the derived Jacobian by hand."""
+        """True if the class overrides the derived Jacobian by hand."""
         return hasattr(self.cls, "jacobian")
 
     @property
     def has_readout(self) -> bool:
-        """Whether the class makes a layer's output of the states by a method of its own."""
+        """True if the class has a `readout`, which computes a layer's output from the states."""
         return _has_readout(self.cls)
 
     def call(self, method: str, states: Any, inputs: Any, params: Any) -> Any:
@@ -359,7 +359,7 @@ class Step:
         )
 
     def __call__(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
-        """New states; CellError when the step does not return one tensor a state."""
+        """Return new states; CellError when the step does not return one tensor a state."""
         new = self.call("step", states, inputs, params)
         new = (new,) if isinstance(new, Tensor) else new
         names = self.cls.states

@@ -42,4 +42,4 @@ def immutable(value: Any, what: str) -> Any:
 
 
 _SCALARS: Mapping[type, Any] = {bool: bool, int: int, float: float, str: str.__str__}
-"""How a value of each type, or of one made of it, becomes that type."""
+"""Conversion of a value of each type, or of a subclass, to that type."""

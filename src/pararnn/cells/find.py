@@ -10,7 +10,7 @@ from pararnn.errors import CellError
 
 
 def find_cell(name: str, table: Mapping[str, type[Cell]]) -> type[Cell]:
-    """The cell class of a name in `table`, or of an import path "package.module:Class".
+    """Return the cell class of a name in `table`, or of an import path "package.module:Class".
 
     Raises CellError where there is none, with what to do.
     """
@@ -52,7 +52,7 @@ def check_cell_class(given: object) -> None:
 
 
 def cell_name(cell_class: type[Cell], table: Mapping[str, type[Cell]]) -> str:
-    """The name under which `find_cell` finds a class, in other processes too.
+    """Return the name under which `find_cell` finds a class, in other processes too.
 
     Raises CellError for a class that is defined inside a function, which nobody can import.
     """

@@ -27,7 +27,7 @@ NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def nonlinearity(name: str) -> Callable[[Tensor], Tensor]:
-    """The function called `name`; CellError if there is none."""
+    """Return the function called `name`; CellError if there is none."""
     if name not in NONLINEARITIES:
         raise CellError(f"unknown nonlinearity {name!r}; known: {', '.join(NONLINEARITIES)}")
     return NONLINEARITIES[name]

@@ -21,7 +21,7 @@ class ParamShape:
     lift: Callable[[Tensor, int, int], Tensor] | None = field(default=None, repr=False)
 
     def lifted(self, value: Tensor, channels: int, heads: int) -> Tensor:
-        """The parameter as a step takes it."""
+        """Return the parameter as a step takes it."""
         return value if self.lift is None else self.lift(value, channels, heads)
 
 

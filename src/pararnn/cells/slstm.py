@@ -27,8 +27,8 @@ class SLSTMCell(Cell):
 
     def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor, Tensor]:
         i = gate.i + param.a_i * state.h
-        kept = F.logsigmoid(gate.f + param.a_f * state.h) + state.n
-        k = torch.sigmoid(kept - i)
+        decay = F.logsigmoid(gate.f + param.a_f * state.h) + state.n
+        k = torch.sigmoid(decay - i)
         c = k * state.c + (1 - k) * torch.tanh(gate.z + param.a_z * state.h)
         o = torch.sigmoid(gate.o + param.a_o * state.h)
-        return o * c, c, torch.maximum(kept, i) + torch.log1p(torch.exp(-(kept - i).abs()))
+        return o * c, c, torch.maximum(decay, i) + torch.log1p(torch.exp(-(decay - i).abs()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.numerics import CHANNEL_FACTOR, MAX_RELATIVE_TOLERANCE, SEQUENTIAL_ERRORS, underflow
 
 QUIET = MAX_RELATIVE_TOLERANCE / SEQUENTIAL_ERRORS
-"""What is moved by more than this part of itself by rounding alone has no forward error."""
+"""Largest relative change by rounding alone for which a value has a forward error."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is a number within the limit."""
+        """True if the error is a number within the limit."""
         return self.error <= self.limit
 
     @property
@@ -54,22 +54,22 @@ class SolveChecks:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
+        """True if every check passed."""
         return all(check.passed for check in self.checks)
 
     @property
     def no_strays(self) -> bool:
-        """Whether what is not finite is so in the sequential run too."""
+        """Check that values that are not finite are so in the sequential run too."""
         return self.checks[-1].passed
 
 
 def finite(values: Tensor) -> Tensor:
-    """The values, 0 where they are not finite."""
+    """Return the values, 0 where they are not finite."""
     return values.nan_to_num(0.0, 0.0, 0.0)
 
 
 def peak(values: Tensor, series: bool) -> Tensor:
-    """A series' largest of each channel over time, (B, 1, ...); others as they are."""
+    """Return a series' largest of each channel over time, (B, 1, ...); others as they are."""
     return values.amax(1, keepdim=True) if series and values.shape[1] else values
 
 
@@ -84,7 +84,7 @@ def gap(value: Tensor, truth: Tensor, loop: Tensor) -> Tensor:
 
 
 def stored_rounding(dtype: torch.dtype, true: Tensor, carry: torch.dtype) -> Tensor:
-    """What storing a gradient in a lower precision than it was computed in does to its entries."""
+    """Return how much storing a gradient in a lower precision than its own moves its entries."""
     half = torch.finfo(dtype).eps / 2 if torch.finfo(dtype).eps > torch.finfo(carry).eps else 0.0
     return half * finite(true.double().cpu().abs()) + underflow(dtype)
 
@@ -139,12 +139,12 @@ def _held(
 
 
 def _largest(values: Tensor, part: Tensor) -> float:
-    """The largest of non-negative values in a part of them, 0 if that is empty."""
+    """Return the largest of non-negative values in a part of them, 0 if that is empty."""
     return float(values.masked_fill(~part, 0).max()) if values.numel() else 0.0
 
 
 def worst(name: str, error: Tensor, limit: Tensor, unit: Tensor) -> Check:
-    """The entry that uses up most of its limit, both in its unit."""
+    """Return the entry that uses up most of its limit, both in its unit."""
     used = torch.where(error > 0, error / limit, torch.zeros_like(error))
     at = int(used.argmax())
     worst, allowed, scale = (float(t.flatten()[at]) for t in (error, limit, unit))

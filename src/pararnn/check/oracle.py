@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 
 class Oracle:
-    """What solves of a trial are held against: loops in its own dtype and in float64."""
+    """Reference for solves of a trial: loops in its own dtype and in float64."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
@@ -114,7 +114,7 @@ class Oracle:
         loss_scale: float = 1.0,
         **options: Any,
     ) -> Oracle:
-        """The oracle of a call of `pararnn.solve`; options as of `pararnn.solve.prepare`."""
+        """Return the oracle of a call of `pararnn.solve`; options as of `pararnn.solve.prepare`."""
         args = prepare(cell, gates, initial_state, **options)
         return cls.of_call(cell, args, seed=seed, loss_scale=loss_scale)
 
@@ -122,7 +122,7 @@ class Oracle:
     def of_call(
         cls, cell: Cell, call: Arguments, *, seed: int = 0, loss_scale: float = 1.0
     ) -> Oracle:
-        """The oracle of a call as a layer makes it.
+        """Return the oracle of a call as a layer makes it.
 
         The gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
         """
@@ -144,7 +144,7 @@ class Oracle:
         return cls(Trial(copy.deepcopy(cell), own, (*series, *ends)))
 
     def sequential(self) -> Run:
-        """The loop in the trial's dtype, as an engine with a backward would return it."""
+        """Return the loop in the trial's dtype, as an engine with a backward would return it."""
         none = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
         return Run(self.loop, self.loop_grads(0), none)
 
@@ -179,7 +179,7 @@ class Oracle:
         yield from self._check_gradients(run, at if own else self.carried.double())
 
     def _check_defect(self, at: Tensor) -> Check:
-        """The defect that uses up most of what rounding allows, evaluated in float64."""
+        """Return the defect that uses up most of what rounding allows, evaluated in float64."""
         defect = finite(local_defects(self.exact, at).abs())
         unit = rounding(self.system.sizes(at), self.dtype)
         own = finite(local_defects(self.exact, self.loop_at).abs())
@@ -193,7 +193,7 @@ class Oracle:
         return check
 
     def _shaken_defect(self, at: Tensor, seed: int) -> Tensor:
-        """The defects of a loop that rounds otherwise, each step from the states that it is given.
+        """Return the defects of a loop that rounds otherwise, each step from its given states.
 
         Where the returned states are rounded to 16 bits, so is what a step starts from.
         """
@@ -222,7 +222,7 @@ class Oracle:
         return peak(gap(value, self.truth[name], self.loop[name]), self._series(name))
 
     def _noise(self, name: str) -> Iterator[Tensor]:
-        """What rounding makes of a value: in the loop, and in loops that round otherwise.
+        """Return the error of a value by rounding: in the loop, and in loops that round otherwise.
 
         Of a final state, what it makes of its channel up to there: its own error is one of many.
         """
@@ -243,7 +243,7 @@ class Oracle:
         return {(name, seed): noise for name, noise in apart.items()}
 
     def _another(self, seed: int) -> Named:
-        """A loop that rounds otherwise; 0 is the loop itself."""
+        """Return a loop that rounds otherwise; 0 is the loop itself."""
         if seed not in self._loops:
             with OtherRounding(self.carry, seed, self._approximates):
                 self._loops[seed] = self._returned(run_loop(self.rounded))
@@ -263,7 +263,7 @@ class Oracle:
         return sizes
 
     def loop_grads(self, seed: int) -> Named:
-        """The gradients of a loop; 0 is the loop itself."""
+        """Return the gradients of a loop; 0 is the loop itself."""
         if seed not in self._reverses:
             at = self._at(self._another(seed))
             same = not seed and torch.equal(at, self.states)
@@ -280,7 +280,7 @@ class Oracle:
         return {name: true.grads[name].to(leaf.dtype) for name, leaf in self.trial.leaves().items()}
 
     def _own(self, name: str, seed: int = 0) -> Tensor:
-        """A loop's own error of a gradient, channel by channel."""
+        """Return a loop's own error of a gradient, channel by channel."""
         if (name, seed) not in self._owns:
             grads = (self.loop_grads(seed), self.true.grads, self.loop_grads(0))
             self._owns[name, seed] = peak(gap(*(g[name] for g in grads)), self._series(name))
@@ -311,7 +311,7 @@ class Oracle:
         yield self._check_strays(run, there)
 
     def _check_forward_gradient(self, name: str, value: Tensor) -> Check:
-        """The forward error of a gradient, in the channels that rounding leaves alone."""
+        """Return the forward error of a gradient, in the channels that rounding leaves alone."""
         true, loop = self.true.grads[name], self.loop_grads(0)[name]
         # A parameter kept in a lower precision than the gates has its gradient in that precision.
         tolerance = max(FORWARD_TOLERANCE[self.dtype], FORWARD_TOLERANCE[value.dtype])
@@ -346,18 +346,18 @@ class Oracle:
         return Check("stray non-finite entries", float(stray), 0.0)
 
     def _series(self, name: str) -> bool:
-        """Whether a value or gradient has a time axis, its second one."""
+        """Check whether a value or gradient has a time axis, its second one."""
         return name in (*self.trial.cell.states, *self.trial.cell.fields, "gates")
 
     def _in_order(self, name: str, values: Tensor) -> Tensor:
-        """A series in the order of processing, with flat channels; others as they are."""
+        """Return a series in the order of processing, with flat channels; others as they are."""
         if not self._series(name):
             return values
         flat = values.flatten(3) if values.ndim == 5 else values
         return flat.flip(1) if self.args.reverse else flat
 
     def behind(self, name: str, values: Tensor) -> Tensor:
-        """A series' largest from each step to the end of its sequence; others as they are."""
+        """Return a series' largest from each step to its sequence's end; others as they are."""
         values = self._in_order(name, values)
         if not self._series(name):
             return values
@@ -369,7 +369,7 @@ class Oracle:
         return forward_order(self.args, states, torch.float64)
 
     def _returned(self, states: Tensor) -> Named:
-        """A loop's states as an engine returns them, and its final states."""
+        """Return a loop's states as an engine returns them, and its final states."""
         named = results(self.rounded, states)
         return {n: v.to(self.dtype) if self._series(n) else v for n, v in named.items()}
 
@@ -393,7 +393,7 @@ class _There:
         return self._loops[seed]
 
     def noise(self, name: str, seed: int) -> Tensor:
-        """What such a rounding does to a gradient, at a step or behind it."""
+        """Return what such a rounding does to a gradient, at a step or after it."""
         if (name, seed) not in self._noises:
             apart = gap(self.loop(seed)[name], self.true.grads[name], self.loop(0)[name])
             self._noises[name, seed] = self.oracle.behind(name, apart)

@@ -35,7 +35,7 @@ class Trial:
     cotangents: tuple[Tensor, ...]
 
     def to(self, dtype: torch.dtype) -> Trial:
-        """The same numbers in another dtype, as fresh leaves."""
+        """Return the same numbers in another dtype, as fresh leaves."""
 
         def leaf(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -46,7 +46,7 @@ class Trial:
         return replace(self, cell=cell, args=replace(self.args, params=()).mapped(leaf))
 
     def call(self) -> Arguments:
-        """The record, with the cell's params."""
+        """Return the record, with the cell's params."""
         return replace(self.args, params=self.cell.lifted_params())
 
     def arguments(self) -> Arguments:
@@ -66,13 +66,13 @@ class Trial:
 
 
 def by_name(cell: Cell, states: Sequence[Tensor], final: Sequence[Tensor]) -> Named:
-    """The results of a solve: states and final states."""
+    """Return the results of a solve: states and final states."""
     named = dict(zip(cell.states, states, strict=True))
     return named | {f"final {n}": f for n, f in zip(cell.states, final, strict=True)}
 
 
 def gradients_of(outputs: Sequence[Tensor], trial: Trial, leaves: Named) -> Named:
-    """The gradients of a trial's results by leaf."""
+    """Return the gradients of a trial's results by leaf."""
     grads = _pull(outputs, list(leaves.values()), trial.cotangents)
     return dict(zip(leaves, grads, strict=True))
 
@@ -88,7 +88,7 @@ def results(trial: Trial, states: Tensor) -> Named:
 
 
 def last_states(cell: Cell, args: Arguments, states: Tensor) -> Named:
-    """What sequences of (B, T, N, D) end with, by the final states' names."""
+    """Return the last states of sequences of (B, T, N, D), by the final states' names."""
     _, edges = to_system(program_of(cell), args)
     ends = final_states(args, edges, states.unbind(2))
     return {f"final {name}": end for name, end in zip(cell.states, ends, strict=True)}
@@ -121,7 +121,7 @@ class OtherRounding(TorchDispatchMode):
         return out * self._factor(out.numel()).view(out.shape).to(out.device)
 
     def _factor(self, count: int) -> Tensor:
-        """The next numbers of 1 + eps * U(-1, 1)."""
+        """Return the next numbers of 1 + eps * U(-1, 1)."""
         if count > len(self.factors):
             more = max(count - len(self.factors), DRAWN)
             noise = torch.rand(more, generator=self.generator, dtype=self.dtype, device="cpu")
@@ -199,7 +199,7 @@ class Reverse(NamedTuple):
 
 
 def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) -> Reverse:
-    """The reverse pass at given states (B, T, N, D), step by step in the trial's dtype.
+    """Return the reverse pass at given states (B, T, N, D), step by step in the trial's dtype.
 
     `seed`: 0 for PyTorch's own rounding, another for another, see OtherRounding. `sizes`: whether
     amounts and units are wanted.
@@ -240,7 +240,7 @@ def _walk(
     shaken: AbstractContextManager[Any],
     sizes: bool,
 ) -> tuple[Pieces, ...]:
-    """Pulls back to rows (previous states, inputs, params a step), all steps' Jacobians at once.
+    """Pull back to rows (previous states, inputs, params a step), all steps' Jacobians at once.
 
     Returns what arrives there and, for sizes, amounts and units, see Reverse.
     """
@@ -298,7 +298,7 @@ def _walk_coupled(
 
 
 def _adjoints(system: System, arriving: Tensor, back: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """What arrives at each state, (B, T, N, D): `back` takes a step's to the state before it."""
+    """Return the gradients at states (B, T, N, D): `back` pulls a step's to the state before."""
     carry, found = torch.zeros_like(system.initial), []
     cut, padding = (_where(mask) for mask in (system.fresh, system.padding))
     for t, here in reversed(list(enumerate(arriving.unbind(1)))):
@@ -308,7 +308,7 @@ def _adjoints(system: System, arriving: Tensor, back: Callable[[int, Tensor], Te
 
 
 def running(values: Tensor, cut: Tensor | None) -> Tensor:
-    """The largest of (B, T, ..., D) from each step to its sequence's end; at `cut` one begins."""
+    """Return the largest of (B, T, ..., D) from each step to its end; sequences begin at `cut`."""
     if cut is None:
         return values.flip(1).cummax(1).values.flip(1) if values.shape[1] else values
     # By doubling: `ends` says whether a sequence begins in the `seen` steps behind each.
@@ -323,7 +323,7 @@ def running(values: Tensor, cut: Tensor | None) -> Tensor:
 
 
 Masks = dict[int, Tensor]
-"""Those of (B, 1, 1 or D) that hold somewhere, by their step."""
+"""Masks (B, 1, 1 or D) that hold somewhere, by their step."""
 
 
 def _where(mask: Tensor | None) -> Masks:
@@ -339,7 +339,7 @@ def _masked(masks: Masks, t: int, values: Tensor) -> Tensor:
 
 
 def _combined(jacobian: list[Pieces], cotangent: Tensor) -> Pieces:
-    """Derivatives of each new state by rows, times cotangents (B, T, N, D), summed over states."""
+    """Return derivatives of new states by rows, times cotangents (B, T, N, D), summed over N."""
     out = []
     for pieces in zip(*jacobian, strict=True):
         parts = [p * _like(cotangent[:, :, n], p) for n, p in enumerate(pieces)]
@@ -357,7 +357,7 @@ def _pull(
     leaves: Sequence[Tensor],
     cotangents: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The outputs' cotangents at leaves, zero where nothing depends on one."""
+    """Return the outputs' cotangents at leaves, zero where nothing depends on one."""
     arriving = [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)]
     with torch.autograd.set_multithreading_enabled(False):
         return list(gradients(outputs, leaves, arriving))

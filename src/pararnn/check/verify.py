@@ -32,7 +32,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every check of every layer passed."""
+        """True if every check of every layer passed."""
         return all(checks.passed for _, _, checks in self.layers)
 
     @property
@@ -99,7 +99,7 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
 def defect(
     layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[float, int, int]:
-    """The largest defect of a layer's call over its limit; the solver's sweeps and mended columns.
+    """Return a call's largest defect over its limit, and the solver's sweeps and mended columns.
 
     What `verify` checks and takes no loop over T: all steps at once in float64, against 8 eps.
     Where they exceed it, the sequential run's own defects count too: `verify`'s loops are run.
@@ -123,7 +123,7 @@ def defect(
 def _call(
     layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Arguments, tuple[str, str]]:
-    """The record of a layer's call, and the pair that it asks for."""
+    """Return the record of a layer's call, and the pair that it asks for."""
     given = signature(layer.forward).bind(*inputs, **options).arguments
     asked = layer.asked(*(given.pop(part, None) for part in ("solver", "backend", "mode")))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Running what traces or checks a cell away from the modes that its caller is in."""
+"""Calls of functions outside of the modes that the caller's thread is in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def apart(function: Callable[..., R], *args: object) -> R:
-    """What `function` returns, called in a thread of its own.
+    """Return what `function` returns, called in a thread of its own.
 
     A trace must not see what the caller's thread is in: autocast would put casts into the graphs,
     a transform its tangents, a default device constants that are elsewhere.

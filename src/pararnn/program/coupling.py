@@ -1,6 +1,6 @@
-"""Which channels of a step hang together: what its graphs run on, and what solves on its own.
+"""Coupling of a step's channels: the sizes that graphs run on, and what solves independently.
 
-A column is what solves on its own: a whole batch row, or a channel of one. Flags and numbers of
+A column solves independently: it is a whole batch row, or a channel of one. Flags and numbers of
 columns are tensors (B, ...), one entry a column. Another kind of column is another subclass.
 """
 
@@ -14,59 +14,59 @@ from torch import Tensor
 
 
 class Coupling:
-    """All channels of a batch row hang together: a column is a row, graphs run on rows (R, D)."""
+    """All channels of a batch row couple: a column is a row, graphs run on rows (R, D)."""
 
     def reach(self, channels: int) -> int:
-        """On how many channels another's next state may depend, 0 where only on its own."""
+        """Return on how many channels a channel's next state may depend, 0 for itself only."""
         return channels
 
     def sizes(self, size: Sequence[int]) -> tuple[int, ...]:
-        """The sizes that graphs take states and inputs (B, T, D) in, channels last."""
+        """Return the sizes that graphs take states and inputs (B, T, D) in, channels last."""
         batch, steps, channels = size
         return (batch * steps, channels)
 
     def representation(self, entries: Sequence[Any], like: Tensor, num_states: int) -> Tensor:
-        """A Jacobian at states as `like`, from what a graph returns after the new states."""
+        """Return a Jacobian at states as `like`, from what a graph returns after the new states."""
         representation: Tensor = entries[0]
         return representation
 
     def param_sizes(self, param: Tensor, size: Sequence[int]) -> tuple[int, ...]:
-        """The sizes in which a graph returns a parameter's gradient for steps (B, T, D)."""
+        """Return the sizes in which a graph returns a parameter's gradient for steps (B, T, D)."""
         return tuple(param.shape)
 
     def total(self, gradient: Tensor, padding: Tensor | None) -> Tensor:
-        """A parameter's gradient, from what a graph returns: rows are summed in the graph."""
+        """Return a parameter's gradient, from a graph's result: the graph sums over rows."""
         return gradient
 
     def any(self, mask: Tensor) -> Tensor:
-        """By column, whether a mask (B, T, N, D) holds anywhere."""
+        """Check, by column, whether a mask (B, T, N, D) holds anywhere."""
         return mask.flatten(1).any(1)
 
     def largest(self, values: Tensor) -> Tensor:
-        """By column, the largest of (B, T, N, D)."""
+        """Return the largest of (B, T, N, D) by column."""
         return values.flatten(1).amax(1)
 
     def spread(self, columns: Tensor, like: Tensor) -> Tensor:
-        """Entries of columns at the size of `like` (B, T, N, D)."""
+        """Expand entries of columns to the size of `like` (B, T, N, D)."""
         return columns.reshape(-1, 1, 1, 1).expand_as(like)
 
     def take(self, whole: Tensor, columns: Tensor) -> Tensor:
-        """The columns of `whole` (B, ..., D or 1) in which a mask of columns holds: n rows."""
+        """Return the n columns of `whole` (B, ..., D or 1) in which a mask of columns holds."""
         return whole[columns]
 
     def put(self, whole: Tensor, columns: Tensor, part: Tensor) -> Tensor:
-        """`whole` with the columns of the mask replaced by `part`, of `take`'s layout."""
+        """Return `whole` with the mask's columns replaced by `part`, in the layout of `take`."""
         out = whole.clone()
         out[columns] = part
         return out
 
     def take_params(self, params: tuple[Tensor, ...], columns: Tensor) -> tuple[Tensor, ...]:
-        """The parameters of the columns that `take` gives."""
+        """Return the parameters of the columns that `take` gives."""
         return params
 
 
 class Apart(Coupling):
-    """Every channel is on its own: a column is a channel of a row, graphs run on any sizes."""
+    """No channels couple: a column is a channel of a row, graphs run on any sizes."""
 
     def reach(self, channels: int) -> int:
         return 0
@@ -95,7 +95,7 @@ class Apart(Coupling):
         return columns.reshape(len(columns), 1, 1, -1).expand_as(like)
 
     def take(self, whole: Tensor, columns: Tensor) -> Tensor:
-        """The n channels in which the mask holds, as those of a single row: (1, ..., n)."""
+        """Return the n channels in which the mask holds, as those of a single row: (1, ..., n)."""
         batch, channel = columns.nonzero(as_tuple=True)
         full = whole.expand(*whole.shape[:-1], columns.shape[1])
         return full[batch, ..., channel].movedim(0, -1).unsqueeze(0).contiguous()
@@ -115,7 +115,7 @@ TOGETHER, APART = Coupling(), Apart()
 
 
 def expand_entry(entry: Any, like: Tensor, size: Sequence[int]) -> Tensor:
-    """A graph's output (a tensor that may need broadcasting, or a number) at full size."""
+    """Return a graph's output (a tensor that may need broadcasting, or a number) at full size."""
     if not isinstance(entry, Tensor):
         return like.new_full((), float(entry)).expand(*size)
     return entry.expand(*size)

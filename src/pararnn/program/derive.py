@@ -21,9 +21,9 @@ TRACE_HEADS = 2
 PROBES = 3
 JACOBIAN_TOLERANCE = 1e-9
 SCALES = (-(2.0**30), 2.0**-30)
-"""Of gradients that arrive: what bounds or normalises them shows at one of these."""
+"""Scales of arriving gradients: a backward that bounds or normalises them shows at one."""
 DENSE_NUMBERS = 1 << 24
-"""How many entries of dense Jacobians are held at once on the way to another structure."""
+"""Largest number of entries of dense Jacobians in memory on the way to another structure."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def channels_of(step: Step) -> tuple[int, ...]:
 
 
 def mixing_op(step: Step) -> str | None:
-    """The op that mixes channels, None for an elementwise step; also checks what it returns.
+    """Return the op that mixes channels, None for an elementwise step; also checks what it returns.
 
     Raises BranchError where the step reads a tensor's value, CellError where it breaks the
     contract.
@@ -126,7 +126,7 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
 
     @torch.enable_grad()
     def rows(*t: Tensor) -> list[Tensor]:
-        """New states, then the Jacobian row by row, each the pull-back of one state."""
+        """Return new states, then the Jacobian row by row, each the pull-back of one state."""
         inputs = _leaves(t[:states])
         new = call(*inputs, *t[states:])
         out = list(new)
@@ -165,7 +165,7 @@ def linearise(
     tensors: Sequence[Tensor],
     by_hand: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """New states and the Jacobian's representation at flat tensors (states, inputs, params).
+    """Return new states and the Jacobian's representation at flat tensors (states, inputs, params).
 
     Elementwise: tensors (..., D). Coupled channels: rows (R, D). `by_hand`: by the class's own
     Jacobian, where it writes one.
@@ -181,7 +181,7 @@ def linearise(
 
 
 def is_affine(graphs: Graphs, states: int) -> bool:
-    """Whether no entry of an elementwise step's Jacobian depends on a state."""
+    """Check that no entry of an elementwise step's Jacobian depends on a state."""
     *nodes, output = graphs.jacobian.module.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
     return ancestors(nodes, output.args[0][states:]).isdisjoint(inputs[:states])
@@ -312,7 +312,7 @@ class _Root(torch.autograd.Function):
 
 
 def _check_rows(step: Step) -> None:
-    """A step that mixes channels must still treat leading dimensions as independent rows."""
+    """Raise CellError where a step that mixes channels mixes leading dimensions too."""
     name, channels, rows = step.cls.__name__, channels_of(step)[0], step.num_rows
     tensors, call = example(step, (2, 3), channels, torch.float64), flat(step, step)
     try:

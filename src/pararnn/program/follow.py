@@ -35,7 +35,7 @@ CONTRACT = ("states", "gates", "fields", "params", "structure")
 METHODS = ("step", "jacobian")
 """The attributes of a cell's class that a Program is made of."""
 OF_FUNCTIONS = ("forward", "setup_context", "backward", "vjp")
-"""What a torch.autograd.Function consists of."""
+"""Methods of a torch.autograd.Function."""
 PLAIN = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented)}
 )
@@ -216,7 +216,7 @@ class Follower:
         )
 
     def function(self, function: FunctionType, name: str) -> None:
-        """Code, defaults, closure and globals; of library code the functions that it wraps."""
+        """Follow code, defaults, closure, globals; of a library's the functions that it wraps."""
         own = self.follows(function.__globals__.get("__name__"))
         for cell in function.__closure__ or ():
             if own or isinstance(_content(cell), (FunctionType, MethodType, functools.partial)):
@@ -277,19 +277,19 @@ class Follower:
             )
 
     def parts(self, value: Any, name: str) -> None:
-        """What a method, partial or descriptor is made of."""
+        """Follow the parts of a method, partial or descriptor."""
         for part in ("__func__", "__self__", "func", "args", "keywords", "fget"):
             held = getattr(value, part, None)
             if held is not None and not (part == "__self__" and isinstance(held, ModuleType)):
                 self.value(held, f"{name}.{part}" if part != "__self__" else f"{name}'s owner")
 
     def builtin(self, value: BuiltinFunctionType, name: str) -> None:
-        """A function in C: the value of its module or class, or a method of an object."""
+        """Check a function in C, and follow the object that it is a method of."""
         self.outside(value, name)
         self.parts(value, name)
 
     def container(self, value: Any, name: str) -> None:
-        """The entries of a container, and that they stay; kinds made of it may do as they like."""
+        """Note and follow a container's entries; CellError for subclasses of list, dict and set."""
         if type(value) not in (list, dict, set):
             self.refuse(value, name)
         keys = [*value] if isinstance(value, dict) else None
@@ -298,24 +298,24 @@ class Follower:
         self.fixed([*(keys or ()), *entries], name)
 
     def fixed(self, value: Iterable[Any], name: str) -> None:
-        """The entries of a container that cannot change."""
+        """Follow the entries of a container that cannot change."""
         for entry in value:
             self.value(entry, f"an entry of {name}")
 
     def tuple(self, value: tuple[Any, ...], name: str) -> None:
-        """The entries of a tuple, if it is nothing more than one."""
+        """Follow the entries of a tuple; CellError for one with attributes."""
         if hasattr(value, "__dict__"):
             self.refuse(value, name)
         self.fixed(value, name)
 
     def member(self, value: enum.Enum, name: str) -> None:
-        """A member of an enumeration."""
+        """Follow a member of an enumeration."""
         self.owners[id(value)] = value
         self.item(vars(value), "_value_")
         self.value(type(value), type(value).__name__)
 
     def type(self, value: type, name: str) -> None:
-        """A class: what PyTorch or Python calls by name; code names the rest."""
+        """Follow the methods of a class that PyTorch or Python calls; code names the others."""
         if not self.follows(value.__module__):
             self.outside(value, name)
             return
@@ -351,9 +351,9 @@ class Follower:
 
 
 _OF_CLASS = ("config", "params")
-"""What a class says of all its cells: config's defaults are not what a cell was made with."""
+"""Attributes of the class that differ from a cell's own: config has its defaults only."""
 _OF_SELF = ("step", *OPTIONAL_METHODS, "training", "states", "gates", "fields", "structure")
-"""What a step may read of itself beside what its class defines."""
+"""Attributes that a step may read off itself in addition to those that its class defines."""
 _UNCALLED = words("""
     __repr__ __str__ __format__ __init_subclass__ __set_name__ __class_getitem__ __del__
     __reduce__ __reduce_ex__ __getstate__ __setstate__ __copy__ __deepcopy__

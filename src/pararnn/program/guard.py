@@ -1,4 +1,4 @@
-"""What goes wrong while a step is traced, said of the step and of the user's own line."""
+"""Errors of tracing, with the name of the step and the user's line."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _is_users(file: str) -> bool:
 
 
 def _step_of(what: str) -> str:
-    """What is to blame where a derivative of the step cannot be traced: the step."""
+    """Return the step's name out of that of its derivative."""
     return re.split(r"'s |[.]", what)[0] + ".step"
 
 
@@ -96,13 +96,13 @@ def _users_part(error: BaseException) -> TracebackType | None:
 
 
 def from_the_users_line(error: Exception) -> Exception:
-    """An error without the frames above the user's line, if one of those is there."""
+    """Return an error without the frames above the user's line, if there is one."""
     part = _users_part(error)
     return error if part is None else error.with_traceback(part)
 
 
 def line_of(error: Exception) -> str:
-    """Where the user's code is, in words."""
+    """Return file and line of the user's code, in words."""
     part = _users_part(error)
     if part is None:
         return ""
@@ -110,7 +110,7 @@ def line_of(error: Exception) -> str:
 
 
 class _HooksRefused(TorchFunctionMode):
-    """Raises CellError where the step hangs a hook on a tensor."""
+    """Mode in which a step that puts a hook on a tensor raises CellError."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _HooksRefused(TorchFunctionMode):
         if func in HOOKS:
             raise CellError(
                 f"{self.what} uses {HOOKS[func]}: a parallel solver runs a graph of the step, "
-                "where tensors carry no hooks. Hang it on what goes into the solve or comes out of "
-                "it (gates, parameters, the layer's output), or declare structure = 'sequential'"
+                "where tensors carry no hooks. Put it on an input or output of the solve "
+                "(gates, parameters, the layer's output), or declare structure = 'sequential'"
             )
         return func(*args, **(kwargs or {}))

@@ -30,7 +30,7 @@ class Load(NamedTuple):
 
 
 COMPUTED = "getattr"
-"""In place of a name that code computes: all that the owners have may be read."""
+"""Name for one that code computes: any attribute of the owners may be read."""
 
 
 def loads(code: CodeType) -> Iterator[Load]:

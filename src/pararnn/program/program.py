@@ -39,10 +39,10 @@ COMPUTE_DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What solvers and kernels know of a cell.
+    """A cell's step as solvers and kernels use it.
 
     `structure` is None for sequential-only steps, and `why_sequential` then says why.
-    `affine`: whether it is elementwise, with a Jacobian that depends on no state.
+    `affine`: True if it is elementwise, with a Jacobian that depends on no state.
     `step` is the Python step on flat tensors, differentiable by autograd. `reads` is what it read
     outside its arguments when it was traced. `training`, `sizes` and `default_dtype` are those of
     the cell and of PyTorch that it was traced for; None where it serves all. A copy is the Program
@@ -88,12 +88,12 @@ class Program:
 
     @property
     def coupling(self) -> Coupling:
-        """Which channels hang together: what solves on its own."""
+        """Coupling of channels, which decides what solves independently."""
         return TOGETHER if self.structure is None else self.structure.coupling
 
     @property
     def couples_channels(self) -> bool:
-        """Whether a channel's next state may depend on other channels."""
+        """True if a channel's next state may depend on other channels."""
         return self.structure is None or self.structure.couples_channels
 
 
@@ -101,7 +101,7 @@ _BY_CLASS: dict[tuple[type[Cell], str], list[Program]] = {}
 _BY_KEY: dict[str, Program] = {}
 _TRACING = threading.RLock()  # PyTorch traces for one thread at a time
 MAX_STATES = 8
-"""As many as generated kernels take."""
+"""Largest number of states that generated kernels take."""
 MANY_TRACES = 8
 """Traces of a class and config after which a warning names what changes; each takes a second."""
 
@@ -135,7 +135,7 @@ def program_of(cell: Cell) -> Program:
 
 
 _PLACES = {True: "_program", False: "_program_of_evaluation"}
-"""Where a cell holds its Program of each mode."""
+"""Attributes of a cell for its Program of each mode."""
 
 
 def program_by_key(key: str) -> Program:
@@ -327,7 +327,7 @@ def _derived(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:
 
 
 def _infer(step: Step) -> tuple[Structure | None, str | None, str | None]:
-    """The step's structure, or None and why it is sequential-only; and what to warn of."""
+    """Return the structure, or None and why it is sequential-only; and a warning."""
     cls = step.cls
     name, declared, states = cls.__name__, cls.structure, len(cls.states)
     if declared == "sequential":

@@ -36,44 +36,44 @@ class Structure(ABC):
 
     @property
     def coupling(self) -> Coupling:
-        """Which channels hang together, which says what graphs run on and what solves alone."""
+        """Coupling of channels, which decides what graphs run on and what solves independently."""
         return TOGETHER if self.couples_channels else APART
 
     @abstractmethod
     def apply(self, jacobian: Tensor, vector: Tensor) -> Tensor:
-        """J v for representations (B, T, ...) and vectors (B, T, N, D)."""
+        """Return J v for representations (B, T, ...) and vectors (B, T, N, D)."""
 
     @abstractmethod
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
-        """The representation of J_later J_earlier."""
+        """Return the representation of J_later J_earlier."""
 
     @abstractmethod
     def transpose(self, jacobian: Tensor) -> Tensor:
-        """The representation of J transposed."""
+        """Return the representation of J transposed."""
 
     @abstractmethod
     def to_dense(self, jacobian: Tensor) -> Tensor:
-        """The matrices (..., N*D, N*D), rows and columns ordered state by state."""
+        """Return the matrices (..., N*D, N*D), rows and columns ordered state by state."""
 
     @abstractmethod
     def from_dense(self, matrix: Tensor) -> Tensor:
-        """The representation of matrices (..., N*D, N*D) that have this structure."""
+        """Return the representation of matrices (..., N*D, N*D) that have this structure."""
 
     def cut(self, jacobian: Tensor, fresh: Tensor) -> Tensor:
-        """Representations (B, T, ...), zero where a mask (B, T, 1 or D of a column) holds."""
+        """Return representations (B, T, ...), zero where a mask (B, T, 1 or a column's D) holds."""
         batch, steps, width = fresh.shape
         ones = [1] * (jacobian.ndim - 3)
         return jacobian.masked_fill(fresh.reshape(batch, steps, *ones, width), 0)
 
     def cotangents(self, like: Tensor) -> Tensor:
-        """What is pulled back to find Jacobians of states as `like` (R, D), (K, N, D)."""
+        """Return the K cotangents (K, N, D) to pull back for Jacobians at states `like` (R, D)."""
         size = self.num_states * like.shape[-1]
         return torch.eye(size, dtype=like.dtype, device=like.device).unflatten(
             -1, (self.num_states, -1)
         )
 
     def from_pulled(self, pulled: Tensor) -> Tensor:
-        """The representation, from what J^T gives for each of the cotangents, (R, K, N*D)."""
+        """Return the representation, from J^T times each of the cotangents, (R, K, N*D)."""
         return self.from_dense(pulled)
 
 
@@ -178,7 +178,7 @@ def register_structure(factory: Callable[[int], Structure], name: str) -> None:
 
 
 def make_structure(name: str, num_states: int) -> Structure:
-    """The registered structure `name` for `num_states` states; StructureError if unknown."""
+    """Return the registered structure `name` for `num_states` states; StructureError if unknown."""
     if name not in STRUCTURES:
         raise StructureError(
             f"unknown structure {name!r}; known: {', '.join(sorted(STRUCTURES))}, sequential. "

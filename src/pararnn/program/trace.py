@@ -59,7 +59,7 @@ def ancestors(
     of: Iterable[fx.Node],
     reads: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
 ) -> set[fx.Node]:
-    """The nodes of a graph that some are computed from, these included; `reads`: what one takes."""
+    """Return the nodes that nodes `of` a graph depend on, themselves included, by `reads`."""
     found = set(of)
     for node in reversed(nodes):
         if node in found:
@@ -312,7 +312,7 @@ def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
 def _with_numbers(
     target: Any, args: Sequence[Any], tensor: Callable[[int | float], Any]
 ) -> tuple[Any, ...]:
-    """An op's arguments, with `tensor` of each number that stands where a tensor should."""
+    """Return an op's arguments, with `tensor` of each number that stands where a tensor should."""
     kinds = [str(argument.type) for argument in target._schema.arguments]
     return tuple(
         tensor(value) if kind == "Tensor" and _is_number(value) else value
@@ -356,7 +356,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _mixing_ops(graph: fx.Graph) -> list[Any]:
-    """The ops that are neither pointwise nor constants nor identities, in order."""
+    """Return the ops that are neither pointwise nor constants nor identities, in order."""
     harmless = {*IDENTITIES, *CONSTANTS, *ZERO_ONE}
     return [
         node.target
