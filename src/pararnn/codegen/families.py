@@ -142,7 +142,7 @@ def _elementwise_structs(target: str, solver: str) -> Structs:
 
 
 def _why_not_elementwise(program: Program) -> str | None:
-    if program.couples_channels:
+    if program.family != ELEMENTWISE.name:
         return f"{program.cell_name} mixes channels; kernels are generated for elementwise steps"
     if program.num_states > MAX_STATES:
         return f"{program.cell_name} has {program.num_states} states; kernels take {MAX_STATES}"

@@ -20,7 +20,7 @@ def check_fit(program: Program, args: Arguments) -> bool:
     weights: list[tuple[str, Tensor, tuple[int, ...]]] = []
     if bias is not None:
         weights = [("bias", bias, (len(program.gates), channels))]
-    if not program.couples_channels:  # others run in PyTorch, which checks by itself
+    if program.family is not None:  # others run in PyTorch, which checks by itself
         named = zip(program.params, args.params, strict=True)
         weights += [(name, param, (channels,)) for name, param in named]
     if args.seq is None and args.sequences != rows[0]:

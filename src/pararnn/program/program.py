@@ -96,10 +96,17 @@ class Program:
         """True if a channel's next state may depend on other channels."""
         return self.structure is None or self.structure.couples_channels
 
+    @property
+    def family(self) -> str | None:
+        """Name of the family of kernels that fits its recurrence, None if none does."""
+        return None if self.couples_channels else ELEMENTWISE
+
 
 _BY_CLASS: dict[tuple[type[Cell], str], list[Program]] = {}
 _BY_KEY: dict[str, Program] = {}
 _TRACING = threading.RLock()  # PyTorch traces for one thread at a time
+ELEMENTWISE = "elementwise"
+"""The family of recurrences in which channels do not meet."""
 MAX_STATES = 8
 """Largest number of states that generated kernels take."""
 MANY_TRACES = 8
