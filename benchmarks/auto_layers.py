@@ -37,7 +37,7 @@ SIZES = ((8, 2048, 1024), (4, 2048, 1024), (2, 8192, 1024), (1, 32768, 1024))
 
 
 def model_rows(run: Run, config: DemoConfig) -> Iterator[Row]:
-    """The layers of a model, before and after its training."""
+    """Yield the layers of a model, before and after its training."""
     torch.set_float32_matmul_precision("high")  # more training in the same time
     torch.manual_seed(config.seed)
     corpus, model = stdlib_corpus(), make_model(config).eval()
@@ -77,7 +77,7 @@ def layer_rows(
 def solves(
     model: LanguageModel, text: Tensor, size: tuple[int, int, int], count: int
 ) -> list[list[Arguments]]:
-    """What every layer's solve is given, for some inputs of a size."""
+    """Return the arguments of every layer's solve, for some inputs of a size."""
     generator = torch.Generator().manual_seed(0)
     windows = random_windows(text, count * size[0], size[1], generator)[:, :-1]
     device = model.lm_head.weight.device
@@ -85,7 +85,7 @@ def solves(
 
 
 def section(run: Run, cell: str) -> Iterator[Row]:
-    """A cell's rows, at the run's training budget."""
+    """Return a cell's rows, at the run's training budget."""
     return model_rows(run, replace(TRAINED, cell=cell, seconds=run.train_seconds))
 
 

@@ -29,7 +29,7 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, str]:
 
 
 def commit() -> str:
-    """The repository's short commit hash, '-dirty' appended where tracked files differ from it.
+    """Return the short commit hash, with '-dirty' where tracked files differ from it.
 
     A copy without its git folder says what it is a copy of by PARARNN_COMMIT.
     """
@@ -69,6 +69,6 @@ def add_row(path: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a result file."""
+    """Return the rows of a result file."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

@@ -32,7 +32,7 @@ print(time.perf_counter() - begin)
 
 
 def seconds(cell: str, dtype: str, cache: str) -> float:
-    """The time to get a cell's kernels, in a new process."""
+    """Return the time to get a cell's kernels, in a new process."""
     environment = {**os.environ, "PARARNN_CACHE_DIR": cache}
     command = [sys.executable, "-c", ONE, cell, dtype]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

@@ -48,7 +48,7 @@ def in_turn(size: Sequence[int]) -> Iterator[Tensor]:
 
 
 def python_loop(cell: pararnn.Cell) -> Call:
-    """The loop that a user would write: gates unbound once, one step after the other."""
+    """Return the loop that a user would write: gates unbound once, one step after the other."""
     program = program_of(cell)
 
     def run(gates: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def python_loop(cell: pararnn.Cell) -> Call:
 
 
 def pair(cell: pararnn.Cell, solver: str, backend: str) -> Call:
-    """A solve by a pair of the engine table: the first state's sequence."""
+    """Return a solve by a pair of the engine table: the first state's sequence."""
 
     def run(gates: Tensor) -> Tensor:
         states, _ = pararnn.solve(cell, gates, solver=solver, backend=backend)
@@ -74,7 +74,7 @@ def pair(cell: pararnn.Cell, solver: str, backend: str) -> Call:
 
 
 def output_of(layer: nn.Module) -> Call:
-    """A layer's output sequence."""
+    """Return a layer's output sequence."""
     return lambda x: layer(x)[0]
 
 
@@ -98,7 +98,7 @@ def measure(call: Call, module: nn.Module, size: Sequence[int], budget: float) -
 
 
 def memory_limit(cell: pararnn.Cell, length: int, rate: float) -> dict[str, float]:
-    """The ms in which the bytes that must move would be copied at `rate` bytes/s."""
+    """Return the ms in which the bytes that must move would be copied at `rate` bytes/s."""
     element = BATCH * length * CHANNELS * 4
     gates, states = len(cell.gates) * element, len(cell.states) * element
     forward = (gates + states) / rate * 1e3

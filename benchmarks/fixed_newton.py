@@ -28,7 +28,7 @@ SCANS: dict[str, Scan] = {"torch": affine_scan, "scan": kernel_scan}
 
 
 def system_of(program: Program, gates: Tensor, params: tuple[Tensor, ...]) -> System:
-    """The system of gates (B, T, G, D), from zero states."""
+    """Return the system of gates (B, T, G, D), from zero states."""
     batch, _, _, channels = gates.shape
     initial = gates.new_zeros(batch, program.num_states, channels)
     return System(program, gates.unbind(2), params, initial)

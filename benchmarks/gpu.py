@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph that makes all calls, in order; they are made three times first."""
+    """Return a CUDA graph that makes all calls, in order; they are made three times first."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -53,7 +53,7 @@ def replay_times(calls: Sequence[Call], budget: float) -> list[float]:
 
 
 def replays_within(ms: float, budget: float) -> int:
-    """How many replays of `ms` fill the budget: 3 at least, MAX_REPLAYS at most."""
+    """Return the number of replays of `ms` that fill the budget, from 3 to MAX_REPLAYS."""
     return min(max(3, math.ceil(budget / max(ms, 1e-6))), MAX_REPLAYS)
 
 
@@ -64,7 +64,7 @@ def bench_ms(call: Call, budget: float) -> float:
 
 
 class Run(NamedTuple):
-    """What all rows of a run share: ms for one timing by each method, bytes copied a second.
+    """Settings of all rows of a run: ms for one timing by each method, bytes copied a second.
 
     train_seconds: for each model that a section trains.
     """
@@ -86,12 +86,12 @@ def times_of(calls: Sequence[Call], run: Run, graph: bool = True) -> Row:
 
 
 def sets_for(size_in_bytes: int, cache: int) -> int:
-    """How many inputs of that size together exceed three times the cache."""
+    """Return the number of inputs that together exceed three times the cache."""
     return 3 * cache // size_in_bytes + 1
 
 
 def cache_bytes() -> int:
-    """The GPU's L2 cache."""
+    """Return the GPU's L2 cache."""
     return torch.cuda.get_device_properties(0).L2_cache_size
 
 
@@ -128,7 +128,7 @@ Sections = Mapping[str, tuple[Callable[[Run], Iterable[Row]], str]]
 def run_sections(
     doc: str | None, sections: Sections, graph_budget: float, train_seconds: float | None = None
 ) -> dict[str, list[Row]]:
-    """The command line of a benchmark in sections; `graph_budget`: ms for a timing by replays.
+    """Run a benchmark in sections from the command line; `graph_budget`: ms for a timing.
 
     `train_seconds`: the default of --train-seconds, None where no section trains. Returns the rows
     of each file.

@@ -103,7 +103,7 @@ HEADS = 4
 
 
 def bytes_moved(what: str, size: Size, gates: int, states: int, dtype: torch.dtype) -> int:
-    """What a pass must read and write. Backward: gates and their gradient, states, one gradient."""
+    """Return the bytes that a pass must read and write."""
     tensors = {"forward": gates + states, "backward": 2 * gates + states + 1}[what]
     return math.prod(size) * dtype.itemsize * tensors
 
@@ -126,7 +126,7 @@ def row_of(section: str, what: str, step: str, size: Size, dtype: torch.dtype, t
 
 
 def kernel_calls(cell: Cell, what: str, size: Size, dtype: torch.dtype) -> list[Call]:
-    """A pass of the engine on enough inputs to exceed the caches."""
+    """Return a pass of the engine on enough inputs to exceed the caches."""
     batch, length, channels = size
     shape = (batch, length, len(cell.gates), channels)
     bias = 0.1 * torch.randn(shape[2:], device="cuda")
@@ -139,7 +139,7 @@ def kernel_calls(cell: Cell, what: str, size: Size, dtype: torch.dtype) -> list[
 def calls_of(
     engine: Engine, program: Program, inputs: Sequence[Arguments], what: str
 ) -> list[Call]:
-    """A pass of an engine on each of the inputs; the output's gradient arrives, no other.
+    """Return a pass of an engine on each of the inputs; the output's gradient arrives, no other.
 
     Gradients of everything are wanted.
     """
@@ -158,7 +158,7 @@ def calls_of(
 
 @torch.no_grad()
 def kernel_rows(run: Run) -> list[Row]:
-    """The engine's passes, after what a kernel of one element takes by both methods."""
+    """Return the engine's passes, after what a kernel of one element takes by both methods."""
     one = torch.zeros(1, device="cuda")
     empty = times_of([lambda: one.add_(1)], run)
     rows = [show(row_of("empty", "one element", "", (1, 1, 1), torch.float32, empty))]
@@ -221,12 +221,12 @@ def passes(way: Way) -> Iterator[tuple[str, list[Call]]]:
 
 
 def normal(*sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
-    """Makes bfloat16 tensors of these sizes, N(0, 1)."""
+    """Make bfloat16 tensors of these sizes, N(0, 1)."""
     return lambda: [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
 
 
 def layer_of(layer_class: type[ParaGRU] | type[ParaLSTM], **options: Any) -> ParaGRU | ParaLSTM:
-    """A layer of the size that all are compared at."""
+    """Return a layer of the size that all are compared at."""
     options |= {"device": "cuda", "dtype": torch.bfloat16}
     return layer_class(BIG[2], BIG[2], num_heads=HEADS, **options)
 
@@ -254,7 +254,7 @@ def attention() -> Way:
 
 
 def cudnn(module: type[nn.GRU] | type[nn.LSTM]) -> Way:
-    """A dense layer of torch.nn."""
+    """Return a dense layer of torch.nn."""
     layer = module(BIG[2], BIG[2], batch_first=True, device="cuda", dtype=torch.bfloat16)
     return Way(output_of(layer), normal(BIG), list(layer.parameters()))
 
@@ -299,7 +299,7 @@ PEERS: Mapping[str, Callable[[], Way]] = {
 
 
 def peer_rows(run: Run) -> list[Row]:
-    """What others do at this size, torch.nn by do_bench only; who is missing or fails is named."""
+    """Return others' times at this size, torch.nn by do_bench only; print who fails."""
     rows = []
     for name, build in PEERS.items():
         try:
@@ -329,12 +329,12 @@ def layer_parts(size: Size, gates: int, states: int, itemsize: int) -> dict[str,
 
 
 KEPT = ("x", "grad_output", "states", "final")
-"""What a layer and its caller hold after the forward pass, besides the gates."""
+"""Tensors of a layer and its caller after the forward pass, without the gates."""
 MOMENTS = (
     (*KEPT, "gates", "grad_gates", "partial"),  # the kernel's backward pass
     (*KEPT, "grad_gates", "grad_x", "grad_weights"),  # the projection's
 )
-"""What is held at the two moments that may be the peak."""
+"""Tensors at the two moments that may be the peak."""
 
 
 def memory_rows(run: Run) -> list[Row]:
@@ -359,7 +359,7 @@ def memory_rows(run: Run) -> list[Row]:
 
 
 def held_after_forward(layer: ParaGRU | ParaLSTM) -> int:
-    """The bytes allocated between a forward pass and its backward pass, which follows."""
+    """Return the bytes allocated between a forward pass and its backward pass, which follows."""
     x, cotangent = normal(BIG, BIG)()
     output, _ = layer(x.requires_grad_())
     held = torch.cuda.memory_allocated()
@@ -368,7 +368,7 @@ def held_after_forward(layer: ParaGRU | ParaLSTM) -> int:
 
 
 def host_rows(run: Run) -> list[Row]:
-    """What an eager call of a small layer costs the host, and its projection alone."""
+    """Return the host's time of an eager call of a small layer, and of its projection."""
     rows = []
     for heads, dtype in itertools.product((1, HEADS), (torch.float32, torch.bfloat16)):
         layer = ParaGRU(64, 64, num_heads=heads, device="cuda", dtype=dtype)

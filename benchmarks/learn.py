@@ -69,7 +69,7 @@ def planned(
     most: Mapping[str, int],
     shape: Shape,
 ) -> dict[str, int]:
-    """Steps of a stage's trainings, the same for all mixers, that fit into GPU-seconds.
+    """Return the steps of a stage's trainings, the same for all mixers, that fit into GPU-seconds.
 
     speeds: a mixer's tokens a second, and the seconds of a look at what is held out. runs, most: by
     stage, how many trainings a mixer has, and tokens of one at most. The stages' shares stay.
@@ -108,7 +108,7 @@ def check_equal(rows: Iterable[Row]) -> None:
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """The ends of all trainings, a line each."""
+    """Return the ends of all trainings, a line each."""
     names = ("corpus", "stage", "mixer", "rate", "seed", "tokens", "bits_per_byte", "tokens_per_s")
     ends = [row for row in rows if row["step"] == row["steps"]]
     order = ("corpus", "stage", "mixer", "rate", "seed")
@@ -118,7 +118,7 @@ def table_of(rows: Sequence[Row]) -> str:
 
 
 def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespace) -> None:
-    """The whole comparison; `args` as `main` has them, `until` the time at which it is to end."""
+    """Run the comparison; `args` as in `main`, `until`: the time at which it is to end."""
     speeds = fleet.speeds(args.probe)
     for mixer, (speed, look) in speeds.items():
         print(f"{mixer}: {speed:,.0f} tokens/s, a look {look:.2f} s", flush=True)

@@ -45,7 +45,7 @@ Source = tuple[str, bytes]
 
 
 def installed(name: str, version: str) -> Iterator[Source] | None:
-    """The .py files of a package that is installed in that version; None where it is not."""
+    """Return the .py files of a package that is installed in that version; None where it is not."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def installed(name: str, version: str) -> Iterator[Source] | None:
 
 
 def downloaded(name: str, version: str) -> Iterator[Source]:
-    """The .py files of a package's wheel, or of its sdist where it has none."""
+    """Yield the .py files of a package's wheel, or of its sdist where it has none."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["pip", "download", "--no-deps", "--quiet", "-d", folder, f"{name}=={version}"]
         subprocess.run([sys.executable, "-m", *command], check=True)
@@ -76,14 +76,14 @@ def downloaded(name: str, version: str) -> Iterator[Source]:
 
 
 def sources(packages: Iterable[str]) -> Iterator[Source]:
-    """The .py files of packages, given as name==version."""
+    """Yield the .py files of packages, given as name==version."""
     for package in packages:
         name, _, version = package.partition("==")
         yield from installed(name, version) or downloaded(name, version)
 
 
 def place(path: str) -> int:
-    """A number that only the path says, by which files are ordered and held out."""
+    """Return a number that only the path says, by which files are ordered and held out."""
     return int(hashlib.sha256(path.encode()).hexdigest(), 16)
 
 
@@ -104,7 +104,7 @@ def split(files: Iterable[Source]) -> tuple[list[str], list[str]]:
 
 
 def english(books: Path, folder: Path) -> DataConfig:
-    """The config of the books; links to those that are learned go into the folder."""
+    """Return the config of the books; links to those that are learned go into the folder."""
     found = sorted(books.glob("*.txt*"))
     (held_out,) = (path for path in found if path.name.startswith(BOOK))
     train = folder / "train"
@@ -116,7 +116,7 @@ def english(books: Path, folder: Path) -> DataConfig:
 
 
 def code(folder: Path) -> DataConfig:
-    """The config of the packages' sources; they are written to the folder as JSON lines."""
+    """Return the config of the packages' sources; they are written to the folder as JSON lines."""
     names = ("train", "valid")
     for name, texts in zip(names, split(sources(PACKAGES.read_text().split())), strict=True):
         print(f"{name}: {len(texts)} files, {sum(len(t.encode()) for t in texts) / 1e6:.1f} MB")

@@ -24,11 +24,11 @@ ENDING = 5.0
 
 
 class Failed(RuntimeError):
-    """What went wrong in a process."""
+    """Error of a process."""
 
 
 class Settings(NamedTuple):
-    """What a process is told at its start."""
+    """Settings of a process."""
 
     name: str
     device: str
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
 
 
 def serve(settings: Settings, pipe: Connection) -> None:
-    """A process's life: compile, say so, then answer requests (name, arguments) with rows.
+    """Return a process's life: compile, say so, then answer requests (name, arguments) with rows.
 
     A row is sent as ("row", row), an answer's end as ("done", value), what goes wrong as ("failed",
     its traceback).
@@ -71,7 +71,7 @@ def serve(settings: Settings, pipe: Connection) -> None:
 def answers(
     settings: Settings, learned: Learned, corpora: Mapping[str, Corpus], request: tuple[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """What a process sends for a request."""
+    """Yield the messages of a process for a request."""
     what, told = request
     if what == "speed":
         yield "done", learned.speed(next(iter(corpora.values())), told)
@@ -114,7 +114,7 @@ class Worker:
         yield from self.rows()
 
     def rows(self) -> Iterator[Row]:
-        """What is still to come of an answer."""
+        """Yield the rows of an answer that are still to come."""
         while True:
             try:
                 kind, value = self.pipe.recv()
@@ -128,7 +128,7 @@ class Worker:
             yield value
 
     def result(self, *request: Any) -> Any:
-        """What an answer without rows ends with."""
+        """Return the result of an answer without rows."""
         for _ in self.ask(*request):
             raise AssertionError("rows were not asked for")
         return self.value

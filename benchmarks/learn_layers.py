@@ -46,7 +46,7 @@ Row = dict[str, Any]
 def layer_rows(
     mixer: str, config: LMConfig, state: Mapping[str, Tensor], corpus: Corpus, until: float
 ) -> Iterator[Row]:
-    """A row for each layer, size and pair, until that time; says so where it has to stop."""
+    """Yield a row for each layer, size and pair, until that time; says so where it has to stop."""
     device = corpus.valid.device
     model = LanguageModel(config, device=device, dtype=torch.bfloat16).eval()
     model.load_state_dict(dict(state))
@@ -85,7 +85,7 @@ def layer_rows(
 
 
 def inputs_for(size: tuple[int, int], width: int, device: torch.device) -> int:
-    """How many inputs of a layer together exceed the cache."""
+    """Return the number of inputs of a layer that together exceed the cache."""
     if device.type != "cuda":
         return 1
     return sets_for(size[0] * size[1] * width * GATES * torch.bfloat16.itemsize, cache_bytes())
@@ -95,7 +95,7 @@ def inputs_for(size: tuple[int, int], width: int, device: torch.device) -> int:
 def solves(
     model: LanguageModel, text: Tensor, size: tuple[int, int], count: int
 ) -> list[list[Arguments]]:
-    """What all layers' solves are given for `count` readings of parts of a text."""
+    """Return the arguments of all layers' solves for `count` readings of parts of a text."""
     batch, length = size
     last = len(text) - batch * length
     starts = [last * index // max(count - 1, 1) for index in range(count)]
@@ -104,7 +104,7 @@ def solves(
 
 
 def detached(args: Arguments) -> Arguments:
-    """A solve that no parameter wants a gradient of."""
+    """Return a solve that no parameter wants a gradient of."""
     assert args.bias is not None
     params = tuple(param.detach() for param in args.params)
     return replace(args, bias=args.bias.detach(), params=params)

@@ -27,7 +27,7 @@ Make = Callable[..., LanguageModel]
 
 
 def config_of(architecture: str, **changes: Any) -> LMConfig:
-    """The recipe of 60M for an architecture of the paper, with this vocabulary."""
+    """Return the recipe of 60M for an architecture of the paper, with this vocabulary."""
     found = on_bytes(architecture, architecture, width=WIDTH, blocks=BLOCKS, steps=1).model
     return replace(found, vocab_size=VOCABULARY, num_attention_heads=HEADS, **changes)
 

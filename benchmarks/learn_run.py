@@ -71,7 +71,7 @@ class Job(NamedTuple):
 
 
 def read_corpus(folder: Path, device: torch.device) -> Corpus:
-    """What learn_data.py has written into a folder."""
+    """Read a folder that learn_data.py wrote."""
     meta = meta_of(folder)
     if meta is None:
         raise SystemExit(f"{folder} has no whole corpus: write it with benchmarks/learn_data.py")
@@ -168,7 +168,7 @@ class Learned:
 
     @torch.no_grad()
     def nats(self, corpus: Corpus) -> float:
-        """The sum of the held-out tokens' cross-entropy."""
+        """Return the sum of the held-out tokens' cross-entropy."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for tokens, labels in held_out(corpus, self.shape):
             total += self._loss(tokens, labels, num_items=1)

@@ -36,7 +36,7 @@ SCALE = "400M"
 LENGTHS = (2_048, 8_192, 32_768, 65_536, 131_072)
 FILE = "lm_context.csv"
 KEYS = ("device", "model", "B", "T")
-"""What tells cases apart."""
+"""Columns that identify a case."""
 MOST = 10
 """Timed steps of a case."""
 TOO_LARGE = "out of memory"
@@ -52,7 +52,7 @@ def cases(lengths: list[int]) -> list[Case]:
 
 
 def timed(case: Case, device: torch.device, compiled: bool, seconds: float) -> dict[str, Any]:
-    """A case's figures; torch.OutOfMemoryError where it does not fit."""
+    """Return a case's figures; torch.OutOfMemoryError where it does not fit."""
     model = fresh(case, device)
     if compiled:
         compile_blocks(model)
@@ -66,7 +66,7 @@ def timed(case: Case, device: torch.device, compiled: bool, seconds: float) -> d
 
 
 def measure(case: Case, device: torch.device, compiled: bool, seconds: float) -> dict[str, Any]:
-    """A case's row."""
+    """Return a case's row."""
     about = {"model": case.name, "B": case.batch, "T": case.length}
     try:
         return {**about, **timed(case, device, compiled, seconds), "note": ""}

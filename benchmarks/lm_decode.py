@@ -38,11 +38,11 @@ WAYS = ("eager", *SEARCH)
 CONTEXTS = (2_048, 32_768, 131_072)
 """Of the Transformer; others hold the same at any."""
 KEYS = ("device", "model", "way", "B", "context")
-"""What tells cases apart."""
+"""Columns that identify a case."""
 
 
 class Case(NamedTuple):
-    """What decodes, and how."""
+    """Model and way to decode."""
 
     name: str
     config: LMConfig | Sizes
@@ -70,7 +70,7 @@ class FixedCache(SteadyCache):
 
     @property
     def bytes(self) -> int:
-        """What is remembered."""
+        """Bytes of the cached tokens."""
         parts = (self.inputs, self.states, self.keys, self.values)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
@@ -102,7 +102,7 @@ def smoke_cases() -> list[Case]:
 
 
 def cache_of(model: LanguageModel, case: Case) -> LMCache:
-    """What is remembered of a case's tokens before."""
+    """Return the cache of a case's tokens so far."""
     cache = LMCache(0)
     mixers = (cast(Any, block).mixer for block in model.backbone.layers)
     cache.layers = [FixedCache(mixer, case.batch, case.context) for mixer in mixers]
@@ -110,7 +110,7 @@ def cache_of(model: LanguageModel, case: Case) -> LMCache:
 
 
 def step_of(model: LanguageModel, case: Case, cache: LMCache) -> Callable[[], None]:
-    """A step that reads the token that the last one wrote."""
+    """Return a step that reads the token that the last one wrote."""
     device = model.lm_head.weight.device
     token = torch.zeros(case.batch, 1, dtype=torch.long, device=device)
 
@@ -123,7 +123,7 @@ def step_of(model: LanguageModel, case: Case, cache: LMCache) -> Callable[[], No
 
 
 def as_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a CUDA graph."""
+    """Return the step as a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -184,7 +184,7 @@ def generated(model: LanguageModel, case: Case, rounds: int) -> list[float]:
 
 
 def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
-    """A case's row."""
+    """Return a case's row."""
     device = model.lm_head.weight.device
     held: float | str = ""
     if device.type == "cuda":

@@ -26,12 +26,12 @@ from pararnn.lm import LanguageModel, preset
 
 FILE = "lm_first_text.csv"
 KEYS = ("device", "model", "kernels", "text", "tokens")
-"""What tells cases apart."""
+"""Columns that identify a case."""
 CHOICES = ("any length", "PyTorch's")
 
 
 def choice(name: str) -> AbstractContextManager[Any]:
-    """The library as it is, or without its choice of kernels."""
+    """Return the library as it is, or without its choice of kernels."""
     own = patch("pararnn.lm.backbone.without_plans", nullcontext)
     return nullcontext() if name == CHOICES[0] else own
 

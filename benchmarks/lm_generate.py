@@ -41,33 +41,33 @@ LENGTHS = tuple(2**power for power in range(12))
 REPEATS = 5
 FILE = "lm_generate.csv"
 KEYS = ("device", "model", "way", "tokens")
-"""What tells cases apart."""
+"""Columns that identify a case."""
 CALLED = {"cache": "--", "no cache": ":"}
 """Line styles of what no CUDA graph holds."""
 
 
 class Case(NamedTuple):
-    """What generates."""
+    """Model that generates."""
 
     name: str
     config: LMConfig | Sizes
 
 
 def cases() -> list[Case]:
-    """The paper's models."""
+    """Return the paper's models."""
     found = [preset(architecture, SCALE) for architecture in ARCHITECTURES]
     return [Case(each.name, each.model) for each in found]
 
 
 def with_cache(model: LanguageModel, length: int) -> torch.Tensor:
-    """The likeliest tokens after the first one."""
+    """Return the likeliest tokens after the first one."""
     first = torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device)
     return sample(model, first, length, temperature=0)
 
 
 @torch.no_grad()
 def without_cache(model: LanguageModel, length: int) -> torch.Tensor:
-    """The same, by reading all tokens anew for each."""
+    """Return the same, by reading all tokens anew for each."""
     tokens = torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device)
     for _ in range(length):
         logits = model.lm_head(model.hidden(tokens)[:, -1])

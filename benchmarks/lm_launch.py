@@ -21,7 +21,7 @@ WORDS = 2_000
 
 
 class Ended(NamedTuple):
-    """How a run ended: its launcher's exit code, or None for one that took too long."""
+    """End of a run: its launcher's exit code, or None for one that took too long."""
 
     code: int | None
     seconds: float
@@ -29,7 +29,7 @@ class Ended(NamedTuple):
 
 
 def write_corpus(path: Path, size: int) -> None:
-    """A text of so many bytes: lines of words that are drawn, the commonest most often."""
+    """Return a text of so many bytes: lines of words that are drawn, the commonest most often."""
     draws = random.Random(0)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     words = ["".join(draws.choices(letters, k=draws.randint(2, 9))) for _ in range(WORDS)]

@@ -55,10 +55,10 @@ WAYS = {
     "checkpointing": ["checkpointing=true"],
     "recompute_gates": ["model.recompute_gates=true"],
 }
-"""What is kept for the backward pass, as overrides; the last is of recurrent models of ours."""
+"""Overrides that save memory; the last is for recurrent models of ours."""
 SECTIONS = ("sizes", "scaling", "memory", "lost")
 KEYS = ("device", "recipe", "gpus", "rows_a_gpu", "T", "way", "overrides")
-"""What tells cases apart."""
+"""Columns that identify a case."""
 FIGURES = ("log_rows", "median_ms", "min_ms", "tokens_per_s", "mfu_percent", "peak_GiB")
 NOTE = "out of memory"
 CORPUS = 4 << 20
@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
 
 def ways_of(recipe: str) -> list[str]:
-    """The ways to keep less that a model has."""
+    """Return the ways to keep less that a model has."""
     gates = recipe.startswith(("gru", "lstm", "tiny"))
     return [way for way in WAYS if way != "plain" and (gates or way != "recompute_gates")]
 
@@ -112,7 +112,7 @@ def named(args: argparse.Namespace, scale: str) -> list[str]:
 
 
 def overrides_of(case: Case, folder: Path, args: argparse.Namespace) -> list[str]:
-    """What `pararnn train` is told about a case, but for where its run is."""
+    """Return a case's arguments for `pararnn train`, without the folder of its run."""
     return [
         f"data.train={folder / 'corpus.txt'}",
         "data.drop=",
@@ -135,7 +135,7 @@ def overrides_of(case: Case, folder: Path, args: argparse.Namespace) -> list[str
 
 
 def measure(case: Case, folder: Path, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """A case's row, and below "profile" those of its profile; RuntimeError for other failures."""
+    """Return a case's row, and its profile's under "profile"; RuntimeError if it fails."""
     about = dict(zip(("recipe", "gpus", "rows_a_gpu", "T", "way"), case, strict=True))
     about["overrides"] = " ".join(args.overrides)
     with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -156,7 +156,7 @@ def measure(case: Case, folder: Path, args: argparse.Namespace, seconds: float) 
 
 
 def figures(log: Sequence[dict[str, str]], tokens: int) -> dict[str, Any]:
-    """What follows from a log's rows, of steps of so many tokens."""
+    """Return the figures of a log's rows, of steps of a number of tokens."""
     times = [tokens / float(row["tokens_per_second"]) * 1e3 for row in log]
     shares = [float(row["mfu"]) for row in log if row["mfu"]]
     memory = [float(row["memory_gib"]) for row in log if row["memory_gib"]]
@@ -205,7 +205,7 @@ def run_cases(args: argparse.Namespace, folder: Path, end: float) -> list[str]:
 
 
 def put_profile(record: Record, row: dict[str, Any], part: dict[str, Any]) -> None:
-    """A line of a case's profile."""
+    """Return a line of a case's profile."""
     mine = {key: row[key] for key in KEYS if key in row}
     print(*part.values(), sep="\t", flush=True)
     if record.out is not None:
@@ -213,7 +213,7 @@ def put_profile(record: Record, row: dict[str, Any], part: dict[str, Any]) -> No
 
 
 def plot(path: Path) -> None:
-    """A picture of a result file, beside it: scaling at 1B, and steps of the sizes by T.
+    """Return a picture of a result file, beside it: scaling at 1B, and steps of the sizes by T.
 
     None where nothing of these was measured at two points.
     """
@@ -272,7 +272,7 @@ def gpus_here(smoke: bool) -> list[int]:
 
 
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, with what is smaller for a CPU."""
+    """Return the command line, with what is smaller for a CPU."""
     parser = parser_of(__doc__)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))

@@ -64,7 +64,7 @@ class End(TrainerCallback):
 
 
 def activities() -> set[ProfilerActivity]:
-    """A GPU's kernels alone: to record what the host does would slow it."""
+    """Return a GPU's kernels alone: to record what the host does would slow it."""
     on_gpu = torch.cuda.is_available()
     return {ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU}
 

@@ -30,7 +30,7 @@ LENGTHS = (2_048, 8_192, 32_768)
 PEAK_FLOPS = 989e12
 """Of dense bfloat16 products a second, H100 SXM and H200."""
 KEYS = ("device", "model", "B", "T", "packed", "compiled")
-"""What tells cases apart."""
+"""Columns that identify a case."""
 
 
 class Case(NamedTuple):
@@ -114,7 +114,7 @@ def step_times(
 
 
 def fresh(case: Case, device: torch.device) -> LanguageModel:
-    """A case's model, with what was before it freed, and the highest memory forgotten."""
+    """Return a case's model, with what was before it freed, and the highest memory forgotten."""
     torch.manual_seed(0)
     torch.compiler.reset()  # code of another length would be made anew for any
     if device.type == "cuda":
@@ -140,7 +140,7 @@ def peak_memory(device: torch.device) -> float | str:
 def measure(
     case: Case, device: torch.device, compiled: bool, warmup: int, repeats: int
 ) -> dict[str, Any]:
-    """A case's row."""
+    """Return a case's row."""
     model = fresh(case, device)
     if compiled:
         compile_blocks(model)
@@ -160,7 +160,7 @@ def measure(
 
 
 def figures(times: list[float], parameters: int, tokens: int) -> dict[str, float]:
-    """What follows from the steps' ms: median, minimum, and of the median tokens/s and MFU."""
+    """Return the steps' median and minimum in ms, and the median's tokens/s and MFU."""
     median = statistics.median(times)
     flops = 6 * parameters * tokens / median * 1e3
     return {

@@ -58,7 +58,7 @@ TINY: Sizes = {
 
 
 def kernels(module: str) -> ModuleType:
-    """A module of mamba-ssm's Triton kernels.
+    """Return a module of mamba-ssm's Triton kernels.
 
     The package itself imports an extension in CUDA, which these do not need: it is not executed.
     """
@@ -77,7 +77,7 @@ def kernels(module: str) -> ModuleType:
 def ssd(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor, bias: Tensor, chunk: int
 ) -> Tensor:
-    """The recurrence over whole rows; an operator, so that compiled blocks are one graph."""
+    """Return the recurrence over whole rows; an operator, so that compiled blocks are one graph."""
     run = kernels("ssd_combined")._mamba_chunk_scan_combined_fwd
     return run(x, dt, a, b, c, chunk, D=skip, dt_bias=bias, dt_softplus=True)[0].contiguous()
 
@@ -288,7 +288,7 @@ class Mamba2Mixer(Mixer):
 
 
 def convolved(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A causal convolution, channel by channel; the weight (taps, d) has the newest token's last.
+    """Return a causal convolution of each channel; weight (taps, d), the newest token's last.
 
     A sum of shifted inputs, as ours: the compiler makes one kernel of it and of what follows.
     """
@@ -324,7 +324,7 @@ class Mamba2Block(nn.Module):
 
 
 def ends(sizes: Sizes) -> LMConfig:
-    """The config of what stands around the blocks; its own block is to be replaced."""
+    """Return the config of what stands around the blocks; its own block is to be replaced."""
     return LMConfig(sizes["hidden_size"], 1, sizes["vocab_size"])
 
 
@@ -335,7 +335,7 @@ def put_blocks(backbone: Backbone, sizes: Sizes, **factory: Any) -> None:
 
 
 def language_model(config: LMConfig | Sizes, **factory: Any) -> LanguageModel:
-    """A preset's model with fresh weights, Mamba2's too."""
+    """Return a preset's model with fresh weights, Mamba2's too."""
     if isinstance(config, LMConfig):
         return LanguageModel(config, **factory)
     model = LanguageModel(ends(config), **factory)

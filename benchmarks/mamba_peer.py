@@ -69,7 +69,7 @@ def reference_scan(
     bias: Tensor | None,
     softplus: bool,
 ) -> Tensor:
-    """What the kernel computes, step by step: h = exp(delta A) h + delta B u, y = C h + D u."""
+    """Compute the kernel's result step by step: h = exp(delta A) h + delta B u, y = C h + D u."""
     if bias is not None:
         delta = delta + bias[:, None]
     if softplus:

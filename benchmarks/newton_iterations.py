@@ -40,13 +40,13 @@ CELLS = ("gru", "lstm")
 
 
 def fresh_model(trained: LanguageModel, seed: int = 0) -> LanguageModel:
-    """The same model at initialisation."""
+    """Return the same model at initialisation."""
     torch.manual_seed(seed)
     return LanguageModel(trained.config).eval()
 
 
 def system_of(layer: RecurrentLayer, args: Arguments) -> System:
-    """The nonlinear system of a layer's solve."""
+    """Return the nonlinear system of a layer's solve."""
     program = program_of(layer.cell)
     return to_system(program, args.completed(program.num_states))[0]
 
@@ -91,7 +91,7 @@ def measure(model: LanguageModel, stage: str, valid: Tensor) -> Iterator[dict[st
 
 
 def plot(results: Path, path: Path) -> None:
-    """The paper's figure from the result file: residuals over updates of the first and last layer.
+    """Draw the paper's figure from the result file: residuals by updates of two layers.
 
     A row of panels a cell; a column a stage and layer; a curve a length.
     """

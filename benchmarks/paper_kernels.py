@@ -61,7 +61,7 @@ PASSES = ("forward", "both")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run measures: sizes, ms for a timing, and which cells and ways, by what these begin
+    """Sizes, ms for a timing, and the cells and ways of a run, by what these begin
     with. `turns`: the file by which processes that share the device take turns."""
 
     device: torch.device
@@ -78,18 +78,18 @@ class Settings:
     turns: Path | None = None
 
     def wants(self, way: str) -> bool:
-        """Whether a way is measured."""
+        """Return True if a way is measured."""
         return way.startswith(tuple(self.ways))
 
 
 def place(settings: Settings, what: str, way: str, step: str, length: int) -> Row:
-    """The columns that say what a row is; `step` is the pass."""
+    """Return the columns that say what a row is; `step` is the pass."""
     row: Row = {"what": what, "way": way, "pass": step}
     return row | {"B": 1, "T": length, "D": settings.channels}
 
 
 def measured(settings: Settings, way: Way, calls: Sequence[tuple[Row, Call]], add: Add) -> float:
-    """Adds a row for each call and launch; the ms of the longest call from Python.
+    """Add a row for each call and launch; the ms of the longest call from Python.
 
     The calls have been made once.
     """
@@ -104,7 +104,7 @@ def measured(settings: Settings, way: Way, calls: Sequence[tuple[Row, Call]], ad
 
 
 def reduction(settings: Settings, add: Add) -> None:
-    """The linear recurrence against the length."""
+    """Return the linear recurrence against the length."""
     for what, length in itertools.product(("diagonal", "2 x 2"), settings.reductions):
         for way in reduction_ways(what, length, settings.channels, settings.device):
             if not settings.wants(way.name):
@@ -175,7 +175,7 @@ def _solve(settings: Settings, name: str, way: Way, length: int, add: Add) -> fl
 
 
 def _tried(way: Way, where: str, measure: Callable[[], float]) -> float | None:
-    """What a way measures; None, said aloud, where it is a peer's and it fails."""
+    """Return a way's measurement; None, with a message, for a peer's that fails."""
     if not way.peer:
         return measure()
     try:
@@ -209,7 +209,7 @@ def _split(
     pinned: tuple[int | None, int | None] | None,
     add: Add,
 ) -> None:
-    """The rows of a pair, and of what is asked of its split."""
+    """Return the rows of a pair, and of what is asked of its split."""
     program, args = program_of(cell), prepare(cell, gates)
     asked = pin(*(pinned or (None, None)))
     way = Way(", ".join(pair), graph=True)

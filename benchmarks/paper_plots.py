@@ -57,7 +57,7 @@ def drawn(rows: Sequence[Row]) -> list[Row]:
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, Any]:
-    """A colour for each way; torch.nn's layers, one a cell, share theirs."""
+    """Return a colour for each way; torch.nn's layers, one a cell, share theirs."""
     ways = list(dict.fromkeys(_family(row["way"]) for row in rows))
     own = set(MODELS.values())
     free = (colour for colour in (*COLOURS.values(), *OTHERS) if colour not in own)
@@ -81,7 +81,7 @@ def _scales(axes: Any, title: str, x: str) -> None:
 
 
 def _curves(axes: Any, rows: Sequence[Row], title: str, colours: Mapping[str, Any]) -> None:
-    """The least ms against the length: a colour a way, broken lines for calls from Python."""
+    """Draw the least ms by length: a colour a way, broken lines for calls from Python."""
     for way, launch in dict.fromkeys((row["way"], row["launch"]) for row in rows):
         mine = [row for row in rows if (row["way"], row["launch"]) == (way, launch)]
         points = sorted((int(row["T"]), float(row["min_ms"])) for row in mine)
@@ -102,7 +102,7 @@ def _finish(figure: Any, rows: Sequence[Row], colours: Mapping[str, Any], path: 
 
 
 def reduction(results: Path, path: Path) -> None:
-    """The linear recurrence against the length, diagonal and 2 x 2 blocks."""
+    """Return the linear recurrence against the length, diagonal and 2 x 2 blocks."""
     rows = drawn(read_rows(results))
     kinds, colours = list(dict.fromkeys(row["what"] for row in rows)), _colours(rows)
     figure, grid = _grid(1, len(kinds))

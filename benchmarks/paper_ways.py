@@ -54,7 +54,7 @@ class Way(NamedTuple):
 
 
 def reduction_ways(what: str, length: int, channels: int, device: torch.device) -> Iterator[Way]:
-    """The linear recurrence of one row, h = a h + b: a diagonal or 2 x 2 blocks."""
+    """Yield the linear recurrence of one row, h = a h + b: a diagonal or 2 x 2 blocks."""
     states = 1 if what == "diagonal" else 2
     block = () if states == 1 else (states, states)
     a = torch.rand(1, length, *block, channels, device=device).mul_(0.9 / states).clamp_(min=1e-3)
@@ -73,7 +73,7 @@ def reduction_ways(what: str, length: int, channels: int, device: torch.device) 
 
 
 def _compiled_scan(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
-    """The library's scan in PyTorch, compiled."""
+    """Return the library's scan in PyTorch, compiled."""
     states = 1 if b.ndim == 3 else b.shape[2]
     structure = Diagonal(1) if states == 1 else BlockDiagonal(states)
     jacobian, rhs = (a.unsqueeze(2), b.unsqueeze(2)) if states == 1 else (a, b)
@@ -89,7 +89,7 @@ Solve = Callable[[Tensor], Tensor]
 
 
 class Kind(NamedTuple):
-    """How to apply a cell: from the cell, a solve of gates with biases; see `Way` for the rest."""
+    """Way to apply a cell: from the cell, a solve of gates with biases; see `Way`."""
 
     solve: Callable[[pararnn.Cell], Solve]
     graph: bool = False
@@ -97,7 +97,7 @@ class Kind(NamedTuple):
 
 
 def compiled_loop(cell: pararnn.Cell) -> Solve:
-    """The paper's baseline: one step compiled on tensors (B, D), called in a Python loop."""
+    """Return the paper's baseline: one step compiled on tensors (B, D), called in a Python loop."""
     program = program_of(cell)
 
     def step(
@@ -139,7 +139,7 @@ KINDS = {
 
 
 def solve_ways(name: str, channels: int, device: torch.device) -> list[Way]:
-    """The ways of applying a cell to x (B, T, D), projection included; "mamba": the simplified one.
+    """Yield the ways to apply a cell to x (B, T, D), with projection; "mamba": the simplified.
 
     Weights are the same for all ways but torch.nn's, whose recurrence is dense.
     """

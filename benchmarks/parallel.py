@@ -71,7 +71,7 @@ class Hard(NamedTuple):
     of_aim: float
 
     def aim(self, size: Size, dtype: torch.dtype, sequential_ms: float) -> float | str:
-        """The time to reach, ms: that of latches, else twice the loop's at most."""
+        """Return the time to reach, ms: that of latches, else twice the loop's at most."""
         if self.latch:
             return LATCH_AIMS.get((size, dtype), "")
         plain = AIMS.get(("gru", size, dtype, "forward"), math.inf)
@@ -95,7 +95,7 @@ GRID = list(itertools.product((1, 2, 8, 32), (128, 512, 2048, 8192), (64, 256, 1
 
 
 def arguments(cell: Cell, size: Size, dtype: torch.dtype, bias: float, latch: bool) -> Arguments:
-    """Inputs N(0, 1); the first gate shifted, or soon shut for 0.2% of the channels."""
+    """Return inputs N(0, 1); the first gate shifted, or soon shut for 0.2% of the channels."""
     batch, length, channels = size
     gates = torch.randn(batch, length, len(cell.gates), channels, device="cuda", dtype=dtype)
     gates[:, :, 0] += bias
@@ -107,7 +107,7 @@ def arguments(cell: Cell, size: Size, dtype: torch.dtype, bias: float, latch: bo
 
 
 def cell_of(name: str, channels: int, std: float = 0.3) -> Cell:
-    """A cell with recurrent weights of a standard deviation."""
+    """Return a cell with recurrent weights of a standard deviation."""
     cell = CELLS[name](channels, device="cuda")
     with torch.no_grad():
         for parameter in cell.recurrent_parameters():
@@ -141,19 +141,19 @@ def inputs_of(
 
 
 def inputs_needed(cell: Cell, size: Size, dtype: torch.dtype) -> int:
-    """How many inputs exceed the cache."""
+    """Return the number of inputs that exceed the cache."""
     bytes_of_one = math.prod(size) * dtype.itemsize * len(cell.gates)
     return min(sets_for(bytes_of_one, cache_bytes()), MOST_SETS)
 
 
 def about_of(section: str, what: str, size: Size, dtype: torch.dtype, step: str) -> Row:
-    """The columns that say what a row is."""
+    """Return the columns that say what a row is."""
     row: Row = {"section": section, "what": what, "dtype": str(dtype).split(".")[1], "pass": step}
     return row | dict(zip("BTD", size, strict=True))
 
 
 def finished(row: Row, moved: int, rate: float, aim: float | str) -> Row:
-    """A row with its limit, aim and ratios."""
+    """Return a row with its limit, aim and ratios."""
     limit = moved / rate * 1e3
     row |= {"limit_ms": round(limit, 5), "of_limit": round(row["newton_ms"] / limit, 3)}
     row |= {"speedup": round(row["sequential_ms"] / row["newton_ms"], 2), "aim_ms": aim}
@@ -162,7 +162,7 @@ def finished(row: Row, moved: int, rate: float, aim: float | str) -> Row:
 
 
 def shape_rows(run: Run) -> list[Row]:
-    """The shapes that batch and channels do not fill a GPU with."""
+    """Return the shapes that batch and channels do not fill a GPU with."""
     rows = []
     for (name, size, dtype, step), aim in AIMS.items():
         cell = cell_of(name, size[2])
@@ -247,7 +247,7 @@ def layer_rows(
 
 
 def scan_rows(run: Run) -> list[Row]:
-    """The affine recurrence alone, by how fast it forgets."""
+    """Return the affine recurrence alone, by how fast it forgets."""
     rows = []
     for size, decay, step in itertools.product((LONG, BIG), (0.5, 0.999), ("forward", "backward")):
         batch, length, channels = size

@@ -55,7 +55,7 @@ def in_turn(calls: Sequence[Callable[[], object]], budget: float) -> list[float]
 
 
 def cell_of(name: str, channels: int, std: float) -> pararnn.Cell:
-    """A cell with recurrent weights of a standard deviation."""
+    """Return a cell with recurrent weights of a standard deviation."""
     cell = pararnn.CELLS[name](channels)
     with torch.no_grad():
         for parameter in cell.recurrent_parameters():

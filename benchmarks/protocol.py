@@ -20,7 +20,7 @@ from gpu import Call, Row, captured
 
 WARM_UPS, RUNS, LEAST_RUNS = 20, 100, 3
 LAUNCHES = ("call", "graph")
-"""How a run is started: by its calls from Python, or as one CUDA graph of them."""
+"""Ways to start a run: by calls from Python, or as one CUDA graph of them."""
 
 Add = Callable[[Row], None]
 
@@ -41,7 +41,7 @@ def timed(call: Call, device: torch.device, budget: float) -> Row:
 
 
 def first_seconds(call: Call, device: torch.device) -> float:
-    """The seconds of a first call, in which code is compiled."""
+    """Return the seconds of a first call, in which code is compiled."""
     begin = time.perf_counter()
     call()
     _wait(device)
@@ -50,7 +50,7 @@ def first_seconds(call: Call, device: torch.device) -> float:
 
 @contextmanager
 def turn(path: Path | None, alone: bool) -> Iterator[None]:
-    """Holds a lock on a file beside other processes that prepare, or alone among all; None: no
+    """Hold a lock on a file beside other processes that prepare, or alone among all; None: no
     lock. Who waits for a turn alone gets it once nobody prepares any more."""
     if path is None:
         yield
@@ -61,12 +61,12 @@ def turn(path: Path | None, alone: bool) -> Iterator[None]:
 
 
 def launched(call: Call, launch: str) -> Call:
-    """The call, or a graph of it; the graph's memory lives as long as what is returned."""
+    """Return the call, or a graph of it; the graph's memory lives as long as what is returned."""
     return captured([call]).replay if launch == "graph" else call
 
 
 def _times(call: Call, device: torch.device, runs: int) -> list[float]:
-    """The ms of each run."""
+    """Return the ms of each run."""
     if device.type == "cpu":
         return [_by_clock(call) for _ in range(runs)]
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
@@ -91,7 +91,7 @@ def _wait(device: torch.device) -> None:
 
 @contextmanager
 def csv_rows(path: Path, about: Row) -> Iterator[Add]:
-    """Appends rows to a new file as they come, `about` first; a run that ends early leaves them."""
+    """Append rows to a new file as they come, `about` first; a run that ends early leaves them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         yield _adder(file, about)

@@ -28,7 +28,7 @@ CHANNELS = 1024
 
 
 def rows_of(name: str, program: Program, folder: Path) -> list[dict[str, Any]]:
-    """A row for each kernel, dtype and architecture of a cell."""
+    """Return a row for each kernel, dtype and architecture of a cell."""
     rows = []
     for dtype in DTYPES:
         usual = (usual_variants(program, dtype, CHANNELS, CHANNELS, solver=s) for s in SOLVERS)

@@ -25,9 +25,9 @@ CORES = 132
 """Multiprocessors of the GPU that the times are of."""
 LEAST = (2, 4, 6, 8, 16, 32)
 LATER = "auto_layers.csv"
-"""What benchmarks/auto_layers.py writes: trained and fresh layers, with the stage in each row."""
+"""File of benchmarks/auto_layers.py: trained and fresh layers, with the stage in each row."""
 LEARNED = [f"learn_layers_{corpus}.csv" for corpus in CORPORA]
-"""What benchmarks/learn.py writes: the layers of trained language models, a row each pair."""
+"""Files of benchmarks/learn.py: the layers of trained language models, a row each pair."""
 
 
 def segments(row: Row) -> int:
@@ -87,19 +87,19 @@ def _ms(row: Row, solver: str) -> float:
 
 
 def worst(rows: Iterable[Row], least: int) -> float:
-    """The worst ratio to the better engine where time is cut from `least` segments on."""
+    """Return the worst ratio to the better engine where time is cut from `least` segments on."""
     return max(
         _ms(row, taken(row, least)) / min(_ms(row, solver) for solver in SOLVERS) for row in rows
     )
 
 
 def taken(row: Row, least: int) -> str:
-    """The solver on a row's problem where time is cut from `least` segments on."""
+    """Return the solver on a row's problem where time is cut from `least` segments on."""
     return "newton" if segments(row) >= least else "sequential"
 
 
 def ratios() -> str:
-    """The worst ratios, a column each least number of segments."""
+    """Return the worst ratios, a column each least number of segments."""
     rows = all_times()
     rows += both_passes(rows)
     body = []

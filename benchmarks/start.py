@@ -45,7 +45,7 @@ PARTS = ("torch", "import", "layer", "forward", "backward")
 
 
 def seconds(cell: str, source: Path, cache: str) -> dict[str, float]:
-    """What each part takes in a new process."""
+    """Return the seconds of each part in a new process."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(source),
@@ -59,7 +59,7 @@ def seconds(cell: str, source: Path, cache: str) -> dict[str, float]:
 
 
 def median_of(times: list[dict[str, float]]) -> dict[str, float]:
-    """The medians in ms, and of the sum from `import pararnn` to the end of the first backward."""
+    """Return the medians in ms, and the sum from `import pararnn` to the first backward's end."""
     for some in times:
         some["sum"] = sum(some[part] for part in PARTS[1:])
     return {
@@ -69,7 +69,7 @@ def median_of(times: list[dict[str, float]]) -> dict[str, float]:
 
 
 def rows_of(cell: str, source: Path, commit: str | None, repeats: int) -> list[dict[str, Any]]:
-    """The cold and the warm row of a cell."""
+    """Return the cold and the warm row of a cell."""
     with tempfile.TemporaryDirectory() as warm:
         seconds(cell, source, warm)  # also what bytecode there is
         times: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}

@@ -12,7 +12,7 @@ Span = tuple[float, float]
 
 
 class Kernel(NamedTuple):
-    """What ran on a GPU: its name, start and duration in microseconds, and its stream."""
+    """GPU kernel: name, start and duration in microseconds, and stream."""
 
     name: str
     start: float
@@ -38,7 +38,7 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def class_of(name: str) -> str:
-    """The first class whose pattern a kernel's name has."""
+    """Return the first class whose pattern a kernel's name has."""
     found = (kind for kind, words in CLASSES.items() if re.search(words, name, re.IGNORECASE))
     return next(found, OTHERS)
 
@@ -55,12 +55,12 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """The time that spans cover, overlaps once."""
+    """Return the time that spans cover, overlaps once."""
     return sum(end - begin for begin, end in merged(spans))
 
 
 def breakdown(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
-    """A row a class, the longest first, then "idle"; in ms, from the first kernel to the last one.
+    """Return a row a class, the longest first, then "idle", in ms.
 
     busy_ms: while a kernel of the class ran. alone_ms: of that, while none of another class did:
     for NCCL what is not hidden behind work. `streams`: on how many streams. Of kernels at the same
@@ -94,12 +94,12 @@ def breakdown(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
 
 
 def others_than(kind: str, spans: dict[str, list[Span]]) -> list[Span]:
-    """The spans of all classes but one."""
+    """Return the spans of all classes but one."""
     return [span for other, mine in spans.items() if other != kind for span in mine]
 
 
 def kernels_of(trace: Path) -> list[Kernel]:
-    """What ran on the GPU in a trace that torch.profiler has exported."""
+    """Return the GPU's kernels in a trace that torch.profiler has exported."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     return [
         Kernel(event["name"], event["ts"], event["dur"], int(event["args"]["stream"]))

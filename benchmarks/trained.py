@@ -26,7 +26,7 @@ MERGED = 1e-6
 def trained_model(
     config: DemoConfig, corpus: Corpus, show_progress: bool = False
 ) -> tuple[LanguageModel, History]:
-    """The demo's model after the config's training."""
+    """Return the demo's model after the config's training."""
     torch.manual_seed(config.seed)
     model = make_model(config)
     return model, train(model, corpus, make_recipe(config), show_progress)
@@ -34,7 +34,7 @@ def trained_model(
 
 @torch.no_grad()
 def solves_of(model: LanguageModel, tokens: Tensor) -> list[Arguments]:
-    """What each recurrent layer's solve is given when the model reads tokens (B, T)."""
+    """Return the arguments of each recurrent layer's solve for tokens (B, T)."""
     given: list[Arguments] = []
 
     def record(layer: RecurrentLayer, inputs: tuple[Tensor, ...]) -> None:
@@ -50,7 +50,7 @@ def solves_of(model: LanguageModel, tokens: Tensor) -> list[Arguments]:
 
 
 def part_of(args: Arguments, channels: slice, dtype: torch.dtype) -> Arguments:
-    """The solve of some of the channels, with gates of a dtype."""
+    """Return the solve of some of the channels, with gates of a dtype."""
     assert args.bias is not None
     return replace(
         args,

@@ -11,7 +11,7 @@ import pararnn
 
 
 def batch(size, steps=100):
-    """Samples (size, steps, 1), the gaps before them (size, steps), and the classes (size,)."""
+    """Return samples (size, steps, 1), the gaps before them (size, steps), and classes (size,)."""
     rate = 2 ** torch.empty(size, 1).uniform_(2, 4)  # samples in a unit of time: 4 to 16
     gaps = torch.empty(size, steps).exponential_() / rate
     label = torch.randint(0, 3, (size,))

@@ -23,7 +23,7 @@ class Forecaster(torch.nn.Module):
 
 
 def loss_on(model, low, high, size=32, steps=100):
-    """The model's squared error on new waves with frequencies from low to high."""
+    """Return the model's squared error on new waves with frequencies from low to high."""
     frequency, phase = low + (high - low) * torch.rand(size, 1), 6.3 * torch.rand(size, 1)
     waves = torch.sin(frequency * torch.arange(steps + 1) + phase).unsqueeze(-1)
     return (model(waves[:, :-1]) - waves[:, 1:]).square().mean()

@@ -21,7 +21,7 @@ def switch(steps):
 
 
 def in_chunks(rnn, x, size, carry=True):
-    """The output on each chunk of x; the states are carried over without their gradients."""
+    """Yield the output on each chunk of x; the states are carried over without their gradients."""
     state = None
     for chunk in x.split(size, dim=1):
         output, (h, c) = rnn(chunk, state)

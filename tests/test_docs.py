@@ -20,7 +20,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
 def blocks(page: Path) -> list[str]:
-    """The page's Python blocks, each padded so that its line numbers are the page's."""
+    """Return the page's Python blocks, each padded so that its line numbers are the page's."""
     text = page.read_text()
     return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in BLOCK.finditer(text)]
 

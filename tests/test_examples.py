@@ -13,7 +13,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
 def run(name: str) -> Any:
-    """What the example's main() returns."""
+    """Return the result of an example's main()."""
     path = next(path for path in EXAMPLES if path.stem == name)
     spec = importlib.util.spec_from_file_location(f"example_{name}", path)
     assert spec is not None
