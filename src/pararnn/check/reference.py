@@ -190,7 +190,7 @@ class Reverse(NamedTuple):
     amounts: by leaf the |contributions| to a gradient, summed; of initial states, the largest
     |adjoint| of their channel. units: what an entry would be if every adjoint were as large as its
     channel's largest among the steps behind it, those that the reverse pass comes from. Both are
-    empty where nobody asked for sizes.
+    empty if no sizes were requested.
     """
 
     grads: Named

@@ -1,4 +1,4 @@
-"""Following what code reads, and refusing what may change without being seen."""
+"""Traversal of the objects that code reads; those whose changes cannot be seen are refused."""
 
 from __future__ import annotations
 

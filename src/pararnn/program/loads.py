@@ -1,4 +1,4 @@
-"""What code reads, by the names that it holds, and whose code may change."""
+"""Names that code loads, and packages whose code may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cell's step reads besides its arguments, and whether it still reads the same.
+"""Record of what a cell's step reads in addition to its arguments, and checks for changes.
 
 A Program freezes what its step reads. So it notes where each value was found, from the code of the
 step and of what that calls, and serves only while the same values are there. A step may read what
@@ -105,7 +105,7 @@ def reads_of(cls: type[Cell], places: Mapping[Any, Any], key: Any) -> Reads:
 
 
 def reads_mode(cls: type[Cell], reads: Reads) -> bool:
-    """Check whether a step, or the readout beside it, reads `self.training`."""
+    """Check whether a step, or its readout, reads `self.training`."""
     if "training" in reads.names or COMPUTED in reads.names:
         return True
     functions = (function for base in bases_of(cls) for function in methods_of(base))
