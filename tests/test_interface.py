@@ -10,9 +10,10 @@ from test_cuda import _program, needs_nvrtc
 
 from pararnn.codegen import cuda, headers, nvrtc
 from pararnn.codegen.compiler import compiler_command
-from pararnn.codegen.families import ELEMENTWISE, interface_of
+from pararnn.codegen.families import FAMILIES, interface_of
 from pararnn.codegen.interface import WORD, Counts, Interface
 
+FAMILY = FAMILIES["elementwise"]
 COUNTS = Counts(states=2, gates=3, fields=0, params=1)
 HEAD = """
 #define PARARNN_IO bfloat16
@@ -82,23 +83,23 @@ def _backwards(structs):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("solver", ELEMENTWISE.solvers)
+@pytest.mark.parametrize("solver", FAMILY.solvers)
 @pytest.mark.parametrize("change", [dict, _backwards], ids=["in order", "reversed"])
 def test_kernels_read_fields_where_launches_pack_them(change, solver, target, tmp_path):
-    interface = Interface(change(ELEMENTWISE.structs(target, solver)), COUNTS)
+    interface = Interface(change(FAMILY.structs(target, solver)), COUNTS)
     assert not _errors(target, interface.declaration() + _offsets(interface), tmp_path)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_compilers_notice_different_orders(target, tmp_path):
-    structs = ELEMENTWISE.structs(target, "newton")
+    structs = FAMILY.structs(target, "newton")
     own, other = Interface(structs, COUNTS), Interface(_backwards(structs), COUNTS)
     assert "static" in _errors(target, own.declaration() + _offsets(other), tmp_path)
 
 
 @pytest.mark.parametrize("target", ["cpp", "cuda"])
 def test_a_field_is_removed_from_both_sides(target):
-    structs = ELEMENTWISE.structs(target, "newton")
+    structs = FAMILY.structs(target, "newton")
     full = Interface(structs, COUNTS)
     for struct, fields in structs.items():
         for field in fields:
@@ -117,7 +118,7 @@ def test_a_field_is_removed_from_both_sides(target):
 
 
 def test_arrays_of_the_wrong_length_are_refused():
-    interface = Interface(ELEMENTWISE.structs("cpp", "sequential"), COUNTS)
+    interface = Interface(FAMILY.structs("cpp", "sequential"), COUNTS)
     values = _values(interface, "ForwardProblem")
     for wrong in ([1, 2, 3], [1], 4):
         with pytest.raises(ValueError, match=r"ForwardProblem takes numbers for .*'final': 2"):

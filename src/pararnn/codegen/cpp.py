@@ -21,12 +21,12 @@ from pararnn.codegen.compiler import (
     flags,
     target_identity,
 )
-from pararnn.codegen.families import ELEMENTWISE
+from pararnn.codegen.families import FAMILIES
 from pararnn.codegen.source import IO_TYPES, source_file
 from pararnn.errors import EngineError
 from pararnn.program.program import Program
 
-SOLVERS = ELEMENTWISE.solvers
+SOLVERS = FAMILIES["elementwise"].solvers
 """Solvers with kernels, which make a library each."""
 Kernel = Callable[[Sequence[int]], None]
 """Function of the words of a launch, see `Interface.pack`."""

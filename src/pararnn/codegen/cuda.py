@@ -16,7 +16,7 @@ from pararnn.cells.base import Cell
 from pararnn.codegen import headers
 from pararnn.codegen.board import LANES, board_of
 from pararnn.codegen.emit import reads_gates
-from pararnn.codegen.families import ELEMENTWISE
+from pararnn.codegen.families import FAMILIES
 from pararnn.codegen.nvrtc import (
     CLUSTERS,
     OLDEST,
@@ -45,7 +45,7 @@ KERNELS: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "backward": {"run": (LANES, 1), "sum_weights": (LANES, 8)},
 }
 """Kernels and their block sizes, by pass."""
-SOLVERS = ELEMENTWISE.solvers
+SOLVERS = FAMILIES["elementwise"].solvers
 INFO_SLOTS = {"sequential": 1, "newton": 256}
 """Rows of counts that a solver's forward pass writes: one for each tile of channels, if there are
 enough."""

@@ -14,17 +14,17 @@ import torch
 from pararnn.codegen.emit import emit_elementwise
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
 from pararnn.errors import EngineError
-from pararnn.program.program import MAX_STATES, Program
+from pararnn.program.program import ELEMENTWISE, MAX_STATES, Program
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
     """Recurrences whose kernels share solvers, functions, launch structs and headers.
 
-    name: of its folder of headers. solvers: each has a header of its name. why_not(program): the
-    reason why the family has no kernels for a program, or None. functions(program, dtype): emitted
-    C++ in a compute dtype. structs(target, solver): fields by struct; ForwardLaunch and
-    BackwardLaunch are the arguments of kernels.
+    name: `Program.family`, and the folder of its headers. solvers: each has a header of its name.
+    why_not(program): the reason why the family has no kernels for a program, or None.
+    functions(program, dtype): emitted C++ in a compute dtype. structs(target, solver): fields by
+    struct; ForwardLaunch and BackwardLaunch are the arguments of kernels.
     """
 
     name: str
@@ -142,35 +142,37 @@ def _elementwise_structs(target: str, solver: str) -> Structs:
 
 
 def _why_not_elementwise(program: Program) -> str | None:
-    if program.family != ELEMENTWISE.name:
-        return f"{program.cell_name} mixes channels; kernels are generated for elementwise steps"
     if program.num_states > MAX_STATES:
         return f"{program.cell_name} has {program.num_states} states; kernels take {MAX_STATES}"
     return None
 
 
-ELEMENTWISE = Family(
-    "elementwise",
+_ELEMENTWISE = Family(
+    ELEMENTWISE,
     ("sequential", "newton"),
     _why_not_elementwise,
     emit_elementwise,
     _elementwise_structs,
 )
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (_ELEMENTWISE,)}
+"""Families by name, which is `Program.family`."""
 
 
 def family_of(program: Program) -> Family:
     """Return the family of a program. Raises EngineError if `why_no_kernels` has a reason."""
     reason = why_no_kernels(program)
-    if reason is not None:
+    if reason is not None or program.family is None:
         raise EngineError(f"no code can be generated: {reason}")
-    return ELEMENTWISE
+    return FAMILIES[program.family]
 
 
 def why_no_kernels(program: Program) -> str | None:
     """Return the reason why no kernels can be generated for a cell on any machine, or None."""
     if program.structure is None:
         return f"{program.cell_name} is sequential-only: {program.why_sequential}"
-    return ELEMENTWISE.why_not(program)
+    if program.family is None:
+        return f"{program.cell_name} mixes channels; kernels are generated for elementwise steps"
+    return FAMILIES[program.family].why_not(program)
 
 
 @lru_cache(maxsize=4096)
