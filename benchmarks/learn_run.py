@@ -23,7 +23,7 @@ import torch
 from learn_models import Make, body_size
 from torch import Tensor
 
-from pararnn.lm.compiled import compiled
+from pararnn.lm.compiled import compile_repeatably
 from pararnn.lm.loss import IGNORED
 from pararnn.train.config import OptimiserConfig
 from pararnn.train.corpus.packing import Part, meta_of
@@ -134,7 +134,7 @@ class Learned:
         if device.type == "cuda":
             for block in cast(list[Any], self.model.backbone.blocks):
                 # One compilation serves all: blocks of a kind have the same code.
-                block.forward = compiled(block.forward, fullgraph=True)
+                block.forward = compile_repeatably(block.forward, fullgraph=True)
 
     @property
     def parameters(self) -> dict[str, int]:

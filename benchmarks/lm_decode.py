@@ -56,6 +56,8 @@ class FixedCache(SteadyCache):
 
     def __init__(self, mixer: Any, batch: int, context: int) -> None:
         super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
         if isinstance(mixer, Attention):
             weight = mixer.k_proj.weight
             size = (batch, mixer.heads, context, len(weight) // mixer.heads)

@@ -11,7 +11,7 @@ KINDS = {
     "lstm": {"cell": "lstm"},
     "user's": {"cell": "user_cells:Memory", "cell_config": {"decay": 0.75}},
     "attention": {"mixers": ATTENTION},
-    "hybrid": {"num_hidden_layers": 4, "mixers": ("rnn", "rnn", "rnn", "attention")},
+    "hybrid": {"mixers": ("rnn", "attention")},
     "no convolution": {"conv_kernel_size": 1},
     "tied": {"tie_word_embeddings": True},
     "layer norm": {"mixers": ("attention", "rnn"), "qk_norm": False, "norm": "layer"},
@@ -25,8 +25,8 @@ def options(kind: str) -> dict:
     return {**sizes, **heads, **KINDS[kind]}
 
 
-def disturbed(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """The model with noise on every parameter: biases that are 0 would hide what padding does."""
+def add_noise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Add noise to every parameter: with zero biases an error at padding would not show."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -36,14 +36,14 @@ def disturbed(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 
 def is_wide(name: str) -> bool:
-    """Whether a parameter is float32 in 16-bit models: what is per channel in a recurrence."""
+    """Return whether a parameter is float32 in 16-bit models: it is per channel in a recurrence."""
     return ".cell." in name or name.endswith(".rnn.bias")
 
 
 def plain(kind: str, dtype: torch.dtype = torch.float32, **more) -> LanguageModel:
     torch.manual_seed(0)
     config = LMConfig(**options(kind) | more)
-    model = disturbed(LanguageModel(config))
+    model = add_noise(LanguageModel(config))
     if dtype != torch.float32:
         narrow = LanguageModel(config, dtype=dtype)
         narrow.load_state_dict(model.state_dict())
@@ -52,13 +52,13 @@ def plain(kind: str, dtype: torch.dtype = torch.float32, **more) -> LanguageMode
 
 
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
-    """Token 0 is for padding."""
+    """Draw tokens; 0 is for padding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCABULARY, shape, generator=generator)
 
 
 def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (T,) as a batch, with random tokens at padding, and its mask."""
+    """Make a batch of rows (T,), with random tokens at padding, and its mask."""
     longest = max(len(row) for row in rows)
     batch, mask = tokens(len(rows), longest, seed=2), torch.zeros(len(rows), longest).long()
     for index, row in enumerate(rows):
@@ -68,7 +68,7 @@ def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Ten
 
 
 def unpadded(results: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The results of real tokens, one row after the other, (N, ...)."""
+    """Return the results of real tokens, one row after the other, (N, ...)."""
     return results[mask.bool()]
 
 
@@ -81,7 +81,7 @@ def positions(lengths: list[int]) -> torch.Tensor:
 
 
 def hugging(kind: str, dtype: torch.dtype = torch.float32, **more):
-    """The model of `plain`, as transformers has it."""
+    """Build the model of `plain` for transformers."""
     from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 
     special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
@@ -96,7 +96,7 @@ def hugging(kind: str, dtype: torch.dtype = torch.float32, **more):
 
 
 def cudnn_allowed(monkeypatch) -> list[bool]:
-    """A list that gets, for each attention computed, whether cuDNN may take it."""
+    """Return a list that gets, for each attention computed, whether cuDNN is allowed."""
     allowed = []
     attend = torch.nn.functional.scaled_dot_product_attention
 

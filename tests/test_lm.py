@@ -12,13 +12,7 @@ import pararnn.lm.model as model_module
 from pararnn.lm import LanguageModel, LMConfig, bits_per_byte, sample, set_solver
 
 HYBRID = {"mixers": ("rnn", "attention")}
-MODELS = {
-    "gru": {"cell": "gru", "num_heads": 2},
-    "lstm": {"cell": "lstm"},
-    "slstm": {"cell": "slstm"},
-    "attention": {"mixers": ("attention",) * 2},
-    "hybrid": HYBRID,
-}
+MODELS = {"gru": {"cell": "gru", "num_heads": 2}, "hybrid": HYBRID}
 
 
 def make_lm(**options) -> LanguageModel:
@@ -31,20 +25,6 @@ def make_lm(**options) -> LanguageModel:
 def random_tokens(batch: int, steps: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(256, (batch, steps), generator=generator, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_steps_and_chunks_equal_the_full_pass(name):
-    model, tokens = make_lm(**MODELS[name]), random_tokens(3, 12)
-    whole = model(tokens)
-    assert whole.shape == (3, 12, 256)
-    assert whole.std() > 0.1
-    for size in (1, 5):
-        cache = model.new_cache()
-        parts = [model(part, cache) for part in tokens.split(size, 1)]
-        assert cache.length == 12
-        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -62,17 +42,6 @@ def test_models_pickle_and_copy(name):
         copy.deepcopy(model),
     ):
         torch.testing.assert_close(other(tokens), want)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_logits_do_not_see_later_tokens(name):
-    model, tokens = make_lm(**MODELS[name]), random_tokens(1, 20)
-    changed = tokens.clone()
-    changed[:, 10:] = 255 - changed[:, 10:]
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :10], after[:, :10])
-    assert (before[:, 10:] - after[:, 10:]).abs().max() > 0.1
 
 
 def test_a_new_models_logits_have_unit_variance_and_all_parameters_gradients():
@@ -151,11 +120,14 @@ def test_sampling_rejects_bad_arguments(prompt, length, temperature, message):
         sample(make_lm(), prompt, length, temperature)
 
 
-def test_importing_the_library_leaves_the_demo_alone():
+def test_imports_are_light_and_leave_the_import_system_alone():
     code = (
         "import sys, pararnn\n"
+        "finders = list(sys.meta_path)\n"
         "parts = {'pararnn.lm', 'pararnn.tasks', 'pararnn.train', 'pararnn.cli'}\n"
         "assert not parts & set(sys.modules)\n"
+        "import pararnn.lm\n"
+        "assert sys.meta_path == finders\n"
         "import pararnn.cli, pararnn.evaluation\n"
         "assert parts <= set(sys.modules)\n"
         "assert not {'matplotlib', 'transformers'} & set(sys.modules)\n"
@@ -185,7 +157,7 @@ def test_no_loss_crosses_a_border(how):
     torch.testing.assert_close(model.loss(tokens, **rows), wanted, rtol=1e-6, atol=0)
 
 
-def test_a_loss_may_go_on_from_a_cache():
+def test_a_loss_may_continue_a_cache():
     model, tokens = make_lm(**HYBRID), random_tokens(2, 12)
     cache = model.new_cache()
     model(tokens[:, :7], cache)
@@ -197,7 +169,7 @@ def test_a_loss_may_go_on_from_a_cache():
     assert cache.length == 12
 
 
-def test_a_loss_cuts_its_rows_once(monkeypatch):
+def test_a_loss_builds_its_rows_once(monkeypatch):
     calls = []
     rows_of = model_module.rows_of
     monkeypatch.setattr(

@@ -33,13 +33,13 @@ def extended(cache: PlainCache, parts: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("first", [1, 5, 9 * LEAST_ROOM])
 @pytest.mark.parametrize("gradients", [False, True])
-def test_all_tokens_are_there(first: int, gradients: bool) -> None:
+def test_a_cache_returns_all_tokens_in_order(first: int, gradients: bool) -> None:
     with torch.set_grad_enabled(gradients):
         extended(PlainCache(), [tokens(first), *(tokens(1) for _ in range(5)), tokens(700)])
 
 
 @torch.no_grad()
-def test_most_tokens_copy_no_others() -> None:
+def test_most_additions_copy_no_tokens() -> None:
     cache = PlainCache()
     seen = set()
     for _ in range(2 * LEAST_ROOM):
@@ -51,7 +51,7 @@ def test_most_tokens_copy_no_others() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_copies_of_a_cache_go_on_apart(copied: object) -> None:
+def test_copies_of_a_cache_are_independent(copied: object) -> None:
     start = [tokens(3), tokens(1)]
     one = PlainCache()
     extended(one, start)
@@ -67,7 +67,7 @@ def test_copies_of_a_cache_go_on_apart(copied: object) -> None:
 
 
 @torch.no_grad()
-def test_a_crop_and_a_choice_of_rows_go_on_from_there() -> None:
+def test_cropped_and_selected_caches_continue() -> None:
     cache = PlainCache()
     start = tokens(6)
     extended(cache, [start[:, :, :5], start[:, :, 5:]])
@@ -96,7 +96,7 @@ def test_rows_and_dtypes_are_not_changed_silently() -> None:
         cache.extend(tokens(1, rows=1), tokens(1, rows=1))
 
 
-def test_gradients_reach_all_that_was_joined() -> None:
+def test_gradients_reach_all_tokens() -> None:
     parts = [tokens(2).requires_grad_() for _ in range(3)]
     cache = PlainCache()
     for part in parts:
@@ -107,7 +107,7 @@ def test_gradients_reach_all_that_was_joined() -> None:
         assert bool((part.grad == 3).all())
 
 
-def test_gradients_of_what_was_read_before_more_came() -> None:
+def test_gradients_of_earlier_reads() -> None:
     """As attention's are, which keeps the keys of each call for its backward pass."""
     parts = [tokens(2).requires_grad_() for _ in range(3)]
     cache = PlainCache()
@@ -121,7 +121,7 @@ def test_gradients_of_what_was_read_before_more_came() -> None:
         torch.testing.assert_close(part.grad, 4 * calls * part.detach())
 
 
-def test_what_inference_left_goes_on_outside() -> None:
+def test_caches_from_inference_mode_continue_outside() -> None:
     cache = PlainCache()
     parts = [tokens(1) for _ in range(5)]
     with torch.inference_mode():
@@ -142,7 +142,7 @@ def attended(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[LanguageModel,
 
 
 @pytest.mark.parametrize("kind", MIXERS)
-def test_lengths_that_a_cache_meets_are_not_planned_for(
+def test_growing_caches_do_not_use_cudnn(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     model, allowed = attended(monkeypatch, kind)
@@ -161,7 +161,7 @@ def test_lengths_that_a_cache_meets_are_not_planned_for(
         assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_a_cache_of_a_fixed_length_keeps_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_a_fixed_length_may_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN's kernels read many rows' keys in less time, and are planned once."""
     model, allowed = attended(monkeypatch, "attention")
     monkeypatch.setattr(PlainCache, "grows", False)
@@ -171,7 +171,7 @@ def test_a_cache_of_a_fixed_length_keeps_the_plans(monkeypatch: pytest.MonkeyPat
     assert allowed
 
 
-def test_who_allows_one_kernel_gets_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_allowed_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model, allowed = attended(monkeypatch, "attention")
     row = torch.randint(61, (1, 9))
     with sdpa_kernel(SDPBackend.MATH):
@@ -185,7 +185,7 @@ def test_who_allows_one_kernel_gets_that_one(monkeypatch: pytest.MonkeyPatch) ->
     assert allowed
 
 
-def test_an_error_leaves_the_choice_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_restores_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = attended(monkeypatch, "attention")
     monkeypatch.setattr(F, "scaled_dot_product_attention", None)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):

@@ -2,10 +2,12 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from fresh import run_fresh
+from lm_kinds import hugging
 from torch import Tensor
 
 import pararnn
@@ -160,7 +162,7 @@ def test_every_byte_has_a_character_of_its_own():
     assert (vocabulary["a"], vocabulary["Ġ"], vocabulary["Ċ"]) == (97, 32, 10)
 
 
-def test_what_holds_no_model_is_refused(folder, tmp_path):
+def test_folders_without_a_model_are_refused(folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"no model in .*absent: it has no config\.json"):
         load_checkpoint(tmp_path / "absent")
     for name in ("absent.pt", "there.pt"):
@@ -227,9 +229,9 @@ def test_a_cell_that_cannot_be_imported_is_named(folder):
         load_checkpoint(folder)
 
 
-def test_mixers_without_a_word_of_transformers_are_not_written(tmp_path, monkeypatch):
+def test_mixers_that_transformers_cannot_name_are_not_saved(tmp_path, monkeypatch):
     monkeypatch.setitem(MIXERS, "mine", RNNMixer)
-    with pytest.raises(CheckpointError, match=r"'mine' has no word.*state_dict\(\) yourself"):
+    with pytest.raises(CheckpointError, match=r"mixers may hold.*'mine'.*state_dict\(\) yourself"):
         save_checkpoint(make_lm(mixers=("mine", "rnn")), tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
@@ -247,23 +249,14 @@ def test_missing_packages_are_named(folder, monkeypatch):
         _ = pararnn.lm.ParaRNN
 
 
-def test_the_import_is_light_and_leaves_the_import_system_alone():
-    code = """
-import sys
-finders = list(sys.meta_path)
-import pararnn.lm
-assert sys.meta_path == finders
-assert "transformers" not in sys.modules
-"""
-    done = run_fresh(code)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_folder_says_where_its_classes_are(folder, tmp_path):
-    """In a process that has imported nothing; and again where that one has saved it."""
+def test_a_new_process_loads_folders_by_their_own_file(folder, tmp_path):
+    """It has imported nothing. What it loads has the same bits, and what it saves loads again."""
     pytest.importorskip("transformers")
+    kinds = ("user's", "hybrid", "tied")
+    for kind in kinds:
+        hugging(kind).save_pretrained(tmp_path / kind, max_shard_size="5KB")
     code = f"""
-import torch
+import sys, torch
 from transformers import AutoModel, AutoModelForCausalLM
 try:
     AutoModelForCausalLM.from_pretrained({str(folder)!r})
@@ -277,20 +270,29 @@ import pararnn.lm
 assert type(model) is pararnn.lm.ParaRNNForCausalLM
 model.save_pretrained({str(tmp_path / "again")!r})
 assert type(AutoModel.from_pretrained({str(folder)!r})) is pararnn.lm.ParaRNNModel
-torch.save(model(torch.arange(5)[None], use_cache=False).logits, {str(tmp_path / "logits.pt")!r})
+logits = [model(torch.arange(5)[None], use_cache=False).logits]
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+assert "user_cells" not in sys.modules
+for kind in {kinds!r}:
+    model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/" + kind)
+    logits.append(model(torch.arange(5)[None], use_cache=False).logits)
+torch.save(logits, {str(tmp_path / "logits.pt")!r})
 """
     again = tmp_path / "again"
     done = run_fresh(code, environment={"HF_MODULES_CACHE": str(tmp_path / "modules")})
     assert done.returncode == 0, done.stderr
     want = load_checkpoint(folder)(torch.arange(5)[None])
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), want, rtol=0, atol=1e-4)
+    first, *logits = torch.load(tmp_path / "logits.pt")
+    torch.testing.assert_close(first, want, rtol=0, atol=1e-4)
+    for kind, got in zip(kinds, logits, strict=True):
+        assert torch.equal(got, hugging(kind)(torch.arange(5)[None], use_cache=False).logits)
     for path in (folder, again):
         assert json.loads((path / "config.json").read_text())["auto_map"] == AUTO_MAP
         assert [file.name for file in path.glob("*.py")] == [CODE]
     assert (folder / CODE).read_bytes() == (again / CODE).read_bytes()
 
 
-def test_the_map_of_a_folder_is_pararnns_but_for_what_others_have_added(tmp_path):
+def test_auto_map_adds_our_classes_to_other_entries(tmp_path):
     pytest.importorskip("transformers")
     config_class = pararnn.lm.ParaRNNConfig
     given = {"AutoConfig": f"some/where--{AUTO_MAP['AutoConfig']}", "AutoModel": "mine.Model"}

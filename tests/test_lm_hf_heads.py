@@ -31,7 +31,7 @@ def with_head(kind, head, labels):
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_rows_are_judged_by_their_last_token_wherever_padding_is(kind):
+def test_rows_are_classified_by_their_last_token(kind):
     model, rows = with_head(kind, "sequence", 1), [tokens(n, seed=n) for n in (7, 4, 1)]
     want = torch.cat([model(row[None]).logits for row in rows])
     assert want.std() > 0.1
@@ -47,7 +47,7 @@ def test_rows_are_judged_by_their_last_token_wherever_padding_is(kind):
 
 
 @torch.no_grad()
-def test_without_a_token_for_padding_rows_go_one_by_one():
+def test_batches_need_a_padding_token():
     config = ParaRNNConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_heads=2)
     model, row = AutoModelForSequenceClassification.from_config(config).eval(), tokens(2, 5) % 8
     assert model(row[:1]).logits.shape == (1, 2)
@@ -57,7 +57,7 @@ def test_without_a_token_for_padding_rows_go_one_by_one():
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_tokens_are_judged_by_those_before(kind):
+def test_tokens_are_classified_from_the_tokens_up_to_them(kind):
     model, row = with_head(kind, "token", 5), tokens(2, 9)
     logits = model(row).logits
     assert logits.shape == (2, 9, 5)
@@ -68,7 +68,7 @@ def test_tokens_are_judged_by_those_before(kind):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_heads_are_drawn_saved_and_put_on_language_models(head, tmp_path):
+def test_heads_are_drawn_saved_and_added_to_language_models(head, tmp_path):
     hugging("hybrid", hidden_size=64).save_pretrained(tmp_path / "lm")
     how = {"num_labels": 3, "output_loading_info": True}
     model, info = HEADS[head].from_pretrained(tmp_path / "lm", **how)
@@ -82,7 +82,7 @@ def test_heads_are_drawn_saved_and_put_on_language_models(head, tmp_path):
     assert torch.equal(again(row).logits, model(row).logits)
 
 
-def test_trainer_teaches_a_reward(tmp_path):
+def test_trainer_trains_a_reward_model(tmp_path):
     pytest.importorskip("accelerate")
     model = with_head("gru", "sequence", 1)
     rows = [tokens(6, seed=seed) for seed in range(8)]

@@ -3,13 +3,10 @@
 import copy
 import math
 import pickle
-import sys
-from functools import partial
 
 import pytest
 import torch
 from lm_kinds import hugging, is_wide, plain, tokens
-from processes import on_processes
 
 transformers = pytest.importorskip("transformers")
 
@@ -22,19 +19,12 @@ from pararnn.lm.hf.cache import NAME  # noqa: E402
 
 ROW = tokens(2, 9)
 SAVED = ["user's", "hybrid", "tied"]
+MIXERS = ("rnn", "rnn", "rnn", "attention")
 
 
 @torch.no_grad()
 def logits_of(model):
     return model(ROW, use_cache=False).logits
-
-
-@torch.no_grad()
-def writes_logits(root, file, rank):
-    """In a process that has not seen the user's cell."""
-    assert "user_cells" not in sys.modules
-    models = {kind: AutoModelForCausalLM.from_pretrained(root / kind) for kind in SAVED}
-    torch.save({kind: logits_of(model) for kind, model in models.items()}, file)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +62,7 @@ def test_models_pickle_and_copy(kind):
 
 
 @torch.no_grad()
-def test_what_was_learned_outlives_another_size_and_initialisation(saved):
+def test_weights_survive_a_resize_and_post_init(saved):
     model = AutoModelForCausalLM.from_pretrained(saved / "hybrid")
     model.resize_token_embeddings(60)
     want = logits_of(model)
@@ -83,13 +73,7 @@ def test_what_was_learned_outlives_another_size_and_initialisation(saved):
         assert new.std().item() == pytest.approx(1 / 4, rel=0.05)  # 1/sqrt(d), as other tokens
 
 
-def test_a_new_process_gives_the_same_bits(saved, tmp_path):
-    on_processes(partial(writes_logits, saved, tmp_path / "logits.pt"), world=1)
-    for kind, logits in torch.load(tmp_path / "logits.pt").items():
-        assert torch.equal(logits, logits_of(hugging(kind)))
-
-
-def test_a_cell_that_is_not_there_says_what_to_do(saved):
+def test_a_missing_cell_raises_with_advice(saved):
     config = AutoConfig.from_pretrained(saved / "user's")
     assert config.cell == "user_cells:Memory"
     assert config.cell_config == {"decay": 0.75}
@@ -98,8 +82,10 @@ def test_a_cell_that_is_not_there_says_what_to_do(saved):
         AutoModelForCausalLM.from_config(config)
 
 
-def test_missing_tensors_alone_are_drawn(tmp_path):
-    model = hugging("hybrid", hidden_size=64, intermediate_size=96, num_hidden_layers=4)
+def test_only_missing_weights_are_drawn(tmp_path):
+    model = hugging(
+        "hybrid", hidden_size=64, intermediate_size=96, num_hidden_layers=4, mixers=MIXERS
+    )
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     block, attention = "model.backbone.layers.1", "model.backbone.layers.3"
@@ -157,7 +143,7 @@ def test_new_models_are_drawn_as_plain_ones(kind):
             assert value.std().item() == pytest.approx(spread, rel=error), name
 
 
-def test_what_carries_stays_float32(saved):
+def test_cells_and_states_stay_float32_in_bfloat16_models(saved):
     for kind in SAVED:
         model = AutoModelForCausalLM.from_pretrained(saved / kind, dtype=torch.bfloat16)
         for name, parameter in model.named_parameters():
@@ -170,7 +156,7 @@ def test_what_carries_stays_float32(saved):
         assert cache.layers[0].conv_states[0].dtype == torch.bfloat16
 
 
-def test_new_models_may_be_narrow():
+def test_new_models_may_be_bfloat16():
     config = hugging("hybrid").config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
@@ -178,7 +164,7 @@ def test_new_models_may_be_narrow():
     assert logits_of(model).isfinite().all()
 
 
-def test_models_are_spread_over_devices(saved, tmp_path):
+def test_models_load_with_a_device_map_and_offloading(saved, tmp_path):
     pytest.importorskip("accelerate")
     for kind in SAVED:
         want = logits_of(hugging(kind))
@@ -207,7 +193,7 @@ def test_linear_layers_may_be_int8():
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid"])
 @torch.no_grad()
-def test_caches_go_by_either_name(kind):
+def test_a_cache_may_be_passed_by_either_name(kind):
     model = hugging(kind).eval()
     for part in (model, model.model):
         whole = part(ROW, use_cache=False)[0]

@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_the_logits(kind):
 
 
 @pytest.mark.parametrize("head", ["ours", "another"])
-def test_labels_may_be_shifted_already(head):
+def test_labels_may_come_shifted(head):
     """As collators and Trainer hand them on, which counts `shift_labels` where there are any."""
     model = hugging("gru").train()
     if head == "another":
@@ -96,7 +96,8 @@ def test_accumulated_batches_are_one_batch():
     [*((kind, part) for kind in KINDS for part in ("nothing", "blocks")), ("gru", "model")],
 )
 def test_checkpointing_changes_no_bit(kind, compiled):
-    model = hugging(kind).train()
+    # One layer where the whole model is compiled, which takes its time for each.
+    model = hugging(kind, **({"num_hidden_layers": 1} if compiled == "model" else {})).train()
     blocks, results = model.model.backbone.blocks, []
     for part in {"nothing": [], "blocks": blocks, "model": [model]}[compiled]:
         part.compile(backend="aot_eager", fullgraph=True)
@@ -132,7 +133,7 @@ def count_calls(module):
 
 
 @torch.no_grad()
-def test_blocks_compile_after_hidden_states_were_asked_for():
+def test_blocks_compile_after_hidden_states_were_returned():
     model = hugging("hybrid")
     want = model(ROW, output_hidden_states=True).logits
     for block in model.model.backbone.blocks:
@@ -242,7 +243,7 @@ def test_adapters_train_merge_and_reload(kind, how, tmp_path):
 
 
 @pytest.mark.parametrize("how", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
-def test_adapters_of_the_head_take_part_in_the_loss(how):
+def test_adapters_of_the_head_enter_the_loss(how):
     peft = pytest.importorskip("peft")
     base = hugging("gru")
     base.config.z_loss = 0.1
@@ -260,7 +261,7 @@ def test_adapters_of_the_head_take_part_in_the_loss(how):
 
 
 @pytest.mark.parametrize("kind", ["gru", "tied"])
-def test_more_tokens_need_no_logits_of_all_rows_in_training(kind, monkeypatch):
+def test_a_resized_vocabulary_keeps_the_chunked_loss(kind, monkeypatch):
     model = hugging(kind)
     before = model(ROW).logits.detach()
     model.resize_token_embeddings(VOCABULARY + 5)
@@ -309,7 +310,7 @@ def renamed(model):
 
 
 @pytest.mark.parametrize("change", [None, renamed, sharded, adapted])
-def test_smooth_labels_are_those_of_the_next_token(change, tmp_path):
+def test_label_smoothing_in_trainer_uses_the_next_token(change, tmp_path):
     """Trainer shifts them for the classes whose names transformers knows."""
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments, default_data_collator
@@ -331,7 +332,7 @@ def test_smooth_labels_are_those_of_the_next_token(change, tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-5)
 
 
-def test_trainer_takes_packed_rows(tmp_path):
+def test_trainer_trains_on_packed_rows(tmp_path):
     pytest.importorskip("accelerate")
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 

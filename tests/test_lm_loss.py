@@ -109,7 +109,7 @@ def test_z_loss_is_the_mean_of_squares():
     torch.testing.assert_close(added, 0.3 * lse.square().mean(), rtol=1e-5, atol=0)
 
 
-def test_labels_are_left_alone_and_of_any_integer_dtype():
+def test_labels_are_not_changed_and_of_any_integer_dtype():
     hidden, weight, labels = tensors(2, 30)
     before = labels.clone()
     value = causal_lm_loss(hidden, weight, labels)
@@ -117,7 +117,7 @@ def test_labels_are_left_alone_and_of_any_integer_dtype():
     assert torch.equal(causal_lm_loss(hidden, weight, labels.to(torch.int16)), value)
 
 
-def test_nothing_to_predict():
+def test_a_loss_without_labels_is_nan_or_zero():
     hidden, weight, labels = tensors(2, 30)
     ignored = torch.full_like(labels, -100)
     assert causal_lm_loss(hidden, weight, ignored, z_loss=1.0).isnan()
@@ -143,7 +143,7 @@ def test_ignored_rows_may_hold_anything():
     assert not grads[0][labels == -100].any()
 
 
-def test_tied_weights_add_up():
+def test_gradients_of_tied_weights_add_up():
     _, weight, labels = tensors(2, 30)
     tokens = labels.clamp(min=0)
 
@@ -155,7 +155,7 @@ def test_tied_weights_add_up():
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_what_is_frozen_gets_no_gradient(frozen):
+def test_frozen_inputs_get_no_gradient(frozen):
     *leaves, labels = tensors(2, 30)
     leaves[frozen].requires_grad_(False)
     other = leaves[1 - frozen]
@@ -188,7 +188,7 @@ def test_logits_of_one_chunk_at_a_time():
     assert hidden.numel() < labels.numel() * VOCAB / 4
 
 
-def test_only_what_is_asked_for_is_computed():
+def test_only_needed_gradients_are_computed():
     hidden, weight, labels = tensors(2 * PER_CHUNK)
     products = {}
     with Made() as made, torch.no_grad():
@@ -252,7 +252,7 @@ def test_autocast(hidden_dtype):
     assert not torch.equal(ours[2], ours[2].bfloat16().float())  # a sum in float32, not rounded
 
 
-def test_autocast_leaves_float64_alone():
+def test_autocast_does_not_change_float64():
     args = tensors(2, 20, dtype=torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = results(causal_lm_loss, *args)
@@ -284,7 +284,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_does_not_fit_raises(message):
+def test_shapes_and_dtypes_that_do_not_fit_raise(message):
     args = dict(zip(("hidden", "weight", "labels"), tensors(2, 30), strict=True))
     with pytest.raises(ValueError, match=message):
         causal_lm_loss(**args | WRONG[message])

@@ -67,7 +67,7 @@ def test_mamba2_has_the_papers_parameters(scale):
     assert model.lm_head.weight is not model.backbone.embeddings.weight
 
 
-def test_the_transformer_is_dclms():
+def test_the_transformer_has_dclms_shapes():
     for scale in SCALES:
         model = preset("transformer", scale).model
         assert set(model.mixers) == {"attention"}
@@ -134,7 +134,7 @@ def test_presets_are_the_papers_tables(pair):
 
 
 @pytest.mark.parametrize("pair", TABLE_3, ids="-".join)
-def test_the_docs_say_the_same(pair):
+def test_the_docs_have_the_presets_values(pair):
     found, (architecture, scale) = preset(*pair), pair
     count = COUNTS[architecture][SCALES.index(scale)]
     *sizes, rate, decay = TABLE_3[pair]
@@ -162,6 +162,6 @@ def test_the_decay_is_decoupled_from_the_rate():
         (("lstm", "13 billion"), r"got '13 billion'$"),
     ],
 )
-def test_unknown_names_are_met_with_those_there_are(names, message):
+def test_unknown_names_raise_with_near_ones(names, message):
     with pytest.raises(ValueError, match=message):
         preset(*names)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import pararnn
 from pararnn.lm import LanguageModel, LMConfig, replay, sample
 from pararnn.lm.cache import LMCache, SteadyCache
-from pararnn.lm.replay import WORTH, Recording, next_logits, replayable, undisturbed
+from pararnn.lm.replay import WORTH, Recording, can_record, next_logits, replayable
 
 STEADY = [kind for kind in KINDS if "attention" not in plain(kind).config.mixers]
 LENGTH = WORTH + 3
@@ -41,7 +41,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
 
 @pytest.mark.parametrize("kind", STEADY)
-def test_recorded_steps_draw_the_same(kind: str, recorded: list[Recording]) -> None:
+def test_recorded_steps_draw_the_same_tokens(kind: str, recorded: list[Recording]) -> None:
     model, prompt = plain(kind), tokens(3, 5)
 
     def drawn(length: int, temperature: float) -> Tensor:
@@ -59,7 +59,7 @@ def test_recorded_steps_draw_the_same(kind: str, recorded: list[Recording]) -> N
     assert len(called.unique()) > 3
 
 
-def test_states_are_the_caches_own() -> None:
+def test_a_steady_cache_owns_its_memory() -> None:
     """A prompt's states may be a view of what others read."""
     inputs, states = torch.randn(2, 3, 4), torch.randn(2, 1, 3)
     before = inputs.clone(), states.clone()
@@ -80,11 +80,11 @@ def test_keys_that_grow_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_whose_memory_keeps_its_size_are_recorded(
+def test_models_with_caches_of_fixed_size_are_recorded(
     kind: str, recorded: list[Recording]
 ) -> None:
     model = plain(kind)
-    assert undisturbed(model) == (kind in STEADY)
+    assert can_record(model) == (kind in STEADY)
     sample(model, tokens(1, 3), LENGTH)
     assert len(recorded) == (kind in STEADY)
 
@@ -102,8 +102,8 @@ class Branching(pararnn.Cell):
         return gate.x if float(state.h.sum()) > 0 else state.h + gate.x
 
 
-def test_steps_that_the_host_decides_are_called() -> None:
-    assert not undisturbed(LanguageModel(LMConfig(16, 1, 61, cell=f"{__name__}:Branching")))
+def test_cells_that_branch_are_not_recorded() -> None:
+    assert not can_record(LanguageModel(LMConfig(16, 1, 61, cell=f"{__name__}:Branching")))
 
 
 class Watched(Tensor):
@@ -123,21 +123,21 @@ WATCHED = {
 
 
 @pytest.mark.parametrize("how", WATCHED)
-def test_models_that_somebody_watches_are_called(how: str) -> None:
+def test_models_with_hooks_are_not_recorded(how: str) -> None:
     model = plain("gru")
-    assert undisturbed(model)
+    assert can_record(model)
     WATCHED[how](model)
-    assert not undisturbed(model)
+    assert not can_record(model)
 
 
-def test_calls_that_somebody_watches_are_made() -> None:
+def test_nothing_is_recorded_under_modes_profilers_or_autocast() -> None:
     model = plain("gru")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert not undisturbed(model)
+        assert not can_record(model)
     with FlopCounterMode(display=False):
-        assert not undisturbed(model)
+        assert not can_record(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not undisturbed(model)
+        assert not can_record(model)
     with nn.modules.module.register_module_forward_hook(lambda *_: None):
-        assert not undisturbed(model)
-    assert undisturbed(model)
+        assert not can_record(model)
+    assert can_record(model)

@@ -96,7 +96,7 @@ def test_any_chunks_of_padded_rows_give_the_full_pass(cuts, lengths, kind):
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm", "user's", "attention", "hybrid"])
-def test_documents_in_a_row_do_not_see_each_other(kind):
+def test_documents_in_a_row_do_not_affect_each_other(kind):
     model, lengths = model_of(kind), [5, 8, 4]
     first = tokens(1, 17)
     second = first.clone()
@@ -127,13 +127,8 @@ def test_fields_of_cells_are_neutral():
     torch.testing.assert_close(timeless(row), model_of("user's")(row), rtol=0, atol=1e-4)
 
 
-def test_a_tied_head_is_the_embedding():
-    model = plain("tied")
-    assert model.lm_head.weight is model.embed_tokens.weight
-
-
 @torch.no_grad()
-def test_what_does_not_fit_raises():
+def test_arguments_that_do_not_fit_raise():
     model, row = model_of("gru"), tokens(1, 6)
     for how in ({"cu_seq_lens": borders([2, 4])}, {"position_ids": positions([2, 4])}):
         with pytest.raises(ValueError, match="packed documents"):
@@ -153,14 +148,14 @@ def test_what_does_not_fit_raises():
 
 
 @pytest.mark.parametrize("cuts", [[0, 3], [2, 6], [0, 4, 2, 6], [-1, 6], [0, 9], []], ids=str)
-def test_borders_are_those_of_the_tokens(cuts):
+def test_borders_must_be_those_of_the_tokens(cuts):
     """What is behind the last document was one more, and its tokens were learned."""
     with pytest.raises(ValueError, match=r"cu_seq_lens (must|is)"):
         model_of("gru").loss(tokens(1, 6), cu_seq_lens=torch.tensor(cuts, dtype=torch.int64))
 
 
 @torch.no_grad()
-def test_attention_does_not_take_padding_in_a_cache_for_tokens():
+def test_attention_needs_a_mask_for_padding_in_a_cache():
     batch, mask = padded(documents([6, 3]), "left")
     for kind, needs_mask in (("hybrid", True), ("gru", False)):
         model = model_of(kind)
@@ -243,7 +238,7 @@ def test_padding_may_be_on_both_sides(kind):
         torch.testing.assert_close(gradient, right, rtol=0, atol=1e-4)
 
 
-def test_rows_cut_without_cummax_where_onnx_has_none(monkeypatch):
+def test_starts_are_the_same_without_cummax_as_in_onnx(monkeypatch):
     start = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.2
     start[1] = False
     real = torch.ones(3, 40).bool()

@@ -187,7 +187,7 @@ def test_chance(name):
     assert TASKS[name].chance() == pytest.approx(CHANCES[name], rel=0.06, abs=0.006)
 
 
-def test_what_is_right():
+def test_right_answers_by_task():
     task = TASKS["parity"]
     outputs = torch.tensor([[[0.0, 1.0], [2.0, 1.0]]])
     assert task.right(outputs, torch.tensor([[1, 1]])).tolist() == [[True, False]]

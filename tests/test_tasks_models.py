@@ -32,7 +32,7 @@ def model_config(name, mixer, **changes):
 
 
 @pytest.mark.parametrize("mixer", SIZES)
-def test_parameters_are_as_many_as_the_papers(mixer):
+def test_parameter_counts_are_the_papers(mixer):
     for name, size in zip(PAPER_TASKS, SIZES[mixer], strict=True):
         model = TaskModel(TASKS[name], model_config(name, mixer))
         assert size in (None, sum(p.numel() for p in model.parameters())), name
@@ -54,7 +54,7 @@ def test_models_are_causal(mixer, name, layers):
     assert ((one - other)[:, 20:].abs().amax(-1) > 1e-9).float().mean() > 0.5
 
 
-def test_bare_cells_have_no_more():
+def test_bare_cells_have_no_other_parameters():
     names = {
         name
         for name, _ in TaskModel(TASKS["parity"], model_config("parity", "gru")).named_parameters()
@@ -138,7 +138,7 @@ def test_mamba2_is_that_of_transformers():
 
 
 @pytest.mark.parametrize("mixer", ["gru", "lem", "mamba2", "transformer", "attention"])
-def test_folded_seeds_are_the_models_alone(mixer):
+def test_folded_seeds_equal_separate_models(mixer):
     task = TASKS["2-hop"].at(20)
     config = model_config("2-hop", mixer, width=16, heads=2)
     folded = make_folded(task, config, (3, 4), "cpu")
@@ -162,7 +162,7 @@ def test_folded_seeds_are_the_models_alone(mixer):
 
 
 @pytest.mark.parametrize("mixer", ["gru", "mamba2"])
-def test_training_seeds_together_is_training_them_alone(mixer):
+def test_training_seeds_together_equals_training_them_separately(mixer):
     task = TASKS["parity"].at(12)
     config = model_config("parity", mixer, width=16, heads=2, clip=0.1)
     options = {"rows": 64, "batch": 8, "steps": 20, "lr": 0.01}
@@ -223,7 +223,7 @@ def test_fresh_data_are_new_every_epoch():
         assert torch.equal(first, stepper.data.inputs) is not fresh
 
 
-def test_accuracies_count_what_is_judged():
+def test_accuracies_count_judged_positions():
     task = replace(TASKS["keep-nth"], vocab=4, n=2, judge="last").at(6)
     folded = make_folded(task, model_config("keep-nth", "gru", width=8, heads=2), (0, 1), "cpu")
     found = accuracies(folded, task, 400, 1)
@@ -257,7 +257,7 @@ def test_the_best_validation_is_kept_and_training_stops():
     assert train(make_folded(task, config, (0,), "cpu"), task, hasty)["steps"] == 20
 
 
-def test_folding_leaves_random_numbers_alone():
+def test_folding_does_not_change_the_global_generator():
     torch.manual_seed(1)
     before = torch.get_rng_state()
     make_folded(TASKS["parity"], model_config("parity", "gru"), (0,), "cpu")

@@ -70,19 +70,19 @@ def test_bad_overrides(override, message):
         configured("parity", "gru", [override])
 
 
-def test_lengths_that_a_task_cannot_have_are_said_before_training():
+def test_impossible_lengths_raise_before_training():
     with pytest.raises(ValueError, match="items must be from 1 to 5, got 10"):
         configured("copying", "gru", lengths=[100, 10])
     with pytest.raises(ValueError, match=r"lengths must be positive, got 8, 0$"):
         configured("parity", "gru", lengths=[8, 0])
 
 
-def test_lengths_that_learned_positions_do_not_reach():
+def test_lengths_beyond_learned_positions_raise():
     with pytest.raises(ValueError, match="learned up to 100, lengths are"):
         configured("parity", "transformer", lengths=[1000])
 
 
-def test_keys_may_stand_behind_flags():
+def test_keys_may_follow_flags():
     given = ["parity", "--mixer", "gru", "steps=5", "--out=a=b", "n=3"]
     assert keys_first(given) == ["parity", "steps=5", "n=3", "--mixer", "gru", "--out=a=b"]
     assert keys_first(["--help"]) == ["--help"]
@@ -129,7 +129,7 @@ def test_results_are_repeatable_and_name_their_commit(folder, monkeypatch):
     assert before["commit"] is None
 
 
-def test_one_sees_what_runs(tmp_path, capsys, monkeypatch):
+def test_progress_is_shown(tmp_path, capsys, monkeypatch):
     """Nothing was said until a run was at its end."""
     monkeypatch.setattr(progress, "EVERY", 0.0)
     command = ["tasks", "run", "parity", "--mixer", "gru", "--device", "cpu", "--out"]
@@ -162,7 +162,7 @@ def test_results_that_exist_stay(folder, capsys):
         (["steps=30", "--lengths", "8"], r"has lengths = \[8, 40\], and this run \[8\]"),
     ],
 )
-def test_a_result_of_another_config_is_no_result_of_this_one(changes, message, folder, capsys):
+def test_a_result_of_another_config_raises(changes, message, folder, capsys):
     """It was left as it is, and stood in the table for what had been asked."""
     command = ["tasks", "run", "parity", "--mixer", "lstm,gru", "--device", "cpu"]
     lengths = [] if "--lengths" in changes else ["--lengths", "8,40"]
@@ -234,12 +234,12 @@ def test_a_run_that_diverged_has_no_accuracy(task, diverged):
     assert f"{task}, gru: none (diverged by step 10), none" in summary(result)
 
 
-def test_the_table_says_what_diverged(diverged):
+def test_the_table_names_diverged_runs(diverged):
     pytest.importorskip("matplotlib")
     assert "| gru | diverged (100) | diverged |" in write_report(diverged)
 
 
-def test_one_seed_that_diverges_leaves_the_others_theirs(monkeypatch):
+def test_a_diverged_seed_does_not_affect_the_others(monkeypatch):
     """Its best weights from before are tested."""
     config = configured("parity", "gru", [*SMALL, "steps=30", "seeds=2"], lengths=[16])
     expected = run_task(config)

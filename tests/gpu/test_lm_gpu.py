@@ -59,7 +59,7 @@ def test_all_ways_agree(kind, dtype):
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_recorded_steps_draw_what_called_ones_do(kind, dtype, monkeypatch):
+def test_recorded_and_called_steps_draw_the_same_tokens(kind, dtype, monkeypatch):
     model, prompt, calls = make(kind, dtype), tokens(3, 9), []
     forward = Block.forward
 
@@ -128,7 +128,7 @@ def test_threads_and_streams_record_at_once():
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
-def test_new_lengths_of_a_cache_make_no_plans(kind):
+def test_growing_caches_do_not_plan_kernels(kind):
     model = make(kind, torch.bfloat16)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         sample(model, tokens(1, 7), 5, temperature=0)
@@ -140,7 +140,7 @@ def test_new_lengths_of_a_cache_make_no_plans(kind):
 @pytest.mark.parametrize("steps", [2048, 16_384])
 @pytest.mark.parametrize("kind", ["gru", "lstm", "hybrid"])
 @torch.no_grad()
-def test_documents_of_a_row_are_alone(kind, steps):
+def test_documents_of_a_row_are_independent(kind, steps):
     model = make(kind, torch.bfloat16)
     first, second = tokens(1, steps), tokens(1, steps)
     second[:, steps // 3 : steps // 2] = (second[:, steps // 3 : steps // 2] + 1) % VOCAB

@@ -43,8 +43,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """s x + mixer(norm(x)), then x + SwiGLU(norm(x)), on (B, T, d).
 
-    s are learnable factors, one a channel, 1 at first, where the mixer wants them (paper, Appendix
-    C: "a residual connection with a learnable scaling of the input").
+    s are learnable factors, one a channel, 1 at first, for mixers with `scales_residual` (paper,
+    Appendix C: "a residual connection with a learnable scaling of the input").
     """
 
     def __init__(self, name: str, config: LMConfig, **factory: Any) -> None:
@@ -58,27 +58,27 @@ class Block(nn.Module):
         self.mlp = SwiGLU(width, cast(int, config.intermediate_size), **factory)
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """See the class; `rows` and `cache` as in `Mixer.forward`."""
+        """Compute the block; `rows` and `cache` as in `Mixer.forward`."""
         if self.mixer.kept and cache is None:
-            mixed = keeping(self.mixer.kept, self._mixed, x, rows)
+            out = keeping(self.mixer.kept, self._mix, x, rows)
         elif self.mixer.kept and isinstance(cache, CarriedCache):
-            mixed, *after = keeping(self.mixer.kept, self._going_on, x, rows, *cache.read())
+            out, *after = keeping(self.mixer.kept, self._mix_carried, x, rows, *cache.read())
             cache.after = tuple(after)
         else:
-            mixed = self._mixed(x, rows, cache)
-        x = mixed + (x if self.residual_scale is None else x * self.residual_scale)
+            out = self._mix(x, rows, cache)
+        x = out + (x if self.residual_scale is None else x * self.residual_scale)
         return x + self.mlp(self.mlp_norm(x))
 
-    def _mixed(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+    def _mix(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         return self.mixer(self.mixer_norm(x), rows, cache)
 
-    def _going_on(self, x: Tensor, rows: Rows, *before: Tensor | None) -> tuple[Any, ...]:
-        """`_mixed` without a side effect, which what is computed again may not have."""
-        cache = CarriedCache(*before)
-        return self._mixed(x, rows, cache), *cache.after
+    def _mix_carried(self, x: Tensor, rows: Rows, *memory: Tensor | None) -> tuple[Any, ...]:
+        """Mix without a side effect, which recomputed code may not have."""
+        cache = CarriedCache(*memory)
+        return self._mix(x, rows, cache), *cache.after
 
     def draws(self, layer: int) -> Iterator[tuple[nn.Module, str, Draw]]:
-        """How each parameter starts: the module that owns it, its name there, and the draw."""
+        """Yield for each parameter its module, its name there, and its initial draw."""
         ones = Draw("constant", mean=1)
         yield self.mixer_norm, "weight", ones
         yield self.mlp_norm, "weight", ones
@@ -88,16 +88,16 @@ class Block(nn.Module):
             yield linear, "weight", input_draw(linear.in_features)
         down = self.mlp.down_proj
         yield down, "weight", output_draw(down.in_features, layer)
-        for name, draw in self.mixer.draws(layer).items():
-            owner, _, own = name.rpartition(".")
-            yield self.mixer.get_submodule(owner), own, draw
+        for path, draw in self.mixer.draws(layer).items():
+            owner, _, name = path.rpartition(".")
+            yield self.mixer.get_submodule(owner), name, draw
 
 
 class Backbone(nn.Module):
     """A language model without its embedding and its head: (B, T, d) to (B, T, d).
 
-    gradient_checkpointing: whether blocks keep their input alone in training, every
-    `checkpoint_every`-th of them.
+    gradient_checkpointing: whether every `checkpoint_every`-th block stores only its input in
+    training.
     """
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
@@ -114,12 +114,12 @@ class Backbone(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks, typed."""
+        """Blocks, typed."""
         return cast(list[Block], list(self.layers))
 
     @property
     def needs_positions(self) -> bool:
-        """Whether a mixer reads positions and masks, so that they have to be made."""
+        """True if a mixer reads positions and masks."""
         return any(block.mixer.needs_positions for block in self.blocks)
 
     def forward(
@@ -127,10 +127,12 @@ class Backbone(nn.Module):
         x: Tensor,
         rows: Rows,
         cache: Sequence[LayerCache] | None = None,
-        seen: Callable[[Tensor], None] | None = None,
+        observe: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Args: x, embedded tokens (B, T, d); rows, see `rows_of`; cache, an entry a block; seen,
-        called with the residual stream before each block.
+        """Compute (B, T, d) of embedded tokens x (B, T, d).
+
+        rows: see `rows_of`. cache: one a block. observe: called with the residual stream before
+        each block.
         """
         if rows.rotary is None and self.needs_positions:
             size = self.config.hidden_size // self.config.num_attention_heads
@@ -139,26 +141,26 @@ class Backbone(nn.Module):
         eager = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         with without_plans() if eager and self._keys_grow(cache) else nullcontext():
             for index, block in enumerate(self.blocks):
-                if seen is not None:
-                    seen(x)
-                own = None if cache is None else cache[index]
-                again = own is None or isinstance(own, CarriedCache)
-                wanted = self.gradient_checkpointing and index % self.checkpoint_every == 0
-                if wanted and self.training and again:
-                    x = self._gradient_checkpointing_func(block.__call__, x, rows, own)
+                if observe is not None:
+                    observe(x)
+                memory = None if cache is None else cache[index]
+                repeatable = memory is None or isinstance(memory, CarriedCache)
+                chosen = self.gradient_checkpointing and index % self.checkpoint_every == 0
+                if chosen and self.training and repeatable:
+                    x = self._gradient_checkpointing_func(block.__call__, x, rows, memory)
                 else:
-                    x = block(x, rows, own)
+                    x = block(x, rows, memory)
         return self.norm(x)
 
     def _keys_grow(self, cache: Sequence[LayerCache] | None) -> bool:
-        """Whether attention has keys of another length at every call."""
+        """Return whether attention has keys of another length at every call."""
         return cache is not None and any(
             block.mixer.needs_positions and cache[index].grows
             for index, block in enumerate(self.blocks)
         )
 
     def draws(self) -> Iterator[tuple[nn.Module, str, Draw]]:
-        """How each parameter starts; as `Block.draws`."""
+        """Yield modules, names and initial draws, as `Block.draws`."""
         for layer, block in enumerate(self.blocks):
             yield from block.draws(layer)
         yield self.norm, "weight", Draw("constant", mean=1)

@@ -1,177 +1,158 @@
-"""What a model remembers of the tokens before: one entry a layer."""
+"""Memory of earlier tokens, one cache a layer."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+LEAST_ROOM = 256
+"""Least number of free positions in a tensor of keys."""
 
-class LayerCache(Protocol):
-    """What mixers need of a layer's cache: Hugging Face's caches are wrapped into this too."""
 
-    @property
-    def grows(self) -> bool:
-        """Whether its keys have another length after every `extend`."""
-        ...
+class LayerCache:
+    """A layer's cache as mixers read it; Hugging Face's caches are wrapped into one.
+
+    It holds the inputs of a convolution (B, d, K - 1) and hidden states (B, N, D). Subclasses add
+    keys and values of attention.
+    """
+
+    grows: bool = False
+    """True if the keys have another length after every `extend`."""
+    no_keys: ClassVar[str] = "this cache holds no keys"
+    """Message of `extend` where there are none."""
+
+    def __init__(self, inputs: Tensor | None = None, states: Tensor | None = None) -> None:
+        self.inputs, self.states = inputs, states
 
     def read(self) -> tuple[Tensor | None, Tensor | None]:
-        """Inputs of the convolution (B, d, K - 1) and hidden states (B, N, D); None before any."""
-        ...
+        """Return inputs of the convolution (B, d, K - 1) and hidden states (B, N, D), or None."""
+        return self.inputs, self.states
 
     def keep(self, inputs: Tensor | None, states: Tensor) -> None:
-        """Replace what `read` gives."""
-        ...
+        """Replace what `read` returns."""
+        self.inputs, self.states = inputs, states
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values (B, H, T, D/H); return all of them."""
-        ...
-
-
-LEAST_ROOM = 256
-"""Tokens that a cache of keys has free places for, at least."""
+        """Add keys and values (B, H, T, D/H), and return all; RuntimeError in caches without."""
+        raise RuntimeError(self.no_keys)
 
 
 class Room:
-    """A tensor with free places behind its tokens (dim 2), so that most that follow copy none.
+    """A tensor with free positions behind its tokens (dim 2), so that most additions copy nothing.
 
-    joined: the tensor. What is not this very object, as after a crop or in a copy of a cache that
-    went on elsewhere, has no room here.
+    tokens: the view of what is filled. Only this very object may be extended here: after a crop,
+    or in a copy of a cache, another tensor stands in its place.
     """
 
-    def __init__(self, joined: Tensor, more: int) -> None:
-        length = joined.shape[2]
-        count = length + more + max(LEAST_ROOM, length // 8)
-        self.places = joined.new_empty((*joined.shape[:2], count, *joined.shape[3:]))
-        self.joined = self.places[:, :, :length].copy_(joined)
+    def __init__(self, tokens: Tensor, more: int) -> None:
+        length = tokens.shape[2]
+        size = length + more + max(LEAST_ROOM, length // 8)
+        self.memory = tokens.new_empty((*tokens.shape[:2], size, *tokens.shape[3:]))
+        self.tokens = self.memory[:, :, :length].copy_(tokens)
 
-    def has(self, before: Tensor, more: int) -> bool:
-        """Whether so many tokens may follow these here."""
-        writable = torch.is_inference_mode_enabled() or not self.places.is_inference()
-        return before is self.joined and writable and self.end(more) <= self.places.shape[2]
-
-    def end(self, more: int) -> int:
-        """How many tokens there are with so many more."""
-        return self.joined.shape[2] + more
+    def fits(self, tokens: Tensor, more: int) -> bool:
+        """Return whether `more` tokens may be added to these here."""
+        writable = torch.is_inference_mode_enabled() or not self.memory.is_inference()
+        end = self.tokens.shape[2] + more
+        return tokens is self.tokens and writable and end <= self.memory.shape[2]
 
     def add(self, more: Tensor) -> Tensor:
-        """All tokens, these behind the others."""
-        start, end = self.joined.shape[2], self.end(more.shape[2])
-        self.places[:, :, start:end] = more
-        self.joined = self.places[:, :, :end]
-        return self.joined
+        """Write tokens behind the others, and return all."""
+        start = self.tokens.shape[2]
+        end = start + more.shape[2]
+        self.memory[:, :, start:end] = more
+        self.tokens = self.memory[:, :, :end]
+        return self.tokens
 
 
-class PlainCache:
-    """A layer's cache as tensors: of a convolution, hidden states, keys and values.
+class PlainCache(LayerCache):
+    """A layer's cache with keys and values.
 
-    Keys and values have room for more where nobody asks for gradients; a compiler plans its own.
+    They have free positions for more where no gradients are computed; a compiler plans its own.
     """
 
     grows = True
 
     def __init__(self) -> None:
-        self.inputs: Tensor | None = None
-        self.states: Tensor | None = None
+        super().__init__()
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.rooms: dict[str, Room] = {}
 
-    def read(self) -> tuple[Tensor | None, Tensor | None]:
-        """As in `LayerCache`."""
-        return self.inputs, self.states
-
-    def keep(self, inputs: Tensor | None, states: Tensor) -> None:
-        """As in `LayerCache`."""
-        self.inputs, self.states = inputs, states
-
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """As in `LayerCache`."""
-        self.keys = self._behind("keys", self.keys, keys)
-        self.values = self._behind("values", self.values, values)
+        """Add keys and values, see `LayerCache.extend`."""
+        self.keys = self._join("keys", self.keys, keys)
+        self.values = self._join("values", self.values, values)
         return self.keys, self.values
 
-    def _behind(self, name: str, before: Tensor | None, more: Tensor) -> Tensor:
-        """All of a name's tokens."""
-        if before is None:
+    def _join(self, name: str, first: Tensor | None, more: Tensor) -> Tensor:
+        """Return the tokens of a name, old and new."""
+        if first is None:
             return more
-        sizes = [(*part.shape[:2], *part.shape[3:], part.dtype) for part in (before, more)]
+        sizes = [(*part.shape[:2], *part.shape[3:], part.dtype) for part in (first, more)]
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or sizes[0] != sizes[1]:
-            return torch.cat([before, more], 2)
+            return torch.cat([first, more], 2)
         room = self.rooms.get(name)
-        if room is None or not room.has(before, more.shape[2]):
-            room = self.rooms[name] = Room(before, more.shape[2])
+        if room is None or not room.fits(first, more.shape[2]):
+            room = self.rooms[name] = Room(first, more.shape[2])
         return room.add(more)
 
 
-class SteadyCache(PlainCache):
-    """A layer's cache whose tensors stay where they are: what is kept is written into them, so that
-    a recorded step reads what the one before left. It holds no keys."""
+class SteadyCache(LayerCache):
+    """A layer's cache whose tensors keep their memory: `keep` writes into them, so that a recorded
+    step reads what the one before wrote."""
 
-    grows = False
+    no_keys = (
+        "a SteadyCache holds what keeps its size, and keys of attention grow: a mixer that calls "
+        "extend is not steady (Mixer.steady)"
+    )
 
     def __init__(self, inputs: Tensor | None = None, states: Tensor | None = None) -> None:
-        super().__init__()
-        self.inputs = None if inputs is None else inputs.clone()
-        self.states = None if states is None else states.clone()
+        super().__init__(*(each if each is None else each.clone() for each in (inputs, states)))
 
     def keep(self, inputs: Tensor | None, states: Tensor) -> None:
-        """As in `LayerCache`."""
-        self.inputs, self.states = _written(self.inputs, inputs), _written(self.states, states)
-
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """RuntimeError: each step would have more keys than the one that was recorded."""
-        raise RuntimeError(
-            "a SteadyCache holds what keeps its size, and keys of attention grow: a mixer that "
-            "calls extend is not steady (Mixer.steady)"
-        )
+        """Write what `read` returns."""
+        self.inputs, self.states = _write(self.inputs, inputs), _write(self.states, states)
 
 
-def _written(held: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """The new numbers, in the memory of those that are held, if any are."""
-    if held is None or new is None:
+def _write(memory: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Return the new numbers in the memory, if there is one."""
+    if memory is None or new is None:
         return None if new is None else new.clone()
-    return held if new is held else held.copy_(new)  # some mixers change theirs in place
+    return memory if new is memory else memory.copy_(new)  # some mixers change theirs in place
 
 
-class CarriedCache:
-    """A layer's cache for training in steps that go on from each other.
+class CarriedCache(LayerCache):
+    """A layer's cache for training in steps that continue each other.
 
-    What is read stays and what is kept stands beside it, so that a block may run again in the
-    backward pass; what is kept is detached, and holds no memory of its step.
+    `keep` stores for the next step, in `after`, and what `read` returns stays, so that a block may
+    run again in the backward pass. What is stored is detached, and copied out of its step's memory.
     """
 
-    grows = False
+    no_keys = (
+        "a CarriedCache holds states of recurrent layers, and keys of attention would grow without "
+        "end: carry states in models whose mixers are all 'rnn'"
+    )
 
     def __init__(self, inputs: Tensor | None = None, states: Tensor | None = None) -> None:
-        self.before = inputs, states
+        super().__init__(inputs, states)
         self.after: tuple[Tensor | None, Tensor | None] = (None, None)
 
-    def read(self) -> tuple[Tensor | None, Tensor | None]:
-        """As in `LayerCache`."""
-        return self.before
-
     def keep(self, inputs: Tensor | None, states: Tensor) -> None:
-        """As in `LayerCache`, for the next step."""
+        """Store for the next step."""
         self.after = None if inputs is None else inputs.detach().clone(), states.detach().clone()
-
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """RuntimeError: attention's keys would be without end."""
-        raise RuntimeError(
-            "a CarriedCache holds states of recurrent layers, and keys of attention would grow "
-            "without end: carry states in models whose mixers are all 'rnn'"
-        )
 
 
 class LMCache:
-    """What a language model remembers: `length` tokens of each row, one entry a layer.
+    """Memory of a language model: `length` tokens of each row, a cache a layer.
 
-    A model that is called with it goes on from there, and leaves in it what the next call needs.
-    masked: whether attention has keys of padding, which a mask says.
+    A model that is called with it continues there, and updates it for the next call. masked:
+    whether attention has keys of padding, which need a mask.
     """
 
     def __init__(self, layers: int) -> None:
-        self.layers = [PlainCache() for _ in range(layers)]
+        self.layers: list[LayerCache] = [PlainCache() for _ in range(layers)]
         self.length = 0
         self.masked = False

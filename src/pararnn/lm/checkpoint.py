@@ -1,10 +1,9 @@
-"""A trained model as a folder in Hugging Face's format, without their transformers."""
+"""A trained model as a folder in Hugging Face's format, without transformers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,18 @@ from torch import Tensor
 
 from pararnn.errors import CellError, PararnnError
 from pararnn.extras import require
-from pararnn.lm.config import LAYER_TYPES, LMConfig
+from pararnn.lm.config import LMConfig
 from pararnn.lm.model import LanguageModel
 from pararnn.numerics import check_io_dtype
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_TYPE = "pararnn"
 BODY = "model."
-"""What stands before the names of all parameters but the head's, in Hugging Face's models."""
+"""Prefix of all parameters' names but the head's, in Hugging Face's models."""
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 CODE = "modeling_pararnn.py"
-"""A file beside the weights, which transformers runs by `trust_remote_code=True`."""
+"""Name of the file that transformers runs by `trust_remote_code=True`."""
 
 CLASSES = {
     "AutoConfig": "ParaRNNConfig",
@@ -33,10 +32,10 @@ CLASSES = {
     "AutoModelForSequenceClassification": "ParaRNNForSequenceClassification",
     "AutoModelForTokenClassification": "ParaRNNForTokenClassification",
 }
-"""What each of transformers' Auto classes makes of a folder."""
+"""Class that each of transformers' Auto classes makes of a folder."""
 
 AUTO_MAP = {auto: f"{Path(CODE).stem}.{name}" for auto, name in CLASSES.items()}
-"""The same, as config.json says it."""
+"""`CLASSES` in the form of config.json."""
 
 
 class CheckpointError(PararnnError, ValueError):
@@ -46,21 +45,26 @@ class CheckpointError(PararnnError, ValueError):
 def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
     """Write config.json, model.safetensors and `CODE` into a folder; makes the folder.
 
-    They are what `ParaRNNForCausalLM.save_pretrained` writes. Raises CheckpointError for mixers
-    that transformers has no word for, MissingExtra without safetensors.
+    `ParaRNNForCausalLM.save_pretrained` writes the same. Raises CheckpointError for mixers that
+    transformers has no word for, MissingExtra without safetensors.
     """
+    try:
+        content = model.config.to_hf()
+    except ValueError as error:
+        raise CheckpointError(
+            f"{error}: save the model's config and state_dict() yourself"
+        ) from error
     config = {
-        **_to_hf(model.config),
+        **content,
         "architectures": ["ParaRNNForCausalLM"],
         "auto_map": AUTO_MAP,
         "model_type": MODEL_TYPE,
         "dtype": str(model.embed_tokens.weight.dtype).removeprefix("torch."),
     }
-    tied = model.config.tie_word_embeddings
     weights = {
         name if name == HEAD else BODY + name: tensor.detach().contiguous()
         for name, tensor in model.state_dict().items()
-        if not (tied and name == HEAD)
+        if not (model.config.tie_word_embeddings and name == HEAD)
     }
     folder = Path(folder)
     write_code(folder)
@@ -70,7 +74,7 @@ def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
 
 
 def write_code(folder: Path | str) -> None:
-    """Write the file that leads transformers to pararnn's classes; makes the folder."""
+    """Write the file that imports pararnn's classes for transformers; makes the folder."""
     names = "".join(f"    {name},\n" for name in CLASSES.values())
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, CODE).write_text(
@@ -81,11 +85,11 @@ def write_code(folder: Path | str) -> None:
 
 
 def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> LanguageModel:
-    """The model that a folder holds, in evaluation mode on `device`.
+    """Load the model of a folder, in evaluation mode on `device`.
 
-    From `save_checkpoint` or `ParaRNNForCausalLM.save_pretrained`, in one file or several. Raises
-    CheckpointError where there is none or the files do not fit together, CellError for a cell that
-    cannot be imported, MissingExtra without safetensors.
+    The folder is of `save_checkpoint` or `ParaRNNForCausalLM.save_pretrained`, its weights in one
+    file or several. Raises CheckpointError where there is no model or the files do not fit
+    together, CellError for a cell that cannot be imported, MissingExtra without safetensors.
     """
     folder = Path(folder)
     content = read_config(folder)
@@ -95,7 +99,7 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
             "load it by transformers' Auto classes"
         )
     try:
-        config = _of_hf(content)
+        config = LMConfig.of_hf(content)
         dtype = getattr(torch, content.get("dtype") or "float32")
         check_io_dtype(dtype, "dtype")
         model = LanguageModel(config, device=device, dtype=dtype)
@@ -121,11 +125,11 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What a folder's config.json says; CheckpointError where there is none."""
+    """Read a folder's config.json; CheckpointError where there is none."""
     if folder.suffix == ".pt":
         raise CheckpointError(
             f"{folder} is of an older version: a model is now a folder with {CONFIG} and "
-            f"{WEIGHTS}; train it again, as the model itself has changed"
+            f"{WEIGHTS}; train it again, as the model has changed too"
         )
     try:
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -138,28 +142,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _to_hf(config: LMConfig) -> dict[str, Any]:
-    """A config under transformers' names."""
-    words = {mixer: word for word, mixer in LAYER_TYPES.items()}
-    content = config.to_dict()
-    mixers = content.pop("mixers")
-    unknown = [name for name in mixers if name not in words]
-    if unknown:
-        raise CheckpointError(
-            f"the mixer {unknown[0]!r} has no word in transformers' configs, which know "
-            f"{', '.join(words)}: save the model's config and state_dict() yourself"
-        )
-    return {**content, "layer_types": [words[name] for name in mixers]}
-
-
-def _of_hf(content: Mapping[str, Any]) -> LMConfig:
-    """The other way; fields that are not ours are transformers' own."""
-    own = {field.name: content[field.name] for field in fields(LMConfig) if field.name in content}
-    return LMConfig(**own, mixers=tuple(LAYER_TYPES[word] for word in content["layer_types"]))
-
-
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: one, or those of an index."""
+    """Return the files of the weights: one, or those of an index."""
     if not (folder / INDEX).exists():
         return [folder / WEIGHTS]
     try:
@@ -178,15 +162,15 @@ def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
         raise CheckpointError(f"{file} holds no weights: {error}") from error
 
 
-def _check(folder: Path, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Names and shapes are the model's, or CheckpointError names the first that are not."""
+def _check(folder: Path, own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Check names and shapes against the model's; CheckpointError names the first that differ."""
     faults = {
-        "misses the weight": [name for name in wanted if name not in found],
-        "holds a weight that the model has not": [name for name in found if name not in wanted],
+        "misses the weight": [name for name in own if name not in weights],
+        "holds a weight that the model has not": [name for name in weights if name not in own],
         "holds a weight of another shape": [
-            f"{name} {tuple(tensor.shape)}, which must be {tuple(wanted[name].shape)},"
-            for name, tensor in found.items()
-            if name in wanted and tensor.shape != wanted[name].shape
+            f"{name} {tuple(tensor.shape)}, which must be {tuple(own[name].shape)},"
+            for name, tensor in weights.items()
+            if name in own and tensor.shape != own[name].shape
         ],
     }
     for fault, names in faults.items():

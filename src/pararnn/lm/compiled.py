@@ -1,4 +1,4 @@
-"""torch.compile for what must give the same bits again."""
+"""torch.compile with results that are the same bits in every process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 
-def compiled(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    """`torch.compile(function, **how)` whose sums have an order that no timing chooses.
+def compile_repeatably(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Call `torch.compile(function, **options)`, with sums whose order no timing chooses.
 
-    Inductor times some shapes of a reduction and keeps the fastest, so that the same program may
-    sum in another order in another process: a run that goes on would have other bits. Before
-    PyTorch 2.10 it has no setting for that, and the order is what its cache remembers.
+    Inductor times some shapes of a reduction and keeps the fastest. The same program may then sum
+    in another order in another process, and a resumed run has other bits. Before PyTorch 2.10 there
+    is no setting for that, and the order is what Inductor's cache holds.
     """
-    from torch._inductor import config as inductor  # only who compiles pays for it
+    from torch._inductor import config as inductor  # slow to import
 
-    options: dict[str, Any] | None = None
+    settings: dict[str, Any] | None = None
     if hasattr(inductor, "deterministic"):
-        options = {"deterministic": True}
-    return torch.compile(function, options=options, **how)
+        settings = {"deterministic": True}
+    return torch.compile(function, options=settings, **options)

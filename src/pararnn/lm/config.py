@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
-
-NORMS = ("rms", "layer")
 
 
 class Range(NamedTuple):
@@ -26,7 +24,7 @@ def at_least(least: float) -> Range:
     return Range(f"at least {least}", lambda x: x >= least)
 
 
-def within(least: float, most: float) -> Range:
+def interval(least: float, most: float) -> Range:
     """Return the range from a least to a most value."""
     return Range(f"from {least} to {most}", lambda x: least <= x <= most)
 
@@ -42,6 +40,7 @@ RANGES = {
     **dict.fromkeys((*SIZES, *HEADS), COUNT),
     **dict.fromkeys(("norm_eps", "projection_gain", "recurrent_std"), NOT_NEGATIVE),
     **dict.fromkeys(("rope_theta", "recurrent_clip"), POSITIVE),
+    "norm": one_of("rms", "layer"),
 }
 """Ranges of the fields of an `LMConfig`."""
 
@@ -55,18 +54,18 @@ def check_ranges(record: Any, ranges: Mapping[str, Range]) -> None:
 
 
 LAYER_TYPES = {"linear_attention": "rnn", "full_attention": "attention"}
-"""transformers' words for a layer's cache, and the mixers that we have for them."""
+"""transformers' words for a layer's cache, and our mixers of that type."""
 
 
 @dataclass(frozen=True)
 class LMConfig:
-    """A language model's sizes and parts; names are those of Hugging Face's configs.
+    """Sizes and parts of a language model; names are those of Hugging Face's configs.
 
     vocab_size: tokens. hidden_size: channels d of the residual stream and of every mixer.
     intermediate_size: channels h of the SwiGLU; None is 256 ceil(8d/3/256). num_hidden_layers:
     blocks. mixers: the name in `MIXERS` of every block's mixer; None is "rnn" throughout.
     tie_word_embeddings: whether the head is the embedding. norm: of blocks, "rms" or "layer" (a
-    LayerNorm with gain only, DCLM's); norm_eps: of all norms.
+    LayerNorm with gain only, DCLM's). norm_eps: of all norms.
 
     Recurrent mixers: cell (a name in `pararnn.CELLS` or an import path, "package.module:Class"),
     cell_config (its config), num_heads (of its input projection), conv_kernel_size (taps of the
@@ -75,10 +74,10 @@ class LMConfig:
 
     Attention: num_attention_heads, rope_theta (base of the rotary frequencies), qk_norm.
 
-    Initialisation: projection_gain and recurrent_std of cells (as in `pararnn.RecurrentLayer`); the
-    rest is DCLM's, see `pararnn.lm.model.draws`.
+    Initialisation: projection_gain and recurrent_std of cells (as in `pararnn.RecurrentLayer`);
+    other parameters start as DCLM's, see `pararnn.lm.model.draws`.
 
-    Raises ValueError for impossible values; names of mixers and cells are looked up where the model
+    Raises ValueError for impossible values. Names of mixers and cells are looked up when the model
     is made.
     """
 
@@ -105,7 +104,7 @@ class LMConfig:
     recurrent_std: float | None = None
 
     def __post_init__(self) -> None:
-        set_once = object.__setattr__  # the record is frozen for its users
+        set_once = object.__setattr__  # the record is frozen for users
         if self.intermediate_size is None:
             set_once(self, "intermediate_size", 256 * -(-8 * self.hidden_size // (3 * 256)))
         if self.mixers is None:
@@ -117,9 +116,28 @@ class LMConfig:
                 f"mixers must name one mixer for each of the {self.num_hidden_layers} blocks, got "
                 f"{len(self.mixers or ())}"
             )
-        if self.norm not in NORMS:
-            raise ValueError(f"norm must be one of {NORMS}, got {self.norm!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self) | {"mixers": list(self.mixers or ())}
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the fields under transformers' names.
+
+        Raises ValueError for mixers that transformers has no word for.
+        """
+        words = {mixer: word for word, mixer in LAYER_TYPES.items()}
+        content = self.to_dict()
+        mixers = content.pop("mixers")
+        if others := sorted(set(mixers) - set(words)):
+            raise ValueError(
+                f"mixers may hold {', '.join(words)} where transformers is to know the model, got "
+                f"{others[0]!r}"
+            )
+        return {**content, "layer_types": [words[mixer] for mixer in mixers]}
+
+    @classmethod
+    def of_hf(cls, content: Mapping[str, Any]) -> LMConfig:
+        """Build a config of what `to_hf` returned; other keys are transformers' and are ignored."""
+        own = {each.name: content[each.name] for each in fields(cls) if each.name in content}
+        return cls(**own, mixers=tuple(LAYER_TYPES[word] for word in content["layer_types"]))

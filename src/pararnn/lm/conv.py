@@ -1,4 +1,4 @@
-"""A causal depthwise convolution that does not look over the borders of documents."""
+"""A causal depthwise convolution within documents."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class CausalConv(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels, **factory))
 
     def forward(self, u: Tensor, rows: Rows, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The result, and what a later call needs: the last taps - 1 inputs, (B, d, taps - 1).
+        """Return the result, and the last taps - 1 inputs, (B, d, taps - 1), for a later call.
 
-        `before` is what an earlier call returned; None is zeros. Inputs at padding, and of
-        documents that end within the rows, are returned as 0: only the last of each row goes on.
+        `before` are those inputs of an earlier call; None is zeros. Inputs at padding, and of
+        documents that end within the rows, are returned as 0: only the last one of a row continues.
         """
         reach, steps = len(self.weight) - 1, u.shape[1]
-        known = u if before is None else torch.cat([before.transpose(1, 2).to(u.dtype), u], 1)
+        inputs = u if before is None else torch.cat([before.transpose(1, 2).to(u.dtype), u], 1)
         newest, *earlier = self.weight.unbind()
         y = torch.addcmul(self.bias, u, newest)
         for lag, weight in enumerate(earlier, 1):
-            # Each lag is padded by itself: compilers then read u itself, and keep no padded copy.
-            shifted = _last(known, lag, steps)
+            # Each lag is padded by itself: compilers then read u itself, and store no padded copy.
+            window = _last(inputs, lag, steps)
             if rows.since is not None:
-                shifted = shifted.masked_fill((rows.since < lag).unsqueeze(-1), 0)
-            y = torch.addcmul(y, shifted, weight)
-        return y, self._tail(_last(known, 0, reach), rows)
+                window = window.masked_fill((rows.since < lag).unsqueeze(-1), 0)
+            y = torch.addcmul(y, window, weight)
+        return y, self._tail(_last(inputs, 0, reach), rows)
 
     def _tail(self, last: Tensor, rows: Rows) -> Tensor:
         if rows.real is not None:
@@ -51,15 +51,15 @@ class CausalConv(nn.Module):
         return last.transpose(1, 2)
 
     def draws(self) -> dict[str, Draw]:
-        """torch.nn.Conv1d's weights, as in Mamba; no bias at first."""
-        spread = 1 / math.sqrt(len(self.weight))
-        return {"weight": Draw("uniform", spread=spread), "bias": Draw("constant")}
+        """Return initial draws: torch.nn.Conv1d's for weights, as in Mamba, and zero biases."""
+        bound = 1 / math.sqrt(len(self.weight))
+        return {"weight": Draw("uniform", spread=bound), "bias": Draw("constant")}
 
 
 def _last(inputs: Tensor, lag: int, count: int) -> Tensor:
-    """`count` steps up to the last but `lag`; zeros before the first."""
+    """Return `count` steps up to the last but `lag`, with zeros before the first."""
     first = inputs.shape[1] - lag - count
     if first >= 0:
         return inputs.narrow(1, first, count)
-    kept = inputs[:, : max(inputs.shape[1] - lag, 0)]
-    return nn.functional.pad(kept, (0, 0, count - kept.shape[1], 0))
+    part = inputs[:, : max(inputs.shape[1] - lag, 0)]
+    return nn.functional.pad(part, (0, 0, count - part.shape[1], 0))

@@ -13,27 +13,28 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pararnn.device import type_of
-from pararnn.lm.compiled import compiled
+from pararnn.lm.compiled import compile_repeatably
 
 IGNORED = -100
-"""The label of a position that has none."""
+"""Label of a position without loss."""
 
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
-"""Logits that a chunk of rows has at most, where one row has no more: 64 MB in float32, 256 MB in
-bfloat16, and as much again for their gradient."""
+"""Most logits in a chunk of several rows: 64 MB in float32, 256 MB in bfloat16, and the same again
+for their gradient."""
 
 
 class Head(nn.Linear):
-    """Hidden states to logits; with labels, to the loss, without ever making all logits.
+    """Linear layer from hidden states to logits, or with labels to the loss, without all logits.
 
-    The loss is a call too: FSDP2 and offloading bring a module's weights when it is called.
+    The loss is computed in a call too: FSDP2 and offloading load a module's weights when it is
+    called.
     """
 
-    def forward(self, input: Tensor, labels: Tensor | None = None, **how: Any) -> Tensor:
-        """Logits (..., V) of (..., d); or a scalar, arguments as in `causal_lm_loss`."""
+    def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
+        """Compute logits (..., V) of (..., d), or the loss, with `causal_lm_loss`'s options."""
         if labels is None:
             return super().forward(input)
-        return causal_lm_loss(input, self.weight, labels, **how)
+        return causal_lm_loss(input, self.weight, labels, **options)
 
 
 def logits_loss(
@@ -44,7 +45,7 @@ def logits_loss(
     z_loss: float = 0.0,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """`causal_lm_loss` of logits (B, T, V) that there are, for heads that others have changed."""
+    """Compute `causal_lm_loss` from logits (B, T, V), for heads that are not ours."""
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
@@ -65,23 +66,24 @@ def causal_lm_loss(
     z_loss: float = 0.0,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy of the logits `hidden @ weight.T`, plus z_loss * mean(logsumexp²).
+    """Compute the mean cross-entropy of logits `hidden @ weight.T`, plus z_loss * mean(logsumexp²).
 
-    Only a chunk of rows has its logits at a time, and gradients are computed along with them, so
-    that memory does not grow with tokens times vocabulary. Logits have the dtype of hidden and
-    weight, which must be the same, or autocast's; the rest is float32 (float64 for float64), also
-    the sum of the weight's gradient over chunks. It can be differentiated once.
+    Only one chunk of rows has logits at a time, and its gradients are computed with them, so that
+    memory does not grow with tokens times vocabulary. Logits have autocast's dtype, or that of
+    hidden and weight, which must then be the same. All sums are float32 (float64 for float64), also
+    that of the weight's gradient over chunks. The loss can be differentiated once.
 
     Args:
-        hidden: (B, T, d) or (N, d), what goes into the head.
+        hidden: (B, T, d) or (N, d), the input of the head.
         weight: (V, d), the head's. Where it needs no gradient, none is computed.
         labels: (B, T) or (N,), integers; -100 has no loss.
-        shift: whether position t predicts the label at t + 1 (the last one nothing), or its own. In
-            packed rows the first label of a document must be -100, or the one before predicts it.
+        shift: True: position t predicts the label at t + 1, and the last one nothing. False: each
+            predicts its own. In packed rows the first label of a document must be -100, or the
+            position before predicts it.
         z_loss: factor of the squared logsumexp, which keeps logits from drifting.
-        num_items: what both sums are divided by, as a gradient accumulated over batches needs it;
-            None is the number of labels with a loss. Without any of these the loss is NaN, as it is
-            in PyTorch; with `num_items` it is 0.
+        num_items: divisor of both sums, for gradients accumulated over batches; None is the number
+            of labels with a loss. Where there are none, the loss is NaN, as in PyTorch, and 0 with
+            `num_items`.
 
     Returns:
         A scalar in float32, or float64 for float64.
@@ -93,7 +95,7 @@ def causal_lm_loss(
         labels = labels.roll(-1, -1)
         labels[..., -1:] = IGNORED
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-    if not torch.is_grad_enabled():  # or gradients would be computed, and dropped
+    if not torch.is_grad_enabled():  # else gradients would be computed for nothing
         rows, weight = rows.detach(), weight.detach()
     dtype = _compute_dtype(hidden, weight)
     total = _ChunkedSum.apply(rows, weight, flat, z_loss, dtype)
@@ -115,7 +117,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, num_items: Tensor | i
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What the head would compute in: autocast's dtype, which leaves float64 alone, or its own."""
+    """Return the head's dtype: autocast's, which does not apply to float64, or its own."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
@@ -128,7 +130,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum over labels of cross-entropy and z-loss; forward has the gradients already."""
+    """Sum over labels of cross-entropy and z-loss; forward computes the gradients."""
 
     @staticmethod
     def forward(
@@ -140,9 +142,9 @@ class _ChunkedSum(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        of_rows, of_weight, *_ = ctx.needs_input_grad
-        grad_rows = torch.empty_like(rows) if of_rows else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
+        needs_rows, needs_weight, *_ = ctx.needs_input_grad
+        grad_rows = torch.empty_like(rows) if needs_rows else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         total = rows.new_zeros((), dtype=wide)
         head = weight.to(dtype)
         differentiate = _differentiation(rows.device)
@@ -151,13 +153,13 @@ class _ChunkedSum(torch.autograd.Function):
             part = slice(start, start + size)
             chunk = rows[part].to(dtype)
             loss, gradient = differentiate(chunk @ head.T, labels[part], z_loss)
-            # Not in place: PyTorch 2.11 compiles that without the gradient of what came in.
+            # Not in place: PyTorch 2.11 compiles that without the gradient of the input.
             total = total + loss
             if grad_rows is not None:
                 grad_rows[part] = gradient @ head
             if grad_weight is not None:
                 grad_weight = _plus_product(grad_weight, gradient.T, chunk)
-            del gradient  # or the next chunk's would be beside it
+            del gradient  # before the next chunk's is made
         ctx.save_for_backward(grad_rows, grad_weight)
         ctx.dtypes = rows.dtype, weight.dtype
         return total
@@ -166,17 +168,17 @@ class _ChunkedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(_scaled(grad, upstream, dtype) for grad, dtype in pairs), None, None, None
+        return *(_scale(grad, upstream, dtype) for grad, dtype in pairs), None, None, None
 
 
 def _chunk_size(device: str, vocabulary: int) -> int:
-    """Rows of a chunk: whole tiles of a matrix product where there is room for some."""
+    """Return the rows of a chunk: whole tiles of a matrix product where they fit."""
     rows = max(1, CHUNK_LOGITS.get(device, CHUNK_LOGITS["cpu"]) // vocabulary)
     return rows - rows % 256 if rows > 256 else rows
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """The summed loss of logits (N, V) and its gradient, computed in float32 or wider."""
+    """Compute the summed loss of logits (N, V) and its gradient, in float32 or wider."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     has_loss = (labels != IGNORED).unsqueeze(1)
     target = labels.unsqueeze(1).where(has_loss, 0)
@@ -191,16 +193,16 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Te
 def _differentiation(
     device: torch.device,
 ) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
-    """`loss_and_gradient`, on a GPU as two passes over the logits where Triton can make them."""
+    """Return `loss_and_gradient`, compiled to two passes over the logits on a GPU with Triton."""
     if type_of(device).accelerator and importlib.util.find_spec("triton") is not None:
-        # A second number of rows is compiled for all others: one variant each would soon exceed
-        # Dynamo's limit, and what is beyond it runs uncompiled, in three times the memory.
-        return compiled(loss_and_gradient)
+        # A second number of rows is compiled with a dynamic size: one variant for each number would
+        # soon exceed Dynamo's limit, and uncompiled it takes three times the memory.
+        return compile_repeatably(loss_and_gradient)
     return loss_and_gradient
 
 
 def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b, the sum in total's dtype."""
+    """Compute total + a @ b, the sum in total's dtype."""
     if total.dtype == a.dtype:
         return total.addmm_(a, b)
     if type_of(total.device).accelerator:
@@ -208,8 +210,9 @@ def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return total.add_(a @ b)
 
 
-def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """`grad` times a scalar, rounded once: a factor without dimensions is rounded to its dtype."""
+def _scale(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Multiply by a scalar, and round once."""
     if grad is None:
         return None
+    # With a dimension, or the factor would be rounded to the gradient's dtype first.
     return torch.mul(grad, factor.reshape(1), out=torch.empty_like(grad, dtype=dtype))

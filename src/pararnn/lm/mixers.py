@@ -1,4 +1,4 @@
-"""Mixers: the parts of a block that look at other tokens. A table that users can add to."""
+"""Mixers, the parts of a block that read other tokens, in a table that users can add to."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from pararnn.program.program import program_of
 
 
 class Mixer(nn.Module):
-    """A mixer: (B, T, d) to (B, T, d), made of the model's config.
+    """A mixer: (B, T, d) to (B, T, d), made from the model's config.
 
-    `scales_residual` says whether its block multiplies the residual by learnable factors, one a
-    channel. `needs_positions` says whether it reads `Rows.rotary` and `Rows.attend`.
-    `kept` names the operations whose results compiled code keeps of it for the backward pass, none
-    else, see `pararnn.lm.recompute`; without any it is the compiler's choice. It is the class's, an
-    attribute or a property: a module that holds PyTorch's operations cannot be pickled.
-    `steady` says whether a step of one token may be recorded and replayed (`pararnn.lm.replay`):
-    what it remembers keeps its size, and nothing on the host depends on what is computed.
+    `scales_residual`: whether its block multiplies the residual by learnable factors, one a
+    channel. `needs_positions`: whether it reads `Rows.rotary` and `Rows.attend`. `kept`: the
+    operations whose results compiled code stores for the backward pass, and no others
+    (`pararnn.lm.recompute`); without any the compiler chooses. It is an attribute of the class or a
+    property: a module that holds PyTorch's operations cannot be pickled. `steady`: whether a step
+    of one token may be recorded and replayed (`pararnn.lm.replay`): its cache keeps its size, and
+    nothing on the host depends on computed values.
     """
 
     scales_residual: ClassVar[bool] = False
@@ -42,21 +42,21 @@ class Mixer(nn.Module):
     steady: bool = False
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """The rows' tokens, each mixed with those before it; `cache` holds earlier ones."""
+        """Mix each of the rows' tokens with those before it; `cache` holds earlier ones."""
         raise NotImplementedError(f"{type(self).__name__} must define forward")
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """How its own parameters start, by name, in the layer of this number, from 0."""
+        """Return the initial draws of its parameters by name, in a layer, counted from 0."""
         raise NotImplementedError(f"{type(self).__name__} must define draws")
 
 
 def output_draw(inputs: int, layer: int) -> Draw:
-    """DCLM's for what is added to the residual stream: smaller the deeper it stands."""
+    """Return DCLM's draw for outputs to the residual stream: smaller in deeper layers."""
     return Draw("normal", spread=1 / math.sqrt(2 * inputs * (layer + 1)), cut=3)
 
 
 def input_draw(inputs: int) -> Draw:
-    """DCLM's for other matrices: 1/sqrt(inputs), cut at three standard deviations."""
+    """Return DCLM's draw for other matrices: 1/sqrt(inputs), cut at three deviations."""
     return Draw("normal", spread=1 / math.sqrt(inputs), cut=3)
 
 
@@ -85,7 +85,7 @@ class RNNMixer(Mixer):
     """The paper's recurrent block (Appendix C, Figure 9), for any cell.
 
     u, z = W x; u = silu(conv(u)); h = cell(u), by heads; y = norm(h * silu(z)); the result is V y.
-    W is two matrices: compiled, the gradient of one result cut in two is slower than two products.
+    W is two matrices: the compiled gradient of one result split in two is slower than two products.
     """
 
     scales_residual = True
@@ -101,7 +101,7 @@ class RNNMixer(Mixer):
         self.steady = program_of(self.rnn.cell).structure is not None  # else it may branch
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
-            # What is per channel stays float32, as solvers read it (the numerics contract).
+            # Parameters per channel stay float32, as solvers read them (the numerics contract).
             self.rnn.cell.float()
             self.rnn.bias = nn.Parameter(cast(Tensor, self.rnn.bias).float())
         self.norm = nn.RMSNorm(width, eps=config.norm_eps, **factory)
@@ -110,12 +110,12 @@ class RNNMixer(Mixer):
 
     @property
     def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
-        """As in `Mixer`."""
+        """Operations as in `Mixer`: products, solves and, unless recomputed, gates."""
         gates = () if self.rnn.recompute_gates else PRODUCTS_BY_HEADS
         return (*PRODUCTS, *gates, *SOLVES)
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`."""
+        """Mix tokens, see `Mixer.forward`."""
         u, z = self.in_proj(x), self.gate_proj(x)
         inputs, states = (None, None) if cache is None else cache.read()
         initial = None if states is None else states.unbind(1)
@@ -132,12 +132,12 @@ class RNNMixer(Mixer):
             )
         if cache is not None:
             # A single state needs no copy.
-            kept = final.unsqueeze(1) if torch.is_tensor(final) else torch.stack(final, 1)
-            cache.keep(tail, kept)
+            final = final.unsqueeze(1) if torch.is_tensor(final) else torch.stack(final, 1)
+            cache.keep(tail, final)
         return self.out_proj(self.norm(h * F.silu(z)))
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """As `Mixer.draws`."""
+        """Return initial draws, see `Mixer.draws`."""
         width, rnn = self.out_proj.in_features, self.rnn
         own = {
             "in_proj.weight": input_draw(width),
@@ -157,7 +157,7 @@ class RNNMixer(Mixer):
 
 
 def _one(states: tuple[Tensor, ...] | None) -> Any:
-    """Initial states as `RecurrentLayer` takes them: one is no tuple."""
+    """Return initial states as `RecurrentLayer` reads them: a single one is no tuple."""
     return states[0] if states is not None and len(states) == 1 else states
 
 
@@ -183,15 +183,15 @@ class Attention(Mixer):
         self.out_proj = nn.Linear(width, width, bias=False, **factory)
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`."""
+        """Mix tokens, see `Mixer.forward`."""
         assert rows.rotary is not None
         q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
-        q, k = rotated(q, *rows.rotary), rotated(k, *rows.rotary)
+        q, k = rotate(q, *rows.rotary), rotate(k, *rows.rotary)
         if cache is not None:
             k, v = cache.extend(k, v)
         causal = False
-        if rows.attend is None and q.shape[2] > 1:  # compilers would have a symbol of the condition
+        if rows.attend is None and q.shape[2] > 1:  # `causal = ...` would be a symbol, compiled
             causal = True
         if rows.weights is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.attend, is_causal=causal)
@@ -202,7 +202,7 @@ class Attention(Mixer):
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """As `Mixer.draws`."""
+        """Return initial draws, see `Mixer.draws`."""
         width = self.out_proj.in_features
         norms = [name for name in ("q_norm", "k_norm") if hasattr(getattr(self, name), "weight")]
         inputs = {f"{name}_proj.weight": input_draw(width) for name in "qkv"}
@@ -211,12 +211,12 @@ class Attention(Mixer):
 
 
 def attention_weights(q: Tensor, k: Tensor, attend: Tensor | None, causal: bool) -> Tensor:
-    """Return how much each query weighs each key, (B, H, T, S): see `Rows.attend`."""
+    """Return the weight of each key for each query, (B, H, T, S): see `Rows.attend`."""
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
     if causal:
         attend = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
     if attend is not None and attend.dtype == torch.bool:
-        # Not minus infinity: padding may see nothing, and NaN would reach what sees it by 0 * NaN.
+        # Not minus infinity: padding may see no key, and its NaN would reach others by 0 * NaN.
         scores = scores.masked_fill(~attend, torch.finfo(scores.dtype).min)
     elif attend is not None:
         scores = scores + attend
@@ -226,16 +226,16 @@ def attention_weights(q: Tensor, k: Tensor, attend: Tensor | None, causal: bool)
 
 @contextmanager
 def without_plans() -> Iterator[None]:
-    """Attention by kernels that take any length: PyTorch's others, where it would take cuDNN's.
+    """Let PyTorch choose attention's kernels without cuDNN, for keys of ever new lengths.
 
-    For keys of a length that it has not met, cuDNN plans a kernel first: some 35 ms on an H200,
-    where a token of the paper's 1B Transformer takes 11. A growing cache's keys have another length
-    at every call; for one of a fixed length cuDNN's are the faster ones, and stay. Nothing changes
-    where the caller allows cuDNN alone. As with PyTorch's own switches, threads share the choice.
+    For a new length cuDNN plans a kernel first: some 35 ms on an H200, where a token of the paper's
+    1B Transformer takes 11. A growing cache's keys have another length at every call. For a fixed
+    length cuDNN's kernels are faster, and stay. Nothing changes where the caller allows cuDNN only.
+    As with PyTorch's own switches, threads share the choice.
     """
     cuda = torch.backends.cuda
     others = cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled
-    if not cuda.cudnn_sdp_enabled() or not any(enabled() for enabled in others):
+    if not cuda.cudnn_sdp_enabled() or not any(is_on() for is_on in others):
         yield
         return
     cuda.enable_cudnn_sdp(False)
@@ -246,33 +246,32 @@ def without_plans() -> Iterator[None]:
 
 
 def make_norm(config: LMConfig, **factory: Any) -> nn.Module:
-    """A norm over the channels, as the config says: no biases."""
+    """Build the config's norm over the channels, without bias."""
     if config.norm == "layer":
         return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=False, **factory)
     return nn.RMSNorm(config.hidden_size, eps=config.norm_eps, **factory)
 
 
 def rotary_tables(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (B or 1, 1, T, size) in float32: pairs of channels turn with positions."""
+    """Compute cosines and sines (B or 1, 1, T, size) in float32 that rotate pairs of channels."""
     powers = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     angles = positions.unsqueeze(-1).float() * base**-powers
     angles = torch.cat([angles, angles], -1).unsqueeze(1)
     return angles.cos(), angles.sin()
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, D/H) turned by its positions; channel i pairs with i + D/2H."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x (B, H, T, D/H) by its positions; channel i pairs with i + D/2H."""
     first, second = x.chunk(2, -1)
-    turned = torch.cat([-second, first], -1)
-    return (x * cos + turned * sin).to(x.dtype)
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
 MIXERS: dict[str, Callable[..., Mixer]] = {"rnn": RNNMixer, "attention": Attention}
-"""Mixers by the names of `LMConfig.mixers`; each is made by (config, device=, dtype=)."""
+"""Mixers by the names of `LMConfig.mixers`; each is called with (config, device=, dtype=)."""
 
 
 def make_mixer(name: str, config: LMConfig, **factory: Any) -> Mixer:
-    """The mixer of a name; ValueError for one that is not in the table."""
+    """Build the mixer of a name; ValueError for one that is not in the table."""
     if name not in MIXERS:
         raise ValueError(
             f"there is no mixer {name!r}: name one of {', '.join(MIXERS)}, or add yours to "

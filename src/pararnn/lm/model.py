@@ -25,11 +25,9 @@ class LanguageModel(nn.Module):
 
     Args:
         config: its sizes and parts.
-        device, dtype: of the parameters; those of cells, and their biases, are float32 in 16-bit
-            models.
+        device, dtype: of the parameters; cells' parameters and biases are float32 in 16-bit models.
 
-    Raises ValueError and CellError for a config that names unknown mixers and cells, or sizes that
-    do not divide.
+    Raises ValueError and CellError for unknown mixers and cells and for sizes that do not divide.
     """
 
     def __init__(
@@ -51,8 +49,8 @@ class LanguageModel(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise anew, see `draws`."""
-        for module, name, how in draws(self.embed_tokens, self.backbone, self.lm_head):
-            draw_anew(module, {name: how})
+        for module, name, draw in draws(self.embed_tokens, self.backbone, self.lm_head):
+            draw_anew(module, {name: draw})
 
     def forward(
         self,
@@ -63,13 +61,13 @@ class LanguageModel(nn.Module):
         position_ids: Tensor | None = None,
         cu_seq_lens: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the next token after every token.
+        """Compute logits of the next token after every token.
 
         Args:
             tokens: (B, T), any integer dtype.
-            cache: of `new_cache`: go on from the tokens that it holds, and keep these there.
-            padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding, before and behind
-                the tokens of a row, and before them alone where there is a cache.
+            cache: of `new_cache`: continue after the tokens that it holds, and add these.
+            padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding, which may stand
+                before and behind the tokens of a row, with a cache only before them.
             position_ids: int (B, T); documents packed into one row begin where they are 0.
             cu_seq_lens: int (S + 1,), the starts of S documents packed into one row (B = 1) and the
                 end of the last.
@@ -82,7 +80,7 @@ class LanguageModel(nn.Module):
         return self.lm_head(self.hidden(tokens, cache, **args, cu_seq_lens=cu_seq_lens))
 
     def hidden(self, tokens: Tensor, cache: LMCache | None = None, **rows: Tensor | None) -> Tensor:
-        """What the head reads, (B, T, hidden_size); arguments as in `forward`."""
+        """Compute the head's input, (B, T, hidden_size); arguments as in `forward`."""
         return self._run(tokens, self._rows(tokens, cache, **rows), cache)
 
     def _run(self, tokens: Tensor, cut: Rows, cache: LMCache | None) -> Tensor:
@@ -93,26 +91,26 @@ class LanguageModel(nn.Module):
         return out
 
     def _rows(self, tokens: Tensor, cache: LMCache | None, **rows: Any) -> Rows:
-        packed = [name for name in ("position_ids", "cu_seq_lens") if rows.get(name) is not None]
-        if cache is not None and packed:
+        borders = [name for name in ("position_ids", "cu_seq_lens") if rows.get(name) is not None]
+        if cache is not None and borders:
             raise ValueError(
-                f"packed documents ({packed[0]}) cannot be kept in a cache: give each its own row, "
-                "padded on the left, or no cache"
+                f"packed documents ({borders[0]}) cannot be kept in a cache: give each its own "
+                "row, padded on the left, or no cache"
             )
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(
                 f"tokens must be integers (B, T), got {tokens.dtype} {tuple(tokens.shape)}"
             )
         past = 0 if cache is None else cache.length
-        attention, masked = self.backbone.needs_positions, rows.get("padding_mask") is not None
+        attention, has_mask = self.backbone.needs_positions, rows.get("padding_mask") is not None
         if cache is not None and attention:
-            if cache.masked and not masked:
+            if cache.masked and not has_mask:
                 raise ValueError(
-                    "the cache's rows came with a padding_mask, and attention would take their "
-                    f"padding for tokens: give one for all tokens so far, {(len(tokens), past)}, "
-                    "and the new ones"
+                    "the cache's rows had a padding_mask, and attention would read their padding "
+                    f"as tokens: give one for all tokens so far, {(len(tokens), past)}, and the "
+                    "new ones"
                 )
-            cache.masked = masked
+            cache.masked = has_mask
         batch, steps = tokens.shape
         rows |= {"past": past, "cached": cache is not None}
         return rows_of(batch, steps, tokens.device, attention=attention, **rows)
@@ -126,10 +124,10 @@ class LanguageModel(nn.Module):
         z_loss: float = 0.0,
         **rows: Any,
     ) -> Tensor:
-        """Mean cross-entropy in nats of every next token, without ever making all logits.
+        """Compute the mean cross-entropy in nats of every next token, without making all logits.
 
-        labels (B, T) are the tokens themselves, -100 where none is asked for; None is `tokens`
-        without padding and without the first tokens of documents, which nothing comes before. Other
+        labels (B, T) are the tokens themselves, -100 at those without loss. None is `tokens`
+        without padding and without the first tokens of documents, which no token predicts. Other
         arguments as in `forward`, z_loss as in `causal_lm_loss`.
         """
         cut = self._rows(tokens, cache, **rows)
@@ -141,20 +139,20 @@ class LanguageModel(nn.Module):
         return self.lm_head(hidden, labels, z_loss=z_loss)
 
     def new_cache(self) -> LMCache:
-        """An empty cache for `forward`."""
+        """Make an empty cache for `forward`."""
         return LMCache(len(self.backbone.layers))
 
     def recurrent_layers(self) -> list[RecurrentLayer]:
-        """The recurrent layers, from the first block on."""
+        """Return the recurrent layers, from the first block on."""
         return [part for part in self.modules() if isinstance(part, RecurrentLayer)]
 
 
 def draws(
     embedding: nn.Embedding, backbone: Backbone, head: nn.Linear
 ) -> Iterator[tuple[nn.Module, str, Draw]]:
-    """How every parameter of a language model starts: module, name there, draw.
+    """Yield for every parameter of a language model its module, its name there, and its draw.
 
-    Outside the cells as DCLM does, by Gaussians cut at three standard deviations: 1/sqrt(d) for the
+    Outside the cells they are DCLM's Gaussians, cut at three standard deviations: 1/sqrt(d) for the
     embedding, the head and input projections; 1/sqrt(h) for the last matrix of an MLP; that matrix
     and output projections smaller by sqrt(2 (layer + 1)), layers counted from 0. Cells: see
     `pararnn.RecurrentLayer`.
@@ -166,13 +164,13 @@ def draws(
 
 
 def bits_per_byte(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in bits: logits (..., 256), targets (...) of any integer dtype."""
+    """Compute the mean cross-entropy in bits of logits (..., 256) and integer targets (...)."""
     nats = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten().long())
     return nats / math.log(2)
 
 
 def set_solver(model: nn.Module, solver: str, backend: str = "auto") -> None:
-    """Let every recurrent layer in `model` use another pair; names as in `pararnn.solve`."""
+    """Set the pair of every recurrent layer in `model`; names as in `pararnn.solve`."""
     for part in model.modules():
         if isinstance(part, RecurrentLayer):
             part.solver, part.backend = solver, backend

@@ -16,10 +16,10 @@ GPUS_PER_NODE = 8
 
 
 class Scale(NamedTuple):
-    """What all architectures of a size share: Table 4, and width, blocks and decay of Table 3.
+    """Values that all architectures of a size share: Table 4, and Table 3's width, blocks, decay.
 
-    mamba2_state: the states of a Mamba2 channel, with one group. The tables do not give it. These
-    values give the number of parameters that they print (so do up to 64 for 1B).
+    mamba2_state: the states of a Mamba2 channel, with one group. The tables do not give it; with
+    these values the number of parameters is the printed one (with up to 64 for 1B too).
     """
 
     num_hidden_layers: int
@@ -33,7 +33,7 @@ class Scale(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of Table 3 without what its scale says: parameters as printed, heads, peak rate."""
+    """A row of Table 3 without its scale's values: parameters as printed, heads, peak rate."""
 
     params: str
     heads: int
@@ -67,17 +67,17 @@ TABLE_3 = {
 }
 
 PRESETS = tuple(TABLE_3)
-"""What `preset` takes: pairs of architecture and scale."""
+"""Pairs of architecture and scale for `preset`."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A model of the paper, and how it was trained: AdamW, a cosine to 0 after the warm-up.
+    """A model of the paper and its training: AdamW, a cosine to 0 after the warm-up.
 
     model: an LMConfig; for Mamba2 the arguments of transformers' Mamba2Config. params_in_paper: the
     number of parameters as Table 3 prints it. learning_rate: at its peak. weight_decay: Table 3's,
-    taken as the share of a weight that goes in a step at the peak rate; `torch_weight_decay` is
-    what optimizers of PyTorch take. z_loss: factor of the squared logsumexp.
+    read as the fraction of a weight that a step at the peak rate removes; `torch_weight_decay` is
+    the same for PyTorch's optimizers. z_loss: factor of the squared logsumexp.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Preset:
 
     @property
     def torch_weight_decay(self) -> float:
-        """The `weight_decay` of torch.optim.AdamW, which multiplies it by the rate."""
+        """`weight_decay` for torch.optim.AdamW, which multiplies it by the rate."""
         return self.weight_decay / self.learning_rate
 
     @property
@@ -113,13 +113,13 @@ class Preset:
 
 
 def preset(architecture: str, scale: str) -> Preset:
-    """The paper's "gru", "lstm", "mamba2" or "transformer" of "400M", "1B", "2.9B" or "7B".
+    """Return the paper's "gru", "lstm", "mamba2" or "transformer" of a scale.
 
-    `dataclasses.replace(preset("gru", "400M").model, ...)` changes a model's parts. Raises
-    ValueError for other names.
+    Scales are "400M", "1B", "2.9B" and "7B". `dataclasses.replace(preset("gru", "400M").model,
+    ...)` changes a model's parts. Raises ValueError for other names.
     """
-    _known("architecture", architecture, MODELS)
-    _known("scale", scale, SCALES)
+    _check_name("architecture", architecture, MODELS)
+    _check_name("scale", scale, SCALES)
     sizes, row = SCALES[scale], TABLE_3[architecture, scale]
     return Preset(
         name=f"{architecture}-{scale}",
@@ -175,10 +175,10 @@ MODELS: dict[str, Callable[[str, Scale, int], LMConfig | Mapping[str, Any]]] = {
 """By architecture: (its name, a scale, heads) to a model's config."""
 
 
-def _known(what: str, name: str, names: Collection[str]) -> None:
+def _check_name(what: str, name: str, names: Collection[str]) -> None:
     if name in names:
         return
-    in_lower_case = {known.lower(): known for known in names}
+    in_lower_case = {each.lower(): each for each in names}
     near = difflib.get_close_matches(name.lower(), in_lower_case, n=1)
     hint = f"; did you mean {in_lower_case[near[0]]!r}?" if near else ""
     raise ValueError(f"{what} must be one of {', '.join(names)}, got {name!r}{hint}")

@@ -1,4 +1,4 @@
-"""How the rows of a batch are cut: padding, documents and what came before them."""
+"""Structure of a batch's rows: padding, documents and earlier tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pararnn.sequences import KnownSequences, require
 
 
 class Rows(NamedTuple):
-    """The rows of a batch (B, T), as mixers read them; None is "nothing of the kind".
+    """The rows of a batch (B, T), as mixers read them; None where there is nothing of a kind.
 
     positions: int (B or 1, T), of each token in its document. start: bool (B, T), the first tokens
     of documents, where states start from zero. since: int (B, T), steps since the last such token,
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
     # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
     def sequences(self) -> KnownSequences | None:
-        """Padding, as solvers know it: a row is one sequence, wherever it begins and ends."""
+        """Return padding as solvers read it: a row is one sequence, wherever it begins and ends."""
         if self.real is None:
             return None
         batch = self.real.shape[0]  # len would fix it in exports
@@ -53,11 +53,11 @@ def rows_of(
     document: Tensor | None = None,
     attention: bool = True,
 ) -> Rows:
-    """The rows of a batch.
+    """Build the rows of a batch.
 
     Args:
-        past: tokens of each row that were seen before, in a cache.
-        cached: whether a cache will go on from the rows, so that they may not end in padding.
+        past: tokens of each row that are in a cache.
+        cached: whether a cache will continue the rows, so that they may not end in padding.
         padding_mask: (B, past + T), 0 at padding, which is before and behind a row's tokens.
         position_ids: int (B, T) or (1, T); documents begin where they are 0.
         cu_seq_lens: int (S + 1,), the starts of S documents packed into one row and the end of the
@@ -96,10 +96,10 @@ def rows_of(
 
 
 def starts_of(real: Tensor | None, *marks: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """`Rows.start` and `Rows.since`, of padding and of marks bool (B, T) at first tokens.
+    """Compute `Rows.start` and `Rows.since` of padding and of marks bool (B, T) at first tokens.
 
-    The first real token of a row starts a document unless it is the row's first: what was before,
-    padding or the tokens of a cache, is then for the cache to say.
+    A row's first real token starts a document, unless it is the row's first of all: a cache may
+    hold tokens before that one.
     """
     found = list(marks)
     if real is not None:
@@ -113,7 +113,7 @@ def starts_of(real: Tensor | None, *marks: Tensor) -> tuple[Tensor | None, Tenso
 
 
 NEVER = -(1 << 20)
-"""Where a document began that began before the rows: further back than any convolution looks."""
+"""Start of a document that began before the rows: further back than any convolution reaches."""
 
 
 def _latest(marks: Tensor, start: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _latest(marks: Tensor, start: Tensor) -> Tensor:
 def _attend(
     steps: int, past: int, start: Tensor | None, known: Tensor | None, device: torch.device
 ) -> Tensor:
-    """The causal order over S = past + T keys, within documents and without padding."""
+    """Build the causal mask over S = past + T keys, within documents and without padding."""
     keys = torch.arange(past + steps, device=device)
     own = keys[past:].unsqueeze(1)
     seen = (keys <= own).unsqueeze(0)
@@ -136,18 +136,18 @@ def _attend(
         document = torch.nn.functional.pad(start.long().cumsum(1), (past, 0))
         seen = seen & (document.unsqueeze(1) == document[:, past:].unsqueeze(2))
     if known is not None:
-        # A token sees itself even where it is padding: a row that sees nothing is NaN.
+        # Padding sees itself: a row of scores without any key is NaN.
         seen = seen & (known.unsqueeze(1) | (keys == own))
     return seen.unsqueeze(1)
 
 
 def pieces(known: Tensor) -> Tensor:
-    """The number of pieces that each row's tokens are in, (B,), for `known` bool (B, T)."""
+    """Count the pieces that each row's tokens are in, (B,), of `known` bool (B, T)."""
     return known[:, :1].sum(1) + (known[:, 1:] & ~known[:, :-1]).sum(1)
 
 
 def _check_sides(known: Tensor, cached: bool) -> None:
-    """A row's tokens are one piece, with padding around it, and none behind it for a cache."""
+    """Check that a row's tokens are one piece, and for a cache without padding behind it."""
     found, length = pieces(known), known.shape[1]
     holes = (
         "the padding mask has holes: a row's tokens must be one piece of its {} places, with "

@@ -1,4 +1,4 @@
-"""Drawing text from a language model, token by token."""
+"""Sampling from a language model, token by token."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def sample(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`length` tokens after each prompt: (B, T) with T >= 1 to int64 (B, length).
+    """Draw `length` tokens after each prompt: (B, T) with T >= 1 to int64 (B, length).
 
-    Temperature 0 takes the likeliest token. `generator` lives on the model's device. On a GPU
-    models whose memory does not grow, of recurrent mixers alone, record the step of a token and
-    replay it, where that pays and nothing watches: see `pararnn.lm.replay`. Raises ValueError for
-    an empty prompt, a negative length or a negative temperature.
+    Temperature 0 takes the likeliest token. `generator` is on the model's device. On a GPU a model
+    of recurrent mixers only records the step of a token and replays it, where that is faster and no
+    hook or mode sees the calls: see `pararnn.lm.replay`. Raises ValueError for an empty prompt, a
+    negative length or a negative temperature.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt must be (B, T) with T >= 1, got {tuple(prompt.shape)}")
@@ -33,8 +33,8 @@ def sample(
         raise ValueError(
             f"length and temperature may not be negative, got {length} and {temperature}"
         )
-    drawn = list(_tokens(model, prompt, length, temperature, generator))
-    return torch.stack(drawn, 1) if drawn else prompt.new_empty(len(prompt), 0, dtype=torch.long)
+    tokens = list(_tokens(model, prompt, length, temperature, generator))
+    return torch.stack(tokens, 1) if tokens else prompt.new_empty(len(prompt), 0, dtype=torch.long)
 
 
 def _tokens(

@@ -1,4 +1,4 @@
-"""Bytes as tokens, said in the files that tokenizers of Hugging Face are loaded from."""
+"""Bytes as tokens, in the files of Hugging Face's tokenizers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 BYTES = 256
-"""The vocabulary of a model on bytes: every byte is a token."""
+"""Vocabulary of a model on bytes: every byte is a token."""
 
 
 def save_byte_tokenizer(folder: Path | str, end: str | None = None) -> None:
     """Write tokenizer.json and tokenizer_config.json: token ids are the bytes of UTF-8 text.
 
-    `end` is how the token 256 is written, which ends documents, and pads rows; None is no such
-    token. For `transformers.AutoTokenizer`; writing them needs no other package.
+    `end` is the text of token 256, which ends documents and pads rows; None is no such token.
+    `transformers.AutoTokenizer` reads them; writing them needs no other package.
     """
     names = {} if end is None else {"eos_token": end, "pad_token": end}
     files: dict[str, Any] = {
@@ -27,7 +27,7 @@ def save_byte_tokenizer(folder: Path | str, end: str | None = None) -> None:
 
 
 def byte_tokenizer(end: str | None = None) -> dict[str, Any]:
-    """A byte-level BPE without merges, in the format of the package tokenizers."""
+    """Return a byte-level BPE without merges, in the format of the package tokenizers."""
     no = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     ends = [] if end is None else [{"id": BYTES, "content": end, "special": True, **no}]
     byte_level = {
@@ -61,7 +61,7 @@ def byte_tokenizer(end: str | None = None) -> dict[str, Any]:
 
 
 def byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies.
+    """Return the character of each byte in byte-level vocabularies.
 
     A byte that is a visible character of Latin-1 stands for itself; the others, in order, are the
     characters from U+0100 on.

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pararnn.lm.config import POSITIVE, Range, at_least, check_ranges, within
+from pararnn.lm.config import POSITIVE, Range, at_least, check_ranges, interval
 from pararnn.tasks.base import JUDGED, Batch, Task, positions_judged
 
 VOCABULARY = {"vocab": at_least(2)}
@@ -28,7 +28,7 @@ class KeepNth(Task):
     bare, positions, norm_weights = True, True, False
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"judge": JUDGED, "n": within(1, self.length), **VOCABULARY})
+        check_ranges(self, {"judge": JUDGED, "n": interval(1, self.length), **VOCABULARY})
 
     @property
     def symbols(self) -> int:
@@ -60,8 +60,8 @@ class MQAR(Task):
     def __post_init__(self) -> None:
         ranges = {
             "vocab": at_least(4),
-            "keys": within(1, self.vocab // 2 - 1),
-            "kappa": within(1, min(self.keys, (self.length - 1) // 2)),
+            "keys": interval(1, self.vocab // 2 - 1),
+            "kappa": interval(1, min(self.keys, (self.length - 1) // 2)),
             "noise": Range("from 0 and below 1", lambda x: 0 <= x < 1),
         }
         check_ranges(self, ranges)
@@ -138,7 +138,7 @@ class Copying(Task):
     scattered: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"items": within(1, self.length // 2), "vocab": POSITIVE})
+        check_ranges(self, {"items": interval(1, self.length // 2), "vocab": POSITIVE})
 
     @property
     def symbols(self) -> int:

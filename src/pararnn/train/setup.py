@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from pararnn.device import has_gpu, type_of
 from pararnn.errors import PararnnError, TrainingError
-from pararnn.lm.compiled import compiled
+from pararnn.lm.compiled import compile_repeatably
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.train.config import RunConfig
 from pararnn.train.sharding import draw_weights, shard
@@ -102,7 +102,7 @@ def spread(
         torch.compiler.reset()
         for block in model.model.backbone.blocks:
             # Not block.compile(): what FSDP2 does before and after a block is not to be compiled.
-            block.forward = compiled(block.forward, fullgraph=True)
+            block.forward = compile_repeatably(block.forward, fullgraph=True)
     return model
 
 

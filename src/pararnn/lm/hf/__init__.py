@@ -1,4 +1,4 @@
-"""Hugging Face's doors to the language models: a thin adapter, registered with the Auto classes."""
+"""The language models for transformers: thin adapters, registered with the Auto classes."""
 
 from transformers import (
     AutoConfig,
@@ -19,7 +19,7 @@ AutoModelForCausalLM.register(ParaRNNConfig, ParaRNNForCausalLM)
 AutoModelForSequenceClassification.register(ParaRNNConfig, ParaRNNForSequenceClassification)
 AutoModelForTokenClassification.register(ParaRNNConfig, ParaRNNForTokenClassification)
 
-# Trainer (which shifts labels for label smoothing), pipelines and others look for names in these.
+# Trainer (which shifts labels for label smoothing), pipelines and others look names up in these.
 for _names, _class in (
     (modeling_auto.MODEL_MAPPING_NAMES, ParaRNNModel),
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ParaRNNForCausalLM),

@@ -1,11 +1,10 @@
-"""The config of a language model, with Hugging Face's habits."""
+"""The config of a language model for transformers."""
 
 from __future__ import annotations
 
 import difflib
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,13 @@ OTHERS = {
     "use_qk_norm": ("qk_norm", ()),
     "chunk_size_feed_forward": ("", (None, 0)),
 }
-"""What other models' configs say, and these models have not: what to set in its place, and the
-values that change nothing."""
+"""Names in other models' configs of things that these models do not have: what to set instead, and
+the values that change nothing."""
 
 
-def check_names(own: Collection[str], given: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first name that has an effect in other models' configs alone, or is
-    nearly one of `own`."""
-    for name, value in given.items():
+def check_names(own: Collection[str], options: Mapping[str, Any]) -> None:
+    """Check that no name has an effect in other models' configs alone or is nearly one of `own`."""
+    for name, value in options.items():
         instead, harmless = OTHERS.get(name, ("", None))
         if harmless is None:
             near = difflib.get_close_matches(name, own, 1, cutoff=0.85)
@@ -57,7 +55,7 @@ def check_names(own: Collection[str], given: Mapping[str, Any]) -> None:
 
 
 class ParaRNNConfig(PretrainedConfig):
-    """What a `ParaRNNModel` is made of.
+    """Config of a `ParaRNNModel`.
 
     Args:
         layer_types: a word of transformers for every layer: "linear_attention" is a recurrent
@@ -67,13 +65,13 @@ class ParaRNNConfig(PretrainedConfig):
         others: as in `pararnn.lm.LMConfig`, under the same names.
 
     Raises ValueError for a number of layer types that is not num_hidden_layers, for words that are
-    not in `LAYER_TYPES`, and for what other models' configs have (`OTHERS`) or is nearly a name of
-    this one's; and as `LMConfig`. Other names are kept, as transformers does.
+    not in `LAYER_TYPES`, for names in `OTHERS` and names that nearly are an argument's, and as
+    `LMConfig`. Other names are stored, as in all configs of transformers.
     """
 
     model_type = "pararnn"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
-    pad_token_id = bos_token_id = eos_token_id = None  # what is read of configs that say none
+    pad_token_id = bos_token_id = eos_token_id = None  # read of configs without these
     attribute_map = dict.fromkeys(
         ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), "norm_eps"
     )
@@ -106,9 +104,8 @@ class ParaRNNConfig(PretrainedConfig):
         **kwargs: Any,
     ) -> None:
         types = ["linear_attention"] * num_hidden_layers if layer_types is None else layer_types
-        unknown = sorted(set(types) - set(LAYER_TYPES))
-        if unknown:
-            raise ValueError(f"layer_types may hold {', '.join(LAYER_TYPES)}, got {unknown[0]!r}")
+        if others := sorted(set(types) - set(LAYER_TYPES)):
+            raise ValueError(f"layer_types may hold {', '.join(LAYER_TYPES)}, got {others[0]!r}")
         if len(types) != num_hidden_layers:
             raise ValueError(
                 f"layer_types must name one type for each of num_hidden_layers = "
@@ -130,50 +127,40 @@ class ParaRNNConfig(PretrainedConfig):
         self.tie_word_embeddings = tie_word_embeddings
         self.intermediate_size = self.to_lm().intermediate_size
         own = {*vars(self), *self.attribute_map}
-        heads = kwargs.get("num_key_value_heads"), kwargs.get("head_dim")
-        if heads[0] in (None, num_attention_heads):  # what it is anyway
+        # Values that are ours anyway.
+        if kwargs.get("num_key_value_heads") in (None, num_attention_heads):
             kwargs.pop("num_key_value_heads", None)
-        if heads[1] == hidden_size / num_attention_heads:
+        if kwargs.get("head_dim") == hidden_size / num_attention_heads:
             kwargs.pop("head_dim")
         check_names(own, kwargs)
-        theirs = kwargs.pop("auto_map", None) or {}
+        auto_map = kwargs.pop("auto_map", None) or {}
         super().__init__(**kwargs)
-        # Of a folder's own file: what a name on the Hub stands before would be looked for there.
-        kept = {auto: name for auto, name in theirs.items() if Path(CODE).stem not in name}
-        self.auto_map = AUTO_MAP | kept
+        # Not those of a folder's own file with a prefix: they would be looked for on the Hub.
+        theirs = {auto: name for auto, name in auto_map.items() if Path(CODE).stem not in name}
+        self.auto_map = AUTO_MAP | theirs
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> Any:
-        """Write config.json, and beside it the file that `trust_remote_code=True` runs."""
+        """Write config.json, and next to it the file that `trust_remote_code=True` runs."""
         write_code(Path(save_directory))
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """As transformers', for classes of one's own.
+        """Register a user's subclass, as transformers does.
 
-        Folders name ours already, and transformers would write a copy of this module, whose class
-        is another.
+        Folders name our class already, and transformers would write a copy of this module, with
+        another class.
         """
         if cls is not ParaRNNConfig:
             super().register_for_auto_class(auto_class)
 
     def to_lm(self) -> LMConfig:
-        """The same model's config in plain PyTorch."""
-        own = {f.name: getattr(self, f.name) for f in fields(LMConfig) if f.name != "mixers"}
-        return LMConfig(**own, mixers=tuple(LAYER_TYPES[word] for word in self.layer_types))
+        """Return the config of the same model in plain PyTorch."""
+        return LMConfig.of_hf(vars(self))
 
     @classmethod
     def of_lm(cls, config: LMConfig, **kwargs: Any) -> ParaRNNConfig:
-        """The config of a model in plain PyTorch; ValueError for mixers that users have added."""
-        words = {mixer: word for word, mixer in LAYER_TYPES.items()}
-        own = config.to_dict()
-        mixers = own.pop("mixers")
-        unknown = sorted(set(mixers) - set(words))
-        if unknown:
-            raise ValueError(
-                f"mixers may hold {', '.join(words)} where transformers is to know the model, got "
-                f"{unknown[0]!r}"
-            )
-        return cls(**own, layer_types=[words[mixer] for mixer in mixers], **kwargs)
+        """Build the config of a model in plain PyTorch; ValueError for mixers of users."""
+        return cls(**config.to_hf(), **kwargs)

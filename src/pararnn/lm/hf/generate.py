@@ -1,4 +1,4 @@
-"""Text from a model in a folder, written to stdout as it is made."""
+"""Text from a model in a folder, written to stdout token by token."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def stream_text(
     device: str = "cpu",
     dtype: str = "auto",
 ) -> None:
-    """Write the prompt and what a model says next to stdout, up to the end of a text.
+    """Write the prompt and a model's continuation to stdout, up to the end of a text.
 
     Args:
-        folder: what `save_pretrained` of a causal language model and of its tokenizer wrote, ours
-            or another's, or the demo.
+        folder: of `save_pretrained` of a causal language model, ours or another's, and of its
+            tokenizer, or of the demo.
         temperature: 0 takes the likeliest token.
-        top_k: draw among so many likeliest tokens; None is all.
-        top_p: draw among the likeliest tokens that together have this chance.
+        top_k: number of likeliest tokens to draw from; None is all.
+        top_p: draw from the likeliest tokens that together have this chance.
         dtype: of the weights; "auto" is the folder's.
 
     Raises CheckpointError where the folder holds no such model, CellError for a cell that cannot be
@@ -42,11 +42,11 @@ def stream_text(
     model, tokenizer = load_folder(folder, dtype)
     inputs = tokenizer(prompt, return_tensors="pt")
     if inputs["input_ids"].shape[1] == 0:
-        raise ValueError("the prompt has no tokens: give some text to go on with")
+        raise ValueError("the prompt has no tokens: give some text to continue")
     draw: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         draw |= {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
-    # Other tools save the end with the tokenizer alone.
+    # Other tools save the end token only with the tokenizer.
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

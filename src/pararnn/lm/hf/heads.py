@@ -1,4 +1,4 @@
-"""Heads that say something of a text or of its tokens."""
+"""Heads that classify texts or tokens."""
 
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
@@ -9,12 +9,12 @@ from pararnn.lm.hf.model import ParaRNNPreTrainedModel
 
 
 class ParaRNNForSequenceClassification(GenericForSequenceClassification, ParaRNNPreTrainedModel):
-    """A label or a number, such as a reward, of each row, said by its last token but padding.
+    """A label or a number, such as a reward, of each row, from its last token that is not padding.
 
-    Padding is `config.pad_token_id`, on either side. As transformers' own classifiers: `num_labels`
-    and `problem_type` of the config say what the labels are; `score` is the head.
+    Padding is `config.pad_token_id`, on either side. As in transformers' classifiers, `num_labels`
+    and `problem_type` of the config define the labels, and `score` is the head.
     """
 
 
 class ParaRNNForTokenClassification(GenericForTokenClassification, ParaRNNPreTrainedModel):
-    """A label of each token, from the tokens up to it; as transformers' own."""
+    """A label of each token, from the tokens up to it; as transformers' classifiers."""

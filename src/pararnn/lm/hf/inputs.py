@@ -1,4 +1,4 @@
-"""What users hand to transformers' models, as rows."""
+"""Arguments of transformers' models: masks, positions and padding."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from pararnn.lm.hf.cache import NAMES
 from pararnn.lm.rows import pieces
 
 
-def documents_restart(position_ids: Tensor, attention_mask: Any, cached: bool) -> bool:
-    """Whether positions go back to 0 within a row, which is how packed documents are said.
+def documents_restart(position_ids: Tensor, attention_mask: Any, has_cache: bool) -> bool:
+    """Return whether positions restart at 0 within a row, the sign of packed documents.
 
-    Looks at the values, and so waits for the device; compiled code takes them as not packed where
-    there is padding or a cache, as packed otherwise.
+    This reads values, and so waits for the device. Compiled code does not: there positions are of
+    packed documents unless there is a mask or a cache.
     """
     plain = attention_mask is None or getattr(attention_mask, "ndim", None) == 2
     if position_ids.shape[-1] == 1 or not plain:
         return False
-    again = position_ids[:, 1:] == 0
+    if torch.compiler.is_compiling():
+        return attention_mask is None and not has_cache
+    restarts = position_ids[:, 1:] == 0
     if attention_mask is not None:
         real = attention_mask[:, -position_ids.shape[-1] :].bool()
-        again = again & real[:, 1:] & real[:, :-1]
-    if torch.compiler.is_compiling():
-        return attention_mask is None and not cached
-    return bool(again.any())
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    return bool(restarts.any())
 
 
 class Mask(NamedTuple):
-    """What an attention_mask says of the last T tokens of rows; None is "nothing".
+    """Content of an attention_mask for the last T tokens of rows; None where there is none.
 
     real: bool (B, T), False at padding. attend: bool or numbers (B, 1, T, S), as `Rows.attend`.
-    ends: whether a row ends in padding, so that no cache can go on from it.
+    ends: whether a row ends in padding, so that no cache can continue it.
     """
 
     real: Tensor | None = None
@@ -44,14 +44,14 @@ class Mask(NamedTuple):
 def read_mask(
     mask: Any, batch: int, steps: int, *, past: Tensor | int = 0, recurrent: bool
 ) -> Mask:
-    """Read what users and `generate` hand over as `attention_mask`.
+    """Read an `attention_mask` of a user or of `generate`.
 
-    That is None; (B, past + T), 1 at tokens and 0 at padding; the masks by layer type that
-    `generate` makes for static caches; and, unless the model is `recurrent`, (B, H, T, S).
+    It is None; (B, past + T), 1 at tokens and 0 at padding; masks by layer type, as `generate`
+    makes them for static caches; or, unless the model is `recurrent`, (B, H, T, S).
 
-    Its values are looked at, which waits for the device, but not in compiled code. Raises
-    ValueError for other forms, sizes (unless `past` is on the device) and values, and for padding
-    between the tokens of a row.
+    Values are checked, which waits for the device, but not in compiled code. Raises ValueError for
+    other types, sizes (unless `past` is on the device) and values, and for padding between the
+    tokens of a row.
     """
     if mask is None:
         return Mask()
@@ -68,23 +68,23 @@ def read_mask(
     size, length = tuple(mask.shape), past + steps if isinstance(past, int) else None
     if len(size) != 2 or size[0] != batch or length not in (None, size[1]):
         raise ValueError(f"attention_mask must be {_wanted(batch, steps, past)}, got {size}")
-    known = mask.bool()
-    real = known[:, -steps:]
+    tokens = mask.bool()
+    real = tokens[:, -steps:]
     if torch.compiler.is_compiling():
         return Mask(real)
-    holes = (pieces(known) > 1).any()
-    values = (known != mask).any()
-    ends = (known[:, :-1] & ~known[:, 1:]).any()
-    padded, other, split, ends = torch.stack([~real.all(), values, holes, ends]).tolist()
+    holes = (pieces(tokens) > 1).any()
+    values = (tokens != mask).any()
+    ends = (tokens[:, :-1] & ~tokens[:, 1:]).any()
+    padding, other, split, ends = torch.stack([~real.all(), values, holes, ends]).tolist()
     if other:
         raise ValueError("attention_mask must hold 1 at tokens and 0 at padding, got other numbers")
     if split:
-        rows = (pieces(known) > 1).nonzero().flatten().tolist()
+        rows = (pieces(tokens) > 1).nonzero().flatten().tolist()
         raise ValueError(
             "attention_mask has holes: the tokens of a row must be one piece, with padding before "
             f"and behind it alone, got padding between the tokens of the rows {rows}"
         )
-    return Mask(real if padded else None, None, ends)
+    return Mask(real if padding else None, None, ends)
 
 
 def _wanted(batch: int, steps: int, past: Tensor | int) -> str:
@@ -93,7 +93,7 @@ def _wanted(batch: int, steps: int, past: Tensor | int) -> str:
 
 
 def _of_attention(mask: Tensor, batch: int, steps: int, recurrent: bool) -> Tensor:
-    """Return a mask of keys by query as attention takes it: bool, or numbers to add to scores."""
+    """Return a mask of keys by query as attention reads it: bool, or numbers to add to scores."""
     size = tuple(mask.shape)
     if recurrent:
         raise ValueError(
@@ -115,18 +115,18 @@ def _of_attention(mask: Tensor, batch: int, steps: int, recurrent: bool) -> Tens
 
 
 def require_left(mask: Mask) -> None:
-    """Raise ValueError where a cache would go on from padding."""
+    """Check that a cache would not continue after padding."""
     if mask.ends:
         raise ValueError(
-            "rows are padded on the right, and a cache would go on from the padding: pad on the "
-            "left (tokenizer.padding_side = 'left'), or pass use_cache=False"
+            "rows are padded on the right, and a cache would continue after the padding: pad on "
+            "the left (tokenizer.padding_side = 'left'), or pass use_cache=False"
         )
 
 
 def left_aligned(
     inputs: Tensor | None, kwargs: dict[str, Any]
 ) -> tuple[Tensor | None, dict[str, Any]]:
-    """`generate`'s prompts with their padding on the left; those after a cache as they are."""
+    """Move the padding of `generate`'s prompts to the left, unless they follow a cache."""
     mask = kwargs.get("attention_mask")
     if mask is None or mask.ndim != 2 or any(kwargs.get(name) is not None for name in NAMES):
         return inputs, kwargs
@@ -134,9 +134,9 @@ def left_aligned(
         return inputs, kwargs
     order = mask.bool().int().argsort(dim=1, stable=True)
 
-    def moved(part: Tensor) -> Tensor:
+    def move(part: Tensor) -> Tensor:
         return part.gather(1, order if part.ndim == 2 else order.unsqueeze(-1).expand_as(part))
 
     names = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
-    rows = {name: moved(kwargs[name]) for name in names if kwargs.get(name) is not None}
-    return None if inputs is None else moved(inputs), kwargs | rows
+    rows = {name: move(kwargs[name]) for name in names if kwargs.get(name) is not None}
+    return None if inputs is None else move(inputs), kwargs | rows

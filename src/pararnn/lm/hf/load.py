@@ -13,21 +13,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pararnn.lm.checkpoint import MODEL_TYPE, CheckpointError, read_config
 
 HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""What a name on the Hub looks like."""
+"""Pattern of names on the Hub."""
 
 
 def load_folder(folder: Path | str, dtype: str = "auto") -> tuple[Any, Any]:
-    """The model and the tokenizer of a folder, nothing drawn at random and, of ours, none left out.
+    """Load the model and the tokenizer of a folder.
 
+    Every weight of the model is in the folder, and every weight in a folder of ours is the model's.
     dtype: of the weights; "auto" is the folder's. Raises CheckpointError where the folder holds no
     such model, CellError for a cell that cannot be imported.
     """
-    read_config(Path(folder))  # a name that is no folder would be looked for on the Hub
+    read_config(Path(folder))  # else a name that is no folder would be looked for on the Hub
     return _load(Path(folder), dtype, local_files_only=True)
 
 
 def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """As `load_folder`; a name that is no folder is looked for on the Hub."""
+    """Load as `load_folder`; a name that is no folder is looked for on the Hub."""
     if Path(name).exists() or not HUB.fullmatch(name):
         return load_folder(name, dtype)
     try:
@@ -52,7 +53,7 @@ def _load(name: Path | str, dtype: str, **where: bool) -> tuple[Any, Any]:
     if missing:
         raise CheckpointError(f"{name} misses the weight {missing[0]}, {len(missing)} in all")
     more = sorted(info["unexpected_keys"])
-    if more and model.config.model_type == MODEL_TYPE:  # of others, some have such and need none
+    if more and model.config.model_type == MODEL_TYPE:  # some other models have such weights
         raise CheckpointError(
             f"{name} holds a weight that the model has not: {more[0]}, {len(more)} in all"
         )

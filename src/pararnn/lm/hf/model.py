@@ -1,4 +1,4 @@
-"""The language models as transformers has them: a thin adapter around the backbone."""
+"""The language models for transformers: a thin adapter around the backbone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import CarriedCache, LayerCache
-from pararnn.lm.hf.cache import NAME, NAMES, LayerView, count, counted, either
+from pararnn.lm.hf.cache import NAME, NAMES, LayerView, count, either, with_count
 from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import Mask, documents_restart, left_aligned, read_mask, require_left
 from pararnn.lm.loss import Head, logits_loss
@@ -28,19 +28,19 @@ from pararnn.parameters import Draw, draw
 
 
 def is_recurrent(config: ParaRNNConfig) -> bool:
-    """Whether a layer is recurrent: it cannot go back, and knows tokens and padding alone."""
+    """Return whether a layer is recurrent: it cannot go back to an earlier token."""
     return "linear_attention" in config.layer_types
 
 
 ATTENTION = ("sdpa", "eager", None)
-"""How attention may be computed: by PyTorch's kernels, or operation by operation."""
+"""Implementations of attention: PyTorch's kernels, or operation by operation."""
 
 INITIALISED = "_is_hf_initialized"
-"""How transformers marks modules that are not to be drawn again."""
+"""Attribute by which transformers marks modules that are not to be drawn again."""
 
 
 class ParaRNNPreTrainedModel(PreTrainedModel):
-    """What both models share: how they are loaded, initialised and spread over devices."""
+    """Base of the models: loading, initialisation, and placement on devices."""
 
     config_class = ParaRNNConfig
     config: ParaRNNConfig
@@ -52,7 +52,7 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     # A recurrent state cannot go back: assisted generation would silently differ from greedy.
     _is_stateful = True
-    # What is per channel stays float32, as solvers read it (the numerics contract).
+    # Parameters per channel stay float32, as solvers read them (the numerics contract).
     _keep_in_fp32_modules_strict = ["cell", "rnn.bias"]
 
     def __init__(self, config: ParaRNNConfig) -> None:
@@ -63,17 +63,17 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw as `pararnn.LanguageModel` does; transformers keeps what was loaded from it.
+        """Draw as `pararnn.LanguageModel` does; transformers protects what was loaded.
 
-        It is called for modules that own parameters, so these know how theirs start.
+        It is called for modules that own parameters, so each of these stores its own draws.
         """
         starts: dict[str, Draw] = module.__dict__.get("starts", {})
         if not starts and isinstance(module, (nn.Embedding, nn.Linear)):  # heads of any kind
             starts = {"weight": input_draw(module.weight.shape[1])}
             if getattr(module, "bias", None) is not None:
                 starts["bias"] = Draw("constant")
-        for name, how in starts.items():
-            draw(getattr(module, name), how)
+        for name, start in starts.items():
+            draw(getattr(module, name), start)
 
     def _set_gradient_checkpointing(
         self,
@@ -81,7 +81,7 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
         gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """Set it as transformers does, which counts layers of its own class only."""
+        """Set it as transformers does, whose count of layers finds only its own class."""
         if every_n_layers < 1:
             raise ValueError(f"every_n_layers must be 1 or more, got {every_n_layers}")
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, every_n_layers)
@@ -91,16 +91,16 @@ class ParaRNNPreTrainedModel(PreTrainedModel):
 
 
 def _fetch(layer: nn.Module, args: Any) -> None:
-    """Bring a cell's parameters from where accelerate has put them.
+    """Load a cell's parameters that accelerate has offloaded.
 
-    It does so when a module is called, and layers read their cells' parameters without a call.
+    accelerate loads them when a module is called; layers read their cells' parameters without one.
     """
     hook = getattr(layer.cell, "_hf_hook", None)
     if hook is not None:
         hook.pre_forward(layer.cell)
 
 
-def _put_back(layer: nn.Module, args: Any, result: Any) -> None:
+def _release(layer: nn.Module, args: Any, result: Any) -> None:
     hook = getattr(layer.cell, "_hf_hook", None)
     if hook is not None:
         hook.post_forward(layer.cell, None)
@@ -112,14 +112,14 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
     def __init__(self, config: ParaRNNConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        # transformers says a dtype by PyTorch's default, a backbone keeps its cells in float32.
+        # transformers passes a dtype as PyTorch's default; given one, cells stay float32.
         self.backbone = Backbone(config.to_lm(), dtype=torch.get_default_dtype())
-        for owner, name, how in self.backbone.draws():
-            owner.__dict__.setdefault("starts", {})[name] = how
+        for owner, name, start in self.backbone.draws():
+            owner.__dict__.setdefault("starts", {})[name] = start
         for part in self.backbone.modules():
             if isinstance(part, RecurrentLayer):
                 part.register_forward_pre_hook(_fetch)
-                part.register_forward_hook(_put_back)
+                part.register_forward_hook(_release)
         self.post_init()
 
     @can_return_tuple
@@ -139,61 +139,58 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states (B, T, hidden_size) after the last norm.
+        """Compute hidden states (B, T, hidden_size) after the last norm.
 
         Args:
             input_ids: (B, T); or inputs_embeds (B, T, hidden_size).
-            attention_mask: (B, tokens in the cache + T), 1 at tokens and 0 at padding before and
-                behind them; before them alone where a cache is used. What `generate` makes for
-                static caches is taken too, and (B, H, T, S) where all layers are attention.
+            attention_mask: (B, tokens in the cache + T), 1 at tokens and 0 at padding, which may
+                stand before and behind them, with a cache only before them. Also the masks that
+                `generate` makes for static caches, and (B, H, T, S) if all layers are attention.
             position_ids: (B or 1, T); without a cache documents begin where they are 0.
-            cache, past_key_values: a transformers cache to go on from, by the name that it has
-                since transformers 5.24 or by that before; DynamicCache(config=config).
-            use_cache: whether to return a cache; None is the config's, but never in training, nor
-                for packed documents and rows that end in padding.
-            output_attentions: whether to return the weights (B, H, T, S) of the layers that are
-                attention, which is then computed operation by operation, as always where the
-                config's `attn_implementation` is "eager"; None is the config's.
-            cu_seq_lens_q, seq_idx: documents packed into rows, as DataCollatorWithFlattening says
-                it.
-            carried: a cache a layer, for rows in training that go on where those of an earlier step
-                ended; packed documents may be within them. Not with a cache.
+            cache, past_key_values: a transformers cache to continue, by its name since transformers
+                5.24 and the one before; DynamicCache(config=config).
+            use_cache: whether to return a cache; None is the config's, but False in training, for
+                packed documents and for rows that end in padding.
+            output_attentions: whether to return the weights (B, H, T, S) of the attention layers;
+                None is the config's. Attention is then computed operation by operation, as with
+                `attn_implementation` "eager" in the config.
+            cu_seq_lens_q, seq_idx: borders of packed documents, as of DataCollatorWithFlattening.
+            carried: a cache a layer, for rows in training that continue those of an earlier step;
+                they may hold packed documents. Not with a cache.
 
-        Raises ValueError for packed documents with a cache, for padding on the right of rows that a
-        cache is to go on from or between tokens, and for a cache or a mask beside carried states.
+        Raises ValueError for packed documents with a cache, for padding between tokens or, where a
+        cache is used, on the right, and for a cache or a mask in addition to carried states.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, steps = x.shape[:2]
         cache = either(cache, past_key_values)
-        packed = cu_seq_lens_q is not None or seq_idx is not None
+        has_borders = cu_seq_lens_q is not None or seq_idx is not None
         if carried is not None:
             if cache is not None or use_cache or attention_mask is not None:
                 raise ValueError(
-                    "carried states go on from whole rows: give no cache, use_cache or "
-                    "attention_mask"
+                    "carried states continue whole rows: give no cache, use_cache or attention_mask"
                 )
-            # A document may begin at a row's first token, which only its position says.
-            packed, use_cache = packed or position_ids is not None, False
-        elif not packed and position_ids is not None:
-            wanted = cache is not None or bool(use_cache)
-            packed = documents_restart(position_ids, attention_mask, wanted)
-        if packed and (cache is not None or use_cache):
+            # A document may begin at a row's first token, which only its position tells.
+            has_borders, use_cache = has_borders or position_ids is not None, False
+        elif not has_borders and position_ids is not None:
+            has_cache = cache is not None or bool(use_cache)
+            has_borders = documents_restart(position_ids, attention_mask, has_cache)
+        if has_borders and (cache is not None or use_cache):
             raise ValueError(
                 "packed documents cannot be kept in a cache: give each its own row, padded on the "
                 "left, or use_cache=False"
             )
         recurrent = is_recurrent(self.config)
         if cache is not None:
-            counted(cache, self.config.layer_types)
+            with_count(cache, self.config.layer_types)
         past = 0 if cache is None else cache.get_seq_length()
         mask = read_mask(attention_mask, batch, steps, past=past, recurrent=recurrent)
         if use_cache is None:
-            alone = packed or self.training or mask.ends
-            use_cache = self.config.use_cache and not alone
+            use_cache = self.config.use_cache and not (has_borders or self.training or mask.ends)
         if cache is None and use_cache:
-            cache = counted(DynamicCache(config=self.config), self.config.layer_types)
+            cache = with_count(DynamicCache(config=self.config), self.config.layer_types)
         views: Sequence[LayerCache] | None = carried
         if cache is None and mask.attend is None:
             rows = rows_of(
@@ -201,14 +198,14 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
                 steps,
                 x.device,
                 padding_mask=mask.real,
-                position_ids=position_ids if packed else None,
+                position_ids=position_ids if has_borders else None,
                 cu_seq_lens=cu_seq_lens_q,
                 document=seq_idx,
                 attention=self.backbone.needs_positions,
             )
             if position_ids is not None:
                 rows = rows._replace(positions=position_ids)
-        elif packed:
+        elif has_borders:
             raise ValueError(
                 "packed documents and an attention_mask of four dimensions both say which tokens "
                 "are seen: give one"
@@ -226,16 +223,16 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             weights = []
             rows = rows._replace(weights=weights.append)
         elif kind == "eager":
-            rows = rows._replace(weights=_unheard)
+            rows = rows._replace(weights=_ignore)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        seen: list[Tensor] | None = [] if output_hidden_states else None
-        out = self.backbone(x, rows, views, None if seen is None else seen.append)
+        states: list[Tensor] | None = [] if output_hidden_states else None
+        out = self.backbone(x, rows, views, None if states is None else states.append)
         if cache is not None:
             count(cache, x)
         return BaseModelOutputWithPast(
             last_hidden_state=out,
-            hidden_states=None if seen is None else (*seen, out),
+            hidden_states=None if states is None else (*states, out),
             attentions=None if weights is None else tuple(weights),
             **{NAME: cache},
         )
@@ -244,21 +241,23 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         self,
         x: Tensor,
         mask: Mask,
-        given: Any,
+        argument: Any,
         position_ids: Tensor | None,
         past: Tensor | int,
         cache: Cache | None,
     ) -> Rows:
-        """Return rows after those of a cache, or of a mask by keys; transformers makes attention's
-        masks for its kinds of cache."""
+        """Build the rows after those of a cache, or of a mask by keys.
+
+        transformers makes attention's masks for its kinds of cache. argument: the attention_mask.
+        """
         attend = mask.attend
         if position_ids is None:
             position_ids = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
-        if self.backbone.needs_positions and attend is None and not isinstance(given, dict):
+        if self.backbone.needs_positions and attend is None and not isinstance(argument, dict):
             attend = create_causal_mask(
                 config=self.config,
                 inputs_embeds=x,
-                attention_mask=given,
+                attention_mask=argument,
                 position_ids=position_ids,
                 **{NAME: cache},
             )
@@ -266,8 +265,8 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         return Rows(position_ids, start, since, mask.real, attend)
 
 
-def _unheard(weights: Tensor) -> None:
-    """Take attention's weights that nobody asked for."""
+def _ignore(weights: Tensor) -> None:
+    """Do nothing with attention's weights."""
 
 
 class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
@@ -276,7 +275,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let transformers know a subclass, also one that `fully_shard` makes, by its name."""
+        """Register a subclass's name with transformers, also that of one made by `fully_shard`."""
         super().__init_subclass__(**kwargs)
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
 
@@ -302,19 +301,19 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, T, vocab_size), and with labels the loss.
+        """Compute logits (B, T, vocab_size), and with labels the loss.
 
         Args:
-            labels: (B, T), the tokens themselves, -100 where none is asked for. In training the
-                loss is computed without ever making all logits: `logits` is None then.
-            logits_to_keep: only the last so many positions, or those of an index; 0 is all.
-            num_items_in_batch: the number of labels that the loss is divided by, over all batches
-                of an optimizer step; None is the number in this batch.
-            shift_labels: (B, T), the label that each position predicts, in place of `labels`: as
-                collators make them that know the borders of what they pack.
+            labels: (B, T), the tokens themselves, -100 at those without loss. In training the loss
+                is computed without making all logits: `logits` is None then.
+            logits_to_keep: number of last positions, or an index of positions; 0 is all.
+            num_items_in_batch: divisor of the loss, the number of labels over all batches of an
+                optimizer step; None is the number in this batch.
+            shift_labels: (B, T), the label that each position predicts, in place of `labels`: some
+                collators of packed documents make them.
             others: as in `ParaRNNModel.forward`.
         """
-        # No argument of its own: transformers would take it for a label that every batch must have.
+        # Not in the signature: transformers would expect such labels in every batch.
         shift_labels = kwargs.pop("shift_labels", None)
         out = self.model(
             input_ids,
@@ -328,15 +327,18 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         )
         hidden = out.last_hidden_state
         loss = logits = None
-        asked = labels if shift_labels is None else shift_labels
-        if asked is not None:
-            how: dict[str, Any] = {"z_loss": self.config.z_loss, "num_items": num_items_in_batch}
-            how["shift"] = shift_labels is None
+        targets = labels if shift_labels is None else shift_labels
+        if targets is not None:
+            options: dict[str, Any] = {
+                "z_loss": self.config.z_loss,
+                "num_items": num_items_in_batch,
+                "shift": shift_labels is None,
+            }
             if isinstance(self.lm_head, Head):
-                loss = self.lm_head(hidden, asked, **how)
-            else:  # an adapter's, of which weight is only a part
-                loss = logits_loss(self.lm_head(hidden), asked, **how)
-        if asked is None or not self.training:
+                loss = self.lm_head(hidden, targets, **options)
+            else:  # an adapter's, whose logits are not those of its weight
+                loss = logits_loss(self.lm_head(hidden), targets, **options)
+        if targets is None or not self.training:
             keep = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
@@ -350,35 +352,35 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         )
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Put another head in; a linear one, as `resize_token_embeddings` makes it, gives the loss.
+        """Set another head; a linear one, as of `resize_token_embeddings`, becomes a `Head`.
 
-        It would have to make all logits for it.
+        Others have to make all logits for the loss.
         """
         head = new_embeddings
         if type(head) is nn.Linear and head.bias is None:
             new_embeddings = Head(head.in_features, head.out_features, bias=False, device="meta")
             new_embeddings.weight = head.weight
-            if hasattr(head, INITIALISED):  # or `post_init` would draw it anew
+            if hasattr(head, INITIALISED):  # else `post_init` would draw it anew
                 setattr(new_embeddings, INITIALISED, True)
         super().set_output_embeddings(new_embeddings)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As `GenerationMixin.generate`; rows padded on the right are padded on the left first.
+        """Generate as `GenerationMixin`, after moving padding on the right to the left.
 
-        What comes back begins with the prompts as they were continued: padded on the left.
+        The returned rows begin with the prompts padded on the left.
         """
         inputs, kwargs = left_aligned(inputs, kwargs)
-        parent: Any = super()  # its annotations ask for a protocol that mypy does not find here
+        parent: Any = super()  # its annotations need a protocol that mypy does not find here
         return parent.generate(inputs, *args, **kwargs)
 
     def create_masks_for_generate(self, **kwargs: Any) -> Any:
-        """What `generate` hands to `forward` with a static cache, by layer type.
+        """Make `generate`'s masks for `forward` with a static cache, by layer type.
 
-        transformers' own takes single tokens for real, and padding on either side.
+        transformers' function reads single tokens as real, and accepts padding on either side.
         """
-        given, (batch, steps) = kwargs["attention_mask"], kwargs["inputs_embeds"].shape[:2]
+        argument, (batch, steps) = kwargs["attention_mask"], kwargs["inputs_embeds"].shape[:2]
         past = kwargs[NAME].get_seq_length()
-        mask = read_mask(given, batch, steps, past=past, recurrent=is_recurrent(self.config))
+        mask = read_mask(argument, batch, steps, past=past, recurrent=is_recurrent(self.config))
         require_left(mask)
         return {**create_masks_for_generate(**kwargs), "linear_attention": mask.real}
 
@@ -388,5 +390,5 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         parent: Any = super()
         result = parent._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         if model_kwargs.get(NAME) is not None:
-            counted(model_kwargs[NAME], self.config.layer_types)
+            with_count(model_kwargs[NAME], self.config.layer_types)
         return result
