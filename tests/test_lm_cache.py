@@ -142,9 +142,7 @@ def attended(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[LanguageModel,
 
 
 @pytest.mark.parametrize("kind", MIXERS)
-def test_growing_caches_do_not_use_cudnn(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_growing_caches_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     model, allowed = attended(monkeypatch, kind)
     row = torch.randint(61, (1, 9))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):

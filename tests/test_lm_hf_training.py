@@ -228,7 +228,7 @@ def test_adapters_train_merge_and_reload(kind, how, tmp_path):
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, **ADAPTERS[how])
     model = peft.get_peft_model(copy.deepcopy(base), config).train()
     names = {name.split(".lora_")[0] for name, _ in model.named_parameters() if "lora_" in name}
-    assert len(names) >= 2
+    assert names
     trained(model)
     with torch.no_grad():
         want = model(ROW).logits

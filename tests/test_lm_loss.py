@@ -100,15 +100,6 @@ def test_gradcheck_in_float64():
     assert causal_lm_loss(*leaves, labels).dtype == torch.float64
 
 
-def test_z_loss_is_the_mean_of_squares():
-    hidden, weight, labels = tensors(2, 30)
-    lse = F.linear(hidden, weight)[:, :-1].logsumexp(-1)[labels[:, 1:] != -100]
-    added = causal_lm_loss(hidden, weight, labels, z_loss=0.3) - causal_lm_loss(
-        hidden, weight, labels
-    )
-    torch.testing.assert_close(added, 0.3 * lse.square().mean(), rtol=1e-5, atol=0)
-
-
 def test_labels_are_not_changed_and_of_any_integer_dtype():
     hidden, weight, labels = tensors(2, 30)
     before = labels.clone()

@@ -14,11 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import lm_decode
 import mamba2
 
-from pararnn.lm import preset, sample
+from pararnn.lm import sample
 from pararnn.tasks.mamba2 import scan
 
 SIZES = mamba2.TINY
-COUNTS = {"400M": 409_072_640, "1B": 1_425_263_104, "2.9B": 2_832_074_240, "7B": 6_959_771_648}
 
 
 def small_model() -> mamba2.LanguageModel:
@@ -60,14 +59,6 @@ def test_it_is_transformers_mamba2() -> None:
     model = small_model()
     tokens = torch.randint(50, (2, 30))
     torch.testing.assert_close(model(tokens), theirs(model)(tokens).logits, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("scale", COUNTS)
-def test_its_presets_have_the_papers_parameters(scale: str) -> None:
-    sizes = preset("mamba2", scale).model
-    with torch.device("meta"):
-        model = mamba2.language_model(sizes)
-    assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[scale]
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -90,13 +89,6 @@ def test_steps_against_the_context(tmp_path, monkeypatch) -> None:
     assert read_rows(path)[-1]["note"] == "out of memory"
 
 
-def test_tokens_of_a_step_are_the_same_at_every_length() -> None:
-    found = lm_context.cases(list(lm_context.LENGTHS))
-    sizes = {case.length: case.batch * case.length for case in found}
-    assert sizes == {2048: 32768, 8192: 32768, 32768: 32768, 65536: 65536, 131072: 131072}
-    assert len(found) == 4 * 5
-
-
 def test_generation_by_the_papers_protocol(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "lm_generate.csv"
@@ -126,25 +118,6 @@ def test_first_texts_by_the_kernels_that_attention_may_take(monkeypatch) -> None
             allowed.clear()
     assert all(0 < row["median_ms"] <= row["max_ms"] for row in rows)
     assert [(row["kernels"], row["text"]) for row in rows] == CHOICES_AND_TEXTS
-
-
-def test_longer_generations_come_before_more_of_the_short(monkeypatch) -> None:
-    model = mamba2.language_model(lm_step.smoke_cases()[0].config).eval()
-
-    def repeated(call: Any, number: int, repeat: int) -> list[float]:
-        return [float(call.args[0])] * repeat
-
-    monkeypatch.setattr(lm_generate.timeit, "timeit", lambda call, number: 1.0)
-    monkeypatch.setattr(lm_generate.timeit, "repeat", repeated)
-    for seconds, repeats in {9.0: [3, 1, 1], 7.0: [1, 1, 1], 4.0: [2, 1], 40.0: [5, 5, 5]}.items():
-        found = lm_generate.curve(model, "cache", (1, 2, 4), seconds)
-        assert [row["repeats"] for row in found] == repeats
-
-
-def test_generation_ends_with_its_seconds(capsys) -> None:
-    model = mamba2.language_model(lm_step.smoke_cases()[0].config).eval()
-    assert not list(lm_generate.curve(model, "cache", (10**9,), seconds=1.0))
-    assert "1 s do not reach lengths 1000000000" in capsys.readouterr().out
 
 
 @torch.no_grad()
@@ -180,31 +153,6 @@ def test_ratios_of_steps_stand_next_to_the_papers(monkeypatch) -> None:
     assert lines[-2].startswith("| mamba2-7B | 2 GPUs, `pararnn train` | 150.0 | ")
     assert lines[-2].endswith(" | 1.50 |  |")
     assert len(lines) == 4 + 4 * 4
-
-
-def test_steps_of_a_size_have_the_same_tokens() -> None:
-    found = lm_step.cases()
-    sizes = {(case.name.split("-")[1], case.batch * case.length) for case in found}
-    assert sizes == {("400M", 32_768), ("1B", 16_384)}
-    assert len(found) == 4 * 3 + 4 * 2 + 2
-    assert {case.name for case in found if case.packed} == {"gru-400M", "lstm-400M"}
-
-
-def test_documents_fill_a_row() -> None:
-    borders = lm_step.borders_of(32_768)
-    assert (borders[0], borders[-1]) == (0, 32_768)
-    assert len(borders) > 8
-    assert 0 < borders.diff().min() <= borders.diff().max() <= 4096
-
-
-def test_what_follows_from_the_times_of_steps() -> None:
-    found = lm_step.figures([100.0, 90.0, 200.0], 400_000_000, 32_768)
-    assert found == {
-        "median_ms": 100.0,
-        "min_ms": 90.0,
-        "tokens_per_s": 327_680,
-        "mfu_percent": pytest.approx(6 * 4e8 * 327_680 / 989e12 * 100, abs=0.01),
-    }
 
 
 def test_rows_take_the_place_of_their_case(tmp_path) -> None:

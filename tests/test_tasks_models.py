@@ -161,24 +161,6 @@ def test_folded_seeds_equal_separate_models(mixer):
     assert torch.allclose(folded(batch[0].inputs, shared=True)[0], outputs[0], atol=1e-6)
 
 
-@pytest.mark.parametrize("mixer", ["gru", "mamba2"])
-def test_training_seeds_together_equals_training_them_separately(mixer):
-    task = TASKS["parity"].at(12)
-    config = model_config("parity", mixer, width=16, heads=2, clip=0.1)
-    options = {"rows": 64, "batch": 8, "steps": 20, "lr": 0.01}
-    together = make_folded(task, config, (5, 6, 7), "cpu")
-    stepper = Stepper(together, task, TrainConfig(seeds=3, seed=5, **options))
-    for _ in range(20):
-        stepper()
-    for index in range(3):
-        alone = make_folded(task, config, (5 + index,), "cpu")
-        one = Stepper(alone, task, TrainConfig(seeds=1, seed=5 + index, **options))
-        for _ in range(20):
-            one()
-        for name, weight in together.weights.items():
-            assert torch.allclose(weight[index], alone.weights[name][0], rtol=1e-3, atol=1e-5), name
-
-
 def test_a_step_is_the_papers():
     """Against AdamW on a model of its own, on the same sequences."""
     task = TASKS["parity"].at(12)
