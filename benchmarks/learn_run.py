@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,12 +23,13 @@ import numpy as np
 import torch
 from learn_models import Make, body_size
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from pararnn.lm.compiled import compile_repeatably
 from pararnn.lm.loss import IGNORED
 from pararnn.train.config import OptimiserConfig
 from pararnn.train.corpus.packing import Part, meta_of
-from pararnn.train.optimiser import make_adamw, make_scheduler
+from pararnn.train.optimiser import make_adamw, share
 from pararnn.train.order import RowSampler
 from pararnn.train.sharding import clip_gradients
 
@@ -151,7 +153,10 @@ class Learned:
         self._hand_over()
         self.config = OptimiserConfig(learning_rate=rate)
         optimizer = make_adamw(self.master, self.config, fused=self.device.type == "cuda")
-        return optimizer, make_scheduler(optimizer, self.config, steps)
+        return optimizer, LambdaLR(
+            optimizer,
+            partial(share, steps=steps, warmup=self.config.warmup, final=self.config.final),
+        )
 
     def step(self, tokens: Tensor, optimizer: Any, scheduler: Any) -> Tensor:
         """One step on tokens (B, T); its loss, which nobody has waited for."""

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from lm_launch import PARAMETERS, TOO_LARGE, TRACE
 from torch.profiler import ProfilerActivity, profile, schedule
 from train_step import PEER, described, empty_model
-from transformers import TrainerCallback
 
 from pararnn import cli
 from pararnn.lm.presets import SCALES
@@ -36,7 +35,7 @@ class Measured(Exception):
     """All steps that were asked for are done."""
 
 
-class End(TrainerCallback):
+class End:
     """Ends a run after some steps; before that, profiles two more, the first of them to warm up."""
 
     def __init__(self, steps: int, trace: Path | None, first: bool) -> None:
@@ -45,10 +44,11 @@ class End(TrainerCallback):
         self.profiler: profile | None = None
         self.trace = trace
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.end:
+    def begin(self, step: int) -> None:
+        """Call before a step, with the number of those before it."""
+        if step == self.end:
             raise Measured
-        if state.global_step == self.profiled:
+        if step == self.profiled:
             self.profiler = profile(
                 activities=list(activities()),
                 schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
@@ -56,8 +56,9 @@ class End(TrainerCallback):
             )
             self.profiler.start()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.profiler is not None and state.global_step <= self.end:
+    def finish(self) -> None:
+        """Call after a step."""
+        if self.profiler is not None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # kernels of one step only, and all of them
             self.profiler.step()
@@ -77,12 +78,21 @@ def ending(options: dict[str, Any]) -> type[trainer.RunTrainer]:
             super().__init__(config, *others)
             rank, out = os.environ.get("RANK", "0"), Path(config.out)
             (out / f"pid-{rank}").write_text(str(os.getpid()))
-            first = self.is_world_process_zero()
+            first = self.rank == 0
+            self.end: End | None = None
             if first:
-                (out / PARAMETERS).write_text(str(self.flops_of_token // 6))
+                (out / PARAMETERS).write_text(str(sum(each.numel() for each in self.parameters)))
             if options["steps"] is not None:
                 trace = out / TRACE if options["profile"] else None
-                self.add_callback(End(options["steps"], trace, first))
+                self.end = End(options["steps"], trace, first)
+
+        def learn(self, parts: Any) -> Any:
+            if self.end is None:
+                return super().learn(parts)
+            self.end.begin(self.step)
+            found = super().learn(parts)
+            self.end.finish()
+            return found
 
     return Trainer
 

@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -32,16 +33,15 @@ import torch
 from common import RESULTS, add_row, provenance
 from mamba2 import TINY, Sizes, ends, put_blocks
 from torch.utils.data import Dataset
-from transformers import TrainerCallback
 
 from pararnn.lm import preset
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.train.config import RunConfig
-from pararnn.train.optimiser import make_adamw, make_scheduler
+from pararnn.train.optimiser import make_adamw, set_rate
 from pararnn.train.overrides import resolved
 from pararnn.train.recipes import BYTE_VOCAB, recipe
-from pararnn.train.setup import bare_model, make_arguments, spread
-from pararnn.train.sharding import clip_gradients, launched, process_group
+from pararnn.train.setup import bare_model, prepare_model
+from pararnn.train.sharding import clip_gradients, own_device, process_count, process_group
 from pararnn.train.trainer import PEAK_FLOPS, RunTrainer
 
 PEER = "mamba2-"
@@ -108,8 +108,8 @@ class RandomData(NamedTuple):
     bytes_per_token: float = 1.0
 
 
-class Clock(TrainerCallback):
-    """Marks the end of every step; ends the run after those of the warm-up and so many more."""
+class Clock:
+    """Marks of the ends of all steps: those of the warm-up and `steps` more."""
 
     def __init__(self, warmup: int, steps: int) -> None:
         self.warmup, self.steps, self.marks = warmup, warmup + steps, list[Any]()
@@ -122,10 +122,6 @@ class Clock(TrainerCallback):
         else:
             self.marks.append(time.perf_counter())
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.tick()
-        control.should_training_stop = len(self.marks) == self.steps
-
     def times(self) -> list[float]:
         """ms from mark to mark, those of the warm-up left out."""
         marks = self.marks[self.warmup - 1 :]
@@ -135,34 +131,51 @@ class Clock(TrainerCallback):
         return [(end - begin) * 1e3 for begin, end in itertools.pairwise(marks)]
 
 
+class Measured(Exception):
+    """Every step that is to be timed has been made."""
+
+
+class Timed(RunTrainer):
+    """`pararnn train`'s loop, which ends with the clock's last mark."""
+
+    def __init__(self, config: RunConfig, data: RandomData, clock: Clock) -> None:
+        super().__init__(config, data, own_device())
+        self.clock = clock
+
+    def learn(self, parts: Any) -> Any:
+        found = super().learn(parts)
+        self.clock.tick()
+        if len(self.clock.marks) == self.clock.steps:
+            raise Measured
+        return found
+
+
 def by_trainer(config: RunConfig, data: RandomData, clock: Clock) -> None:
     """`pararnn train`'s own path."""
     if config.name.startswith(PEER):
-        raise ValueError(f"no Trainer takes {config.name}: give --paths bare")
-    trainer = RunTrainer(config, data)
-    trainer.add_callback(clock)
-    trainer.train()
+        raise ValueError(f"`pararnn train` has no {config.name}: give --paths bare")
+    with suppress(Measured):
+        Timed(config, data, clock).run()
 
 
 def bare(config: RunConfig, data: RandomData, clock: Clock) -> None:
     """The same in a loop that anyone could write."""
-    device = make_arguments(config, launched()).device  # asks for the launcher's process group
+    device = own_device()
     rank = torch.distributed.get_rank()
-    model = spread(empty_model(config), config, device)
+    model = prepare_model(empty_model(config), config, device)
     model.config.use_cache = False
     optimizer = make_adamw(model, config.optimiser, fused=device.type == "cuda")
-    scheduler = make_scheduler(optimizer, config.optimiser, config.steps)
     parameters = list(model.parameters())
     model.train()
     for step in range(clock.steps):
-        first = (step * launched() + rank) * config.device_batch
+        first = (step * process_count() + rank) * config.device_batch
         rows = [data.train[first + row]["input_ids"] for row in range(config.device_batch)]
         tokens = torch.stack(rows).pin_memory() if device.type == "cuda" else torch.stack(rows)
         tokens = tokens.to(device, non_blocking=True)
         model(tokens, labels=tokens).loss.backward()
         clip_gradients(parameters, config.optimiser.grad_norm)
+        set_rate(optimizer, config.optimiser, step, config.steps)
         optimizer.step()
-        scheduler.step()
         optimizer.zero_grad()
         clock.tick()
 
@@ -191,11 +204,11 @@ def measure(config: RunConfig, path: str, warmup: int, steps: int) -> dict[str, 
     tokens, mean = config.batch * length, statistics.mean(times)
     name = torch.cuda.get_device_name() if on_gpu else ""
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-    mfu = 6 * parameters * tokens / mean * 1e3 / launched() / peak if peak else None
+    mfu = 6 * parameters * tokens / mean * 1e3 / process_count() / peak if peak else None
     return {
         "recipe": config.name,
         "path": path,
-        "gpus": launched(),
+        "gpus": process_count(),
         "rows_a_gpu": config.device_batch,
         "T": length,
         "parameters": parameters,
@@ -233,7 +246,7 @@ def main() -> None:
             config = replace(
                 config,
                 device_batch=args.rows,
-                batch=args.rows * launched(),
+                batch=args.rows * process_count(),
                 steps=10_000,
                 save_every=never,
                 valid_every=never,

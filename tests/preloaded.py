@@ -2,7 +2,6 @@
 
 import gc
 
-import accelerate  # noqa: F401
 import pytest  # noqa: F401
 import torch
 import torch.distributed.fsdp

@@ -48,7 +48,7 @@ def _run(check: Callable[..., None], *args: int) -> None:
 
 
 def _process(rank: int, check: Callable[[int], None], port: int, world: int) -> None:
-    if world > 1:  # as torchrun says it, so that accelerate finds it too
+    if world > 1:  # as torchrun sets it
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

@@ -15,7 +15,7 @@ ROOT = Path(pararnn.__file__).parent
 # show it in this order.
 FLOW = [
     ["device"],
-    ["atomic", "errors", "numerics", "parameters", "records", "version"],
+    ["atomic", "errors", "numerics", "parameters", "records", "values", "version"],
     ["cache", "extras", "palette"],
     ["progress"],
     ["cells"],

@@ -7,11 +7,11 @@ import pytest
 
 from pararnn.errors import TrainingError
 from pararnn.train import files, sums
-from pararnn.train.files import MARK, beside
+from pararnn.train.files import MARK, replace_own
 
 
 def write(folder, names, kind="model", text="ours"):
-    with beside(folder, kind) as new:
+    with replace_own(folder, kind) as new:
         for name in names:
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).write_text(f"{text} {name}")

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
 
@@ -190,14 +189,14 @@ def test_a_run_holds_its_folder_to_its_end(tmp_path, monkeypatch):
         log(self, *args)
         with pytest.raises(TrainingError, match=f"at work in .*process {os.getpid()} on"):
             run_training(config(tmp_path / "run"), Packed())
-        held.append(self.state.global_step)
+        held.append(self.step)
 
     monkeypatch.setattr(RunTrainer, "log", second)
     for _ in range(2):  # the folder is new, and there
         run_training(config(tmp_path / "run", steps=len(held) + 1, save_every=1), Packed())
     assert held
     monkeypatch.undo()
-    with folder_module.claimed(tmp_path / "run"):
+    with folder_module.claim(tmp_path / "run"):
         pass
 
 
@@ -206,14 +205,14 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with folder_module.claimed(tmp_path):
+    with folder_module.claim(tmp_path):
         assert "without locks" in capsys.readouterr().out
 
     def fails(file, how):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", fails)
-    with pytest.raises(OSError, match="Input/output"), folder_module.claimed(tmp_path):
+    with pytest.raises(OSError, match="Input/output"), folder_module.claim(tmp_path):
         pass
 
 

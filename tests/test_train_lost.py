@@ -11,7 +11,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from undrawn import undrawn
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 pytest.importorskip("tokenizers")
 
 from test_train_trainer import losses
@@ -50,7 +49,7 @@ def dies(folder, out):
 
     def dying(self, *args):
         log_row(self, *args)
-        if os.environ["RANK"] == "1" and self.state.global_step == 5:
+        if os.environ["RANK"] == "1" and self.step == 5:
             os.kill(os.getpid(), SIGKILL)
 
     trainer.RunTrainer.log = dying

@@ -12,14 +12,13 @@ import torch
 from torch.utils.data import Dataset
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 from lm_kinds import options
 from test_train_trainer import Packed, config, losses, same_bits, weights
 
 from pararnn.errors import TrainingError
 from pararnn.lm.config import LMConfig
-from pararnn.train import telemetry
+from pararnn.train import reports, telemetry
 from pararnn.train import trainer as trainer_module
 from pararnn.train.config import DataConfig
 from pararnn.train.feed import StepSampler, batches, make_loader, steps_of_epoch
@@ -45,7 +44,7 @@ class Virtual(Dataset):
 
 
 def rows_of(asked, count, rank=0, world=1, first=0):
-    return list(StepSampler(asked, count, rank, world, lambda: first))
+    return list(StepSampler(asked, count, rank, world, first))
 
 
 def joined(lists):
@@ -55,7 +54,7 @@ def joined(lists):
 def test_after_200_000_batches_no_row_before_is_read(tmp_path):
     asked = config(tmp_path, steps=300_000, batch=16, device_batch=16, seed=7)
     rows = Virtual()
-    loader = make_loader(asked, rows, 0, 1, lambda: 200_000)
+    loader = make_loader(asked, rows, 0, 1, 200_000)
     got = [batch["input_ids"].flatten() for batch in itertools.islice(loader, 3)]
     assert rows.read == 3 * 16
     order = itertools.islice(batches(asked, MANY, 0, 0), 200_000, 200_003)
@@ -90,7 +89,7 @@ def test_ranks_share_each_batch_in_any_number(tmp_path):
 
 def test_batches_draw_nothing_from_the_global_generator(tmp_path):
     before = torch.get_rng_state()
-    next(iter(make_loader(config(tmp_path), Virtual(), 0, 1, lambda: 3)))
+    next(iter(make_loader(config(tmp_path), Virtual(), 0, 1, 3)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -150,7 +149,7 @@ def test_random_numbers_and_records_stay(watched, monkeypatch):
 
     monkeypatch.setattr(telemetry, "defect", drawing)
     state = torch.get_rng_state()
-    found = telemetry.checked(model, {"input_ids": ids})
+    found = telemetry.check_solves(model, {"input_ids": ids})
     assert found == {"defect": [0.5, 0.5], "sweeps": [1, 1], "mended": [0, 0]}
     assert torch.equal(torch.get_rng_state(), state)
     after = [part.counts for part in model.modules() if hasattr(part, "counts")]
@@ -174,13 +173,13 @@ def test_a_wrong_state_has_a_defect(watched, monkeypatch):
     monkeypatch.setattr(
         module, "_check", lambda *args: (None, None, SimpleNamespace(checks=[checks]))
     )
-    found = telemetry.checked(model, {"input_ids": torch.arange(12)[None]})
+    found = telemetry.check_solves(model, {"input_ids": torch.arange(12)[None]})
     assert found["defect"] == [math.inf, math.inf]  # as the full check says, which was asked
 
 
 def test_an_infinite_defect_is_logged_and_the_state_is_json(tmp_path, monkeypatch):
     found = {"defect": [math.inf, 0.5], "sweeps": [1, 1], "mended": [0, 0]}
-    monkeypatch.setattr(trainer_module, "checked", lambda *_: found)
+    monkeypatch.setattr(trainer_module, "check_solves", lambda *_: found)
     run_training(config(tmp_path, steps=3, verify_every=1), Packed())
     defects = [row["defect"] for row in read_rows(tmp_path / "log.csv") if row["defect"]]
     assert defects == ["inf 0.5"] * 3
@@ -196,7 +195,7 @@ def test_compiled_blocks_are_checked_too(watched):
         block.compile(fullgraph=True, backend="aot_eager")
     ids = torch.arange(12)[None]
     model(ids, use_cache=False)
-    found = telemetry.checked(model, {"input_ids": ids})
+    found = telemetry.check_solves(model, {"input_ids": ids})
     assert len(found["defect"]) == 2
     assert all(0 < part <= 1 for part in found["defect"])
 
@@ -223,7 +222,7 @@ def test_tensorboard_repeats_no_step_after_a_kill(tmp_path, monkeypatch):
 
     def killed(self, logs, *args):
         log(self, logs, *args)
-        if self.state.global_step == 5:
+        if self.step == 5:
             raise KeyboardInterrupt
 
     asked = config(tmp_path, report_to="tensorboard", save_every=3)
@@ -239,14 +238,14 @@ def test_tensorboard_repeats_no_step_after_a_kill(tmp_path, monkeypatch):
 
 
 def test_without_tensorboard_auto_is_none(monkeypatch):
-    monkeypatch.setattr(telemetry.importlib.util, "find_spec", lambda name: None)
-    assert telemetry.reporting("auto") == "none"
-    assert telemetry.reporting("none") == "none"
+    monkeypatch.setattr(reports.importlib.util, "find_spec", lambda name: None)
+    assert reports.reporting("auto") == "none"
+    assert reports.reporting("none") == "none"
     with monkeypatch.context() as patch:
-        patch.setattr(telemetry, "get_available_reporting_integrations", lambda: ["wandb"])
-        assert telemetry.reporting("wandb") == "wandb"
+        patch.setattr(reports, "get_available_reporting_integrations", lambda: ["wandb"])
+        assert reports.reporting("wandb") == "wandb"
         with pytest.raises(TrainingError, match="one of auto, none, all, wandb, got 'wadnb'"):
-            telemetry.reporting("wadnb")
+            reports.reporting("wadnb")
 
 
 def test_negative_steps_between_checks_raise(tmp_path):

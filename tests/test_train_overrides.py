@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from pararnn.lm import LMConfig
 from pararnn.train.config import CLIPS, PRECISIONS, DataConfig, OptimiserConfig, RunConfig
-from pararnn.train.overrides import KINDS, printed, resolved
+from pararnn.train.overrides import printed, resolved
 from pararnn.train.recipes import RECIPES, recipe
+from pararnn.values import KINDS
 
 RUN = RunConfig("run", LMConfig(64, 3, 256, num_heads=2))
 

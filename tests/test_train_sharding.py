@@ -12,7 +12,6 @@ from lm_kinds import hugging, options
 from processes import initialised, on_processes
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 from test_train_trainer import Packed, config, losses, same_bits, weights
 from undrawn import undrawn

@@ -9,7 +9,6 @@ from lm_kinds import VOCABULARY, hugging, options, tokens
 from processes import launched
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 from test_train_trainer import LENGTH, Packed, Tokenizer, losses, run_until, same_bits, weights
 from test_train_trainer import config as any_config
@@ -108,15 +107,15 @@ def test_any_number_of_ranks_reads_what_two_wrote(tmp_path, world):
     alone = config(tmp_path, batch=8, device_batch=2, steps=1)
     ranks = [carry.Carry(1, 2) for _ in range(2)]
     for rank, each in enumerate(ranks):
-        parts = StepSampler(alone, 8, rank, 2, lambda: 0)
+        parts = StepSampler(alone, 8, rank, 2, 0)
         each.restore({"0.states": torch.stack([rows[at] for at in parts])})
-    gathered = torch.cat([each.named()["0.states"] for each in ranks])
+    gathered = torch.cat([each.tensors()["0.states"] for each in ranks])
     carry.save(ranks[0], tmp_path, lambda _: gathered, True)
     for rank in range(world):
         own = carry.Carry(1, 4 // world)
         carry.load(own, tmp_path, rank, world, torch.device("cpu"))
-        want = list(StepSampler(alone, 8, rank, world, lambda: 0))
-        assert own.named()["0.states"].flatten(1).int().tolist() == want
+        want = list(StepSampler(alone, 8, rank, world, 0))
+        assert own.tensors()["0.states"].flatten(1).int().tolist() == want
 
 
 def test_the_gradient_is_that_of_given_states():

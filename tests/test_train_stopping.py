@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 from processes import on_processes
 from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
@@ -24,6 +23,22 @@ from pararnn.train.stopping import Stop, Stopped
 from pararnn.train.trainer import RunTrainer
 
 pytestmark = pytest.mark.usefixtures("no_curves")
+
+
+def reset_signals():
+    """Heed all signals, also where the shell that began the tests ignores some."""
+    for number in stopping.SIGNALS:
+        own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, own)
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    handlers = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    reset_signals()
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +54,7 @@ def send(patch, number, step, name="log"):
 
     def sending(self, *args, **kwargs):
         found = method(self, *args, **kwargs)
-        if self.state.global_step == step and not sending.sent:
+        if self.step == step and not sending.sent:
             sending.sent = True
             os.kill(os.getpid(), number)
         return found
@@ -68,7 +83,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(whole, tmp_path, monkeypa
 
 def test_a_signal_where_the_step_is_saved_anyway_saves_once(whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        send(patch, signal.SIGTERM, 2, "training_step")
+        send(patch, signal.SIGTERM, 2, "learn")
         with pytest.raises(Stopped, match=r"checkpoint-3$"):
             run_training(config(tmp_path), Packed())
     assert [step for step, _ in checkpoints.checkpoints(tmp_path)] == [3]
@@ -78,13 +93,13 @@ def test_a_signal_where_the_step_is_saved_anyway_saves_once(whole, tmp_path, mon
 
 def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        send(patch, signal.SIGTERM, 0, "training_step")
+        send(patch, signal.SIGTERM, 0, "learn")
         with pytest.raises(Stopped, match=r"goes on from the start$"):
             run_training(config(tmp_path), Packed())
     assert checkpoints.checkpoints(tmp_path) == []
     with monkeypatch.context() as patch:  # nothing new is there to save
         run_until(patch, 4, config(tmp_path))
-        send(patch, signal.SIGTERM, 3, "training_step")
+        send(patch, signal.SIGTERM, 3, "learn")
         with pytest.raises(Stopped, match=r"goes on from .*checkpoint-3$"):
             run_training(config(tmp_path), Packed())
     assert [step for step, _ in checkpoints.checkpoints(tmp_path)] == [3]
@@ -150,11 +165,11 @@ def test_a_second_ctrl_c_ends_a_run_that_is_alone(monkeypatch, launched, ends):
     if launched:
         monkeypatch.setenv("RANK", "0")
     stop = Stop(lambda: "the start")
-    stop.deferred = True
+    stop.waits = True
     for number in (signal.SIGTERM, signal.SIGTERM):
-        stop.ask(number)
+        stop.request(number)
     assert sent == []
-    stop.ask(signal.SIGINT)
+    stop.request(signal.SIGINT)
     end = [(signal.SIGINT, signal.SIG_DFL), signal.SIGINT]
     assert sent == end * ends
     with pytest.raises(Stopped, match="SIGTERM"):
@@ -186,8 +201,9 @@ def blocked(others, ready):
     process = os.fork()
     if process:
         return process
+    reset_signals()
     with stopping.stopping(lambda: "the start") as stop, stopping.watching(others):
-        stop.deferred = True
+        stop.waits = True
         os.write(ready, b".")
         while True:
             ctypes.CDLL(None).pause()
@@ -228,14 +244,14 @@ def unread(handle):
 
 
 def unread_run(out, rank):
-    step = RunTrainer.training_step
+    step = RunTrainer.learn
 
     def first_step(*args):
         unread(2)
-        RunTrainer.training_step = step
+        RunTrainer.learn = step
         return step(*args)
 
-    RunTrainer.training_step = first_step
+    RunTrainer.learn = first_step
     with pytest.raises(Stopped, match=r"stopped by SIGPIPE: .*checkpoint-2$") as stopped:
         run_training(config(out), Packed())
     assert stopped.value.code == 141

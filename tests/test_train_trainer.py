@@ -1,4 +1,4 @@
-"""Runs on transformers' Trainer: optimizer, schedule, clipping, log, checkpoints, mishaps."""
+"""The training loop: optimizer, schedule, clipping, log, checkpoints, mishaps."""
 
 import csv
 import dataclasses
@@ -23,7 +23,6 @@ from torch.multiprocessing import ProcessExitedException
 import pararnn
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 from pararnn.errors import PararnnError, TrainingError
 from pararnn.lm.config import LMConfig
@@ -32,7 +31,7 @@ from pararnn.train import checkpoints, run
 from pararnn.train import trainer as trainer_module
 from pararnn.train.config import DataConfig, OptimiserConfig, RunConfig
 from pararnn.train.log import append_row, read_rows
-from pararnn.train.optimiser import make_adamw, make_scheduler, share
+from pararnn.train.optimiser import make_adamw, set_rate, share
 from pararnn.train.plot import plot_rows
 from pararnn.train.run import run_training
 
@@ -238,9 +237,9 @@ def run_until(monkeypatch, step, asked):
     """A run that ends right after the log row of a step, as if it were killed."""
     log = trainer_module.RunTrainer.log
 
-    def stopping(self, logs, start_time=None):
-        log(self, logs, start_time)
-        if self.state.global_step == step:
+    def stopping(self, *args):
+        log(self, *args)
+        if self.step == step:
             raise Killed
 
     with monkeypatch.context() as patch:
@@ -337,7 +336,7 @@ def test_an_unmarked_checkpoint_is_not_gone_on_from(whole, tmp_path, monkeypatch
         patch.setattr(trainer_module, "mark_complete", killed_before)
         with pytest.raises(TrainingError, match=r"checkpoint-6 could not .* from .*checkpoint-3"):
             run_training(config(out, keep=1), Packed())
-    assert (checkpoints.unfinished(out, 6) / "state" / ".metadata").exists()
+    assert (checkpoints.scratch_of(out, 6) / "state" / ".metadata").exists()
     assert not (out / "checkpoint-6").exists()
     run_training(config(out, keep=1), Packed())
     said = capsys.readouterr().out
@@ -349,8 +348,8 @@ def test_an_unmarked_checkpoint_is_not_gone_on_from(whole, tmp_path, monkeypatch
 
 def test_old_checkpoints_lose_their_place_first(tmp_path, monkeypatch):
     for step in (3, 6):
-        checkpoints.unfinished(tmp_path, step).mkdir(parents=True)
-        checkpoints.mark_complete(checkpoints.unfinished(tmp_path, step), {})
+        checkpoints.scratch_of(tmp_path, step).mkdir(parents=True)
+        checkpoints.mark_complete(checkpoints.scratch_of(tmp_path, step), {})
         checkpoints.finish(tmp_path, step)
 
     def killed(path):
@@ -390,18 +389,18 @@ def test_a_run_of_an_earlier_version_goes_on_without_the_keys_that_are_new(whole
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where):
-    compute = trainer_module.RunTrainer.compute_loss
+    compute = trainer_module.RunTrainer.loss
 
     def poisoned(self, *args, **kwargs):
         loss = compute(self, *args, **kwargs)
-        if self.state.global_step == 4:
+        if self.step == 4:
             nan = torch.full_like(loss, torch.nan)
             if where == "loss":
                 return loss * nan
             loss.register_hook(lambda grad: nan)
         return loss
 
-    monkeypatch.setattr(trainer_module.RunTrainer, "compute_loss", poisoned)
+    monkeypatch.setattr(trainer_module.RunTrainer, "loss", poisoned)
     asked = config(tmp_path, steps=8, log_every=4, save_every=3)
     if where == "gradient":  # the weights are NaN before any loss is
         asked = dataclasses.replace(asked, save_every=5, log_every=8)
@@ -462,14 +461,13 @@ def test_decay_is_of_matrices_and_follows_the_schedule_only():
     model = hugging("hybrid")
     optimiser = OptimiserConfig(learning_rate=5e-3, weight_decay=0.01, warmup=0.5, clip="none")
     optimizer = make_adamw(model, optimiser)
-    scheduler = make_scheduler(optimizer, optimiser, 4)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     shrunk = 1.0
     for step in range(4):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
+        set_rate(optimizer, optimiser, step, 4)
         optimizer.step()
-        scheduler.step()
         shrunk *= 1 - 0.01 * share(step, 4, 0.5, 0.0)
     assert shrunk < 0.99
     decayed = {id(p) for p in optimizer.param_groups[0]["params"]}

@@ -22,23 +22,23 @@ from pararnn.tasks.commands import add_actions, keys_first, tasks
 from pararnn.train import DemoConfig, run_demo
 from pararnn.train.overrides import printed, resolved
 from pararnn.train.recipes import RECIPES, recipe, summary
-from pararnn.train.stopping import Stopped, to_nowhere
+from pararnn.train.stopping import Stopped, discard
 from pararnn.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a bad command line with one line and exit code 2."""
+    """Parser that answers a bad command line with one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0, 1 when the demo's verification fails, or exit code 2 for bad values.
+    """Run a command; return 0, or 1 if the demo's verification fails; exit with 2 for bad values.
 
-    Where a signal ends it, or output that nobody reads, the code is 128 and the signal's number.
+    If a signal or a closed pipe ends it, the code is 128 plus the signal's number.
     Without a command it prints the help.
     """
     parser = make_parser()
@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = interrupt.code if isinstance(interrupt, Stopped) else 128 + SIGINT
         first = os.environ.get("RANK", "0") == "0"
         parser.exit(code, f"{parser.prog}: {str(interrupt) or 'interrupted'}\n" if first else None)
-    except BrokenPipeError:  # who reads has enough
+    except BrokenPipeError:  # the reader has enough
         for stream in (sys.stdout, sys.stderr):
-            to_nowhere(stream)
+            discard(stream)
         return 128 + SIGPIPE
     except (PararnnError, OSError) as error:
         parser.error(str(error))
@@ -126,7 +126,7 @@ def evaluate(model: str, **options: Any) -> int:
 
 
 def make_parser() -> Parser:
-    """The parser; a command's options have the names of its function's arguments."""
+    """Return the parser; a command's options have the names of its function's arguments."""
     parser = Parser(prog="pararnn", description="Nonlinear RNNs trained in parallel, exactly.")
     parser.add_argument("--version", action="version", version=f"pararnn {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -156,14 +156,14 @@ def make_parser() -> Parser:
 
 
 def add_device(command: argparse.ArgumentParser) -> None:
-    """The option of commands that run on one device."""
+    """Add the option of commands that run on one device."""
     command.add_argument(
         "--device", type=_device, default=default_device(), help="cpu, cuda or cuda:N"
     )
 
 
 def add_demo(command: argparse.ArgumentParser) -> None:
-    """The options of `pararnn demo`."""
+    """Add the options of `pararnn demo`."""
     default, option = DemoConfig(), command.add_argument
     seconds = "time to train for; measuring after it takes about a quarter more"
     add_device(command)
@@ -171,13 +171,13 @@ def add_demo(command: argparse.ArgumentParser) -> None:
     cell = f"the recurrence: {', '.join(CELLS)}, or a cell of your own by its import path"
     option("--cell", metavar="NAME|MODULE:CLASS", type=_cell, default=default.cell, help=cell)
     option("--seconds", type=_positive, default=default.seconds, help=seconds)
-    option("--steps", type=_count, help="train for at most so many steps")
+    option("--steps", type=_count, help="largest number of steps")
     option("--out", metavar="DIR", default=default.out, help="folder for the results")
     option("--seed", type=_seed, default=default.seed, help="of all random numbers")
 
 
 def add_train(command: argparse.ArgumentParser) -> None:
-    """The options of `pararnn train`."""
+    """Add the options of `pararnn train`."""
     keys = "other values than the recipe's, such as data.train=FILE steps=500; see --print"
     config = "print the config, with the keys and values that a run would have"
     command.add_argument("recipe_name", metavar="RECIPE", nargs="?", help="see --list")
@@ -190,7 +190,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
 
 
 def add_evaluate(command: argparse.ArgumentParser) -> None:
-    """The options of `pararnn eval`."""
+    """Add the options of `pararnn eval`."""
     option, several = command.add_argument, partial(command.add_argument, nargs="+")
     tasks = "tasks of lm-eval by name, or files of questions (.jsonl, .yaml) and their folders"
     texts = "texts for perplexity and bits per byte"
@@ -201,7 +201,7 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     several("--text", dest="texts", metavar="FILE|FOLDER|DATASET", help=texts)
     option("--column", metavar="NAME", help="the text's field in JSON lines and so on")
     option("--suffixes", metavar=".A,.B", help="ends of names: of a folder, read these files alone")
-    option("--limit", type=_count, help="ask and read only the first so many")
+    option("--limit", type=_count, help="ask and read only this many, the first")
     option("--shots", type=_shots, help="examples, if not as the task has it")
     option("--batch", type=_count, help="rows that are read at once")
     option("--length", type=_count, help="tokens at once, if not as the model has it")
@@ -211,23 +211,23 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
 
 
 def add_export(command: argparse.ArgumentParser) -> None:
-    """The options of `pararnn export`."""
+    """Add the options of `pararnn export`."""
     command.add_argument("run_folder", metavar="RUN", help="folder of a run of pararnn train")
     command.add_argument("--step", type=_count, help="of the checkpoint, if not the last")
     command.add_argument("--to", metavar="DIR", help="if not RUN/model-STEP")
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:
-    """The options of `pararnn generate`."""
-    option, needed = command.add_argument, partial(command.add_argument, required=True)
+    """Add the options of `pararnn generate`."""
+    option, required = command.add_argument, partial(command.add_argument, required=True)
     prompt = "text to go on with; - reads it from the standard input"
     together = "draw among the likeliest tokens that together have this chance"
     add_device(command)
-    needed("--model", metavar="DIR", help="folder of the model")
-    needed("--prompt", metavar="TEXT", type=_prompt, help=prompt)
+    required("--model", metavar="DIR", help="folder of the model")
+    required("--prompt", metavar="TEXT", type=_prompt, help=prompt)
     option("--max-new-tokens", type=_count, default=200, help="how many to write")
     option("--temperature", type=_temperature, default=0.8, help="0 takes the likeliest token")
-    option("--top-k", type=_count, help="draw among so many likeliest tokens")
+    option("--top-k", type=_count, help="draw among this many likeliest tokens")
     option("--top-p", type=_chance, help=together)
     option("--seed", type=_seed, default=0, help="of the draws")
     option("--dtype", choices=DTYPES, help="of the weights, if not as they are stored")
@@ -262,7 +262,7 @@ def _prompt(text: str) -> str:
 def _number(
     kind: type[int] | type[float], holds: Callable[[float], bool], what: str
 ) -> Callable[[str], float]:
-    """What reads a number and checks that it `holds`."""
+    """Return a function that reads a number and checks that it `holds`."""
 
     def read(text: str) -> float:
         try:

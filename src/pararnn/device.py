@@ -198,6 +198,14 @@ def current_gpus() -> list[int]:
     return [torch.cuda.current_device()] if has_gpu() else []
 
 
+def process_device(index: int) -> torch.device:
+    """Make a GPU the current one, and return it; the CPU without a GPU."""
+    if not has_gpu():
+        return torch.device("cpu")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
 def default_device() -> str:
     """Return the device type that commands use by default: cuda with a GPU, otherwise cpu."""
     return "cuda" if has_gpu() else "cpu"

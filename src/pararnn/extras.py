@@ -8,7 +8,6 @@ from typing import Any
 from pararnn.errors import MissingExtra
 
 EXTRAS = {
-    "accelerate": "train",
     "datasets": "train",
     "lm_eval": "eval",
     "matplotlib": "demo",

@@ -1,4 +1,4 @@
-"""Colours of pictures: a model has the same one in all of them."""
+"""Colours of pictures: a model has the same colour in all of them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from lm_kinds import options
 from processes import on_processes
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 from test_train_trainer import LENGTH, Packed, config, losses, run_until, same_bits, weights
 

@@ -23,6 +23,7 @@ from pararnn.tasks.models import ModelConfig
 from pararnn.tasks.results import best, check_same, percent_or_none, summary
 from pararnn.tasks.table import task_of
 from pararnn.tasks.training import TEST, Report, TrainConfig, train
+from pararnn.values import KINDS
 from pararnn.version import __version__
 
 COMMIT = "PARARNN_COMMIT"
@@ -112,27 +113,9 @@ def configured(
         if key not in kinds:
             raise ValueError(f"there is no key {key!r}; keys are {', '.join(kinds)}")
         part, kind = kinds[key]
-        changes[part][key] = _read(key, text, kind)
+        changes[part][key] = KINDS[kind].value(key, text)
     parts = {part: replace(record, **changes[part]) for part, record in records.items()}
     return TaskRun(name, **parts, **changes["run"], lengths=tuple(lengths), **options)
-
-
-def _read(key: str, text: str, kind: Any) -> Any:
-    if kind is bool:
-        if text not in ("true", "false"):
-            raise ValueError(f"{key} must be true or false, got {text!r}")
-        return text == "true"
-    if kind == float | None:
-        if text == "none":
-            return None
-        kind = float
-    try:
-        value = kind(text)
-    except ValueError:
-        raise ValueError(f"{key} must be of type {kind.__name__}, got {text!r}") from None
-    if kind is float and not math.isfinite(value):
-        raise ValueError(f"{key} must be finite, got {value}")
-    return value
 
 
 def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""States that rows of a step take over from the step before, as `DataConfig.stateful` asks."""
+"""States that rows of a step take over from the step before, see `DataConfig.stateful`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from pararnn.train.checkpoints import reading
 FILE = "streams.safetensors"
 """In a checkpoint: the states of all rows of the batch, in its order."""
 
-Named = dict[str, Tensor]
-
 
 class Carry:
-    """What a rank's rows carry: a list of caches, one a layer, for each part of its batch."""
+    """States of a rank's rows: for each part of its batch a list of caches, one a layer."""
 
     def __init__(self, layers: int, parts: int) -> None:
         self.layers, self.parts, self.at = layers, parts, 0
@@ -30,7 +28,7 @@ class Carry:
         self.caches = [[CarriedCache() for _ in range(self.layers)] for _ in range(self.parts)]
 
     def take(self) -> list[CarriedCache]:
-        """The caches of the next part; what was kept in them goes to the same part's next step."""
+        """Return the caches of the next part; its next step starts from what they hold then."""
         part, self.at = self.at, (self.at + 1) % self.parts
         self.caches[part] = [
             CarriedCache(*cache.after) if cache.after[1] is not None else cache
@@ -38,22 +36,22 @@ class Carry:
         ]
         return self.caches[part]
 
-    def named(self) -> Named:
-        """What the next step reads, (parts, rows of a part, ...) by name."""
-        found: dict[str, list[Tensor]] = {}
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the next step's initial states, (parts, rows of a part, ...) by name."""
+        lists: dict[str, list[Tensor]] = {}
         for part in self.caches:
             for layer, cache in enumerate(part):
                 for name, value in zip(("inputs", "states"), cache.after, strict=True):
                     if value is not None:
-                        found.setdefault(f"{layer}.{name}", []).append(value)
-        return {name: torch.stack(values) for name, values in found.items()}
+                        lists.setdefault(f"{layer}.{name}", []).append(value)
+        return {name: torch.stack(values) for name, values in lists.items()}
 
-    def restore(self, named: Named) -> None:
-        """Go on from what `named` gave."""
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Start the next step from what `tensors` returned."""
         self.forget()
         for part, caches in enumerate(self.caches):
             for layer, cache in enumerate(caches):
-                inputs, states = (named.get(f"{layer}.{name}") for name in ("inputs", "states"))
+                inputs, states = (tensors.get(f"{layer}.{name}") for name in ("inputs", "states"))
                 assert states is not None, layer
                 cache.after = None if inputs is None else inputs[part], states[part]
 
@@ -61,27 +59,27 @@ class Carry:
 def save(carry: Carry, folder: Path, gather: Callable[[Tensor], Tensor], first: bool) -> None:
     """Write the states of all ranks' rows, in the batch's order; every rank must call it.
 
-    gather: (parts, ...) of each rank to (ranks * parts, ...). first: whether this rank writes.
+    gather: (parts, ...) of each rank to (ranks * parts, ...). first: True in the rank that writes.
     """
-    own = carry.named()
-    gathered = {name: gather(value.contiguous()) for name, value in own.items()}
+    batch = {name: gather(value.contiguous()) for name, value in carry.tensors().items()}
     if not first:
         return
-    whole = {
+    rows = {
         # The rows of a part are all ranks' in turn, see `StepSampler`.
         name: value.unflatten(0, (-1, carry.parts)).transpose(0, 1).flatten(0, 2).cpu().contiguous()
-        for name, value in gathered.items()
+        for name, value in batch.items()
     }
-    require("safetensors.torch").save_file(whole, folder / FILE)
+    require("safetensors.torch").save_file(rows, folder / FILE)
 
 
 def load(carry: Carry, folder: Path, rank: int, world: int, device: torch.device) -> None:
     """Read a rank's rows of what `save` wrote, on any number of ranks.
 
-    Raises TrainingError where the file is missing or cannot be read.
+    Raises TrainingError if the file is missing or cannot be read.
     """
     with reading(folder, FILE, "the states that rows go on from"):
-        whole = require("safetensors.torch").load_file(folder / FILE)
+        batch = require("safetensors.torch").load_file(folder / FILE)
     size = (carry.parts, world, -1)
-    own = {name: value.unflatten(0, size)[:, rank].to(device) for name, value in whole.items()}
-    carry.restore(own)
+    carry.restore(
+        {name: value.unflatten(0, size)[:, rank].to(device) for name, value in batch.items()}
+    )

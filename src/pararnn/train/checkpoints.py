@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which ones were written to their end, and which may go."""
+"""Checkpoints on disk: writing, reading, completeness, checksums, removal of old ones."""
 
 from __future__ import annotations
 
@@ -29,90 +29,90 @@ from pararnn.train.files import NEW
 from pararnn.train.sums import Sums, damage, mark_of, names_below, read_mark, sums_of
 
 STATE = "state"
-"""The folder in a checkpoint with weights and optimizer, as torch.distributed.checkpoint has it."""
+"""Folder in a checkpoint with weights and optimizer, by torch.distributed.checkpoint."""
 MARKER = "complete"
-"""The file that is written last into a checkpoint: the sums of all others. Earlier versions left it
+"""File that is written last into a checkpoint: the sums of all others. Earlier versions left it
 empty."""
 
 
 def checkpoints(out: Path) -> list[tuple[int, Path]]:
-    """The steps and folders of all checkpoints in a run's folder, complete or not, oldest first."""
+    """Return the steps and folders of a run's checkpoints, complete or not, oldest first."""
     names = [path for path in out.glob("checkpoint-*") if path.name[11:].isdigit()]
     return sorted((int(path.name[11:]), path) for path in names)
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint was written to its end."""
+    """Return True if a checkpoint was written to its end."""
     return (folder / MARKER).exists()
 
 
 def last_complete(out: Path) -> tuple[int, Path] | None:
-    """The newest checkpoint that was written to its end."""
-    found = [(step, path) for step, path in checkpoints(out) if is_complete(path)]
-    return found[-1] if found else None
+    """Return the newest checkpoint that was written to its end."""
+    complete = [(step, path) for step, path in checkpoints(out) if is_complete(path)]
+    return complete[-1] if complete else None
 
 
 def goes_on(out: Path) -> str:
-    """Return what a run in a folder goes on from, in words."""
-    found = last_complete(out)
-    return str(found[1]) if found else "the start"
+    """Return where a run in a folder goes on, in words."""
+    last = last_complete(out)
+    return str(last[1]) if last else "the start"
 
 
 def last_whole(out: Path) -> tuple[int, Path] | None:
     """Return the newest checkpoint whose files are as they were written; all processes must call.
 
-    Those that are damaged are said in a line each, and renamed.
+    Damaged ones are renamed, with a line for each.
     """
     first = dist.get_rank() == 0
     for step, path in reversed([each for each in checkpoints(out) if is_complete(each[1])]):
-        wrong = damage_of(path)
-        if wrong is None:
+        problem = damage_of(path)
+        if problem is None:
             return step, path
         if first:
             aside = path.with_name(f"{path.name}-damaged")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-            print(f"{path} is damaged, {wrong}: it is {aside.name} now, and not gone on from")
+            print(f"{path} is damaged, {problem}: it is {aside.name} now, and not gone on from")
     return None
 
 
 def damage_of(folder: Path, part: str = "") -> str | None:
-    """Return what is wrong with a checkpoint, in words; each process looks at a share of its files.
+    """Return the damage of a checkpoint, in words; each process checks a part of its files.
 
-    Of one that an earlier version wrote nothing is known. part: what the names of files that matter
-    begin with.
+    An earlier version left no sums, so that its checkpoints pass. part: beginning of the names of
+    files to check.
     """
     mark, own = read_mark(folder / MARKER), None
     if mark is not None:
-        names = [name for name in _share(list(mark.files)) if name.startswith(part)]
+        names = [name for name in _own_part(list(mark.files)) if name.startswith(part)]
         own = damage(folder, {name: mark.files[name] for name in names})
     elif (folder / MARKER).stat().st_size:
         own = f"{MARKER} cannot be read"
-    return next((each for each in _all(own) if each is not None), None)
+    return next((each for each in all_of(own) if each is not None), None)
 
 
-def _share(names: list[str]) -> list[str]:
-    """This process's share of files."""
+def _own_part(names: list[str]) -> list[str]:
+    """Return this process's part of files."""
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
-def _all(own: Any) -> list[Any]:
-    """What each process has of something."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+def all_of(own: Any) -> list[Any]:
+    """Return every process's value of an object."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, own)
+    return values
 
 
 def sums_of_checkpoint(folder: Path) -> dict[str, str]:
-    """Return the sums of a checkpoint's files: each process takes a share of them."""
-    found: dict[str, str] = {}
-    for part in _all(sums_of(folder, _share(names_below(folder)))):
-        found |= part
-    return found
+    """Return the sums of a checkpoint's files; each process computes a part of them."""
+    sums: dict[str, str] = {}
+    for part in all_of(sums_of(folder, _own_part(names_below(folder)))):
+        sums |= part
+    return sums
 
 
 def mark_complete(folder: Path, sums: Sums) -> None:
-    """Say that a checkpoint is whole, once all of it is on the disk."""
+    """Mark a checkpoint as complete, once all of it is on the disk."""
     for path in sorted(folder.rglob("*")):
         flush(path)
     flush(folder)
@@ -121,28 +121,28 @@ def mark_complete(folder: Path, sums: Sums) -> None:
     flush(folder)
 
 
-def unfinished(out: Path, step: int) -> Path:
-    """Return where a checkpoint is until it is whole."""
+def scratch_of(out: Path, step: int) -> Path:
+    """Return the path of a checkpoint until it is complete."""
     return out / NEW / f"checkpoint-{step}"
 
 
 def finish(out: Path, step: int) -> None:
-    """Give a checkpoint that is whole its place."""
-    os.replace(unfinished(out, step), out / f"checkpoint-{step}")
+    """Rename a complete checkpoint to its own name."""
+    os.replace(scratch_of(out, step), out / f"checkpoint-{step}")
     flush(out / NEW)
     flush(out)
 
 
 def remove_unfinished(out: Path) -> list[str]:
-    """Remove what a kill has left; the names of checkpoints that were not written to their end."""
-    left = [path.name for _, path in checkpoints(out / NEW) if not is_complete(path)]
+    """Remove what a kill has left; return the names of incomplete checkpoints."""
+    names = [path.name for _, path in checkpoints(out / NEW) if not is_complete(path)]
     if (out / NEW).exists():
         shutil.rmtree(out / NEW)
-    return left
+    return names
 
 
 def remove_old(out: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; what a kill leaves of one has not its place."""
+    """Remove all but the newest `keep` checkpoints. A kill leaves part of one in `NEW` only."""
     for _, path in checkpoints(out)[:-keep]:
         old = out / NEW / path.name
         os.replace(path, old)
@@ -151,7 +151,7 @@ def remove_old(out: Path, keep: int) -> None:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """A process's own error in place of PyTorch's of all, which is no Exception."""
+    """Raise a process's own error in place of PyTorch's of all, which is no Exception."""
     try:
         yield
     except CheckpointException as error:
@@ -159,7 +159,7 @@ def _own_errors() -> Iterator[None]:
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write weights and optimizer, each process its part."""
+    """Write weights and optimizer; each process writes its part."""
     weights, moments = get_state_dict(model, optimizer)
     with _own_errors():
         save({"model": weights, "optimizer": moments}, checkpoint_id=folder / STATE)
@@ -168,7 +168,7 @@ def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
 def load_state(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Read what `save_state` wrote, on however many processes; weights only without optimizer."""
+    """Read what `save_state` wrote, on any number of processes; without optimizer only weights."""
     if optimizer is None:
         weights = get_model_state_dict(model)
         _read(folder, {"model": weights})
@@ -180,14 +180,14 @@ def load_state(
 
 
 def _read(folder: Path, state: dict[str, Any]) -> None:
-    """Fill a state with what a checkpoint has; TrainingError where it cannot be read."""
+    """Fill a state from a checkpoint; TrainingError if it cannot be read."""
     with reading(folder, STATE, "the weights to go on from"), _own_errors():
         load(state, checkpoint_id=folder / STATE)
 
 
 @contextmanager
 def reading(checkpoint: Path, name: str, what: str) -> Iterator[None]:
-    """TrainingError where a file of a checkpoint cannot be read. what: is in it, in words."""
+    """Raise TrainingError if a file of a checkpoint cannot be read. what: its content, in words."""
     try:
         yield
     except Exception as error:
@@ -198,7 +198,7 @@ def reading(checkpoint: Path, name: str, what: str) -> Iterator[None]:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """All weights on the CPU, in the first process; the others have {}."""
+    """Return all weights on the CPU in the first process, {} in the others."""
     return get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
@@ -206,7 +206,7 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def writing(path: Path, out: Path, errors: type[Exception] = Exception) -> Iterator[None]:
-    """TrainingError where `path` cannot be written, with what a run in `out` goes on from."""
+    """Raise TrainingError if `path` cannot be written, with where a run in `out` goes on."""
     try:
         yield
     except TrainingError:

@@ -1,4 +1,4 @@
-"""All that a training run depends on, as frozen records."""
+"""Config of a training run, as frozen records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_RUN = {
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is learned, and how it becomes rows of tokens.
+    """Data of a run, and how they become rows of tokens.
 
     train, valid: a file or folder of text (.txt) or JSON lines (.jsonl), packed (.gz, .xz, .zst) or
     not, or Parquet, a pattern of files, the name of a Hugging Face dataset, or several of these
@@ -38,8 +38,8 @@ class DataConfig:
     "field=value", with commas between several and dots in nested fields. tokens: about how many to
     learn, no more are read; none for all. tokenizer: "bytes", "bpe:N" to train one with N ids on
     the text, a tokenizer's file or folder, or a name on the Hub. sequence_length: tokens of a row.
-    resets: whether states start from zero at the borders of documents within a row. stateful:
-    whether rows go on where the step before ended, with its last states; for purely recurrent
+    resets: True if states start from zero at the borders of documents within a row. stateful:
+    True if rows go on where the step before ended, with its last states; for purely recurrent
     models. cache: the folder of tokenised data. suffixes: ends of names, ".md,.py": only such files
     are read, as text where they are of no kind above.
     """
@@ -60,7 +60,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimiserConfig:
-    """AdamW as the paper has it (Appendix C), and what it leaves open.
+    """AdamW as the paper has it (Appendix C), and values that it does not state.
 
     learning_rate: the peak, reached after `warmup` of the steps; a cosine falls from there to
     `final` of it. weight_decay: of matrices, in a step, not scaled by the rate (torch's is value /
@@ -94,10 +94,10 @@ class RunConfig:
     """A training run.
 
     name: of the recipe. model, data, optimiser: see there. steps: optimizer steps. batch: rows a
-    step over all devices; device_batch: rows that a device takes at once. precision: "bfloat16"
-    computes with weights rounded to it, and keeps them in float32. reshard: whether blocks that
-    are spread over devices are given up after the forward pass and gathered again for the backward
-    pass, which saves memory. compile: blocks one by one, on CUDA. checkpointing: whether
+    step over all devices; device_batch: rows of a device's forward pass. precision: "bfloat16"
+    computes with weights rounded to it, and stores them in float32. reshard: True if blocks that
+    are spread over devices are freed after the forward pass and gathered again for the backward
+    pass, which saves memory. compile: blocks one by one, on CUDA. checkpointing: True if
     blocks are computed again in the backward pass. seed: of weights and of the order of rows.
     save_every, valid_every, log_every: in steps; keep: checkpoints that stay; valid_rows: rows of
     a validation. verify_every: steps between checks of the recurrent layers' states against the
@@ -154,7 +154,7 @@ class RunConfig:
 
 
 def read_config(record: Mapping[str, Any]) -> RunConfig:
-    """The config that a run's config.json holds.
+    """Return the config that a run's config.json holds.
 
     Raises TrainingError for keys that this version does not know, and for impossible values.
     """

@@ -1,8 +1,8 @@
-"""The batches of a run from any step on, without reading those before it."""
+"""Batches of a run from any step on, without reading those before it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,32 +14,30 @@ from pararnn.train.order import RowSampler, StreamSampler
 
 
 def steps_of_epoch(config: RunConfig, rows: int) -> int:
-    """Whole batches in `rows`; what is left over is not learned in that epoch."""
+    """Return the number of whole batches in `rows`; other rows are not learned in that epoch."""
     return rows // config.batch
 
 
-def batches(config: RunConfig, rows: int, epoch: int, done: int) -> Iterable[list[int]]:
-    """The rows of each step of an epoch but the first `done`, which are not looked at."""
+def batches(config: RunConfig, rows: int, epoch: int, start: int) -> Iterable[list[int]]:
+    """Return the rows of each step of an epoch from step `start` on, without reading others."""
     if config.data.stateful:
         streams = StreamSampler(rows, config.batch)
-        streams.skip(done)
+        streams.skip(start)
         return streams
     order = RowSampler(rows, config.seed)
     order.set_epoch(epoch)
-    order.skip(done * config.batch)
+    order.skip(start * config.batch)
     return BatchSampler(order, config.batch, drop_last=True)
 
 
 class StepSampler(Sampler[list[int]]):
-    """A rank's rows, `device_batch` at a time, from the step on that `first` says until the end.
+    """A rank's rows, `device_batch` at a time, from the step `first` to the last one.
 
-    The place in the data is a number of steps, each of `batch` rows, however many ranks share
-    them: of a batch, rank r takes rows (m * world + r) * device_batch and on as its part m.
+    The position in the data is a number of steps, each of `batch` rows, however many ranks share
+    them: part m of rank r begins at row (m * world + r) * device_batch of a batch.
     """
 
-    def __init__(
-        self, config: RunConfig, rows: int, rank: int, world: int, first: Callable[[], int]
-    ) -> None:
+    def __init__(self, config: RunConfig, rows: int, rank: int, world: int, first: int) -> None:
         self.config, self.rows, self.rank, self.world, self.first = config, rows, rank, world, first
         self.parts = config.batch // (config.device_batch * world)
 
@@ -47,22 +45,22 @@ class StepSampler(Sampler[list[int]]):
         return self.config.steps * self.parts
 
     def __iter__(self) -> Iterator[list[int]]:
-        step, size = self.first(), self.config.device_batch
+        step, size = self.first, self.config.device_batch
         while step < self.config.steps:
-            epoch, done = divmod(step, steps_of_epoch(self.config, self.rows))
-            for rows in batches(self.config, self.rows, epoch, done):
+            epoch, start = divmod(step, steps_of_epoch(self.config, self.rows))
+            for rows in batches(self.config, self.rows, epoch, start):
                 for part in range(self.parts):
-                    start = (part * self.world + self.rank) * size
-                    yield rows[start : start + size]
+                    at = (part * self.world + self.rank) * size
+                    yield rows[at : at + size]
                 step += 1
                 if step == self.config.steps:
                     return
 
 
 def make_loader(
-    config: RunConfig, rows: Dataset[Any], rank: int, world: int, first: Callable[[], int]
+    config: RunConfig, rows: Dataset[Any], rank: int, world: int, first: int
 ) -> DataLoader[Any]:
-    """Batches of a rank, see `StepSampler`; it draws nothing from torch's global generator."""
+    """Return a rank's batches, see `StepSampler`, without use of torch's global generator."""
     count = len(rows)  # type: ignore[arg-type]
     return DataLoader(
         rows,

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, and take no place of what others wrote."""
+"""Files and folders that are whole or absent, and replace only what we wrote."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pararnn.errors import TrainingError
 from pararnn.train.sums import Mark, digest, mark_of, names_below, read_mark, sums_of
 
 MARK = ".pararnn.json"
-"""The file in a folder that says which of its files are ours."""
+"""File in a folder that lists which of its files are ours."""
 NEW = ".unfinished"
-"""The folder in a folder with what is being written or removed."""
+"""Folder in a folder, for what is being written or removed."""
 
 Files = Mapping[str, list[str]]
 
 
 @contextmanager
-def beside(folder: Path, kind: str, ours: bool = False) -> Iterator[Path]:
-    """Give a new folder, whose files take their places in `folder` when all have been written.
+def replace_own(folder: Path, kind: str, ours: bool = False) -> Iterator[Path]:
+    """Yield a new folder, whose files move into `folder` when all have been written.
 
-    They replace those of an earlier call of the same kind. All else in the folder stays.
+    They replace those of an earlier call of the same kind. Others in the folder stay.
 
     Args:
         folder: a folder that is new, empty or marked by an earlier call.
-        kind: what the files are, in a word that the mark keeps.
-        ours: whether nobody else writes into `folder`: it is replaced as a whole.
+        kind: kind of the files, a word in the mark.
+        ours: True if nobody else writes into `folder`: it is replaced as a whole.
 
-    Raises TrainingError as `own_files` does, and where a file would replace one that is not ours.
+    Raises TrainingError as `own_files` does, and if a file would replace one that is not ours.
     """
     own = {} if ours else own_files(folder, kind)
     if folder.exists() and not ours:
@@ -59,10 +59,10 @@ def _mark_of_all(folder: Path, kind: str) -> Mark:
 
 
 def own_files(folder: Path, kind: str) -> Files:
-    """Return the files in a folder that an earlier `beside` of this kind wrote, and their sums.
+    """Return the files that an earlier `replace_own` of this kind wrote in a folder, and sums.
 
-    Raises TrainingError where it did not write the folder and there is something in it, or one of
-    its files has changed since.
+    Raises TrainingError if it did not write the folder and there is something in it, or one of its
+    files has changed since.
     """
     if not folder.is_dir():
         if folder.exists() or folder.is_symlink():
@@ -70,11 +70,11 @@ def own_files(folder: Path, kind: str) -> Files:
         return {}
     mark = read_mark(folder / MARK)
     if mark is None or mark.kind != kind:
-        found = sorted(path.name for path in folder.iterdir() if path.name != NEW)
-        if not found:
+        names = sorted(path.name for path in folder.iterdir() if path.name != NEW)
+        if not names:
             return {}
         raise TrainingError(
-            f"{folder} has {found[0]}, and is not marked as a {kind} folder of pararnn, so nothing "
+            f"{folder} has {names[0]}, and is not marked as a {kind} folder of pararnn, so nothing "
             "is written there: name a folder that is new or empty, or move this one"
         )
     for name, sums in mark.files.items():
@@ -89,18 +89,18 @@ def own_files(folder: Path, kind: str) -> Files:
 def check_own(folder: Path, names: Iterable[str], record: str, part: str) -> None:
     """Check that files of these names are not in a folder, or are those of an earlier call.
 
-    record: one of the names, of JSON whose `part` names our version; where it does, all are ours.
-    Raises TrainingError where others wrote one of them.
+    record: one of the names, of JSON. If its `part` names our version, all are ours.
+    Raises TrainingError if others wrote one of them.
     """
     try:
         if "pararnn" in json.loads((folder / record).read_text(encoding="utf-8"))[part]:
             return
     except (OSError, ValueError, LookupError, TypeError):
         pass
-    taken = next((name for name in names if (folder / name).exists()), None)
-    if taken is not None:
+    other = next((name for name in names if (folder / name).exists()), None)
+    if other is not None:
         raise TrainingError(
-            f"{folder / taken} is there, and not by an earlier call of this command: name another "
+            f"{folder / other} is there, and not by an earlier call of this command: name another "
             "folder (--out), or move it"
         )
 

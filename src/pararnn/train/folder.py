@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, what may be written there, and what the run in it was of."""
+"""A run's folder: its owner, what may be written there, and the config of its run."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from pararnn.atomic import write_text
 from pararnn.errors import TrainingError
 from pararnn.train.checkpoints import checkpoints, is_complete, remove_unfinished
 from pararnn.train.config import DataConfig, RunConfig, read_config
-from pararnn.train.files import beside
+from pararnn.train.files import replace_own
 from pararnn.train.locks import Held, exclusive
 
 if TYPE_CHECKING:
     from pararnn.train.setup import TrainingData
 
 FIXED = ("model", "data", "optimiser", "batch", "seed")
-"""What may not change in a run: weights, data, the place in it, and AdamW's groups go on."""
+"""Keys that may not change: weights, data, the position in it, and AdamW's groups go on."""
 FREE = ("data.cache",)
-"""What may change of it."""
+"""Exceptions to `FIXED`."""
 ROWS = ("sequence_length", "resets", "stateful")
 BY_CONTENT = tuple(f"data.{each.name}" for each in fields(DataConfig) if each.name not in ROWS)
-"""What is spelt as one likes, as long as the tokens are the same: see `DATA`."""
+"""Keys that may change as long as the tokens are the same, see `DATA`."""
 
 CONFIG = "config.json"
 DATA = "data.json"
-"""The file with a hash of the tokens that a run learns."""
+"""File with a hash of the tokens that a run learns."""
 TOKENIZER = "tokenizer"
-"""The folder in a run's folder with its tokenizer."""
+"""Folder in a run's folder with its tokenizer."""
 MODEL = "model"
-"""The folder in a run's folder with what it has learned; and the kind of all folders of models."""
+"""Folder in a run's folder with the trained model; and the kind of all folders of models."""
 OURS = (MODEL, TOKENIZER, DATA, "log.csv", "curves.png", "tensorboard")
-"""What a run writes, beside its config and its checkpoints."""
+"""Names that a run writes, in addition to its config and its checkpoints."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def claimed(out: Path) -> Iterator[None]:
-    """Hold a run's folder, in which one run works at a time.
+def claim(out: Path) -> Iterator[None]:
+    """Lock a run's folder, in which one run works at a time.
 
-    The system lets go of it when the process ends, in whatever way. Raises TrainingError where
-    another run holds it.
+    The system releases it when the process ends, in whatever way. Raises TrainingError if another
+    run holds it.
     """
     with ExitStack() as stack:
         try:
             note = f"process {os.getpid()} on {socket.gethostname()}"
             stack.enter_context(exclusive(out / "run", wait=False, note=note))
-        except Held as held:
+        except Held as holder:
             raise TrainingError(
-                f"another run is at work in {out} ({held}): wait for its end, or give this one a "
+                f"another run is at work in {out} ({holder}): wait for its end, or give this one a "
                 "folder of its own (out=...)"
             ) from None
         except OSError as error:
@@ -68,20 +68,20 @@ def claimed(out: Path) -> Iterator[None]:
 def check_folder(config: RunConfig, out: Path) -> None:
     """Check that a run may write into a folder, and go on with what is in it.
 
-    Raises TrainingError where something is in its way that an earlier run of this config has not
+    Raises TrainingError if something is in its way that an earlier run of this config has not
     written.
     """
-    found = checkpoints(out)
+    present = checkpoints(out)
     if (out / CONFIG).exists():
         _check_same(config, out, FREE + BY_CONTENT * (out / DATA).exists())
     else:
-        names = [path.name for _, path in found] + [n for n in OURS if (out / n).exists()]
+        names = [path.name for _, path in present] + [n for n in OURS if (out / n).exists()]
         if names:
             raise TrainingError(
                 f"{out} has {names[0]} and no {CONFIG}, so it is not a run's folder: give this run "
                 "one of its own (out=...)"
             )
-    strange = next((path for _, path in found if not is_complete(path)), None)
+    strange = next((path for _, path in present if not is_complete(path)), None)
     if strange is not None:
         raise TrainingError(
             f"{strange} is not a whole checkpoint of a run of pararnn, and would be in the way: "
@@ -92,13 +92,13 @@ def check_folder(config: RunConfig, out: Path) -> None:
 def check_same_data(config: RunConfig, data: TrainingData, out: Path) -> None:
     """Check that the data have the tokens which the run in a folder learns, whatever their path.
 
-    Raises TrainingError where they have not.
+    Raises TrainingError if they do not.
     """
     if not (out / DATA).exists():
         return
-    known = _record(out / DATA).get("content")
+    previous = _record(out / DATA).get("content")
     content = getattr(data, "content", "")
-    if content and content == known:
+    if content and content == previous:
         return
     _check_same(config, out, FREE)
     if content:
@@ -110,20 +110,20 @@ def check_same_data(config: RunConfig, data: TrainingData, out: Path) -> None:
 
 
 def open_folder(config: RunConfig, data: TrainingData, out: Path) -> None:
-    """Make a run's folder, or make one ready to go on from."""
+    """Make a run's folder, or make one ready to go on."""
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / CONFIG, json.dumps(asdict(config), indent=1) + "\n")
     if content := getattr(data, "content", ""):
         write_text(out / DATA, json.dumps({"content": content}) + "\n")
     if not (out / TOKENIZER).exists():  # an earlier version has not marked it
-        with beside(out / TOKENIZER, TOKENIZER) as new:
+        with replace_own(out / TOKENIZER, TOKENIZER) as new:
             data.tokenizer.save(new)
     for name in remove_unfinished(out):
         print(f"{out / name} was not written to its end: removed")
 
 
 def config_of(out: Path) -> RunConfig:
-    """Return the config of the run in a folder; TrainingError where there is none."""
+    """Return the config of the run in a folder; TrainingError if there is none."""
     if not (out / CONFIG).is_file():
         raise TrainingError(f"{out} is no run's folder: it has no {CONFIG}")
     return read_config(_record(out / CONFIG))
@@ -132,9 +132,9 @@ def config_of(out: Path) -> RunConfig:
 def _record(path: Path) -> dict[str, Any]:
     """Return the record in a file of JSON."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict):
+            return record
         error = "it holds no record"
     except (OSError, ValueError) as reason:
         error = str(reason)
@@ -145,7 +145,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _check_same(config: RunConfig, out: Path, free: Collection[str]) -> None:
-    """Raise TrainingError where the run in a folder is one that this config cannot go on with."""
+    """Raise TrainingError if this config cannot go on with the run in a folder."""
     path = out / CONFIG
     # Keys that an earlier version did not have are as they are by default.
     theirs = flat({"data": asdict(DataConfig())}) | flat(_record(path))
@@ -160,9 +160,9 @@ def _check_same(config: RunConfig, out: Path, free: Collection[str]) -> None:
 
 
 def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dots in its keys."""
-    found: dict[str, Any] = {}
+    """Return nested mappings as one, with dots in its keys."""
+    result: dict[str, Any] = {}
     for key, value in record.items():
-        nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return found
+        is_record = isinstance(value, Mapping) and value
+        result |= flat(value, f"{prefix}{key}.") if is_record else {prefix + key: value}
+    return result

@@ -25,17 +25,17 @@ COLUMNS = (
     "mended",
     "defect",
 )
-"""Of log.csv. loss is what is minimised, z-loss included, a mean since the row before; valid_loss
-is without it. mfu is of the devices' bfloat16 peak. sweeps, mended and defect are lists, a number a
-recurrent layer; defect is over the contract's limit, and more than 1 is wrong: see
-`RunConfig.verify_every`. A row has what was measured then, and is blank elsewhere."""
+"""Columns of log.csv. loss is what is minimised, z-loss included, a mean since the row before;
+valid_loss is without it. mfu is of the devices' bfloat16 peak. sweeps, mended and defect are lists,
+a number a recurrent layer; defect is over the contract's limit, and more than 1 is wrong: see
+`RunConfig.verify_every`. A row holds the values measured then, and is blank elsewhere."""
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """Add a row, below a header where there is none."""
-    unknown = set(row) - set(COLUMNS)
-    if unknown:
-        raise KeyError(f"no column {min(unknown)!r} in a log: {', '.join(COLUMNS)}")
+    extra = set(row) - set(COLUMNS)
+    if extra:
+        raise KeyError(f"no column {min(extra)!r} in a log: {', '.join(COLUMNS)}")
     header = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -45,7 +45,7 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The complete rows: a process that was killed may have left half a line."""
+    """Return the complete rows: a process that was killed may have left half a line."""
     if not path.exists():
         return []
     # Of damaged bytes Python's csv takes some for the end of all.
@@ -55,7 +55,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def is_row(row: Mapping[Any, Any]) -> bool:
-    """Whether a row is as `append_row` writes it: numbers or nothing, in columns that there are."""
+    """Return True if a row is as `append_row` writes it: numbers or nothing, in known columns."""
     try:
         numbers = [float(part) for cell in row.values() for part in cell.split()]
         return set(row) <= set(COLUMNS) and bool(numbers) and int(row["step"]) >= 0
@@ -66,7 +66,7 @@ def is_row(row: Mapping[Any, Any]) -> bool:
 def forget_after(path: Path, step: int) -> None:
     """Drop the rows of later steps, which a run that goes on from `step` writes again.
 
-    Where some are damaged, those that can be read stay, and a copy of the file; a line says so.
+    If some are damaged, the others stay, and a copy of the file; a line says so.
     """
     rows = read_rows(path)
     whole = [row for row in rows if is_row(row)]
@@ -75,10 +75,10 @@ def forget_after(path: Path, step: int) -> None:
         copy = path.with_suffix(".damaged.csv")
         shutil.copyfile(path, copy)
         print(f"{path} is damaged: {len(whole)} rows of it can be read; {copy} is as it was")
-    kept = [row for row in whole if int(row["step"]) <= step]
-    if not kept:
+    earlier = [row for row in whole if int(row["step"]) <= step]
+    if not earlier:
         path.unlink(missing_ok=True)
         return
     with write_whole(path) as new:
-        for row in kept:
+        for row in earlier:
             append_row(new, row)

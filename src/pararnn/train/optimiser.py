@@ -1,14 +1,12 @@
-"""AdamW as the paper has it: what decays and by how much, the schedule, and the clipping."""
+"""AdamW as the paper has it: weight decay, the schedule of rates, and clipping."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from pararnn.cells import Cell
 from pararnn.layers import clip_after_step
@@ -20,27 +18,27 @@ MIXES = (nn.Embedding, nn.Linear, HeadwiseLinear, Cell)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The matrices of `MIXES`, which decay, and all the rest, which does not.
+    """Return the matrices of `MIXES`, which decay, and the other parameters, which do not.
 
-    The rest acts on each channel by itself: norms, biases, convolutions, recurrent weights (D,).
+    Those act on each channel by itself: norms, biases, convolutions, recurrent weights (D,).
     """
-    found = [
+    parameters = [
         (parameter, isinstance(part, MIXES) and parameter.ndim >= 2)
         for part in model.modules()
         for parameter in part.parameters(recurse=False)
     ]
-    decayed = list(dict.fromkeys(parameter for parameter, mixes in found if mixes))
-    kept = [parameter for parameter, mixes in found if not mixes]
+    matrices = list(dict.fromkeys(parameter for parameter, mixes in parameters if mixes))
+    others = [parameter for parameter, mixes in parameters if not mixes]
     return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
 
 
 def make_adamw(
     model: nn.Module, config: OptimiserConfig, *, fused: bool = False
 ) -> torch.optim.AdamW:
-    """AdamW whose matrices shrink by weight_decay * `share` in a step, and that clips after it."""
+    """Return AdamW that clips, and whose matrices shrink by weight_decay * `share` in a step."""
     # torch multiplies its weight_decay by the rate of the step: by peak * share.
     decay = config.weight_decay / config.learning_rate
     optimizer = torch.optim.AdamW(
@@ -54,16 +52,18 @@ def make_adamw(
     return optimizer
 
 
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, config: OptimiserConfig, steps: int
-) -> LambdaLR:
-    """The rate of every one of `steps`, see `share`."""
-    of_peak = partial(share, steps=steps, warmup=config.warmup, final=config.final)
-    return LambdaLR(optimizer, of_peak)
+def set_rate(
+    optimizer: torch.optim.Optimizer, config: OptimiserConfig, step: int, steps: int
+) -> float:
+    """Set the rate of a step, counted from 0, and return it; see `share`."""
+    rate = config.learning_rate * share(step, steps, config.warmup, config.final)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
 
 
 def share(step: int, steps: int, warmup: float, final: float) -> float:
-    """The share of the peak rate in a step, counted from 0.
+    """Return the share of the peak rate in a step, counted from 0.
 
     It rises linearly over the first `warmup` of the steps, whose last one has the peak; from there
     a cosine falls to `final`, which it would reach in the step after the last.
@@ -71,5 +71,5 @@ def share(step: int, steps: int, warmup: float, final: float) -> float:
     rising = round(warmup * steps)
     if step < rising:
         return (step + 1) / rising
-    rest = min((step - rising) / max(steps - rising, 1), 1.0)
-    return final + (1 - final) * (1 + math.cos(math.pi * rest)) / 2
+    fallen = min((step - rising) / max(steps - rising, 1), 1.0)
+    return final + (1 - final) * (1 + math.cos(math.pi * fallen)) / 2

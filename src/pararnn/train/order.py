@@ -12,26 +12,26 @@ BLOCK = 1 << 16
 
 
 class _Resumable:
-    """An epoch of `length` items, the first `skipped` of which are left out."""
+    """An epoch of `length` items, from item `start` on."""
 
     def __init__(self, length: int) -> None:
         if length < 1:
             raise ValueError(f"length must be positive, got {length}")
-        self.length, self.epoch, self.skipped = length, 0, 0
+        self.length, self.epoch, self.start = length, 0, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch: to its beginning, unless it is the present one."""
         if epoch != self.epoch:
-            self.epoch, self.skipped = epoch, 0
+            self.epoch, self.start = epoch, 0
 
     def skip(self, count: int) -> None:
         """Leave out the first `count` items of this epoch; nothing is read to do so."""
         if not 0 <= count <= self.length:
             raise ValueError(f"this epoch has {self.length} items to skip, got {count}")
-        self.skipped = count
+        self.start = count
 
     def __len__(self) -> int:
-        return self.length - self.skipped
+        return self.length - self.start
 
 
 class RowSampler(_Resumable, Sampler[int]):
@@ -47,7 +47,7 @@ class RowSampler(_Resumable, Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         order = np.arange(self.length, dtype=np.min_scalar_type(self.length))
         np.random.default_rng([self.seed, self.epoch]).shuffle(order)
-        for start in range(self.skipped, self.length, BLOCK):
+        for start in range(self.start, self.length, BLOCK):
             yield from order[start : start + BLOCK].tolist()
 
 
@@ -66,5 +66,5 @@ class StreamSampler(_Resumable, Sampler[list[int]]):
         self.batch = batch
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.skipped, self.length):
+        for step in range(self.start, self.length):
             yield list(range(step, self.length * self.batch, self.length))

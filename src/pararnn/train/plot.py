@@ -11,7 +11,7 @@ from pararnn.train.loop import History, Record
 
 
 def plot_history(history: History, baselines: Mapping[str, float], title: str, path: Path) -> None:
-    """Write bits per byte over steps, with a dashed line for each baseline, as a PNG.
+    """Write bits per byte over steps as a PNG, with a dashed line for each baseline.
 
     Raises MissingExtra without matplotlib.
     """
@@ -31,16 +31,16 @@ def plot_history(history: History, baselines: Mapping[str, float], title: str, p
 
 
 def averaged(curve: Sequence[Record], points: int = 200) -> list[Record]:
-    """At most `points` records: the last of each equal part of the curve, with its mean bits."""
+    """Return at most `points` records: the last of each equal part of the curve, with mean bits."""
     size = -(-len(curve) // points)
     parts = [curve[start : start + size] for start in range(0, len(curve), max(size, 1))]
     return [part[-1]._replace(bits=sum(r.bits for r in part) / len(part)) for part in parts]
 
 
 def plot_rows(rows: Sequence[Mapping[str, str]], title: str, path: Path) -> None:
-    """Write the losses of a run's log over its steps, as a PNG that is whole at any time.
+    """Write the losses of a run's log over its steps as a PNG, which is whole at any time.
 
-    MissingExtra as above.
+    Raises MissingExtra without matplotlib.
     """
     figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()

@@ -31,47 +31,47 @@ BYTE_VOCAB = 260
 
 
 def paper(architecture: str, scale: str) -> RunConfig:
-    """A model of the paper as it trains it: Tables 3 and 4, Appendix C.
+    """Return a model of the paper as it trains it: Tables 3 and 4, Appendix C.
 
-    device_batch is a GPU's share on the paper's nodes. On fewer GPUs the batch stays, and gradients
-    are accumulated; where memory is short, a smaller device_batch gives the same.
+    device_batch is a GPU's part of the batch on the paper's nodes. On fewer GPUs the batch stays,
+    and gradients are accumulated; where memory is short, a smaller device_batch gives the same.
 
     Not for "mamba2": that model is transformers' own and has no LMConfig, which a RunConfig holds.
     transformers' Trainer trains it, from `preset("mamba2", scale).model`.
     """
-    found = preset(architecture, scale)
-    if not isinstance(found.model, LMConfig):
+    paper_preset = preset(architecture, scale)
+    if not isinstance(paper_preset.model, LMConfig):
         raise ValueError(f"there is no recipe for {architecture}: {NO_MAMBA2}")
-    name = found.name.lower()
+    name = paper_preset.name.lower()
     return RunConfig(
         name,
-        found.model,
+        paper_preset.model,
         DataConfig(
             train=PAPER_DATA,
             holdout=0.001,
             drop=PAPER_DROP,
-            tokens=found.training_tokens,
+            tokens=paper_preset.training_tokens,
             tokenizer=PAPER_TOKENIZER,
-            sequence_length=found.sequence_length,
+            sequence_length=paper_preset.sequence_length,
         ),
         OptimiserConfig(
-            learning_rate=found.learning_rate,
-            weight_decay=found.weight_decay,
-            warmup=found.warmup_steps / found.steps,
-            z_loss=found.z_loss,
+            learning_rate=paper_preset.learning_rate,
+            weight_decay=paper_preset.weight_decay,
+            warmup=paper_preset.warmup_steps / paper_preset.steps,
+            z_loss=paper_preset.z_loss,
         ),
-        steps=found.steps,
-        batch=found.batch,
-        device_batch=found.batch_per_gpu,
+        steps=paper_preset.steps,
+        batch=paper_preset.batch,
+        device_batch=paper_preset.batch_per_gpu,
         out=f"runs/{name}",
     )
 
 
 def on_bytes(name: str, architecture: str, width: int, blocks: int, steps: int) -> RunConfig:
-    """A small sister of the paper's 400M model, on bytes, for a single device."""
+    """Return a small version of the paper's 400M model, on bytes, for a single device."""
     model = preset(architecture, "400M").model
     assert isinstance(model, LMConfig)
-    sized = replace(
+    small = replace(
         model,
         hidden_size=width,
         num_hidden_layers=blocks,
@@ -79,11 +79,11 @@ def on_bytes(name: str, architecture: str, width: int, blocks: int, steps: int) 
         intermediate_size=None,
         mixers=(model.mixers or ())[:blocks],
     )
-    return RunConfig(name, sized, steps=steps, out=f"runs/{name}")
+    return RunConfig(name, small, steps=steps, out=f"runs/{name}")
 
 
 def tiny() -> RunConfig:
-    """A GRU that two CPU cores train in two minutes."""
+    """Return a GRU that two CPU cores train in two minutes."""
     run = on_bytes("tiny", "gru", width=128, blocks=2, steps=300)
     return replace(
         run,
@@ -113,20 +113,20 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
         if architecture != "mamba2"
     },
 }
-"""By name: a function without arguments."""
+"""Functions without arguments, by the recipe's name."""
 
 
 def recipe(name: str) -> RunConfig:
-    """The config of a name in RECIPES; ValueError, with the nearest names, for others."""
+    """Return the config of a name in RECIPES; ValueError, with the nearest names, for others."""
     if name not in RECIPES:
-        near = nearest(name, {known: known for known in RECIPES})
+        near = nearest(name, {key: key for key in RECIPES})
         hint = f"did you mean {', '.join(near)}?" if near else f"name one of {', '.join(RECIPES)}"
         raise ValueError(f"there is no recipe {name!r}: {NO_MAMBA2 if 'mamba' in name else hint}")
     return RECIPES[name]()
 
 
 def summary(config: RunConfig) -> str:
-    """A line on a run: its model's parts, and how long it trains on how much."""
+    """Return a line on a run: its model's parts, its steps and their tokens."""
     model, data = config.model, config.data
     kinds = dict.fromkeys(model.cell if kind == "rnn" else kind for kind in model.mixers or ())
     return (

@@ -1,4 +1,4 @@
-"""A training run from its config to a model, which goes on where an earlier one ended."""
+"""A training run from its config to a model; it goes on where an earlier one ended."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from pararnn.errors import TrainingError
 from pararnn.extras import require
@@ -27,13 +29,13 @@ from pararnn.train.checkpoints import (
 )
 from pararnn.train.config import RunConfig
 from pararnn.train.corpus.tokenizer import ends_of
-from pararnn.train.files import beside, own_files
+from pararnn.train.files import own_files, replace_own
 from pararnn.train.folder import (
     MODEL,
     TOKENIZER,
     check_folder,
     check_same_data,
-    claimed,
+    claim,
     config_of,
     open_folder,
 )
@@ -48,33 +50,32 @@ if TYPE_CHECKING:
 
 
 def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
-    """Train, or go on from the last complete checkpoint in `config.out`; the model's folder.
+    """Train, or go on from the last complete checkpoint in `config.out`; return the model's folder.
 
     The run's folder gets config.json, tokenizer, log.csv, checkpoint-N, and at the end curves.png
     (where matplotlib is installed) and model/, as `save_pretrained` writes it. packed: the data,
-    instead of what `config.data` says.
+    in place of `config.data`.
 
     SIGTERM, SIGINT, SIGHUP and output that nobody reads any more end the step and write a
     checkpoint. Then, or at once where no step was made, Stopped is raised, a KeyboardInterrupt.
 
-    Raises MissingExtra without transformers and accelerate; DataError for data that cannot be used;
+    Raises MissingExtra without transformers; DataError for data that cannot be used;
     TrainingError for a model that cannot be made, for batches that do not divide, for a folder of
     another run or one that another run is at work in, for other data than the run's, for a loss
     that is NaN, and for files that cannot be read or written.
     """
-    for module in ("transformers", "accelerate"):
-        require(module)
+    require("transformers")
     from pararnn.train.setup import bare_model
-    from pararnn.train.sharding import launched, process_group
+    from pararnn.train.sharding import own_device, process_count, process_group
     from pararnn.train.trainer import RunTrainer
 
     out = Path(config.out)
     first = os.environ.get("RANK", "0") == "0"
-    with ExitStack() as held:
-        stop = held.enter_context(stopping(partial(goes_on, out)))
-        there = out.is_dir()
-        if first and there:
-            held.enter_context(claimed(out))
+    with ExitStack() as stack:
+        stop = stack.enter_context(stopping(partial(goes_on, out)))
+        exists = out.is_dir()
+        if first and exists:
+            stack.enter_context(claim(out))
         check_folder(config, out)
         if first:  # now, not after the training
             own_files(out / MODEL, MODEL)
@@ -83,60 +84,59 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
 
         data: TrainingData = packed or prepare(config.data)
         check_same_data(config, data, out)
-        held.enter_context(quiet())
-        held.enter_context(process_group())
-        trainer = RunTrainer(config, data, stop)
+        stack.enter_context(quiet())
+        stack.enter_context(process_group())
+        trainer = RunTrainer(config, data, own_device(), stop)
         if first:
             with writing(out / "config.json", out):
                 out.mkdir(parents=True, exist_ok=True)
-                if not there:
-                    held.enter_context(claimed(out))
+                if not exists:
+                    stack.enter_context(claim(out))
                     check_folder(config, out)  # another run may have come and gone
                 open_folder(config, data, out)
-        trainer.accelerator.wait_for_everyone()
-        found = last_whole(out)
-        step, checkpoint = found if found else (0, None)
+        dist.barrier()
+        step, checkpoint = last_whole(out) or (0, None)
         if first:
             with writing(out / "log.csv", out):
                 forget_after(out / "log.csv", step)
             if checkpoint is not None:
                 print(f"goes on from {checkpoint}")
         if step < config.steps:
-            with watching(neighbours()) if launched() > 1 else nullcontext():
-                trainer.go_on(checkpoint)
+            with watching(neighbours()) if process_count() > 1 else nullcontext():
+                trainer.run(checkpoint)
         elif checkpoint is not None:
-            load_state(checkpoint, trainer.own_model)
-        if trainer.stopped:
-            trainer.accelerator.wait_for_everyone()
-        stop.obey(trainer.stopped)
+            load_state(checkpoint, trainer.model)
+        if trainer.signal:
+            dist.barrier()
+        stop.obey(trainer.signal)
         with writing(out / MODEL, out):
             export(trainer, data, out / MODEL)
         if first and importlib.util.find_spec("matplotlib") is not None:
             with writing(out / "curves.png", out):
                 plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
-        trainer.accelerator.wait_for_everyone()
+        dist.barrier()
     return out / "model"
 
 
 def export(trainer: RunTrainer, packed: TrainingData, folder: Path) -> None:
     """Write the trained model and its tokenizer, from all processes."""
-    state = whole_weights(trainer.own_model)
-    if trainer.is_world_process_zero():
-        with beside(folder, MODEL) as new:
+    state = whole_weights(trainer.model)
+    if trainer.rank == 0:
+        with replace_own(folder, MODEL) as new:
             packed.tokenizer.save(new)
-            write_model(trainer.own_model, state, new)
+            write_model(trainer.model, state, new)
 
 
 def export_checkpoint(out: Path, step: int | None = None, folder: Path | None = None) -> Path:
-    """Write the model of a checkpoint as `save_pretrained` does, with its tokenizer; the folder.
+    """Write a checkpoint's model as `save_pretrained` does, with its tokenizer; return the folder.
 
     Args:
         out: a run's folder, whichever number of processes it ran on; the run need not have ended.
         step: of the checkpoint; None is the last complete one.
         folder: where to; None is out/model-STEP.
 
-    Raises TrainingError where there is no such run or checkpoint, or it cannot be read or written,
-    or where `folder` holds something else than a model that was written there before.
+    Raises TrainingError if there is no such run or checkpoint, or it cannot be read or written,
+    or if `folder` holds anything but a model that was written there before.
     """
     from pararnn.train.setup import bare_model
     from pararnn.train.sharding import process_group
@@ -148,31 +148,31 @@ def export_checkpoint(out: Path, step: int | None = None, folder: Path | None = 
         own_files(folder, MODEL)
         model = bare_model(config).to_empty(device="cpu")
         load_state(checkpoint, model)
-        with writing(folder, out), beside(folder, MODEL) as new:
+        with writing(folder, out), replace_own(folder, MODEL) as new:
             shutil.copytree(out / TOKENIZER, new, dirs_exist_ok=True)
             write_model(model, model.state_dict(), new)
     return folder
 
 
 def _checkpoint(out: Path, step: int | None) -> tuple[int, Path]:
-    """The checkpoint of a step, or the last whole one; TrainingError where there is none."""
-    found = dict(each for each in checkpoints(out) if is_complete(each[1]))
-    for at in [at for at in reversed(found) if step in (None, at)]:
-        wrong = damage_of(found[at], STATE)
-        if wrong is None:
-            return at, found[at]
-        print(f"{found.pop(at)} is damaged, {wrong}: it is not taken", file=sys.stderr)
-    asked = "" if step is None else f" of step {step}"
-    steps = ", ".join(map(str, found)) or "none"
-    raise TrainingError(f"{out} has no complete checkpoint{asked}; it has {steps}")
+    """Return the checkpoint of a step, or the last whole one; TrainingError if there is none."""
+    complete = dict(each for each in checkpoints(out) if is_complete(each[1]))
+    for at in [at for at in reversed(complete) if step in (None, at)]:
+        damage = damage_of(complete[at], STATE)
+        if damage is None:
+            return at, complete[at]
+        print(f"{complete.pop(at)} is damaged, {damage}: it is not taken", file=sys.stderr)
+    which = "" if step is None else f" of step {step}"
+    steps = ", ".join(map(str, complete)) or "none"
+    raise TrainingError(f"{out} has no complete checkpoint{which}; it has {steps}")
 
 
 def write_model(model: ParaRNNForCausalLM, state: dict[str, Any], folder: Path) -> None:
-    """Write weights and config for use, not for training, beside the tokenizer in `folder`.
+    """Write weights and config for use, not for training, next to the tokenizer in `folder`.
 
-    Texts end where the tokenizer says, for `generate` and all that is built on it.
+    `generate` ends texts where the tokenizer says.
     """
-    model.config.use_cache = True  # which Trainer turns off
+    model.config.use_cache = True  # training turns it off
     ends = ends_of(folder)
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id = ends or (None, None)
@@ -181,7 +181,7 @@ def write_model(model: ParaRNNForCausalLM, state: dict[str, Any], folder: Path) 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers to errors, without bars for files; and put back how it was."""
+    """Limit transformers to errors, without bars for files, within a block."""
     logging = require("transformers.utils.logging")
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""What a run is made of: its data as the Trainer takes it, its model, transformers' arguments."""
+"""A run's data as rows of tokens, and its model, ready to train."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import Dataset
-from transformers import TrainingArguments
 
-from pararnn.device import has_gpu, type_of
+from pararnn.device import type_of
 from pararnn.errors import PararnnError, TrainingError
 from pararnn.lm.compiled import compile_repeatably
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.train.config import RunConfig
 from pararnn.train.sharding import draw_weights, shard
-from pararnn.train.telemetry import reporting
 
 
 class Tokenizer(Protocol):
-    """What a run keeps beside its model. vocabulary: one more than the largest id."""
+    """Tokenizer that a run stores next to its model."""
 
     @property
     def vocabulary(self) -> int:
-        """One more than the largest id."""
+        """Number of ids: one more than the largest."""
 
     def save(self, folder: Path) -> None:
-        """Write what `AutoTokenizer.from_pretrained(folder)` reads."""
+        """Write files that `AutoTokenizer.from_pretrained(folder)` reads."""
 
 
 class TrainingData(Protocol):
@@ -34,15 +32,15 @@ class TrainingData(Protocol):
 
     @property
     def train(self) -> Dataset[Any]:
-        """What is learned."""
+        """Rows to learn."""
 
     @property
     def valid(self) -> Dataset[Any]:
-        """What is held out."""
+        """Rows that are held out."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What made the tokens."""
+        """Tokenizer that made the tokens."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -50,7 +48,7 @@ class TrainingData(Protocol):
 
 
 def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
-    """TrainingError for batches and data that do not fit each other, the model or the processes."""
+    """Raise TrainingError for batches and data that do not fit the model or the processes."""
     at_once = config.device_batch * world
     if config.batch % at_once:
         raise TrainingError(
@@ -72,7 +70,7 @@ def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
 
 
 def bare_model(config: RunConfig) -> ParaRNNForCausalLM:
-    """The config's model on the meta device: no weights yet. TrainingError where it cannot be."""
+    """Return the config's model on the meta device. TrainingError if there is no such model."""
     try:
         with torch.device("meta"):
             hf = ParaRNNConfig.of_lm(config.model, z_loss=config.optimiser.z_loss)
@@ -84,18 +82,18 @@ def bare_model(config: RunConfig) -> ParaRNNForCausalLM:
 
 
 def make_model(config: RunConfig, device: torch.device) -> ParaRNNForCausalLM:
-    """The config's model, spread over processes, its weights drawn by the config's seed."""
-    return spread(bare_model(config), config, device)
+    """Return the config's model, spread over processes, with weights drawn by its seed."""
+    return prepare_model(bare_model(config), config, device)
 
 
-def spread(
+def prepare_model(
     model: ParaRNNForCausalLM, config: RunConfig, device: torch.device
 ) -> ParaRNNForCausalLM:
-    """A model on the meta device, made ready to train as the config says."""
+    """Return a model on the meta device, made ready to train as the config says."""
     dtype = torch.bfloat16 if config.precision == "bfloat16" else None
     shard(model, device, dtype=dtype, reshard=config.reshard)
     draw_weights(model, device, config.seed)
-    if config.checkpointing:  # Trainer's own argument has changed its name
+    if config.checkpointing:  # transformers has renamed it
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if config.compile and type_of(device).accelerator:
         # Code of other runs in this process would count against the limit of a block's variants.
@@ -104,30 +102,3 @@ def spread(
             # Not block.compile(): what FSDP2 does before and after a block is not to be compiled.
             block.forward = compile_repeatably(block.forward, fullgraph=True)
     return model
-
-
-def make_arguments(config: RunConfig, world: int) -> TrainingArguments:
-    """The config in transformers' words."""
-    arguments = TrainingArguments(
-        output_dir=config.out,
-        max_steps=config.steps,
-        per_device_train_batch_size=config.device_batch,
-        gradient_accumulation_steps=config.batch // (config.device_batch * world),
-        ignore_data_skip=True,  # the batches begin where the run goes on
-        average_tokens_across_devices=True,
-        remove_unused_columns=False,
-        max_grad_norm=config.optimiser.grad_norm,
-        use_cpu=not has_gpu(),
-        use_cache=False,
-        seed=config.seed,
-        logging_steps=config.log_every,
-        logging_nan_inf_filter=False,
-        eval_strategy="steps",
-        eval_steps=config.valid_every,
-        save_strategy="steps",
-        save_steps=config.save_every,
-        report_to=reporting(config.report_to),
-    )
-    # One process is one device: with more, Trainer would take nn.DataParallel and larger batches.
-    arguments._n_gpu = min(arguments.n_gpu, 1)
-    return arguments

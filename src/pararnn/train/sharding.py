@@ -1,10 +1,11 @@
-"""A model spread over processes by FSDP2: float32 weights in parts, blocks gathered as they run."""
+"""Models over processes by FSDP2: float32 weights in parts, blocks gathered as they run."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import cast
 
 import torch
@@ -14,29 +15,51 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pararnn.device import collectives
+from pararnn.device import collectives, process_device
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.lm.model import draws
 from pararnn.parameters import draw
 
+TIMEOUT = timedelta(minutes=30)
+"""Time after which a collective that not all processes join fails."""
 
-def launched() -> int:
-    """The processes that torchrun or accelerate has launched."""
+
+def process_count() -> int:
+    """Return the number of processes that torchrun or accelerate has launched."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def own_device() -> torch.device:
+    """Return the device of this process, and make it the current one."""
+    return process_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The process group that FSDP2 needs: of this process alone, where nothing was launched."""
-    if launched() > 1 or dist.is_initialized():  # by accelerate
+    """Open the process group that FSDP2 needs, if there is none.
+
+    That of a launcher's processes stays open until they end: it cannot be opened twice.
+    """
+    if dist.is_initialized():
         yield
-        return
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(collectives(), store=store, rank=0, world_size=1)
-    try:
+    elif process_count() > 1:
+        own_device()  # whose collectives are NCCL's
+        dist.init_process_group(collectives(), timeout=TIMEOUT)
         yield
-    finally:
-        dist.destroy_process_group()
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(collectives(), store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def gather(value: Tensor) -> Tensor:
+    """Return the values (n, ...) of all ranks in turn, (ranks * n, ...)."""
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, value.contiguous())
+    return torch.cat(parts)
 
 
 def shard(
@@ -45,7 +68,7 @@ def shard(
     """Spread a model on the meta device over all processes; its weights are still to be drawn.
 
     Blocks, embedding and head are gathered one by one, in `dtype` where there is one; gradients are
-    averaged in float32. reshard: whether blocks are given up after the forward pass, and gathered
+    averaged in float32. reshard: True if blocks are freed after the forward pass, and gathered
     again for the backward pass; never on one device, where little would be saved.
     """
     world = dist.get_world_size()
@@ -54,7 +77,7 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     ends = [model.model.embed_tokens, model.lm_head]
     if model.lm_head.weight is model.model.embed_tokens.weight:
-        ends = []  # one parameter may not be of two groups: both are of the rest
+        ends = []  # one parameter may not be of two groups: both stay in the root
     for part in (*model.model.backbone.blocks, *ends):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -69,35 +92,35 @@ def draw_weights(model: ParaRNNForCausalLM, device: torch.device, seed: int) -> 
     """
     torch.manual_seed(seed)
     core = model.model
-    for module, name, how in draws(core.embed_tokens, core.backbone, model.lm_head):
+    for module, name, init in draws(core.embed_tokens, core.backbone, model.lm_head):
         parameter = cast(Tensor, getattr(module, name))
         if isinstance(parameter, DTensor):
-            whole = draw(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), how)
+            whole = draw(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), init)
             mesh, places = parameter.device_mesh, parameter.placements
             # Every process has drawn the same: nothing has to be sent.
             parameter.copy_(distribute_tensor(whole, mesh, places, src_data_rank=None))
         else:
-            draw(parameter, how)
+            draw(parameter, init)
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[Tensor], largest: float) -> Tensor:
-    """Scale gradients so that their norm is at most `largest`; the norm that they had.
+    """Scale gradients so that their norm is at most `largest`; return the norm before that.
 
     As torch.nn.utils.clip_grad_norm_, over the parts of all processes; it works on the local parts,
     in four calls instead of several per parameter.
     """
-    spread: DeviceMesh | None = None
+    mesh: DeviceMesh | None = None
     grads = []
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor):
-            spread, grad = grad.device_mesh, grad.to_local()
+            mesh, grad = grad.device_mesh, grad.to_local()
         if grad is not None:
             grads.append(grad)
     squares = torch.stack(torch._foreach_norm(grads)).float().square().sum()
-    if spread is not None and spread.size() > 1:
-        dist.all_reduce(squares, group=spread.get_group())
+    if mesh is not None and mesh.size() > 1:
+        dist.all_reduce(squares, group=mesh.get_group())
     norm = squares.sqrt()
     torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
     return norm

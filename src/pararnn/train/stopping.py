@@ -1,4 +1,4 @@
-"""Signals, and pipes that nobody reads: a run saves, says one line and ends with the usual code."""
+"""Signals and closed pipes: a run saves, prints one line and exits with the usual code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pararnn.train.checkpoints import all_of
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal, or a pipe that nobody reads, ended a run. code: what its process should exit with.
+    """A signal, or a closed pipe, ended a run. code: the exit code for its process.
 
     The message says from where the same command goes on.
     """
@@ -31,33 +33,33 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """What asks a run to stop.
+    """Requests to stop a run.
 
-    asked: the number of the first signal, 0 for none. deferred: whether there is something to save,
-    which the run does at the end of its step; it raises Stopped at once where there is not.
+    signal: number of the first signal, 0 for none. waits: True if there is something to save, which
+    the run does at the end of its step. Otherwise a request raises Stopped at once.
     """
 
     def __init__(self, goes_on: Callable[[], str]) -> None:
-        self.goes_on, self.asked, self.deferred = goes_on, 0, False
+        self.goes_on, self.signal, self.waits = goes_on, 0, False
 
-    def ask(self, number: int, _: Any = None) -> None:
-        """Ask to stop; a second Ctrl-C, of a run that is alone, ends it at once."""
-        if self.asked and number == signal.SIGINT and "RANK" not in os.environ:
+    def request(self, number: int, _: Any = None) -> None:
+        """Request to stop; a second Ctrl-C ends a run of one process at once."""
+        if self.signal and number == signal.SIGINT and "RANK" not in os.environ:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.asked = self.asked or number
-        if not self.deferred:
+        self.signal = self.signal or number
+        if not self.waits:
             self.obey()
 
-    def obey(self, also: int = 0) -> None:
-        """Raise Stopped where the run was asked to stop; also: by a signal of another process."""
-        self.deferred = False
-        if self.asked or also:
-            raise Stopped(self.asked or also, self.goes_on())
+    def obey(self, other: int = 0) -> None:
+        """Raise Stopped if there was a request. other: another process's signal, 0 for none."""
+        self.waits = False
+        if self.signal or other:
+            raise Stopped(self.signal or other, self.goes_on())
 
 
 class Ballot:
-    """What processes agree by that one of them was asked to stop, at the end of the same step.
+    """Vote of all processes, by which they stop at the end of the same step.
 
     Each step's vote is counted at the end of the next one: nobody waits for it.
     """
@@ -72,26 +74,26 @@ class Ballot:
             return own
         if self.work is not None:
             self.work.wait()
-        found, self.votes = int(self.votes), torch.tensor([own])
+        result, self.votes = int(self.votes), torch.tensor([own])
         self.work = dist.all_reduce(self.votes, dist.ReduceOp.MAX, self.group, async_op=True)
-        return found
+        return result
 
 
 @contextmanager
 def watching(others: Sequence[int]) -> Iterator[None]:
-    """End this process at a signal if one of the others has ended, without which no step ends.
+    """End this process at a signal if one of the others has ended, since then no step ends.
 
-    A launcher sends the signal to those that are left. They wait for the lost one within a
+    A launcher sends the signal to the remaining processes. They wait for the lost one within a
     collective, where Python handles no signal, so a thread reads it.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
-    before = signal.set_wakeup_fd(write)
+    previous = signal.set_wakeup_fd(write)
     threading.Thread(target=_end_with, args=(others, read), daemon=True).start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous)
         os.close(write)  # which ends the thread
 
 
@@ -113,35 +115,34 @@ def _has_ended(process: int) -> bool:
 
 def neighbours() -> list[int]:
     """Return the processes of a run that are on this machine; all of them must call."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (socket.gethostname(), os.getpid()))
-    return [process for host, process in found if host == socket.gethostname()]
+    host = socket.gethostname()
+    return [process for name, process in all_of((host, os.getpid())) if name == host]
 
 
 @contextmanager
 def stopping(goes_on: Callable[[], str]) -> Iterator[Stop]:
-    """Let signals, and output that nobody reads, ask a run to stop; and put back how it was.
+    """Let signals, and closed pipes, request a run to stop within a block.
 
-    Signals that the process ignores stay ignored; threads but the main one get none.
-    goes_on: what the same command goes on from.
+    Signals that the process ignores stay ignored; only the main thread gets any.
+    goes_on: returns where the same command goes on, in words.
     """
     stop = Stop(goes_on)
-    with ExitStack() as before:
+    with ExitStack() as undo:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 handler = signal.getsignal(number)
                 if handler not in (signal.SIG_IGN, None):
-                    signal.signal(number, stop.ask)
-                    before.callback(signal.signal, number, handler)
+                    signal.signal(number, stop.request)
+                    undo.callback(signal.signal, number, handler)
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            setattr(sys, name, _Output(stream, lambda: stop.ask(signal.SIGPIPE)))
-            before.callback(setattr, sys, name, stream)
+            setattr(sys, name, _Output(stream, lambda: stop.request(signal.SIGPIPE)))
+            undo.callback(setattr, sys, name, stream)
         yield stop
 
 
 class _Output:
-    """A stream that, where nobody reads it any more, says so and goes to nowhere."""
+    """A stream that calls `broken` when nobody reads it any more, and discards what follows."""
 
     def __init__(self, stream: Any, broken: Callable[[], None]) -> None:
         self._stream, self._broken = stream, broken
@@ -154,7 +155,7 @@ class _Output:
         try:
             return self._stream.write(text)
         except BrokenPipeError:
-            to_nowhere(self._stream)
+            discard(self._stream)
             self._broken()
             return len(text)
 
@@ -163,12 +164,12 @@ class _Output:
         try:
             self._stream.flush()
         except BrokenPipeError:
-            to_nowhere(self._stream)
+            discard(self._stream)
             self._broken()
 
 
-def to_nowhere(stream: Any) -> None:
-    """Let a stream whose reader is gone write to nowhere, what it has kept included."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+def discard(stream: Any) -> None:
+    """Discard what a stream without a reader holds and gets."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)

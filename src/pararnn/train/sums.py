@@ -1,4 +1,4 @@
-"""Sums of a folder's files: what was written there, and whether it is still the same."""
+"""Checksums of a folder's files, and whether they still hold."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BLOCK = 1 << 24
 THREADS = 8
 
 Sums = Mapping[str, str]
-"""By a file's name within its folder: its `digest`."""
+"""`digest` of each file, by its name within its folder."""
 
 
 class Mark(NamedTuple):
-    """What a folder says of itself. files: by name, the sums that a file of ours may have."""
+    """Mark of a folder of ours. kind: of its content. files: allowed sums of each file, by name."""
 
     kind: str
     files: dict[str, list[str]]
@@ -30,18 +30,18 @@ class Mark(NamedTuple):
 
 
 def digest(path: Path) -> str:
-    """Return the sha256 of a file or, of one of several blocks, that of the blocks' sha256."""
+    """Return the sha256 of a file; of more than one block, the sha256 of the blocks' sha256."""
 
-    def hashed(start: int) -> bytes:
+    def digest_at(start: int) -> bytes:
         with path.open("rb") as file:
             file.seek(start)
             return hashlib.sha256(file.read(BLOCK)).digest()
 
     starts = range(0, max(1, path.stat().st_size), BLOCK)
     if len(starts) == 1:
-        return hashed(0).hex()
+        return digest_at(0).hex()
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        return hashlib.sha256(b"".join(pool.map(hashed, starts))).hexdigest()
+        return hashlib.sha256(b"".join(pool.map(digest_at, starts))).hexdigest()
 
 
 def names_below(folder: Path) -> list[str]:
@@ -61,7 +61,7 @@ def mark_of(kind: str, sums: Sums) -> Mark:
 
 
 def read_mark(path: Path) -> Mark | None:
-    """Return the mark in a file; None where it is missing or is none."""
+    """Return the mark in a file; None if it is missing or no mark."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return Mark(
@@ -73,7 +73,7 @@ def read_mark(path: Path) -> Mark | None:
 
 
 def damage(folder: Path, files: Mapping[str, Iterable[str]]) -> str | None:
-    """Return what is wrong with a folder's files, in words; None where they are as written."""
+    """Return the damage of a folder's files, in words; None if they are as written."""
     for name, sums in files.items():
         try:
             if digest(folder / name) not in sums:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pararnn.atomic import write_text
 from pararnn.train.corpus.readers import DataError
-from pararnn.train.files import beside
+from pararnn.train.files import replace_own
 from pararnn.train.locks import exclusive
 
 
@@ -40,7 +40,7 @@ def make_once(
                 raise DataError(f"another process could not make {what}: {message}")
             failure.unlink(missing_ok=True)
             try:
-                with beside(folder, "cache", ours=True) as new:
+                with replace_own(folder, "cache", ours=True) as new:
                     make(new)
             except Exception as error:
                 write_text(failure, str(error) or type(error).__name__)
