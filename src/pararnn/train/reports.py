@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ class Reports:
     def close(self) -> None:
         """End all reports."""
         for part in self.parts:
-            part.close()
+            with suppress(OSError):  # `log` has flushed all, and another error may be under way
+                part.close()
 
 
 class _Bar:
