@@ -314,7 +314,6 @@ def test_intervals_of_a_run_that_goes_on_are_its_own(ended, tmp_path, save, vali
 PARTS = [
     "state/__0_0.distcp",
     "trainer_state.json",
-    "scheduler.pt",
     "complete",
 ]
 
@@ -341,12 +340,12 @@ def test_a_flipped_bit_is_said_and_the_checkpoint_before_taken(out, ended, capsy
 
 
 def test_where_no_checkpoint_is_whole_a_run_starts_anew(out, ended, capsys):
-    (out / "checkpoint-3" / "scheduler.pt").unlink()
+    (out / "checkpoint-3" / "trainer_state.json").unlink()
     flipped(out / "checkpoint-6" / "rng_state.pth")
     run_training(config(out, keep=9), Known())
     said = capsys.readouterr().out
     assert "checkpoint-6 is damaged, rng_state.pth has changed" in said
-    assert "checkpoint-3 is damaged, scheduler.pt is missing" in said
+    assert "checkpoint-3 is damaged, trainer_state.json is missing" in said
     assert "goes on from" not in said
     same_bits(weights(out / "model"), weights(ended / "model"))
     assert losses(out) == losses(ended)
@@ -384,7 +383,7 @@ def test_a_damaged_record_of_the_data_is_one_line(out):
 
 
 @pytest.mark.parametrize("kept", [b"half", None], ids=["half", "missing"])
-@pytest.mark.parametrize("part", ["trainer_state.json", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("part", ["trainer_state.json", "rng_state.pth"])
 def test_without_sums_what_cannot_be_read_is_one_line(out, part, kept):
     """As in checkpoints of earlier versions."""
     path = out / "checkpoint-6" / part

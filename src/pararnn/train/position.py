@@ -33,8 +33,8 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def save_position(folder: Path, step: int, device: torch.device) -> None:
-    """Write each process's random numbers into a checkpoint, and the first's the step."""
+def save_position(folder: Path, step: int, epoch: float, device: torch.device) -> None:
+    """Write each process's random numbers into a checkpoint; the first also the step."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002
@@ -44,7 +44,7 @@ def save_position(folder: Path, step: int, device: torch.device) -> None:
         state["cuda"] = torch.get_device_module(device).get_rng_state(device)
     torch.save(state, folder / _random_file())
     if dist.get_rank() == 0:
-        write_text(folder / STEP_FILE, json.dumps({"global_step": step}) + "\n")
+        write_text(folder / STEP_FILE, json.dumps({"epoch": epoch, "global_step": step}) + "\n")
 
 
 def load_position(folder: Path, device: torch.device) -> int:

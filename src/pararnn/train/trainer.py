@@ -282,7 +282,7 @@ class RunTrainer:
         with self.off_the_clock(), writing(self.out / folder.name, self.out):
             folder.mkdir(parents=True, exist_ok=True)
             save_state(folder, self.model, self.optimizer)
-            save_position(folder, self.step, self.device)
+            save_position(folder, self.step, self.step / self.epoch_steps, self.device)
             if self.carry is not None:
                 carry.save(self.carry, folder, gather, self.rank == 0)
             dist.barrier()
