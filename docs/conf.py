@@ -34,7 +34,6 @@ nitpick_ignore_regex = [
     # Sphinx cuts this at its comma where a signature holds a default such as <factory>.
     (r"py:class", r"tuple\[(str|int)"),
     (r"py:class", r"Tensor|Optimizer|RemovableHandle|Any|ClassVar|Path|TrainingData"),
-    (r"py:class", r"pararnn.sequences.KnownSequences"),
 ]
 
 

@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import (
 )
 
 import pararnn
-from pararnn.sequences import Sequences, of_resets
+from pararnn.layers.resets import pieces_of
+from pararnn.sequences import Sequences
 
 LENGTHS = (3, 7, 1, 5)
 SIZES = {"input_size": 4, "hidden_size": 6, "num_layers": 2, "num_heads": 2}
@@ -343,5 +344,6 @@ def test_more_resets_than_states_stay_within_memory(monkeypatch):
     reset = torch.ones(2, 5, dtype=torch.bool)
     for reverse in (False, True):
         for count in (0, 1, 3):
-            seq, total = of_resets(reset, count, None, reverse).sequences
+            rows = Sequences(None, 2, reset)
+            seq, total, *_ = pieces_of(rows, count, reverse)
             assert seq.max() < total == 2 + count

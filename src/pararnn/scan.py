@@ -13,9 +13,9 @@ from pararnn.engines.request import requested_pair
 from pararnn.engines.rule import Size
 from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.program.program import Program, make_program, program_by_key
-from pararnn.sequences import of_lengths
-from pararnn.solve import checked_reset, run
-from pararnn.tensors import Given, check_tensor
+from pararnn.sequences import of_lengths, sequences_of
+from pararnn.solve import run
+from pararnn.tensors import ArrayLike, check_tensor
 
 
 def scan(
@@ -23,8 +23,8 @@ def scan(
     b: Tensor,
     initial: Tensor | None = None,
     *,
-    reset: Given | None = None,
-    lengths: Given | None = None,
+    reset: ArrayLike | None = None,
+    lengths: ArrayLike | None = None,
     reverse: bool = False,
     return_final: bool = False,
     solver: str = "auto",
@@ -55,10 +55,19 @@ def scan(
     _check(a, b, initial)
     kind, gates, entries, start = _parts(a, b, initial)
     batch, steps = b.shape[:2]
-    seq = None
-    if lengths is not None:
-        seq = of_lengths(lengths, "right", batch, steps, b.device).seq
-    args = Arguments(gates, None, entries, (), start, batch, seq, checked_reset(b, reset), reverse)
+    padded = None if lengths is None else of_lengths(lengths, "right", batch, steps, b.device)
+    sequences = sequences_of(b, reset, sequences=padded)
+    args = Arguments(
+        gates=gates,
+        bias=None,
+        fields=entries,
+        params=(),
+        initial=start,
+        sequences=batch,
+        seq=sequences.seq,
+        reset=sequences.reset,
+        reverse=reverse,
+    )
     solved = run(program_by_key(_program_key(kind)), args, *requested_pair(solver, backend))
     states = _joined(b, solved.states, 2)
     return (states, _joined(b, solved.final, 1)) if return_final else states

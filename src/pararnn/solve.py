@@ -20,8 +20,11 @@ from pararnn.engines.table import Choice, choose
 from pararnn.numerics import check_io_dtype, compute_dtype, without_autocast
 from pararnn.op import Source, apply_engine
 from pararnn.program.program import Program, program_of
-from pararnn.sequences import Sequences, of_cu_seqlens
-from pararnn.tensors import Given, as_states, as_tensor, check_tensor
+from pararnn.sequences import Sequences, sequences_of
+from pararnn.tensors import ArrayLike, as_states, check_tensor
+
+Fields = Mapping[str, Any]
+"""A cell's fields by name: tensors or numbers."""
 
 NUMBERS = (int, float, np.number, torch.SymInt, torch.SymFloat)
 """What stands for a field that is the same at all steps."""
@@ -33,8 +36,8 @@ def solve(
     initial_state: Tensor | Sequence[Tensor] | None = None,
     *,
     fields: Mapping[str, Tensor | float] | None = None,
-    reset: Given | None = None,
-    cu_seqlens: Given | None = None,
+    reset: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
     reverse: bool = False,
     solver: str = "auto",
     backend: str = "auto",
@@ -147,48 +150,67 @@ def run_engine(
         return engine.forward(program, args.completed(program.num_states))
 
 
+class Options(NamedTuple):
+    """Options of one call, made once from the keyword arguments of `solve` or a layer.
+
+    output_only: True if only the first state's sequence is read; see `Arguments`.
+    """
+
+    sequences: Sequences
+    fields: Fields | None = None
+    reverse: bool = False
+    on_failure: str = "warn"
+    output_only: bool = False
+
+
 def prepare(
     cell: Cell,
     gates: Tensor,
     initial_state: Tensor | Sequence[Tensor] | None = None,
     *,
     bias: Tensor | None = None,
-    fields: Mapping[str, Tensor | float] | None = None,
-    reset: Given | None = None,
-    cu_seqlens: Given | None = None,
-    sequences: Sequences | None = None,
-    reverse: bool = False,
-    on_failure: str = "warn",
-    output_only: bool = False,
+    reset: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    **options: Any,
 ) -> Arguments:
-    """The record of a call of `solve`; errors as there, but for what `run` checks: how parameters
-    and initial states fit the gates.
+    """Return the record of a call of `solve`, or with a bias (G, D) of a layer; see `Options`."""
+    check_gates(cell, gates)
+    sequences = sequences_of(gates, reset, cu_seqlens)
+    return arguments_of(cell, gates, initial_state, Options(sequences, **options), bias)
 
-    As layers call it too: with the bias (G, D), `sequences`, which say what `cu_seqlens` would for
-    any number of rows, and `output_only`.
+
+def arguments_of(
+    cell: Cell,
+    gates: Tensor,
+    initial_state: Tensor | Sequence[Tensor] | None,
+    options: Options,
+    bias: Tensor | None = None,
+) -> Arguments:
+    """Return the record of a call with its options; gates have passed `check_gates`.
+
+    Errors as `solve`, except for what `run` checks: how parameters and initial states fit the
+    gates.
     """
+    sequences, fields, reverse, on_failure, output_only = options
     if on_failure not in ON_FAILURE:
         raise ValueError(f"on_failure must be one of {ON_FAILURE}, got {on_failure!r}")
-    _check_gates(cell, gates)
-    if cu_seqlens is not None:
-        sequences = of_cu_seqlens(cu_seqlens, len(gates), gates.shape[1], gates.device)
-    count = gates.shape[0] if sequences is None else sequences.total  # len would fix it in exports
     return Arguments(
         gates=gates,
         bias=bias,
         fields=_fields(cell, gates, fields or {}),
         params=call_cell(cell),
         initial=() if initial_state is None else _initial(cell, initial_state),
-        sequences=count,
-        seq=None if sequences is None else sequences.seq,
-        reset=checked_reset(gates, reset),
+        sequences=sequences.total,
+        seq=sequences.seq,
+        reset=sequences.reset,
         reverse=reverse,
         on_failure=on_failure,
         output_only=output_only,
     )
 
 
-def _check_gates(cell: Cell, gates: Tensor) -> None:
+def check_gates(cell: Cell, gates: Tensor) -> None:
+    """Raise TypeError for gates of another dtype than a solve has, ValueError for another size."""
     check_tensor("gates", gates)
     check_io_dtype(gates.dtype, "gates")
     count, channels = len(cell.gates), cell.hidden_size
@@ -200,7 +222,7 @@ def _check_gates(cell: Cell, gates: Tensor) -> None:
         raise ValueError(f"gates of {type(cell).__name__} must be {wanted}, got {size}")
 
 
-def _fields(cell: Cell, gates: Tensor, fields: Mapping[str, Tensor | float]) -> tuple[Tensor, ...]:
+def _fields(cell: Cell, gates: Tensor, fields: Fields) -> tuple[Tensor, ...]:
     if not fields and not cell.fields:
         return ()
     if set(fields) != set(cell.fields):
@@ -231,9 +253,9 @@ def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...
     return full.expand(size)
 
 
-def _initial(cell: Cell, given: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _initial(cell: Cell, initial: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     names = cell.states
-    states = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    states = tuple(initial) if isinstance(initial, (tuple, list)) else (initial,)
     if len(states) != len(names):
         raise ValueError(
             f"initial_state of {type(cell).__name__} must hold {len(names)} tensor(s), one for "
@@ -241,23 +263,5 @@ def _initial(cell: Cell, given: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]
         )
     for name, state in zip(names, states, strict=True):
         if not isinstance(state, Tensor):  # the message takes a microsecond
-            as_states(f"initial state {name!r}", given)
+            as_states(f"initial state {name!r}", initial)
     return states
-
-
-def checked_reset(gates: Tensor, given: Given | None, dims: int = 2) -> Tensor | None:
-    """The resets of gates or inputs, bool, one an entry of their first `dims` dimensions, (B, T).
-
-    Raises TypeError for what is no tensor, list or array, ValueError for what does not fit them.
-    """
-    if given is None:
-        return None
-    reset = as_tensor("reset", given)
-    if not isinstance(given, Tensor):
-        reset = reset.to(gates.device)
-    size = tuple(gates.shape[:dims])
-    if reset.dtype != torch.bool or tuple(reset.shape) != size:
-        raise ValueError(f"reset must be bool {size}, got {reset.dtype} {tuple(reset.shape)}")
-    if reset.device != gates.device:
-        raise ValueError(f"reset is on {reset.device}, gates on {gates.device}")
-    return reset

@@ -125,7 +125,7 @@ def _call(
 ) -> tuple[Arguments, tuple[str, str]]:
     """Return the record of a layer's call, and the pair that it asks for."""
     given = signature(layer.forward).bind(*inputs, **options).arguments
-    asked = layer.asked(*(given.pop(part, None) for part in ("solver", "backend", "mode")))
+    asked = layer.requested_pair(*(given.pop(part, None) for part in ("solver", "backend", "mode")))
     with torch.no_grad():
         return layer.arguments(**given), asked
 

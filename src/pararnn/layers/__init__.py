@@ -1,10 +1,10 @@
 """Recurrent layers: torch.nn.Modules with torch.nn.GRU's habits."""
 
 from pararnn.layers.clip import clip_after_step
-from pararnn.layers.cuts import States
 from pararnn.layers.paper import load_paper_weights, paper_weights
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.layers.rnn import ParaGRU, ParaLSTM, ParaRNN
+from pararnn.tensors import States
 
 __all__ = [
     "ParaGRU",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from pararnn.sequences import Sequences, of_cu_seqlens, of_lengths, require_resets
-from pararnn.tensors import Given
+from pararnn.layers.resets import require_resets
+from pararnn.sequences import Sequences, of_cu_seqlens, of_lengths
+from pararnn.tensors import ArrayLike
 
 
 class Layout(NamedTuple):
@@ -52,9 +53,9 @@ UNBATCHED = Layout(_one_row, _of_one_row, batched=False)
 def layout_of(
     x: Tensor | PackedSequence,
     batch_first: bool,
-    lengths: Given | None = None,
+    lengths: ArrayLike | None = None,
     padding: str = "right",
-    cu_seqlens: Given | None = None,
+    cu_seqlens: ArrayLike | None = None,
 ) -> Layout:
     """The layout of a layer's input.
 
@@ -135,7 +136,7 @@ def _packed(x: PackedSequence) -> Layout:
         data = tensor.flatten(0, 1).index_select(0, place)
         return PackedSequence(data, sizes, x.sorted_indices, x.unsorted_indices)
 
-    return Layout(into, back, sequences=Sequences(seq, count))
+    return Layout(into, back, sequences=Sequences(seq, count, checked=True))
 
 
 def _into_rows(lengths: list[int], steps: int) -> tuple[list[int], list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +14,15 @@ from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.request import OPEN, Request, chosen, request
 from pararnn.engines.table import PAIRS, Choice
-from pararnn.layers.cuts import Cuts, States, packed_into_one_row, restarted
 from pararnn.layers.projection import HeadwiseLinear, note_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
+from pararnn.layers.resets import split_at_resets
 from pararnn.parameters import CLIPS, Draw, draw_anew
 from pararnn.program.program import program_of
-from pararnn.sequences import KnownSequences, Sequences, check_sequences
-from pararnn.solve import checked_reset, plan_solve, prepare
-from pararnn.tensors import Given, check_tensor
-
-Fields = Mapping[str, Any]
+from pararnn.sequences import Sequences, checked_reset, sequences_of, without_padding
+from pararnn.solve import Fields, Options, arguments_of, check_gates, plan_solve
+from pararnn.tensors import ArrayLike, States, check_tensor
 
 
 class SolveInfo(NamedTuple):
@@ -137,10 +134,10 @@ class RecurrentLayer(nn.Module):
         initial: States | None = None,
         *,
         fields: Fields | None = None,
-        reset: Given | None = None,
+        reset: ArrayLike | None = None,
         reset_states: States | None = None,
-        cu_seqlens: Given | None = None,
-        sequences: Sequences | KnownSequences | None = None,
+        cu_seqlens: ArrayLike | None = None,
+        sequences: Sequences | None = None,
         all_states: bool = False,
         solver: str | None = None,
         backend: str | None = None,
@@ -171,37 +168,39 @@ class RecurrentLayer(nn.Module):
             float32 (or float64), unless `keep_dtype`. With `all_states` a third item: the states,
             a tuple of N tensors like the output.
         """
-        x, cuts = self._cut(x, initial, reset, reset_states, cu_seqlens, sequences)
-        asked = self.asked(solver, backend, mode)
+        x, initial, sequences = self._split(
+            x, initial, reset_states, reset=reset, cu_seqlens=cu_seqlens, sequences=sequences
+        )
+        options = self._options(sequences, fields, all_states)
+        pair = self.requested_pair(solver, backend, mode)
         compiled = torch.compiler.is_compiling()
         eager = not (compiled or torch._C._are_functorch_transforms_active())
-        again = self.recompute_gates and torch.is_grad_enabled()
-        cell = unwrapped(self.cell)
-        program = program_of(cell)
+        recomputes = self.recompute_gates and torch.is_grad_enabled()
+        program = program_of(unwrapped(self.cell))
 
-        if again and compiled:
+        if recomputes and compiled:
 
             def whole(x: Tensor, initial: States | None) -> Results:
-                args = self._arguments(cell, x, initial, cuts, fields, all_states)
-                _, engine, args = plan_solve(program, args, *asked)
+                args = self._arguments(x, initial, options)
+                _, engine, args = plan_solve(program, args, *pair)
                 return solve_and_read(program, engine, args)
 
-            output, states, final, counts = recompute_compiled(whole, x, cuts.initial)
-        elif again and eager:
-            with note_projections() as made:
-                args = self._arguments(cell, x, cuts.initial, cuts, fields, all_states)
-            choice, engine, args = plan_solve(program, args, *asked)
-            source = gate_source(args.gates, made)
+            output, states, final, counts = recompute_compiled(whole, x, initial)
+        elif recomputes and eager:
+            with note_projections() as projections:
+                args = self._arguments(x, initial, options)
+            choice, engine, args = plan_solve(program, args, *pair)
+            source = gate_source(args.gates, projections)
             output, states, final, counts = solve_without_gates(program, engine, args, source)
         else:  # transforms of torch.func know no checkpoints
-            args = self._arguments(cell, x, cuts.initial, cuts, fields, all_states)
-            choice, engine, args = plan_solve(program, args, *asked)
+            args = self._arguments(x, initial, options)
+            choice, engine, args = plan_solve(program, args, *pair)
             output, states, final, counts = solve_and_read(program, engine, args)
         if eager:
             self.__dict__["counts"] = counts  # nn.Module's way takes a microsecond longer
             self.__dict__["choice"] = choice
-        if cuts.last is not None:
-            final = tuple([h.index_select(0, cuts.last) for h in final])
+        if sequences.last is not None:
+            final = tuple([h.index_select(0, sequences.last) for h in final])
         if self.keep_dtype:
             final = tuple([h.to(output.dtype) for h in final])
         results = output, final[0] if len(final) == 1 else final
@@ -213,69 +212,51 @@ class RecurrentLayer(nn.Module):
         initial: States | None = None,
         *,
         fields: Fields | None = None,
-        reset: Given | None = None,
         reset_states: States | None = None,
-        cu_seqlens: Given | None = None,
-        sequences: Sequences | KnownSequences | None = None,
         all_states: bool = False,
+        **where: Any,
     ) -> Arguments:
-        """The record of the solve that `forward` runs for these."""
-        x, cuts = self._cut(x, initial, reset, reset_states, cu_seqlens, sequences)
-        return self._arguments(unwrapped(self.cell), x, cuts.initial, cuts, fields, all_states)
+        """Return the record of the solve that `forward` runs for these."""
+        x, initial, sequences = self._split(x, initial, reset_states, **where)
+        return self._arguments(x, initial, self._options(sequences, fields, all_states))
 
-    def asked(
+    def requested_pair(
         self, solver: str | None = None, backend: str | None = None, mode: str | None = None
     ) -> tuple[str, str]:
-        """The pair that a call with these asks for: else that of `using`, else the layer's own."""
+        """Return the pair that a call with these requests: else `using`'s, else the layer's."""
         return chosen(request(solver, backend, mode), Request(self.solver, self.backend))
 
-    def _cut(
-        self,
-        x: Tensor,
-        initial: States | None,
-        reset: Given | None,
-        reset_states: States | None,
-        cu_seqlens: Given | None,
-        sequences: Sequences | KnownSequences | None,
-    ) -> tuple[Tensor, Cuts]:
-        """What is projected, and how it is cut."""
+    def _split(
+        self, x: Tensor, initial: States | None, reset_states: States | None, **where: Any
+    ) -> tuple[Tensor, States | None, Sequences]:
+        """Return x without padding that may hold anything, the initial states and the sequences.
+
+        where: `reset`, `cu_seqlens` and `sequences` as in `forward`.
+        """
         check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.input_size:
             raise ValueError(
                 f"RecurrentLayer: Expected input to be (B, T, {self.input_size}), got "
                 f"{tuple(x.shape)}"
             )
-        if cu_seqlens is not None:
-            x, sequences = packed_into_one_row(x, cu_seqlens, sequences)
-        elif sequences is not None:
-            sequences = check_sequences(sequences, x.shape[0], x.shape[1], x.device)
-        cuts = Cuts(sequences, initial, reset)
-        if reset_states is None:
-            return x, cuts
-        names = unwrapped(self.cell).states
-        return x, restarted(x, cuts, names, self.hidden_size, reset_states, self.reverse)
+        sequences = sequences_of(x, **where)
+        if where.get("cu_seqlens") is not None:
+            x = without_padding(x, sequences)
+        if reset_states is not None:
+            sizes = tuple(unwrapped(self.cell).states), self.hidden_size
+            initial, sequences = split_at_resets(
+                x, initial, sequences, reset_states, sizes, self.reverse
+            )
+        return x, initial, sequences
 
-    def _arguments(
-        self,
-        cell: Cell,
-        x: Tensor,
-        initial: States | None,
-        cuts: Cuts,
-        fields: Fields | None,
-        all_states: bool,
-    ) -> Arguments:
-        return prepare(
-            cell,
-            self.proj(x),
-            initial,
-            bias=self.bias,
-            fields=fields,
-            reset=cuts.reset,
-            sequences=cuts.sequences,
-            reverse=self.reverse,
-            on_failure=self.on_failure,
-            output_only=not (all_states or cell.has_readout),
-        )
+    def _options(self, sequences: Sequences, fields: Fields | None, all_states: bool) -> Options:
+        output_only = not (all_states or unwrapped(self.cell).has_readout)
+        return Options(sequences, fields, self.reverse, self.on_failure, output_only)
+
+    def _arguments(self, x: Tensor, initial: States | None, options: Options) -> Arguments:
+        cell, gates = unwrapped(self.cell), self.proj(x)
+        check_gates(cell, gates)
+        return arguments_of(cell, gates, initial, options, self.bias)
 
     def step(
         self,
@@ -283,7 +264,7 @@ class RecurrentLayer(nn.Module):
         state: States | None = None,
         *,
         fields: Fields | None = None,
-        reset: Given | None = None,
+        reset: ArrayLike | None = None,
         reset_states: States | None = None,
     ) -> tuple[Tensor, States]:
         """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
@@ -305,13 +286,14 @@ class RecurrentLayer(nn.Module):
         for name, value in fields.items():
             if torch.is_tensor(value) and value.ndim:
                 fields[name] = value.unsqueeze(1)
-        reset = checked_reset(x_t, reset, 1)
+        if reset is not None:
+            reset = checked_reset(x_t, reset, 1).unsqueeze(1)
         solver, backend = decoding_pair(self.backend)
         x, final = self(
             x_t.unsqueeze(1),
             state,
             fields=fields,
-            reset=None if reset is None else reset.unsqueeze(1),
+            reset=reset,
             reset_states=reset_states,
             solver=solver,
             backend=backend,

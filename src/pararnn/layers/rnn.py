@@ -14,19 +14,19 @@ from pararnn.cells.base import unwrapped
 from pararnn.engines.arguments import totals
 from pararnn.engines.fused.layout import own_shape
 from pararnn.errors import warn_user
-from pararnn.layers.cuts import States, without_padding
-from pararnn.layers.given import (
+from pararnn.layers.checks import (
+    ByLayer,
     check_input,
-    either,
     has_time,
     initial_states,
+    one_of,
     states_at_resets,
 )
 from pararnn.layers.layout import layout_of, order_of_resets
-from pararnn.layers.recurrent import Fields, RecurrentLayer, SolveInfo
-from pararnn.sequences import KnownSequences
-from pararnn.solve import checked_reset
-from pararnn.tensors import Given
+from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
+from pararnn.sequences import checked_reset, without_padding
+from pararnn.solve import Fields
+from pararnn.tensors import ArrayLike, States
 
 
 def _shared(name: str) -> Any:
@@ -165,11 +165,11 @@ class ParaRNN(nn.Module):
         input: Tensor | PackedSequence | None = None,
         hx: States | None = None,
         fields: Fields | None = None,
-        reset: Given | PackedSequence | None = None,
+        reset: ArrayLike | PackedSequence | None = None,
         reset_states: States | None = None,
-        lengths: Given | None = None,
+        lengths: ArrayLike | None = None,
         padding: str = "right",
-        cu_seqlens: Given | None = None,
+        cu_seqlens: ArrayLike | None = None,
         all_states: bool = False,
         solver: str | None = None,
         backend: str | None = None,
@@ -207,10 +207,12 @@ class ParaRNN(nn.Module):
             `keep_dtype`. With `all_states` a third item: for each layer and direction, in the order
             of h_n, its states, a tuple of N tensors like the output.
         """
-        x, h_0 = self._named(x, input, "x"), either("h_0", h_0, "hx", hx)
+        x, h_0 = self._input(x, input, "x"), one_of("h_0", h_0, "hx", hx)
         data = x.data if isinstance(x, PackedSequence) else x
-        check_input(self, data, (2,) if data is not x else (2, 3))
-        begins: Any = reset if data is not x else checked_reset(x, reset, x.ndim - 1)
+        check_input(self._name, data, self.input_size, (2,) if data is not x else (2, 3))
+        begins: Any = reset
+        if reset is not None and data is x:
+            begins = checked_reset(x, reset, x.ndim - 1)
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
         into, back, sequences = layout.into, layout.back, layout.sequences
         rows = into(x)
@@ -218,8 +220,7 @@ class ParaRNN(nn.Module):
             rows = without_padding(rows, sequences)  # a PackedSequence has ours, which is 0
         size = (rows.shape[0] if sequences is None else sequences.total, self.hidden_size)
         parts = self._parts()
-        initial = initial_states(self, parts, h_0, size if layout.batched else size[1:])
-        starts = states_at_resets(self, parts, reset_states)
+        initial, starts = self._states(h_0, size if layout.batched else size[1:], reset_states)
         if starts[0] is not None and begins is not None:
             order = order_of_resets(begins, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
@@ -227,7 +228,7 @@ class ParaRNN(nn.Module):
         options: dict[str, Any] = {
             "fields": {k: into(v) if has_time(v) else v for k, v in given.items()},
             "reset": None if begins is None else into(begins),
-            "sequences": None if sequences is None else KnownSequences(*sequences),
+            "sequences": sequences,
             "all_states": all_states,
             "solver": solver,
             "backend": backend,
@@ -257,7 +258,7 @@ class ParaRNN(nn.Module):
         input: Tensor | None = None,
         hx: States | None = None,
         fields: Fields | None = None,
-        reset: Given | None = None,
+        reset: ArrayLike | None = None,
         reset_states: States | None = None,
     ) -> tuple[Tensor, States]:
         """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
@@ -271,17 +272,17 @@ class ParaRNN(nn.Module):
                 "a bidirectional layer cannot decode step by step: its reverse direction starts "
                 "from the last step"
             )
-        x_t, state = self._named(x_t, input, "x_t"), either("state", state, "hx", hx)
-        check_input(self, x_t, (1, 2))
+        x_t, state = self._input(x_t, input, "x_t"), one_of("state", state, "hx", hx)
+        check_input(self._name, x_t, self.input_size, (1, 2))
         fields, batched = fields or {}, x_t.ndim == 2
-        reset = checked_reset(x_t, reset, x_t.ndim - 1)
+        if reset is not None:
+            reset = checked_reset(x_t, reset, x_t.ndim - 1)
         if not batched:
             x_t = x_t.unsqueeze(0)
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
             reset = None if reset is None else reset.unsqueeze(0)
         size, parts = (x_t.shape[0], self.hidden_size), self._parts()
-        initial = initial_states(self, parts, state, size if batched else size[1:])
-        starts = states_at_resets(self, parts, reset_states)
+        initial, starts = self._states(state, size if batched else size[1:], reset_states)
         output, finals = x_t, []
         for i, part in enumerate(parts):
             output, final = part.step(
@@ -350,12 +351,24 @@ class ParaRNN(nn.Module):
         reverse = cast("list[RecurrentLayer]", list(self.reverse_layers))
         return [part for pair in zip(layers, reverse, strict=True) for part in pair]
 
-    def _named(self, x: Any, other: Any, name: str) -> Any:
-        """The input, by whichever name it came."""
-        given = either(name, x, "input", other)
-        if given is None:
-            raise TypeError(f"{type(self).__name__} needs its input: {name}, or input by name")
-        return given
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _states(
+        self, initial: States | None, size: tuple[int, ...], reset_states: States | None
+    ) -> tuple[ByLayer, ByLayer]:
+        """Return the initial states and those that resets start from, by layer."""
+        stack = self._name, self.cell.states, len(self._parts())
+        by_layer = initial_states(*stack, initial, size)
+        return by_layer, states_at_resets(*stack, reset_states, self.hidden_size)
+
+    def _input(self, x: Any, other: Any, name: str) -> Any:
+        """Return the input, whichever of its names it came by."""
+        x = one_of(name, x, "input", other)
+        if x is None:
+            raise TypeError(f"{self._name} needs its input: {name}, or input by name")
+        return x
 
 
 def stacked(finals: list[States], batched: bool) -> States:

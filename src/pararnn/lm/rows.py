@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.sequences import KnownSequences, require
+from pararnn.sequences import Sequences, of_mask, require
 
 
 class Rows(NamedTuple):
@@ -31,13 +31,9 @@ class Rows(NamedTuple):
     weights: Callable[[Tensor], None] | None = None
 
     # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
-    def sequences(self) -> KnownSequences | None:
-        """Return padding as solvers read it: a row is one sequence, wherever it begins and ends."""
-        if self.real is None:
-            return None
-        batch = self.real.shape[0]  # len would fix it in exports
-        rows = torch.arange(batch, device=self.real.device, dtype=torch.int32)
-        return KnownSequences(rows.unsqueeze(1).where(self.real, -1), batch)
+    def sequences(self) -> Sequences | None:
+        """Return the padding as a solve reads it: a row is one sequence."""
+        return None if self.real is None else of_mask(self.real)
 
 
 def rows_of(

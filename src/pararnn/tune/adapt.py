@@ -147,7 +147,7 @@ def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:
     """Whether it is `auto` that chooses between (newton, fused) and the loop, in eager code."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    asked = layer.asked(*(options.get(part) for part in ("solver", "backend", "mode")))
+    asked = layer.requested_pair(*(options.get(part) for part in ("solver", "backend", "mode")))
     return asked in (("auto", "auto"), ("auto", "fused")) and requested_split() == BY_RULE
 
 

@@ -1,0 +1,81 @@
+"""Checks of a stack's input and states, and its states by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from pararnn.tensors import States, as_states, check_tensor
+
+ByLayer = Sequence[tuple[Tensor, ...] | None]
+"""The states of each layer and direction, with a batch dimension; None is zero."""
+
+
+def one_of(name: str, value: Any, other: str, other_value: Any) -> Any:
+    """Return an argument that has two names. Raises TypeError if both are given."""
+    if value is not None and other_value is not None:
+        raise TypeError(f"{name} and {other} are two names of one argument: give one of them")
+    return value if other_value is None else other_value
+
+
+def check_input(name: str, x: Tensor, input_size: int, ranks: tuple[int, ...]) -> None:
+    """Raise TypeError for what is no tensor, ValueError for another rank or number of channels."""
+    check_tensor(f"the input of {name}", x)
+    if x.ndim not in ranks:
+        allowed = " or ".join(f"{rank}D" for rank in ranks)
+        raise ValueError(f"{name}: Expected input to be {allowed}, got {x.ndim}D instead")
+    if x.shape[-1] != input_size:
+        raise ValueError(
+            f"{name}: input.size(-1) must be equal to input_size. Expected {input_size}, "
+            f"got {x.shape[-1]}"
+        )
+
+
+def has_time(field: Any) -> bool:
+    """Return True if a field is laid out as the input is, and is no number."""
+    return isinstance(field, PackedSequence) or (isinstance(field, Tensor) and field.ndim > 0)
+
+
+def initial_states(
+    name: str, cell_states: Sequence[str], layers: int, initial: States | None, size: Sequence[int]
+) -> ByLayer:
+    """Return the initial states of all layers, each of a size, by layer.
+
+    Raises TypeError where one is no tensor, ValueError for other sizes.
+    """
+    if initial is None:
+        return [None] * layers
+    full, names = (layers, *size), tuple(cell_states)
+    states = as_states(f"the hidden state of {name}", initial)
+    if [state.shape for state in states] != [full] * len(names):
+        raise ValueError(
+            f"{name}: Expected hidden states {names} of size {full} each, got "
+            f"{[tuple(state.shape) for state in states]}"
+        )
+    if len(size) == 1:
+        states = tuple(state.unsqueeze(1) for state in states)
+    return _by_layer(states)
+
+
+def states_at_resets(
+    name: str, cell_states: Sequence[str], layers: int, reset_states: States | None, channels: int
+) -> ByLayer:
+    """Return the states that K resets start from, by layer; errors as for initial states."""
+    if reset_states is None:
+        return [None] * layers
+    names, states = tuple(cell_states), as_states("reset_states", reset_states)
+    shapes = [tuple(state.shape) for state in states]
+    count = shapes[0][1] if len(shapes[0]) > 1 else 0
+    if shapes != [(layers, count, channels)] * len(names):
+        raise ValueError(
+            f"{name}: reset_states must be {names} of size ({layers}, K, {channels}) each, K the "
+            f"number of true steps of reset, got {shapes}"
+        )
+    return _by_layer(states)
+
+
+def _by_layer(states: Sequence[Tensor]) -> ByLayer:
+    return list(zip(*[state.unbind() for state in states], strict=True))

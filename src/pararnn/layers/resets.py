@@ -1,0 +1,92 @@
+"""Resets that start from given states: each begins a sequence of its own, which is exact."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pararnn.numerics import compute_dtype
+from pararnn.sequences import Sequences, require
+from pararnn.tensors import States, as_states
+
+
+def split_at_resets(
+    x: Tensor,
+    initial: States | None,
+    sequences: Sequences,
+    reset_states: States,
+    sizes: tuple[tuple[str, ...], int],
+    reverse: bool,
+) -> tuple[States, Sequences]:
+    """Split the sequences of x (B, T, input) at resets that start from given states, (K, D) each.
+
+    sizes: the names of the states, and D. Returns the initial states of all pieces, and these. It
+    is exact for every engine, and differentiable. Raises ValueError for sizes that do not fit.
+    """
+    if sequences.reset is None:
+        raise ValueError("reset_states say what resets start from: give reset, too")
+    restarts = _of_size("reset_states", "K", None, reset_states, *sizes)
+    if initial is None:
+        zeros = x.new_zeros((sequences.total, sizes[1]), dtype=compute_dtype(x.dtype))
+        begin = tuple([zeros for _ in restarts])
+    else:
+        begin = _of_size("initial", "S", sequences.total, initial, *sizes)
+    sequences = pieces_of(sequences, restarts[0].shape[0], reverse)
+    if reverse:
+        restarts = tuple([state.flip(0) for state in restarts])
+    return tuple([torch.cat(both) for both in zip(begin, restarts, strict=True)]), sequences
+
+
+def _of_size(
+    what: str, rows: str, count: int | None, states: States, names: tuple[str, ...], channels: int
+) -> tuple[Tensor, ...]:
+    """Return states as a tuple of (count, channels) each; None is any number, the same for all."""
+    states = as_states(what, states)
+    shapes = [tuple(state.shape) for state in states]
+    if count is None and shapes and shapes[0]:
+        count = shapes[0][0]
+    if shapes != [(count, channels)] * len(names):
+        raise ValueError(f"{what} must be ({rows}, {channels}) for each of {names}, got {shapes}")
+    return states
+
+
+def pieces_of(sequences: Sequences, count: int, reverse: bool) -> Sequences:
+    """Split sequences at their `count` resets, in the order of processing.
+
+    First come the S sequences that there were, each up to its first reset, then one from each
+    reset. Raises ValueError as `of_cu_seqlens` for another number of resets.
+    """
+    total, reset = sequences.total, sequences.reset
+    assert reset is not None
+    require_resets(reset, count)
+    batch, steps = reset.shape
+    if sequences.seq is None:
+        seq = torch.arange(batch, device=reset.device).unsqueeze(1).expand_as(reset)
+    else:
+        seq = sequences.seq.long()
+    last = torch.arange(total + 1, device=reset.device)  # the last one is for padding
+    if steps:
+        number = (reset.flatten().cumsum(0) - 1).view_as(reset)
+        time = torch.arange(steps, device=reset.device).expand_as(reset)
+        if reverse:
+            number = count - 1 - number
+            nearest = time.where(reset, steps).flip(1).cummin(1).values.flip(1)
+        else:
+            nearest = time.where(reset, -1).cummax(1).values
+        at = nearest.clamp(0, steps - 1)
+        after_reset = (at == nearest) & (seq.gather(1, at) == seq) & (seq >= 0)
+        # Compiled code does not count resets: more than there are states may not name one beyond.
+        piece = (total + number.gather(1, at)).clamp(max=total + count - 1).where(after_reset, seq)
+        index = seq.where(seq >= 0, total).flatten()
+        last = last.scatter_reduce(0, index, piece.flatten(), "amax")
+        seq = piece
+    return Sequences(seq.to(torch.int32), total + count, last=last[:total], checked=True)
+
+
+def require_resets(reset: Tensor, count: int) -> None:
+    """Raise ValueError, as `require`, unless `reset` is true at `count` steps."""
+    if reset.dtype != torch.bool:
+        raise ValueError(f"reset must be bool, got {reset.dtype}")
+    resets = reset.sum()
+    must = "reset must be true at {0} steps, as reset_states hold {0} states, one a step"
+    require(resets == count, must, count, resets)
