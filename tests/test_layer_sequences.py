@@ -294,7 +294,7 @@ def test_bidirectional_layers_do_not_decode():
         pararnn.ParaGRU(4, 6, bidirectional=True).step(torch.zeros(2, 4))
 
 
-def test_sequences_of_ones_own(pair):
+def test_users_sequences(pair):
     """Numbers as cumsum gives them are int64."""
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6, **pair)
     x, starts = torch.randn(2, 6, 4), torch.tensor([[1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 1, 0]])
@@ -328,7 +328,7 @@ WRONG_SEQUENCES = {
 
 
 @pytest.mark.parametrize("case", list(WRONG_SEQUENCES))
-def test_wrong_sequences_of_ones_own(case):
+def test_wrong_users_sequences(case):
     seq, total, message = WRONG_SEQUENCES[case]
     if case == "beyond int32":
         total = 2**31  # where numbers would wrap around

@@ -1,4 +1,4 @@
-"""`scan`: the affine recurrence on its own, for linear recurrences of the user's."""
+"""`scan`: the affine recurrence, for users' linear recurrences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scan(
     solver: str = "auto",
     backend: str = "auto",
 ) -> Any:
-    """All states of h_l = a_l h_{l-1} + b_l, differentiable in a, b and initial.
+    """Return all states of h_l = a_l h_{l-1} + b_l, differentiable in a, b and initial.
 
     Args:
         a: (B, T, D), or (B, T, N, N, D) for N states a channel, N up to 4: row i, column j. Or
@@ -55,8 +55,8 @@ def scan(
     _check(a, b, initial)
     kind, gates, entries, start = _parts(a, b, initial)
     batch, steps = b.shape[:2]
-    padded = None if lengths is None else of_lengths(lengths, "right", batch, steps, b.device)
-    sequences = sequences_of(b, reset, sequences=padded)
+    rows = None if lengths is None else of_lengths(lengths, "right", batch, steps, b.device)
+    sequences = sequences_of(b, reset, sequences=rows)
     args = Arguments(
         gates=gates,
         bias=None,
@@ -68,15 +68,15 @@ def scan(
         reset=sequences.reset,
         reverse=reverse,
     )
-    solved = run(program_by_key(_program_key(kind)), args, *requested_pair(solver, backend))
-    states = _joined(b, solved.states, 2)
-    return (states, _joined(b, solved.final, 1)) if return_final else states
+    result = run(program_by_key(_program_key(kind)), args, *requested_pair(solver, backend))
+    states = _join(b, result.states, 2)
+    return (states, _join(b, result.final, 1)) if return_final else states
 
 
 def _parts(
     a: Tensor, b: Tensor, initial: Tensor | None
 ) -> tuple[int, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The cell's key in AFFINE, its gates, fields and initial states."""
+    """Return the cell's key in AFFINE, its gates, fields and initial states."""
     if b.is_complex():
         start = () if initial is None else (initial.real, initial.imag)
         gates = torch.stack([b.real, b.imag], 2)
@@ -90,7 +90,7 @@ def _parts(
 
 
 def _full(a: Tensor, b: Tensor) -> Tensor:
-    """`a` at full size. What is smaller is converted first: it then stays small in memory, and its
+    """Expand `a` to full size. A smaller `a` is cast first: it then stays small in memory, and its
     gradient is summed in the compute dtype."""
     size = _size_of_a(b)
     if tuple(a.shape) == size:
@@ -98,8 +98,8 @@ def _full(a: Tensor, b: Tensor) -> Tensor:
     return a.to(compute_dtype(b.real.dtype)).contiguous().expand(size)
 
 
-def _joined(b: Tensor, parts: tuple[Tensor, ...], dim: int) -> Tensor:
-    """One tensor of a state's parts, or of several states, which stand at `dim`."""
+def _join(b: Tensor, parts: tuple[Tensor, ...], dim: int) -> Tensor:
+    """Join the real and imaginary fields of a state, or stack several states at `dim`."""
     if b.is_complex():
         return torch.complex(*parts)
     return parts[0] if b.ndim == 3 else torch.stack(parts, dim)
@@ -110,7 +110,7 @@ def _program_key(kind: int) -> str:
 
 
 def workload_of_scan(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Program, Size]:
-    """The program and (B, T, D) of a scan with a full b of this shape and dtype, and an a of its
+    """Return the program and (B, T, D) of a scan with a b of this shape and dtype, and an a of its
     kind. Raises ValueError and TypeError as `scan` does for such a b."""
     b = torch.empty(shape, dtype=dtype, device="meta")
     _check(b if b.ndim == 3 else b.unsqueeze(2), b, None)
@@ -129,9 +129,9 @@ def _check(a: Tensor, b: Tensor, initial: Tensor | None) -> None:
     if b.ndim == 4 and not 1 <= b.shape[2] <= most:
         raise ValueError(f"scan takes up to {most} states a channel, got b {tuple(b.shape)}")
     if b.ndim not in (3, 4) or (b.is_complex() and b.ndim == 4):
-        allowed = "(B, T, D)" if b.is_complex() else "(B, T, D) or (B, T, N, D)"
-        raise ValueError(f"b must be {allowed}, got {b.dtype} {tuple(b.shape)}")
-    _check_beside("a", a, b)
+        sizes = "(B, T, D)" if b.is_complex() else "(B, T, D) or (B, T, N, D)"
+        raise ValueError(f"b must be {sizes}, got {b.dtype} {tuple(b.shape)}")
+    _check_operand("a", a, b)
     if a.is_complex() and not b.is_complex():
         raise TypeError(f"a is complex: b must be too, got {a.dtype} and {b.dtype}")
     full = _size_of_a(b)
@@ -142,7 +142,7 @@ def _check(a: Tensor, b: Tensor, initial: Tensor | None) -> None:
         )
     if initial is None:
         return
-    _check_beside("initial", initial, b)
+    _check_operand("initial", initial, b)
     if initial.is_complex() != b.is_complex():
         raise TypeError(
             "initial and b must both be floating-point or both complex, got "
@@ -155,7 +155,7 @@ def _check(a: Tensor, b: Tensor, initial: Tensor | None) -> None:
         )
 
 
-def _check_beside(name: str, tensor: Tensor, b: Tensor) -> None:
+def _check_operand(name: str, tensor: Tensor, b: Tensor) -> None:
     check_tensor(name, tensor)
     if not (tensor.is_complex() or tensor.is_floating_point()):
         raise TypeError(f"{name} must be floating-point or complex, got {tensor.dtype}")

@@ -25,8 +25,8 @@ def check_input(name: str, x: Tensor, input_size: int, ranks: tuple[int, ...]) -
     """Raise TypeError for what is no tensor, ValueError for another rank or number of channels."""
     check_tensor(f"the input of {name}", x)
     if x.ndim not in ranks:
-        allowed = " or ".join(f"{rank}D" for rank in ranks)
-        raise ValueError(f"{name}: Expected input to be {allowed}, got {x.ndim}D instead")
+        sizes = " or ".join(f"{rank}D" for rank in ranks)
+        raise ValueError(f"{name}: Expected input to be {sizes}, got {x.ndim}D instead")
     if x.shape[-1] != input_size:
         raise ValueError(
             f"{name}: input.size(-1) must be equal to input_size. Expected {input_size}, "

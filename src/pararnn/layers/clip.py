@@ -1,4 +1,4 @@
-"""Keeping recurrent parameters small (paper, Appendix C)."""
+"""Clip recurrent parameters after optimiser steps (paper, Appendix C)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pararnn.layers.recurrent import RecurrentLayer
 from pararnn.parameters import CLIPS
 
 _HOOKS = "_optimizer_step_post_hooks"
-"""Where an optimiser of PyTorch keeps what runs after its steps."""
+"""Attribute of a PyTorch optimiser that holds the hooks of its steps."""
 
 
 def clip_after_step(
     optimizer: Optimizer, module: nn.Module, *, by: str = "elementwise", to: float | None = None
 ) -> RemovableHandle:
-    """After each `optimizer.step()`, clip the recurrent parameters of every layer in `module`.
+    """Clip the recurrent parameters of every layer in `module` after each `optimizer.step()`.
 
     optimizer: PyTorch's, or one that wraps it in its attribute `optimizer`, as accelerate's do; a
-    copy and a pickle of it go on clipping, the copies of the layers. by: "elementwise" clamps to
+    copy or a pickle of it clips the copies of the layers. by: "elementwise" clamps to
     [-bound, bound], "norm" scales a parameter whose vector norm is larger down to the bound. to:
-    the bound; None is each layer's `recurrent_clip` (paper, Appendix C: 0.5), of which None leaves
-    the layer alone. Sharded parameters (FSDP2) are clipped as whole ones are. Returns the hook's
+    the bound; None is each layer's `recurrent_clip` (paper, Appendix C: 0.5), where None means no
+    clipping. Sharded parameters (FSDP2) are clipped as whole ones are. Returns the hook's
     handle, whose `remove()` ends the clipping. Raises TypeError for what is no optimiser,
     ValueError for another `by`; and, now or after a step, for a negative bound and for a recurrent
     parameter that a parametrisation computes.
@@ -43,14 +43,14 @@ def clip_after_step(
 
 @dataclass(eq=False)
 class _Clip:
-    """What runs after a step; it is copied and pickled with the module."""
+    """Hook after a step; it is copied and pickled with the module."""
 
     module: nn.Module
     by: str
     to: float | None
 
     def layers(self) -> list[RecurrentLayer]:
-        """The layers in the module, as it is now."""
+        """Return the layers that are in the module now."""
         return [part for part in self.module.modules() if isinstance(part, RecurrentLayer)]
 
     def __call__(self, *_: Any) -> None:
@@ -60,29 +60,29 @@ class _Clip:
 
 @dataclass(eq=False)
 class _State:
-    """An optimiser's `__getstate__`: PyTorch's own leaves all hooks out, and ours stay in it."""
+    """An optimiser's `__getstate__` that keeps our hooks; PyTorch's own drops all hooks."""
 
     optimizer: Optimizer
 
     def __call__(self) -> dict[str, Any]:
         clips = [hook for hook in vars(self.optimizer)[_HOOKS].values() if isinstance(hook, _Clip)]
         state = type(self.optimizer).__getstate__(self.optimizer)
-        # By themselves, as numbers of hooks are given anew in each process.
+        # Each hook is its own key: ids of hooks differ between processes.
         return {**state, _HOOKS: OrderedDict(zip(clips, clips, strict=True)), "__getstate__": self}
 
 
 def _with_hooks(optimizer: Any) -> Optimizer:
-    """The optimiser whose own step runs, which hooks can be put on; TypeError where there is none.
+    """Return the optimiser whose own step runs and takes hooks; TypeError if there is none.
 
-    A wrapper may be an Optimizer too, but for what its __init__ would have made.
+    A wrapper may subclass Optimizer without running its __init__.
     """
-    found = optimizer
-    while isinstance(found, Optimizer) and _HOOKS not in vars(found):
-        found = getattr(found, "optimizer", None)
-    if not isinstance(found, Optimizer):
+    inner = optimizer
+    while isinstance(inner, Optimizer) and _HOOKS not in vars(inner):
+        inner = getattr(inner, "optimizer", None)
+    if not isinstance(inner, Optimizer):
         raise TypeError(
             "clip_after_step needs a torch.optim.Optimizer, or a subclass that wraps one in its "
             f"attribute `optimizer`; got {type(optimizer).__name__}. After the steps of others "
             "call clip_recurrent() of each layer"
         )
-    return found
+    return inner

@@ -1,4 +1,4 @@
-"""What users hand in, as rows of steps (B, T, ...), and results as they expect them."""
+"""Convert inputs to rows of steps (B, T, ...), and results back to the input's layout."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pararnn.tensors import ArrayLike
 
 
 class Layout(NamedTuple):
-    """How tensors with time are laid out.
+    """Layout of a user's tensors with time.
 
-    into: the user's tensor as rows (B, T, ...). back: rows as the user has them. batched: whether
-    states have a batch dimension. sequences: None where row b is sequence b.
+    to_rows: converts the user's tensor to rows (B, T, ...). to_user: converts rows back. has_batch:
+    True if states have a batch dimension. sequences: None where row b is sequence b.
     """
 
-    into: Callable[[Any], Tensor]
-    back: Callable[[Tensor], Any]
-    batched: bool = True
+    to_rows: Callable[[Any], Tensor]
+    to_user: Callable[[Tensor], Any]
+    has_batch: bool = True
     sequences: Sequences | None = None
 
 
@@ -33,21 +33,21 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _swapped(tensor: Tensor) -> Tensor:
+def _swap(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1)
 
 
-def _one_row(tensor: Tensor) -> Tensor:
+def _to_one_row(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0)
 
 
-def _of_one_row(tensor: Tensor) -> Tensor:
+def _from_one_row(tensor: Tensor) -> Tensor:
     return tensor.squeeze(0)
 
 
 BATCH_FIRST = Layout(_same, _same)
-TIME_FIRST = Layout(_swapped, _swapped)
-UNBATCHED = Layout(_one_row, _of_one_row, batched=False)
+TIME_FIRST = Layout(_swap, _swap)
+UNBATCHED = Layout(_to_one_row, _from_one_row, has_batch=False)
 
 
 def layout_of(
@@ -57,10 +57,10 @@ def layout_of(
     padding: str = "right",
     cu_seqlens: ArrayLike | None = None,
 ) -> Layout:
-    """The layout of a layer's input.
+    """Return the layout of a layer's input.
 
-    (B, T, C); (T, B, C) without `batch_first`; (T, C); or a PackedSequence. Raises ValueError where
-    more than one of lengths, cu_seqlens and a PackedSequence says how long sequences are, and as
+    (B, T, C); (T, B, C) without `batch_first`; (T, C); or a PackedSequence. Raises ValueError if
+    more than one of lengths, cu_seqlens and a PackedSequence gives the lengths, and as
     `pararnn.sequences`.
     """
     if isinstance(x, PackedSequence):
@@ -68,89 +68,90 @@ def layout_of(
             raise ValueError(
                 "a PackedSequence says its lengths itself: give no lengths or cu_seqlens"
             )
-        return _packed(x)
-    batched = BATCH_FIRST if batch_first else TIME_FIRST
-    layout = UNBATCHED if x.ndim == 2 else batched
+        return _layout_of_packed(x)
+    layout = BATCH_FIRST if batch_first else TIME_FIRST
+    if x.ndim == 2:
+        layout = UNBATCHED
     if lengths is None and cu_seqlens is None:
         return layout
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths are for padded batches, cu_seqlens for packed ones: give one")
-    batch, steps = layout.into(x).shape[:2]
+    batch, steps = layout.to_rows(x).shape[:2]
     if cu_seqlens is not None:
         sequences = of_cu_seqlens(cu_seqlens, batch, steps, x.device)
-        return layout._replace(batched=True, sequences=sequences)
-    if not layout.batched:
+        return layout._replace(has_batch=True, sequences=sequences)
+    if not layout.has_batch:
         raise ValueError("lengths need a batch, got an unbatched input")
     assert lengths is not None
     return layout._replace(sequences=of_lengths(lengths, padding, batch, steps, x.device))
 
 
 def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) -> Tensor:
-    """For each true step of `reset`, row by row, its number as the user lays them out: int64 (K,).
+    """Return the index, in the user's layout, of each true step of `reset`, row by row: int64 (K,).
 
-    Raises ValueError unless there are `count` of them, as `pararnn.sequences`.
+    Raises ValueError for another number of them than `count`, as `pararnn.sequences`.
     """
-    given = reset.data if isinstance(reset, PackedSequence) else reset
-    require_resets(given, count)
-    number: Any = (given.flatten().cumsum(0) - 1).view_as(given)
+    flags = reset.data if isinstance(reset, PackedSequence) else reset
+    require_resets(flags, count)
+    index: Any = (flags.flatten().cumsum(0) - 1).view_as(flags)
     if isinstance(reset, PackedSequence):
-        number = reset._replace(data=number)
-    numbers = layout.into(number).flatten()
-    rows = layout.into(reset).flatten()
-    place = (rows.cumsum(0) - 1).where(rows, count)  # what is no reset goes to a place of its own
-    return place.new_zeros(count + 1).scatter(0, place, numbers)[:count]
+        index = reset._replace(data=index)
+    of_user = layout.to_rows(index).flatten()
+    rows = layout.to_rows(reset).flatten()
+    of_row = (rows.cumsum(0) - 1).where(rows, count)  # steps without a reset write to the end
+    return of_row.new_zeros(count + 1).scatter(0, of_row, of_user)[:count]
 
 
-def _packed(x: PackedSequence) -> Layout:
-    """As many sequences to a row as the longest leaves room for, so that little is padding."""
+def _layout_of_packed(x: PackedSequence) -> Layout:
+    """Put several sequences into a row of the longest one's steps, so that little is padding."""
     sizes, device = x.batch_sizes, x.data.device
-    numbered = partial(torch.arange, device=sizes.device)
+    arange = partial(torch.arange, device=sizes.device)
     count, steps = (int(sizes[0]), len(sizes)) if len(sizes) else (0, 0)
     # Sizes fall: the i-th longest sequence has a step t where sizes[t] > i.
-    lengths = torch.searchsorted(-sizes, -numbered(count))
+    lengths = torch.searchsorted(-sizes, -arange(count))
     row, start = map(sizes.new_tensor, _into_rows(lengths.tolist(), steps))
-    time = torch.repeat_interleave(numbered(steps), sizes)
+    time = torch.repeat_interleave(arange(steps), sizes)
     ends = sizes.cumsum(0)
-    which = numbered(len(time)) - torch.repeat_interleave(ends - sizes, sizes)
-    place = (row[which] * steps + start[which] + time).to(device, non_blocking=True)
+    sequence = arange(len(time)) - torch.repeat_interleave(ends - sizes, sizes)
+    index = (row[sequence] * steps + start[sequence] + time).to(device, non_blocking=True)
     rows = int(row.max()) + 1 if count else 0
-    numbers = which.to(device, torch.int32, non_blocking=True)
+    numbers = sequence.to(device, torch.int32, non_blocking=True)
     if x.sorted_indices is not None:
         numbers = x.sorted_indices.to(torch.int32)[numbers.long()]
     seq = torch.full((rows * steps,), -1, dtype=torch.int32, device=device)
-    seq = seq.index_copy(0, place, numbers).view(rows, steps)
+    seq = seq.index_copy(0, index, numbers).view(rows, steps)
 
-    def into(packed: PackedSequence) -> Tensor:
-        if not isinstance(packed, PackedSequence):
+    def to_rows(batch: PackedSequence) -> Tensor:
+        if not isinstance(batch, PackedSequence):
             raise TypeError(
                 "with a PackedSequence fields and reset are PackedSequences too (or numbers), got "
-                f"{type(packed).__name__}"
+                f"{type(batch).__name__}"
             )
-        if not torch.equal(packed.batch_sizes, sizes):
+        if not torch.equal(batch.batch_sizes, sizes):
             raise ValueError("fields and reset must be packed like the input: batch_sizes differ")
-        data = packed.data
-        padded = data.new_zeros(rows * steps, *data.shape[1:]).index_copy(0, place, data)
-        return padded.unflatten(0, (rows, steps))
+        data = batch.data
+        flat = data.new_zeros(rows * steps, *data.shape[1:]).index_copy(0, index, data)
+        return flat.unflatten(0, (rows, steps))
 
-    def back(tensor: Tensor) -> PackedSequence:
-        data = tensor.flatten(0, 1).index_select(0, place)
+    def to_user(tensor: Tensor) -> PackedSequence:
+        data = tensor.flatten(0, 1).index_select(0, index)
         return PackedSequence(data, sizes, x.sorted_indices, x.unsorted_indices)
 
-    return Layout(into, back, sequences=Sequences(seq, count, checked=True))
+    return Layout(to_rows, to_user, sequences=Sequences(seq, count, checked=True))
 
 
 def _into_rows(lengths: list[int], steps: int) -> tuple[list[int], list[int]]:
-    """Rows and first steps of sequences, the longest first, in rows of `steps`."""
+    """Return rows and first steps of sequences, the longest first, in rows of `steps`."""
     row: list[int] = []
     start: list[int] = []
-    used: list[tuple[int, int]] = []  # the emptiest row first
+    fill: list[tuple[int, int]] = []  # steps in use and row, the emptiest row first
     for length in lengths:
-        if used and used[0][0] + length <= steps:
-            begin, at = used[0]
-            heapreplace(used, (begin + length, at))
+        if fill and fill[0][0] + length <= steps:
+            begin, at = fill[0]
+            heapreplace(fill, (begin + length, at))
         else:
-            begin, at = 0, len(used)
-            heappush(used, (length, at))
+            begin, at = 0, len(fill)
+            heappush(fill, (length, at))
         row.append(at)
         start.append(begin)
     return row, start

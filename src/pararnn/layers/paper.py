@@ -11,11 +11,11 @@ from pararnn.layers.recurrent import RecurrentLayer
 from pararnn.layers.rnn import ParaRNN
 from pararnn.parameters import assign
 
-# For each cell the parameters that make up A (a row a gate, in the gates' order) and C.
 ROWS: dict[type[Cell], tuple[tuple[str, ...], tuple[str, ...]]] = {
     GRUCell: (("a_z", "a_r", "a_c"), ()),
     LSTMCell: (("a_f", "a_z", "a_o"), ("c_f", "c_o")),
 }
+"""The parameters of each cell that make up A (one row a gate, in the gates' order) and C."""
 
 
 def load_paper_weights(
@@ -43,12 +43,12 @@ def load_paper_weights(
     if part.bias is None:
         raise ValueError("the layer has no bias to put b into: make it with bias=True")
     by_head = (gates, heads, channels // heads, inputs)
-    weight = _sized("B", B, by_head, *(() if heads > 1 else ((gates, channels, inputs),)))
+    weight = _checked_size("B", B, by_head, *(() if heads > 1 else ((gates, channels, inputs),)))
     weight = weight.reshape(by_head).transpose(0, 1).reshape(heads, -1, inputs)
 
-    def rows(name: str, given: Tensor, count: int) -> Tensor:
+    def rows(name: str, value: Tensor, count: int) -> Tensor:
         sizes = ((count, channels), (count, heads, channels // heads))
-        return _sized(name, given, *sizes).reshape(count, channels)
+        return _checked_size(name, value, *sizes).reshape(count, channels)
 
     new: list[tuple[nn.Module, str, Tensor]] = [
         (part.proj, "weight", weight),
@@ -63,7 +63,7 @@ def load_paper_weights(
 
 
 def paper_weights(layer: ParaRNN | RecurrentLayer) -> dict[str, Tensor]:
-    """One layer's weights as `load_paper_weights` takes them: A, B, b, and C for the LSTM.
+    """Return one layer's weights as `load_paper_weights` takes them: A, B, b, and C for the LSTM.
 
     Detached copies; with several heads B is (G, H, D/H, input/H). A layer without biases has zeros.
     """
@@ -72,14 +72,14 @@ def paper_weights(layer: ParaRNN | RecurrentLayer) -> dict[str, Tensor]:
     recurrent, peepholes = _rows(cell)
     gates, channels, inputs = len(cell.gates), cell.hidden_size, part.proj.weight.shape[2]
     weight = part.proj.weight.detach().reshape(heads, gates, channels // heads, inputs)
-    named = {
+    weights = {
         "A": torch.stack([getattr(cell, name).detach() for name in recurrent]),
         "B": weight.transpose(0, 1).squeeze(1).clone(memory_format=torch.contiguous_format),
         "b": weight.new_zeros(gates, channels) if part.bias is None else part.bias.detach().clone(),
     }
     if peepholes:
-        named["C"] = torch.stack([getattr(cell, name).detach() for name in peepholes])
-    return named
+        weights["C"] = torch.stack([getattr(cell, name).detach() for name in peepholes])
+    return weights
 
 
 def _part_of(layer: nn.Module) -> RecurrentLayer:
@@ -94,15 +94,15 @@ def _part_of(layer: nn.Module) -> RecurrentLayer:
 
 
 def _rows(cell: Cell) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    for known, rows in ROWS.items():
-        if isinstance(cell, known):
+    for cell_class, rows in ROWS.items():
+        if isinstance(cell, cell_class):
             return rows
-    names = ", ".join(known.__name__ for known in ROWS)
+    names = ", ".join(cell_class.__name__ for cell_class in ROWS)
     raise TypeError(f"the paper's A, B, b are those of {names}, got {type(cell).__name__}")
 
 
-def _sized(name: str, given: Tensor, *sizes: tuple[int, ...]) -> Tensor:
-    if tuple(given.shape) not in sizes:
-        wanted = " or ".join(map(str, sizes))
-        raise ValueError(f"{name} must be {wanted}, got {tuple(given.shape)}")
-    return given.detach()
+def _checked_size(name: str, value: Tensor, *sizes: tuple[int, ...]) -> Tensor:
+    if tuple(value.shape) not in sizes:
+        expected = " or ".join(map(str, sizes))
+        raise ValueError(f"{name} must be {expected}, got {tuple(value.shape)}")
+    return value.detach()

@@ -18,7 +18,7 @@ from pararnn.parameters import Draw, draw_anew
 
 
 class Projection(NamedTuple):
-    """Gates, their version, and the input and the weight that they are the product of."""
+    """Gates, their version, and the input and the weight whose product they are."""
 
     gates: Tensor
     version: int
@@ -26,18 +26,18 @@ class Projection(NamedTuple):
     weight: Tensor
 
 
-_MADE: ContextVar[list[Projection] | None] = ContextVar("made", default=None)
+_RECORD: ContextVar[list[Projection] | None] = ContextVar("projections", default=None)
 
 
 @contextmanager
-def note_projections() -> Iterator[list[Projection]]:
-    """Note all that projections make within this context, in eager mode."""
-    made: list[Projection] = []
-    token = _MADE.set(made)
+def record_projections() -> Iterator[list[Projection]]:
+    """Record all projections within this context, in eager mode."""
+    projections: list[Projection] = []
+    token = _RECORD.set(projections)
     try:
-        yield made
+        yield projections
     finally:
-        _MADE.reset(token)
+        _RECORD.reset(token)
 
 
 def headwise_gates(x: Tensor, weight: Tensor, gates: int) -> Tensor:
@@ -45,35 +45,35 @@ def headwise_gates(x: Tensor, weight: Tensor, gates: int) -> Tensor:
     with one head."""
     heads, outputs, inputs = weight.shape
     if heads == 1:
-        # Views that autograd need not fill or copy for.
+        # Views: autograd neither fills nor copies memory for them.
         out = F.linear(x, weight.squeeze(0))
         return out.view(*x.shape[:-1], gates, outputs // gates)
     batch, steps, _ = x.shape
-    # One batched product into (H, B*T, G*D/H): what follows only moves strides.
+    # One batched product into (H, B*T, G*D/H): the rest changes strides only.
     out = headwise_product(x.reshape(batch * steps, heads, inputs), weight)
     return out.reshape(heads, batch, steps, gates, outputs // gates).permute(1, 2, 3, 0, 4)
 
 
-def _as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Return tensors in autocast's dtype where that is on."""
+def _to_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Cast tensors to autocast's dtype where that is on."""
     dtype = autocast_dtype(tensors[0].device)
     return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
 
 
 def headwise_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """rows (R, H, I) and weight (H, O, I) -> (H, R, O), in autocast's dtype where that is on."""
-    rows, weight = _as_autocast(rows, weight)
-    wanted = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
-    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if transformed or not wanted:  # the Function would take as long as the product
+    """Multiply rows (R, H, I) by a weight (H, O, I) to (H, R, O), in autocast's dtype if on."""
+    rows, weight = _to_autocast(rows, weight)
+    needs_grad = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+    transform = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if transform or not needs_grad:  # the Function would take as long as the product
         return torch.bmm(rows.transpose(0, 1), weight.mT)
     return apply_function(_HeadwiseProduct, rows, weight)
 
 
 class _HeadwiseProduct(torch.autograd.Function):
-    """A batched product whose gradient of the rows comes in their own layout.
+    """A batched product whose gradient of the rows has the rows' layout.
 
-    That of torch.bmm comes head by head, and would have to be copied.
+    torch.bmm returns it head by head, which would need a copy.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class _HeadwiseProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weight = ctx.saved_tensors
         grad_rows = grad_weight = None
-        # Nothing is written in place for second derivatives, and where vmap sees it.
+        # Second derivatives and vmap allow no writes in place.
         plain = (
             torch.is_grad_enabled()
             or torch._C._are_functorch_transforms_active()
@@ -116,7 +116,7 @@ class _HeadwiseProduct(torch.autograd.Function):
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
-    """What torch.nn.GRU says of an input that does not fit its weights."""
+    """Raise ValueError for an input that does not fit the weights, in torch.nn.GRU's words."""
     if x.device != weight.device:
         raise ValueError(
             f"Input and parameter tensors are not at the same device, found input tensor at "
@@ -159,26 +159,26 @@ class HeadwiseLinear(nn.Module):
         )
 
     def draws(self, gain: float = 1.0) -> dict[str, Draw]:
-        """How the weight is drawn: Kaiming uniform (paper, Appendix C), by head.
+        """Return how the weight is drawn: Kaiming uniform (paper, Appendix C), by head.
 
-        The paper gives no gain. With 1 inputs of unit variance give gates of unit variance;
-        Kaiming's own is sqrt(2), for layers that a rectifier follows.
+        The paper gives no gain. With 1, inputs of unit variance give gates of unit variance;
+        Kaiming's own is sqrt(2), for layers before a rectifier.
         """
         return {"weight": Draw("uniform", spread=gain * math.sqrt(3 / self.weight.shape[2]))}
 
     def reset_parameters(self, gain: float = 1.0) -> None:
-        """Draw the weight anew, as `draws` says."""
+        """Draw the weight again, as `draws` says."""
         draw_anew(self, self.draws(gain))
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         _check(x, weight)
-        made = None if torch.compiler.is_compiling() else _MADE.get()
-        if made is None:
+        record = None if torch.compiler.is_compiling() else _RECORD.get()
+        if record is None:
             return headwise_gates(x, weight, self.num_gates)
-        x, weight = _as_autocast(x, weight)  # as autograd keeps them
+        x, weight = _to_autocast(x, weight)  # as autograd saves them
         gates = headwise_gates(x, weight, self.num_gates)
-        made.append(Projection(gates, gates._version, x, weight))
+        record.append(Projection(gates, gates._version, x, weight))
         return gates
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""What a layer puts out where its cell has a readout: made of states by plain PyTorch."""
+"""The output of layers whose cell has a readout: computed from states by plain PyTorch."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ Results = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 
 
 def solve_and_read(program: Program, engine: Engine, args: Arguments) -> Results:
-    """Run a solve by an engine, and return what the layer puts out with it."""
+    """Run a solve by an engine, and return it with the layer's output."""
     states, final, counts = run_engine(program, engine, args)
     output = read_out(program, args, states) if program.step.has_readout else states[0]
     return output, states, final, counts
 
 
 def read_out(program: Program, args: Arguments, states: Sequence[Tensor]) -> Tensor:
-    """The readout (B, T, D) of states as a solve of `args` returns them; 0 at padding.
+    """Return the readout (B, T, D) of the states of a solve of `args`; 0 at padding.
 
-    It is computed in the compute dtype and rounded once, to that of the states. Raises CellError
+    It is computed in the compute dtype and rounded once, to the states' dtype. Raises CellError
     where it is no tensor of a state's shape and dtype.
     """
-    # In the order of the arguments: what a step puts out depends on no other step.
+    # In the order of the arguments: a step's readout depends on no other step.
     args = replace(args, reverse=False)
     with without_autocast(args.gates.device):
-        given = (*(state.to(args.dtype) for state in states), *step_inputs(args))
+        rows = (*(state.to(args.dtype) for state in states), *step_inputs(args))
         params = [param.to(args.dtype) for param in args.params]
         padding = None if args.seq is None else args.seq < 0
         if padding is not None:
-            given = without_padding(given, padding)
+            rows = without_padding(rows, padding)
         count = program.num_states
-        output = program.step.call("readout", given[:count], given[count:], params)
-    _check_output(program.step, output, given[0])
+        output = program.step.call("readout", rows[:count], rows[count:], params)
+    _check_output(program.step, output, rows[0])
     output = output.to(args.gates.dtype)
     return output if padding is None else output.masked_fill(padding.unsqueeze(-1), 0)
 
 
 def check_readout(cell: Cell) -> None:
-    """Run a cell's readout, if it has one, on as many channels; CellError for what it may not do.
+    """Run a cell's readout, if it has one, on its channels; CellError for what it may not do.
 
     It may draw no random numbers, read no tensor's value in Python, write into no argument, and
     must treat leading dimensions as independent.
     """
     if cell.has_readout:
-        _checked(program_of(cell), cell.hidden_size, cell.num_heads)
+        _check_once(program_of(cell), cell.hidden_size, cell.num_heads)
 
 
 @functools.lru_cache(maxsize=256)
-def _checked(program: Program, channels: int, heads: int) -> None:
-    """Once for all layers of a stack."""
+def _check_once(program: Program, channels: int, heads: int) -> None:
+    """Check a readout once for all layers of a stack."""
     apart(_check, program.step, channels, heads)
 
 
@@ -83,37 +83,37 @@ def _check(step: Step, channels: int, heads: int) -> None:
         tensors = example(step, (2, 3), channels, dtype, heads=heads)
         states, rows = step.num_states, step.num_rows
 
-        def run(given: Sequence[Tensor], states: int = states, rows: int = rows) -> Any:
-            with _Watched(what):
-                return step.call("readout", given[:states], given[states:rows], given[rows:])
+        def run(tensors: Sequence[Tensor], states: int = states, rows: int = rows) -> Any:
+            with _Restrictions(what):
+                return step.call("readout", tensors[:states], tensors[states:rows], tensors[rows:])
 
         # Clones, as leaves could not be written into at all.
-        given = [tensor.requires_grad_().clone() for tensor in tensors]
+        clones = [tensor.requires_grad_().clone() for tensor in tensors]
         try:
-            whole = run(given)
+            whole = run(clones)
             _check_output(step, whole, tensors[0])
-            if any(tensor._version for tensor in given):
+            if any(tensor._version for tensor in clones):
                 raise CellError(_WRITES.format(what=what, line=""))
-            single = run([*(tensor[1, 2] for tensor in given[:rows]), *given[rows:]])
+            single = run([*(tensor[1, 2] for tensor in clones[:rows]), *clones[rows:]])
             if whole.requires_grad:
                 whole.sum().backward()
         except CellError:
             raise
         except Exception as error:  # the user's code may raise anything
-            written = "inplace operation" in str(error) or "can't set attribute" in str(error)
+            writes = "inplace operation" in str(error) or "can't set attribute" in str(error)
             cause = from_the_users_line(error)
-            if written:
+            if writes:
                 raise CellError(_WRITES.format(what=what, line=line_of(error))) from cause
             raise CellError(f"{what} fails: {error}{line_of(error)}") from cause
         if single.shape != (channels,) or not torch.allclose(whole[1, 2], single, 1e-4, 1e-4):
             raise CellError(
-                f"{what} must treat leading dimensions (B, T) as independent rows: given (2, 3, "
-                f"{channels}) it mixes them, or is another for a single step"
+                f"{what} must treat leading dimensions (B, T) as independent rows: for (2, 3, "
+                f"{channels}) it mixes them, or differs from that of a single step"
             )
 
 
 _WRITES = (
-    "{what} writes in place{line}, into what it was given or what its gradient needs: make a new "
+    "{what} writes in place{line}, into an argument or what its gradient needs: make a new "
     "tensor, by torch.where for a mask"
 )
 
@@ -130,8 +130,8 @@ def _check_output(step: Step, output: Any, like: Tensor) -> None:
     )
 
 
-class _Watched(TorchDispatchMode):
-    """Raises CellError for what a readout may not do: verify and recomputation run it again."""
+class _Restrictions(TorchDispatchMode):
+    """Mode that raises CellError for what a readout may not do: it may run more than once."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class _Watched(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op that is allowed."""
+        """Run an op, or raise."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise CellError(
                 f"{self.what} draws random numbers ({func}): draw them outside of the layer, or "

@@ -1,4 +1,4 @@
-"""Layers that keep no gates for the backward pass, but project their input anew there."""
+"""Project the input again in the backward pass, in place of saving gates for it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ from pararnn.program.program import Program
 from pararnn.solve import run_engine
 
 
-def gate_source(gates: Tensor, made: Sequence[Projection]) -> Source | None:
-    """Return what the gates can be made of again, if they are among what projections have made.
+def gate_source(gates: Tensor, projections: Sequence[Projection]) -> Source | None:
+    """Return what computes the gates again, or None, with a warning, if no projection made them.
 
-    Hooks of the projection, and modules in its place, do not run again: what they have changed is
-    kept, with a warning.
+    Hooks of the projection, and modules in its place, do not run again: gates that they have
+    changed are saved.
     """
-    for one in made:
-        other = one.gates
+    for projection in projections:
+        other = projection.gates
         same = gates is other or (
             type(gates) in PLAIN_TYPES
             and gates.data_ptr() == other.data_ptr()
             and (gates.shape, gates.stride(), gates.dtype)
             == (other.shape, other.stride(), other.dtype)
         )
-        if same and gates._version == one.version:
-            return Source(partial(headwise_gates, gates=gates.shape[2]), (one.x, one.weight))
+        if same and gates._version == projection.version:
+            return Source(
+                partial(headwise_gates, gates=gates.shape[2]), (projection.x, projection.weight)
+            )
     warn_user(
         "recompute_gates: what the projection gave was changed by a hook on it, or by a module in "
         "its place, and cannot be made again: these gates are kept",
@@ -51,7 +53,7 @@ def gate_source(gates: Tensor, made: Sequence[Projection]) -> Source | None:
 def solve_without_gates(
     program: Program, engine: Engine, args: Arguments, source: Source | None
 ) -> Results:
-    """Do what `solve_and_read` does, with a source of the gates kept in their place."""
+    """Return what `solve_and_read` does, saving a source of the gates in their place."""
     if source is None:
         return solve_and_read(program, engine, args)
     if engine.backward is None:
@@ -68,30 +70,34 @@ def solve_without_gates(
 def recompute(
     function: Callable[..., Any], args: Arguments, source: Source, *others: Tensor
 ) -> Any:
-    """Return `function(args, *others)`, of which autograd keeps the arguments but the gates, and
-    checks that they are what they were."""
-    (gates, *tensors), rest = args.flatten()
+    """Return `function(args, *others)`; autograd saves all arguments but the gates, and checks that
+    they are unchanged."""
+    (gates, *tensors), values = args.flatten()
     assert gates is not None
-    held, wanted, first, own = [gates], gates.requires_grad, len(source.tensors), len(tensors)
+    first_gates, needs_grad = [gates], gates.requires_grad
+    sources, own = len(source.tensors), len(tensors)
 
-    def run(*given: Any) -> Any:
-        made = held.pop() if held else source.gates(*given[:first]).requires_grad_(wanted)
-        rows = [made, *given[first : first + own]]
-        return function(Arguments.unflatten(rows, rest), *given[first + own :])
+    def run(*operands: Any) -> Any:
+        if first_gates:
+            gates = first_gates.pop()
+        else:
+            gates = source.gates(*operands[:sources]).requires_grad_(needs_grad)
+        tensors = [gates, *operands[sources : sources + own]]
+        return function(Arguments.unflatten(tensors, values), *operands[sources + own :])
 
-    source, given = source._replace(tensors=()), (*source.tensors, *tensors, *others)
+    source, operands = source._replace(tensors=()), (*source.tensors, *tensors, *others)
     del gates
-    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(run, *operands, use_reentrant=False, preserve_rng_state=False)
 
 
 def recompute_compiled(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, of which compiled code keeps states alone."""
+    """Return `function(*args)`; compiled code saves only its states."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Say what is kept of a solve: the states."""
+    """Return the policy that saves the states of a solve and nothing else."""
     if op is torch.ops.pararnn.forward.default:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -14,7 +14,7 @@ from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.request import OPEN, Request, chosen, request
 from pararnn.engines.table import PAIRS, Choice
-from pararnn.layers.projection import HeadwiseLinear, note_projections
+from pararnn.layers.projection import HeadwiseLinear, record_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
 from pararnn.layers.resets import split_at_resets
@@ -26,7 +26,7 @@ from pararnn.tensors import ArrayLike, States, check_tensor
 
 
 class SolveInfo(NamedTuple):
-    """What the solvers of the last eager call did, int64, an entry a layer and direction.
+    """Counts of the last eager call's solves, int64, one entry for each layer and direction.
 
     sweeps: Newton updates. mended: columns finished by the sequential solver; with
     (newton, fused), tiles of channels that took more than one sweep.
@@ -37,21 +37,21 @@ class SolveInfo(NamedTuple):
 
 
 class RecurrentLayer(nn.Module):
-    """One layer in one direction: what `ParaRNN` is a stack of, and models put into their blocks.
+    """One layer in one direction: `ParaRNN` stacks them, and models put them into their blocks.
 
     Args:
         cell_class: the `Cell` subclass.
         input_size, hidden_size: channels in and out; multiples of num_heads.
-        bias: whether gates have biases.
+        bias: True if gates have biases.
         num_heads: heads of the input projection (block-diagonal; paper, Appendix C).
         reverse: run from the last step to the first.
         solver, backend, on_failure: as in `pararnn.solve`.
         mode: one of the paper's modes (`MODES`) in place of a solver and a backend.
         recurrent_clip: bound that `clip_after_step` clamps recurrent parameters to; None for none.
-        recompute_gates: do not keep the gates (B, T, G, D) for the backward pass, but project the
-            input anew there: a layer then keeps its input and its states only.
-        keep_dtype: final states in the output's dtype, as torch.nn.GRU has them; else in float32
-            (float64), in which they are carried and nothing is lost from chunk to chunk.
+        recompute_gates: project the input again in the backward pass, in place of saving the gates
+            (B, T, G, D): a layer then saves its input and its states only.
+        keep_dtype: return final states in the output's dtype, as torch.nn.GRU does; else in float32
+            (float64), in which they are carried, so that chunks lose nothing.
         projection_gain: Kaiming's gain of the projection, see `HeadwiseLinear.draws`.
         recurrent_std: standard deviation of the recurrent parameters, see `Cell.draws`.
         device, dtype: of the parameters.
@@ -121,9 +121,9 @@ class RecurrentLayer(nn.Module):
 
     @property
     def last_solve(self) -> SolveInfo | None:
-        """What the solver of the last eager call did; None before it.
+        """Counts of the last eager call's solve; None before it.
 
-        Compiled, exported and transformed (torch.func) calls leave it as it is: to record from
+        Compiled, exported and transformed (torch.func) calls leave it unchanged: recording from
         there would be a side effect, which activation checkpointing forbids.
         """
         return None if self.counts is None else SolveInfo(*totals(self.counts).unsqueeze(1))
@@ -156,9 +156,9 @@ class RecurrentLayer(nn.Module):
                 differentiable.
             cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1) and the
                 end of the last; steps beyond it are padding, where x may hold anything.
-            sequences: rows cut into sequences in another way, by `pararnn.sequences.Sequences`:
-                the number of each step's sequence, int32 (B, T), -1 at padding, and how many there
-                are. x must be finite at padding.
+            sequences: any other split into sequences, a `pararnn.sequences.Sequences`: the index of
+                each step's sequence, int32 (B, T), -1 at padding, and their number. x must be
+                finite at padding.
             all_states: return all states at all steps too.
             solver, backend, mode: for this call; else those of `using`, else the layer's own.
 
@@ -173,12 +173,12 @@ class RecurrentLayer(nn.Module):
         )
         options = self._options(sequences, fields, all_states)
         pair = self.requested_pair(solver, backend, mode)
-        compiled = torch.compiler.is_compiling()
-        eager = not (compiled or torch._C._are_functorch_transforms_active())
+        compiling = torch.compiler.is_compiling()
+        eager = not (compiling or torch._C._are_functorch_transforms_active())
         recomputes = self.recompute_gates and torch.is_grad_enabled()
         program = program_of(unwrapped(self.cell))
 
-        if recomputes and compiled:
+        if recomputes and compiling:
 
             def whole(x: Tensor, initial: States | None) -> Results:
                 args = self._arguments(x, initial, options)
@@ -187,7 +187,7 @@ class RecurrentLayer(nn.Module):
 
             output, states, final, counts = recompute_compiled(whole, x, initial)
         elif recomputes and eager:
-            with note_projections() as projections:
+            with record_projections() as projections:
                 args = self._arguments(x, initial, options)
             choice, engine, args = plan_solve(program, args, *pair)
             source = gate_source(args.gates, projections)
@@ -267,7 +267,7 @@ class RecurrentLayer(nn.Module):
         reset: ArrayLike | None = None,
         reset_states: States | None = None,
     ) -> tuple[Tensor, States]:
-        """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
+        """Run one time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver; fields are (B,), (B, hidden_size) or
         numbers, reset is (B,). Raises ValueError for a reverse layer.
@@ -301,23 +301,23 @@ class RecurrentLayer(nn.Module):
         return x.squeeze(1), final
 
     def recurrent_parameters(self) -> list[Tensor]:
-        """The parameters that clipping concerns.
+        """Return the parameters that are clipped.
 
         Raises ValueError for one that a parametrisation or a hook computes: it cannot be clamped.
         """
         cell = unwrapped(self.cell)
         for name, param in type(cell).params.items():
             if param.recurrent and param.trainable and name not in cell._parameters:
-                how = "parametrisation" if is_parametrized(cell, name) else "hook"
+                owner = "parametrisation" if is_parametrized(cell, name) else "hook"
                 raise ValueError(
-                    f"{name} of {program_of(cell).cell_name} is computed by a {how}: "
+                    f"{name} of {program_of(cell).cell_name} is computed by a {owner}: "
                     "clamping it would change nothing; set recurrent_clip=None on the layer or let "
-                    f"the {how} bound it"
+                    f"the {owner} bound it"
                 )
         return list(cell.recurrent_parameters())
 
     def clip_bound(self, to: float | None = None) -> float | None:
-        """What recurrent parameters are clipped to, `to` or the layer's own; None is nothing.
+        """Return the bound of recurrent parameters, `to` or the layer's own; None for none.
 
         Raises ValueError for a negative one, and NaN: clamping would make all of them one number.
         """
@@ -338,23 +338,23 @@ class RecurrentLayer(nn.Module):
                 CLIPS[by](parameter, bound)
 
     def draws(self) -> dict[str, Draw]:
-        """How the layer's own parameter is drawn: biases are zero. Its parts have theirs."""
+        """Return how the layer's own parameter is drawn: biases are zero. Its parts have theirs."""
         return {} if self.bias is None else {"bias": Draw("constant")}
 
     def reset_parameters(self) -> None:
-        """Initialise anew (paper, Appendix C): see `HeadwiseLinear` and `Param`; zero biases."""
+        """Initialise again (paper, Appendix C): see `HeadwiseLinear` and `Param`; zero biases."""
         self.proj.reset_parameters(self.projection_gain)
         std = self.recurrent_std
         self.cell.reset_parameters(*(() if std is None else (std,)))  # a cell's own takes none
         draw_anew(self, self.draws())
 
     def extra_repr(self) -> str:
-        shown = ("num_heads", "reverse", "solver", "backend")
-        options = [f"{name}={getattr(self, name)!r}" for name in shown]
+        names = ("num_heads", "reverse", "solver", "backend")
+        options = [f"{name}={getattr(self, name)!r}" for name in names]
         return ", ".join([str(self.input_size), str(self.hidden_size), *options])
 
 
 def decoding_pair(backend: str) -> Request:
-    """The request for a single step of a layer with this backend."""
+    """Return the request for a single step of a layer with this backend."""
     _, backend = chosen(OPEN, Request(None, backend))
     return Request("sequential", backend if ("sequential", backend) in PAIRS else "auto")

@@ -30,7 +30,7 @@ from pararnn.tensors import ArrayLike, States
 
 
 def _shared(name: str) -> Any:
-    """An attribute that all parts of a stack have: the first one's is read, all are set."""
+    """Return a property that reads the first layer's attribute, and sets that of all."""
 
     def read(stack: ParaRNN) -> Any:
         return getattr(stack.layers[0], name)
@@ -43,8 +43,8 @@ def _shared(name: str) -> Any:
 
 
 _NOT_OURS = (
-    "are of torch.nn: full recurrent matrices fit no diagonal recurrence, so the layer keeps the "
-    "weights that it has, and must be trained anew"
+    "are of torch.nn: full recurrent matrices fit no diagonal recurrence, so the layer keeps its "
+    "weights, and must be trained from the start"
 )
 
 
@@ -55,7 +55,7 @@ class ParaRNN(nn.Module):
         cell_class: the `Cell` subclass.
         input_size, hidden_size: channels in and out; multiples of num_heads.
         num_layers: layers, each fed with the output of the one below.
-        bias: whether gates have biases.
+        bias: True if gates have biases.
         batch_first: tensors are (batch, time, channels), else (time, batch, channels).
         dropout: probability of zeroing an output of every layer but the last, in training.
         bidirectional: a second recurrence from the last step to the first; outputs have
@@ -135,7 +135,7 @@ class ParaRNN(nn.Module):
 
     @property
     def mode(self) -> str:
-        """The cell's name as torch.nn.RNNBase has it, "GRU" or "LSTM"; that of its class else."""
+        """The cell's name as in torch.nn.RNNBase, "GRU" or "LSTM"; else that of its class."""
         return type(self.cell).__name__.removesuffix("Cell")
 
     @mode.setter
@@ -147,10 +147,10 @@ class ParaRNN(nn.Module):
 
     @property
     def last_solve(self) -> SolveInfo | None:
-        """What the solvers of the last eager call did; None before it: see `RecurrentLayer`."""
+        """Counts of the last eager call's solves; None before it: see `RecurrentLayer`."""
         counts = [part.counts for part in self._parts()]
-        found = [totals(count) for count in counts if count is not None]
-        return SolveInfo(*torch.stack(found, 1)) if len(found) == len(counts) else None
+        solves = [totals(count) for count in counts if count is not None]
+        return SolveInfo(*torch.stack(solves, 1)) if len(solves) == len(counts) else None
 
     @property
     def all_weights(self) -> list[list[nn.Parameter]]:
@@ -214,20 +214,19 @@ class ParaRNN(nn.Module):
         if reset is not None and data is x:
             begins = checked_reset(x, reset, x.ndim - 1)
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
-        into, back, sequences = layout.into, layout.back, layout.sequences
-        rows = into(x)
+        to_rows, to_user, sequences = layout.to_rows, layout.to_user, layout.sequences
+        rows = to_rows(x)
         if sequences is not None and data is x:
-            rows = without_padding(rows, sequences)  # a PackedSequence has ours, which is 0
+            rows = without_padding(rows, sequences)  # a PackedSequence gets zeros there
         size = (rows.shape[0] if sequences is None else sequences.total, self.hidden_size)
         parts = self._parts()
-        initial, starts = self._states(h_0, size if layout.batched else size[1:], reset_states)
+        initial, starts = self._states(h_0, size if layout.has_batch else size[1:], reset_states)
         if starts[0] is not None and begins is not None:
             order = order_of_resets(begins, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
-        given = fields or {}
         options: dict[str, Any] = {
-            "fields": {k: into(v) if has_time(v) else v for k, v in given.items()},
-            "reset": None if begins is None else into(begins),
+            "fields": {k: to_rows(v) if has_time(v) else v for k, v in (fields or {}).items()},
+            "reset": None if begins is None else to_rows(begins),
             "sequences": sequences,
             "all_states": all_states,
             "solver": solver,
@@ -237,18 +236,18 @@ class ParaRNN(nn.Module):
 
         output, results, directions = rows, [], 1 + self.bidirectional
         for first in range(0, len(parts), directions):
-            read = self._between(output) if first else output
+            read = self._drop(output) if first else output
             own = [
                 parts[i](read, initial[i], reset_states=starts[i], **options)
                 for i in range(first, first + directions)
             ]
             last = first + directions == len(parts)
-            output = own[0][0] if directions == 1 else self._merged([r[0] for r in own], last)
+            output = own[0][0] if directions == 1 else self._merge([r[0] for r in own], last)
             results += own
-        h_n = stacked([result[1] for result in results], layout.batched)
+        h_n = stack_states([result[1] for result in results], layout.has_batch)
         if not all_states:
-            return back(output), h_n
-        return back(output), h_n, tuple(tuple(map(back, result[2])) for result in results)
+            return to_user(output), h_n
+        return to_user(output), h_n, tuple(tuple(map(to_user, result[2])) for result in results)
 
     def step(
         self,
@@ -261,7 +260,7 @@ class ParaRNN(nn.Module):
         reset: ArrayLike | None = None,
         reset_states: States | None = None,
     ) -> tuple[Tensor, States]:
-        """One time step, for decoding: x_t (B, input_size), states and results as in `forward`.
+        """Run one time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver, and takes (input_size,) unbatched; fields
         are (B,), (B, hidden_size) or numbers, reset is (B,). Raises ValueError for bidirectional
@@ -274,48 +273,48 @@ class ParaRNN(nn.Module):
             )
         x_t, state = self._input(x_t, input, "x_t"), one_of("state", state, "hx", hx)
         check_input(self._name, x_t, self.input_size, (1, 2))
-        fields, batched = fields or {}, x_t.ndim == 2
+        fields, has_batch = fields or {}, x_t.ndim == 2
         if reset is not None:
             reset = checked_reset(x_t, reset, x_t.ndim - 1)
-        if not batched:
+        if not has_batch:
             x_t = x_t.unsqueeze(0)
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
             reset = None if reset is None else reset.unsqueeze(0)
         size, parts = (x_t.shape[0], self.hidden_size), self._parts()
-        initial, starts = self._states(state, size if batched else size[1:], reset_states)
+        initial, starts = self._states(state, size if has_batch else size[1:], reset_states)
         output, finals = x_t, []
         for i, part in enumerate(parts):
             output, final = part.step(
-                self._between(output) if i else output,
+                self._drop(output) if i else output,
                 initial[i],
                 fields=fields,
                 reset=reset,
                 reset_states=starts[i],
             )
             finals.append(final)
-        return output if batched else output.squeeze(0), stacked(finals, batched)
+        return output if has_batch else output.squeeze(0), stack_states(finals, has_batch)
 
-    def _between(self, output: Tensor) -> Tensor:
-        """What the next layer reads of one's output."""
+    def _drop(self, output: Tensor) -> Tensor:
+        """Apply the dropout between layers."""
         if not (self.dropout and self.training):
             return output
         # On CUDA the mask follows the layout, which would depend on the engine.
         return F.dropout(output.contiguous(), self.dropout)
 
-    def _merged(self, outputs: list[Tensor], last: bool) -> Tensor:
-        """Both directions side by side; between layers head by head, as each head sees a slice."""
+    def _merge(self, outputs: list[Tensor], last: bool) -> Tensor:
+        """Concatenate both directions; between layers head by head, as each head sees a slice."""
         if last or self.num_heads == 1:
             return torch.cat(outputs, -1)
         by_head = [output.unflatten(-1, (self.num_heads, -1)) for output in outputs]
         return torch.cat(by_head, -1).flatten(-2)
 
     def reset_parameters(self) -> None:
-        """Initialise anew (paper, Appendix C): see `HeadwiseLinear` and `Param`; zero biases."""
+        """Initialise again (paper, Appendix C): see `HeadwiseLinear` and `Param`; zero biases."""
         for part in self._parts():
             part.reset_parameters()
 
     def recurrent_parameters(self) -> list[Tensor]:
-        """The parameters that clipping concerns.
+        """Return the parameters that are clipped.
 
         Raises ValueError for one that a parametrisation computes, which cannot be clamped.
         """
@@ -330,21 +329,21 @@ class ParaRNN(nn.Module):
             part.clip_recurrent()
 
     def flatten_parameters(self) -> None:
-        """Nothing: for code written for torch.nn.GRU, whose cuDNN wants weights in one piece."""
+        """Do nothing: for code for torch.nn.GRU, whose cuDNN wants weights in one block."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
-        """Warn of a state_dict of torch.nn: whether its keys may be left over is not known here."""
+        """Warn of a state_dict of torch.nn: loading with strict=False would ignore its keys."""
         if f"{prefix}weight_hh_l0" in state_dict:
             warn_user(f"{prefix}weight_hh_l0 and the like {_NOT_OURS}", UserWarning)
         super()._load_from_state_dict(state_dict, prefix, *more)
 
     def extra_repr(self) -> str:
-        shown = ("num_layers", "batch_first", "dropout", "bidirectional", "num_heads")
-        options = [f"{name}={getattr(self, name)!r}" for name in (*shown, "solver", "backend")]
+        names = ("num_layers", "batch_first", "dropout", "bidirectional", "num_heads")
+        options = [f"{name}={getattr(self, name)!r}" for name in (*names, "solver", "backend")]
         return ", ".join([str(self.input_size), str(self.hidden_size), *options])
 
     def _parts(self) -> list[RecurrentLayer]:
-        """Layers in the order of their states: layer 0 forward, layer 0 reverse, layer 1 ..."""
+        """Return layers in the order of h_n: layer 0 forward, layer 0 reverse, layer 1 ..."""
         layers = cast("list[RecurrentLayer]", list(self.layers))
         if not self.bidirectional:
             return layers
@@ -371,14 +370,14 @@ class ParaRNN(nn.Module):
         return x
 
 
-def stacked(finals: list[States], batched: bool) -> States:
-    """The final states of all layers as `ParaRNN` returns them."""
+def stack_states(finals: list[States], has_batch: bool) -> States:
+    """Return the final states of all layers as `ParaRNN` does."""
     each = [final if isinstance(final, tuple) else (final,) for final in finals]
     if len(each) == 1:
         states = tuple([own_shape(state, (1, *state.shape)) for state in each[0]])
     else:
         states = tuple(torch.stack(series) for series in zip(*each, strict=True))
-    if not batched:
+    if not has_batch:
         states = tuple([own_shape(state, (len(each), state.shape[2])) for state in states])
     return states[0] if len(states) == 1 else states
 
