@@ -382,7 +382,7 @@ def test_moving_between_dtypes(cls, pair, dtype, device):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_a_default_device_is_nothing_to_tensors_that_are_elsewhere(pair):
+def test_another_default_device_changes_nothing(pair):
     layer, x = layer_of(pararnn.ParaGRU, pair, "cpu"), torch.randn(2, 40, 4, dtype=torch.float64)
     packed = pack_padded_sequence(x, [40, 9], batch_first=True)
     asked = {"solver": pair[0], "backend": pair[1]}

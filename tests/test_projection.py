@@ -74,7 +74,7 @@ def test_transforms_and_compilation():
 
 @pytest.mark.parametrize(("batch", "steps"), [(0, 5), (2, 0), (0, 0)])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_nothing_has_the_shape_of_something(heads, batch, steps):
+def test_empty_inputs_give_empty_gates(heads, batch, steps):
     proj, x = HeadwiseLinear(8, 3, 16, heads), torch.randn(batch, steps, 8, requires_grad=True)
     gates = proj(x)
     assert gates.shape == (batch, steps, 3, *([16] if heads == 1 else [heads, 16 // heads]))

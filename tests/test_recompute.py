@@ -155,7 +155,7 @@ def test_a_hook_that_changes_what_is_projected():
         layer(x)
 
 
-def test_gates_are_let_go(pair):
+def test_recomputing_saves_no_gates(pair):
     layer, kept = _layer(True, **pair), []
     layer.proj.register_forward_hook(lambda module, given, gates: kept.append(weakref.ref(gates)))
     loss = _called(layer, **_inputs())

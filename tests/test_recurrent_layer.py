@@ -39,7 +39,7 @@ def _fields(layer, *size):
 
 
 @pytest.mark.parametrize("name", list(CELLS))
-def test_it_is_projection_bias_and_solve(name):
+def test_a_layer_is_projection_bias_and_solve(name):
     torch.manual_seed(0)
     layer = RecurrentLayer(CELLS[name], 6, 8, num_heads=2)
     nn.init.normal_(layer.bias)
@@ -77,7 +77,7 @@ def test_step_by_step(name, dtype):
     assert {s.dtype for s in _tuple(state)} == {torch.float32}
 
 
-def test_a_stack_is_made_of_them():
+def test_a_stack_equals_its_layers():
     stack = pararnn.ParaLSTM(4, 6, num_layers=2, num_heads=2)
     x = torch.randn(2, 9, 4)
     output, finals = stack(x)
@@ -159,7 +159,7 @@ def test_a_request_by_layer_context_and_call():
     assert not layer.last_solve.sweeps.any()
 
 
-def test_explain_autotune_and_verify_take_it(monkeypatch, tmp_path):
+def test_explain_autotune_and_verify_accept_a_single_layer(monkeypatch, tmp_path):
     monkeypatch.setattr("pararnn.engines.tuned.cache_folder", lambda: tmp_path)
     monkeypatch.setattr("pararnn.engines.tuned._RECORDS", {})
     layer = RecurrentLayer(pararnn.GRUCell, 4, 6, solver="newton", backend="torch")

@@ -237,7 +237,7 @@ def test_wrong_inputs(error, given_, message):
         pararnn.scan(a, b, initial, solver=solver or "auto")
 
 
-def test_the_kernels_take_what_lies_in_memory():
+def test_kernels_read_strided_tensors_in_place():
     """Views that only move strides are not copied."""
     if FUSED not in PAIRS:
         pytest.skip("needs a C++ compiler")

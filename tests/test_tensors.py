@@ -23,7 +23,7 @@ def gru():
     [{"lengths": torch.tensor([3, 6])}, {"reset": RESET}, {"cu_seqlens": torch.tensor([0, 2, 6])}],
     ids=lambda given: next(iter(given)),
 )
-def test_lists_and_arrays_are_taken(gru, form, given):
+def test_lists_and_arrays_are_accepted(gru, form, given):
     other = {name: form(value) for name, value in given.items()}
     x = X[:1] if "cu_seqlens" in given else X
     assert torch.equal(gru(x, **other)[0], gru(x, **given)[0])
@@ -37,7 +37,7 @@ def test_lists_and_arrays_are_taken(gru, form, given):
         assert torch.equal(*scanned)
 
 
-def test_resets_of_a_step_in_other_forms(gru):
+def test_step_accepts_resets_as_lists_and_arrays(gru):
     expected, _ = gru.step(X[:, 0], STATES[:, :2], reset=torch.tensor([True, False]))
     for reset in ([True, False], np.array([True, False])):
         assert torch.equal(gru.step(X[:, 0], STATES[:, :2], reset=reset)[0], expected)
@@ -50,7 +50,7 @@ def test_no_sequences_and_no_lengths(gru):
     assert (output.shape, h_n.shape) == ((0, 6, 5), (1, 0, 5))
 
 
-def test_a_tensor_of_no_dimensions_is_a_number_for_a_field():
+def test_a_field_may_be_a_tensor_without_dimensions():
     layer = pararnn.ParaRNN(pararnn.LRCCell, 4, 5)
     gap = torch.tensor(0.3, requires_grad=True)
     for run, x in ((layer, X), (layer.step, X[:, 0])):
@@ -129,6 +129,6 @@ WRONG = {
 
 @pytest.mark.parametrize(("error", "message", "call"), WRONG.values(), ids=WRONG)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_what_is_no_tensor_is_named(gru, error, message, call):
+def test_errors_name_what_is_no_tensor(gru, error, message, call):
     with pytest.raises(error, match=message):
         call(gru)
