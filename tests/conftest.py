@@ -14,8 +14,8 @@ from fake_newton import FakeNewton
 from hypothesis import HealthCheck, settings
 from undrawn import undrawn
 
+import pararnn
 from pararnn import op
-from pararnn.codegen import cpp
 from pararnn.engines import tuned
 from pararnn.engines.signature import SIGNATURES
 
@@ -76,10 +76,17 @@ def device() -> str:
 
 
 @pytest.fixture
-def as_shipped(monkeypatch) -> None:
-    """C++ kernels are compiled with the flags that users have."""
+def no_caches() -> Iterator[None]:
+    """Clear this process's caches before a test and after it."""
+    pararnn.clear_caches()
+    yield
+    pararnn.clear_caches()
+
+
+@pytest.fixture
+def as_shipped(monkeypatch, no_caches) -> None:
+    """Compile C++ kernels with the flags that users have."""
     monkeypatch.delenv("PARARNN_CXXFLAGS", raising=False)
-    monkeypatch.setattr(cpp, "_KERNELS", {})
 
 
 @pytest.fixture

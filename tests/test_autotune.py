@@ -18,10 +18,9 @@ OTHER = NEWTON_FUSED if NEWTON_FUSED in PAIRS else ("newton", "torch")
 
 
 @pytest.fixture(autouse=True)
-def own_folder(monkeypatch, tmp_path):
+def own_folder(monkeypatch, tmp_path, no_caches):
     """Records of a test's own; kernels are loaded already, or are built once more."""
     monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(tuned, "_RECORDS", {})
     return tmp_path
 
 
@@ -154,7 +153,7 @@ def test_another_process_reads_the_record(own_folder, times, monkeypatch):
     times[OTHER] = 0.5
     first = pararnn.autotune(layer, SHAPE)
     assert list((own_folder / "tuned").iterdir()) == [first.path]
-    tuned._RECORDS.clear()  # as in another process
+    pararnn.clear_caches()  # as in another process
     assert _ran(layer) != OTHER  # nothing is read without a call
     times["seen"].clear()
     again = pararnn.autotune(layer, SHAPE)

@@ -37,12 +37,10 @@ print(f"{states.double().sum().item():.12f}")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Set an empty cache on disk, and clear this process's."""
+def folder(tmp_path, monkeypatch, no_caches):
+    """Set an empty cache on disk; this process has none."""
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "cache"))
-    pararnn.clear_caches()
-    yield tmp_path / "cache"
-    pararnn.clear_caches()
+    return tmp_path / "cache"
 
 
 def _inputs():

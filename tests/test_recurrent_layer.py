@@ -159,9 +159,8 @@ def test_a_request_by_layer_context_and_call():
     assert not layer.last_solve.sweeps.any()
 
 
-def test_explain_autotune_and_verify_accept_a_single_layer(monkeypatch, tmp_path):
+def test_explain_autotune_and_verify_accept_a_single_layer(monkeypatch, tmp_path, no_caches):
     monkeypatch.setattr("pararnn.engines.tuned.cache_folder", lambda: tmp_path)
-    monkeypatch.setattr("pararnn.engines.tuned._RECORDS", {})
     layer = RecurrentLayer(pararnn.GRUCell, 4, 6, solver="newton", backend="torch")
     assert pararnn.explain(layer, (2, 20, 4)).solver == "newton"
     assert pararnn.autotune(layer, (2, 20, 4), backward=False).size == (2, 20, 6)

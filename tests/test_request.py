@@ -11,7 +11,7 @@ import torch
 
 import pararnn
 from pararnn.codegen import cpp
-from pararnn.engines import newton_torch, table
+from pararnn.engines import newton_torch
 from pararnn.engines import request as requests
 from pararnn.engines.request import Request, chosen
 from pararnn.engines.table import ANY_DEVICE, TABLE
@@ -202,7 +202,7 @@ def test_wrong_requests():
         pass
 
 
-def test_explain_builds_what_runs_alone(monkeypatch):
+def test_explain_builds_what_runs_alone(monkeypatch, no_caches):
     built = []
 
     def build(program, dtype, solver, f=cpp._build):
@@ -210,8 +210,6 @@ def test_explain_builds_what_runs_alone(monkeypatch):
         return f(program, dtype, solver)
 
     monkeypatch.setattr(cpp, "_build", build)
-    monkeypatch.setattr(cpp, "_KERNELS", {})
-    table._build_failure.cache_clear()
     said = pararnn.explain(pararnn.ParaGRU(4, 6), (1, 8, 4), solver="sequential")
     assert (said.backend, said.others["newton", "fused"]) == ("fused", None)
     assert built == ["sequential"]

@@ -211,13 +211,13 @@ def test_demo_generates_on_the_kernels():
 
 def test_first_use_says_so_and_the_next_compiles_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda, "_KERNELS", {})
+    pararnn.clear_caches()
     layer, x = _layer(pararnn.ParaGRU)
     pararnn.precompile(layer)
     assert "compiling GRUCell's sequential forward kernel for sm_" in caplog.text
     assert str(tmp_path) in caplog.text
     caplog.clear()
-    monkeypatch.setattr(cuda, "_KERNELS", {})
+    pararnn.clear_caches()
     monkeypatch.setattr(cuda, "compile_cubin", None)  # a compilation would fail
     _grads(layer, x)
     assert not caplog.text  # precompile has made what the layer runs

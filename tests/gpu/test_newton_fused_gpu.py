@@ -10,7 +10,6 @@ from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case, with_latches
 import pararnn
 from pararnn.check.contract import check_solve
 from pararnn.engines.fused import plan as plan_cuda
-from pararnn.engines.signature import SIGNATURES
 
 HOW = {"solver": "newton", "backend": "fused"}
 CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
@@ -32,14 +31,9 @@ def meeting(request, monkeypatch):
     """Segments meet in a cluster's shared memory, or in global memory."""
     if request.param == "grid":
         monkeypatch.setattr(plan_cuda, "CLUSTERS", (99, 0))
-    _forget()
+    pararnn.clear_caches()
     yield request.param
-    _forget()
-
-
-def _forget():
-    plan_cuda.plan.cache_clear()
-    SIGNATURES.clear()
+    pararnn.clear_caches()
 
 
 @pytest.mark.parametrize("segments", [2, 7, 16])

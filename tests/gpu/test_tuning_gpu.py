@@ -102,9 +102,8 @@ def test_graphs_keep_the_split(splits):
 
 
 @pytest.fixture
-def no_records(monkeypatch, tmp_path):
+def no_records(monkeypatch, tmp_path, no_caches):
     monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(tuned, "_RECORDS", {})
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -128,7 +127,7 @@ def test_autotune(no_records, backward, splits):
     asked = tuning.measured[0].split
     if asked.segments is not None:
         assert said.split == splits[0]
-    tuned._RECORDS.clear()
+    pararnn.clear_caches()
     assert not pararnn.autotune(layer, shape, backward=backward).anew
     assert pararnn.explain(layer, shape) == said
     assert pararnn.verify(layer, x)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pararnn.cache import on_clear
 from pararnn.codegen.board import board_of, found_words
 from pararnn.codegen.cuda import Variant, ring_of
 from pararnn.codegen.interface import WORD, Words
@@ -56,6 +57,9 @@ def plan(
             return Plan(kernels, free, free.segments)
     kernels = plain()
     return Plan(kernels, split(gpu.call(device, kernels["run"].blocks_a_core) * cores), 0)
+
+
+on_clear(plan.cache_clear)
 
 
 class Shared(NamedTuple):
