@@ -42,14 +42,16 @@ def sequences_of(
 
     Raises as `checked_reset`, `of_cu_seqlens` and `_checked`; ValueError for both of the latter.
     """
+    if cu_seqlens is None and sequences is None:
+        flags = None if reset is None else checked_reset(rows, reset)
+        return Sequences(None, rows.shape[0], flags, None, True)
     batch, steps = rows.shape[:2]
     if cu_seqlens is not None:
         if sequences is not None:
             raise ValueError("cu_seqlens and sequences both say where sequences start: give one")
         sequences = of_cu_seqlens(cu_seqlens, batch, steps, rows.device)
-    elif sequences is None:
-        sequences = Sequences(None, batch, checked=True)
-    elif not sequences.checked:
+    assert sequences is not None
+    if not sequences.checked:
         sequences = _checked(sequences, batch, steps, rows.device)
     return sequences if reset is None else sequences._replace(reset=checked_reset(rows, reset))
 

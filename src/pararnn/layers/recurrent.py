@@ -168,32 +168,31 @@ class RecurrentLayer(nn.Module):
             float32 (or float64), unless `keep_dtype`. With `all_states` a third item: the states,
             a tuple of N tensors like the output.
         """
-        x, initial, sequences = self._split(
-            x, initial, reset_states, reset=reset, cu_seqlens=cu_seqlens, sequences=sequences
-        )
-        options = self._options(sequences, fields, all_states)
+        cell = unwrapped(self.cell)
+        x, initial, sequences = self._split(x, initial, reset_states, reset, cu_seqlens, sequences)
+        options = self._options(cell, sequences, fields, all_states)
         pair = self.requested_pair(solver, backend, mode)
         compiling = torch.compiler.is_compiling()
         eager = not (compiling or torch._C._are_functorch_transforms_active())
         recomputes = self.recompute_gates and torch.is_grad_enabled()
-        program = program_of(unwrapped(self.cell))
+        program = program_of(cell)
 
         if recomputes and compiling:
 
             def whole(x: Tensor, initial: States | None) -> Results:
-                args = self._arguments(x, initial, options)
+                args = self._arguments(cell, x, initial, options)
                 _, engine, args = plan_solve(program, args, *pair)
                 return solve_and_read(program, engine, args)
 
             output, states, final, counts = recompute_compiled(whole, x, initial)
         elif recomputes and eager:
             with record_projections() as projections:
-                args = self._arguments(x, initial, options)
+                args = self._arguments(cell, x, initial, options)
             choice, engine, args = plan_solve(program, args, *pair)
             source = gate_source(args.gates, projections)
             output, states, final, counts = solve_without_gates(program, engine, args, source)
         else:  # transforms of torch.func know no checkpoints
-            args = self._arguments(x, initial, options)
+            args = self._arguments(cell, x, initial, options)
             choice, engine, args = plan_solve(program, args, *pair)
             output, states, final, counts = solve_and_read(program, engine, args)
         if eager:
@@ -217,8 +216,10 @@ class RecurrentLayer(nn.Module):
         **where: Any,
     ) -> Arguments:
         """Return the record of the solve that `forward` runs for these."""
+        cell = unwrapped(self.cell)
         x, initial, sequences = self._split(x, initial, reset_states, **where)
-        return self._arguments(x, initial, self._options(sequences, fields, all_states))
+        options = self._options(cell, sequences, fields, all_states)
+        return self._arguments(cell, x, initial, options)
 
     def requested_pair(
         self, solver: str | None = None, backend: str | None = None, mode: str | None = None
@@ -227,20 +228,23 @@ class RecurrentLayer(nn.Module):
         return chosen(request(solver, backend, mode), Request(self.solver, self.backend))
 
     def _split(
-        self, x: Tensor, initial: States | None, reset_states: States | None, **where: Any
+        self,
+        x: Tensor,
+        initial: States | None,
+        reset_states: States | None,
+        reset: ArrayLike | None = None,
+        cu_seqlens: ArrayLike | None = None,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, States | None, Sequences]:
-        """Return x without padding that may hold anything, the initial states and the sequences.
-
-        where: `reset`, `cu_seqlens` and `sequences` as in `forward`.
-        """
+        """Return x without padding that may hold anything, the initial states and the sequences."""
         check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.input_size:
             raise ValueError(
                 f"RecurrentLayer: Expected input to be (B, T, {self.input_size}), got "
                 f"{tuple(x.shape)}"
             )
-        sequences = sequences_of(x, **where)
-        if where.get("cu_seqlens") is not None:
+        sequences = sequences_of(x, reset, cu_seqlens, sequences)
+        if cu_seqlens is not None:
             x = without_padding(x, sequences)
         if reset_states is not None:
             sizes = tuple(unwrapped(self.cell).states), self.hidden_size
@@ -249,12 +253,16 @@ class RecurrentLayer(nn.Module):
             )
         return x, initial, sequences
 
-    def _options(self, sequences: Sequences, fields: Fields | None, all_states: bool) -> Options:
-        output_only = not (all_states or unwrapped(self.cell).has_readout)
+    def _options(
+        self, cell: Cell, sequences: Sequences, fields: Fields | None, all_states: bool
+    ) -> Options:
+        output_only = not (all_states or cell.has_readout)
         return Options(sequences, fields, self.reverse, self.on_failure, output_only)
 
-    def _arguments(self, x: Tensor, initial: States | None, options: Options) -> Arguments:
-        cell, gates = unwrapped(self.cell), self.proj(x)
+    def _arguments(
+        self, cell: Cell, x: Tensor, initial: States | None, options: Options
+    ) -> Arguments:
+        gates = self.proj(x)
         check_gates(cell, gates)
         return arguments_of(cell, gates, initial, options, self.bias)
 
