@@ -15,21 +15,21 @@ PADDING = ("right", "left")
 
 
 class Sequences(NamedTuple):
-    """How rows of steps (B, T) are split into sequences.
+    """Rows of steps (B, T), split into sequences.
 
     seq: int32 (B, T), the index of each step's sequence, -1 at padding; a sequence is one run of
     steps of one row. total: number of sequences, including those without a step.
 
     Set by pararnn: seq is None where row b is sequence b. reset: bool (B, T), steps that start from
     the zero state. last: int64 (S,), the final piece of each sequence that resets have split.
-    checked: True if the numbers are known to be right.
+    valid: True if the numbers need no check.
     """
 
     seq: Tensor | None
     total: int
     reset: Tensor | None = None
     last: Tensor | None = None
-    checked: bool = False
+    valid: bool = False
 
 
 def sequences_of(
@@ -40,7 +40,7 @@ def sequences_of(
 ) -> Sequences:
     """Return how rows (B, T, ...) are split, from the arguments of a call.
 
-    Raises as `checked_reset`, `of_cu_seqlens` and `_checked`; ValueError for both of the latter.
+    Raises as `checked_reset`, `of_cu_seqlens` and `_check`; ValueError for both of the latter.
     """
     if cu_seqlens is None and sequences is None:
         flags = None if reset is None else checked_reset(rows, reset)
@@ -51,8 +51,8 @@ def sequences_of(
             raise ValueError("cu_seqlens and sequences both say where sequences start: give one")
         sequences = of_cu_seqlens(cu_seqlens, batch, steps, rows.device)
     assert sequences is not None
-    if not sequences.checked:
-        sequences = _checked(sequences, batch, steps, rows.device)
+    if not sequences.valid:
+        sequences = _check(sequences, batch, steps, rows.device)
     return sequences if reset is None else sequences._replace(reset=checked_reset(rows, reset))
 
 
@@ -72,7 +72,7 @@ def checked_reset(rows: Tensor, reset: ArrayLike, dims: int = 2) -> Tensor:
     return flags
 
 
-def _checked(sequences: Sequences, batch: int, steps: int, device: torch.device) -> Sequences:
+def _check(sequences: Sequences, batch: int, steps: int, device: torch.device) -> Sequences:
     """Check a user's sequences for rows (B, T), and return them with int32 numbers.
 
     Raises ValueError as `of_cu_seqlens`: for another dtype, shape or device, for numbers that are
@@ -98,7 +98,7 @@ def _checked(sequences: Sequences, batch: int, steps: int, device: torch.device)
         runs = runs.index_add(0, index, starts.long().flatten())
         one_run = "each of the {} sequences must be one run of steps of one row; runs of each"
         require((runs <= 1).all(), one_run, total, runs[:-1])
-    return Sequences(seq.to(torch.int32), total, checked=True)
+    return Sequences(seq.to(torch.int32), total, valid=True)
 
 
 def of_cu_seqlens(starts: ArrayLike, batch: int, steps: int, device: torch.device) -> Sequences:
@@ -124,7 +124,7 @@ def of_cu_seqlens(starts: ArrayLike, batch: int, steps: int, device: torch.devic
     position = torch.arange(steps, device=device, dtype=cu_seqlens.dtype)
     number = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
     seq = number.masked_fill(number == total, -1).to(torch.int32).unsqueeze(0)
-    return Sequences(seq, total, checked=True)
+    return Sequences(seq, total, valid=True)
 
 
 def of_lengths(
@@ -149,7 +149,7 @@ def of_mask(real: Tensor) -> Sequences:
     """Return one sequence a row, given its real steps, bool (B, T), one run in each row."""
     batch = real.shape[0]  # len would fix it in exports
     rows = torch.arange(batch, device=real.device, dtype=torch.int32)
-    return Sequences(rows.unsqueeze(1).where(real, -1), batch, checked=True)
+    return Sequences(rows.unsqueeze(1).where(real, -1), batch, valid=True)
 
 
 def require(right: Tensor, message: str, steps: int, values: Tensor) -> None:

@@ -137,7 +137,7 @@ def _layout_of_packed(x: PackedSequence) -> Layout:
         data = tensor.flatten(0, 1).index_select(0, index)
         return PackedSequence(data, sizes, x.sorted_indices, x.unsorted_indices)
 
-    return Layout(to_rows, to_user, sequences=Sequences(seq, count, checked=True))
+    return Layout(to_rows, to_user, sequences=Sequences(seq, count, valid=True))
 
 
 def _into_rows(lengths: list[int], steps: int) -> tuple[list[int], list[int]]:

@@ -80,7 +80,7 @@ def pieces_of(sequences: Sequences, count: int, reverse: bool) -> Sequences:
         index = seq.where(seq >= 0, total).flatten()
         last = last.scatter_reduce(0, index, piece.flatten(), "amax")
         seq = piece
-    return Sequences(seq.to(torch.int32), total + count, last=last[:total], checked=True)
+    return Sequences(seq.to(torch.int32), total + count, last=last[:total], valid=True)
 
 
 def require_resets(reset: Tensor, count: int) -> None:

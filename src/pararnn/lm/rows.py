@@ -66,10 +66,10 @@ def rows_of(
     behind them: on CUDA the device asserts the latter two.
     """
     _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens, document)
-    known = None if padding_mask is None else padding_mask.to(device).bool()
-    if known is not None:
-        _check_sides(known, cached)
-    real = None if known is None else known[:, past:]
+    mask = None if padding_mask is None else padding_mask.to(device).bool()
+    if mask is not None:
+        _check_sides(mask, cached)
+    real = None if mask is None else mask[:, past:]
     marks = []
     if cu_seq_lens is not None:
         border = torch.zeros(steps + 1, dtype=torch.bool, device=device)
@@ -81,13 +81,13 @@ def rows_of(
     start, since = starts_of(real, *marks)
     if position_ids is None and marks and since is not None:
         position_ids = since
-    elif position_ids is None and known is not None:
-        position_ids = (known.long().cumsum(1) - 1).clamp_min(0)[:, past:]
+    elif position_ids is None and mask is not None:
+        position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
     elif position_ids is None:
         position_ids = (torch.arange(steps, device=device) + past).unsqueeze(0)
     attend = None
     if attention and (start is not None or (past and steps > 1)):
-        attend = _attend(steps, past, start if marks else None, known, device)
+        attend = _attend(steps, past, start if marks else None, mask, device)
     return Rows(position_ids, start, since, real, attend)
 
 
@@ -97,12 +97,12 @@ def starts_of(real: Tensor | None, *marks: Tensor) -> tuple[Tensor | None, Tenso
     A row's first real token starts a document, unless it is the row's first of all: a cache may
     hold tokens before that one.
     """
-    found = list(marks)
+    begins = list(marks)
     if real is not None:
-        found.append(real & ~torch.nn.functional.pad(real, (1, 0), value=True)[:, :-1])
-    if not found:
+        begins.append(real & ~torch.nn.functional.pad(real, (1, 0), value=True)[:, :-1])
+    if not begins:
         return None, None
-    start = torch.stack(torch.broadcast_tensors(*found)).any(0)
+    start = torch.stack(torch.broadcast_tensors(*begins)).any(0)
     start = start if real is None else start & real
     index = torch.arange(start.shape[1], device=start.device)
     return start, index - _latest(torch.where(start, index, NEVER), start)
@@ -117,43 +117,43 @@ def _latest(marks: Tensor, start: Tensor) -> Tensor:
     if not torch.onnx.is_in_onnx_export():
         return marks.cummax(1).values
     number = start.long().cumsum(1)  # ONNX has no cummax
-    found = marks.new_full((marks.shape[0], marks.shape[1] + 1), NEVER)
-    return found.scatter(1, number.where(start, 0), marks).gather(1, number)
+    latest = marks.new_full((marks.shape[0], marks.shape[1] + 1), NEVER)
+    return latest.scatter(1, number.where(start, 0), marks).gather(1, number)
 
 
 def _attend(
-    steps: int, past: int, start: Tensor | None, known: Tensor | None, device: torch.device
+    steps: int, past: int, start: Tensor | None, mask: Tensor | None, device: torch.device
 ) -> Tensor:
     """Build the causal mask over S = past + T keys, within documents and without padding."""
     keys = torch.arange(past + steps, device=device)
     own = keys[past:].unsqueeze(1)
-    seen = (keys <= own).unsqueeze(0)
+    visible = (keys <= own).unsqueeze(0)
     if start is not None:
         document = torch.nn.functional.pad(start.long().cumsum(1), (past, 0))
-        seen = seen & (document.unsqueeze(1) == document[:, past:].unsqueeze(2))
-    if known is not None:
+        visible = visible & (document.unsqueeze(1) == document[:, past:].unsqueeze(2))
+    if mask is not None:
         # Padding sees itself: a row of scores without any key is NaN.
-        seen = seen & (known.unsqueeze(1) | (keys == own))
-    return seen.unsqueeze(1)
+        visible = visible & (mask.unsqueeze(1) | (keys == own))
+    return visible.unsqueeze(1)
 
 
-def pieces(known: Tensor) -> Tensor:
-    """Count the pieces that each row's tokens are in, (B,), of `known` bool (B, T)."""
-    return known[:, :1].sum(1) + (known[:, 1:] & ~known[:, :-1]).sum(1)
+def pieces(mask: Tensor) -> Tensor:
+    """Count the pieces that each row's tokens are in, (B,), of `mask` bool (B, T)."""
+    return mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
 
 
-def _check_sides(known: Tensor, cached: bool) -> None:
+def _check_sides(mask: Tensor, cached: bool) -> None:
     """Check that a row's tokens are one piece, and for a cache without padding behind it."""
-    found, length = pieces(known), known.shape[1]
+    counts, length = pieces(mask), mask.shape[1]
     holes = (
         "the padding mask has holes: a row's tokens must be one piece of its {} places, with "
         "padding before and behind it alone; pieces of each row are"
     )
-    require((found <= 1).all(), holes, length, found)
+    require((counts <= 1).all(), holes, length, counts)
     if cached:
-        left = "rows of {} tokens that a cache goes on from: pad on the left; ends of tokens are"
-        ends = (known[:, :-1] & ~known[:, 1:]).sum(1)
-        require((ends == 0).all(), left, length, ends)
+        message = "rows of {} tokens that a cache goes on from: pad on the left; ends of tokens are"
+        ends = (mask[:, :-1] & ~mask[:, 1:]).sum(1)
+        require((ends == 0).all(), message, length, ends)
 
 
 def _check(
