@@ -36,7 +36,7 @@ def overhead() -> str:
 def training() -> str:
     """Return README's sentences on training."""
     return prose(
-        "Training runs on transformers' Trainer and FSDP2, on one GPU or many by `torchrun`. A "
+        "Training runs on PyTorch's FSDP2, on one GPU or many by `torchrun`. A "
         f"killed run resumes bit for bit; the overhead over a bare loop is {overhead()}. Recipes, "
         "data, checkpoints and several GPUs: [Training](docs/training.md). Texts, tasks and the "
         "paper's settings: [Evaluation](docs/evaluation.md)."

@@ -380,12 +380,12 @@ SLIPS = {
     is_a_tuple: r"must return one tensor of a state's shape and dtype, \(2, 3, 6\) .* got tuple",
     is_narrow: r"\(2, 3, 6\) torch.float32, got \(2, 3, 2\) torch.float32",
     is_rounded: r"\(2, 3, 6\) torch.float32, got \(2, 3, 6\) torch.bfloat16",
-    sets_a_state: f"writes in place{LINE}, into what it was given",
-    writes_into_a_gate: "writes in place, into what it was given",
-    writes_by_mask: "writes in place, into what it was given or what its gradient needs",
+    sets_a_state: f"writes in place{LINE}, into an argument",
+    writes_into_a_gate: "writes in place, into an argument",
+    writes_by_mask: "writes in place, into an argument or what its gradient needs",
     draws: "draws random numbers .*pass them as a field",
     branches: "reads a tensor's value in Python .*use torch.where",
-    mixes_rows: r"must treat leading dimensions \(B, T\) as independent rows: given \(2, 3, 6\)",
+    mixes_rows: r"must treat leading dimensions \(B, T\) as independent rows: for \(2, 3, 6\)",
     looks_back: "as independent rows",
 }
 

@@ -223,7 +223,7 @@ HIDDEN = {
     "the environment": ("", "float(os.environ.get('LEAK', 1))", "os.environ"),
     "the environment by a function": ("", "float(os.getenv('LEAK', 1))", "calls os.getenv"),
     "the clock": ("", "time.time()", "calls time.time"),
-    "a file": ("", "float(open('leak').read())", "calls io.open"),
+    "a file": ("", "float(open('leak').read())", "calls _?io.open"),
     "random numbers": ("", "random.random()", "calls random.random"),
     "random numbers of NumPy's": ("", "numpy.random.rand()", "numpy.random.rand"),
     "globals()": ("LEAK = 0.9", "globals()['LEAK']", "calls globals"),

@@ -59,7 +59,7 @@ def test_overrides():
         ("test=0", "test must be positive, got 0"),
         ("lr=0", "lr must be positive and finite, got 0.0"),
         ("lr=inf", "lr must be a finite number, got 'inf'"),
-        ("seconds=inf", "seconds must be a finite number, got 'inf'"),
+        ("seconds=inf", "seconds must be a finite number, or none, got 'inf'"),
         ("clip=nan", "clip must be a finite number, or none, got 'nan'"),
         ("weight_decay=-1", "weight_decay must be 0 or positive, got -1.0"),
         ("seconds=-1", "seconds must be positive, or none, got -1.0"),
