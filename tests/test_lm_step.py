@@ -173,15 +173,15 @@ def test_mamba2_trains_as_recipes_do(monkeypatch, tmp_path) -> None:
     assert train_step.described("gru-7b") == train_step.recipe("gru-7b")
     config = train_step.resolved(train_step.described("mamba2-7b"), ["data.sequence_length=16"])
     config = replace(config, device_batch=2, batch=2, steps=100, out=str(tmp_path), compile=False)
-    kept, plain = [], train_step.spread
+    kept, plain = [], train_step.prepare_model
 
-    def spread(*args):
+    def prepare(*args):
         assert all(model() is None for model in kept)
         model = plain(*args)
         kept.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(train_step, "spread", spread)
+    monkeypatch.setattr(train_step, "prepare_model", prepare)
     with train_step.process_group():
         rows = [train_step.measure(config, "bare", warmup=1, steps=2) for _ in range(2)]
     with torch.device("meta"):
