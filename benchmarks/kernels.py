@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
-from pararnn.engines.arguments import LEAVES, Arguments, Engine
+from pararnn.engines.arguments import LEAVES, Arguments
+from pararnn.engines.engine import Engine
 from pararnn.engines.fused.cuda import SEQUENTIAL
 from pararnn.layers import RecurrentLayer
 from pararnn.program.program import Program, program_of
@@ -145,7 +146,7 @@ def calls_of(
     """
     if what == "forward":
         return [partial(engine.forward, program, args) for args in inputs]
-    assert engine.backward is not None
+    assert engine.has_backward
     unread = (None,) * (program.num_states - 1)
     calls: list[Call] = []
     for args in inputs:

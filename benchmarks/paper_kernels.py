@@ -37,7 +37,7 @@ from torch import Tensor
 import pararnn
 from pararnn.engines.arguments import totals
 from pararnn.engines.request import using
-from pararnn.engines.split import pin
+from pararnn.engines.split import SplitRequest
 from pararnn.engines.table import choose
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
@@ -211,15 +211,15 @@ def _split(
 ) -> None:
     """Return the rows of a pair, and of what is asked of its split."""
     program, args = program_of(cell), prepare(cell, gates)
-    asked = pin(*(pinned or (None, None)))
+    asked = SplitRequest.checked(*(pinned or (None, None)))
     way = Way(", ".join(pair), graph=True)
     row: Row = {"segments": "", "burn_in": "", "size": "", "sweeps": "", "mended": ""}
     row |= {"asked": "", "asked_burn_in": ""}
     if pinned is not None:
         engine = choose(program, args.size, gates.dtype, gates.device, *pair).engine()
-        assert engine.split is not None
-        got = engine.split(program, args.size, gates.dtype, gates.device, asked)
-        pinned_args = replace(args, segments=asked.segments, burn_in=asked.burn_in)
+        assert engine.cuts_time
+        got = engine.plan_split(program, args.size, gates.dtype, gates.device, asked)
+        pinned_args = args.with_options(**asked._asdict())
         with torch.no_grad():
             sweeps, mended = totals(run(program, pinned_args, *pair).info).tolist()
         row |= {"segments": got.segments, "burn_in": got.burn_in, "size": got.size}

@@ -254,7 +254,7 @@ def scan_rows(run: Run) -> list[Row]:
         program = program_of(AFFINE[1](channels))
         a = decay * (1 - 0.1 * torch.rand(size, device="cuda"))
         b = torch.randn(batch, length, 1, channels, device="cuda")
-        args = Arguments(b, None, (a,), (), (), batch, None, None, False)
+        args = Arguments(b, None, (a,), (), (), batch)
         times = measured(program, [args], step, run.graph_budget, length > 9999)
         moved = math.prod(size) * 4 * {"forward": 3, "backward": 5}[step]
         row = about_of("scan", f"a up to {decay}", size, F32, step) | times

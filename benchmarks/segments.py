@@ -19,7 +19,7 @@ from markdown_tables import Row, read, table
 
 from pararnn.codegen.board import LANES
 from pararnn.codegen.cuda import most_per_lane
-from pararnn.engines.split import MIN_LENGTH, segments_for
+from pararnn.engines.split import MIN_LENGTH, useful_segments
 
 CORES = 132
 """Multiprocessors of the GPU that the times are of."""
@@ -36,7 +36,7 @@ def segments(row: Row) -> int:
     if steps < MIN_LENGTH:
         return 1
     lanes = LANES * most_per_lane(getattr(torch, row["dtype"]))
-    return segments_for(steps, batch * -(-channels // lanes), CORES)
+    return useful_segments(steps, batch * -(-channels // lanes), CORES)
 
 
 def all_times() -> list[Row]:

@@ -1,16 +1,23 @@
 """A stand-in for an engine that cuts time, on a CPU: Newton in PyTorch, and splits as asked."""
 
-from dataclasses import replace
+import copy
 
 import torch
 
 from pararnn.engines import newton_torch, table, tuned
-from pararnn.engines.split import BY_RULE, plan_split
+from pararnn.engines.split import NO_REQUEST, plan_split
 from pararnn.engines.tuned import Measured, Workload
 from pararnn.program.program import program_of
 
 CORES, STEPS, TILE = 16, 4, 32
 CPU = torch.device("cpu")
+
+
+def patched(engine, **methods):
+    """Return a copy of an engine with other methods."""
+    own = copy.copy(engine)
+    vars(own).update(methods)
+    return own
 
 
 class FakeNewton:
@@ -29,17 +36,17 @@ class FakeNewton:
             self.asked.append(("backward", *args.split))
             return real.backward(program, args, *rest)
 
-        def split(program, size, dtype, device, asked):
+        def split(program, size, dtype, device, request):
             batch, steps, channels = size
             columns = batch * -(-channels // TILE)
-            return plan_split(steps, columns, dtype, STEPS, CORES, 1024, asked)
+            return plan_split(steps, columns, dtype, STEPS, CORES, 1024, request)
 
-        new = {"backend": "fused", "forward": forward, "backward": backward, "split": split}
-        new["pays"] = fused.pays
-        monkeypatch.setitem(table.TABLE, ("newton", "fused", "cpu"), replace(real, **new))
+        own = patched(real, backend="fused", forward=forward, backward=backward, rank=fused.rank)
+        vars(own).update(plan_split=split, cuts_time=True)
+        monkeypatch.setitem(table.TABLE, ("newton", "fused", "cpu"), own)
         monkeypatch.setattr(tuned, "_RECORDS", {})
 
-    def taken_by_auto(self, cell, size, asked=BY_RULE, dtype=torch.float32):
+    def taken_by_auto(self, cell, size, asked=NO_REQUEST, dtype=torch.float32):
         """Have `auto` take it for a size (B, T, D)."""
         workload = Workload(program_of(cell).key, size, dtype, CPU)
         tuned.remember(workload, [Measured("newton", "fused", asked, 1.0)])

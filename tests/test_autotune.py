@@ -9,7 +9,7 @@ from table import FUSED, NEWTON_FUSED, PAIRS, PLAIN
 
 import pararnn
 from pararnn.engines import table, tuned
-from pararnn.engines.split import BY_RULE, SplitRequest
+from pararnn.engines.split import NO_REQUEST, SplitRequest
 from pararnn.engines.tuned import Measured, Workload
 
 SHAPE = (2, 100, 4)
@@ -122,7 +122,7 @@ def test_splits_around_the_rules_are_tried(times, newton_fused):
     times["newton", "fused", 16, 48] = 0.4
     shape = (2, 1024, 4)
     tuning = pararnn.autotune(layer, shape)
-    tried = {row.split for row in tuning.measured if row.backend == "fused"} - {BY_RULE}
+    tried = {row.split for row in tuning.measured if row.backend == "fused"} - {NO_REQUEST}
     assert tried == {SplitRequest(w, k) for w in (16, 32, 64) for k in (24, 48, 96)} - {
         SplitRequest(32, 48)
     }
@@ -176,7 +176,7 @@ def test_stale_records_are_not_used(times, monkeypatch):
     monkeypatch.undo()
     module = sys.modules["pararnn.tune.autotune"]
     monkeypatch.setattr(module, "device_name", lambda device: "another")
-    monkeypatch.setattr(tuned, "read", lambda path, about: [Measured("a", "b", BY_RULE, 1.0)])
+    monkeypatch.setattr(tuned, "read", lambda path, about: [Measured("a", "b", NO_REQUEST, 1.0)])
     assert pararnn.autotune(layer, SHAPE).path != path
 
 
@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_written(times, own_folder):
     (own_folder / "tuned").write_text("in the way")
     layer = pararnn.ParaGRU(4, 6)
     times[OTHER] = 0.5
-    with pytest.warns(pararnn.BackendWarning, match="cannot be kept"):
+    with pytest.warns(pararnn.BackendWarning, match="cannot be written"):
         pararnn.autotune(layer, SHAPE)
     assert _ran(layer) == OTHER
 
@@ -214,13 +214,13 @@ def test_a_pair_that_can_no_longer_be_built_is_passed_over(monkeypatch):
     cell = pararnn.GRUCell(6)
     key = pararnn.program_of(cell).key
     workload = Workload(key, (2, 100, 6), torch.float32, torch.device("cpu"))
-    tuned.remember(workload, [Measured("newton", "scan", BY_RULE, 1.0)])
+    tuned.remember(workload, [Measured("newton", "scan", NO_REQUEST, 1.0)])
     monkeypatch.setattr(
         table,
         "_why_not_built",
         lambda key, solver, backend, *rest: "no compiler" if backend != "torch" else None,
     )
-    monkeypatch.setattr(table, "_say", lambda message: None)
+    monkeypatch.setattr(table, "_warn_once", lambda message: None)
     assert _ran(cell, (2, 100, 6)) == ("newton", "torch")
 
 
@@ -241,7 +241,7 @@ def test_compiled_code_follows_the_records(operators):
         with torch.compiler.set_stance("fail_on_recompile"):
             assert not by_newton(torch.randn(3, 70, 4))
         workload = Workload(key, (2, 90, 6), torch.float32, torch.device("cpu"))
-        tuned.remember(workload, [Measured("newton", "torch", BY_RULE, 1.0)])
+        tuned.remember(workload, [Measured("newton", "torch", NO_REQUEST, 1.0)])
         assert by_newton(x)
         assert not by_newton(torch.randn(3, 70, 4))
         with torch.compiler.set_stance("fail_on_recompile"):

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pararnn
 from pararnn.engines import table, tuned
-from pararnn.engines.arguments import KIND_OF, LEAVES, Arguments
-from pararnn.engines.split import BY_RULE
+from pararnn.engines.arguments import LEAVES, Arguments, Options, wanted_gradients
+from pararnn.engines.split import NO_REQUEST
 from pararnn.engines.tuned import Measured
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
@@ -27,43 +27,46 @@ def _record(**options):
 
 
 def test_the_op_has_the_records_fields():
-    names = [field.name for field in fields(Arguments)]
-    assert list(KIND_OF) == names
+    names = [field.name for field in fields(Arguments)][:-1] + list(Options._fields)
     for op in (torch.ops.pararnn.forward, torch.ops.pararnn.backward):
         assert [argument.name for argument in op.default._schema.arguments][-len(names) :] == names
     defaults = {
         a.name: a.default_value for a in torch.ops.pararnn.forward.default._schema.arguments
     }
     plain = _record()
-    assert all(getattr(plain, name) == defaults[name] for name in ("burn_in", "on_failure"))
+    assert all(getattr(plain.options, name) == defaults[name] for name in ("burn_in", "on_failure"))
 
 
 @pytest.mark.parametrize("bias", [None, torch.zeros(3, 4)])
-def test_records_come_apart_and_together(bias):
+def test_records_flatten_and_unflatten(bias):
     args = _record(bias=bias, reset=torch.zeros(2, 20, dtype=torch.bool), on_failure="raise")
-    tensors, rest = args.flatten()
-    again = Arguments.unflatten(tensors, rest)
-    for name in KIND_OF:
-        assert getattr(again, name) is getattr(args, name) or name in (
-            "params",
-            "initial",
-            "fields",
-        )
+    tensors, values = args.flatten()
+    again = Arguments.unflatten(tensors, values)
+    assert all(a is b for a, b in zip(again.flatten()[0], tensors, strict=True))
+    assert (again.options, again.sequences) == (args.options, args.sequences)
     assert again.params[1] is args.params[1]
     assert again.initial[1] is args.initial[1]
-    leaves = args.leaves()
-    assert len(leaves) == 1 + (bias is not None) + len(args.params) + len(args.initial)
-    beside = args.beside(leaves, LEAVES)
-    apart = [tensor if tensor is not args.reset else None for tensor in tensors]
-    assert all(a is b for a, b in zip(beside, apart, strict=True))
-    assert set(LEAVES) < set(KIND_OF)
-    some = args.leaves(["params"])
-    assert [a is b for a, b in zip(some, args.params, strict=True)] == [True] * len(some)
-    beside = args.beside(some, ["params"])
-    assert [t for t in beside if t is not None] == some
-    asked = [tensor is not None and tensor is args.params[0] for tensor in tensors]
-    assert Arguments.unflatten(asked, rest).named_true() == ["params"]
+    assert len(args.leaves()) == 1 + (bias is not None) + len(args.params) + len(args.initial)
     assert Arguments.of_values(args.values()[:-1]) == Arguments.of_values(args.values())
+    assert Arguments.of_values(args.values()[:6]).reset is None
+
+
+@pytest.mark.parametrize("bias", [None, torch.zeros(3, 4)])
+def test_wanted_gradients_are_found_by_tensor(bias):
+    args = _record(bias=bias, reset=torch.zeros(2, 20, dtype=torch.bool))
+    tensors, values = args.flatten()
+    for names in (LEAVES, ["params"], ["gates", "initial"]):
+        leaves = args.leaves(names)
+        needed = [any(tensor is leaf for leaf in leaves) for tensor in tensors]
+        wanted = wanted_gradients(needed, values)
+        assert wanted.names == [n for n in LEAVES if n in names and args.leaves([n])]
+        gradients = [None if index is None else leaves[index] for index in wanted.indices]
+        pairs = zip(gradients, tensors, needed, strict=True)
+        assert all(g is (tensor if need else None) for g, tensor, need in pairs)
+    first = [tensor is not None and tensor is args.params[0] for tensor in tensors]
+    wanted = wanted_gradients(first, values)
+    assert wanted.names == ["params"]
+    assert [index for index in wanted.indices if index is not None] == [0]
 
 
 @pytest.mark.parametrize("pair", [("auto", "auto"), *PAIRS], ids="-".join)
@@ -75,7 +78,7 @@ def test_the_choice_comes_with_the_solution(pair):
     assert pair in (choice.pair, ("auto", "auto"))
     assert (choice.split() is None) == (choice.pair != ("newton", "fused"))
     with pararnn.using(segments=3, burn_in=2):
-        asked = run(program, prepare(case.cell, case.gates), *pair).choice.asked
+        asked = run(program, prepare(case.cell, case.gates), *pair).choice.split_request
     assert asked == (3, 2)
 
 
@@ -134,10 +137,10 @@ def test_what_is_remembered_of_a_form_depends_on_the_context_and_on_the_machine(
     assert choice("auto", "auto") is first
     assert choice("newton", "auto").pair == choice("newton", "auto").pair != first.pair
     with pararnn.using(segments=3):
-        assert choice("auto", "auto").asked.segments == 3
+        assert choice("auto", "auto").split_request.segments == 3
     assert choice("auto", "auto") is first
     if FUSED in PAIRS:
-        tuned.remember(first.workload, [Measured("newton", "torch", BY_RULE, 1.0)])
+        tuned.remember(first.workload, [Measured("newton", "torch", NO_REQUEST, 1.0)])
         assert choice("auto", "auto").pair == ("newton", "torch")
         tuned.forget(first.workload)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 64)

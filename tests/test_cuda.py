@@ -273,12 +273,11 @@ def test_the_extra_follows_pytorch(version, name, monkeypatch):
 @pytest.fixture
 def empty_caches():
     """Clear what is cached about devices and builds, before and after."""
-    cached_functions = (nvrtc.capability_of, table._build_failure, table._say_once)
-    for function in cached_functions:
-        function.cache_clear()
+    for clear in (nvrtc.capability_of.cache_clear, table._warned.clear):
+        clear()
     yield
-    for function in cached_functions:
-        function.cache_clear()
+    for clear in (nvrtc.capability_of.cache_clear, table._warned.clear):
+        clear()
 
 
 @pytest.mark.usefixtures("empty_caches")

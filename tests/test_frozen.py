@@ -1,10 +1,9 @@
 """A backward pass computes no gradient that nobody asked for, where engines can leave it out."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from emulated import gpu, install
+from fake_newton import patched
 from table import OPS, needs_compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +30,7 @@ class _Recorded:
             self.asked.append((given[-1], engine.backward(*given)))
             return self.asked[-1][1]
 
-        monkeypatch.setitem(table.TABLE, key, replace(engine, backward=backward))
+        monkeypatch.setitem(table.TABLE, key, patched(engine, backward=backward))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -85,13 +84,13 @@ def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, device, 
 @pytest.mark.parametrize("solver", ["sequential", "newton"])
 def test_cuda_adds_up_no_weights_that_are_frozen(monkeypatch, solver, wanted):
     install(gpu(), monkeypatch)
-    added, real = [], fused_cuda._Launch.sum_weights
+    added, real = [], fused_cuda.Launch.sum_weights
 
-    def sum_weights(launch, gpu, tensors):
+    def sum_weights(launch, tensors):
         added.append(tensors[0].shape[1])
-        real(launch, gpu, tensors)
+        real(launch, tensors)
 
-    monkeypatch.setattr(fused_cuda._Launch, "sum_weights", sum_weights)
+    monkeypatch.setattr(fused_cuda.Launch, "sum_weights", sum_weights)
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4, solver=solver, backend="fused")
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name.startswith(wanted))

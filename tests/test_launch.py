@@ -1,4 +1,4 @@
-"""Launches are kept by form: what changes their words is in it, and no tensor is."""
+"""Launches are cached by signature, which has all that changes their words, and no tensor."""
 
 import copy
 import gc
@@ -15,8 +15,7 @@ import pararnn
 from pararnn.codegen.cuda import Variant
 from pararnn.engines.fused import cpu as fused_cpu
 from pararnn.engines.fused import cuda as fused_cuda
-from pararnn.engines.fused.launch import conversions_for, to_kernel_layout
-from pararnn.engines.fused.layout import unit_stride
+from pararnn.engines.fused.passes import Adjoint
 from pararnn.engines.signature import SIGNATURES
 from pararnn.program.program import program_of
 from pararnn.solve import prepare
@@ -102,16 +101,13 @@ def _halved(record):
 
 
 def _cpu(record, solver="newton", adjoint=None):
-    record = replace(record)  # whose form is asked for anew
-    return fused_cpu._kept_launch(solver, program_of(Leaky(CHANNELS)), record, adjoint)
+    record = replace(record)  # whose signature is computed anew
+    return fused_cpu.CpuEngine(solver).launch(program_of(Leaky(CHANNELS)), record, adjoint)[0]
 
 
 def _cuda(record, solver="newton", adjoint=None, device=GPU, cell=Leaky):
-    record = replace(record)
-    weights = fused_cuda._weight_dtype(record)
-    tensors = to_kernel_layout(record, conversions_for(record, unit_stride, weights))
-    program = program_of(cell(CHANNELS))
-    return fused_cuda._kept_launch(device, solver, program, record, tensors, weights, adjoint)
+    engine = fused_cuda.GpuEngine(solver, device)
+    return engine.launch(program_of(cell(CHANNELS)), replace(record), adjoint)[0]
 
 
 PLAIN = _record()
@@ -122,7 +118,7 @@ COMMON = {
     "strides": ("newton", _record(spread=2)),
     "fields": ("newton", _record(wide=False)),
     "reverse": ("newton", _record(reverse=True)),
-    "asked": ("newton", replace(PLAIN, segments=7, burn_in=3)),
+    "split": ("newton", PLAIN.with_options(segments=7, burn_in=3)),
     "initial": ("newton", replace(PLAIN, initial=(torch.zeros(BATCH, CHANNELS),))),
 }
 CUDA = COMMON | {
@@ -164,36 +160,41 @@ def test_cuda_launches_depend_on_the_gpu_and_the_program():
     assert _cuda(PLAIN, cell=Other) != first
 
 
-def test_forms_differ_by_device_and_by_who_wants_a_gradient():
+def test_signatures_differ_by_device_gradients_negation_and_options():
     gates = PLAIN.gates.clone()
     records = [
         replace(PLAIN),
         replace(PLAIN, gates=gates.to("meta")),
         replace(PLAIN, gates=gates.requires_grad_()),
         replace(PLAIN, gates=torch._neg_view(gates.detach())),
-        replace(PLAIN, on_failure="raise"),
-        replace(PLAIN, output_only=True),
+        PLAIN.with_options(on_failure="raise"),
+        PLAIN.with_options(output_only=True),
     ]
-    assert len({id(record.form) for record in records}) == len(records)
-    assert replace(PLAIN).form is records[0].form
-    assert [record.form.leaves for record in records[:3]] == [True] * 3
-    assert [record.form.plain for record in records[2:4]] == [True, False]
+    assert len({id(record.signature) for record in records}) == len(records)
+    assert replace(PLAIN).signature is records[0].signature
+    assert [record.signature.requires_grad for record in records[:3]] == [True] * 3
+    assert [record.signature.plain for record in records[2:4]] == [True, False]
 
 
-def test_backward_launches_depend_on_gradients_that_arrive():
-    wide = (STEPS * CHANNELS, CHANNELS)
-    strides = PLAIN.gates.stride()
-    launches = [
-        _cpu(PLAIN, adjoint=fused_cpu._Adjoint(gates, arriving))
-        for gates in (strides, (*strides[:2], 2 * CHANNELS, 1))
-        for arriving in ((wide,), ((0, 0),))
+def test_backward_launches_depend_on_the_layout_of_gradients():
+    gates = torch.empty_like(PLAIN.gates)
+    spread = gates.new_empty(BATCH, STEPS, 3, 2 * CHANNELS)[..., ::2]
+    states = [gates.new_empty(BATCH, STEPS, CHANNELS)]
+    rows = gates.new_empty(BATCH, 2 * STEPS, CHANNELS)[:, :STEPS]
+    one_value = gates.new_empty(1, 1, CHANNELS).expand(BATCH, STEPS, -1)
+    unaligned = gates.new_empty(BATCH * STEPS * CHANNELS + 1)[1:].view(BATCH, STEPS, CHANNELS)
+    each = [
+        Adjoint(gates, states, states),
+        Adjoint(gates, states, [one_value]),
+        Adjoint(gates, states, [rows]),
+        Adjoint(gates, states, [None]),
     ]
-    launches += [
-        _cuda(PLAIN, adjoint=fused_cuda._Adjoint(arriving, chunk))
-        for arriving in ((wide,), ((2 * STEPS * CHANNELS, CHANNELS),), (None,))
-        for chunk in (16, 4)
+    cpu = [_cpu(PLAIN, adjoint=adjoint) for adjoint in (*each[:3], Adjoint(spread, states, states))]
+    cuda = [
+        _cuda(PLAIN, adjoint=adjoint) for adjoint in (*each, Adjoint(gates, states, [unaligned]))
     ]
-    assert not any(a == b for i, a in enumerate(launches) for b in launches[:i])
+    for launches in (cpu, cuda):
+        assert not any(a == b for i, a in enumerate(launches) for b in launches[:i])
 
 
 @pytest.mark.parametrize("emulated", [False, True], ids=["cpu", "cuda"])
@@ -221,14 +222,14 @@ def test_gradients_arrive_in_any_layout_one_after_the_other(emulated, monkeypatc
 
 def test_a_gradient_that_arrives_unaligned_is_copied_in_small_pieces(monkeypatch):
     install(gpu(), monkeypatch)
-    chunks, real = [], fused_cuda.launch_of
+    chunks, real = [], fused_cuda.make_launch
 
-    def noted(*given):
-        if given[-1] is not None:
-            chunks.append(given[-1].chunk)
-        return real(*given)
+    def recorded(gpu, solver, program, weights, layouts, args):
+        if layouts.adjoint_chunk is not None:
+            chunks.append(layouts.adjoint_chunk)
+        return real(gpu, solver, program, weights, layouts, args)
 
-    monkeypatch.setattr(fused_cuda, "launch_of", noted)
+    monkeypatch.setattr(fused_cuda, "make_launch", recorded)
     cell, gates = pararnn.GRUCell(8), torch.randn(2, 20, 3, 8, requires_grad=True)
     for first in (0, 1):
         states, _ = pararnn.solve(cell, gates, solver="sequential", backend="fused")

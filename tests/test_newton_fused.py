@@ -121,7 +121,7 @@ def test_time_is_cut_by_sizes_only():
         for count in (1, 2, 64):
             torch.set_num_threads(count)
             sizes = [(1, 65536, 8), (1, 2048, 64), (4, 300, 70), (0, 5, 3), (2, 0, 3)]
-            cuts.append([fused_cpu.split_for(size, torch.float32) for size in sizes])
+            cuts.append([fused_cpu._plan(size, torch.float32) for size in sizes])
     finally:
         torch.set_num_threads(threads)
     assert cuts[0] == cuts[1] == cuts[2]

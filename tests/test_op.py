@@ -309,6 +309,6 @@ def test_saved_tensors_that_hooks_have_changed_are_refused(pair, kept):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output, _ = layer(torch.randn(2, 9, 4))
     with pytest.raises(
-        ValueError, match=r"kept for the backward pass was \(2, 9, 6\) torch.float32"
+        ValueError, match=r"saved for the backward pass was \(2, 9, 6\) torch.float32"
     ):
         output.sum().backward()

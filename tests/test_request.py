@@ -4,16 +4,16 @@ import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
+from fake_newton import patched
 
 import pararnn
 from pararnn.codegen import cpp
 from pararnn.engines import newton_torch
 from pararnn.engines import request as requests
-from pararnn.engines.request import Request, chosen
+from pararnn.engines.request import Request, resolve
 from pararnn.engines.table import ANY_DEVICE, TABLE
 from pararnn.layers import recurrent
 from pararnn.solve import plan_solve
@@ -64,7 +64,7 @@ def _in_a_thread(call):
 
 def test_a_context_holds_in_its_own_thread():
     def asked():
-        return chosen(Request(), Request())
+        return resolve(Request(), Request())
 
     other = pararnn.using("sequential")
     with ThreadPoolExecutor(1) as pool:
@@ -89,8 +89,8 @@ def test_a_context_holds_in_its_own_task(operators):
             compiled(x)
             for _ in range(steps):
                 await asyncio.sleep(0)
-                ran.add(chosen(Request(), Request()))
-                ran.add(await asyncio.to_thread(chosen, Request(), Request()))
+                ran.add(resolve(Request(), Request()))
+                ran.add(await asyncio.to_thread(resolve, Request(), Request()))
                 operators.clear()
                 compiled(x)
                 assert operators == ([] if solver == "sequential" else [(solver, "torch")])
@@ -100,7 +100,7 @@ def test_a_context_holds_in_its_own_task(operators):
         return await asyncio.gather(task("sequential", 2, set()), task("newton", 4, set()))
 
     assert asyncio.run(both()) == [{("sequential", "torch")}, {("newton", "torch")}]
-    assert chosen(Request(), Request()) == ("auto", "auto")
+    assert resolve(Request(), Request()) == ("auto", "auto")
 
 
 def test_a_backward_pass_in_another_thread_stays_with_its_forward_pass():
@@ -113,7 +113,7 @@ def test_a_backward_pass_in_another_thread_stays_with_its_forward_pass():
 
     gates = torch.randn(2, 20, 3, 4, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        recording = replace(newton_torch.ENGINE, backward=record)
+        recording = patched(newton_torch.ENGINE, backward=record)
         patch.setitem(TABLE, ("newton", "torch", ANY_DEVICE), recording)
         with pararnn.using("newton", "torch"):
             states, _ = pararnn.solve(pararnn.GRUCell(4), gates)
@@ -186,7 +186,7 @@ def test_modes(mode):
     layer = pararnn.ParaGRU(4, 6, mode=mode)
     assert (layer.solver, layer.backend) == (solver, backend)
     with pararnn.using(mode=mode):
-        assert chosen(Request(), Request("sequential", "torch")) == (solver, backend)
+        assert resolve(Request(), Request("sequential", "torch")) == (solver, backend)
 
 
 def test_wrong_requests():
@@ -196,7 +196,7 @@ def test_wrong_requests():
     with pytest.raises(pararnn.EngineError, match="unknown solver 'magic'"):
         layer(torch.zeros(1, 3, 4), solver="magic")
     with (
-        pytest.raises(pararnn.EngineError, match="give it alone"),
+        pytest.raises(pararnn.EngineError, match="pass no other"),
         pararnn.using("newton", mode="PARALLEL"),
     ):
         pass

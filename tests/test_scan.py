@@ -242,8 +242,8 @@ def test_kernels_read_strided_tensors_in_place():
     if FUSED not in PAIRS:
         pytest.skip("needs a C++ compiler")
     a, b = torch.randn(2, 30, 2, 2, 8), torch.randn(2, 30, 2, 8)
-    from pararnn.engines.fused.layout import narrow
+    from pararnn.engines.fused.layout import narrow_field
 
     entries = [e for row in a.unbind(2) for e in row.unbind(2)]
-    assert all(narrow(e, torch.float32).data_ptr() == e.data_ptr() for e in entries)
+    assert all(narrow_field(e, torch.float32).data_ptr() == e.data_ptr() for e in entries)
     assert pararnn.scan(a, b).shape == b.shape

@@ -5,14 +5,14 @@ import torch
 
 import pararnn
 from pararnn.cells.affine import AFFINE
-from pararnn.engines.rule import loop_pays, segments_pay
-from pararnn.engines.split import BURN_IN, BY_RULE, Split, SplitRequest, plan_split
+from pararnn.engines.rule import Rank, rank_of_segments
+from pararnn.engines.split import BURN_IN, NO_REQUEST, Split, SplitRequest, plan_split
 from pararnn.program.program import program_of
 
 HOW = {"solver": "newton", "backend": "fused"}
 
 
-def _cut(length, asked=BY_RULE, columns=4, capacity=1000, steps=4):
+def _cut(length, asked=NO_REQUEST, columns=4, capacity=1000, steps=4):
     return plan_split(length, columns, torch.float32, steps, 128, capacity, asked)
 
 
@@ -27,9 +27,9 @@ def test_auto_follows_from_trained_layers_where_there_is_anything_to_mend():
     cell, affine = pararnn.GRUCell(8), AFFINE[1](8)
     for device, least in (("cpu", 4), ("cuda", 6)):
         for each, pays_from in ((cell, least), (affine, 4)):
-            ranks = [segments_pay(program_of(each), n, torch.device(device)).rank for n in range(9)]
-            loop = loop_pays(program_of(each), (1, 300, 8), torch.float32, torch.device(device))
-            assert [rank > loop.rank for rank in ranks] == [n >= pays_from for n in range(9)]
+            program, on = program_of(each), torch.device(device)
+            ranks = [rank_of_segments(program, n, on)[0] for n in range(9)]
+            assert [rank > Rank.LOOP for rank in ranks] == [n >= pays_from for n in range(9)]
 
 
 @pytest.mark.parametrize("length", [1, 31, 256, 2047, 65536])

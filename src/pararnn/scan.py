@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.affine import AFFINE, COMPLEX, REAL_DECAY
-from pararnn.engines.arguments import Arguments
-from pararnn.engines.request import requested_pair
+from pararnn.engines.arguments import Arguments, Options
+from pararnn.engines.request import pair_of_call
 from pararnn.engines.rule import Size
 from pararnn.numerics import check_io_dtype, compute_dtype
+from pararnn.private import constant_in_graphs
 from pararnn.program.program import Program, make_program, program_by_key
 from pararnn.sequences import of_lengths, sequences_of
 from pararnn.solve import run
@@ -66,9 +67,9 @@ def scan(
         sequences=batch,
         seq=sequences.seq,
         reset=sequences.reset,
-        reverse=reverse,
+        options=Options(reverse=reverse),
     )
-    result = run(program_by_key(_program_key(kind)), args, *requested_pair(solver, backend))
+    result = run(program_by_key(_program_key(kind)), args, *pair_of_call(solver, backend))
     states = _join(b, result.states, 2)
     return (states, _join(b, result.final, 1)) if return_final else states
 
@@ -105,6 +106,8 @@ def _join(b: Tensor, parts: tuple[Tensor, ...], dim: int) -> Tensor:
     return parts[0] if b.ndim == 3 else torch.stack(parts, dim)
 
 
+# Compiled regions must not look into the tracing of a program.
+@constant_in_graphs
 def _program_key(kind: int) -> str:
     return make_program(AFFINE[kind], {}).key
 
@@ -116,10 +119,6 @@ def workload_of_scan(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Progra
     _check(b if b.ndim == 3 else b.unsqueeze(2), b, None)
     kind = COMPLEX if b.is_complex() else (1 if b.ndim == 3 else b.shape[2])
     return make_program(AFFINE[kind], {}), (shape[0], shape[1], shape[-1])
-
-
-# Compiled regions must not look into the tracing of a program: see pararnn.engines.table.
-_program_key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check(a: Tensor, b: Tensor, initial: Tensor | None) -> None:

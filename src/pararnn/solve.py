@@ -1,9 +1,8 @@
-"""`solve`: checks the arguments, picks an engine and runs it."""
+"""`solve`: checks the arguments, chooses an engine and runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +11,11 @@ from torch import Tensor
 
 from pararnn.cells.base import Cell, call_cell
 from pararnn.engines import tuned
-from pararnn.engines.arguments import ON_FAILURE, Arguments, Engine, Solution
+from pararnn.engines.arguments import Arguments, Options, Solution, checked_options
+from pararnn.engines.engine import Engine
 from pararnn.engines.fit import check_fit
-from pararnn.engines.request import requested_pair, requested_split
-from pararnn.engines.split import BY_RULE, SplitRequest
+from pararnn.engines.request import pair_of_call, split_of_context
+from pararnn.engines.split import NO_REQUEST, SplitRequest
 from pararnn.engines.table import Choice, choose
 from pararnn.numerics import check_io_dtype, compute_dtype, without_autocast
 from pararnn.op import Source, apply_engine
@@ -27,7 +27,7 @@ Fields = Mapping[str, Any]
 """A cell's fields by name: tensors or numbers."""
 
 NUMBERS = (int, float, np.number, torch.SymInt, torch.SymFloat)
-"""What stands for a field that is the same at all steps."""
+"""Types of a field that is the same at all steps."""
 
 
 def solve(
@@ -57,14 +57,14 @@ def solve(
         cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1) and the end
             of the last; steps beyond it are padding: state and gradient 0.
         reverse: run from the last step to the first.
-        solver, backend: a pair of the engine table; "auto" leaves it to `using`, else to the rule.
+        solver, backend: a pair of the engine table; "auto" defers to `using`, then to the rule.
         on_failure: "warn" finishes an unconverged parallel solve sequentially, with a warning;
             "raise" raises ConvergenceError.
 
     Returns:
         (states, final): states (B, T, D) in the gates' dtype, final (B, D) or (S, D) in float32
-        (float64 for float64); for several states, tuples of them. A cell's readout is left to
-        layers.
+        (float64 for float64); for several states, tuples of them. Layers apply the
+        cell's readout, `solve` does not.
 
     Raises:
         TypeError, ValueError: wrong dtypes, ranks, sizes or devices, named.
@@ -81,15 +81,15 @@ def solve(
         reverse=reverse,
         on_failure=on_failure,
     )
-    states, final, _, _ = run(program, args, *requested_pair(solver, backend))
+    states, final, _, _ = run(program, args, *pair_of_call(solver, backend))
     if len(cell.states) == 1:
         return states[0], final[0]
     return states, final
 
 
 class Solved(NamedTuple):
-    """States (B, T, D) and final states (S, D), one each a state; the counts (see
-    `pararnn.engines.arguments.totals`); and what was chosen to run it."""
+    """States (B, T, D) and final states (S, D), one of each a state; the counts (see
+    `pararnn.engines.arguments.totals`); and the choice of the engine."""
 
     states: tuple[Tensor, ...]
     final: tuple[Tensor, ...]
@@ -98,7 +98,7 @@ class Solved(NamedTuple):
 
 
 def run(program: Program, args: Arguments, solver: str, backend: str) -> Solved:
-    """A call, by the engine for a request; what the context asks of the split included."""
+    """Run a call by the engine for a request, with the split that the context requests."""
     choice, engine, args = plan_solve(program, args, solver, backend)
     return Solved(*run_engine(program, engine, args), choice)
 
@@ -106,61 +106,49 @@ def run(program: Program, args: Arguments, solver: str, backend: str) -> Solved:
 def plan_solve(
     program: Program, args: Arguments, solver: str, backend: str
 ) -> tuple[Choice, Engine, Arguments]:
-    """Return what runs a call, if its tensors fit each other, and the call with what the context
-    asks of the split.
+    """Check that a call's tensors fit each other. Return its engine, and the call with the split
+    that the context requests.
 
-    What is checked and chosen is remembered for calls of the same form.
+    Checks and choice are cached for calls with the same signature.
     """
-    request = (program, solver, backend, requested_split())
+    request = (program, solver, backend, split_of_context())
     if torch.compiler.is_compiling():
-        choice, engine = _chosen(args, *request)
+        choice, engine = _choose(args, *request)
     else:
-        # Beside the call's form and the request a choice depends on these.
+        # A choice depends on these in addition to the call's signature and the request.
         key = (*request, torch.get_num_threads(), tuned.records(program.key))
-        choice, engine = args.form.kept(key, _chosen, args, *request)
-    if choice.asked != BY_RULE:
-        args = replace(args, segments=choice.asked.segments, burn_in=choice.asked.burn_in)
+        choice, engine = args.signature.cache(key, _choose, args, *request)
+    if choice.split_request != NO_REQUEST:
+        segments, burn_in = choice.split_request
+        args = args.with_options(segments=segments, burn_in=burn_in)
     return choice, engine, args
 
 
-def _chosen(
-    args: Arguments, program: Program, solver: str, backend: str, asked: SplitRequest
+def _choose(
+    args: Arguments, program: Program, solver: str, backend: str, split: SplitRequest
 ) -> tuple[Choice, Engine]:
-    """Return what runs a call, if its tensors fit each other.
+    """Choose the engine of a call, if its tensors fit each other.
 
-    An export to ONNX takes the loop, the only one for which ONNX has an operator.
+    An export to ONNX gets the loop, the only engine for which ONNX has an operator.
     """
     check_fit(program, args)
     if torch.onnx.is_in_onnx_export():
         solver, backend = "sequential", "torch"
     workload = (args.size, args.gates.dtype, args.gates.device)
-    choice = choose(program, *workload, solver, backend).pinned(asked)
+    choice = choose(program, *workload, solver, backend).with_split(split)
     return choice, choice.engine()
 
 
 def run_engine(
     program: Program, engine: Engine, args: Arguments, source: Source | None = None
 ) -> Solution:
-    """A call by an engine, differentiable; one with a backward keeps a `source` of the gates in
-    their place."""
-    if engine.backward is not None:
+    """Run a call by an engine, differentiably. An engine with a backward saves a `source` of the
+    gates in their place."""
+    if engine.has_backward:
         return apply_engine(program, engine, args, source)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     with without_autocast(args.gates.device):
         return engine.forward(program, args.completed(program.num_states))
-
-
-class Options(NamedTuple):
-    """Options of one call, made once from the keyword arguments of `solve` or a layer.
-
-    output_only: True if only the first state's sequence is read; see `Arguments`.
-    """
-
-    sequences: Sequences
-    fields: Fields | None = None
-    reverse: bool = False
-    on_failure: str = "warn"
-    output_only: bool = False
 
 
 def prepare(
@@ -169,6 +157,7 @@ def prepare(
     initial_state: Tensor | Sequence[Tensor] | None = None,
     *,
     bias: Tensor | None = None,
+    fields: Fields | None = None,
     reset: ArrayLike | None = None,
     cu_seqlens: ArrayLike | None = None,
     **options: Any,
@@ -176,24 +165,24 @@ def prepare(
     """Return the record of a call of `solve`, or with a bias (G, D) of a layer; see `Options`."""
     check_gates(cell, gates)
     sequences = sequences_of(gates, reset, cu_seqlens)
-    return arguments_of(cell, gates, initial_state, Options(sequences, **options), bias)
+    own = checked_options(**options)
+    return arguments_of(cell, gates, initial_state, sequences, own, fields, bias)
 
 
 def arguments_of(
     cell: Cell,
     gates: Tensor,
     initial_state: Tensor | Sequence[Tensor] | None,
+    sequences: Sequences,
     options: Options,
+    fields: Fields | None = None,
     bias: Tensor | None = None,
 ) -> Arguments:
-    """Return the record of a call with its options; gates have passed `check_gates`.
+    """Return the record of a call; gates have passed `check_gates`.
 
-    Errors as `solve`, except for what `run` checks: how parameters and initial states fit the
+    Errors as `solve`, except for the checks of `run`: that parameters and initial states fit the
     gates.
     """
-    sequences, fields, reverse, on_failure, output_only = options
-    if on_failure not in ON_FAILURE:
-        raise ValueError(f"on_failure must be one of {ON_FAILURE}, got {on_failure!r}")
     return Arguments(
         gates=gates,
         bias=bias,
@@ -203,9 +192,7 @@ def arguments_of(
         sequences=sequences.total,
         seq=sequences.seq,
         reset=sequences.reset,
-        reverse=reverse,
-        on_failure=on_failure,
-        output_only=output_only,
+        options=options,
     )
 
 
@@ -234,7 +221,7 @@ def _fields(cell: Cell, gates: Tensor, fields: Fields) -> tuple[Tensor, ...]:
 
 
 def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...]) -> Tensor:
-    # What has no float dtype of its own arrives unrounded, as a float32 tensor would.
+    # Numbers and integers become the compute dtype, unrounded, as a float32 tensor would.
     wide = compute_dtype(gates.dtype)
     if isinstance(value, NUMBERS):
         return gates.new_tensor(float(value), dtype=wide).expand(size)

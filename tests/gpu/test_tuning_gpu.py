@@ -24,16 +24,16 @@ def _results(cell, gates, **how):
 
 @pytest.fixture
 def splits(monkeypatch):
-    """The splits that passes take."""
-    seen, real = [], fused_cuda._kept_launch
+    """Return the splits of Newton's passes."""
+    seen, real = [], fused_cuda.GpuEngine.launch
 
-    def record(gpu, solver, *rest):
-        launch = real(gpu, solver, *rest)
-        if solver == "newton":
+    def record(engine, *inputs):
+        launch, tensors = real(engine, *inputs)
+        if engine.solver == "newton":
             seen.append(launch.plan.split)
-        return launch
+        return launch, tensors
 
-    monkeypatch.setattr(fused_cuda, "_kept_launch", record)
+    monkeypatch.setattr(fused_cuda.GpuEngine, "launch", record)
     return seen
 
 

@@ -135,7 +135,7 @@ class Oracle:
             drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
             return (scale * drawn).to(like.device)
 
-        whole = not call.output_only
+        whole = not call.options.output_only
         read = [loss_scale if n == 0 or whole else 0.0 for n in range(len(cell.states))]
         series = [draw(example, scale).to(args.gates.dtype) for scale in read]
         ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
@@ -175,7 +175,7 @@ class Oracle:
         yield self._check_defect(at)
         yield from self._check_values(run.values, at)
         # What autograd differentiates by itself has its gradients at the states that it carried.
-        own = choice is None or choice.engine().backward is not None
+        own = choice is None or choice.engine().has_backward
         yield from self._check_gradients(run, at if own else self.carried.double())
 
     def _check_defect(self, at: Tensor) -> Check:
@@ -354,7 +354,7 @@ class Oracle:
         if not self._series(name):
             return values
         flat = values.flatten(3) if values.ndim == 5 else values
-        return flat.flip(1) if self.args.reverse else flat
+        return flat.flip(1) if self.args.options.reverse else flat
 
     def behind(self, name: str, values: Tensor) -> Tensor:
         """Return a series' largest from each step to its sequence's end; others as they are."""

@@ -57,7 +57,7 @@ def _named(grads: Named) -> Named:
 def _by_rows(trial: Trial, states: Sequence[Tensor], cotangent: Tensor) -> tuple[Named, Named]:
     """Values and gradients of the method itself on rows (R, D), those of true steps only, by name;
     and what errors of them are relative to: of parameters the |contributions|, summed."""
-    args, program = replace(trial.arguments(), reverse=False), program_of(trial.cell)
+    args, program = trial.arguments().with_options(reverse=False), program_of(trial.cell)
     states = [s.detach().to(args.dtype).requires_grad_() for s in states]
     batch, steps, channels = args.size
     every = torch.ones(batch, steps, dtype=torch.bool, device=cotangent.device)

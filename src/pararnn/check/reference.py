@@ -366,4 +366,4 @@ def _pull(
 def forward_order(args: Arguments, states: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """States (B, T, N, D) in the order of processing."""
     stacked = torch.stack(tuple(states), 2).to(dtype)
-    return stacked.flip(1) if args.reverse else stacked
+    return stacked.flip(1) if args.options.reverse else stacked

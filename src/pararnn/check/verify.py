@@ -106,7 +106,7 @@ def defect(
     """
     args, asked = _call(layer, inputs, options)
     cell = unwrapped(layer.cell)
-    solved = run(program_of(cell), replace(args, output_only=False), *asked)
+    solved = run(program_of(cell), args.with_options(output_only=False), *asked)
     exact = Trial(cell, args, ()).to(torch.float64)
     at = forward_order(args, solved.states, torch.float64)
     system, _ = to_system(program_of(exact.cell), exact.arguments())

@@ -1,50 +1,73 @@
-"""What every engine takes and gives: the op's arguments, and one record an engine."""
+"""Records of a call: its options and arguments, its solution and its gradients."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
-from pararnn.engines.rule import Merit, Size
-from pararnn.engines.signature import Form, signature_of, size_of
-from pararnn.engines.split import Split, SplitRequest
+from pararnn.engines.rule import Size
+from pararnn.engines.signature import Signature, signature_of, size_of
+from pararnn.engines.split import SplitRequest
 from pararnn.numerics import compute_dtype
-from pararnn.program.program import Program
 
 ON_FAILURE = ("warn", "raise")
-"""What a parallel solve does that has not converged: see `pararnn.solve`."""
+"""Actions of a parallel solve that has not converged: see `pararnn.solve`."""
 
 
-class _OwnForm:
-    """`Arguments.form`: looked up at the first use, and an attribute of the record from then on.
+class Options(NamedTuple):
+    """Options of a call that are no tensors. `solve`, layers, the op and engines share them.
+
+    A new option is one line here, with a default, after the others: the op's schema, cache keys and
+    engines' arguments follow from it.
+
+    segments, burn_in: see `SplitRequest`; engines that do not cut time ignore them. on_failure: one
+    of ON_FAILURE. output_only: True if only the first state's sequence is read: the sequences of
+    the other states then carry no gradient.
+    """
+
+    reverse: bool = False
+    segments: int | None = None
+    burn_in: int | None = None
+    on_failure: str = "warn"
+    output_only: bool = False
+
+
+DEFAULTS = Options()
+
+
+def checked_options(**values: Any) -> Options:
+    """Return the options with these values. Raises ValueError for one that is not allowed."""
+    options = Options(**values)
+    if options.on_failure not in ON_FAILURE:
+        raise ValueError(f"on_failure must be one of {ON_FAILURE}, got {options.on_failure!r}")
+    return options
+
+
+class _OwnSignature:
+    """`Arguments.signature`: computed at the first use, an attribute of the record from then on.
 
     functools.cached_property takes a lock for that, and a microsecond, before Python 3.12.
     """
 
-    def __get__(self, record: Arguments, owner: object = None) -> Form:
-        form = record.__dict__["form"] = signature_of(*record.flatten())
-        return form
+    def __get__(self, record: Arguments, owner: object = None) -> Signature:
+        signature = record.__dict__["signature"] = signature_of(*record.flatten())
+        return signature
 
 
 @dataclass
 class Arguments:
-    """One call, checked: what layers, `solve` and `scan` make, and what the op and engines take.
-
-    A field here is an argument of the op: its schema, what autograd sees of it and what compilers
-    fake follow from the fields' names, types (KINDS) and defaults. A new one is a line, the last.
+    """One call, checked: layers, `solve` and `scan` make it, the op and engines read it.
 
     gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params (D,)
-    each, in their own dtypes; initial (S, D) a state, S sequences, or none at all for zero;
+    each, in their own dtypes; initial (S, D) a state, S sequences, or no tensor for zero;
     seq int32 (B, T) or None (row b is sequence b), each sequence one run of steps; reset bool
-    (B, T) or None; segments and burn_in: what is asked of (newton, fused), which others leave
-    alone; on_failure: one of ON_FAILURE; output_only: whether only the first state's sequence is
-    read: those of the others then carry no gradient.
+    (B, T) or None.
 
     Never changed once made. Not frozen: Python would take 3 us longer for each.
     """
@@ -57,11 +80,7 @@ class Arguments:
     sequences: int
     seq: Tensor | None = None
     reset: Tensor | None = None
-    reverse: bool = False
-    segments: int | None = None
-    burn_in: int | None = None
-    on_failure: str = "warn"
-    output_only: bool = False
+    options: Options = DEFAULTS
 
     @property
     def channels(self) -> int:
@@ -78,84 +97,102 @@ class Arguments:
         """The compute dtype."""
         return compute_dtype(self.gates.dtype)
 
-    form = _OwnForm()
-    """What this call shares with others of its form. Not in compiled regions."""
+    signature = _OwnSignature()
+    """All that calls which launch alike share. Not in compiled regions."""
 
     @property
     def split(self) -> SplitRequest:
-        """What is asked of an engine that cuts time."""
-        return SplitRequest(self.segments, self.burn_in)
+        """The requested split of time."""
+        return SplitRequest(self.options.segments, self.options.burn_in)
 
     @property
     def all_written(self) -> bool:
-        """Whether every sequence has a step, so that kernels write all that ends at one."""
+        """True if every sequence has a step, so that kernels write all final states."""
         return self.seq is None and self.gates.shape[1] > 0
 
     def start(self, num_states: int) -> tuple[Tensor, ...]:
-        """The initial states, zero if there are none."""
+        """Return the initial states, zero if there are none."""
         size = (self.sequences, self.channels)
         return self.initial or tuple(
             self.gates.new_zeros(size, dtype=self.dtype) for _ in range(num_states)
         )
 
     def completed(self, num_states: int) -> Arguments:
-        """These arguments with initial states, and with params in the compute dtype."""
+        """Return these arguments with initial states, and with params in the compute dtype."""
         dtype = self.dtype
         params = tuple(p if p.dtype == dtype else p.to(dtype) for p in self.params)
         return replace(self, initial=self.start(num_states), params=params)
 
+    def with_options(self, **values: Any) -> Arguments:
+        """Return these arguments with other values of some options."""
+        return replace(self, options=self.options._replace(**values))
+
     def values(self) -> list[Any]:
-        """What the op is called with; `of_values` makes the record again."""
-        return [getattr(self, name) for name in KIND_OF]
+        """Return the op's arguments; `of_values` makes the record again."""
+        tensors = (self.gates, self.bias, self.fields, self.params, self.initial)
+        return [*tensors, self.sequences, self.seq, self.reset, *self.options]
 
     @classmethod
-    def of_values(cls, values: Iterable[Any]) -> Arguments:
-        """The record of what the op is called with: lists, and None for [] by AOTInductor.
+    def of_values(cls, values: Sequence[Any]) -> Arguments:
+        """Make the record of the op's arguments: lists, and None for [] by AOTInductor.
 
-        PyTorch leaves out what comes last and is as by default.
+        PyTorch omits the last ones where they have their defaults.
         """
-        pairs = zip(values, KIND_OF.values(), strict=False)
-        listed: list[Any] = [tuple(v or ()) if kind == _MANY else v for v, kind in pairs]
-        return cls(*listed)
+        gates, bias, fields, params, initial, sequences, *others = values
+        seq, reset = (*others[:2], None, None)[:2]
+        fields, params, initial = (tuple(many or ()) for many in (fields, params, initial))
+        options = Options(*others[2:])
+        return cls(gates, bias, fields, params, initial, sequences, seq, reset, options)
 
     def flatten(self) -> tuple[list[Tensor | None], tuple[Any, ...]]:
-        """All tensors in a row, and the rest: plain values, and how many tensors a tuple holds."""
-        return _FLATTEN(self)
+        """Return all tensors in one list, and the plain values that `unflatten` needs with them."""
+        return (
+            [
+                self.gates,
+                self.bias,
+                *self.fields,
+                *self.params,
+                *self.initial,
+                self.seq,
+                self.reset,
+            ],
+            (
+                len(self.fields),
+                len(self.params),
+                len(self.initial),
+                self.sequences,
+                self.options,
+            ),
+        )
 
     @classmethod
-    def unflatten(cls, tensors: Sequence[Any], rest: Sequence[Any]) -> Arguments:
-        """What `flatten` took apart; anything may stand in the tensors' places."""
-        made: Arguments = _UNFLATTEN(cls, iter(tensors), *rest)
-        return made
+    def unflatten(cls, tensors: Sequence[Any], values: Sequence[Any]) -> Arguments:
+        """Make a record of what `flatten` returned; anything may stand in a tensor's place."""
+        fields, params, initial, sequences, options = values
+        each = iter(tensors)
+        return cls(
+            next(each),
+            next(each),
+            tuple(islice(each, fields)),
+            tuple(islice(each, params)),
+            tuple(islice(each, initial)),
+            sequences,
+            next(each),
+            next(each),
+            options,
+        )
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Arguments:
-        """This record with `function` of each tensor."""
-        tensors, rest = self.flatten()
-        return self.unflatten([None if t is None else function(t) for t in tensors], rest)
+        """Return this record with `function` of each tensor."""
+        tensors, values = self.flatten()
+        return self.unflatten([None if t is None else function(t) for t in tensors], values)
 
     def leaves(self, names: Iterable[str] | None = None) -> list[Tensor]:
-        """The tensors that have gradients, in a row; those of `names` only, if given."""
+        """Return the tensors that have gradients; of the fields in `names` only, if passed."""
         return _leaves(self, LEAVES if names is None else names)
 
-    def named_true(self) -> list[str]:
-        """The LEAVES in whose places something true stands, in their order."""
-        return [name for name in LEAVES if any(_listed(getattr(self, name)))]
 
-    def beside(self, grads: Iterable[Any], wanted: Iterable[str]) -> list[Any]:
-        """Gradients of the wanted `leaves`, in the order of `flatten`, None for all others."""
-        found = iter(grads)
-        return [
-            None if tensor is None or name not in wanted else next(found)
-            for name, kind in KIND_OF.items()
-            if kind in _TENSORS
-            for tensor in _listed(getattr(self, name))
-        ]
-
-
-KINDS: dict[Any, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    tuple[Tensor, ...]: "Tensor[]",
+SCHEMA_TYPES: dict[Any, str] = {
     int: "SymInt",
     int | None: "int?",
     float: "float",
@@ -163,68 +200,36 @@ KINDS: dict[Any, str] = {
     bool: "bool",
     str: "str",
 }
-"""What the op's schema calls the type of a field."""
-
-_HINTS = get_type_hints(Arguments)
-KIND_OF = {field.name: KINDS[_HINTS[field.name]] for field in fields(Arguments)}
-"""By field, in order, what the schema calls its type."""
-
-_ONE, _MANY = ("Tensor", "Tensor?"), "Tensor[]"
-_TENSORS = (*_ONE, _MANY)
-
-REST = tuple(name for name, kind in KIND_OF.items() if kind not in _ONE)
-"""The fields of which `flatten` has the rest."""
-
-
-# Emitted from the table, as launches are packed: loops over it take four times as long.
-_FLATTEN: Callable[[Arguments], tuple[list[Tensor | None], tuple[Any, ...]]] = eval(
-    "lambda record: (["
-    + ", ".join(
-        f"*record.{name}" if kind == _MANY else f"record.{name}"
-        for name, kind in KIND_OF.items()
-        if kind in _TENSORS
-    )
-    + "], ("
-    + ", ".join(
-        f"len(record.{name})" if KIND_OF[name] == _MANY else f"record.{name}" for name in REST
-    )
-    + "))"
-)
-_UNFLATTEN: Callable[..., Arguments] = eval(
-    f"lambda make, tensors, {', '.join(REST)}: make("
-    + ", ".join(
-        "next(tensors)"
-        if kind in _ONE
-        else f"tuple(islice(tensors, {name}))"
-        if kind == _MANY
-        else name
-        for name, kind in KIND_OF.items()
-    )
-    + ")",
-    {"islice": islice, "tuple": tuple, "next": next},
-)
+"""Names that the op's schema has for the types of options."""
 
 
 def schema() -> str:
-    """The record as a part of the op's schema."""
+    """Return the record as a part of the op's schema."""
+    types = get_type_hints(Options)
 
     def default(value: Any) -> str:
-        return "" if value is MISSING else f"={json.dumps(value) if value == str(value) else value}"
+        return json.dumps(value) if isinstance(value, str) else str(value)
 
-    return ", ".join(f"{KIND_OF[f.name]} {f.name}{default(f.default)}" for f in fields(Arguments))
+    options = [
+        f"{SCHEMA_TYPES[types[name]]} {name}={default(value)}"
+        for name, value in DEFAULTS._asdict().items()
+    ]
+    tensors = "Tensor gates, Tensor? bias, Tensor[] fields, Tensor[] params, Tensor[] initial"
+    return ", ".join([tensors, "SymInt sequences, Tensor? seq=None, Tensor? reset=None", *options])
 
 
 def _leaves(record: Arguments | Gradients, names: Iterable[str]) -> list[Tensor]:
-    return [t for name in names for t in _listed(getattr(record, name)) if t is not None]
+    return [t for name in names for t in _as_tuple(getattr(record, name)) if t is not None]
 
 
-def _listed(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
 class Solution(NamedTuple):
-    """States (B, T, D) in the gates' dtype and final states (S, D) in the compute dtype, a state
-    each, and info: int64 (K, 2), `sweeps` and `mended` of some columns each; see `totals`."""
+    """States (B, T, D) in the gates' dtype and final states (S, D) in the compute dtype, one of
+    each a state, and info: int64 (K, 2), `sweeps` and `mended` of some columns each; see `totals`.
+    """
 
     states: tuple[Tensor, ...]
     final: tuple[Tensor, ...]
@@ -232,19 +237,20 @@ class Solution(NamedTuple):
 
 
 def totals(info: Tensor) -> Tensor:
-    """What all columns took, int64 (2,): the most sweeps, and how many were `mended`.
+    """Return the most sweeps of a column, and how many columns were `mended`, int64 (2,).
 
-    That is of the engine: PyTorch's Newton counts columns that the sequential solver finished,
-    kernels the tiles of channels that were unfit: whose segments did not fit after one sweep.
+    PyTorch's Newton counts columns that the sequential solver finished. Kernels count tiles of
+    channels that did not fit after one sweep.
     """
     return torch.stack([info[:, 0].amax(), info[:, 1].sum()])
 
 
 class Gradients(NamedTuple):
     """Gradients of the arguments of the same names, in their dtypes and shapes; none of initial
-    states that are not given. Those that nobody wants need not be right, nor there.
+    states that are absent. Gradients that are not in `wanted` may be missing or hold anything.
 
-    That of the gates has the layout of `torch.empty_like(gates)`; the others are contiguous.
+    The gradient of the gates has the layout of `torch.empty_like(gates)`; the others are
+    contiguous.
     """
 
     gates: Tensor
@@ -254,53 +260,33 @@ class Gradients(NamedTuple):
     initial: tuple[Tensor, ...]
 
     def leaves(self, wanted: Sequence[str]) -> list[Tensor]:
-        """Those of the wanted arguments in a row, as in `Arguments.leaves`."""
+        """Return the gradients of the wanted arguments, ordered as in `Arguments.leaves`."""
         return _leaves(self, wanted)
 
 
 LEAVES = Gradients._fields
-"""The arguments that have gradients, in the record's order."""
-
-Forward = Callable[[Program, Arguments], Solution]
-Backward = Callable[
-    [
-        Program,
-        Arguments,
-        tuple[Tensor, ...],
-        tuple[Tensor | None, ...],
-        tuple[Tensor | None, ...],
-        Sequence[str],
-    ],
-    Gradients,
-]
-SplitOf = Callable[[Program, Size, torch.dtype, torch.device, SplitRequest], Split]
-Pays = Callable[[Program, Size, torch.dtype, torch.device], Merit]
+"""Arguments that have gradients, in the record's order."""
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A way to run one (solver, backend) pair.
+class Wanted(NamedTuple):
+    """Gradients that a backward pass needs.
 
-    `forward(program, arguments)`; `backward(program, arguments, states, grad_states, grad_final,
-    wanted)`, with the names (in LEAVES) of the arguments whose gradients anybody wants, or None for
-    an engine that autograd differentiates by itself; `why_not(program)`
-    is the reason why this engine cannot take a cell, or None. `build(program, dtype)` makes ready
-    what running on gates of `dtype` needs, and raises EngineError where it cannot.
-    `completes`: whether it takes arguments as they come; others are given `Arguments.completed`
-    ones. `info_rows`: the K of its Solution's info. `split(program, size, dtype, device, asked)`,
-    for engines that cut time: how the forward pass on gates of a size (B, T, D) and dtype does.
-    `pays(program, size, dtype, device)`: how it ranks where a request leaves it and others open.
-    Tensors that `forward` and `backward` return share no memory, neither among themselves nor with
-    arguments.
+    names: the arguments, in the order of LEAVES. indices: for each tensor of `Arguments.flatten`,
+    the index of its gradient in `Gradients.leaves(names)`; None where autograd needs none.
     """
 
-    solver: str
-    backend: str
-    forward: Forward
-    backward: Backward | None
-    why_not: Callable[[Program], str | None]
-    pays: Pays
-    build: Callable[[Program, torch.dtype], object] | None = None
-    completes: bool = False
-    info_rows: int = 1
-    split: SplitOf | None = None
+    names: list[str]
+    indices: list[int | None]
+
+
+def wanted_gradients(needed: Sequence[bool], values: Sequence[Any]) -> Wanted:
+    """Return the gradients to compute; `needed`: a flag for each tensor of `Arguments.flatten`."""
+    flags = Arguments.unflatten(needed, values)
+    names = [name for name in LEAVES if any(_as_tuple(getattr(flags, name)))]
+    indices: list[int | None] = []
+    count = 0
+    for name in LEAVES:
+        for flag in _as_tuple(getattr(flags, name)):
+            indices.append(count if flag else None)
+            count += name in names
+    return Wanted(names, [*indices, None, None])

@@ -1,4 +1,4 @@
-"""What kernels trust of a call: sizes, dtypes and devices, checked once for all calls of a form."""
+"""Checks of sizes, dtypes and devices, on which kernels rely; once for each signature."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_fit(program: Program, args: Arguments) -> bool:
     weights: list[tuple[str, Tensor, tuple[int, ...]]] = []
     if bias is not None:
         weights = [("bias", bias, (len(program.gates), channels))]
-    if program.family is not None:  # others run in PyTorch, which checks by itself
+    if program.family is not None:  # others run in PyTorch, which checks them itself
         named = zip(program.params, args.params, strict=True)
         weights += [(name, param, (channels,)) for name, param in named]
     if args.seq is None and args.sequences != rows[0]:
@@ -65,16 +65,16 @@ def check_numbers(args: Arguments) -> None:
         require(largest < args.sequences, inside, args.sequences, largest)
 
 
-def check_kept(args: Arguments, states: Sequence[Tensor]) -> None:
+def check_saved(args: Arguments, states: Sequence[Tensor]) -> None:
     """Check that the states of a backward pass are those of a forward pass on such gates."""
     gates = args.gates
-    given = args.form.size, gates.dtype, gates.device
+    expected = args.signature.size, gates.dtype, gates.device
     for state in states:
-        if (found := (state.shape, state.dtype, state.device)) != given:
-            were, are = ("{} {} on {}".format(tuple(size), *rest) for size, *rest in (given, found))
+        if (actual := (state.shape, state.dtype, state.device)) != expected:
+            were, are = ("{} {} on {}".format(tuple(s), *o) for s, *o in (expected, actual))
             raise ValueError(
-                f"a state kept for the backward pass was {were}, and is {are}: saved_tensors_hooks "
-                "must give back what they were given"
+                f"a state saved for the backward pass was {were}, and is {are}: "
+                "saved_tensors_hooks must give back what they were given"
             )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pararnn import private
 from pararnn.engines.arguments import Arguments, Gradients
-from pararnn.engines.fused.layout import own_shape
 from pararnn.program.program import Program
 from pararnn.solvers.system import System
 
@@ -30,14 +30,14 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
     """The arguments as a System in forward time; differentiable."""
     inputs = step_inputs(args)
     initial = torch.stack([h.to(args.dtype) for h in args.initial], 1)
-    reset = None if args.reset is None else _in_order(args.reset, args.reverse)
+    reset = None if args.reset is None else _in_order(args.reset, args.options.reverse)
     if args.seq is None:
         if reset is None:
             return System(program, inputs, args.params, initial), Edges()
         start = initial.new_zeros(()).expand(*reset.shape, *initial.shape[1:])
         fresh = reset.unsqueeze(-1)
         return System(program, inputs, args.params, initial, fresh, start), Edges()
-    seq = _in_order(args.seq, args.reverse)
+    seq = _in_order(args.seq, args.options.reverse)
     batch, _ = seq.shape
     edge = seq.new_full((batch, 1), -2)
     padding = seq < 0
@@ -60,10 +60,10 @@ def step_inputs(args: Arguments) -> tuple[Tensor, ...]:
     """Gates, bias added, and fields as steps get them: (B, T, D) each, in the compute dtype."""
     dtype = args.dtype
     gates = args.gates.flatten(3) if args.gates.ndim == 5 else args.gates
-    gates = _in_order(gates, args.reverse).to(dtype)
+    gates = _in_order(gates, args.options.reverse).to(dtype)
     if args.bias is not None:
         gates = gates + args.bias.to(dtype)
-    fields = (_in_order(f, args.reverse).to(dtype) for f in args.fields)
+    fields = (_in_order(f, args.options.reverse).to(dtype) for f in args.fields)
     return (*gates.unbind(2), *fields)
 
 
@@ -81,7 +81,7 @@ def final_states(args: Arguments, edges: Edges, states: Sequence[Tensor]) -> tup
 
 def output_states(args: Arguments, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """States (B, T, D) as the op returns them: in the arguments' time order and I/O dtype."""
-    return tuple(_in_order(s, args.reverse).to(args.gates.dtype) for s in states)
+    return tuple(_in_order(s, args.options.reverse).to(args.gates.dtype) for s in states)
 
 
 def state_cotangent(
@@ -95,7 +95,7 @@ def state_cotangent(
     cotangent = torch.zeros_like(like)
     for n, grad in enumerate(grad_states):
         if grad is not None:
-            cotangent[:, :, n] += _in_order(grad, args.reverse)
+            cotangent[:, :, n] += _in_order(grad, args.options.reverse)
     for n, grad in enumerate(grad_final):
         if grad is None or not like.shape[1]:
             continue
@@ -122,14 +122,16 @@ def to_gradients(
     if args.bias is not None and "bias" in wanted:
         bias = gates.sum((0, 1)).to(args.bias.dtype)
     fields = tuple(
-        _in_order(g, args.reverse).to(f.dtype)
+        _in_order(g, args.options.reverse).to(f.dtype)
         for g, f in zip(grad_inputs[num_gates:], args.fields, strict=True)
         if "fields" in wanted
     )
     initial: tuple[Tensor, ...] = ()
     if "initial" in wanted:
         initial = _grad_initial(args, edges, grad_previous, grad_final)
-    grad_gates = _in_order(gates, args.reverse).reshape(args.gates.shape).to(args.gates.dtype)
+    grad_gates = (
+        _in_order(gates, args.options.reverse).reshape(args.gates.shape).to(args.gates.dtype)
+    )
     laid_out = torch.empty_like(args.gates)
     if grad_gates.stride() != laid_out.stride():
         grad_gates = laid_out.copy_(grad_gates)
@@ -154,7 +156,7 @@ def own_memory(
         if tensor.untyped_storage().data_ptr() in taken:
             tensor = tensor.clone()
         taken.add(tensor.untyped_storage().data_ptr())
-        own.append(own_shape(tensor, tensor.shape))
+        own.append(private.unsafe_view(tensor, tensor.shape))
     return tuple(own)
 
 
@@ -172,7 +174,7 @@ def _grad_initial(
             if steps:
                 grad = grad_previous[:, 0, n]
                 if args.reset is not None:
-                    first = args.reset[:, -1 if args.reverse else 0]
+                    first = args.reset[:, -1 if args.options.reverse else 0]
                     grad = grad.masked_fill(first.unsqueeze(-1), 0)
             elif final is not None:
                 grad = final

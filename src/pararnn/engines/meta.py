@@ -1,4 +1,4 @@
-"""What a solve gives on the meta device, which holds no numbers: shapes, dtypes and devices."""
+"""Engines of the meta device, whose results have shapes, dtypes and devices alone."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pararnn.engines.arguments import Arguments, Engine, Gradients, Solution
-from pararnn.engines.rule import Merit, Size
+from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.engine import Engine
+from pararnn.engines.rule import Rank, Size
 from pararnn.program.program import Program
 
 
 def outputs(program: Program, args: Arguments, info_rows: int = 1) -> Solution:
-    """A solution that nothing is written into."""
+    """Allocate a solution."""
     new, count = args.gates.new_empty, program.num_states
     states = tuple(new(args.size) for _ in range(count))
     size = (args.sequences, args.channels)
@@ -23,24 +24,34 @@ def outputs(program: Program, args: Arguments, info_rows: int = 1) -> Solution:
 
 
 def gradients(args: Arguments) -> Gradients:
-    """Gradients that nothing is written into."""
+    """Allocate the gradients."""
 
     def like(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors)
 
     bias = None if args.bias is None else like([args.bias])[0]
-    given = map(like, (args.fields, args.params, args.initial))
-    return Gradients(torch.empty_like(args.gates), bias, *given)
+    others = map(like, (args.fields, args.params, args.initial))
+    return Gradients(torch.empty_like(args.gates), bias, *others)
 
 
-def _backward(program: Program, args: Arguments, *others: Any) -> Gradients:
-    return gradients(args)
+class MetaEngine(Engine):
+    """Engine of a pair on the meta device, for every cell."""
 
+    completes = True
 
-def _pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device) -> Merit:
-    return Merit(0, "the meta device holds no numbers: results have shapes alone")
+    def __init__(self, solver: str, backend: str) -> None:
+        self.solver, self.backend = solver, backend
 
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Allocate a solution."""
+        return outputs(program, args)
 
-def engine_of_shapes(solver: str, backend: str) -> Engine:
-    """A pair's engine for the meta device: it takes every cell, and builds nothing."""
-    return Engine(solver, backend, outputs, _backward, lambda program: None, _pays, completes=True)
+    def backward(self, program: Program, args: Arguments, *others: Any) -> Gradients:
+        """Allocate the gradients."""
+        return gradients(args)
+
+    def rank(
+        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Rank, str]:
+        """Rank all pairs alike."""
+        return Rank.ON_REQUEST_ONLY, "the meta device holds no numbers: results have shapes alone"

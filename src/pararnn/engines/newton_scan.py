@@ -6,19 +6,24 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.affine import AFFINE
-from pararnn.engines import newton_torch
-from pararnn.engines.arguments import Arguments, Engine
+from pararnn.engines.arguments import Arguments, Options
+from pararnn.engines.engine import Engine
 from pararnn.engines.fused import cpu, cuda
-from pararnn.engines.rule import on_request_only
+from pararnn.engines.newton_torch import NewtonTorch
+from pararnn.engines.rule import Rank, Size
+from pararnn.numerics import compute_dtype
 from pararnn.program.program import Program, make_program
 from pararnn.program.structure import BlockDiagonal, Diagonal, Structure
 
-_KERNELS = {"cpu": (cpu.SEQUENTIAL, cpu.NEWTON), "cuda": (cuda.NEWTON,)}
-"""By device: what may run a recurrence, the one that pays more; on a GPU one serves all."""
+_KERNELS: dict[str, tuple[Engine, ...]] = {
+    "cpu": (cpu.SEQUENTIAL, cpu.NEWTON),
+    "cuda": (cuda.NEWTON,),
+}
+"""Engines for the affine recurrence, by device: the highest rank runs. On a GPU one serves all."""
 
 
 def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
-    """`affine_scan` of the solvers by a kernel: x_0 = r_0, x_l = J_l x_{l-1} + r_l.
+    """Do what `affine_scan` does by a kernel: x_0 = r_0, x_l = J_l x_{l-1} + r_l.
 
     For diagonals and blocks of up to 4 states, in float32 and float64.
     """
@@ -32,7 +37,7 @@ def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
         params=(),
         initial=tuple(rhs[:, 0].unbind(1)),
         sequences=rhs.shape[0],
-        on_failure="raise",
+        options=Options(on_failure="raise"),
     )
     program = _affine(structure.num_states)
     engine = _kernel(program, rhs)
@@ -41,38 +46,54 @@ def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
 
 
 def _kernel(program: Program, rhs: Tensor) -> Engine:
-    """What runs the recurrence (B, T, N, D)."""
+    """Return the engine for a recurrence (B, T, N, D)."""
     batch, steps, _, channels = rhs.shape
     problem = (program, (batch, steps, channels), rhs.dtype, rhs.device)
-    return max(_KERNELS[rhs.device.type], key=lambda engine: engine.pays(*problem).rank)
+    return max(_KERNELS[rhs.device.type], key=lambda engine: engine.rank(*problem)[0].value)
 
 
 def _affine(num_states: int) -> Program:
     return make_program(AFFINE[num_states], {})
 
 
-def _why_not(program: Program) -> str | None:
-    reason, structure = newton_torch.why_not(program), program.structure
-    if reason is not None or structure is None:
-        return reason
-    if not isinstance(structure, (Diagonal, BlockDiagonal)):
-        return f"the scan kernel takes diagonal and block-diagonal Jacobians, not {structure.name}"
-    if program.num_states not in AFFINE:
-        return (
-            f"the scan kernel takes up to {max(AFFINE)} states, {program.cell_name} has "
-            f"{program.num_states}"
-        )
-    return None
+class NewtonScan(NewtonTorch):
+    """Newton's method with the scan by a kernel of a device type."""
+
+    backend, builds = "scan", True
+
+    def __init__(self, device: str) -> None:
+        self.kernels = _KERNELS[device]
+
+    def scan(self, structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
+        """Solve the affine recurrence by a kernel."""
+        return kernel_scan(structure, jacobian, rhs)
+
+    def why_not(self, program: Program) -> str | None:
+        """Return the reason why the scan kernel cannot run a cell, or None."""
+        reason, structure = super().why_not(program), program.structure
+        if reason is not None or structure is None:
+            return reason
+        if not isinstance(structure, (Diagonal, BlockDiagonal)):
+            return (
+                f"the scan kernel takes diagonal and block-diagonal Jacobians, not {structure.name}"
+            )
+        if program.num_states not in AFFINE:
+            return (
+                f"the scan kernel takes up to {max(AFFINE)} states, {program.cell_name} has "
+                f"{program.num_states}"
+            )
+        return None
+
+    def rank(
+        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Rank, str]:
+        """Rank it after all engines that `auto` picks."""
+        return Rank.ON_REQUEST_ONLY, "it was requested"
+
+    def build(self, program: Program, dtype: torch.dtype) -> None:
+        """Make the kernels of the affine recurrence. Raises EngineError where that fails."""
+        for kernel in self.kernels:
+            kernel.build(_affine(program.num_states), compute_dtype(dtype))
 
 
-def _engine(device: str) -> Engine:
-    def build(program: Program, dtype: torch.dtype) -> None:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        for kernel in _KERNELS[device]:
-            assert kernel.build is not None
-            kernel.build(_affine(program.num_states), wide)
-
-    return newton_torch.engine_of("scan", kernel_scan, _why_not, on_request_only, build)
-
-
-ENGINES = {device: _engine(device) for device in _KERNELS}
+ENGINES = {device: NewtonScan(device) for device in _KERNELS}

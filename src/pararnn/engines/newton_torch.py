@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pararnn.engines.arguments import Arguments, Engine, Gradients, Pays, Solution
+from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.engine import Arriving, Engine
 from pararnn.engines.forward_time import (
     final_states,
     output_states,
@@ -17,51 +17,74 @@ from pararnn.engines.forward_time import (
     to_gradients,
     to_system,
 )
-from pararnn.engines.rule import pays_in_torch
+from pararnn.engines.rule import Rank, Size, rank_in_torch
 from pararnn.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.program.program import Program
-from pararnn.solvers.affine_scan import Scan, affine_scan
+from pararnn.program.structure import Structure
+from pararnn.solvers.affine_scan import affine_scan
 from pararnn.solvers.newton import NewtonResult, adjoint, newton
 
 _WARNED: set[tuple[str, int]] = set()
 
 
-def _forward(scan: Scan, program: Program, args: Arguments) -> Solution:
-    system, edges = to_system(program, args)
-    result = newton(system, scan)
-    if result.redone:
-        _report(program, system.length, result, args.on_failure)
-    info = torch.tensor([[result.sweeps, result.redone]], device=args.gates.device)
-    by_state = result.states.unbind(2)
-    states = output_states(args, by_state)
-    own = own_memory([*states, *final_states(args, edges, by_state)], args)
-    return Solution(own[: len(states)], own[len(states) :], info)
+class NewtonTorch(Engine):
+    """Newton's method with an affine scan that subclasses may replace."""
+
+    solver, backend = "newton", "torch"
+
+    def scan(self, structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
+        """Solve the affine recurrence, see `affine_scan`."""
+        return affine_scan(structure, jacobian, rhs)
+
+    def why_not(self, program: Program) -> str | None:
+        """Return the reason why Newton's method cannot run a cell, or None."""
+        if program.structure is None:
+            return f"{program.cell_name} is sequential-only: {program.why_sequential}"
+        return None
+
+    def rank(
+        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Rank, str]:
+        """Rank by the measured rule."""
+        return rank_in_torch(self.solver, program, size, device)
+
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Solve all steps at once; columns that do not converge, sequentially."""
+        system, edges = to_system(program, args)
+        result = newton(system, self.scan)
+        if result.redone:
+            _report(program, system.length, result, args.options.on_failure)
+        info = torch.tensor([[result.sweeps, result.redone]], device=args.gates.device)
+        by_state = result.states.unbind(2)
+        states = output_states(args, by_state)
+        own = own_memory([*states, *final_states(args, edges, by_state)], args)
+        return Solution(own[: len(states)], own[len(states) :], info)
+
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: tuple[Tensor, ...],
+        grad_states: Arriving,
+        grad_final: Arriving,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Return the gradients by one scan."""
+        system, edges = to_system(program, args)
+        solved = torch.stack(states, 2).to(system.dtype)
+        previous = system.previous(solved.flip(1) if args.options.reverse else solved)
+        cotangent = state_cotangent(args, edges, previous, grad_states, grad_final)
+        total = adjoint(system, previous, cotangent, self.scan)
+        pulled = system.pull_back(previous, total, "params" in wanted)
+        grads = to_gradients(args, edges, *pulled, grad_final, wanted)
+        arriving = [g for g in (*grad_states, *grad_final) if g is not None]
+        return _in_own_memory(grads, args, arriving)
 
 
-def _backward(
-    scan: Scan,
-    program: Program,
-    args: Arguments,
-    states: tuple[Tensor, ...],
-    grad_states: tuple[Tensor | None, ...],
-    grad_final: tuple[Tensor | None, ...],
-    wanted: Sequence[str],
-) -> Gradients:
-    system, edges = to_system(program, args)
-    solved = torch.stack(states, 2).to(system.dtype)
-    previous = system.previous(solved.flip(1) if args.reverse else solved)
-    cotangent = state_cotangent(args, edges, previous, grad_states, grad_final)
-    total = adjoint(system, previous, cotangent, scan)
-    pulled = system.pull_back(previous, total, "params" in wanted)
-    grads = to_gradients(args, edges, *pulled, grad_final, wanted)
-    arrived = [g for g in (*grad_states, *grad_final) if g is not None]
-    return _own(grads, args, arrived)
-
-
-def _own(grads: Gradients, args: Arguments, arrived: list[Tensor]) -> Gradients:
-    """Gradients in memory of their own."""
+def _in_own_memory(grads: Gradients, args: Arguments, arriving: list[Tensor]) -> Gradients:
+    """Return gradients that share no memory."""
     bias = [] if grads.bias is None else [grads.bias]
-    own = iter(own_memory([*bias, *grads.fields, *grads.params, *grads.initial], args, arrived))
+    own = iter(own_memory([*bias, *grads.fields, *grads.params, *grads.initial], args, arriving))
     return Gradients(
         gates=grads.gates,
         bias=next(own) if bias else None,
@@ -81,7 +104,7 @@ def _report(program: Program, length: int, result: NewtonResult, on_failure: str
     )
     if on_failure == "raise":
         raise ConvergenceError(message)
-    # Once a cell and length: a training run would repeat it at every step.
+    # Once for each cell and length: a training run would repeat it at every step.
     if (program.key, length) not in _WARNED:
         _WARNED.add((program.key, length))
         warn_user(
@@ -91,23 +114,4 @@ def _report(program: Program, length: int, result: NewtonResult, on_failure: str
         )
 
 
-def why_not(program: Program) -> str | None:
-    """The reason why Newton's method cannot take a cell, if any."""
-    if program.structure is None:
-        return f"{program.cell_name} is sequential-only: {program.why_sequential}"
-    return None
-
-
-def engine_of(
-    backend: str,
-    scan: Scan,
-    why_not: Callable[[Program], str | None],
-    pays: Pays,
-    build: Callable[[Program, torch.dtype], object] | None = None,
-) -> Engine:
-    """Newton's method with an affine scan of one's own."""
-    forward, backward = partial(_forward, scan), partial(_backward, scan)
-    return Engine("newton", backend, forward, backward, why_not, pays, build)
-
-
-ENGINE = engine_of("torch", affine_scan, why_not, partial(pays_in_torch, "newton"))
+ENGINE = NewtonTorch()

@@ -1,4 +1,4 @@
-"""What the user asks for: a pair or a part of it, by call, by context, or by layer; and a split."""
+"""Requests of a user: a pair or a part of it, by call, context or layer, and a split."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from pararnn.engines.split import BY_RULE, SplitRequest, pin
+from pararnn.engines.split import NO_REQUEST, SplitRequest
 from pararnn.engines.table import check_names
 from pararnn.errors import EngineError
 
@@ -22,28 +22,31 @@ MODES = {
 
 
 class Request(NamedTuple):
-    """A solver and a backend; None leaves a part to whom it comes after."""
+    """A solver and a backend.
+
+    `None` defers to the next in precedence: call, `using`, layer, rule.
+    """
 
     solver: str | None = None
     backend: str | None = None
 
 
-OPEN = Request()
-"""Leaves both to whom it comes after."""
+DEFER = Request()
+"""Request that defers both parts."""
 
-_Asked = TypeVar("_Asked", Request, SplitRequest)
+_Requested = TypeVar("_Requested", Request, SplitRequest)
 
 
 def request(
     solver: str | None = None, backend: str | None = None, mode: str | None = None
 ) -> Request:
-    """A request from what was given; `mode` is a name in MODES, and stands for both parts.
+    """Return the request of these arguments; `mode`, a name in MODES, stands for both parts.
 
-    Raises EngineError for unknown names, and for a mode beside a solver or a backend.
+    Raises EngineError for unknown names, and for a mode in addition to a solver or a backend.
     """
     if mode is not None:
         if solver is not None or backend is not None:
-            raise EngineError(f"mode {mode!r} names a solver and a backend: give it alone")
+            raise EngineError(f"mode {mode!r} names a solver and a backend: pass no other")
         if mode not in MODES:
             raise EngineError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         return Request(*MODES[mode])
@@ -57,16 +60,16 @@ _ENTERED: ContextVar[Context] = ContextVar("pararnn.using")
 
 @dataclass(frozen=True)
 class Context:
-    """What `using` asks for."""
+    """Requests of `using`."""
 
-    pair: Request = OPEN
-    split: SplitRequest = BY_RULE
+    pair: Request = DEFER
+    split: SplitRequest = NO_REQUEST
 
     innermost = property(_ENTERED.get)
-    """The context that this thread, or this task of asyncio, is in: by default this one.
+    """Context of this thread, or this task of asyncio: by default this one.
 
-    Compiled code guards on it as on an attribute, so it is looked up anew where it is called. A
-    method of a ContextVar is nothing that compilers look into; a property in C they only call.
+    Compiled code guards on it as on an attribute, so each call looks it up. Compilers do not look
+    into methods of a ContextVar; they call a property in C.
     """
 
 
@@ -82,48 +85,47 @@ def using(
     segments: int | None = None,
     burn_in: int | None = None,
 ) -> Iterator[None]:
-    """Within this context layers take this solver, backend, or mode of the paper, not their own.
+    """Have layers use this solver, backend, or mode of the paper within the context.
 
-    An argument of the call itself comes first; `pararnn.solve` takes the context's where it is
-    given "auto". Contexts nest, part by part, and hold for the thread that entered them, as those
-    of `torch.no_grad` do, and within it for the task of asyncio. A backward pass stays with what
-    its forward pass took, outside of the context and in autograd's own threads too.
+    Precedence: an argument of the call, the context, the layer's own. `pararnn.solve` uses the
+    context where its argument is "auto". Contexts nest, part by part. They hold for the thread that
+    entered them, as `torch.no_grad` does, and within it for the task of asyncio. A backward pass
+    uses the engine of its forward pass, outside of the context and in autograd's threads too.
 
-    `segments` and `burn_in` concern (newton, fused) alone, where it runs: how many pieces time is
-    cut into, 1 or more, and the steps from which each guesses its start, 0 or more. More segments
-    than the device holds at once, or than T has room for, are reduced to what fits: `explain` says
-    to what.
+    `segments` and `burn_in` concern only (newton, fused): the number of pieces of time, 1 or more,
+    and the steps from which each guesses its start, 0 or more. More segments than the device holds
+    at once, or than T has room for, are reduced to what fits, see `explain`.
 
     Raises EngineError as `request`, ValueError for impossible numbers.
     """
     outer = _OUTSIDE.innermost
-    pair, split = request(solver, backend, mode), pin(segments, burn_in)
-    _ENTERED.set(Context(_over(pair, outer.pair), _over(split, outer.split)))
+    pair, split = request(solver, backend, mode), SplitRequest.checked(segments, burn_in)
+    _ENTERED.set(Context(_merge(pair, outer.pair), _merge(split, outer.split)))
     try:
         yield
     finally:
         _ENTERED.set(outer)  # not by the token, which another task may not use
 
 
-def _over(inner: _Asked, outer: _Asked) -> _Asked:
-    """What a context asks for within another, part by part."""
+def _merge(inner: _Requested, outer: _Requested) -> _Requested:
+    """Return the requests of a context within another, part by part."""
     parts = (b if a is None else a for a, b in zip(inner, outer, strict=True))
     return type(inner)(*parts)
 
 
-def requested_split() -> SplitRequest:
-    """What the context asks of the split."""
+def split_of_context() -> SplitRequest:
+    """Return the split that the context requests."""
     return _OUTSIDE.innermost.split
 
 
-def requested_pair(solver: str, backend: str) -> tuple[str, str]:
-    """The pair of a function whose "auto" leaves a part to the context, else to the rule."""
+def pair_of_call(solver: str, backend: str) -> tuple[str, str]:
+    """Return the pair for a function in which "auto" defers to the context, then to the rule."""
     solver_, backend_ = (None if name == "auto" else name for name in (solver, backend))
-    return chosen(Request(solver_, backend_), OPEN)
+    return resolve(Request(solver_, backend_), DEFER)
 
 
-def chosen(call: Request, default: Request) -> tuple[str, str]:
-    """The pair to ask the table for: the call's parts, else the context's, else the default's."""
+def resolve(call: Request, default: Request) -> tuple[str, str]:
+    """Return the requested pair, part by part: of the call, else the context, else the default."""
     context = _OUTSIDE.innermost.pair
     solver = call.solver or context.solver or default.solver or "auto"
     return solver, call.backend or context.backend or default.backend or "auto"

@@ -1,4 +1,4 @@
-"""The form of a call: all of it but the numbers in its tensors, and what follows from that."""
+"""Signature of a call: all that calls which launch alike share, and a cache of what follows."""
 
 from __future__ import annotations
 
@@ -6,58 +6,61 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from pararnn import private
 from pararnn.cache import on_clear
 from pararnn.engines.rule import Size
 from pararnn.numerics import compute_dtype
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
-"""The types of tensors that nobody watches over."""
-REMEMBERED = {*PLAIN_TYPES, type(None)}
-"""The types of what stands in a record whose form is remembered."""
+"""Tensor types without subclass hooks."""
+_CACHEABLE = {*PLAIN_TYPES, type(None)}
+"""Types of the entries of a record whose signature is cached."""
 MAX_SIGNATURES = 4096
-"""Forms that are remembered at once; what is kept with them goes when they do."""
+"""Signatures that are cached at once; all go when one more comes."""
 
 Value = TypeVar("Value")
 
 
-class Form:
-    """What calls of one form share: sizes, dtypes, strides, devices and flags. It holds no tensor.
+class Signature:
+    """Sizes, dtypes, strides, devices and options of calls that launch alike. It holds no tensor.
 
-    size: (B, T, D). dtype: the compute dtype. plain: whether all tensors are. leaves: whether any
-    wants a gradient.
+    size: (B, T, D). dtype: the compute dtype. plain: True if all tensors are. requires_grad: True
+    if any tensor does.
     """
 
-    __slots__ = ("_kept", "dtype", "leaves", "plain", "size")
+    __slots__ = ("_values", "dtype", "plain", "requires_grad", "size")
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         gates = tensors[0]
         assert gates is not None
         self.size, self.dtype = size_of(gates), compute_dtype(gates.dtype)
-        self.plain = all(map(plain, tensors))
-        self.leaves = any(t is not None and t.requires_grad for t in tensors)
-        self._kept: dict[Hashable, Any] = {}
+        self.plain = all(map(is_plain, tensors))
+        self.requires_grad = any(t is not None and t.requires_grad for t in tensors)
+        self._values: dict[Hashable, Any] = {}
 
-    def kept(self, key: Hashable, make: Callable[..., Value], *args: Any) -> Value:
-        """`make(*args)` for the first call that asks for `key`, and the same for later ones."""
-        found: Value | None = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = make(*args)
-        return found
+    def cache(self, key: Hashable, make: Callable[..., Value], *args: Any) -> Value:
+        """Return `make(*args)` of the first call with `key`, from the cache for later ones."""
+        value: Value | None = self._values.get(key)
+        if value is None:
+            value = self._values[key] = make(*args)
+        return value
 
 
-SIGNATURES: dict[Hashable, Form] = {}
-"""By what they share."""
+SIGNATURES: dict[Hashable, Signature] = {}
+"""Cached signatures, by what their calls share."""
 on_clear(SIGNATURES.clear)
 
 
-def signature_of(tensors: Sequence[Tensor | None], rest: Hashable) -> Form:
-    """The form of a record as `Arguments.flatten` takes it apart, one object for all of that form;
-    one of its own where types or sizes may hide more: subclasses of tensors, what is traced."""
-    if not REMEMBERED.issuperset(map(type, tensors)) or torch._C._get_tracing_state():
-        return Form(tensors)
+def signature_of(tensors: Sequence[Tensor | None], values: Hashable) -> Signature:
+    """Return the signature of a record, passed as `Arguments.flatten` returns it.
+
+    Calls that launch alike get one object. Tensors whose types or sizes may hide more (subclasses,
+    tensors under a tracer) get one of their own.
+    """
+    if not _CACHEABLE.issuperset(map(type, tensors)) or private.get_tracing_state():
+        return Signature(tensors)
     described = [
         None
         if t is None
@@ -67,27 +70,27 @@ def signature_of(tensors: Sequence[Tensor | None], rest: Hashable) -> Form:
             t.dtype,
             t.device,
             t.requires_grad,
-            t.is_neg() or t._is_zerotensor(),
+            t.is_neg() or private.is_zerotensor(t),
         )
         for t in tensors
     ]
-    key = (tuple(described), rest)
-    form = SIGNATURES.get(key)
-    if form is None:
+    key = (tuple(described), values)
+    signature = SIGNATURES.get(key)
+    if signature is None:
         if len(SIGNATURES) >= MAX_SIGNATURES:
             SIGNATURES.clear()
-        form = SIGNATURES[key] = Form(tensors)
-    return form
+        signature = SIGNATURES[key] = Signature(tensors)
+    return signature
 
 
 def size_of(gates: Tensor) -> Size:
-    """(B, T, D)."""
+    """Return (B, T, D)."""
     batch, steps, _, *channels = gates.shape
     return batch, steps, math.prod(channels)
 
 
-def plain(tensor: Tensor | None) -> bool:
-    """Whether nothing hides behind a tensor: a subclass, or a negation that is put off."""
+def is_plain(tensor: Tensor | None) -> bool:
+    """Return True unless a tensor is of a subclass, or a lazy negation or zero."""
     return tensor is None or (
-        type(tensor) in PLAIN_TYPES and not tensor.is_neg() and not tensor._is_zerotensor()
+        type(tensor) in PLAIN_TYPES and not tensor.is_neg() and not private.is_zerotensor(tensor)
     )

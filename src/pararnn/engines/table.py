@@ -1,28 +1,27 @@
-"""The table of engines and the choice among them."""
+"""Table of engines, and the choice among them."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from pararnn.cache import on_clear
 from pararnn.device import type_of
 from pararnn.engines import meta, newton_scan, newton_torch, sequential_torch, tuned
-from pararnn.engines.arguments import Engine
+from pararnn.engines.engine import Engine
 from pararnn.engines.fused import cpu, cuda
-from pararnn.engines.rule import Merit, Size
-from pararnn.engines.split import BY_RULE, Split, SplitRequest
+from pararnn.engines.rule import Size
+from pararnn.engines.split import NO_REQUEST, Split, SplitRequest
 from pararnn.engines.tuned import Workload
 from pararnn.errors import BackendWarning, EngineError, warn_user
+from pararnn.private import constant_in_graphs
 from pararnn.program.program import Program, program_by_key
 
 ANY_DEVICE = "any"
 FIRST = "fused"
-"""The backend whose pairs all rank before those of others, whatever the size."""
+"""Backend whose pairs all rank before those of others, whatever the size."""
 
 TABLE: dict[tuple[str, str, str], Engine] = {
     (engine.solver, engine.backend, ANY_DEVICE): engine
@@ -34,43 +33,43 @@ TABLE: dict[tuple[str, str, str], Engine] = {
     ("newton", "fused", "cuda"): cuda.NEWTON,
     **{("newton", "scan", device): engine for device, engine in newton_scan.ENGINES.items()},
 }
-"""(solver, backend, device type) -> engine."""
+"""Engines by (solver, backend, device type)."""
 
 PAIRS = tuple(dict.fromkeys((solver, backend) for solver, backend, _ in TABLE))
-OF_SHAPES = {pair: meta.engine_of_shapes(*pair) for pair in PAIRS}
-"""The engines of the meta device."""
+META = {pair: meta.MetaEngine(*pair) for pair in PAIRS}
 SOLVERS = sorted({key[0] for key in TABLE})
 BACKENDS = sorted({key[1] for key in TABLE})
 
 
 def find(solver: str, backend: str, device: torch.device) -> Engine | None:
-    """The engine of a pair on a device, if the table has one."""
+    """Return the engine of a pair on a device, if the table has one."""
     if not type_of(device).computes:
-        return OF_SHAPES.get((solver, backend))
+        return META.get((solver, backend))
     return TABLE.get((solver, backend, device.type)) or TABLE.get((solver, backend, ANY_DEVICE))
 
 
 def check_names(solver: str, backend: str) -> None:
     """Raise EngineError unless both are names of the table or "auto"."""
-    for what, value, known in (("solver", solver, SOLVERS), ("backend", backend, BACKENDS)):
-        if value != "auto" and value not in known:
+    for what, value, names in (("solver", solver, SOLVERS), ("backend", backend, BACKENDS)):
+        if value != "auto" and value not in names:
             pairs = [f"({', '.join(pair)})" for pair in PAIRS]
             raise EngineError(
-                f"unknown {what} {value!r}; known: {', '.join(known)}, auto. "
+                f"unknown {what} {value!r}; known: {', '.join(names)}, auto. "
                 f"Pairs: {', '.join(pairs)}"
             )
 
 
 class Choice(NamedTuple):
-    """What runs a workload: a pair, why it, and what is asked of its split.
+    """Choice of a pair for a workload, with the reason and the requested split.
 
-    It comes back with the solution. Names and numbers only: it can be kept, copied and pickled.
+    `solve` returns it with the solution. It has names and numbers only, and can be copied and
+    pickled.
     """
 
     solver: str
     backend: str
     why: str
-    asked: SplitRequest
+    split_request: SplitRequest
     workload: Workload
 
     @property
@@ -80,20 +79,21 @@ class Choice(NamedTuple):
 
     # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
     def engine(self) -> Engine:
-        """The engine of the pair."""
+        """Return the engine of the pair."""
         engine = find(self.solver, self.backend, self.workload.device)
         assert engine is not None
         return engine
 
-    def pinned(self, asked: SplitRequest) -> Choice:
-        """This choice, with what is asked of its split, if anything."""
-        return self if asked == BY_RULE else self._replace(asked=asked)
+    def with_split(self, request: SplitRequest) -> Choice:
+        """Return this choice with a requested split, if anything is requested."""
+        return self if request == NO_REQUEST else self._replace(split_request=request)
 
     def split(self) -> Split | None:
-        """How the forward pass cuts time, on gates of the usual layout; None where none is cut."""
-        key, size, dtype, device = self.workload
-        of = self.engine().split
-        return None if of is None else of(program_by_key(key), size, dtype, device, self.asked)
+        """Plan the split of a forward pass on gates of the usual layout; None without one."""
+        engine, (key, size, dtype, device) = self.engine(), self.workload
+        if not engine.cuts_time:
+            return None
+        return engine.plan_split(program_by_key(key), size, dtype, device, self.split_request)
 
 
 def choose(
@@ -105,20 +105,20 @@ def choose(
     backend: str,
     follow_tuned: bool = True,
 ) -> Choice:
-    """The choice for a request; `size` is (B, T, D), "auto" leaves a part of the pair open.
+    """Choose the pair for a request, in which "auto" may stand for solver and backend.
 
-    Depends on sizes, gates' dtype, cell and device only, on whether kernels can be built here, and
-    on what this process has tuned, unless `follow_tuned` is False. Raises EngineError naming the
-    pairs that can run.
+    `size` is (B, T, D). The choice depends on sizes, gates' dtype, cell and device only, on whether
+    kernels can be built here, and on this process's tuning, unless `follow_tuned` is False. Raises
+    EngineError naming the pairs that can run.
     """
     check_names(solver, backend)
     workload = Workload(program.key, size, dtype, device)
-    found = tuned.fastest(workload, solver, backend) if follow_tuned else None
-    split: dict[tuple[str, str], SplitRequest] = {}
+    tuning = tuned.fastest(workload, solver, backend) if follow_tuned else None
+    splits: dict[tuple[str, str], SplitRequest] = {}
     candidates = _candidates(program, size, dtype, device, solver, backend)
-    if found is not None:
-        row, why = found
-        split = {(row.solver, row.backend): row.split}
+    if tuning is not None:
+        row, why = tuning
+        splits = {(row.solver, row.backend): row.split}
         if "auto" in (solver, backend):
             candidates = chain([((row.solver, row.backend), why)], candidates)
     reason = f"there is no such engine for {device.type}"
@@ -129,8 +129,8 @@ def choose(
             unable = _why_not_built(program.key, *pair, device.type, dtype)
             if unable is None:
                 for other in not_built:
-                    _say(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
-                return Choice(*pair, why, split.get(pair, BY_RULE), workload)
+                    _warn_once(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
+                return Choice(*pair, why, splits.get(pair, NO_REQUEST), workload)
             not_built.append(unable)
         reason = unable
     able = [f"({', '.join(pair)})" for pair in pairs_for(program, dtype, device)]
@@ -148,85 +148,72 @@ def _candidates(
     solver: str,
     backend: str,
 ) -> Iterator[tuple[tuple[str, str], str]]:
-    """The pairs of the table that a request leaves open, the best first, and why each comes where
-    it does.
+    """Yield the pairs that a request allows, by descending rank, and the reason for each rank.
 
-    Those of FIRST rank before all others, which are not asked about the size until then: in
-    compiled code and exports to compare a size is to hold for the like of it only.
+    Pairs of FIRST rank before all others. The others rank themselves only when they are reached: a
+    comparison of sizes would specialise compiled code and exports.
     """
     if "auto" not in (solver, backend):
-        yield (solver, backend), "it was asked for"
+        yield (solver, backend), "it was requested"
         return
     for first in (True, False):
-        merits = []
+        ranks = []
         for pair in PAIRS:
             engine = find(*pair, device) if (pair[1] == FIRST) == first else None
             if engine is not None and solver in (pair[0], "auto") and backend in (pair[1], "auto"):
-                merits.append((engine.pays(program, size, dtype, device), pair))
-        merits.sort(key=_rank, reverse=True)
-        for merit, pair in merits:
-            yield pair, merit.why
+                rank, why = engine.rank(program, size, dtype, device)
+                ranks.append((rank.value, pair, why))
+        ranks.sort(key=_rank, reverse=True)
+        for _, pair, why in ranks:
+            yield pair, why
 
 
-def _rank(entry: tuple[Merit, tuple[str, str]]) -> int:
-    return entry[0].rank
+def _rank(entry: tuple[int, tuple[str, str], str]) -> int:
+    return entry[0]
 
 
 def why_not(
     program: Program, pair: tuple[str, str], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """The reason why a pair cannot run a cell here, if any."""
+    """Return the reason why a pair cannot run a cell here, or None."""
     reason = why_never(program, pair, device)
     return reason or _why_not_built(program.key, *pair, device.type, dtype)
 
 
 def pairs_for(program: Program, dtype: torch.dtype, device: torch.device) -> list[tuple[str, str]]:
-    """All pairs that run a cell here on gates of `dtype`; builds what they need."""
+    """Return all pairs that run a cell here on gates of `dtype`; build what they need."""
     return [pair for pair in PAIRS if why_not(program, pair, dtype, device) is None]
 
 
 def why_never(program: Program, pair: tuple[str, str], device: torch.device) -> str | None:
-    """The reason why a pair cannot run a cell, whatever can be built here, if any."""
+    """Return the reason why a pair cannot run a cell, whatever can be built here, or None."""
     engine = find(*pair, device)
     if engine is not None:
         return engine.why_not(program)
     return f"there is no such engine for {device.type}"
 
 
+# Compiled regions must not look into the building of a library, or into warnings of it.
+@constant_in_graphs
 def _why_not_built(
     key: str, solver: str, backend: str, device: str, dtype: torch.dtype
 ) -> str | None:
-    """The reason why an engine cannot be made ready, if any."""
-    return _build_failure(key, solver, backend, device, dtype)
-
-
-@functools.cache
-def _build_failure(
-    key: str, solver: str, backend: str, device: str, dtype: torch.dtype
-) -> str | None:
+    """Return the reason why an engine cannot be built, or None. Its kernels, or errors, are cached
+    by process."""
     engine = find(solver, backend, torch.device(device))
     assert engine is not None
     try:
-        if engine.build is not None:
-            engine.build(program_by_key(key), dtype)
+        engine.build(program_by_key(key), dtype)
     except EngineError as error:
         return str(error)
     return None
 
 
-on_clear(_build_failure.cache_clear)
+_warned: set[str] = set()
 
 
-def _say(message: str) -> None:
-    _say_once(message)
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    warn_user(message, BackendWarning)
-
-
-# What torch.compiler.assume_constant_result does, which would import the compiler to do it:
-# compiled regions must not look into the building of a library, or warnings of it.
-_why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_say._dynamo_marked_constant = True  # type: ignore[attr-defined]
+@constant_in_graphs
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warn_user(message, BackendWarning)

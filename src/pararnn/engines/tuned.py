@@ -1,4 +1,4 @@
-"""What `autotune` has measured: in memory, where the choice of an engine reads it, and on disk."""
+"""Measurements of `autotune`: in memory, where the choice of an engine reads them, and on disk."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from pararnn.atomic import write_text
 from pararnn.cache import cache_folder, on_clear
-from pararnn.engines.split import SplitRequest, pin
+from pararnn.engines.split import SplitRequest
 from pararnn.errors import BackendWarning, warn_user
 
 MARGIN = 1.05
-"""How many times slower than the fastest the rule's choice must be to be given up."""
+"""Factor by which another pair must be faster than the rule's choice to replace it."""
 
 
 class Measured(NamedTuple):
-    """The time of a pair on one workload, in ms; `split` as asked, by the rule where it is not."""
+    """Time of a pair on one workload, in ms, with the requested `split`."""
 
     solver: str
     backend: str
@@ -29,7 +29,7 @@ class Measured(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What a record is about: a program's key, (B, T, D), the gates' dtype, and the device."""
+    """Subject of a record: a program's key, (B, T, D), the gates' dtype, and the device."""
 
     key: str
     size: tuple[int, int, int]
@@ -38,7 +38,7 @@ class Workload(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The measurements of a workload, the one to take first, and why each would be taken."""
+    """Measurements of a workload in order of preference, and the reason for each."""
 
     workload: Workload
     measured: tuple[Measured, ...]
@@ -51,11 +51,11 @@ on_clear(lambda: _RECORDS.clear(), kernels=False)
 
 
 def fastest(workload: Workload, solver: str, backend: str) -> tuple[Measured, str] | None:
-    """The measurement to follow where a request leaves a part open by "auto", and why; if any."""
+    """Return the measurement to follow for a request ("auto" allows all names), and the reason."""
     key, size, dtype, device = workload
     for record in records(key):
         own = record.workload
-        # Sizes last: compiled code for any size then asks about them where it must only.
+        # Sizes last: compiled code for any size then compares them only where it must.
         if own.dtype == dtype and own.device == device and own.size == size:
             for row, why in zip(record.measured, record.why, strict=True):
                 if solver in (row.solver, "auto") and backend in (row.backend, "auto"):
@@ -64,15 +64,15 @@ def fastest(workload: Workload, solver: str, backend: str) -> tuple[Measured, st
 
 
 def records(key: str) -> tuple[Record, ...]:
-    """What is remembered of a program."""
+    """Return the records of a program."""
     return _RECORDS.get(key, ())
 
 
 def remember(workload: Workload, measured: Sequence[Measured]) -> tuple[Measured, ...]:
     """Have `fastest` follow these measurements, of which the first is the rule's choice.
 
-    Returns them in the order in which they are to be taken: the rule's first unless another is
-    faster by MARGIN, then by time.
+    Returns them in order of preference: the rule's first unless another is faster by MARGIN, then
+    by time.
     """
     rule, *others = measured
     ordered = sorted(measured, key=lambda row: row.ms)
@@ -83,7 +83,7 @@ def remember(workload: Workload, measured: Sequence[Measured]) -> tuple[Measured
         best = ordered[0].ms
         first = f"autotune measured it fastest: {best:.4g} ms against {rule.ms:.4g} ms by the rule"
     later = [
-        f"autotune measured it fastest of what was asked for: {row.ms:.4g} ms"
+        f"autotune measured it fastest of the requested pairs: {row.ms:.4g} ms"
         for row in ordered[1:]
     ]
     record = Record(workload, tuple(ordered), (first, *later))
@@ -93,30 +93,30 @@ def remember(workload: Workload, measured: Sequence[Measured]) -> tuple[Measured
 
 
 def forget(workload: Workload) -> None:
-    """Drop what is remembered of a workload, in this process."""
-    kept = tuple(r for r in _RECORDS.pop(workload.key, ()) if r.workload != workload)
-    if kept:
-        _RECORDS[workload.key] = kept
+    """Drop the records of a workload, in this process."""
+    others = tuple(r for r in _RECORDS.pop(workload.key, ()) if r.workload != workload)
+    if others:
+        _RECORDS[workload.key] = others
 
 
 def path_of(name: str, about: dict[str, Any]) -> Path:
-    """The file of a record: `name` makes it readable, `about` is all that it depends on."""
+    """Return the file of a record: `name` makes it readable, `about` is all that it depends on."""
     digest = hashlib.sha256(_text(about).encode()).hexdigest()
     return cache_folder() / "tuned" / f"{name}-{digest[:24]}.json"
 
 
 def read(path: Path, about: dict[str, Any]) -> list[Measured] | None:
-    """The measurements in a file, as `write` had them, or None if there is no file.
+    """Return the measurements that `write` put into a file, or None if there is no file.
 
-    A file that holds something else is passed over, with a BackendWarning.
+    A file that holds something else is ignored, with a BackendWarning.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["about"] != json.loads(_text(about)):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["about"] != json.loads(_text(about)):
             raise ValueError("it is about something else")
         rows = [
-            Measured(str(solver), str(backend), pin(*split), float(ms))
-            for solver, backend, split, ms in found["measured"]
+            Measured(str(solver), str(backend), SplitRequest.checked(*split), float(ms))
+            for solver, backend, split, ms in record["measured"]
         ]
         if not rows:
             raise ValueError("it holds no measurement")
@@ -132,15 +132,15 @@ def read(path: Path, about: dict[str, Any]) -> list[Measured] | None:
 
 
 def write(path: Path, about: dict[str, Any], measured: Sequence[Measured]) -> None:
-    """Keep measurements, whole or not at all; a BackendWarning where the folder is read-only."""
+    """Write measurements, whole or not at all; warn with BackendWarning where that fails."""
     text = json.dumps({"about": about, "measured": measured}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text, concurrent=True)
     except OSError as error:
         warn_user(
-            f"what autotune measured cannot be kept in {path.parent} ({error}), and holds for this "
-            "process only; set PARARNN_CACHE_DIR to a folder that can be written",
+            f"autotune's measurements cannot be written to {path.parent} ({error}), and hold for "
+            "this process only; set PARARNN_CACHE_DIR to a folder that can be written",
             BackendWarning,
         )
 

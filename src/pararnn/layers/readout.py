@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.cells.base import Cell, Step
-from pararnn.engines.arguments import Arguments, Engine
+from pararnn.engines.arguments import Arguments
+from pararnn.engines.engine import Engine
 from pararnn.engines.forward_time import step_inputs, without_padding
 from pararnn.errors import CellError
 from pararnn.numerics import without_autocast
@@ -41,7 +41,7 @@ def read_out(program: Program, args: Arguments, states: Sequence[Tensor]) -> Ten
     where it is no tensor of a state's shape and dtype.
     """
     # In the order of the arguments: a step's readout depends on no other step.
-    args = replace(args, reverse=False)
+    args = args.with_options(reverse=False)
     with without_autocast(args.gates.device):
         rows = (*(state.to(args.dtype) for state in states), *step_inputs(args))
         params = [param.to(args.dtype) for param in args.params]

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from pararnn.engines.arguments import Arguments, Engine
+from pararnn.engines.arguments import Arguments
+from pararnn.engines.engine import Engine
 from pararnn.engines.signature import PLAIN_TYPES
 from pararnn.errors import warn_user
 from pararnn.layers.projection import Projection, headwise_gates
@@ -56,7 +57,7 @@ def solve_without_gates(
     """Return what `solve_and_read` does, saving a source of the gates in their place."""
     if source is None:
         return solve_and_read(program, engine, args)
-    if engine.backward is None:
+    if not engine.has_backward:
         return recompute(partial(solve_and_read, program, engine), args, source)
     states, final, counts = run_engine(program, engine, args, source)
     output = states[0]

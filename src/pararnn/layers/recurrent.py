@@ -11,8 +11,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
 from pararnn.cells.find import check_cell_class
-from pararnn.engines.arguments import Arguments, totals
-from pararnn.engines.request import OPEN, Request, chosen, request
+from pararnn.engines.arguments import Arguments, Options, checked_options, totals
+from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
 from pararnn.layers.projection import HeadwiseLinear, record_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
@@ -21,7 +21,7 @@ from pararnn.layers.resets import split_at_resets
 from pararnn.parameters import CLIPS, Draw, draw_anew
 from pararnn.program.program import program_of
 from pararnn.sequences import Sequences, checked_reset, sequences_of, without_padding
-from pararnn.solve import Fields, Options, arguments_of, check_gates, plan_solve
+from pararnn.solve import Fields, arguments_of, check_gates, plan_solve
 from pararnn.tensors import ArrayLike, States, check_tensor
 
 
@@ -170,7 +170,7 @@ class RecurrentLayer(nn.Module):
         """
         cell = unwrapped(self.cell)
         x, initial, sequences = self._split(x, initial, reset_states, reset, cu_seqlens, sequences)
-        options = self._options(cell, sequences, fields, all_states)
+        options = self._options(cell, all_states)
         pair = self.requested_pair(solver, backend, mode)
         compiling = torch.compiler.is_compiling()
         eager = not (compiling or torch._C._are_functorch_transforms_active())
@@ -180,19 +180,19 @@ class RecurrentLayer(nn.Module):
         if recomputes and compiling:
 
             def whole(x: Tensor, initial: States | None) -> Results:
-                args = self._arguments(cell, x, initial, options)
+                args = self._arguments(cell, x, initial, sequences, options, fields)
                 _, engine, args = plan_solve(program, args, *pair)
                 return solve_and_read(program, engine, args)
 
             output, states, final, counts = recompute_compiled(whole, x, initial)
         elif recomputes and eager:
             with record_projections() as projections:
-                args = self._arguments(cell, x, initial, options)
+                args = self._arguments(cell, x, initial, sequences, options, fields)
             choice, engine, args = plan_solve(program, args, *pair)
             source = gate_source(args.gates, projections)
             output, states, final, counts = solve_without_gates(program, engine, args, source)
         else:  # transforms of torch.func know no checkpoints
-            args = self._arguments(cell, x, initial, options)
+            args = self._arguments(cell, x, initial, sequences, options, fields)
             choice, engine, args = plan_solve(program, args, *pair)
             output, states, final, counts = solve_and_read(program, engine, args)
         if eager:
@@ -218,14 +218,14 @@ class RecurrentLayer(nn.Module):
         """Return the record of the solve that `forward` runs for these."""
         cell = unwrapped(self.cell)
         x, initial, sequences = self._split(x, initial, reset_states, **where)
-        options = self._options(cell, sequences, fields, all_states)
-        return self._arguments(cell, x, initial, options)
+        options = self._options(cell, all_states)
+        return self._arguments(cell, x, initial, sequences, options, fields)
 
     def requested_pair(
         self, solver: str | None = None, backend: str | None = None, mode: str | None = None
     ) -> tuple[str, str]:
         """Return the pair that a call with these requests: else `using`'s, else the layer's."""
-        return chosen(request(solver, backend, mode), Request(self.solver, self.backend))
+        return resolve(request(solver, backend, mode), Request(self.solver, self.backend))
 
     def _split(
         self,
@@ -253,18 +253,25 @@ class RecurrentLayer(nn.Module):
             )
         return x, initial, sequences
 
-    def _options(
-        self, cell: Cell, sequences: Sequences, fields: Fields | None, all_states: bool
-    ) -> Options:
-        output_only = not (all_states or cell.has_readout)
-        return Options(sequences, fields, self.reverse, self.on_failure, output_only)
+    def _options(self, cell: Cell, all_states: bool) -> Options:
+        return checked_options(
+            reverse=self.reverse,
+            on_failure=self.on_failure,
+            output_only=not (all_states or cell.has_readout),
+        )
 
     def _arguments(
-        self, cell: Cell, x: Tensor, initial: States | None, options: Options
+        self,
+        cell: Cell,
+        x: Tensor,
+        initial: States | None,
+        sequences: Sequences,
+        options: Options,
+        fields: Fields | None,
     ) -> Arguments:
         gates = self.proj(x)
         check_gates(cell, gates)
-        return arguments_of(cell, gates, initial, options, self.bias)
+        return arguments_of(cell, gates, initial, sequences, options, fields, self.bias)
 
     def step(
         self,
@@ -364,5 +371,5 @@ class RecurrentLayer(nn.Module):
 
 def decoding_pair(backend: str) -> Request:
     """Return the request for a single step of a layer with this backend."""
-    _, backend = chosen(OPEN, Request(None, backend))
+    _, backend = resolve(DEFER, Request(None, backend))
     return Request("sequential", backend if ("sequential", backend) in PAIRS else "auto")

@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import PackedSequence
 from pararnn.cells import Cell, GRUCell, LSTMCell
 from pararnn.cells.base import unwrapped
 from pararnn.engines.arguments import totals
-from pararnn.engines.fused.layout import own_shape
 from pararnn.errors import warn_user
 from pararnn.layers.checks import (
     ByLayer,
@@ -24,6 +23,7 @@ from pararnn.layers.checks import (
 )
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
+from pararnn.private import unsafe_view
 from pararnn.sequences import checked_reset, without_padding
 from pararnn.solve import Fields
 from pararnn.tensors import ArrayLike, States
@@ -374,11 +374,11 @@ def stack_states(finals: list[States], has_batch: bool) -> States:
     """Return the final states of all layers as `ParaRNN` does."""
     each = [final if isinstance(final, tuple) else (final,) for final in finals]
     if len(each) == 1:
-        states = tuple([own_shape(state, (1, *state.shape)) for state in each[0]])
+        states = tuple([unsafe_view(state, (1, *state.shape)) for state in each[0]])
     else:
         states = tuple(torch.stack(series) for series in zip(*each, strict=True))
     if not has_batch:
-        states = tuple([own_shape(state, (len(each), state.shape[2])) for state in states])
+        states = tuple([unsafe_view(state, (len(each), state.shape[2])) for state in states])
     return states[0] if len(states) == 1 else states
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.private import higher_order_scan
 from pararnn.solvers.system import System
 
 
@@ -46,8 +47,6 @@ def unroll_states(system: System) -> tuple[Tensor, ...]:
 
 def _scanned(system: System) -> Tensor:
     """The same as one operator with the step inside, for any T: what becomes ONNX's Scan."""
-    from torch._higher_order_ops.scan import scan
-
     step, count = system.program.step, len(system.inputs)
     masks = [x for x in (system.fresh, system.start, system.padding) if x is not None]
 
@@ -65,5 +64,7 @@ def _scanned(system: System) -> Tensor:
 
     first = tuple(s.clone() for s in system.initial.unbind(1))
     # Along the first dimension: PyTorch 2.11 stacks there whatever it is told.
-    _, states = scan(body, first, [x.movedim(1, 0) for x in (*system.inputs, *masks)], dim=0)
+    _, states = higher_order_scan(
+        body, first, [x.movedim(1, 0) for x in (*system.inputs, *masks)], dim=0
+    )
     return states.movedim(0, 1)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from pararnn.cells.base import unwrapped
 from pararnn.device import type_of
-from pararnn.engines.request import requested_split
-from pararnn.engines.split import BY_RULE
+from pararnn.engines.request import split_of_context
+from pararnn.engines.split import NO_REQUEST
 from pararnn.layers import RecurrentLayer
 
 SWEEP_COST = 3.0
@@ -148,7 +148,7 @@ def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     asked = layer.requested_pair(*(options.get(part) for part in ("solver", "backend", "mode")))
-    return asked in (("auto", "auto"), ("auto", "fused")) and requested_split() == BY_RULE
+    return asked in (("auto", "auto"), ("auto", "fused")) and split_of_context() == NO_REQUEST
 
 
 def _rows(inputs: Any, options: Mapping[str, Any]) -> Rows:

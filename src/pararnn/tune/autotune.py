@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
 from pararnn.device import type_of
 from pararnn.engines import tuned
-from pararnn.engines.arguments import Engine
-from pararnn.engines.split import BY_RULE, SplitRequest
+from pararnn.engines.engine import Engine
+from pararnn.engines.split import NO_REQUEST, Split, SplitRequest
 from pararnn.engines.table import choose, find, pairs_for
 from pararnn.engines.tuned import Measured, Workload
 from pararnn.layers import ParaRNN, RecurrentLayer
@@ -70,7 +70,7 @@ class Tuning:
         head = f"{self.cell}, (B, T, D) = {self.size}, {self.dtype} on {self.device}"
         lines = [f"{head}, {passes}, {source}"]
         for row in self.measured:
-            split = "" if row.split == BY_RULE else " segments {}, burn-in {}".format(*row.split)
+            split = "" if row.split == NO_REQUEST else " segments {}, burn-in {}".format(*row.split)
             mark = ", by the rule" if row == self.by_rule else ""
             lines.append(f"  ({row.solver}, {row.backend}){split}: {row.ms:.4g} ms{mark}")
         return "\n".join(lines)
@@ -149,7 +149,7 @@ def candidates(workload: Workload) -> list[tuple[Engine, SplitRequest]]:
             if solver == "newton" and _jacobians(program, size) > MOST_JACOBIANS:
                 continue
             found[solver, backend] = engine
-    return [(engine, pin) for engine in found.values() for pin in _pins(engine, workload)]
+    return [(e, request) for e in found.values() for request in _split_requests(e, workload)]
 
 
 def _jacobians(program: Program, size: tuple[int, int, int]) -> int:
@@ -158,18 +158,19 @@ def _jacobians(program: Program, size: tuple[int, int, int]) -> int:
     return batch * steps * program.num_states**2 * channels * program.coupling.reach(channels)
 
 
-def _pins(engine: Engine, workload: Workload) -> list[SplitRequest]:
+def _split_requests(engine: Engine, workload: Workload) -> list[SplitRequest]:
     """The splits to try of an engine, that of the rule first."""
-    if engine.split is None:
-        return [BY_RULE]
-    plan_split = partial(engine.split, program_by_key(workload.key), *workload[1:])
-    rule = plan_split(BY_RULE)
-    pins = {rule: BY_RULE}
+    by_rule = NO_REQUEST
+    if not engine.cuts_time:
+        return [by_rule]
+    plan_split = partial(engine.plan_split, program_by_key(workload.key), *workload[1:])
+    rule = plan_split(by_rule)
+    requests: dict[Split, SplitRequest] = {rule: by_rule}
     for segments in (rule.segments // 2, rule.segments, 2 * rule.segments):
         for burn_in in (rule.burn_in // 2, rule.burn_in, 2 * rule.burn_in):
-            pin = SplitRequest(max(2, segments), burn_in)
-            pins.setdefault(plan_split(pin), pin)
-    return list(pins.values())
+            request = SplitRequest(max(2, segments), burn_in)
+            requests.setdefault(plan_split(request), request)
+    return list(requests.values())
 
 
 def _measure(cell: Cell, workload: Workload, backward: bool) -> list[Measured]:
@@ -177,18 +178,18 @@ def _measure(cell: Cell, workload: Workload, backward: bool) -> list[Measured]:
     cell = copy.deepcopy(cell).to(workload.device)
     rows: list[Measured] = []
     best = float("inf")
-    for engine, pin in candidates(workload):
-        call = _call(cell, workload, engine, pin, backward)
+    for engine, request in candidates(workload):
+        call = _call(cell, workload, engine, request, backward)
         seconds = median_seconds(call, workload.device, 1)
         best = min(best, seconds)
         if seconds <= HOPELESS * best:
             seconds = settled_seconds(call, workload.device, SECONDS)
-        rows.append(Measured(engine.solver, engine.backend, pin, seconds * 1e3))
+        rows.append(Measured(engine.solver, engine.backend, request, seconds * 1e3))
     return rows
 
 
 def _call(
-    cell: Cell, workload: Workload, engine: Engine, pin: SplitRequest, backward: bool
+    cell: Cell, workload: Workload, engine: Engine, request: SplitRequest, backward: bool
 ) -> Callable[[], Any]:
     """One pass, or both, on random inputs."""
     (batch, steps, channels), device = workload.size, workload.device
@@ -210,7 +211,7 @@ def _call(
     def call() -> None:
         with torch.set_grad_enabled(backward):
             args = prepare(cell, gates, fields=fields, output_only=not cell.has_readout)
-            args = replace(args, segments=pin.segments, burn_in=pin.burn_in)
+            args = args.with_options(**request._asdict())
             states = run_engine(program, engine, args).states
             if backward:
                 read = states if cell.has_readout else states[:1]

@@ -11,7 +11,7 @@ import torch
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrapped
 from pararnn.device import type_of
-from pararnn.engines.request import Request, chosen, request, requested_split
+from pararnn.engines.request import Request, request, resolve, split_of_context
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_never, why_not
 from pararnn.layers import ParaRNN, RecurrentLayer
@@ -86,12 +86,12 @@ def explain(
         program, size, dtype, device = workload_of(module, shape, dtype, device)
         if not isinstance(module, Cell):
             default = Request(module.solver, module.backend)
-    asked = chosen(request(solver, backend, mode), default)
-    choice = choose(program, size, dtype, device, *asked).pinned(requested_split())
+    pair = resolve(request(solver, backend, mode), default)
+    choice = choose(program, size, dtype, device, *pair).with_split(split_of_context())
     # Kernels of the pair that runs have been built, and others would be: each takes a second.
     others = {
         p: why_not(program, p, dtype, device)
-        if choice.engine().build is None
+        if not choice.engine().builds
         else why_never(program, p, device)
         for p in PAIRS
         if p != choice.pair

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,204 +17,204 @@ from pararnn.codegen.cuda import (
     most_per_lane,
     usual_variants,
 )
-from pararnn.codegen.families import interface_of, why_no_kernels
-from pararnn.codegen.interface import Values, Words
+from pararnn.codegen.families import interface_of
+from pararnn.codegen.interface import Interface, Values, Words
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.device import has_gpu
-from pararnn.engines.arguments import Arguments, Engine, Gradients, Pays, Solution
+from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.launch import (
     Addresses,
-    Conversion,
     Template,
     adjoint_values,
     conversions_for,
-    first_taken,
     input_values,
     template_of,
     to_kernel_layout,
 )
 from pararnn.engines.fused.layout import (
     gate_strides,
-    gradients_like,
     head_strides,
     heads_of,
-    new_grad_initial,
-    new_states,
     row_and_time,
     unit_stride,
 )
-from pararnn.engines.fused.plan import Plan, plan, shared_of
-from pararnn.engines.rule import Merit, Size, loop_pays, segments_pay
-from pararnn.engines.split import MIN_LENGTH, WARPS_A_CORE, Split, SplitRequest, segments_for
+from pararnn.engines.fused.passes import Adjoint, FusedEngine
+from pararnn.engines.fused.plan import Plan, plan_pass, shared_of
+from pararnn.engines.rule import Size
+from pararnn.engines.split import (
+    MIN_LENGTH,
+    WARPS_A_CORE,
+    Split,
+    SplitRequest,
+    useful_segments,
+)
 from pararnn.errors import EngineError
+from pararnn.private import constant_in_graphs
 from pararnn.program.program import Program
 
 MAX_LENGTH = 2**30
 MAX_BLOCKS = 2**31 - 1
 
 
-def _forward(gpu: Gpu, solver: str, program: Program, args: Arguments) -> Solution:
-    weights = _weight_dtype(args)
-    tensors = _tensors(args, unit_stride, weights)
-    launch = _kept_launch(gpu, solver, program, args, tensors, weights)
-    states, final = new_states(program.num_states, args)
-    info = args.gates.new_empty((INFO_SLOTS[solver], 2), dtype=torch.int64)
-    # Slots that no tile writes, or that several share, are zero at first.
-    if not launch.blocks or (solver == "newton" and launch.blocks > len(info)):
-        info.zero_()
-    launch.run(gpu, [*tensors, *states, *final, info])
-    return Solution(states, final, info)
+class GpuEngine(FusedEngine):
+    """Generated CUDA kernels for one solver, on a type of GPU."""
+
+    def __init__(self, solver: str, gpu: Gpu) -> None:
+        super().__init__(solver)
+        self.gpu, self.info_rows = gpu, INFO_SLOTS[solver]
+
+    def build(self, program: Program, dtype: torch.dtype) -> None:
+        """Compile small kernels. Raises EngineError where that fails."""
+        check_buildable(program, dtype, capability_of(torch.device("cuda")), self.solver)
+
+    def plan_split(
+        self,
+        program: Program,
+        size: Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        request: SplitRequest,
+    ) -> Split:
+        """Plan the segments of a forward pass on gates of the usual layout."""
+        batch, steps, channels = size
+        device = self.gpu.with_index(device)
+        variant = usual_variants(program, dtype, channels, channels, solver="newton")[0]
+        columns = batch * _tiles(channels, variant.per_lane)
+        return plan_pass(self.gpu, program, variant, (columns, steps), device, request).split
+
+    def segments(self, size: Size, dtype: torch.dtype, device: torch.device) -> int:
+        """Return how many segments keep all cores busy."""
+        batch, steps, channels = size
+        if steps < MIN_LENGTH or not has_gpu():
+            return 1
+        columns = batch * _tiles(channels, most_per_lane(dtype))
+        return useful_segments(steps, columns, _cores_as_constant(device))
+
+    def launch(
+        self, program: Program, args: Arguments, adjoint: Adjoint | None = None
+    ) -> tuple[Launch, list[Tensor | None]]:
+        """Return the launch of a pass, and the call's tensors in kernel layout.
+
+        It is cached for calls with this signature whose tensors are aligned alike. Raises
+        EngineError for sizes that kernels do not support.
+        """
+        weights, signature = _weight_dtype(args), args.signature
+        layout = unit_stride if adjoint is None else _as_gradient
+        key = layout, weights
+        tensors = to_kernel_layout(args, signature.cache(key, conversions_for, args, *key))
+        own = Arguments.unflatten(tensors, args.flatten()[1])
+        full_fields = [f for f in own.fields if f.shape[-1] == signature.size[2]]
+        layouts = Layouts(_chunk_of([own.gates]), _chunk_of(full_fields))
+        if adjoint is not None:
+            arriving = tuple([None if g is None else row_and_time(g) for g in adjoint.arriving])
+            chunk = _chunk_of([adjoint.written, *adjoint.states, *adjoint.arriving])
+            layouts = layouts._replace(arriving=arriving, adjoint_chunk=chunk)
+        given = (self.gpu, self.solver, program, weights, layouts)
+        return signature.cache(given, make_launch, *given, own), tensors
 
 
-def _backward(
-    gpu: Gpu,
-    solver: str,
-    program: Program,
-    args: Arguments,
-    states: tuple[Tensor, ...],
-    grad_states: tuple[Tensor | None, ...],
-    grad_final: tuple[Tensor | None, ...],
-    wanted: Sequence[str],
-) -> Gradients:
-    weights = _weight_dtype(args)
-    tensors = _tensors(args, _as_gradient, weights)
-    grad_gates = torch.empty_like(args.gates)
-    written = unit_stride(grad_gates)
-    saved = [s.contiguous() for s in states]
-    arriving = [None if g is None else unit_stride(g) for g in grad_states]
-    strides = tuple([None if g is None else row_and_time(g) for g in arriving])
-    adjoint = _Adjoint(strides, _chunk_of([written, *saved, *arriving]))
-    launch = _kept_launch(gpu, solver, program, args, tensors, weights, adjoint)
-    form, new, bias = args.form, args.gates.new_empty, args.bias
-    sums = new if launch.blocks else args.gates.new_zeros
-    grad_fields = [new(f.shape, dtype=form.dtype) for f in args.fields]
-    grad_initial = new_grad_initial(args, grad_final)
-    grad_bias = None if bias is None else sums(bias.shape, dtype=weights)
-    grad_params = [sums(p.shape, dtype=weights) for p in args.params]
-    rows = (launch.spans, len(program.gates) + len(grad_params), form.size[2])
-    partial = new(rows, dtype=form.dtype)
-    tensors += [*saved, *arriving]
-    tensors += [None if g is None else g.contiguous() for g in grad_final]
-    tensors += (written, *grad_fields, *(grad_initial or (None,) * len(states)), partial)
-    launch.run(gpu, tensors)
-    if "bias" in wanted or "params" in wanted:
-        launch.sum_weights(gpu, [partial, grad_bias, *grad_params])
-    grads = (grad_bias, grad_fields, grad_params, grad_initial)
-    return gradients_like(args, grad_gates, written, *grads, wanted)
+class Layouts(NamedTuple):
+    """Layouts on which a pass depends in addition to a call's signature.
 
+    chunk, field_chunk, adjoint_chunk: bytes that may be copied at once by the addresses of gates,
+    of fields, and of all that the backward pass reads and writes in addition (None in the forward
+    pass). arriving: strides (B, T) of the gradients that arrive, None for an absent one.
+    """
 
-def _tensors(args: Arguments, gates: Conversion, weights: torch.dtype) -> list[Tensor | None]:
-    """The tensors of a call as kernels take them."""
-    how = gates, weights
-    return to_kernel_layout(args, args.form.kept(how, conversions_for, args, *how))
-
-
-def _as_gradient(gates: Tensor) -> Tensor:
-    """Gates in the layout in which their gradient is written."""
-    written, gates = unit_stride(torch.empty_like(gates, device="meta")), unit_stride(gates)
-    if gates.stride() == written.stride():
-        return gates
-    return torch.empty_like(written, device=gates.device).copy_(gates)
-
-
-def _weight_dtype(args: Arguments) -> torch.dtype:
-    """That of all weights; the compute dtype where they differ, or there are none."""
-    bias = args.bias
-    own = {w.dtype for w in (args.params if bias is None else (*args.params, bias))}
-    return own.pop() if len(own) == 1 else args.form.dtype
-
-
-class _Adjoint(NamedTuple):
-    """What a backward pass depends on beside a call's form: the strides of gradients that arrive,
-    None for none, and `_chunk_of` what it reads and writes more."""
-
-    arriving: tuple[tuple[int, ...] | None, ...]
     chunk: int
+    field_chunk: int
+    adjoint_chunk: int | None = None
+    arriving: tuple[tuple[int, int] | None, ...] = ()
 
 
-def _chunk_of(tensors: Sequence[Tensor | None]) -> int:
-    """The bytes that may be copied at once as far as tensors' addresses go."""
-    return chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+class Launch(NamedTuple):
+    """Pass on calls of one signature. Without blocks there is nothing to launch.
 
+    weights: dtype of the weights' gradients. blocks: of one segment. shared, counters: lengths of
+    the memory that segments share, and of their counters, in words. sums: template of the kernel
+    that adds up the weights' gradients of all spans.
+    """
 
-class _Launch(NamedTuple):
-    """A pass on calls of one form: what is launched, on how many blocks of a segment, with which
-    words; the spans that it sums apart; the words that segments share, and those of their counters;
-    and the words by which spans are added up."""
-
-    blocks: int
+    gpu: Gpu
+    weights: torch.dtype
+    info_rows: int
+    blocks: int = 0
     plan: Plan | None = None
-    frame: Template | None = None
+    template: Template | None = None
     spans: int = 0
     shared: int = 0
     counters: int = 0
     sums: Template | None = None
 
-    def run(self, gpu: Gpu, tensors: list[Tensor | None]) -> None:
-        """Launch the kernel on these tensors, if there is anything to do."""
-        plan, frame, gates = self.plan, self.frame, tensors[0]
-        if plan is None or frame is None or gates is None:
+    def new_info(self, gates: Tensor) -> Tensor:
+        """Allocate the counts of a forward pass."""
+        info = gates.new_empty((self.info_rows, 2), dtype=torch.int64)
+        # Rows that no tile writes, or to which several add, are zero at first.
+        if not self.blocks or 1 < len(info) < self.blocks:
+            info.zero_()
+        return info
+
+    def new_weights(self, args: Arguments, gates: int) -> tuple[Tensor | None, list[Tensor]]:
+        """Allocate the gradients of bias and params; zero where nothing is launched."""
+        new = args.gates.new_empty if self.blocks else args.gates.new_zeros
+        grad_bias = None if args.bias is None else new(args.bias.shape, dtype=self.weights)
+        return grad_bias, [new(p.shape, dtype=self.weights) for p in args.params]
+
+    def forward(self, tensors: list[Tensor | None], info: Tensor) -> None:
+        """Launch a forward pass."""
+        self._run([*tensors, info])
+
+    def backward(
+        self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
+    ) -> None:
+        """Launch a backward pass, and add up the weights' gradients of all spans if wanted."""
+        partial = tensors[-1]
+        self._run(tensors)
+        if "bias" in wanted or "params" in wanted:
+            self.sum_weights([partial, *weights])
+
+    def _run(self, tensors: list[Tensor | None]) -> None:
+        plan, template, gates = self.plan, self.template, tensors[0]
+        if plan is None or template is None or gates is None:
             return
         if self.shared:
             tensors.append(gates.new_empty(self.shared, dtype=torch.int64))
         if self.counters:
             tensors.append(gates.new_zeros(self.counters, dtype=torch.int64))
         segments, cluster = plan.split.segments, plan.cluster
-        gpu.call(
+        self.gpu.call(
             gates.device,
             plan.kernels["run"],
             (self.blocks * segments, 1),
-            frame.filled(tensors),
-            gpu.stream(gates.device),
+            template.fill(tensors),
+            self.gpu.stream(gates.device),
             together=not cluster and segments > 1,
             cluster=cluster,
         )
 
-    def sum_weights(self, gpu: Gpu, tensors: Sequence[Tensor | None]) -> None:
-        """Add up what the spans of all rows have summed, if there is anything to do."""
+    def sum_weights(self, tensors: Sequence[Tensor | None]) -> None:
+        """Add up the sums of spans, the first tensor, into the others."""
         partial = tensors[0]
         if self.plan is None or self.sums is None or partial is None:
             return
         _, weights, channels = partial.shape
-        kernel, words = self.plan.kernels["sum_weights"], self.sums.filled(tensors)
+        kernel, words = self.plan.kernels["sum_weights"], self.sums.fill(tensors)
         grid = (_tiles(channels, 1), weights)
-        gpu.call(partial.device, kernel, grid, words, gpu.stream(partial.device))
+        self.gpu.call(partial.device, kernel, grid, words, self.gpu.stream(partial.device))
 
 
-def _kept_launch(
+def make_launch(
     gpu: Gpu,
     solver: str,
     program: Program,
-    args: Arguments,
-    tensors: Sequence[Tensor | None],
-    weights: torch.dtype,
-    adjoint: _Adjoint | None = None,
-) -> _Launch:
-    """The launch of a pass on tensors as `taken` gives them; kept for all calls of the form whose
-    tensors are aligned alike. Raises EngineError for sizes that kernels do not take."""
-    gates, fields = first_taken(args, tensors)
-    whole = [f for f in fields if f.shape[-1] == args.form.size[2]]
-    chunks = _chunk_of([gates]), _chunk_of(whole)
-    key = (gpu, solver, program, *chunks, adjoint)
-    given = (gpu, solver, program, args, gates, fields, weights, *chunks, adjoint)
-    return args.form.kept(key, launch_of, *given)
-
-
-def launch_of(
-    gpu: Gpu,
-    solver: str,
-    program: Program,
-    args: Arguments,
-    gates: Tensor,
-    fields: Sequence[Tensor],
     weight_dtype: torch.dtype,
-    chunk: int,
-    field_chunk: int,
-    adjoint: _Adjoint | None,
-) -> _Launch:
-    """The launch of a pass; `chunk` and `field_chunk`: see `_chunk_of`."""
-    (rows, length, channels), (heads, width) = args.form.size, heads_of(gates.shape)
+    layouts: Layouts,
+    args: Arguments,
+) -> Launch:
+    """Plan a pass on calls of a signature, and pack its words; `args` is in kernel layout."""
+    gates, backward = args.gates, layouts.adjoint_chunk is not None
+    (rows, length, channels), (heads, width) = args.size, heads_of(gates.shape)
     count, dtype, device = gates.shape[2], gates.dtype, gates.device
     per_lane = most_per_lane(dtype)
     if solver == "sequential":
@@ -226,142 +225,123 @@ def launch_of(
             f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS} tiles of channels, "
             f"got T = {length} and B = {rows}; split the sequence, or the batch"
         )
+    empty = Launch(gpu, weight_dtype, INFO_SLOTS[solver])
     if not blocks:
-        return _Launch(0)
+        return empty
     row, time, gate, head = head_strides(gates.shape, gates.stride())
-    if head == width:  # heads side by side are one
+    if head == width:  # contiguous heads are one
         heads, width, head = 1, channels, 0
-    size, wide = dtype.itemsize, args.form.dtype.itemsize
-    # Strides of dimensions of size 1 are never taken.
+    size, wide = dtype.itemsize, args.dtype.itemsize
+    # Kernels never use strides of dimensions of size 1.
     sizes = ((row, rows), (time, length), (gate, count), (head, heads))
-    places = [chunk, width * size, *[s * size for s, n in sizes if n > 1]]
-    whole = [row_and_time(f) for f in fields if f.shape[-1] == channels]
-    field_places = [s * wide for strides in whole for s in (channels, *strides)]
-    arriving: tuple[tuple[int, ...] | None, ...] = (None,) * program.num_states
-    if adjoint is not None:
-        arriving = adjoint.arriving
-        places += [adjoint.chunk, channels * size, *[s * size for g in arriving for s in g or ()]]
+    aligned = [layouts.chunk, width * size, *[s * size for s, n in sizes if n > 1]]
+    field_strides = [row_and_time(f) for f in args.fields if f.shape[-1] == channels]
+    aligned_fields = [s * wide for strides in field_strides for s in (channels, *strides)]
+    arriving: tuple[tuple[int, int] | None, ...] = (None,) * program.num_states
+    if layouts.adjoint_chunk is not None:
+        arriving = layouts.arriving
+        aligned += [layouts.adjoint_chunk, channels * size]
+        aligned += [s * size for strides in arriving for s in strides or ()]
     variant = Variant(
-        "forward" if adjoint is None else "backward",
-        dtype,
-        weight_dtype,
-        channels,
-        width,
-        per_lane,
-        chunk_of(*places),
-        chunk_of(field_chunk, *field_places),
-        (count == 1 or gate == width) and (length == 1 or time == count * width),
-        args.reverse,
-        args.seq is not None or args.reset is not None,
-        tuple(f.shape[-1] < channels for f in fields),
-        tuple(g is not None for g in arriving),
-        solver,
+        direction="backward" if backward else "forward",
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        channels=channels,
+        head_width=width,
+        per_lane=per_lane,
+        chunk=chunk_of(*aligned),
+        field_chunk=chunk_of(layouts.field_chunk, *aligned_fields),
+        adjacent_gates=(count == 1 or gate == width) and (length == 1 or time == count * width),
+        reverse=args.options.reverse,
+        events=args.seq is not None or args.reset is not None,
+        broadcast=tuple(f.shape[-1] < channels for f in args.fields),
+        arriving=tuple(strides is not None for strides in arriving),
+        solver=solver,
     )
-    own = plan(program, variant, (blocks, length), device, args.split, gpu)
-    interface, place = interface_of(program, "cuda", solver), Addresses()
+    own = plan_pass(gpu, program, variant, (blocks, length), device, args.split)
+    interface, addresses = interface_of(program, "cuda", solver), Addresses()
     counts, spans = interface.counts, rows * own.split.segments
     inputs: Values = {
         "rows": rows,
         "length": length,
         "gate_strides": gate_strides(interface, (row, time, gate, head)),
-        **input_values(place, counts, args, fields),
+        **input_values(addresses, counts, args, args.fields),
     }
     values: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
-    if adjoint is None:
-        values |= {"states": place.row(counts.states), "final": place.row(counts.states)}
-        values["info"] = place.one()
+    if backward:
+        values |= adjoint_values(addresses, [s or (0, 0) for s in arriving], counts.fields)
     else:
-        values |= adjoint_values(place, [g or (0, 0) for g in arriving], counts.fields)
-    name = "Forward" if adjoint is None else "Backward"
+        values |= {
+            "states": addresses.array(counts.states),
+            "final": addresses.array(counts.states),
+            "info": addresses.next(),
+        }
+    name = "Backward" if backward else "Forward"
     parts: dict[str, Words] = {"pass": interface.pack(f"{name}Problem", values)}
     shared = counters = 0
     if solver == "newton":
-        shared, counters, board, zeros = shared_of(own, program, dtype, blocks, per_lane, place)
+        shared, counters, board, zeros = shared_of(own, program, dtype, blocks, per_lane, addresses)
         board["counters"] = interface.pack("Counters", zeros)
         parts["shooting"] = interface.pack("Shooting", {**own.split._asdict(), **board})
-    frame, sums = template_of(interface.pack(f"{name}Launch", parts)), None
-    if adjoint is not None:
-        own_place = Addresses()
-        of_sum: Values = {
-            "rows": spans,
-            "partial": own_place.one(),
-            "bias": own_place.one(),
-            "params": own_place.row(counts.params),
-        }
-        sums = template_of(interface.pack("SumProblem", of_sum))
-    return _Launch(blocks, own, frame, spans, shared, counters, sums)
+    return empty._replace(
+        blocks=blocks,
+        plan=own,
+        template=template_of(interface.pack(f"{name}Launch", parts)),
+        spans=spans,
+        shared=shared,
+        counters=counters,
+        sums=_sums_of(interface, spans) if backward else None,
+    )
+
+
+def _sums_of(interface: Interface, spans: int) -> Template:
+    """Pack the words of the kernel that adds up the weights' gradients of all spans."""
+    addresses = Addresses()
+    values: Values = {
+        "rows": spans,
+        "partial": addresses.next(),
+        "bias": addresses.next(),
+        "params": addresses.array(interface.counts.params),
+    }
+    return template_of(interface.pack("SumProblem", values))
+
+
+def _as_gradient(gates: Tensor) -> Tensor:
+    """Return gates in the layout in which their gradient is written."""
+    written, gates = unit_stride(torch.empty_like(gates, device="meta")), unit_stride(gates)
+    if gates.stride() == written.stride():
+        return gates
+    return torch.empty_like(written, device=gates.device).copy_(gates)
+
+
+def _weight_dtype(args: Arguments) -> torch.dtype:
+    """Return the dtype of all weights; the compute dtype where they differ or are absent."""
+    bias = args.bias
+    dtypes = {w.dtype for w in (args.params if bias is None else (*args.params, bias))}
+    return dtypes.pop() if len(dtypes) == 1 else args.signature.dtype
+
+
+def _chunk_of(tensors: Sequence[Tensor | None]) -> int:
+    """Return the bytes that may be copied at once by the addresses of tensors."""
+    return chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def _tiles(channels: int, per_lane: int) -> int:
-    """The warps that run a row's channels side by side."""
+    """Return the warps that run a row's channels."""
     return -(-channels // (LANES * per_lane))
 
 
 def _per_lane(dtype: torch.dtype, rows: int, channels: int, cores: int) -> int:
-    """Two channels a lane halve the instructions for addresses, one doubles the warps."""
+    """Return the channels of a lane: two halve the instructions for addresses, one doubles the
+    warps."""
     most = most_per_lane(dtype)
     warps = rows * _tiles(channels, most)
     return most if warps > WARPS_A_CORE * cores // 2 else 1
 
 
-def segments_of(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> int:
-    """Into how many segments (newton, fused) cuts time on a device; size is (B, T, D)."""
-    batch, steps, channels = size
-    if steps < MIN_LENGTH or not has_gpu():
-        return 1
-    columns = batch * _tiles(channels, most_per_lane(dtype))
-    return segments_for(steps, columns, _cores_as_constant(device))
-
-
+@constant_in_graphs
 def _cores_as_constant(device: torch.device) -> int:
     return CUDA.cores(device)
 
 
-# Compiled regions need not look into it: see pararnn.engines.table.
-_cores_as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _split(
-    gpu: Gpu,
-    program: Program,
-    size: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    asked: SplitRequest,
-) -> Split:
-    """How the forward pass on gates of the usual layout cuts time."""
-    batch, steps, channels = size
-    device = gpu.with_index(device)
-    variant = usual_variants(program, dtype, channels, channels, solver="newton")[0]
-    columns = batch * _tiles(channels, variant.per_lane)
-    return plan(program, variant, (columns, steps), device, asked, gpu).split
-
-
-def _build(solver: str, program: Program, dtype: torch.dtype) -> None:
-    check_buildable(program, dtype, capability_of(torch.device("cuda")), solver)
-
-
-def _newton_pays(program: Program, size: Size, dtype: torch.dtype, device: torch.device) -> Merit:
-    return segments_pay(program, segments_of(size, dtype, device), device)
-
-
-_PAYS: dict[str, Pays] = {"sequential": loop_pays, "newton": _newton_pays}
-
-
-def engine(solver: str, gpu: Gpu) -> Engine:
-    """What runs a solver's kernels on a kind of GPU."""
-    return Engine(
-        solver,
-        "fused",
-        partial(_forward, gpu, solver),
-        partial(_backward, gpu, solver),
-        why_no_kernels,
-        _PAYS[solver],
-        partial(_build, solver),
-        completes=True,
-        info_rows=INFO_SLOTS[solver],
-        split=partial(_split, gpu) if solver == "newton" else None,
-    )
-
-
-SEQUENTIAL, NEWTON = engine("sequential", CUDA), engine("newton", CUDA)
+SEQUENTIAL, NEWTON = GpuEngine("sequential", CUDA), GpuEngine("newton", CUDA)

@@ -1,133 +1,129 @@
-"""The words of launches: made once for calls of one form, which differ in addresses only."""
+"""Words of launches: packed once a signature, with addresses to be filled in at each call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.codegen.interface import Counts, Words
 from pararnn.engines.arguments import Arguments
-from pararnn.engines.fused.layout import narrow, plain
+from pararnn.engines.fused.layout import contiguous_as, narrow_field
 
 Conversion = Callable[[Tensor], Tensor]
-"""Makes a tensor one that kernels can take; gives back itself if it is one."""
-
+"""Function that returns a tensor in kernel layout: the same tensor if it is in it already."""
 
 Conversions = list[tuple[int, Conversion]]
-"""What is to be done to which tensors of a call, by their numbers in `Arguments.flatten`."""
+"""Tensors of a call that need a cast or a copy before launch, by index in `Arguments.flatten`."""
 
 
-def to_kernel_layout(args: Arguments, takings: Conversions) -> list[Tensor | None]:
-    """The tensors of a call, in the order of `Arguments.flatten`, as kernels take them."""
+def to_kernel_layout(args: Arguments, conversions: Conversions) -> list[Tensor | None]:
+    """Return the tensors of a call in kernel layout, ordered as in `Arguments.flatten`."""
     tensors = args.flatten()[0]
-    for which, take in takings:
-        tensor = tensors[which]
+    for index, convert in conversions:
+        tensor = tensors[index]
         assert tensor is not None
-        tensors[which] = take(tensor)
+        tensors[index] = convert(tensor)
     return tensors
 
 
 def conversions_for(args: Arguments, gates: Conversion, weights: torch.dtype) -> Conversions:
-    """How kernels take the tensors of a call of this form: the weights in a dtype, the rest in the
-    compute dtype."""
-    wide = args.dtype
-    of_weights, of_states = (partial(plain, dtype=dtype) for dtype in (weights, wide))
-    takings: list[Conversion] = [
-        gates,
-        of_weights,
-        *[partial(narrow, dtype=wide)] * len(args.fields),
-        *[of_weights] * len(args.params),
-        *[of_states] * len(args.initial),
-        Tensor.contiguous,
-        Tensor.contiguous,
-    ]
-    each = zip(args.flatten()[0], takings, strict=True)
-    return [(i, take) for i, (t, take) in enumerate(each) if t is not None and take(t) is not t]
+    """Return the conversions of calls with this signature: weights to a dtype of their own, states
+    and fields to the compute dtype."""
+    of_weight, of_state = (partial(contiguous_as, dtype=dtype) for dtype in (weights, args.dtype))
+    each: Any = {
+        "gates": gates,
+        "bias": of_weight,
+        "fields": (partial(narrow_field, dtype=args.dtype),) * len(args.fields),
+        "params": (of_weight,) * len(args.params),
+        "initial": (of_state,) * len(args.initial),
+        "seq": Tensor.contiguous,
+        "reset": Tensor.contiguous,
+    }
+    converts: Any = replace(args, **each).flatten()[0]
+    pairs = enumerate(zip(args.flatten()[0], converts, strict=True))
+    return [(i, convert) for i, (t, convert) in pairs if t is not None and convert(t) is not t]
 
 
-def first_taken(args: Arguments, tensors: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
-    """The gates and the fields among what `taken` gives."""
-    gates, _, *others = tensors
-    assert gates is not None
-    return gates, [field for field in others[: len(args.fields)] if field is not None]
-
-
-class Place(int):
-    """Stands in words for the address of one of a launch's tensors, so many bytes into it."""
+class Address(int):
+    """Address of one of a launch's tensors, plus an offset in bytes; filled in at each call."""
 
     tensor: int
 
-    def __new__(cls, tensor: int, offset: int = 0) -> Place:
-        place = super().__new__(cls, offset)
-        place.tensor = tensor
-        return place
+    def __new__(cls, tensor: int, offset: int = 0) -> Address:
+        address = super().__new__(cls, offset)
+        address.tensor = tensor
+        return address
 
 
 class Addresses:
-    """Numbers the tensors of a launch, in the order in which it is given them."""
+    """Addresses of the tensors of a launch, numbered in the order in which it gets them."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def one(self) -> Place:
-        """The next tensor."""
+    def next(self) -> Address:
+        """Return the address of the next tensor."""
         self.count += 1
-        return Place(self.count - 1)
+        return Address(self.count - 1)
 
-    def row(self, count: int) -> list[int]:
-        """The next `count` tensors."""
-        return [self.one() for _ in range(count)]
+    def array(self, count: int) -> list[int]:
+        """Return the addresses of the next `count` tensors."""
+        return [self.next() for _ in range(count)]
 
 
 class Template(NamedTuple):
-    """Words with their addresses left open: (where, which tensor) for each. It holds no tensor."""
+    """Words of a launch without its addresses, (index of the word, tensor) for each of these. It
+    holds no tensor."""
 
     words: list[int]
-    places: list[tuple[int, int]]
+    addresses: list[tuple[int, int]]
 
-    def filled(self, tensors: Iterable[Tensor | None]) -> list[int]:
-        """The words of a launch on these tensors; None has address 0."""
-        at = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    def fill(self, tensors: Iterable[Tensor | None]) -> list[int]:
+        """Return the words of a launch on these tensors; None has address 0."""
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         words = self.words.copy()
-        for where, which in self.places:
-            words[where] += at[which]
+        for index, tensor in self.addresses:
+            words[index] += pointers[tensor]
         return words
 
 
 def template_of(words: Sequence[int]) -> Template:
-    """The frame of words in which a Place stands for each address."""
-    places = [(i, word.tensor) for i, word in enumerate(words) if isinstance(word, Place)]
-    return Template([int(word) for word in words], places)
+    """Return the template of words among which are `Address`es."""
+    addresses = [(i, word.tensor) for i, word in enumerate(words) if isinstance(word, Address)]
+    return Template([int(word) for word in words], addresses)
 
 
 def input_values(
-    place: Addresses, counts: Counts, args: Arguments, fields: Sequence[Tensor]
+    addresses: Addresses, counts: Counts, args: Arguments, fields: Sequence[Tensor]
 ) -> dict[str, Words]:
-    """The tensors that kernels of all targets begin with, by name: see codegen/interface.py.
+    """Return the words of the tensors with which every kernel begins: see codegen/interface.py.
 
-    They are numbered as `taken` gives them; `fields` are those of them.
+    The tensors are those of `to_kernel_layout`; `fields`: the fields among them.
     """
+    tensors, values = args.flatten()
+    own: Any = Arguments.unflatten(addresses.array(len(tensors)), values)
     return {
-        "gates": place.one(),
-        "bias": place.one(),
-        "fields": place.row(counts.fields),
-        "params": place.row(counts.params),
-        "initial": place.row(counts.states) if args.initial else [0] * counts.states,
-        "seq": place.one(),
-        "reset": place.one(),
+        "gates": own.gates,
+        "bias": own.bias,
+        "fields": list(own.fields),
+        "params": list(own.params),
+        "initial": list(own.initial) or [0] * counts.states,
+        "seq": own.seq,
+        "reset": own.reset,
         "field_row": [field.stride(0) for field in fields],
         "field_time": [field.stride(1) for field in fields],
     }
 
 
 def adjoint_values(
-    place: Addresses, strides: Sequence[Sequence[int]], fields: int
+    addresses: Addresses, strides: Sequence[Sequence[int]], fields: int
 ) -> dict[str, Words]:
-    """What backward kernels of all targets read and write, by name: see codegen/interface.py.
+    """Return the words of the other tensors of every backward kernel: see codegen/interface.py.
 
     `strides`: (B, T) of the gradients that arrive, a state each.
     """
@@ -135,11 +131,11 @@ def adjoint_values(
     return {
         "grad_row": [stride[0] for stride in strides],
         "grad_time": [stride[1] for stride in strides],
-        "states": place.row(states),
-        "grad_states": place.row(states),
-        "grad_final": place.row(states),
-        "grad_gates": place.one(),
-        "grad_fields": place.row(fields),
-        "grad_initial": place.row(states),
-        "partial": place.one(),
+        "states": addresses.array(states),
+        "grad_states": addresses.array(states),
+        "grad_final": addresses.array(states),
+        "grad_gates": addresses.next(),
+        "grad_fields": addresses.array(fields),
+        "grad_initial": addresses.array(states),
+        "partial": addresses.next(),
     }

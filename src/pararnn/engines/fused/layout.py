@@ -1,4 +1,4 @@
-"""Tensors as kernels take them: adjacent channels, heads by stride."""
+"""Layout of tensors for kernels: adjacent channels, heads by stride."""
 
 from __future__ import annotations
 
@@ -11,35 +11,26 @@ from pararnn.codegen.interface import Interface
 from pararnn.engines.arguments import Arguments, Gradients
 
 
-def own_shape(tensor: Tensor, size: Sequence[int]) -> Tensor:
-    """Return a tensor in another size, in the same memory but no view of it, which autograd would
-    not let be detached or written in place.
-
-    For what nobody else reads: writes do not show in the version of the tensor that was given.
-    """
-    return torch.ops.aten._unsafe_view.default(tensor, size)
-
-
 def unit_stride(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it, with adjacent elements in its last dimension."""
+    """Return the tensor, or a copy of it, with adjacent elements in its last dimension."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def narrow(field: Tensor, dtype: torch.dtype) -> Tensor:
-    """A field in the compute dtype; one value a step stays (B, T, 1)."""
+def narrow_field(field: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a field in the compute dtype; one with one value a step becomes (B, T, 1)."""
     if field.stride(-1) == 0:
         return field[..., :1].to(dtype)
     return unit_stride(field.to(dtype))
 
 
-def plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype, contiguous: itself where it is."""
+def contiguous_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor contiguous in a dtype: itself if it is."""
     return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
 
 
-def copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy."""
-    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+def as_dtype(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor in another's dtype: itself if it has that, as `to` takes longer to see."""
+    return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
 
 
 def gradients_like(
@@ -52,10 +43,9 @@ def gradients_like(
     grad_initial: Sequence[Tensor],
     wanted: Sequence[str],
 ) -> Gradients:
-    """What a kernel has written, in the dtypes of the arguments, as far as it is wanted.
+    """Return the gradients that a kernel has written, in the dtypes of the arguments, if wanted.
 
-    `written`: gradients of the gates as the kernel takes them, a view of `grad_gates` or to be
-    copied there.
+    `written`: the gates' gradient in kernel layout, a view of `grad_gates` or to be copied there.
     """
     if written.data_ptr() != grad_gates.data_ptr():
         grad_gates.copy_(written.reshape(grad_gates.shape))
@@ -75,50 +65,49 @@ def gradients_like(
     )
 
 
-def as_dtype(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor in another's dtype: itself where it has that, as `to` takes longer to see."""
-    return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
-
-
-def row_and_time(grad: Tensor | None) -> tuple[int, int]:
-    """The strides (B, T) of a gradient that arrives; 0 for None."""
-    return (0, 0) if grad is None else (grad.stride(0), grad.stride(1))
+def row_and_time(tensor: Tensor | None) -> tuple[int, int]:
+    """Return the strides (B, T) of a tensor; 0 for None."""
+    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
 
 
 def heads_of(shape: Sequence[int]) -> tuple[int, int]:
-    """The heads of gates of a shape, and the channels of one."""
+    """Return the heads of gates of a shape, and the channels of one."""
     return (shape[3], shape[4]) if len(shape) == 5 else (1, shape[3])
 
 
 def head_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The strides (B, T, G, H) of gates."""
+    """Return the strides (B, T, G, H) of gates."""
     return [*strides[:3], strides[3] if len(shape) == 5 else shape[3]]
 
 
 def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
-    """The strides (B, T, G, H) of gates for a kernel."""
+    """Return the words of the strides (B, T, G, H) of gates."""
     row, time, gate, head = strides
     return interface.pack("GateStrides", {"row": row, "time": time, "gate": gate, "head": head})
 
 
 def new_states(count: int, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What a forward pass writes: the states, and the final ones."""
-    form, new = args.form, args.gates.new_empty
-    size, dtype = form.size, form.dtype
+    """Allocate the results of a forward pass: the states, and the final ones."""
+    signature, new = args.signature, args.gates.new_empty
+    size, dtype = signature.size, signature.dtype
     states = tuple([new(size) for _ in range(count)])
     if args.all_written:
         ends = (args.sequences, size[2])
         return states, tuple([new(ends, dtype=dtype) for _ in range(count)])
-    # Sequences without a step keep their initial state.
-    return states, tuple([copied(h, dtype) for h in args.start(count)])
+    # Sequences without a step return their initial state.
+    return states, tuple([_copy(h, dtype) for h in args.start(count)])
 
 
 def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """What a backward pass writes the gradients of initial states to; none of those not given."""
-    new, dtype, initial = args.gates.new_empty, args.form.dtype, args.initial
+    """Allocate the gradients of initial states; none where initial states are absent."""
+    new, dtype, initial = args.gates.new_empty, args.signature.dtype, args.initial
     if args.all_written:
         return tuple([new(h.shape, dtype=dtype) for h in initial])
     ends = zip(initial, grad_final[: len(initial)], strict=True)
     return tuple(
-        [torch.zeros_like(h, dtype=dtype) if g is None else copied(g, dtype) for h, g in ends]
+        [torch.zeros_like(h, dtype=dtype) if g is None else _copy(g, dtype) for h, g in ends]
     )
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,77 @@
+"""Engine: runs one (solver, backend) pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.rule import Rank, Size
+from pararnn.engines.split import Split, SplitRequest
+from pararnn.program.program import Program
+
+Arriving = tuple[Tensor | None, ...]
+"""Gradients that arrive, one a state."""
+
+
+class Engine:
+    """Way to run one (solver, backend) pair; subclasses define the passes.
+
+    Tensors that `forward` and `backward` return share no memory, neither among themselves nor with
+    arguments.
+    """
+
+    solver: str
+    backend: str
+    has_backward = True
+    """False if autograd differentiates `forward` by itself."""
+    completes = False
+    """True if the engine takes arguments as they come; others get `Arguments.completed` ones."""
+    builds = False
+    """True if `build` has to make something before the engine can run."""
+    cuts_time = False
+    """True if the engine runs segments of time, and defines `plan_split`."""
+    info_rows = 1
+    """K of the info of a Solution."""
+
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Solve the recurrence."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: tuple[Tensor, ...],
+        grad_states: Arriving,
+        grad_final: Arriving,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Return the gradients of the arguments in `wanted` (names in LEAVES)."""
+        raise NotImplementedError
+
+    def why_not(self, program: Program) -> str | None:
+        """Return the reason why this engine cannot run a cell, or None."""
+        return None
+
+    def rank(
+        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Rank, str]:
+        """Return the engine's rank among those that a request allows, and the reason for it."""
+        raise NotImplementedError
+
+    def build(self, program: Program, dtype: torch.dtype) -> None:
+        """Make what a run on gates of `dtype` needs. Raises EngineError where that fails."""
+
+    def plan_split(
+        self,
+        program: Program,
+        size: Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        request: SplitRequest,
+    ) -> Split:
+        """Plan the segments of a forward pass on gates of the usual layout."""
+        raise NotImplementedError

@@ -1,0 +1,127 @@
+"""Passes of engines whose whole solve is one generated kernel, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pararnn.codegen.families import why_no_kernels
+from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.engine import Arriving, Engine
+from pararnn.engines.fused.layout import (
+    gradients_like,
+    new_grad_initial,
+    new_states,
+    unit_stride,
+)
+from pararnn.engines.rule import Rank, Size, rank_of_segments
+from pararnn.program.program import Program
+
+
+class Adjoint(NamedTuple):
+    """Tensors of a backward pass on whose layout its launch depends: the gates' gradient, the
+    states, and the gradients that arrive."""
+
+    written: Tensor
+    states: list[Tensor]
+    arriving: list[Tensor | None]
+
+
+class Launch(Protocol):
+    """Pass on calls of one signature: a kernel, the template of its words, and its temporaries."""
+
+    @property
+    def spans(self) -> int:
+        """Rows times segments: each sums its weights' gradients by itself."""
+
+    def new_info(self, gates: Tensor) -> Tensor:
+        """Allocate the counts of a forward pass."""
+
+    def forward(self, tensors: list[Tensor | None], info: Tensor) -> None:
+        """Launch a forward pass on inputs, states and final states."""
+
+    def new_weights(self, args: Arguments, gates: int) -> tuple[Tensor | None, list[Tensor]]:
+        """Allocate the gradients of bias and params."""
+
+    def backward(
+        self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
+    ) -> None:
+        """Launch a backward pass; the last of the tensors has the sums of spans, which are added up
+        into `weights`."""
+
+
+class FusedEngine(Engine):
+    """Engine of generated kernels for one solver; a subclass makes the launches of its device."""
+
+    backend = "fused"
+    completes = True
+    builds = True
+
+    def __init__(self, solver: str) -> None:
+        self.solver = solver
+        self.cuts_time = solver == "newton"
+
+    def why_not(self, program: Program) -> str | None:
+        """Return the reason why there are no kernels for a cell, or None."""
+        return why_no_kernels(program)
+
+    def rank(
+        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Rank, str]:
+        """Rank the loop above all but enough concurrent segments of time."""
+        if not self.cuts_time:
+            return Rank.LOOP, "a compiled loop beats every solver in PyTorch"
+        return rank_of_segments(program, self.segments(size, dtype, device), device)
+
+    def segments(self, size: Size, dtype: torch.dtype, device: torch.device) -> int:
+        """Return how many segments of gates of `dtype` run at once on otherwise idle hardware."""
+        raise NotImplementedError
+
+    def written_layout(self, gates: Tensor) -> Tensor:
+        """Return gates, or their gradient, in the layout in which kernels write the latter."""
+        return unit_stride(gates)
+
+    def launch(
+        self, program: Program, args: Arguments, adjoint: Adjoint | None = None
+    ) -> tuple[Any, list[Tensor | None]]:
+        """Return the cached `Launch` of a pass, and the call's tensors in kernel layout."""
+        raise NotImplementedError
+
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Solve the recurrence by one kernel."""
+        launch, tensors = self.launch(program, args)
+        states, final = new_states(program.num_states, args)
+        info = launch.new_info(args.gates)
+        launch.forward([*tensors, *states, *final], info)
+        return Solution(states, final, info)
+
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: tuple[Tensor, ...],
+        grad_states: Arriving,
+        grad_final: Arriving,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Return the gradients by one kernel, on a GPU and a small sum."""
+        grad_gates = torch.empty_like(args.gates)
+        written = self.written_layout(grad_gates)
+        saved = [s.contiguous() for s in states]
+        arriving = [None if g is None else unit_stride(g) for g in grad_states]
+        launch, tensors = self.launch(program, args, Adjoint(written, saved, arriving))
+        signature, new, num_gates = args.signature, args.gates.new_empty, len(program.gates)
+        dtype = signature.dtype
+        grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
+        grad_initial = new_grad_initial(args, grad_final)
+        grad_bias, grad_params = launch.new_weights(args, num_gates)
+        sums = new((launch.spans, num_gates + len(args.params), signature.size[2]), dtype=dtype)
+        tensors += [*saved, *arriving]
+        tensors += [None if g is None else g.contiguous() for g in grad_final]
+        tensors += (written, *grad_fields, *(grad_initial or (None,) * len(states)), sums)
+        launch.backward(tensors, [grad_bias, *grad_params], wanted)
+        grads = (grad_bias, grad_fields, grad_params, grad_initial)
+        return gradients_like(args, grad_gates, written, *grads, wanted)

@@ -1,0 +1,62 @@
+"""Private names of PyTorch, all in this file; tests/test_private.py has a test for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The functions of PyTorch themselves: Dynamo knows some of them by identity.
+are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+autocast_enabled = torch._C._is_any_autocast_enabled
+dispatch_modes = torch._C._len_torch_dispatch_stack
+function_modes = torch._C._len_torch_function_stack
+get_tracing_state = torch._C._get_tracing_state
+is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
+is_zerotensor = Tensor._is_zerotensor
+profiler_enabled = torch._C._autograd._profiler_enabled
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def forward_level() -> int:
+    """Return the level of forward-mode differentiation, -1 outside of it."""
+    return forward_ad._current_level
+
+
+def exporting() -> bool:
+    """Return True under torch.export.
+
+    torch.compiler.is_exporting() is no substitute: Dynamo of PyTorch 2.9 to 2.11 takes it for true
+    in all that it compiles, and layers would have no gradient.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def apply_unbound(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Call `function.apply` without the code that binds default arguments, which takes 20 us."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Mark a function whose result Dynamo takes as a constant, and does not trace.
+
+    torch.compiler.assume_constant_result does the same, but imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def higher_order_scan(*args: Any, **options: Any) -> Any:
+    """Call PyTorch's scan operator, which becomes ONNX's Scan."""
+    from torch._higher_order_ops.scan import scan
+
+    return scan(*args, **options)
