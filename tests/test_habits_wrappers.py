@@ -52,6 +52,14 @@ def _lengths(batch, steps, device):
     return torch.arange(1, batch + 1, device=device)
 
 
+each_once = pytest.mark.parametrize(
+    ("cls", "pair"),
+    [(pararnn.ParaGRU, ("newton", "torch")), (pararnn.ParaLSTM, FUSED)],
+    ids=["gru-newton-torch", "lstm-sequential-fused"],
+)
+"""Each layer and each engine, as each case compiles for seconds."""
+
+
 @layers
 @pairs
 def test_compile(cls, pair, device):
@@ -59,8 +67,7 @@ def test_compile(cls, pair, device):
     _unseen_sizes(layer, _compiled(layer))
 
 
-@layers
-@pairs
+@each_once
 def test_compile_frozen(cls, pair, device):
     layer = layer_of(cls, pair, device).requires_grad_(False)
     x, compiled = input_of(layer), _compiled(layer)
@@ -73,15 +80,13 @@ def test_compile_frozen(cls, pair, device):
     agree({"grad": grad}, {"grad": exact})
 
 
-@layers
-@pairs
+@each_once
 def test_compile_with_resets_in_both_directions(cls, pair, device):
     layer = layer_of(cls, pair, device, num_layers=1, bidirectional=True)
     _unseen_sizes(layer, _compiled(layer), reset=_resets)
 
 
-@layers
-@pairs
+@each_once
 def test_compile_with_lengths(cls, pair, device):
     layer = layer_of(cls, pair, device, num_layers=1)
     _unseen_sizes(layer, _compiled(layer), lengths=_lengths)
