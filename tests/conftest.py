@@ -36,6 +36,51 @@ settings.load_profile("any-speed")
 tuned.cache_folder = lambda: Path(_OWN.name)
 
 
+SLOW = [
+    "benchmarks",
+    "cache",
+    "distributed",
+    "docs",
+    "emulated",
+    "examples",
+    "frozen",
+    "habits_wrappers",
+    "hard_cases",
+    "learn",
+    "lm_checkpoint",
+    "lm_hf",
+    "lm_hf_training",
+    "lm_recompute",
+    "lm_rows",
+    "mutations",
+    "newton_fused",
+    "op",
+    "properties",
+    "readout",
+    "recurrent_layer",
+    "scan",
+    "structure_heads",
+    "surrogates",
+    "train",
+    "train_folder",
+    "train_lost",
+    "train_mishaps",
+    "train_order",
+    "train_sharding",
+    "train_stateful",
+    "train_stopping",
+    "train_trainer",
+]
+"""Test modules, without `test_`, that `make test-fast` leaves out: they take most of the time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow."""
+    for item in items:
+        if item.path.stem.removeprefix("test_") in SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Once a run, by the process that starts the others."""
     kept.folder().mkdir(parents=True, exist_ok=True)
