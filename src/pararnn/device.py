@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.private import assert_async, raw_stream
+
 _CAPTURE = Lock()
 """One capture at a time: a capture begins by waiting for the whole GPU, which breaks another."""
 
@@ -112,7 +114,7 @@ def _cuda_cores(device: torch.device) -> int:
 
 def _cuda_stream(device: torch.device) -> int:
     # torch.cuda.current_stream makes a Stream object, which takes longer than the launch.
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    return raw_stream(device.index)
 
 
 @functools.cache
@@ -163,7 +165,7 @@ CUDA = Gpu(
     title=torch.cuda.get_device_name,
     wait=torch.cuda.synchronize,
     with_index=_cuda_with_index,
-    require=lambda condition, message, values: torch._assert_async(condition, message),  # no read
+    require=lambda condition, message, values: assert_async(condition, message),  # no read
     send=_cuda_send,
     capturing=torch.cuda.is_current_stream_capturing,
     threads=lambda: None,

@@ -1,4 +1,4 @@
-"""Errors and warnings: each message says what was got, what is allowed and what to do."""
+"""Errors and warnings: each message says what it got, what is allowed and what to do."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ class TrainingError(PararnnError, RuntimeError):
 
 
 class EvaluationError(PararnnError, ValueError):
-    """An evaluation cannot be made: nothing is asked, or a task is unknown or cannot be loaded."""
+    """An evaluation cannot be made: no task is requested, one is unknown or cannot be loaded."""
 
 
 class MissingExtra(PararnnError, ImportError):
@@ -42,7 +42,7 @@ class ConvergenceWarning(UserWarning):
 
 
 class BackendWarning(UserWarning):
-    """`auto` runs without a generated kernel, or kernels cannot be kept; the message says why."""
+    """`auto` runs without a generated kernel, or kernels cannot be cached; the message says why."""
 
 
 class CellCostWarning(UserWarning):

@@ -27,21 +27,21 @@ FORWARD_TOLERANCE = {
 """Largest max-norm relative error of outputs and gradients, beyond 4 sequential errors."""
 
 SEQUENTIAL_ERRORS = 4
-"""How many times the same-dtype sequential run's own error is allowed on top of the tolerance."""
+"""Multiple of the same-dtype sequential run's error that is allowed on top of the tolerance."""
 
 CHANNEL_FACTOR = 100
-"""How many times that a single channel may be off, relative to its own values."""
+"""Multiple of that allowance for a single channel, relative to its own values."""
 
 MAX_RELATIVE_TOLERANCE = 0.25
-"""What no allowance exceeds: what may be off by its own size could as well be zero."""
+"""Cap on every tolerance; at 1.0 a zero result would pass."""
 
 APPROXIMATED = 2.0**-10
-"""What kernels for bfloat16 on a GPU may be off in a function: twice what the hardware's tanh is.
+"""Error of functions in bfloat16 kernels on a GPU: twice that of the hardware's tanh.
 
 In samples of rounding it counts as rounding does: dynamics that expand errors expand these too."""
 
 NEAR_OVERFLOW = 1e-3
-"""Beyond this part of the largest number, one order of evaluation overflows, another does not."""
+"""Fraction of the largest number above which overflow depends on the order of evaluation."""
 
 REVERSE_TOLERANCE = {
     torch.float64: 1e-11,
@@ -49,30 +49,30 @@ REVERSE_TOLERANCE = {
     torch.bfloat16: 2e-3,
     torch.float16: 2e-3,
 }
-"""As FORWARD_TOLERANCE, for gradients held against those at the returned states, step by step.
+"""As FORWARD_TOLERANCE, for gradients compared with those at the returned states, step by step.
 
 Rounding of the states is no excuse there; what 16-bit kernels on a GPU may approximate is."""
 
 REVERSE_QUIET = 1e-3
-"""What is moved by more than this part of itself is not held against them.
+"""Relative change by rounding above which a gradient is not compared.
 
 Where steps expand errors, samples of rounding differ by large factors."""
 
 
 def compute_dtype(io_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that carries the states for gates of `io_dtype`: float64 for it, else float32."""
+    """Return the dtype of carried states for gates of `io_dtype`: float64 for it, else float32."""
     return torch.float64 if io_dtype == torch.float64 else torch.float32
 
 
 def check_io_dtype(dtype: torch.dtype, what: str) -> None:
     """Raise TypeError unless `dtype` is a floating dtype that the contract covers."""
     if dtype not in FORWARD_TOLERANCE:
-        allowed = ", ".join(str(d) for d in FORWARD_TOLERANCE)
-        raise TypeError(f"{what} must have one of the dtypes {allowed}, got {dtype}")
+        dtypes = ", ".join(str(d) for d in FORWARD_TOLERANCE)
+        raise TypeError(f"{what} must have one of the dtypes {dtypes}, got {dtype}")
 
 
 def underflow(dtype: torch.dtype) -> float:
-    """The size below which rounding to `dtype` is absolute.
+    """Return the size below which rounding to `dtype` is absolute.
 
     The smallest normal number, below which kernels may flush to zero; for float16, whose results
     are rounded from float32, the smallest step between two numbers.
@@ -82,19 +82,19 @@ def underflow(dtype: torch.dtype) -> float:
 
 
 def rounding(sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rounding to `dtype` may do to values of such sizes: eps of them, or `underflow`."""
+    """Return the error of rounding such sizes to `dtype`: eps of them, or `underflow`."""
     return (torch.finfo(dtype).eps * sizes).clamp(min=underflow(dtype))
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Precision as the contract has it, whatever the caller's autocast region says."""
+    """Return a context with the contract's precision, inside any autocast region of the caller."""
     if not type_of(device).computes:  # PyTorch has no autocast for meta
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """That of matrix products in the caller's autocast region; None outside of one."""
+    """Return the dtype of matrix products in the caller's autocast region; None outside of one."""
     if not type_of(device).computes or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

@@ -1,4 +1,4 @@
-"""How parameters are drawn and clipped, and giving them another value, parametrised or not."""
+"""Initialisation, clipping and assignment of parameters, parametrised or not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ DRAWS = ("normal", "uniform", "constant")
 
 @dataclass(frozen=True)
 class Draw:
-    """What a parameter's entries are drawn from, independently.
+    """Distribution of a parameter's entries, which are independent.
 
-    kind "normal": the Gaussian of standard deviation `spread` around `mean`, of which `cut` keeps
-    what is within so many standard deviations; "uniform": from mean - spread to mean + spread;
-    "constant": the mean.
+    kind "normal": the Gaussian of standard deviation `spread` around `mean`, truncated at `cut`
+    standard deviations if set; "uniform": from mean - spread to mean + spread; "constant": the
+    mean.
     """
 
     kind: str
@@ -31,28 +31,28 @@ class Draw:
             raise ValueError(f"kind must be one of {DRAWS}, got {self.kind!r}")
 
 
-def draw(tensor: Tensor, how: Draw) -> Tensor:
+def draw(tensor: Tensor, distribution: Draw) -> Tensor:
     """Draw a tensor in place, by the functions of torch.nn.init."""
-    mean, spread = how.mean, how.spread
-    # Looked up at each call: loaders of weights put functions of their own in their place.
-    if how.kind == "constant":
+    kind, mean, spread = distribution.kind, distribution.mean, distribution.spread
+    # Looked up at each call: loaders of weights replace these functions.
+    if kind == "constant":
         return nn.init.constant_(tensor, mean)
-    if how.kind == "uniform":
+    if kind == "uniform":
         return nn.init.uniform_(tensor, mean - spread, mean + spread)
-    if how.cut is None:
+    if distribution.cut is None:
         return nn.init.normal_(tensor, mean, spread)
-    reach = how.cut * spread
+    reach = distribution.cut * spread
     return nn.init.trunc_normal_(tensor, mean, spread, mean - reach, mean + reach)
 
 
 @torch.no_grad()
 def draw_anew(module: nn.Module, draws: Mapping[str, Draw]) -> None:
-    """Draw the parameters and buffers of a module that are named; see `assign`."""
-    for name, how in draws.items():
+    """Draw these parameters and buffers of a module; see `assign`."""
+    for name, distribution in draws.items():
         if is_parametrized(module, name):
-            assign(module, name, draw(torch.empty_like(getattr(module, name)), how))
+            assign(module, name, draw(torch.empty_like(getattr(module, name)), distribution))
         else:
-            draw(_own(module, name), how)
+            draw(_own(module, name), distribution)
 
 
 @torch.no_grad()
@@ -70,9 +70,9 @@ def assign(module: nn.Module, name: str, value: Tensor) -> None:
 
 def _own(module: nn.Module, name: str) -> Tensor:
     """Return a parameter or buffer of the module. ValueError for what a hook on it computes."""
-    for named in (module._parameters, module._buffers):
-        if (found := named.get(name)) is not None:
-            return found
+    for tensors in (module._parameters, module._buffers):
+        if (tensor := tensors.get(name)) is not None:
+            return tensor
     raise ValueError(
         f"{name} of {type(module).__name__} is computed by a hook, as torch.nn.utils.prune and "
         "weight_norm have it: writing to it would change nothing. Write to what it is computed "
@@ -90,4 +90,4 @@ def _scale_down(parameter: Tensor, bound: float) -> None:
 
 
 CLIPS = {"elementwise": _clamp, "norm": _scale_down}
-"""How a recurrent parameter is brought within a bound, in place."""
+"""Functions that bring a recurrent parameter within a bound, in place."""

@@ -7,24 +7,31 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
+__all__ = ["CustomOpDef", "OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The functions of PyTorch themselves: Dynamo knows some of them by identity.
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+assert_async = torch._assert_async
 autocast_enabled = torch._C._is_any_autocast_enabled
 dispatch_modes = torch._C._len_torch_dispatch_stack
+foreach_multiply = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
 function_modes = torch._C._len_torch_function_stack
 get_tracing_state = torch._C._get_tracing_state
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 is_zerotensor = Tensor._is_zerotensor
+local_scalar = torch.ops.aten._local_scalar_dense.default
 profiler_enabled = torch._C._autograd._profiler_enabled
 unsafe_view = torch.ops.aten._unsafe_view.default
+"""Another size in the same memory, but no view for autograd, which forbids to detach views in place
+or write to them. For tensors that nothing else reads: writes do not change the source's version."""
 
 
 def forward_level() -> int:
@@ -60,3 +67,37 @@ def higher_order_scan(*args: Any, **options: Any) -> Any:
     from torch._higher_order_ops.scan import scan
 
     return scan(*args, **options)
+
+
+def raw_stream(index: int) -> int:
+    """Return the current CUDA stream. torch.cuda.current_stream makes an object, which is slower
+    than a launch."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def is_composite(op: Any) -> bool:
+    """Return True if an op consists of other ops, even if it has a kernel of its own."""
+    key = "CompositeImplicitAutograd"
+    overload = isinstance(op, OpOverload)
+    return overload and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def core_aten_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return PyTorch's decompositions into core ATen."""
+    from torch._decomp import _core_aten_decompositions_post_autograd
+
+    return _core_aten_decompositions_post_autograd()
+
+
+def fake_tensor_mode() -> Any:
+    """Return a new FakeTensorMode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def inductor_config() -> Any:
+    """Return Inductor's settings, which are slow to import."""
+    from torch._inductor import config
+
+    return config

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.cells.base import Cell
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import final_states, output_states, to_system
+from pararnn.private import TorchDispatchMode
 from pararnn.program.derive import gradients
 from pararnn.program.program import program_of
 from pararnn.solvers.system import System

@@ -1,4 +1,4 @@
-"""From the op's arguments to a solver's System: direction, sequences, resets, padding."""
+"""Conversion of the op's arguments to a solver's System: direction, sequences, resets, padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pararnn.solvers.system import System
 
 @dataclass(frozen=True)
 class Edges:
-    """Where sequences begin and end, in processing order; None: row b is sequence b.
+    """Ends of sequences in processing order; None: row b is sequence b.
 
     begins (B, T): steps that start from `initial[seq]`; last (B, T): last steps of a sequence.
     """
@@ -27,7 +27,7 @@ class Edges:
 
 
 def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
-    """The arguments as a System in forward time; differentiable."""
+    """Convert the arguments to a System in forward time; differentiable."""
     inputs = step_inputs(args)
     initial = torch.stack([h.to(args.dtype) for h in args.initial], 1)
     reset = None if args.reset is None else _in_order(args.reset, args.options.reverse)
@@ -47,7 +47,7 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
         begins = begins & ~reset
     fresh = begins | padding if reset is None else begins | padding | reset
     nothing = initial.new_zeros(batch, *initial.shape[1:])
-    some = initial.shape[0] > 0  # by len() compilers would take the number for a constant
+    some = initial.shape[0] > 0  # len() would be a constant in compiled code
     rows = initial[seq.clamp(min=0).long()] if some else nothing.unsqueeze(1)
     start = torch.where(begins[..., None, None], rows, 0.0)
     masks = (fresh.unsqueeze(-1), start, padding.unsqueeze(-1))
@@ -57,7 +57,7 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
 
 
 def step_inputs(args: Arguments) -> tuple[Tensor, ...]:
-    """Gates, bias added, and fields as steps get them: (B, T, D) each, in the compute dtype."""
+    """Return gates, bias added, and fields for the step: (B, T, D) each, in the compute dtype."""
     dtype = args.dtype
     gates = args.gates.flatten(3) if args.gates.ndim == 5 else args.gates
     gates = _in_order(gates, args.options.reverse).to(dtype)
@@ -68,19 +68,19 @@ def step_inputs(args: Arguments) -> tuple[Tensor, ...]:
 
 
 def final_states(args: Arguments, edges: Edges, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The last state of each sequence, (S, D) for each of the states (B, T, D), in memory of its
-    own; an empty sequence's is its initial state.
+    """Return the last state of each sequence, (S, D) for each of the states (B, T, D), sharing no
+    memory. An empty sequence's is its initial state.
     """
     pairs = [(h.to(s.dtype), s) for h, s in zip(args.initial, states, strict=True)]
     if edges.seq is None or edges.last is None:
-        # Without a step too they hang on all that the states do.
+        # Without a step they still depend on all that the states depend on.
         return tuple([s[:, -1].clone() if s.shape[1] else h + s.sum(1) for h, s in pairs])
     ids = edges.seq[edges.last].long()
     return tuple([h.index_put((ids,), s[edges.last]) for h, s in pairs])
 
 
 def output_states(args: Arguments, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """States (B, T, D) as the op returns them: in the arguments' time order and I/O dtype."""
+    """Convert states (B, T, D) to the arguments' time order and I/O dtype, for the op to return."""
     return tuple(_in_order(s, args.options.reverse).to(args.gates.dtype) for s in states)
 
 
@@ -91,7 +91,7 @@ def state_cotangent(
     grad_states: tuple[Tensor | None, ...],
     grad_final: tuple[Tensor | None, ...],
 ) -> Tensor:
-    """The gradients that arrive, as one cotangent (B, T, N, D) in forward time."""
+    """Return the gradients that arrive as one cotangent (B, T, N, D) in forward time."""
     cotangent = torch.zeros_like(like)
     for n, grad in enumerate(grad_states):
         if grad is not None:
@@ -116,7 +116,7 @@ def to_gradients(
     grad_final: tuple[Tensor | None, ...],
     wanted: Sequence[str],
 ) -> Gradients:
-    """A System's gradients as gradients of the arguments, of the wanted ones beside the gates."""
+    """Convert a System's gradients to those of the gates and of the wanted arguments."""
     num_gates = args.gates.shape[2]
     gates, bias = torch.stack(grad_inputs[:num_gates], 2), None
     if args.bias is not None and "bias" in wanted:
@@ -145,17 +145,17 @@ def to_gradients(
 
 
 def own_memory(
-    outputs: Sequence[Tensor], args: Arguments, arrived: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor], args: Arguments, arriving: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """The outputs, contiguous and in memory of their own: ops may not return arguments."""
-    given = (args.gates, *args.params, *args.initial, *arrived)
-    taken = {t.untyped_storage().data_ptr() for t in given}
+    """Return the outputs contiguous and sharing no memory: ops may not return arguments."""
+    inputs = (args.gates, *args.params, *args.initial, *arriving)
+    storages = {t.untyped_storage().data_ptr() for t in inputs}
     own = []
     for output in outputs:
         tensor = output.contiguous()
-        if tensor.untyped_storage().data_ptr() in taken:
+        if tensor.untyped_storage().data_ptr() in storages:
             tensor = tensor.clone()
-        taken.add(tensor.untyped_storage().data_ptr())
+        storages.add(tensor.untyped_storage().data_ptr())
         own.append(private.unsafe_view(tensor, tensor.shape))
     return tuple(own)
 
@@ -182,30 +182,30 @@ def _grad_initial(
             ids = edges.seq[edges.begins].long()
             grad = grad.index_put((ids,), grad_previous[:, :, n][edges.begins], accumulate=True)
             if final is not None:
-                used = torch.zeros_like(initial[:, :1], dtype=torch.bool)
-                used[edges.seq[edges.last].long()] = True
-                grad = grad + final.masked_fill(used, 0)
+                has_step = torch.zeros_like(initial[:, :1], dtype=torch.bool)
+                has_step[edges.seq[edges.last].long()] = True
+                grad = grad + final.masked_fill(has_step, 0)
         out.append(grad.to(initial.dtype))
     return tuple(out)
 
 
 def without_padding(inputs: Sequence[Tensor], padding: Tensor) -> tuple[Tensor, ...]:
-    """Inputs (B, T, D) with those at padding (B, T) replaced by those of the first real step.
+    """Replace inputs (B, T, D) at padding (B, T) by those of the first real step.
 
-    A step is taken at padding too, and 0 times what is not finite there is NaN, in the gradients of
-    parameters. Where a step is taken anyway, it may be taken once more: zeros might not do. Ones
-    stand where there is no real step at all.
+    Steps are computed at padding too, and 0 times a non-finite value there is NaN in the gradients
+    of parameters. A real step's inputs are known to be in the step's domain; zeros may not be. Ones
+    replace them where there is no real step at all.
     """
     if not padding.numel():
         return tuple(inputs)
     first = (~padding).flatten().to(torch.uint8).argmax(0, keepdim=True)
     nowhere = padding.all()
 
-    def filled(x: Tensor) -> Tensor:
+    def fill(x: Tensor) -> Tensor:
         real = x.detach().flatten(0, 1).index_select(0, first).nan_to_num(0, 0, 0)
         return torch.where(padding.unsqueeze(-1), real.masked_fill(nowhere, 1), x)
 
-    return tuple(filled(x) for x in inputs)
+    return tuple(fill(x) for x in inputs)
 
 
 def _in_order(x: Tensor, reverse: bool) -> Tensor:

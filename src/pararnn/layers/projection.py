@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pararnn.numerics import autocast_dtype
 from pararnn.op import apply_function, is_batched_gradient
 from pararnn.parameters import Draw, draw_anew
+from pararnn.private import are_functorch_transforms_active
 
 
 class Projection(NamedTuple):
@@ -64,7 +65,7 @@ def headwise_product(rows: Tensor, weight: Tensor) -> Tensor:
     """Multiply rows (R, H, I) by a weight (H, O, I) to (H, R, O), in autocast's dtype if on."""
     rows, weight = _to_autocast(rows, weight)
     needs_grad = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
-    transform = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    transform = torch.compiler.is_compiling() or are_functorch_transforms_active()
     if transform or not needs_grad:  # the Function would take as long as the product
         return torch.bmm(rows.transpose(0, 1), weight.mT)
     return apply_function(_HeadwiseProduct, rows, weight)
@@ -92,7 +93,7 @@ class _HeadwiseProduct(torch.autograd.Function):
         # Second derivatives and vmap allow no writes in place.
         plain = (
             torch.is_grad_enabled()
-            or torch._C._are_functorch_transforms_active()
+            or are_functorch_transforms_active()
             or is_batched_gradient(grad)
         )
         if ctx.needs_input_grad[0] and plain:

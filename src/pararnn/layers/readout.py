@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pararnn.cells.base import Cell, Step
 from pararnn.engines.arguments import Arguments
@@ -17,6 +16,7 @@ from pararnn.engines.engine import Engine
 from pararnn.engines.forward_time import step_inputs, without_padding
 from pararnn.errors import CellError
 from pararnn.numerics import without_autocast
+from pararnn.private import TorchDispatchMode, local_scalar
 from pararnn.program.apart import apart
 from pararnn.program.derive import example
 from pararnn.program.guard import from_the_users_line, line_of
@@ -146,7 +146,7 @@ class _Restrictions(TorchDispatchMode):
                 f"{self.what} draws random numbers ({func}): draw them outside of the layer, or "
                 "pass them as a field"
             )
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is local_scalar:
             raise CellError(
                 f"{self.what} reads a tensor's value in Python (a branch or .item()), but is run "
                 "on all steps at once: use torch.where"

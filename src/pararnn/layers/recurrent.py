@@ -19,6 +19,7 @@ from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
 from pararnn.layers.resets import split_at_resets
 from pararnn.parameters import CLIPS, Draw, draw_anew
+from pararnn.private import are_functorch_transforms_active
 from pararnn.program.program import program_of
 from pararnn.sequences import Sequences, checked_reset, sequences_of, without_padding
 from pararnn.solve import Fields, arguments_of, check_gates, plan_solve
@@ -173,7 +174,7 @@ class RecurrentLayer(nn.Module):
         options = self._options(cell, all_states)
         pair = self.requested_pair(solver, backend, mode)
         compiling = torch.compiler.is_compiling()
-        eager = not (compiling or torch._C._are_functorch_transforms_active())
+        eager = not (compiling or are_functorch_transforms_active())
         recomputes = self.recompute_gates and torch.is_grad_enabled()
         program = program_of(cell)
 

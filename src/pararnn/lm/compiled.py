@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from pararnn.private import inductor_config
+
 
 def compile_repeatably(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Call `torch.compile(function, **options)`, with sums whose order no timing chooses.
@@ -15,8 +17,7 @@ def compile_repeatably(function: Callable[..., Any], **options: Any) -> Callable
     in another order in another process, and a resumed run has other bits. Before PyTorch 2.10 there
     is no setting for that, and the order is what Inductor's cache holds.
     """
-    from torch._inductor import config as inductor  # slow to import
-
+    inductor = inductor_config()
     settings: dict[str, Any] | None = None
     if hasattr(inductor, "deterministic"):
         settings = {"deterministic": True}

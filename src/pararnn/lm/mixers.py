@@ -10,7 +10,6 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from pararnn.cells import CELLS
 from pararnn.cells.find import find_cell
@@ -21,6 +20,7 @@ from pararnn.lm.conv import CausalConv
 from pararnn.lm.recompute import PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
+from pararnn.private import OpOverload
 from pararnn.program.program import program_of
 
 

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from pararnn.private import OpOverload
 
 PRODUCTS: tuple[OpOverload, ...] = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 PRODUCTS_BY_HEADS: tuple[OpOverload, ...] = (torch.ops.aten.bmm.default,)

@@ -14,6 +14,7 @@ from pararnn.engines.signature import PLAIN_TYPES
 from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.model import LanguageModel
 from pararnn.op import can_bypass_dispatcher
+from pararnn.private import autocast_enabled
 
 WORTH = 8
 """Least number of tokens for which a step is recorded, which takes about as long as a call."""
@@ -85,7 +86,7 @@ def can_record(model: LanguageModel) -> bool:
     device = model.lm_head.weight.device
     return (
         can_bypass_dispatcher()
-        and not torch._C._is_any_autocast_enabled()
+        and not autocast_enabled()
         and not module_calls._has_any_global_hook()
         and all(block.mixer.steady for block in model.backbone.blocks)
         and all(type(p) in PLAIN_TYPES and p.device == device for p in model.parameters())

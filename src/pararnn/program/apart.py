@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from pararnn.device import has_gpu
+from pararnn.private import fake_tensor_mode
 
 R = TypeVar("R")
 
@@ -22,9 +23,7 @@ def apart(function: Callable[..., R], *args: object) -> R:
     if torch.version.cuda is not None and not has_gpu():
         # PyTorch built for CUDA, on a machine without a GPU: its stand-in for GPUs belongs to the
         # first thread that makes fake tensors, and whoever makes some once that has ended crashes.
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        with FakeTensorMode():
+        with fake_tensor_mode():
             pass
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()

@@ -18,6 +18,7 @@ from torch import nn
 
 from pararnn.cells.base import OPTIONAL_METHODS, Cell
 from pararnn.errors import CellError
+from pararnn.private import CustomOpDef, OpOverload, OpOverloadPacket
 from pararnn.program.loads import (
     COMPUTED,
     ROOTS,
@@ -48,7 +49,7 @@ _C_METHODS = (
 )
 _OF_TORCH = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef),
+    *(OpOverload, OpOverloadPacket, CustomOpDef),
 )
 _OTHERS = (
     *(types.GenericAlias, types.UnionType, typing.TypeVar, typing._Final),

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pararnn.private import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -162,7 +163,7 @@ def without_writes(graph: fx.Graph) -> bool:
     So autograd's own come: into a new tensor that nothing else views. Others stay.
     """
     for node in graph.nodes:
-        if not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
+        if not (isinstance(node.target, OpOverload) and node.target._schema.is_mutable):
             continue
         written, name = node.args[0], node.target._schema.name.removeprefix("aten::")
         other = getattr(getattr(aten, name[:-1], None), node.target._overloadname, None)

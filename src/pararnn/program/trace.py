@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pararnn.errors import CellError
+from pararnn.private import OpOverload, core_aten_decompositions, is_composite
 from pararnn.program.guard import guarded
 from pararnn.program.record import record, replay, without_writes
 
@@ -98,7 +99,7 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     raw = guarded(what, lambda: record(_tupled(function), inputs), inputs)
     _check_ops(raw, inputs[0].dtype, what)
     whole = raw
-    if not without_writes(raw) or any(_is_composite(node.target) for node in raw.nodes):
+    if not without_writes(raw) or any(is_composite(node.target) for node in raw.nodes):
         whole = record(torch.func.functionalize(functools.partial(replay, raw)), inputs)
     graph = record(functools.partial(replay, whole), inputs, _rule_of)
     _check_ops(graph, inputs[0].dtype, what)
@@ -184,22 +185,13 @@ def _rule_of(op: Any) -> Callable[..., Any] | None:
         return None
     rule = _rules().get(op)
     if rule is None:
-        return op.decompose if _is_composite(op) else None
+        return op.decompose if is_composite(op) else None
     return unwrap(rule)
-
-
-def _is_composite(op: Any) -> bool:
-    """Check whether an op consists of others, also where a kernel of its own runs."""
-    key = "CompositeImplicitAutograd"
-    overload = isinstance(op, torch._ops.OpOverload)
-    return overload and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 @functools.cache
 def _rules() -> dict[Any, Callable[..., Any]]:
-    from torch._decomp import _core_aten_decompositions_post_autograd
-
-    return _core_aten_decompositions_post_autograd()
+    return core_aten_decompositions()
 
 
 def _tupled(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
@@ -303,7 +295,7 @@ def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
 
     for node in list(graph.nodes):
         # No OpOverload: operator.getitem.
-        if node.target in TAKES_NUMBERS or not isinstance(node.target, torch._ops.OpOverload):
+        if node.target in TAKES_NUMBERS or not isinstance(node.target, OpOverload):
             continue
         with graph.inserting_before(node):
             node.args = _with_numbers(node.target, node.args, boxed)

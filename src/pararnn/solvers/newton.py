@@ -15,22 +15,22 @@ from pararnn.solvers.sequential import unroll
 from pararnn.solvers.system import System
 
 MAX_SWEEPS = 32
-"""Newton updates after which a column that has not converged is finished sequentially."""
+"""Newton updates after which an unconverged column is finished sequentially."""
 
 DEFECT_ULPS = 4
 """Half the contract's bound, since the solver evaluates the defect in the compute dtype itself."""
 
 ERROR_SHARE = 0.25
-"""The part of the forward tolerance that the estimated distance to the solution may take up."""
+"""Fraction of the forward tolerance allowed to the estimated distance to the solution."""
 
 
 SHRINK_AFTER = 3
-"""Sweeps after which, once half of the columns are done, only the others go on."""
+"""Sweeps after which, once half of the columns are done, the solve shrinks to the others."""
 
 
 @dataclass(frozen=True)
 class NewtonResult:
-    """States (B, T, N, D), Newton updates made, columns redone and how far off they were.
+    """States (B, T, N, D), Newton updates, columns redone and their largest defect.
 
     `redone` counts the columns that Newton did not solve although their sequential run is finite;
     `defect` is the largest defect among the redone columns when Newton gave up.
@@ -59,8 +59,8 @@ def newton(system: System, scan: Scan = affine_scan) -> NewtonResult:
     guess = system.advance(system.previous(zeros))  # the paper's guess, f(0, x_l)
     states, before = guess, 0
     if system.program.step.has_jacobian:
-        # One written by hand may be wrong where nobody has tried it, and then so is the distance to
-        # the solution that it estimates: the step's own goes on from where it ends.
+        # A hand-written Jacobian may be wrong at untested inputs, and so may its estimate of the
+        # distance to the solution. The derived Jacobian continues from its result.
         end = _iterate(replace(system, by_hand=True), scan, guess, MAX_SWEEPS)
         states, before = torch.where(end.states.isfinite(), end.states, guess), int(end.sweeps)
     end = _iterate(system, scan, states, MAX_SWEEPS)
@@ -76,7 +76,7 @@ def newton(system: System, scan: Scan = affine_scan) -> NewtonResult:
 
 
 class _Iterate(NamedTuple):
-    """Where an iteration ends: states, updates made, and by column whether done and the defect."""
+    """Result of an iteration: states, updates, and for each column a flag (done) and the defect."""
 
     states: Tensor
     sweeps: Tensor
@@ -129,15 +129,15 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
 
 
 def _settled(coupling: Coupling, residual: Tensor, sizes: Tensor) -> Tensor:
-    """Columns whose defect is at rounding level everywhere."""
+    """Return the columns whose defect is at rounding level everywhere."""
     limit = rounding(DEFECT_ULPS * sizes, sizes.dtype)
     return ~coupling.any(residual.abs() > limit)
 
 
 def _best(system: System, states: Tensor, better: Tensor, updated: Tensor) -> Tensor:
-    """The updates that confirmed a column, where their defect is still at rounding level.
+    """Return the updates that confirmed a column, where their defect is still at rounding level.
 
-    A step that jumps may not have it: the states that were checked are kept there.
+    A discontinuous step may exceed it: there the confirmed states are returned.
     """
     if not bool(updated.any()):
         return states
@@ -151,7 +151,7 @@ def _best(system: System, states: Tensor, better: Tensor, updated: Tensor) -> Te
 def adjoint(
     system: System, previous: Tensor, cotangent: Tensor, scan: Scan = affine_scan
 ) -> Tensor:
-    """Total gradients of the states, l_t = g_t + J_{t+1}^T l_{t+1} (paper, eq. rnn_bwd_seq).
+    """Return the states' total gradients, l_t = g_t + J_{t+1}^T l_{t+1} (paper, eq. rnn_bwd_seq).
 
     `previous` and `cotangent` are (B, T, N, D), as is the result; it is zero at padding. Columns
     that are not finite are redone one step after the other: composed Jacobians overflow, and the
@@ -172,9 +172,11 @@ def adjoint(
 
 
 def _adjoint_loop(system: System, previous: Tensor, cotangent: Tensor) -> Tensor:
-    """`adjoint` as the loop's own gradients have it: NaN and inf where those do, and no further.
+    """Compute `adjoint` step by step: NaN and inf appear exactly where the loop's gradients have
+    them.
 
-    By the step's gradient, not by its Jacobian: 0 in the one multiplies, in the other is not there.
+    By the step's gradient, not its Jacobian: a zero entry multiplies in the first, and is absent
+    from the second.
     """
     out, carried = [], torch.zeros_like(cotangent[:, :1])
     for t in reversed(range(system.length)):

@@ -12,15 +12,15 @@ from pararnn.solvers.system import System
 
 
 def unroll(system: System) -> Tensor:
-    """All states (B, T, N, D) by plain, differentiable PyTorch (paper, eq. rnn_seq)."""
+    """Return all states (B, T, N, D) by plain, differentiable PyTorch (paper, eq. rnn_seq)."""
     return torch.stack(unroll_states(system), 2)
 
 
 def unroll_states(system: System) -> tuple[Tensor, ...]:
-    """Return what `unroll` does, (B, T, D) for each state, in memory of its own."""
+    """Return all states, (B, T, D) each, sharing no memory."""
     to_onnx = torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
     if to_onnx and system.length not in (0, 1):
-        return _scanned(system).unbind(2)
+        return _scan_steps(system).unbind(2)
     step = system.program.step
     states = tuple(system.initial.unbind(1))
     inputs = [x.unbind(1) for x in system.inputs]
@@ -38,28 +38,28 @@ def unroll_states(system: System) -> tuple[Tensor, ...]:
             states = tuple(s.masked_fill(padding[t], 0) for s in states)
         out.append(states)
     if not out:
-        # No entries, but a graph to all that entries hang on.
+        # Empty, but with a graph to all that entries would depend on.
         leaves = torch.stack([x.sum() for x in (system.initial, *system.inputs, *system.params)])
         batch, num_states, channels = system.initial.shape
         return tuple([leaves.sum().expand(batch, 0, channels).clone() for _ in range(num_states)])
     return tuple([torch.stack(series, 1) for series in zip(*out, strict=True)])
 
 
-def _scanned(system: System) -> Tensor:
-    """The same as one operator with the step inside, for any T: what becomes ONNX's Scan."""
+def _scan_steps(system: System) -> Tensor:
+    """Return all states by one operator for any T, which becomes ONNX's Scan."""
     step, count = system.program.step, len(system.inputs)
     masks = [x for x in (system.fresh, system.start, system.padding) if x is not None]
 
-    def body(states: tuple[Tensor, ...], given: list[Tensor]) -> tuple[Any, Tensor]:
-        inputs, rest = given[:count], given[count:]
+    def body(states: tuple[Tensor, ...], series: list[Tensor]) -> tuple[Any, Tensor]:
+        inputs, masks = series[:count], series[count:]
         if system.fresh is not None and system.start is not None:
-            fresh, begin, *rest = rest
+            fresh, begin, *masks = masks
             states = tuple(
                 torch.where(fresh, b, s) for b, s in zip(begin.unbind(1), states, strict=True)
             )
         new = step(states, inputs, system.params)
-        if rest:
-            new = tuple(s.masked_fill(rest[0], 0) for s in new)
+        if masks:
+            new = tuple(s.masked_fill(masks[0], 0) for s in new)
         return tuple(s.clone() for s in new), torch.stack(new, 1)
 
     first = tuple(s.clone() for s in system.initial.unbind(1))

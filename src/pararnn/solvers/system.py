@@ -44,7 +44,7 @@ class System:
         return self.initial.dtype
 
     def blank(self, values: Tensor) -> Tensor:
-        """Values (B, T, D) or (B, T, N, D), zero at padding, which may hold anything."""
+        """Zero values (B, T, D) or (B, T, N, D) at padding, which may hold anything."""
         if self.padding is None:
             return values
         return values.masked_fill(
@@ -52,17 +52,17 @@ class System:
         )
 
     def previous(self, states: Tensor) -> Tensor:
-        """prev_l for all l, (B, T, N, D), given the states (B, T, N, D)."""
+        """Return prev_l for all l, (B, T, N, D), of the states (B, T, N, D)."""
         shifted = torch.cat([self.initial.unsqueeze(1), states], 1)[:, : self.length]
         if self.fresh is None or self.start is None:
             return shifted
         return torch.where(self.fresh.unsqueeze(2), self.start, shifted)
 
     def sizes(self, states: Tensor) -> Tensor:
-        """The largest finite |state| so far of each channel's sequence, (B, T, N, D).
+        """Return the largest finite |state| so far of each channel's sequence, (B, T, N, D).
 
-        It has the states' own units, and is what a tolerance on them is relative to. A step that
-        starts afresh begins another count, with what it starts from.
+        It has the units of the states, and tolerances on them are relative to it. The maximum
+        restarts at a fresh step, with the state that it starts from.
         """
         both = torch.maximum(
             states.abs().nan_to_num(0, 0), self.previous(states).abs().nan_to_num(0, 0)
@@ -70,11 +70,11 @@ class System:
         return running_max(both, None if self.fresh is None else self.fresh.unsqueeze(2))
 
     def advance(self, previous: Tensor) -> Tensor:
-        """f(prev_l, x_l) for all l, (B, T, N, D)."""
+        """Return f(prev_l, x_l) for all l, (B, T, N, D)."""
         return self._stack(self._run("step", previous), previous)
 
     def linearise(self, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """f(prev_l, x_l) and d h_l / d h_{l-1}, zero at edges, for all l."""
+        """Return f(prev_l, x_l) and d h_l / d h_{l-1}, zero at edges, for all l."""
         structure = self.program.structure
         assert structure is not None
         graphs = self.program.graphs[self.dtype]
@@ -89,8 +89,8 @@ class System:
     def pull_back(
         self, previous: Tensor, cotangent: Tensor, with_params: bool = True
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Gradients of prev (B, T, N, D), of the inputs (B, T, D) and, if wanted, of the params,
-        summed."""
+        """Return gradients of prev (B, T, N, D), of the inputs (B, T, D) and, if wanted, of the
+        params, summed."""
         cotangent = self.blank(cotangent)
         grads = self._run("vjp", previous, cotangent)
         states, size = self.program.num_states, self.inputs[0].shape
@@ -100,26 +100,26 @@ class System:
         def at_steps(grad: object) -> Tensor:
             return self.blank(expand_entry(grad, cotangent, self._sizes).reshape(size))
 
-        def summed(grad: object, param: Tensor) -> Tensor:
+        def sum_of(grad: object, param: Tensor) -> Tensor:
             full = expand_entry(grad, cotangent, coupling.param_sizes(param, size))
             return coupling.total(full, self.padding)
 
         per_step = [at_steps(g) for g in grads[:rows]]
-        params = tuple(map(summed, grads[rows:], self.params)) if with_params else ()
+        params = tuple(map(sum_of, grads[rows:], self.params)) if with_params else ()
         return torch.stack(per_step[:states], 2), tuple(per_step[states:]), params
 
     def at(self, step: int) -> System:
-        """The system of one step alone; the state before it is not its own to know."""
+        """Return the system of one step; the state before it is unknown to it."""
         return self._cut(lambda x: x[:, step : step + 1])
 
     def columns(self, mask: Tensor) -> System:
-        """The part of the system in the columns that `mask` names: see `Coupling.take`."""
+        """Return the part of the system in the columns of `mask`: see `Coupling.take`."""
         coupling = self.program.coupling
         params, initial = coupling.take_params(self.params, mask), coupling.take(self.initial, mask)
         return replace(self, params=params, initial=initial)._cut(lambda x: coupling.take(x, mask))
 
     def _cut(self, part: Callable[[Tensor], Tensor]) -> System:
-        """The system with a `part` of each of its series (B, T, ...)."""
+        """Return the system with `part` of each of its series (B, T, ...)."""
         fresh, start, padding = (
             None if x is None else part(x) for x in (self.fresh, self.start, self.padding)
         )
@@ -128,11 +128,11 @@ class System:
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """What graphs take states and inputs in."""
+        """Sizes of states and inputs for the program's graphs."""
         return self.program.coupling.sizes(self.inputs[0].shape)
 
     def _tensors(self, previous: Tensor) -> list[Tensor]:
-        """The flat arguments of the program's graphs."""
+        """Return the flat arguments of the program's graphs."""
         rows = self._sizes
         states = [s.reshape(rows) for s in previous.unbind(2)]
         return [*states, *(x.reshape(rows) for x in self.inputs), *self.params]
@@ -148,26 +148,26 @@ class System:
         return self.blank(torch.stack([expand_entry(s, like, rows).reshape(size) for s in new], 2))
 
 
-def running_max(x: Tensor, apart: Tensor | None = None) -> Tensor:
-    """The largest so far along time, x (B, T, N, D); where `apart`, (B, T, 1, 1 or D), another
-    count begins.
+def running_max(x: Tensor, restarts: Tensor | None = None) -> Tensor:
+    """Return the running maximum along time of x (B, T, N, D), which starts anew where `restarts`
+    (B, T, 1, 1 or D) is set.
 
-    By pairs of steps, which are half as many: `cummax` goes step by step, on a GPU a thread each
-    channel, 2 us a step in all that a solve asks for.
+    It works on pairs of steps, which are half as many. `cummax` goes step by step with one thread a
+    channel on a GPU: 2 us a step over a solve.
     """
     steps, half = x.shape[1], x.shape[1] // 2
     if steps < 2:
         return x
     first, second, others = x[:, : 2 * half : 2], x[:, 1::2], x[:, 2::2]
     pairs = torch.maximum(first, second)
-    if apart is None:
+    if restarts is None:
         upto = running_max(pairs)  # each pair's end
         others = torch.maximum(others, upto[:, : others.shape[1]])
     else:
-        alone = apart[:, 1::2]
-        upto = running_max(torch.where(alone, second, pairs), apart[:, : 2 * half : 2] | alone)
+        at_second, at_first = restarts[:, 1::2], restarts[:, : 2 * half : 2]
+        upto = running_max(torch.where(at_second, second, pairs), at_first | at_second)
         further = torch.maximum(others, upto[:, : others.shape[1]])
-        others = torch.where(apart[:, 2::2], others, further)
+        others = torch.where(restarts[:, 2::2], others, further)
     firsts = torch.cat([x[:, :1], others], 1)
     whole = torch.stack([firsts[:, :half], upto], 2).flatten(1, 2)
     return torch.cat([whole, firsts[:, half:]], 1)

@@ -19,6 +19,7 @@ from pararnn.device import collectives, process_device
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.lm.model import draws
 from pararnn.parameters import draw
+from pararnn.private import foreach_multiply, foreach_norm
 
 TIMEOUT = timedelta(minutes=30)
 """Time after which a collective that not all processes join fails."""
@@ -118,9 +119,9 @@ def clip_gradients(parameters: Sequence[Tensor], largest: float) -> Tensor:
             mesh, grad = grad.device_mesh, grad.to_local()
         if grad is not None:
             grads.append(grad)
-    squares = torch.stack(torch._foreach_norm(grads)).float().square().sum()
+    squares = torch.stack(foreach_norm(grads)).float().square().sum()
     if mesh is not None and mesh.size() > 1:
         dist.all_reduce(squares, group=mesh.get_group())
     norm = squares.sqrt()
-    torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
+    foreach_multiply(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -1,1 +1,1 @@
-"""What `auto` takes: said by `explain`, measured by `autotune`, seen in the data by `adapt`."""
+"""Choice of `auto`: `explain` shows it, `autotune` measures it, `adapt` follows the data."""

@@ -1,4 +1,4 @@
-"""`adapt`: layers that leave (newton, fused) where the data make it the slower choice."""
+"""`adapt`: fall back to the loop where Newton is slow on this data."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pararnn.device import type_of
 from pararnn.engines.request import split_of_context
 from pararnn.engines.split import NO_REQUEST
 from pararnn.layers import RecurrentLayer
+from pararnn.private import are_functorch_transforms_active
 
 SWEEP_COST = 3.0
-"""What a step of a sweep takes, over one of the loop, where many channels run again: measured on
+"""Time of a step of a sweep over a step of the loop, where many channels run again: measured on
 trained layers (benchmarks/segments.py)."""
 
 _LOG = logging.getLogger("pararnn")
@@ -26,17 +27,16 @@ Rows = tuple[int, int]
 
 
 def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
-    """Let the layers in `module` leave (newton, fused) where their data make it the slower choice.
+    """Have the layers in `module` fall back to the loop where Newton is slow on their data.
 
-    Where `auto` has taken (newton, fused), with W segments of time, and k sweeps were needed, that
-    is about 3 k / W of the time of the loop: so at 3 k >= W a solve is slow. After `patience`
-    slow ones in a row of a layer and a direction at one (B, T), `auto` takes (sequential, fused)
-    there from then on, and the logger "pararnn" says so. The counts of a solve are looked at in a
-    later forward pass, when the GPU has long finished it: nothing waits.
+    A solve by (newton, fused) with W segments and k sweeps takes about 3 k / W of the loop's time,
+    so it is slow at 3 k >= W. After `patience` slow solves in a row of a layer and a direction at
+    one (B, T), `auto` runs (sequential, fused) there, and the logger "pararnn" reports it. The
+    counts of a solve are read in a later forward pass, when the GPU has finished it: nothing waits.
 
     The result then depends on data and timing, within the numerics contract; without `adapt` it
-    never does. It leaves alone what a call, `using` or the layer asks for, a split included, and
-    compiled code, captured CUDA graphs and transforms of torch.func, where nothing is looked at.
+    never does. Requests of a call, `using` or the layer, a split included, stay as they are. So do
+    compiled code, captured CUDA graphs and transforms of torch.func, where no counts are read.
 
     Raises ValueError where `module` holds no layer of this library, or `patience` is below 1.
     """
@@ -49,7 +49,7 @@ def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
 
 
 class Adaptation:
-    """What `adapt` has put on layers; a context, at whose end it is removed."""
+    """Hooks of `adapt` on layers; as a context, it removes them at the end."""
 
     def __init__(self, parts: list[tuple[str, RecurrentLayer]], patience: int) -> None:
         self._watches = {name: _Watch(name, patience) for name, _ in parts}
@@ -58,16 +58,16 @@ class Adaptation:
     @property
     def switched(self) -> dict[str, list[Rows]]:
         """Each (B, T) at which a layer and direction runs sequentially, by its name."""
-        found = {name: watch.switched for name, watch in self._watches.items()}
-        return {name: sizes for name, sizes in found.items() if sizes}
+        each = {name: watch.slow_sizes for name, watch in self._watches.items()}
+        return {name: sizes for name, sizes in each.items() if sizes}
 
     def reset(self) -> None:
-        """Forget what has been seen: every layer runs as `auto` says, and is watched anew."""
+        """Drop all counts: every layer runs by the rule again, and is observed anew."""
         for watch in self._watches.values():
             watch.reset()
 
     def remove(self) -> None:
-        """Take it off the layers."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -93,23 +93,23 @@ class _Watch:
         return {**self.__dict__, "pending": None}
 
     def on(self, layer: RecurrentLayer) -> list[Any]:
-        before = layer.register_forward_pre_hook(self.before, with_kwargs=True)
-        return [before, layer.register_forward_hook(self.after, with_kwargs=True)]
+        handle = layer.register_forward_pre_hook(self.switch, with_kwargs=True)
+        return [handle, layer.register_forward_hook(self.observe, with_kwargs=True)]
 
     @property
-    def switched(self) -> list[Rows]:
+    def slow_sizes(self) -> list[Rows]:
         return [rows for rows, count in self.slow.items() if count >= self.patience]
 
-    def before(self, layer: RecurrentLayer, inputs: Any, options: dict[str, Any]) -> Any:
-        """Where (B, T) has been slow for long, the loop."""
+    def switch(self, layer: RecurrentLayer, inputs: Any, options: dict[str, Any]) -> Any:
+        """Request the loop where (B, T) has been slow for `patience` solves."""
         if not self.slow or not _is_open(layer, options):
             return None
         if self.slow.get(_rows(inputs, options), 0) < self.patience:
             return None
         return inputs, options | {"solver": "sequential", "backend": "fused"}
 
-    def after(self, layer: RecurrentLayer, inputs: Any, options: Any, output: Any) -> None:
-        """Judge the solve whose counts have arrived, and send for those of this one."""
+    def observe(self, layer: RecurrentLayer, inputs: Any, options: Any, output: Any) -> None:
+        """Judge the solve whose counts have arrived, and begin to copy those of this one."""
         info = layer.counts
         if not _is_open(layer, options) or info is None or layer.choice is None:
             return
@@ -117,8 +117,8 @@ class _Watch:
         if device.capturing():
             return
         if self.pending is not None:
-            rows, segments, arrived = self.pending
-            counts = arrived()
+            rows, segments, receive = self.pending
+            counts = receive()
             if counts is None:
                 return
             self.pending = None
@@ -144,11 +144,11 @@ class _Watch:
 
 
 def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:
-    """Whether it is `auto` that chooses between (newton, fused) and the loop, in eager code."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    """Return True if `auto` chooses between (newton, fused) and the loop, in eager code."""
+    if torch.compiler.is_compiling() or are_functorch_transforms_active():
         return False
-    asked = layer.requested_pair(*(options.get(part) for part in ("solver", "backend", "mode")))
-    return asked in (("auto", "auto"), ("auto", "fused")) and split_of_context() == NO_REQUEST
+    pair = layer.requested_pair(*(options.get(part) for part in ("solver", "backend", "mode")))
+    return pair in (("auto", "auto"), ("auto", "fused")) and split_of_context() == NO_REQUEST
 
 
 def _rows(inputs: Any, options: Mapping[str, Any]) -> Rows:

@@ -1,4 +1,4 @@
-"""`autotune`: measures what could run a layer, and has `auto` take the fastest."""
+"""`autotune`: measures the pairs that can run a layer, and has `auto` use the fastest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pararnn.version import __version__
 SECONDS = 0.2
 """Time spent on each candidate that is not hopeless."""
 HOPELESS = 4.0
-"""What takes so many times the best candidate's time is timed by one call only."""
+"""Multiple of the best candidate's time above which one call is enough of a measurement."""
 MOST_JACOBIANS = 2**28
 """Entries of dense Jacobians over a whole sequence, from which Newton is not tried."""
 
@@ -39,7 +39,7 @@ MOST_JACOBIANS = 2**28
 class Tuning:
     """`autotune`'s result; prints as a table.
 
-    `measured`: times in ms, the one that `auto` takes from now on first. `by_rule`: that of the
+    `measured`: times in ms, first that of `auto`'s new choice. `by_rule`: that of the
     rule's choice. size: (B, T, D). `path`: the file of the record; `anew`: whether this call has
     measured, rather than read it.
     """
@@ -56,12 +56,12 @@ class Tuning:
 
     @property
     def solver(self) -> str:
-        """What `auto` takes from now on."""
+        """Solver that `auto` uses from now on."""
         return self.measured[0].solver
 
     @property
     def backend(self) -> str:
-        """What `auto` takes from now on."""
+        """Backend that `auto` uses from now on."""
         return self.measured[0].backend
 
     def __str__(self) -> str:
@@ -85,17 +85,16 @@ def autotune(
     backward: bool = True,
     remeasure: bool = False,
 ) -> Tuning:
-    """Measure what could run a layer, or `solve` of a cell, on an input of a shape; take the best.
+    """Measure the pairs that can run a layer, or `solve` of a cell, on an input of a shape.
 
-    From then on, in this process, "auto" takes the fastest for this cell (its class and config),
-    size, dtype and device; what a request leaves open is chosen among what it allows, and a split
-    that `using` asks for comes first. The rule's choice stays unless another is 5% faster. The
-    record is kept in the cache's folder, by cell, size, dtype, device, versions and pairs that can
-    run: a later process that calls `autotune` reads it and measures nothing. Nothing is read
-    without this call.
+    From then on, in this process, "auto" uses the fastest for this cell (its class and config),
+    size, dtype and device, among the pairs that a request allows. A split requested by `using`
+    comes first. The rule's choice stays unless another is 5% faster. The record is written to the
+    cache's folder, by cell, size, dtype, device, versions and pairs that can run: a later process
+    that calls `autotune` reads it and measures nothing. Nothing is read without this call.
 
-    Gates are random, N(0, 1), parameters the cell's own. Times are those of eager calls, what the
-    host does included.
+    Gates are random, N(0, 1), parameters the cell's own. Times are those of eager calls, host
+    time included.
 
     Args:
         module, shape, dtype, device: as in `explain`.
@@ -103,7 +102,7 @@ def autotune(
         remeasure: measure even if there is a record.
 
     Raises as `explain`, and ValueError for the meta device. Warns with BackendWarning where a
-    record cannot be used, or not be kept.
+    record cannot be used or written.
     """
     program, size, dtype, device = workload_of(module, shape, dtype, device)
     if not type_of(device).computes:
@@ -132,34 +131,34 @@ def autotune(
 
 
 def candidates(workload: Workload) -> list[tuple[Engine, SplitRequest]]:
-    """What is worth measuring, the rule's choice first.
+    """Return the engines and splits to measure, the rule's choice first.
 
-    Of engines for the same solver that of the fused kernels, where there is one; and for what cuts
-    time half and twice the rule's segments and burn-in.
+    For each solver the engine of fused kernels, where there is one. For an engine that cuts time
+    also half and twice the rule's segments and burn-in.
     """
     program = program_by_key(workload.key)
     size, dtype, device = workload.size, workload.dtype, workload.device
     rule = choose(program, size, dtype, device, "auto", "auto", follow_tuned=False).engine()
     pairs = pairs_for(program, dtype, device)
-    found = {(rule.solver, rule.backend): rule}
+    engines = {(rule.solver, rule.backend): rule}
     for solver, backend in pairs:
         engine = find(solver, backend, device)
-        assert engine is not None  # pairs_for has found it
+        assert engine is not None  # by pairs_for
         if backend == "fused" or (solver, "fused") not in pairs:
             if solver == "newton" and _jacobians(program, size) > MOST_JACOBIANS:
                 continue
-            found[solver, backend] = engine
-    return [(e, request) for e in found.values() for request in _split_requests(e, workload)]
+            engines[solver, backend] = engine
+    return [(e, request) for e in engines.values() for request in _split_requests(e, workload)]
 
 
 def _jacobians(program: Program, size: tuple[int, int, int]) -> int:
-    """The entries of all Jacobians' dense blocks."""
+    """Return the number of entries of all Jacobians' dense blocks."""
     batch, steps, channels = size
     return batch * steps * program.num_states**2 * channels * program.coupling.reach(channels)
 
 
 def _split_requests(engine: Engine, workload: Workload) -> list[SplitRequest]:
-    """The splits to try of an engine, that of the rule first."""
+    """Return the splits of an engine to measure, the rule's first."""
     by_rule = NO_REQUEST
     if not engine.cuts_time:
         return [by_rule]
@@ -174,7 +173,7 @@ def _split_requests(engine: Engine, workload: Workload) -> list[SplitRequest]:
 
 
 def _measure(cell: Cell, workload: Workload, backward: bool) -> list[Measured]:
-    """The times of all candidates."""
+    """Measure all candidates."""
     cell = copy.deepcopy(cell).to(workload.device)
     rows: list[Measured] = []
     best = float("inf")
@@ -191,13 +190,13 @@ def _measure(cell: Cell, workload: Workload, backward: bool) -> list[Measured]:
 def _call(
     cell: Cell, workload: Workload, engine: Engine, request: SplitRequest, backward: bool
 ) -> Callable[[], Any]:
-    """One pass, or both, on random inputs."""
+    """Return a function that runs one pass, or both, on random inputs."""
     (batch, steps, channels), device = workload.size, workload.device
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
-        drawn = torch.randn(size, generator=generator, device=device)
-        return drawn.to(workload.dtype)
+        normal = torch.randn(size, generator=generator, device=device)
+        return normal.to(workload.dtype)
 
     # As a layer's projection leaves them.
     width = channels // cell.num_heads

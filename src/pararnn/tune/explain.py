@@ -1,4 +1,4 @@
-"""`explain`: which solver and backend a layer would take, and why."""
+"""`explain`: which solver and backend would run a layer, and why."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from pararnn.scan import scan, workload_of_scan
 class Explanation:
     """`explain`'s result; prints as a table.
 
-    `solver` and `backend` are what would run, `why` says why; `others` says of every other pair
-    why it cannot run here, None where it could, and `costs` what it would cost then. size: (B, T,
-    D). split: how (newton, fused) cuts time in the forward pass, after what was asked has been
-    reduced to what fits; None for pairs that do not cut it.
+    `solver` and `backend` would run, for the reason `why`. `others`: the reason why every other
+    pair cannot run here, None where it can; `costs`: its cost then. size: (B, T, D).
+    split: segments of (newton, fused) in the forward pass, requests reduced to what fits; None for
+    pairs that do not cut time.
     """
 
     cell: str
@@ -47,8 +47,8 @@ class Explanation:
             segments, steps, burn_in = self.split
             lines.append(f"    segments {segments}, steps of each {steps}, burn-in {burn_in}")
         for pair, reason in self.others.items():
-            said = reason or f"could run: {self.costs[pair]}"
-            lines.append(f"  ({', '.join(pair)}) {said}")
+            text = reason or f"could run: {self.costs[pair]}"
+            lines.append(f"  ({', '.join(pair)}) {text}")
         return "\n".join(lines)
 
 
@@ -97,12 +97,12 @@ def explain(
         if p != choice.pair
     }
     costs = {p: _cost(program, p, size) for p, reason in others.items() if reason is None}
-    said = (*choice.pair, choice.why, others, choice.split(), costs)
-    return Explanation(program.cell_name, size, dtype, device, *said)
+    result = (*choice.pair, choice.why, others, choice.split(), costs)
+    return Explanation(program.cell_name, size, dtype, device, *result)
 
 
 def _cost(program: Program, pair: tuple[str, str], size: tuple[int, int, int]) -> str:
-    """What a pair that could run would take, beside the time."""
+    """Return the cost of a pair that can run, in addition to its time."""
     batch, steps, channels = size
     solver, backend = pair
     if backend == "fused":
@@ -119,7 +119,7 @@ def workload_of(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> tuple[Program, tuple[int, int, int], torch.dtype, torch.device]:
-    """The program, (B, T, D), dtype and device that `explain`'s arguments mean; errors as there."""
+    """Return the program, (B, T, D), dtype and device of `explain`'s arguments; errors as there."""
     cell = unwrapped(module if isinstance(module, Cell) else module.cell)
     batch_first = not isinstance(module, ParaRNN) or module.batch_first
     if isinstance(shape, torch.Tensor):

@@ -15,15 +15,15 @@ BLOCK_SECONDS = 2e-3
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median wall-clock seconds of `run()` over `repeats` calls after a warm-up call."""
+    """Return the median wall-clock seconds of `run()` over `repeats` calls after a warm-up call."""
     _block_seconds(run, device, 1)
     return statistics.median(_block_seconds(run, device, 1) for _ in range(repeats))
 
 
 def settled_seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
-    """The median wall-clock seconds of `run()` over blocks of calls that fill `budget` seconds.
+    """Return the median wall-clock seconds of `run()` over blocks of calls in `budget` seconds.
 
-    Three blocks at least, after one that is left out; the device is waited for after each.
+    Three blocks at least, after one warm-up block; each ends by waiting for the device.
     """
     calls = max(1, round(BLOCK_SECONDS / max(_block_seconds(run, device, 1), 1e-9)))
     times: list[float] = []
@@ -33,7 +33,7 @@ def settled_seconds(run: Callable[[], object], device: torch.device, budget: flo
 
 
 def device_name(device: torch.device) -> str:
-    """The processor's name, as measurements should quote it."""
+    """Return the processor's name, as measurements should quote it."""
     return type_of(device).title(device)
 
 

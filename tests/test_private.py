@@ -1,0 +1,186 @@
+"""Private names of PyTorch stand in one file, and mean what they meant when it was written."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import pararnn
+from pararnn import private
+
+OUTSIDE = re.compile(r"\btorch(\.\w+)*\._[a-zA-Z]\w*|(from|import) torch\S*\._\w+")
+
+
+def test_no_other_file_uses_private_names_of_pytorch():
+    for path in Path(pararnn.__file__).parent.rglob("*.py"):
+        if path.name != "private.py":
+            code = re.sub(r'""".*?"""|#.*', "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+            assert not OUTSIDE.search(code), (path, OUTSIDE.search(code).group())
+
+
+def _in_vmap(function):
+    results = []
+    torch.func.vmap(lambda x: results.append(function()) or x)(torch.zeros(2))
+    return results[0]
+
+
+def test_functorch_transforms():
+    assert not private.are_functorch_transforms_active()
+    assert _in_vmap(private.are_functorch_transforms_active)
+
+
+def test_autocast():
+    assert not private.autocast_enabled()
+    with torch.autocast("cpu"):
+        assert private.autocast_enabled()
+
+
+def test_modes():
+    class Dispatch(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    assert (private.dispatch_modes(), private.function_modes()) == (0, 0)
+    with Dispatch():
+        assert private.dispatch_modes() == 1
+        torch.zeros(1).item()
+    assert private.local_scalar in seen
+    with torch.device("cpu"):
+        assert private.function_modes() == 1
+
+
+def test_tracing_and_profiling():
+    results = []
+
+    def traced(x):
+        results.append(bool(private.get_tracing_state()))
+        return x + 1
+
+    torch.jit.trace(traced, torch.zeros(1), check_trace=False)
+    assert results == [True]
+    assert not private.get_tracing_state()
+    assert not private.profiler_enabled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.profiler_enabled()
+
+
+def test_forward_level():
+    assert private.forward_level() == -1
+    with forward_ad.dual_level():
+        assert private.forward_level() == 0
+
+
+def test_batched_gradients_are_recognised():
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            results.append(private.is_legacy_batchedtensor(grad))
+            return grad
+
+    results, x = [], torch.zeros(2, requires_grad=True)
+    for batched in (False, True):
+        grad = torch.ones(3, 2) if batched else torch.ones(2)
+        torch.autograd.grad(Identity.apply(x), x, grad, is_grads_batched=batched)
+    assert results == [False, True]
+
+
+def test_exporting():
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if private.exporting() else x
+
+    x = torch.zeros(1)
+    assert not private.exporting()
+    assert torch.export.export(Module(), (x,)).module()(x) == 1
+
+
+def test_apply_unbound():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    x = torch.ones(1, requires_grad=True)
+    private.apply_unbound(Double, x).backward()
+    assert x.grad == 2
+
+
+def test_lazy_zeros_and_views_that_are_none():
+    assert private.is_zerotensor(torch._efficientzerotensor(2))
+    assert not private.is_zerotensor(torch.zeros(2))
+    x = torch.zeros(6)
+    other = private.unsafe_view(x, (2, 3))
+    assert other.data_ptr() == x.data_ptr()
+    assert not other._is_view()
+
+
+def test_constants_in_graphs():
+    calls = []
+
+    @private.constant_in_graphs
+    def constant():
+        calls.append(torch.get_num_threads())  # which Dynamo would break the graph for
+        return 2
+
+    compiled = torch.compile(lambda x: x * constant(), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1)) == 2
+    assert len(calls) == 1
+
+
+def test_scan_operator():
+    last, each = private.higher_order_scan(
+        lambda carry, x: (carry + x, carry.clone()), torch.zeros(2), torch.ones(3, 2), dim=0
+    )
+    assert last.tolist() == [3, 3]
+    assert each[:, 0].tolist() == [0, 1, 2]
+
+
+def test_ops_and_decompositions():
+    op = torch.ops.aten.matmul.default
+    assert isinstance(op, private.OpOverload)
+    assert isinstance(torch.ops.aten.matmul, private.OpOverloadPacket)
+    assert private.is_composite(op)
+    assert not private.is_composite(torch.ops.aten.mul.Tensor)
+    assert torch.ops.aten.addcmul.default in private.core_aten_decompositions()
+
+    @torch.library.custom_op("pararnn_test::same", mutates_args=())
+    def same(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    assert isinstance(same, private.CustomOpDef)
+
+
+def test_fake_tensors_and_inductor():
+    with private.fake_tensor_mode():
+        assert type(torch.zeros(2)) is not torch.Tensor
+    assert hasattr(private.inductor_config(), "max_autotune")
+
+
+def test_many_tensors_at_once():
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
+    assert [norm.item() for norm in private.foreach_norm(tensors)] == [5, 1]
+    private.foreach_multiply(tensors, 2.0)
+    assert [t.tolist() for t in tensors] == [[6, 8], [2]]
+
+
+def test_asserts_on_devices():
+    private.assert_async(torch.tensor(True), "message")
+    with pytest.raises(RuntimeError, match="message"):
+        private.assert_async(torch.tensor(False), "message")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_raw_streams():
+    assert private.raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
