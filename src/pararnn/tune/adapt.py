@@ -13,6 +13,7 @@ from pararnn.cells.base import unwrapped
 from pararnn.device import type_of
 from pararnn.engines.request import split_of_context
 from pararnn.engines.split import NO_REQUEST
+from pararnn.engines.table import Choice
 from pararnn.layers import RecurrentLayer
 from pararnn.private import are_functorch_transforms_active
 
@@ -87,6 +88,7 @@ class _Watch:
 
     def reset(self) -> None:
         self.slow: dict[Rows, int] = {}  # solves in a row
+        self.segments: dict[Choice, int] = {}
         self.pending: tuple[Rows, int, Callable[[], Tensor | None]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,9 +125,16 @@ class _Watch:
                 return
             self.pending = None
             self.judge(layer, rows, int(counts[:, 0].max()), segments)
-        split = layer.choice.split()
-        if split is not None and split.segments > 1:
-            self.pending = _rows(inputs, options), split.segments, device.send(info.detach())
+        segments = self.segments_of(layer.choice)
+        if segments > 1:
+            self.pending = _rows(inputs, options), segments, device.send(info.detach())
+
+    def segments_of(self, choice: Choice) -> int:
+        """Return the segments of a choice; a plan asks the device, so each is made once."""
+        if choice not in self.segments:
+            split = choice.split()
+            self.segments[choice] = 1 if split is None else split.segments
+        return self.segments[choice]
 
     def judge(self, layer: RecurrentLayer, rows: Rows, sweeps: int, segments: int) -> None:
         """Count a solve of (newton, fused)."""
