@@ -26,7 +26,7 @@ BY_HEADS = f"RecurrentLayer of {HEADS} heads"
 """As language models have it."""
 
 BARE = "nn.Linear and an autograd Function"
-"""What autograd takes for a layer's projection and for as many tensors as a solve has."""
+"""Cost of autograd for a layer's projection and for as many tensors as a solve has."""
 
 Calls = dict[str, Callable[[], object]]
 
@@ -68,7 +68,7 @@ def training(device: str) -> Calls:
 
 
 def _modules(device: str) -> dict[str, Any]:
-    """What is timed, by name."""
+    """Return the modules to time, by name."""
     make = partial(pararnn.RecurrentLayer, pararnn.GRUCell, CHANNELS, CHANNELS, device=device)
     return {
         "ParaGRU": pararnn.ParaGRU(CHANNELS, CHANNELS, device=device),
@@ -100,7 +100,7 @@ CASES = {"forward and backward": training, "step": decoding}
 
 
 def least(calls: Calls, device: str, rounds: int = ROUNDS) -> dict[str, float]:
-    """The least microseconds of each call, taken in turns: other load on a machine only adds.
+    """Return the least microseconds of each call, in turns: other load on a machine only adds.
 
     Calls are timed one by one: a block of them would be long enough to be interrupted.
     """
@@ -118,7 +118,7 @@ def least(calls: Calls, device: str, rounds: int = ROUNDS) -> dict[str, float]:
 
 
 def rows(device: str, rounds: int = ROUNDS) -> list[dict[str, Any]]:
-    """A row a figure; `ratio` is to the case's last one."""
+    """Return a row for each figure; `ratio` is to the case's last one."""
     torch.set_num_threads(1)
     out = []
     for case, calls_on in CASES.items():

@@ -251,7 +251,7 @@ class Learned:
 
 
 class Tuning:
-    """When the tuners of peers' Triton kernels choose; ours have none.
+    """Times at which the tuners of peers' Triton kernels choose; ours have none.
 
     While several processes compile on a GPU they try all that they may take and time nothing.
     `begin` lets them choose anew, by short timings: the GPU is this process's alone.

@@ -14,7 +14,7 @@ Case = TypeVar("Case")
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with what every such benchmark takes."""
+    """Build a parser with the options that every such benchmark has."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -25,7 +25,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """Where models run."""
+    """Return the device that models run on."""
     return torch.device("cpu" if args.smoke else "cuda")
 
 
@@ -36,7 +36,7 @@ def chosen(
     named: Callable[[Case], str],
     asked: Callable[[Case], bool] = lambda case: True,
 ) -> list[Case]:
-    """The cases that are asked for: by the beginnings of names, and `asked`. None is an error."""
+    """Return the requested cases, by beginnings of names and `asked`. Raises if there is none."""
     found = [case for case in every if named(case).startswith(tuple(args.only)) and asked(case)]
     if not found:
         given = {key: value for key, value in vars(args).items() if key != "out" and value}

@@ -47,7 +47,7 @@ class Killer:
 
 
 def losses(out: Path) -> dict[int, float]:
-    """A run's logged losses by step."""
+    """Return a run's logged losses by step."""
     return {
         int(row["step"]): float(row["loss"]) for row in read_rows(out / "log.csv") if row["loss"]
     }
@@ -61,7 +61,7 @@ def others_of(gpus: int) -> list[int]:
 def rows(
     recipe: str, gpus: Sequence[int], folder: Path, end: float, overrides: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each number of GPUs that goes on; RuntimeError for what does not end as it has to.
+    """Yield a row for each number of GPUs that goes on; RuntimeError for an unexpected end.
 
     gpus: the numbers to choose from; with one GPU alone nothing is lost, and there are none.
     """
@@ -107,7 +107,7 @@ def rows(
 
 
 def arguments(recipe: str, batch: int, folder: Path, overrides: Sequence[str]) -> list[str]:
-    """The command of all runs, but for where they are and what a GPU takes at once."""
+    """Return the command of all runs, but for where they are and what a GPU takes at once."""
     return [
         "train",
         recipe,

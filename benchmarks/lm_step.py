@@ -77,7 +77,7 @@ def smoke_cases() -> list[Case]:
 
 
 def borders_of(length: int) -> torch.Tensor:
-    """Where documents of 64 to 4,096 tokens begin in a row, and the end of the last."""
+    """Return the starts of documents of 64 to 4,096 tokens in a row, and the end of the last."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(64, 4097, (length // 64 + 1,), generator=generator)
     ends = lengths.cumsum(0)

@@ -46,11 +46,11 @@ from pararnn.train.trainer import PEAK_FLOPS, RunTrainer
 
 PEER = "mamba2-"
 KEYS = ("recipe", "path", "gpus", "rows_a_gpu", "T", "reshard", "checkpointing", "device")
-"""What tells cases apart."""
+"""Columns that tell cases apart."""
 
 
 def described(name: str) -> RunConfig:
-    """A recipe; Mamba2's is the GRU's of its size, around other blocks."""
+    """Return a recipe; Mamba2's is the GRU's of its size, around other blocks."""
     if not name.startswith(PEER):
         return recipe(name)
     same = "tiny" if name == f"{PEER}tiny" else name.replace(PEER, "gru-")
@@ -58,7 +58,7 @@ def described(name: str) -> RunConfig:
 
 
 def peer_sizes(name: str) -> Sizes:
-    """The paper's Mamba2 of a name: mamba2-2.9b; mamba2-tiny is for a CPU."""
+    """Return the paper's Mamba2 of a name: mamba2-2.9b; mamba2-tiny is for a CPU."""
     scale = name.removeprefix(PEER).upper()
     if scale == "TINY":
         return {**TINY, "vocab_size": BYTE_VOCAB}
@@ -66,7 +66,7 @@ def peer_sizes(name: str) -> Sizes:
 
 
 def empty_model(config: RunConfig) -> ParaRNNForCausalLM:
-    """The config's model on the meta device."""
+    """Return the config's model on the meta device."""
     model = bare_model(config)
     if config.name.startswith(PEER):
         with torch.device("meta"):
@@ -159,7 +159,7 @@ def by_trainer(config: RunConfig, data: RandomData, clock: Clock) -> None:
 
 
 def bare(config: RunConfig, data: RandomData, clock: Clock) -> None:
-    """The same in a loop that anyone could write."""
+    """Time the same in a loop that anyone could write."""
     device = own_device()
     rank = torch.distributed.get_rank()
     model = prepare_model(empty_model(config), config, device)
@@ -187,7 +187,7 @@ PATHS: dict[str, Callable[[RunConfig, RandomData, Clock], None]] = {
 
 
 def measure(config: RunConfig, path: str, warmup: int, steps: int) -> dict[str, Any]:
-    """A path's row."""
+    """Return a path's row."""
     torch.compiler.reset()
     gc.collect()  # the model before
     on_gpu = torch.cuda.is_available()

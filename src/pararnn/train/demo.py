@@ -63,7 +63,7 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-"""What a demo writes."""
+"""Files that a demo writes."""
 # Validating more often than this would take up much of a short budget.
 SECONDS_A_VALIDATION = 5
 WHOLE_SECONDS = 50
@@ -198,7 +198,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the engines were found to do; `left_out` names what there was no time for."""
+    """Measurements of the engines; `left_out` names what there was no time for."""
 
     timings: list[Timing]
     agreement: list[Agreement]
@@ -246,7 +246,7 @@ def within_budget(windows: int, config: DemoConfig) -> int:
 
 
 def make_model(config: DemoConfig) -> LanguageModel:
-    """The config's model on its device, drawn from torch's global generator."""
+    """Return the config's model on its device, drawn from torch's global generator."""
     cell_class = find_cell(config.cell, CELLS)
     width = default_width(cell_class) if config.width is None else config.width
     parts = LMConfig(
@@ -263,7 +263,7 @@ def make_model(config: DemoConfig) -> LanguageModel:
 
 
 def make_recipe(config: DemoConfig) -> Recipe:
-    """The config's way to train."""
+    """Return the config's training recipe."""
     return Recipe(
         seconds=config.seconds,
         steps=config.steps,
@@ -278,7 +278,7 @@ def make_recipe(config: DemoConfig) -> Recipe:
 
 
 def load_corpus(config: DemoConfig) -> Corpus:
-    """The config's text; TextError as in `pararnn.tasks`."""
+    """Read the config's text; TextError as in `pararnn.tasks`."""
     return stdlib_corpus() if config.text is None else file_corpus(Path(config.text))
 
 
@@ -293,12 +293,12 @@ def timed_shapes(config: DemoConfig) -> list[tuple[int, int]]:
 
 
 def seeded(config: DemoConfig, device: str = "cpu") -> torch.Generator:
-    """A generator that depends on the config's seed only."""
+    """Return a generator that depends on the config's seed only."""
     return torch.Generator(device).manual_seed(config.seed)
 
 
 def describe_environment(device: torch.device) -> dict[str, str]:
-    """What a measurement depends on besides the config: device name and versions."""
+    """Return the facts, besides the config, that a measurement depends on: device and versions."""
     return {
         "device": device_name(device),
         "threads": str(torch.get_num_threads()),
@@ -309,7 +309,7 @@ def describe_environment(device: torch.device) -> dict[str, str]:
 
 
 def make_sample(model: LanguageModel, corpus: Corpus, config: DemoConfig, prompt: int = 64) -> str:
-    """The first bytes of the held-out text and the model's continuation, as printable text."""
+    """Return the first bytes of the held-out text and the model's continuation, printable."""
     start = corpus.valid[:prompt].unsqueeze(0)
     generator = seeded(config, config.device)
     more = sample(model, start.to(config.device), config.sample_bytes, 0.8, generator).cpu()
@@ -328,7 +328,7 @@ def indented(text: str) -> str:
 
 
 def print_training(history: History, bits: dict[str, float], baselines: dict[str, float]) -> None:
-    """What training reached."""
+    """Print the losses that training reached, next to the baselines."""
     last = history.train[-1]
     gain = baselines["bigram"] - bits["validation"]
     print(
@@ -360,11 +360,11 @@ def print_engines(timings: list[Timing], agreement: list[Agreement], repeats: in
 
 
 def speedups(timing: Timing, loop: Timing) -> str:
-    """How many times as fast as the loop, forward and both passes."""
+    """Return the speed-up over the loop, of the forward pass and of both passes."""
     both = loop.forward_backward / timing.forward_backward
     return f"{loop.forward / timing.forward:.2f}x / {both:.2f}x"
 
 
 def milliseconds(timing: Timing) -> str:
-    """A timing's two medians."""
+    """Return a timing's two medians as text."""
     return f"{1e3 * timing.forward:7.1f} / {1e3 * timing.forward_backward:7.1f}"

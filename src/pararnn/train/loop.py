@@ -20,7 +20,7 @@ from pararnn.train.optimiser import parameter_groups
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train.
+    """Settings of the training loop.
 
     seconds: wall-clock budget, validation included. steps: optimizer steps at most; None for no
     bound. batch, length: windows a step (B) and bytes of each (T). learning_rate: the peak;
@@ -137,7 +137,7 @@ def make_optimizer(model: LanguageModel, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def schedule(progress: float, warmup: float, final: float) -> float:
-    """The share of the peak learning rate at `progress` in [0, 1] of the run.
+    """Return the share of the peak learning rate at `progress` in [0, 1] of the run.
 
     Linear from `final` to 1 over the first `warmup`, then a cosine down to `final`.
     """
@@ -148,13 +148,13 @@ def schedule(progress: float, warmup: float, final: float) -> float:
 
 
 def recent(losses: list[Record], count: int = 20) -> float:
-    """The mean of the last losses: single batches are too noisy to read."""
+    """Return the mean of the last losses: single batches are too noisy to read."""
     bits = [record.bits for record in losses[-count:]]
     return sum(bits) / len(bits)
 
 
 def progress_bar() -> Any:
-    """A tqdm bar from 0 to 1, silent where no terminal shows it; MissingExtra without tqdm."""
+    """Return a tqdm bar from 0 to 1, silent without a terminal; MissingExtra without tqdm."""
     layout = "{l_bar}{bar}| {elapsed}{postfix}"
     return require("tqdm").tqdm(
         total=1.0, desc="training", bar_format=layout, mininterval=1.0, disable=None

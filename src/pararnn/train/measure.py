@@ -61,7 +61,7 @@ def solver_set_to(model: LanguageModel, solver: str, backend: str = "auto") -> I
 
 
 def pairs_of(model: LanguageModel) -> list[Pair]:
-    """The pairs that run the model's cell on its device, the loop last."""
+    """Return the pairs that run the model's cell on its device, the loop last."""
     weight = model.lm_head.weight
     program = program_of(model.recurrent_layers()[0].cell)
     pairs = pairs_for(program, weight.dtype, weight.device)
@@ -86,7 +86,7 @@ def time_pair(model: LanguageModel, windows: Tensor, pair: Pair, repeats: int) -
 
 
 def auto_pair(model: LanguageModel, batch: int, length: int) -> Pair:
-    """The pair that "auto" takes for the model's layers at (B, T) on its device."""
+    """Return the pair that "auto" takes for the model's layers at (B, T) on its device."""
     layer, weight = model.recurrent_layers()[0], model.lm_head.weight
     size = (batch, length, layer.hidden_size)
     program = program_of(layer.cell)
@@ -94,7 +94,7 @@ def auto_pair(model: LanguageModel, batch: int, length: int) -> Pair:
 
 
 def compare_to_loop(model: LanguageModel, windows: Tensor, pair: Pair) -> Agreement:
-    """How far a pair is from the loop on windows (B, T + 1) on the model's device."""
+    """Measure a pair's distance to the loop on windows (B, T + 1) on the model's device."""
     results = []
     for each in (pair, LOOP):
         with solver_set_to(model, *each):
