@@ -36,10 +36,9 @@ def overhead() -> str:
 def training() -> str:
     """Return README's sentences on training."""
     return prose(
-        "Training runs on PyTorch's FSDP2, on one GPU or many by `torchrun`. A "
-        f"killed run resumes bit for bit; the overhead over a bare loop is {overhead()}. Recipes, "
-        "data, checkpoints and several GPUs: [Training](docs/training.md). Texts, tasks and the "
-        "paper's settings: [Evaluation](docs/evaluation.md)."
+        "Training runs on PyTorch's FSDP2, on one GPU or many by `torchrun`. A killed run resumes "
+        "bit for bit. Recipes, data, checkpoints and several GPUs: [Training](docs/training.md). "
+        "Texts, tasks and the paper's settings: [Evaluation](docs/evaluation.md)."
     )
 
 
@@ -50,8 +49,9 @@ def steps() -> str:
         int(one(rows, recipe="gru-1b", gpus=gpus)["tokens_per_s"]) / gpus for gpus in (1, 2)
     )
     return prose(
-        f"The Trainer takes {overhead()} more time than the bare loop. On two GPUs the 1B GRU has "
-        f"{100 * double / single:.0f}% of the tokens/s a GPU that it has on one "
+        f"Measured with the loop before this one, on transformers' Trainer: it took {overhead()} "
+        "more time than a bare loop. On two GPUs the 1B GRU had "
+        f"{100 * double / single:.0f}% of the tokens/s a GPU that it had on one "
         "([`train_step.csv`](../benchmarks/results/train_step.csv))."
     )
 
