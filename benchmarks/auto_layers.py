@@ -1,4 +1,4 @@
-"""What `auto` takes on layers of language models, fresh and trained, against the better engine.
+"""Choices of `auto` on layers of language models, fresh and trained, against the better engine.
 
 For each cell a model is made, its layers' solves of held-out text are timed by both engines, it is
 trained, and they are timed again: forward and backward, float32 and bfloat16. Writes

@@ -1,4 +1,4 @@
-"""Where Newton beats the loop on the torch backend: the measurements behind `solver="auto"`.
+"""Newton against the loop on the torch backend: the measurements behind `solver="auto"`.
 
 Forward and forward + backward (of a sum) with gates given, at initialisation, by both solvers.
 Writes results/auto_torch_<device>.csv and prints how far `auto` is from the better of the two.

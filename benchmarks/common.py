@@ -1,4 +1,4 @@
-"""What every benchmark records next to its numbers."""
+"""Facts that every benchmark records next to its numbers."""
 
 from __future__ import annotations
 

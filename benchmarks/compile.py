@@ -1,4 +1,4 @@
-"""How long kernels take to compile the first time and to load ever after, cell by cell.
+"""Times to compile kernels at first and to load them ever after, cell by cell.
 
 Each row is a process of its own with an empty cache, then a second one with what the first left.
 Tracing is not counted: every backend needs it. Writes results/compile.csv.

@@ -1,4 +1,4 @@
-"""Who learns better: mixers of equal size on equal tokens, bits per byte of text held out.
+"""Quality of mixers of equal size on equal tokens: bits per byte of text held out.
 
 Every mixer (learn_models.py) learns every corpus (learn_data.py) at each of the rates for a sweep's
 tokens; at the rate that was best on what is held out, it learns from new for more tokens with each

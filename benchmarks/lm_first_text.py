@@ -1,4 +1,4 @@
-"""What a first text costs: ms of each token while a cache meets every length for the first time.
+"""Cost of a first text: ms of each token while a cache meets every length for the first time.
 
 The paper's 1B Transformer, called eagerly in bfloat16, a row of one sequence, the likeliest token
 each time; the GPU ends a token before the next one begins. Two texts of each choice of attention's

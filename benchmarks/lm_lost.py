@@ -1,4 +1,4 @@
-"""What a lost rank costs: killed after a checkpoint, and gone on from by other numbers of GPUs.
+"""Cost of a lost rank: killed after a checkpoint, and gone on from by other numbers of GPUs.
 
 A part of `lm_scale.py`. A recipe is trained to its end on the most GPUs; again, and its last rank
 is killed (SIGKILL) once a checkpoint is marked as complete; then the same command on other numbers

@@ -1,4 +1,4 @@
-"""How many iterations Newton's method needs, at initialisation and after training.
+"""Iterations that Newton's method needs, at initialisation and after training.
 
 The paper's Appendix A: convergence around the third iteration. For the inputs that the layers of
 a byte-level language model see on held-out text: the solver's own count until the numerics contract

@@ -1,4 +1,4 @@
-"""What the paper's figures compare: reductions, and cells applied to a sequence."""
+"""Subjects of the paper's figures: reductions, and cells applied to a sequence."""
 
 from __future__ import annotations
 

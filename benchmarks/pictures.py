@@ -1,4 +1,4 @@
-"""What all pictures of results share: colours of models, axes, and where the figures come from."""
+"""Common parts of all pictures of results: colours of models, axes, and sources of figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the CUDA kernels take of a GPU: registers, spills, shared memory. Needs NVRTC and no GPU.
+"""GPU resources of the CUDA kernels: registers, spills, shared memory. Needs NVRTC and no GPU.
 
 Every elementwise cell's kernels at 1,024 channels, for three architectures, as NVRTC's assembler
 reports them. Writes results/resources.csv.

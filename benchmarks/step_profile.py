@@ -1,4 +1,4 @@
-"""Where a step's time on a GPU goes: kernels by class, what of each is hidden, and idle time."""
+"""Profile of a step on a GPU: kernels by class, the hidden fraction of each, and idle time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a batch is split into sequences: packing, lengths, padding and resets."""
+"""Sequences of a batch: packing, lengths, padding and resets."""
 
 from __future__ import annotations
 

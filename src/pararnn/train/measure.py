@@ -1,4 +1,4 @@
-"""What each engine costs and how well it agrees with the loop, on a model's own inputs."""
+"""Cost of each engine and its agreement with the loop, on a model's own inputs."""
 
 from __future__ import annotations
 
