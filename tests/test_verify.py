@@ -128,7 +128,7 @@ def test_the_real_call_is_replayed(monkeypatch):
     of = oracle_module.Oracle.of_call
 
     def solve(program, args, *pair):
-        seen.append((args.initial, args.output_only))
+        seen.append((args.initial, args.options.output_only))
         return run(program, args, *pair)
 
     def oracle(*args, **how):
