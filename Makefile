@@ -34,9 +34,10 @@ demo: $(VENV)/.demo
 # One thread a process: the processes already fill the cores. Neighbours stay with one process, which
 # has traced their cells.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --dist worksteal $(FAST) $(ARGS)
 
-test-fast: ARGS += -m "not slow"
+# Not in ARGS, which the command line may set.
+test-fast: FAST := -m "not slow"
 test-fast: test
 
 # The two long ones side by side: neither says anything until it has something to say.
