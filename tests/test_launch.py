@@ -224,10 +224,10 @@ def test_a_gradient_that_arrives_unaligned_is_copied_in_small_pieces(monkeypatch
     install(gpu(), monkeypatch)
     chunks, real = [], fused_cuda.make_launch
 
-    def recorded(gpu, solver, program, weights, layouts, args):
+    def recorded(gpu, solver, program, weights, layouts, *call):
         if layouts.adjoint_chunk is not None:
             chunks.append(layouts.adjoint_chunk)
-        return real(gpu, solver, program, weights, layouts, args)
+        return real(gpu, solver, program, weights, layouts, *call)
 
     monkeypatch.setattr(fused_cuda, "make_launch", recorded)
     cell, gates = pararnn.GRUCell(8), torch.randn(2, 20, 3, 8, requires_grad=True)

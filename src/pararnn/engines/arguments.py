@@ -182,6 +182,10 @@ class Arguments:
             options,
         )
 
+    def gates_and_fields(self, tensors: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Return the gates and the fields among tensors that are ordered as `flatten` has them."""
+        return tensors[0], tensors[2 : 2 + len(self.fields)]
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Arguments:
         """Return this record with `function` of each tensor."""
         tensors, values = self.flatten()

@@ -192,9 +192,7 @@ def make_launch(
     products: tuple[int, ...] = ()
     if solver == "newton":
         split = _plan(signature.size, signature.dtype, args.split)
-        shooting = {
-            name: addresses.next() for name in ("starts", "ends", "sizes", "products", "info")
-        }
+        shooting = {name: addresses.next() for name in TEMPORARIES}
         parts["shooting"] = interface.pack("ShootingWords", {**split._asdict(), **shooting})
         spans *= split.segments
         starts = (batch, split.segments, counts.states, channels)

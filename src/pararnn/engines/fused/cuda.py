@@ -103,15 +103,15 @@ class GpuEngine(FusedEngine):
         layout = unit_stride if adjoint is None else _as_gradient
         key = layout, weights
         tensors = to_kernel_layout(args, signature.cache(key, conversions_for, args, *key))
-        own = Arguments.unflatten(tensors, args.flatten()[1])
-        full_fields = [f for f in own.fields if f.shape[-1] == signature.size[2]]
-        layouts = Layouts(_chunk_of([own.gates]), _chunk_of(full_fields))
+        gates, fields = args.gates_and_fields(tensors)
+        full_fields = [f for f in fields if f.shape[-1] == signature.size[2]]
+        layouts = Layouts(_chunk_of([gates]), _chunk_of(full_fields))
         if adjoint is not None:
             arriving = tuple([None if g is None else row_and_time(g) for g in adjoint.arriving])
             chunk = _chunk_of([adjoint.written, *adjoint.states, *adjoint.arriving])
             layouts = layouts._replace(arriving=arriving, adjoint_chunk=chunk)
         given = (self.gpu, self.solver, program, weights, layouts)
-        return signature.cache(given, make_launch, *given, own), tensors
+        return signature.cache(given, make_launch, *given, args, tensors), tensors
 
 
 class Layouts(NamedTuple):
@@ -211,8 +211,10 @@ def make_launch(
     weight_dtype: torch.dtype,
     layouts: Layouts,
     args: Arguments,
+    tensors: Sequence[Tensor | None],
 ) -> Launch:
-    """Plan a pass on calls of a signature, and pack its words; `args` is in kernel layout."""
+    """Plan a pass on calls of a signature, and pack its words; `tensors` are in kernel layout."""
+    args = Arguments.unflatten(tensors, args.flatten()[1])
     gates, backward = args.gates, layouts.adjoint_chunk is not None
     (rows, length, channels), (heads, width) = args.size, heads_of(gates.shape)
     count, dtype, device = gates.shape[2], gates.dtype, gates.device

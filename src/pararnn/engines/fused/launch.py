@@ -101,7 +101,7 @@ def template_of(words: Sequence[int]) -> Template:
 def input_values(
     addresses: Addresses, counts: Counts, args: Arguments, fields: Sequence[Tensor]
 ) -> dict[str, Words]:
-    """Return the words of the tensors with which every kernel begins: see codegen/interface.py.
+    """Return the words of the tensors with which every kernel begins: see codegen/families.py.
 
     The tensors are those of `to_kernel_layout`; `fields`: the fields among them.
     """
@@ -123,7 +123,7 @@ def input_values(
 def adjoint_values(
     addresses: Addresses, strides: Sequence[Sequence[int]], fields: int
 ) -> dict[str, Words]:
-    """Return the words of the other tensors of every backward kernel: see codegen/interface.py.
+    """Return the words of the other tensors of every backward kernel: see codegen/families.py.
 
     `strides`: (B, T) of the gradients that arrive, a state each.
     """
