@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo      train a byte-level language model for some minutes (options: ARGS=\"--help\")"
 	@echo "make test      run the tests"
-	@echo "make test-fast run those of a minute or two in all"
+	@echo "make test-fast  run all but the slow ones, in about two minutes"
 	@echo "make lint      check style and types, build the docs with warnings as errors"
 	@echo "make docs      build the docs into docs/_build/html"
 	@echo "make format    rewrite the code in the house style"

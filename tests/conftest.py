@@ -37,11 +37,16 @@ tuned.cache_folder = lambda: Path(_OWN.name)
 
 
 SLOW = [
+    "autotune",
     "benchmarks",
+    "borders",
     "cache",
+    "cell_modes",
+    "cli",
     "distributed",
     "docs",
     "emulated",
+    "evaluation",
     "examples",
     "frozen",
     "habits_wrappers",
@@ -55,10 +60,14 @@ SLOW = [
     "mutations",
     "newton_fused",
     "op",
+    "program_keys",
     "properties",
     "readout",
     "recurrent_layer",
+    "request",
     "scan",
+    "split",
+    "structure",
     "structure_heads",
     "surrogates",
     "train",
@@ -69,6 +78,7 @@ SLOW = [
     "train_sharding",
     "train_stateful",
     "train_stopping",
+    "train_store",
     "train_trainer",
 ]
 """Test modules, without `test_`, that `make test-fast` leaves out: they take most of the time."""
