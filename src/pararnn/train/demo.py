@@ -52,7 +52,7 @@ from pararnn.train.measure import (
     solver_set_to,
     time_pair,
 )
-from pararnn.train.plot import averaged, plot_history
+from pararnn.train.plot import averaged, plot_curves
 from pararnn.tune.timing import device_name
 
 FILES = (
@@ -165,7 +165,12 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
 
     text = make_sample(model, corpus, config)
     print(f"sample:\n{indented(text)}")
-    plot_history(history, baselines, f"{config.cell} on {corpus.name}", out / "loss.png")
+    curves = {
+        label: [(record.step, record.bits) for record in curve]
+        for label, curve in (("train", averaged(history.train)), ("validation", history.valid))
+    }
+    title = f"{config.cell} on {corpus.name}"
+    plot_curves(curves, "bits per byte", title, out / "loss.png", baselines)
     save_checkpoint(model, out)
     save_byte_tokenizer(out)
     metrics = {

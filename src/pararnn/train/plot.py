@@ -1,33 +1,54 @@
-"""The loss curve as a picture."""
+"""Loss curves as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pararnn.atomic import write_whole
 from pararnn.extras import require
-from pararnn.train.loop import History, Record
+from pararnn.train.loop import Record
+
+STYLES: dict[str, dict[str, Any]] = {
+    "train": {"color": "tab:blue", "linewidth": 1},
+    "validation": {"color": "tab:orange", "marker": "o"},
+}
 
 
-def plot_history(history: History, baselines: Mapping[str, float], title: str, path: Path) -> None:
-    """Write bits per byte over steps as a PNG, with a dashed line for each baseline.
+def plot_curves(
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    unit: str,
+    title: str,
+    path: Path,
+    baselines: Mapping[str, float] | None = None,
+) -> None:
+    """Write curves of (step, loss) as a PNG, which is whole at any time.
 
-    Raises MissingExtra without matplotlib.
+    curves: by their names in STYLES. unit: of the losses. baselines: losses to mark by dashed
+    lines, two at most. Raises MissingExtra without matplotlib.
     """
     figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for label, curve, style in (
-        ("train", averaged(history.train), {"color": "tab:blue", "linewidth": 1}),
-        ("validation", history.valid, {"color": "tab:orange", "marker": "o"}),
-    ):
-        axes.plot([r.step for r in curve], [r.bits for r in curve], label=label, **style)
-    for (label, bits), color in zip(baselines.items(), ("grey", "black"), strict=False):
-        axes.axhline(bits, linestyle="--", color=color, label=f"{label} ({bits:.2f})")
-    axes.set(xlabel="optimizer steps", ylabel="bits per byte", title=title)
+    for label, curve in curves.items():
+        steps, losses = [step for step, _ in curve], [loss for _, loss in curve]
+        axes.plot(steps, losses, label=label, **STYLES[label])
+    for (label, loss), color in zip((baselines or {}).items(), ("grey", "black"), strict=False):
+        axes.axhline(loss, linestyle="--", color=color, label=f"{label} ({loss:.2f})")
+    axes.set(xlabel="optimizer steps", ylabel=unit, title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    with write_whole(path) as new:
+        figure.savefig(new, dpi=150, format="png")
+
+
+def plot_rows(rows: Sequence[Mapping[str, str]], title: str, path: Path) -> None:
+    """Write the losses of a run's log as a PNG, see `plot_curves`."""
+    curves = {
+        label: [(int(row["step"]), float(row[column])) for row in rows if row[column]]
+        for label, column in (("train", "loss"), ("validation", "valid_loss"))
+    }
+    plot_curves(curves, "nats per token", title, path)
 
 
 def averaged(curve: Sequence[Record], points: int = 200) -> list[Record]:
@@ -35,23 +56,3 @@ def averaged(curve: Sequence[Record], points: int = 200) -> list[Record]:
     size = -(-len(curve) // points)
     parts = [curve[start : start + size] for start in range(0, len(curve), max(size, 1))]
     return [part[-1]._replace(bits=sum(r.bits for r in part) / len(part)) for part in parts]
-
-
-def plot_rows(rows: Sequence[Mapping[str, str]], title: str, path: Path) -> None:
-    """Write the losses of a run's log over its steps as a PNG, which is whole at any time.
-
-    Raises MissingExtra without matplotlib.
-    """
-    figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for column, label, style in (
-        ("loss", "train", {"color": "tab:blue", "linewidth": 1}),
-        ("valid_loss", "validation", {"color": "tab:orange", "marker": "o"}),
-    ):
-        curve = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
-        axes.plot([step for step, _ in curve], [loss for _, loss in curve], label=label, **style)
-    axes.set(xlabel="optimizer steps", ylabel="nats per token", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with write_whole(path) as new:
-        figure.savefig(new, dpi=150, format="png")
