@@ -167,6 +167,14 @@ def _drawn(cls, seed=0, **options):
     return cls(12, num_heads=3, **options)
 
 
+def test_matrices_that_fit_no_number_of_heads_are_refused():
+    cell = _drawn(HeadRNN)
+    cell.A = torch.nn.Parameter(torch.randn(3, HEAD, HEAD + 1))
+    message = r"A of HeadRNN must be 'H,K,K' for D = 12, got \(3, 4, 5\)"
+    with pytest.raises(ValueError, match=message):
+        pararnn.solve(cell, torch.randn(2, 5, 2, 12))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_agree_with_matrices(kind):
     structure = kind(2)

@@ -24,6 +24,16 @@ class ParamShape:
         """Return the parameter as a step takes it."""
         return value if self.lift is None else self.lift(value, channels, heads)
 
+    def fits(self, size: tuple[int, ...], channels: int) -> bool:
+        """Return True if a step may get a parameter of this size, in some number of heads.
+
+        A step whose channels meet may get any size from a `lift`.
+        """
+        if self.lift is not None:
+            return True
+        heads = (h for h in range(1, channels + 1) if channels % h == 0)
+        return any(tuple(self.size(channels, h)) == size for h in heads)
+
 
 def _of_heads(value: Tensor, channels: int, heads: int) -> Tensor:
     return value.unsqueeze(-1).expand(heads, channels // heads).reshape(channels)

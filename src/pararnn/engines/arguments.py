@@ -64,10 +64,10 @@ class _OwnSignature:
 class Arguments:
     """One call, checked: layers, `solve` and `scan` make it, the op and engines read it.
 
-    gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params (D,)
-    each, in their own dtypes; initial (S, D) a state, S sequences, or no tensor for zero;
-    seq int32 (B, T) or None (row b is sequence b), each sequence one run of steps; reset bool
-    (B, T) or None.
+    gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params in
+    their own dtypes, (D,) or as the cell shapes them, see `Program.check_param`; initial (S, D) a
+    state, S sequences, or no tensor for zero; seq int32 (B, T) or None (row b is sequence b), each
+    sequence one run of steps; reset bool (B, T) or None.
 
     Never changed once made. Not frozen: Python would take 3 us longer for each.
     """
@@ -104,6 +104,11 @@ class Arguments:
     def split(self) -> SplitRequest:
         """The requested split of time."""
         return SplitRequest(self.options.segments, self.options.burn_in)
+
+    @property
+    def channel_params(self) -> list[Tensor]:
+        """Params (D,): kernels sum their gradients over steps and rows as they do the bias's."""
+        return [param for param in self.params if param.ndim == 1]
 
     @property
     def all_written(self) -> bool:

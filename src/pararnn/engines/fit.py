@@ -17,12 +17,6 @@ def check_fit(program: Program, args: Arguments) -> bool:
     """Return True if the tensors of a record fit its gates; TypeError or ValueError if not."""
     gates, bias = args.gates, args.bias
     rows, channels = tuple(gates.shape[:2]), args.channels
-    weights: list[tuple[str, Tensor, tuple[int, ...]]] = []
-    if bias is not None:
-        weights = [("bias", bias, (len(program.gates), channels))]
-    if program.family is not None:  # others run in PyTorch, which checks them itself
-        named = zip(program.params, args.params, strict=True)
-        weights += [(name, param, (channels,)) for name, param in named]
     if args.seq is None and args.sequences != rows[0]:
         raise ValueError(
             f"a call made for a batch of {args.sequences} got one of {rows[0]}: torch.jit.trace "
@@ -41,8 +35,11 @@ def check_fit(program: Program, args: Arguments) -> bool:
             raise ValueError(
                 f"the cell is on {param.device} and gates on {gates.device}; move one of them"
             )
-    for name, weight, size in weights:
-        _check(f"{name} of {program.cell_name}", weight, size, gates)
+    if bias is not None:
+        _check(f"bias of {program.cell_name}", bias, (len(program.gates), channels), gates)
+    for name, param in zip(program.params, args.params, strict=True):
+        _check(f"{name} of {program.cell_name}", param, tuple(param.shape), gates)
+        program.check_param(name, param, channels)
     for name, field in zip(program.fields, args.fields, strict=True):
         _check(f"field {name!r}", field, (*rows, channels), gates)
     names = program.states[: len(args.initial)]

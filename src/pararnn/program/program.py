@@ -96,6 +96,18 @@ class Program:
         """True if a channel's next state may depend on other channels."""
         return self.structure is None or self.structure.couples_channels
 
+    def check_param(self, name: str, param: torch.Tensor, channels: int) -> None:
+        """Check the size of a parameter as the step takes it: (D,) where channels do not meet, else
+        as the cell shapes it. Raises ValueError.
+        """
+        shape, size = self.step.cls.params[name].kind, tuple(param.shape)
+        if not self.couples_channels:
+            fits, expected = size == (channels,), str((channels,))
+        else:
+            fits, expected = shape.fits(size, channels), f"{shape.name!r} for D = {channels}"
+        if not fits:
+            raise ValueError(f"{name} of {self.cell_name} must be {expected}, got {size}")
+
     @property
     def family(self) -> str | None:
         """Name of the family of kernels that fits its recurrence, None if none does."""

@@ -120,7 +120,7 @@ class Launch(NamedTuple):
         """Allocate the gradients of bias and params, which a kernel writes whole."""
         new, dtype, channels = args.gates.new_empty, args.signature.dtype, args.signature.size[2]
         grad_bias = new((gates, channels), dtype=dtype)
-        return grad_bias, [new(channels, dtype=dtype) for _ in args.params]
+        return grad_bias, [new(p.shape, dtype=dtype) for p in args.params]
 
     def forward(self, tensors: list[Tensor | None], info: Tensor) -> None:
         """Launch a forward pass."""

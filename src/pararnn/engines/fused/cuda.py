@@ -317,9 +317,9 @@ def _as_gradient(gates: Tensor) -> Tensor:
 
 
 def _weight_dtype(args: Arguments) -> torch.dtype:
-    """Return the dtype of all weights; the compute dtype where they differ or are absent."""
-    bias = args.bias
-    dtypes = {w.dtype for w in (args.params if bias is None else (*args.params, bias))}
+    """Return the dtype of bias and params (D,); the compute dtype if they differ or are absent."""
+    bias = [] if args.bias is None else [args.bias]
+    dtypes = {w.dtype for w in (*args.channel_params, *bias)}
     return dtypes.pop() if len(dtypes) == 1 else args.signature.dtype
 
 

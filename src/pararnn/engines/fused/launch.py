@@ -32,14 +32,15 @@ def to_kernel_layout(args: Arguments, conversions: Conversions) -> list[Tensor |
 
 
 def conversions_for(args: Arguments, gates: Conversion, weights: torch.dtype) -> Conversions:
-    """Return the conversions of calls with this signature: weights to a dtype of their own, states
-    and fields to the compute dtype."""
-    of_weight, of_state = (partial(contiguous_as, dtype=dtype) for dtype in (weights, args.dtype))
+    """Return the conversions of calls with this signature: bias and params (D,) to `weights`, other
+    params to the gates' dtype, states and fields to the compute dtype."""
+    dtypes = (weights, args.gates.dtype, args.dtype)
+    of_weight, of_matrix, of_state = (partial(contiguous_as, dtype=dtype) for dtype in dtypes)
     each: Any = {
         "gates": gates,
         "bias": of_weight,
         "fields": (partial(narrow_field, dtype=args.dtype),) * len(args.fields),
-        "params": (of_weight,) * len(args.params),
+        "params": tuple(of_weight if p.ndim == 1 else of_matrix for p in args.params),
         "initial": (of_state,) * len(args.initial),
         "seq": Tensor.contiguous,
         "reset": Tensor.contiguous,

@@ -118,7 +118,8 @@ class FusedEngine(Engine):
         grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
         grad_initial = new_grad_initial(args, grad_final)
         grad_bias, grad_params = launch.new_weights(args, num_gates)
-        sums = new((launch.spans, num_gates + len(args.params), signature.size[2]), dtype=dtype)
+        weights = num_gates + len(args.channel_params)
+        sums = new((launch.spans, weights, signature.size[2]), dtype=dtype)
         tensors += [*saved, *arriving]
         tensors += [None if g is None else g.contiguous() for g in grad_final]
         tensors += (written, *grad_fields, *(grad_initial or (None,) * len(states)), sums)
