@@ -52,9 +52,15 @@ def _shifted(x: Tensor) -> Tensor:
     return x.roll(1, 1)
 
 
+def _sequential(oracle: Oracle) -> Run:
+    """Return the loop in the trial's dtype, as an engine with a backward would return it."""
+    none = torch.zeros(1, 2, dtype=torch.int64)
+    return Run(oracle.loop, oracle.loop_grads(0), none)
+
+
 def _mutants(oracle: Oracle, factor: float):
     """(what was done to what, the run that has it); sums are scaled by `factor`."""
-    run, cell = oracle.sequential(), oracle.trial.cell
+    run, cell = _sequential(oracle), oracle.trial.cell
     dtype = oracle.dtype
     whole = {"zeroed": torch.zeros_like, "swapped": _swapped}
     steps = {"shifted": _shifted, "dropped": _dropped}
@@ -73,7 +79,7 @@ def _mutants(oracle: Oracle, factor: float):
 
 
 def _survivors(oracle: Oracle, factor: float | None = None) -> list[str]:
-    right = oracle.judge(oracle.sequential())
+    right = oracle.judge(_sequential(oracle))
     assert right.passed, [check for check in right.checks if not check.passed]
     mutants = _mutants(oracle, factor or SCALED_SUM[oracle.dtype])
     # The first claim that fails is enough: what is left to check takes most of the time.
@@ -129,7 +135,7 @@ def test_units_change_nothing(power):
         gates, start = torch.randn(2, LENGTH, 1, 8), unit * torch.randn(2, 8)
         oracle = Oracle.of(cell, gates, start, loss_scale=1 / unit)
         assert not _survivors(oracle)
-        checks = oracle.judge(oracle.sequential()).checks
+        checks = oracle.judge(_sequential(oracle)).checks
         found.append([number for check in checks for number in (check.error, check.limit)])
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
@@ -145,7 +151,7 @@ def test_a_small_state_beside_a_large_one():
             return 0.5 * state.large + 1e9 * gate.x, 0.9 * state.small + 1e-9 * gate.y
 
     oracle = Oracle.of(Two(4), torch.randn(2, LENGTH, 2, 4))
-    run = oracle.sequential()
+    run = _sequential(oracle)
     wrong = run.values | {"small": run.values["small"] * (1 + 1e-3 * torch.randn(2, LENGTH, 4))}
     failed = [c.name for c in oracle.judge(run._replace(values=wrong)).checks if not c.passed]
     assert failed[:2] == ["defect in epsilons", "small"]

@@ -143,11 +143,6 @@ class Oracle:
         own = alone.mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()))
         return cls(Trial(copy.deepcopy(cell), own, (*series, *ends)))
 
-    def sequential(self) -> Run:
-        """Return the loop in the trial's dtype, as an engine with a backward would return it."""
-        none = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
-        return Run(self.loop, self.loop_grads(0), none)
-
     def run(self, solver: str, backend: str) -> Run:
         """Solve by a pair, forward and backward."""
         trial, cell = self.trial, self.trial.cell
