@@ -71,7 +71,12 @@ def run_evaluation(
     with quiet():
         network, tokenizer = load_model(model, dtype)
     network = network.to(device).eval()
-    task_sets = _load_tasks(jobs, seed)
+    if jobs:
+        require("lm_eval")
+        # An import of seconds, which texts do not need.
+        from pararnn.evaluation.harness import Harness, ask, load_task
+    # All tasks are loaded before the first is run: a run may take hours.
+    task_sets = [load_task(job, seed) for job in jobs]
     results: dict[str, Any] = {
         "model": model,
         "config": network.config.to_dict(),
@@ -96,8 +101,6 @@ def run_evaluation(
         entry = {"source": source, **score.to_dict(), "left_out": left_out.lines()}
         results["texts"].append(entry)
     if jobs:
-        from pararnn.evaluation.harness import Harness, ask
-
         lm = Harness(network, tokenizer, batch, length)
         for job, task in zip(jobs, task_sets, strict=True):
             results["tasks"] += ask(lm, job, task, limit)
@@ -105,18 +108,6 @@ def run_evaluation(
     write_text(folder / "results.json", to_json(results, default=str))
     write_text(folder / "results.md", markdown(results))
     return folder / "results.md"
-
-
-def _load_tasks(jobs: Sequence[Job], seed: int) -> list[Any]:
-    """Load all tasks before the first is asked: a run may take hours."""
-    if not jobs:
-        return []
-    require("lm_eval")
-    from pararnn.evaluation.harness import (
-        load_task,  # an import of seconds, which texts do not need
-    )
-
-    return [load_task(job, seed) for job in jobs]
 
 
 def _folder(model: str) -> Path:
