@@ -84,19 +84,9 @@ CASES: list[tuple[type[Cell], Size, torch.dtype]] = [
     *itertools.product((GRUCell, LSTMCell), (LONG,), (torch.float32,)),
     *itertools.product(USERS, (BIG,), (torch.bfloat16,)),
 ]
-AIMS = {
-    ("GRUCell", BIG, torch.float32): {"forward": 0.265, "backward": 0.54},
-    ("GRUCell", BIG, torch.bfloat16): {"forward": 0.138, "backward": 0.285},
-    ("LSTMCell", BIG, torch.bfloat16): {"forward": 0.17, "backward": 0.31},
-    ("GRUCell", LONG, torch.float32): {"forward": 60e-6 * LONG[1]},
-    ("LSTMCell", LONG, torch.float32): {"forward": 68e-6 * LONG[1]},
-    ("ParaGRU", BIG, torch.bfloat16): {"forward": 0.36, "both": 1.05},
-    ("ParaLSTM", BIG, torch.bfloat16): {"forward": 0.40, "both": 1.13},
-}
-"""The times to reach, ms by pass, on an H200."""
 COLUMNS = (
     *("section", "what", "pass", "dtype", "B", "T", "D", "graph_ms", "graph_min_ms", "replays"),
-    *("do_bench_ms", "limit_ms", "of_limit", "aim_ms", "ns_per_step", "of_lstm"),
+    *("do_bench_ms", "limit_ms", "of_limit", "ns_per_step", "of_lstm"),
 )
 FIGURES = [key for key in COLUMNS[7:] if key != "replays"]
 WIDTHS = dict(zip(COLUMNS, (9, 26, 10, 10, 4, 7, 6), strict=False))
@@ -121,9 +111,7 @@ def row_of(section: str, what: str, step: str, size: Size, dtype: torch.dtype, t
     """One row of kernels.csv; `step` is the pass."""
     row: Row = dict.fromkeys(COLUMNS, "") | times
     row |= {"section": section, "what": what, "pass": step, "dtype": str(dtype).split(".")[1]}
-    row |= dict(zip("BTD", size, strict=True))
-    row["aim_ms"] = AIMS.get((what, size, dtype), {}).get(step, "")
-    return row
+    return row | dict(zip("BTD", size, strict=True))
 
 
 def kernel_calls(cell: Cell, what: str, size: Size, dtype: torch.dtype) -> list[Call]:
