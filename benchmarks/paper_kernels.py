@@ -211,7 +211,7 @@ def _split(
 ) -> None:
     """Return the rows of a pair, and of what is asked of its split."""
     program, args = program_of(cell), prepare(cell, gates)
-    asked = SplitRequest.checked(*(pinned or (None, None)))
+    asked = SplitRequest.check(*(pinned or (None, None)))
     way = Way(", ".join(pair), graph=True)
     row: Row = {"segments": "", "burn_in": "", "size": "", "sweeps": "", "mended": ""}
     row |= {"asked": "", "asked_burn_in": ""}

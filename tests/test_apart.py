@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pararnn.program.apart import apart
+from pararnn.program.apart import call_outside_modes
 
 
 def test_modes_of_the_caller_are_not_seen():
     with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         assert torch.is_autocast_enabled("cpu")
-        assert not apart(torch.is_autocast_enabled, "cpu")
-        assert apart(torch.empty, 1).device.type == "cpu"
+        assert not call_outside_modes(torch.is_autocast_enabled, "cpu")
+        assert call_outside_modes(torch.empty, 1).device.type == "cpu"
 
 
 @pytest.mark.parametrize("gpus", [None, False, True])
@@ -32,11 +32,11 @@ def test_the_stand_in_for_gpus_outlives_the_thread(monkeypatch, gpus):
     monkeypatch.setattr(torch.version, "cuda", None if gpus is None else "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
     monkeypatch.setattr(FakeTensorMode, "__enter__", entered)
-    other, own = apart(fake), threading.current_thread()
+    other, own = call_outside_modes(fake), threading.current_thread()
     assert other is not own
     assert threads == ([own, other] if gpus is False else [other])
 
 
 def test_errors_are_the_callers():
     with pytest.raises(ValueError, match="invalid literal"):
-        apart(int, "x")
+        call_outside_modes(int, "x")

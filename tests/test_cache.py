@@ -324,7 +324,7 @@ def test_flags_of_the_environment_come_last(monkeypatch):
 def test_auto_falls_back_to_the_loop_without_a_compiler(folder, monkeypatch):
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(folder))
-    table._warned.clear()
+    table._messages.clear()
     cell, gates = pararnn.GRUCell(4), torch.randn(1, 5, 3, 4)
     with pytest.raises(
         pararnn.EngineError, match=r"no C\+\+ compiler found.*apt-get install g\+\+"

@@ -273,10 +273,10 @@ def test_the_extra_follows_pytorch(version, name, monkeypatch):
 @pytest.fixture
 def empty_caches():
     """Clear what is cached about devices and builds, before and after."""
-    for clear in (nvrtc.capability_of.cache_clear, table._warned.clear):
+    for clear in (nvrtc.capability_of.cache_clear, table._messages.clear):
         clear()
     yield
-    for clear in (nvrtc.capability_of.cache_clear, table._warned.clear):
+    for clear in (nvrtc.capability_of.cache_clear, table._messages.clear):
         clear()
 
 

@@ -139,11 +139,11 @@ def test_what_may_change_in_sight_is_followed(what):
     before, value, change = FOLLOWED[what]
     cls, module = made(before, value)
     seen = reads(cls)
-    assert seen.changed() is None
+    assert seen.change() is None
     flags = torch.backends.cudnn.benchmark
     try:
         exec(change, vars(module))
-        assert seen.changed() is not None
+        assert seen.change() is not None
     finally:
         torch.backends.cudnn.benchmark = flags
 
@@ -281,7 +281,7 @@ def test_names_of_other_owners_refuse_nothing():
     cls, module = made("import math", "math.pi * helper(state.h)")
     module.helper = lambda h: h.mean()
     module.h = module.mean = object()
-    assert reads(cls).changed() is None
+    assert reads(cls).change() is None
 
 
 KINDS = {

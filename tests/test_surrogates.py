@@ -134,7 +134,7 @@ def test_what_the_backward_reads_is_looked_at_in_every_call(monkeypatch):
     before = run(cell, gates, ("newton", "torch"))
     reads = reads_of(type(cell), STRUCTURES, "")
     monkeypatch.setattr(HERE, "SHARP", 5.0)
-    assert reads.changed() is not None
+    assert reads.change() is not None
     after = run(cell, gates, ("newton", "torch"))
     torch.testing.assert_close(before[0], after[0])
     torch.testing.assert_close(after, run(cell, gates, PLAIN))

@@ -178,11 +178,11 @@ class _Body:
             return argument
         return f"truth({spell(argument)})" if kind == MASK else f"number({argument})"
 
-    def expression(self, node: fx.Node, fused: FusedCall | None) -> tuple[str, str]:
+    def expression(self, node: fx.Node, call: FusedCall | None) -> tuple[str, str]:
         """Return the kind and the expression of a call, or of the calls that are fused in it."""
-        if fused is not None:
-            terms = [spell(self.as_kind(term, REAL)) for term in fused.args]
-            return REAL, f"{fused.function}({', '.join(terms)})"
+        if call is not None:
+            terms = [spell(self.as_kind(term, REAL)) for term in call.args]
+            return REAL, f"{call.function}({', '.join(terms)})"
         name = node.target._schema.name  # type: ignore[union-attr]
         kind = MASK if node.meta["dtype"] == torch.bool else REAL
         args = node.args

@@ -65,10 +65,10 @@ def check_numbers(args: Arguments) -> None:
 def check_saved(args: Arguments, states: Sequence[Tensor]) -> None:
     """Check that the states of a backward pass are those of a forward pass on such gates."""
     gates = args.gates
-    expected = args.signature.size, gates.dtype, gates.device
+    facts = args.signature.size, gates.dtype, gates.device
     for state in states:
-        if (actual := (state.shape, state.dtype, state.device)) != expected:
-            were, are = ("{} {} on {}".format(tuple(s), *o) for s, *o in (expected, actual))
+        if (actual := (state.shape, state.dtype, state.device)) != facts:
+            were, are = ("{} {} on {}".format(tuple(s), *o) for s, *o in (facts, actual))
             raise ValueError(
                 f"a state saved for the backward pass was {were}, and is {are}: "
                 "saved_tensors_hooks must give back what they were given"

@@ -71,12 +71,12 @@ class NewtonTorch(Engine):
     ) -> Gradients:
         """Return the gradients by one scan."""
         system, edges = to_system(program, args)
-        solved = torch.stack(states, 2).to(system.dtype)
-        previous = system.previous(solved.flip(1) if args.options.reverse else solved)
+        all_states = torch.stack(states, 2).to(system.dtype)
+        previous = system.previous(all_states.flip(1) if args.options.reverse else all_states)
         cotangent = state_cotangent(args, edges, previous, grad_states, grad_final)
         total = adjoint(system, previous, cotangent, self.scan)
-        pulled = system.pull_back(previous, total, "params" in wanted)
-        grads = to_gradients(args, edges, *pulled, grad_final, wanted)
+        vjps = system.pull_back(previous, total, "params" in wanted)
+        grads = to_gradients(args, edges, *vjps, grad_final, wanted)
         arriving = [g for g in (*grad_states, *grad_final) if g is not None]
         return _in_own_memory(grads, args, arriving)
 

@@ -99,7 +99,7 @@ def using(
     Raises EngineError as `request`, ValueError for impossible numbers.
     """
     outer = _OUTSIDE.innermost
-    pair, split = request(solver, backend, mode), SplitRequest.checked(segments, burn_in)
+    pair, split = request(solver, backend, mode), SplitRequest.check(segments, burn_in)
     _ENTERED.set(Context(_merge(pair, outer.pair), _merge(split, outer.split)))
     try:
         yield

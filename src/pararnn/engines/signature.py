@@ -61,7 +61,7 @@ def signature_of(tensors: Sequence[Tensor | None], values: Hashable) -> Signatur
     """
     if not _CACHEABLE.issuperset(map(type, tensors)) or private.get_tracing_state():
         return Signature(tensors)
-    described = [
+    layouts = [
         None
         if t is None
         else (
@@ -74,7 +74,7 @@ def signature_of(tensors: Sequence[Tensor | None], values: Hashable) -> Signatur
         )
         for t in tensors
     ]
-    key = (tuple(described), values)
+    key = (tuple(layouts), values)
     signature = SIGNATURES.get(key)
     if signature is None:
         if len(SIGNATURES) >= MAX_SIGNATURES:

@@ -34,7 +34,7 @@ class SplitRequest(NamedTuple):
     burn_in: int | None = None
 
     @classmethod
-    def checked(cls, segments: int | None, burn_in: int | None) -> SplitRequest:
+    def check(cls, segments: int | None, burn_in: int | None) -> SplitRequest:
         """Check for `segments` of 1 or more and `burn_in` of 0 or more. Raises ValueError."""
         for name, value, least in (("segments", segments, 1), ("burn_in", burn_in, 0)):
             fits = isinstance(value, int) and least <= value <= MAX_REQUEST

@@ -209,11 +209,11 @@ def _why_not_built(
     return None
 
 
-_warned: set[str] = set()
+_messages: set[str] = set()
 
 
 @constant_in_graphs
 def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
+    if message not in _messages:
+        _messages.add(message)
         warn_user(message, BackendWarning)

@@ -41,7 +41,7 @@ class Record(NamedTuple):
     """Measurements of a workload in order of preference, and the reason for each."""
 
     workload: Workload
-    measured: tuple[Measured, ...]
+    rows: tuple[Measured, ...]
     why: tuple[str, ...]
 
 
@@ -57,7 +57,7 @@ def fastest(workload: Workload, solver: str, backend: str) -> tuple[Measured, st
         own = record.workload
         # Sizes last: compiled code for any size then compares them only where it must.
         if own.dtype == dtype and own.device == device and own.size == size:
-            for row, why in zip(record.measured, record.why, strict=True):
+            for row, why in zip(record.rows, record.why, strict=True):
                 if solver in (row.solver, "auto") and backend in (row.backend, "auto"):
                     return row, why
     return None
@@ -68,28 +68,28 @@ def records(key: str) -> tuple[Record, ...]:
     return _RECORDS.get(key, ())
 
 
-def remember(workload: Workload, measured: Sequence[Measured]) -> tuple[Measured, ...]:
+def remember(workload: Workload, rows: Sequence[Measured]) -> tuple[Measured, ...]:
     """Have `fastest` follow these measurements, of which the first is the rule's choice.
 
     Returns them in order of preference: the rule's first unless another is faster by MARGIN, then
     by time.
     """
-    rule, *others = measured
-    ordered = sorted(measured, key=lambda row: row.ms)
-    if rule.ms <= MARGIN * ordered[0].ms:
-        ordered = [rule, *sorted(others, key=lambda row: row.ms)]
+    rule, *others = rows
+    ranking = sorted(rows, key=lambda row: row.ms)
+    if rule.ms <= MARGIN * ranking[0].ms:
+        ranking = [rule, *sorted(others, key=lambda row: row.ms)]
         first = f"autotune measured nothing faster than the rule's choice: {rule.ms:.4g} ms"
     else:
-        best = ordered[0].ms
+        best = ranking[0].ms
         first = f"autotune measured it fastest: {best:.4g} ms against {rule.ms:.4g} ms by the rule"
     later = [
         f"autotune measured it fastest of the requested pairs: {row.ms:.4g} ms"
-        for row in ordered[1:]
+        for row in ranking[1:]
     ]
-    record = Record(workload, tuple(ordered), (first, *later))
+    record = Record(workload, tuple(ranking), (first, *later))
     forget(workload)
     _RECORDS[workload.key] = (*_RECORDS.get(workload.key, ()), record)
-    return record.measured
+    return record.rows
 
 
 def forget(workload: Workload) -> None:
@@ -115,7 +115,7 @@ def read(path: Path, about: dict[str, Any]) -> list[Measured] | None:
         if record["about"] != json.loads(_text(about)):
             raise ValueError("it is about something else")
         rows = [
-            Measured(str(solver), str(backend), SplitRequest.checked(*split), float(ms))
+            Measured(str(solver), str(backend), SplitRequest.check(*split), float(ms))
             for solver, backend, split, ms in record["measured"]
         ]
         if not rows:
@@ -131,9 +131,9 @@ def read(path: Path, about: dict[str, Any]) -> list[Measured] | None:
     return rows
 
 
-def write(path: Path, about: dict[str, Any], measured: Sequence[Measured]) -> None:
+def write(path: Path, about: dict[str, Any], rows: Sequence[Measured]) -> None:
     """Write measurements, whole or not at all; warn with BackendWarning where that fails."""
-    text = json.dumps({"about": about, "measured": measured}, indent=1)
+    text = json.dumps({"about": about, "measured": rows}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text, concurrent=True)

@@ -17,7 +17,7 @@ from pararnn.engines.forward_time import step_inputs, without_padding
 from pararnn.errors import CellError
 from pararnn.numerics import without_autocast
 from pararnn.private import TorchDispatchMode, local_scalar
-from pararnn.program.apart import apart
+from pararnn.program.apart import call_outside_modes
 from pararnn.program.derive import example
 from pararnn.program.guard import from_the_users_line, line_of
 from pararnn.program.program import COMPUTE_DTYPES, Program, program_of
@@ -68,7 +68,7 @@ def check_readout(cell: Cell) -> None:
 @functools.lru_cache(maxsize=256)
 def _check_once(program: Program, channels: int, heads: int) -> None:
     """Check a readout once for all layers of a stack."""
-    apart(_check, program.step, channels, heads)
+    call_outside_modes(_check, program.step, channels, heads)
 
 
 def _check(step: Step, channels: int, heads: int) -> None:

@@ -14,7 +14,7 @@ from pararnn.private import fake_tensor_mode
 R = TypeVar("R")
 
 
-def apart(function: Callable[..., R], *args: object) -> R:
+def call_outside_modes(function: Callable[..., R], *args: object) -> R:
     """Return what `function` returns, called in a thread of its own.
 
     A trace must not see what the caller's thread is in: autocast would put casts into the graphs,

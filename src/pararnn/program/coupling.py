@@ -75,8 +75,8 @@ class Apart(Coupling):
         return tuple(size)
 
     def representation(self, entries: Sequence[Any], like: Tensor, num_states: int) -> Tensor:
-        stacked = torch.stack([expand_entry(entry, like, like.shape) for entry in entries], -2)
-        return stacked if num_states == 1 else stacked.unflatten(-2, (num_states, num_states))
+        out = torch.stack([expand_entry(entry, like, like.shape) for entry in entries], -2)
+        return out if num_states == 1 else out.unflatten(-2, (num_states, num_states))
 
     def param_sizes(self, param: Tensor, size: Sequence[int]) -> tuple[int, ...]:
         return tuple(size)

@@ -105,9 +105,9 @@ def mixing_op(step: Step) -> str | None:
 
 def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     """Trace all graphs of a step; StructureError where the structure does not hold."""
-    coupled = structure.couples_channels
-    lead = (TRACE_ROWS,) if coupled else ()
-    trace = trace_rows if coupled else trace_pointwise
+    couples = structure.couples_channels
+    lead = (TRACE_ROWS,) if couples else ()
+    trace = trace_rows if couples else trace_pointwise
     states = step.num_states
     call = flat(step, step)
     channels = channels_of(step)[0]
@@ -134,7 +134,7 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
             out += gradients([state], inputs, [torch.ones_like(state)])
         return out
 
-    def written(*t: Tensor) -> list[Tensor]:
+    def by_hand(*t: Tensor) -> list[Tensor]:
         entries = flat(step, lambda s, x, p: step.call("jacobian", s, x, p))(*t)
         if isinstance(entries, Tensor):
             entries = ((entries,),)
@@ -144,13 +144,13 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     what = f"{name}'s Jacobian"
     graphs = Graphs(
         trace(call, tensors, f"{name}.step"),
-        trace(vjp(states), both, what) if coupled else trace(rows, tensors, what),
+        trace(vjp(states), both, what) if couples else trace(rows, tensors, what),
         trace(vjp(len(tensors)), both, f"{name}'s gradient"),
-        trace(written, tensors, f"{name}.jacobian") if step.has_jacobian else None,
+        trace(by_hand, tensors, f"{name}.jacobian") if step.has_jacobian else None,
     )
-    named = ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient"), (graphs.by_hand, "jacobian"))
-    for graph, what in named:
-        if not coupled and graph is not None and graph.mixing_op is not None:
+    labels = ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient"), (graphs.by_hand, "jacobian"))
+    for graph, what in labels:
+        if not couples and graph is not None and graph.mixing_op is not None:
             raise StructureError(
                 f"{name}'s {what} is not elementwise ({graph.mixing_op}) although its step is; "
                 "declare structure = 'dense'"
@@ -197,16 +197,16 @@ def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
     for seed in range(PROBES):
         t = [x * 3 - 2 for x in example(step, (1,), channels, torch.float64, seed)]
 
-        def stacked(whole: Tensor, t: list[Tensor] = t) -> Tensor:
-            rest = (*(x[0] for x in t[states:rows]), *t[rows:])
-            return torch.cat(flat(step, step)(*whole.reshape(states, -1).unbind(), *rest))
+        def new_states(whole: Tensor, t: list[Tensor] = t) -> Tensor:
+            others = (*(x[0] for x in t[states:rows]), *t[rows:])
+            return torch.cat(flat(step, step)(*whole.reshape(states, -1).unbind(), *others))
 
         with torch.enable_grad():
             whole = torch.cat([x[0] for x in t[:states]])
-            derived = torch.autograd.functional.jacobian(stacked, whole)
+            jacobian = torch.autograd.functional.jacobian(new_states, whole)
         for by_hand in (True, False) if step.has_jacobian else (False,):
             representation = linearise(step, structure, graphs, t, by_hand)[1]
-            _compare(step.cls, structure, structure.to_dense(representation)[0], derived, by_hand)
+            _compare(step.cls, structure, structure.to_dense(representation)[0], jacobian, by_hand)
 
 
 def check_linear(step: Step, graphs: Graphs) -> None:
@@ -222,8 +222,8 @@ def check_linear(step: Step, graphs: Graphs) -> None:
     arriving = cotangents[: step.num_states]
     grads = graphs.vjp(*tensors, *arriving)
     for scale in SCALES:
-        scaled = graphs.vjp(*tensors, *(scale * c for c in arriving))
-        for one, other in zip(grads, scaled, strict=True):
+        multiples = graphs.vjp(*tensors, *(scale * c for c in arriving))
+        for one, other in zip(grads, multiples, strict=True):
             gap = torch.as_tensor(other) / scale - torch.as_tensor(one)
             if float(gap.abs().max()) > JACOBIAN_TOLERANCE:
                 raise CellError(
@@ -235,46 +235,46 @@ def check_linear(step: Step, graphs: Graphs) -> None:
 
 
 def _compare(
-    cls: type[Cell], structure: Structure, given: Tensor, derived: Tensor, by_hand: bool
+    cls: type[Cell], structure: Structure, own: Tensor, true: Tensor, by_hand: bool
 ) -> None:
-    error = (given - derived).abs()
-    if given.shape == derived.shape and float(error.max()) <= JACOBIAN_TOLERANCE:
+    error = (own - true).abs()
+    if own.shape == true.shape and float(error.max()) <= JACOBIAN_TOLERANCE:
         return
-    i, j = divmod(int(error.argmax()), derived.shape[1])
-    channels, names = len(derived) // len(cls.states), cls.states
+    i, j = divmod(int(error.argmax()), true.shape[1])
+    channels, names = len(true) // len(cls.states), cls.states
     entry = f"d {names[i // channels]}[{i % channels}] / d "
     entry += f"{names[j // channels]}[{j % channels}]"
     if not by_hand:
         raise StructureError(
             f"{cls.__name__} declares structure = {structure.name!r}, but the traced "
-            f"step's Jacobian does not have it: {entry} is {derived[i, j]:.9g}, the "
-            f"structure holds {given[i, j]:.9g}; declare 'dense' or mend the step"
+            f"step's Jacobian does not have it: {entry} is {true[i, j]:.9g}, the "
+            f"structure holds {own[i, j]:.9g}; declare 'dense' or mend the step"
         )
     raise StructureError(
-        f"{cls.__name__}.jacobian is wrong: {entry} is {given[i, j]:.9g} by hand and "
-        f"{derived[i, j]:.9g} by autograd at a random point"
+        f"{cls.__name__}.jacobian is wrong: {entry} is {own[i, j]:.9g} by hand and "
+        f"{true[i, j]:.9g} by autograd at a random point"
     )
 
 
 def _pulled_back(
     step: Step, structure: Structure, graph: Graph, tensors: Sequence[Tensor]
 ) -> Tensor:
-    """Jacobians at rows (R, D): all cotangents pulled back in one batch, some rows at a time."""
+    """Return Jacobians at rows (R, D): all cotangents in one batch, some rows at a time."""
     cotangents, split = structure.cotangents(tensors[0]), step.num_rows
     count = len(cotangents)
     most = max(1, DENSE_NUMBERS // (count * step.num_states * tensors[0].shape[1]))
 
-    def pulled(rows: Sequence[Tensor]) -> Tensor:
-        """(R, K, N*D)."""
+    def vjp_rows(rows: Sequence[Tensor]) -> Tensor:
+        """Return the VJPs of some rows, (R, K, N*D)."""
         size = (count, *rows[0].shape)
-        given = [x.expand(size).flatten(0, 1) for x in rows]
+        states_and_inputs = [x.expand(size).flatten(0, 1) for x in rows]
         along = [c.unsqueeze(1).expand(size).flatten(0, 1) for c in cotangents.unbind(1)]
-        grads = graph(*given, *tensors[split:], *along)
+        grads = graph(*states_and_inputs, *tensors[split:], *along)
         full = [expand_entry(g, along[0], along[0].shape).reshape(size) for g in grads]
         return torch.cat(full, -1).transpose(0, 1)
 
     parts = zip(*(x.split(most) for x in tensors[:split]), strict=True)
-    return torch.cat([structure.from_pulled(pulled(rows)) for rows in parts])
+    return torch.cat([structure.from_pulled(vjp_rows(rows)) for rows in parts])
 
 
 def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -97,7 +97,7 @@ class Follower:
         self.contents: dict[int, tuple[Any, list[Any] | None, list[Any]]] = {}
         self.names: dict[str, None] = {}
         self.owners: dict[int, Any] = {}
-        self.seen: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}
         self.lines: list[str] = []
 
     def finish(self) -> None:
@@ -113,19 +113,19 @@ class Follower:
     def every(self, owner: Any) -> list[str]:
         """Return all names that an owner has."""
         bases = self.bases if owner is self.cls else (owner,)
-        fixed = {*CONTRACT, "config", "readout"}
+        contract = {*CONTRACT, "config", "readout"}
         return [
             name
             for base in bases
             for name in vars(base)
-            if not (name.startswith("__") or name in fixed)
+            if not (name.startswith("__") or name in contract)
         ]
 
     def owner(self, value: Any) -> None:
         """Note a module, class or function that code passes on: its attributes may be read by any
         name."""
-        followed = isinstance(value, (ModuleType, type)) and self.follows(_module_of(value))
-        if followed or isinstance(value, FunctionType):
+        follows = isinstance(value, (ModuleType, type)) and self.follows(_module_of(value))
+        if follows or isinstance(value, FunctionType):
             self.owners[id(value)] = value
 
     def look_up(self, owner: Any, name: str) -> None:
@@ -162,9 +162,9 @@ class Follower:
             self.owner(value)
         plain = type(value) in PLAIN
         self.lines.append(f"{name} = {value!r}" if plain else f"{name}: {type(value).__name__}")
-        if plain or id(value) in self.seen:
+        if plain or id(value) in self.values:
             return
-        self.seen[id(value)] = value
+        self.values[id(value)] = value
         kind = type(value)
         for kinds, follow in _FOLLOW.items():
             if issubclass(kind, kinds):  # what a proxy says of its class does not count
@@ -280,9 +280,9 @@ class Follower:
     def parts(self, value: Any, name: str) -> None:
         """Follow the parts of a method, partial or descriptor."""
         for part in ("__func__", "__self__", "func", "args", "keywords", "fget"):
-            held = getattr(value, part, None)
-            if held is not None and not (part == "__self__" and isinstance(held, ModuleType)):
-                self.value(held, f"{name}.{part}" if part != "__self__" else f"{name}'s owner")
+            member = getattr(value, part, None)
+            if member is not None and not (part == "__self__" and isinstance(member, ModuleType)):
+                self.value(member, f"{name}.{part}" if part != "__self__" else f"{name}'s owner")
 
     def builtin(self, value: BuiltinFunctionType, name: str) -> None:
         """Check a function in C, and follow the object that it is a method of."""
@@ -296,9 +296,9 @@ class Follower:
         keys = [*value] if isinstance(value, dict) else None
         entries = [*value] if keys is None else [*value.values()]
         self.contents[id(value)] = (value, keys, entries)
-        self.fixed([*(keys or ()), *entries], name)
+        self.entries([*(keys or ()), *entries], name)
 
-    def fixed(self, value: Iterable[Any], name: str) -> None:
+    def entries(self, value: Iterable[Any], name: str) -> None:
         """Follow the entries of a container that cannot change."""
         for entry in value:
             self.value(entry, f"an entry of {name}")
@@ -307,7 +307,7 @@ class Follower:
         """Follow the entries of a tuple; CellError for one with attributes."""
         if hasattr(value, "__dict__"):
             self.refuse(value, name)
-        self.fixed(value, name)
+        self.entries(value, name)
 
     def member(self, value: enum.Enum, name: str) -> None:
         """Follow a member of an enumeration."""
@@ -326,22 +326,22 @@ class Follower:
             for part in OF_FUNCTIONS:
                 self.look_up(value, part)
         for base in () if issubclass(value, Cell) else value.__mro__:
-            for part, held in vars(base).items():
+            for part, method in vars(base).items():
                 special = part.startswith("__") and part not in _UNCALLED
-                if special and isinstance(held, FunctionType):
+                if special and isinstance(method, FunctionType):
                     self.look_up(value, part)
 
     def outside(self, value: Any, name: str) -> None:
         """Raise CellError for what reads clocks, files, random numbers or the environment."""
         module = getattr(value, "__module__", None) or _module_of(getattr(value, "__self__", None))
-        called = getattr(value, "__name__", name)
+        function = getattr(value, "__name__", name)
         root = str(module).partition(".")[0]
-        of_builtins = root == "builtins" and called in _BUILTINS_OUTSIDE
-        of_torch = root == "torch" and called.startswith(_STATE_OF_TORCH)
+        of_builtins = root == "builtins" and function in _BUILTINS_OUTSIDE
+        of_torch = root == "torch" and function.startswith(_STATE_OF_TORCH)
         if root in _OUTSIDE or of_builtins or of_torch:
             where = "" if root == "builtins" else f"{root}."
             raise CellError(
-                f"{self.what} calls {where}{called}, whose value may change from one call to the "
+                f"{self.what} calls {where}{function}, whose value may change from one call to the "
                 "next: call it outside, and make the value config, a Param or a field"
             )
 
@@ -369,7 +369,7 @@ _FOLLOW: dict[Any, Callable[[Follower, Any, str], None]] = {
         lambda follower, value, name: None
     ),
     tuple: Follower.tuple,
-    frozenset: Follower.fixed,
+    frozenset: Follower.entries,
     (list, dict, set): Follower.container,
     enum.Enum: Follower.member,
     type: Follower.type,

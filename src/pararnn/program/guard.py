@@ -32,7 +32,7 @@ class SizeError(CellError):
     """The step does not fit the number of channels that it was traced on."""
 
 
-def guarded(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
+def guard(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
     """Return what `trace` does at `inputs`; BranchError or CellError for what it raises."""
     try:
         with _HooksRefused(what):

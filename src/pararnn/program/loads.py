@@ -74,11 +74,11 @@ def kind_of(opname: str) -> str | None:
 
 def _literal(steps: list[dis.Instruction]) -> bool:
     """Check that a call of getattr, whose arguments these load, names the attribute itself."""
-    owner, *rest = steps[:4]
-    while rest and rest[0].opname in _READ_OFF:
-        rest = rest[1:]
-    called = any(step.opname.startswith(("CALL", "KW_NAMES")) for step in rest[1:3])
-    return bool(rest) and kind_of(owner.opname) is not None and called and _text(rest[0])
+    owner, *tail = steps[:4]
+    while tail and tail[0].opname in _READ_OFF:
+        tail = tail[1:]
+    is_call = any(step.opname.startswith(("CALL", "KW_NAMES")) for step in tail[1:3])
+    return bool(tail) and kind_of(owner.opname) is not None and is_call and _text(tail[0])
 
 
 def _text(step: dis.Instruction) -> bool:
@@ -106,8 +106,8 @@ def digest(code: CodeType) -> str:
 
 def methods_of(cls: type) -> list[FunctionType]:
     """Return the functions of a class's body that take its instance: methods and properties'."""
-    found = [value.fget if isinstance(value, property) else value for value in vars(cls).values()]
-    return [value for value in found if isinstance(value, FunctionType)]
+    members = [value.fget if isinstance(value, property) else value for value in vars(cls).values()]
+    return [value for value in members if isinstance(value, FunctionType)]
 
 
 def packages_of(cls: type) -> set[str]:

@@ -19,7 +19,7 @@ import torch
 
 from pararnn.cells.base import Cell, Step, resolve_config
 from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
-from pararnn.program.apart import apart
+from pararnn.program.apart import call_outside_modes
 from pararnn.program.coupling import TOGETHER, Coupling
 from pararnn.program.derive import (
     Graphs,
@@ -65,11 +65,11 @@ class Program:
     sizes: tuple[int, int] | None = None
     default_dtype: torch.dtype | None = None
 
-    def changed(self) -> str | None:
+    def change(self) -> str | None:
         """Return what the step reads otherwise by now, in words; None if all is as it was."""
         if self.default_dtype is not None and self.default_dtype != torch.get_default_dtype():
             return change_of("the default dtype", self.default_dtype, torch.get_default_dtype())
-        return self.reads.changed()
+        return self.reads.change()
 
     def serves(self, training: bool, sizes: tuple[int, int] | None) -> bool:
         """Check whether it was traced for cells of this mode, channels and heads."""
@@ -79,7 +79,7 @@ class Program:
         return self
 
     def __reduce__(self) -> Any:
-        return _known, (self.key,)
+        return _program_or_none, (self.key,)
 
     @property
     def num_states(self) -> int:
@@ -102,11 +102,11 @@ class Program:
         """
         shape, size = self.step.cls.params[name].kind, tuple(param.shape)
         if not self.couples_channels:
-            fits, expected = size == (channels,), str((channels,))
+            fits, size_text = size == (channels,), str((channels,))
         else:
-            fits, expected = shape.fits(size, channels), f"{shape.name!r} for D = {channels}"
+            fits, size_text = shape.fits(size, channels), f"{shape.name!r} for D = {channels}"
         if not fits:
-            raise ValueError(f"{name} of {self.cell_name} must be {expected}, got {size}")
+            raise ValueError(f"{name} of {self.cell_name} must be {size_text}, got {size}")
 
     @property
     def family(self) -> str | None:
@@ -145,10 +145,13 @@ def program_of(cell: Cell) -> Program:
         return program
     # Wrappers (parametrisations, FSDP) give a module a class made of its own: the step is the same.
     cls = program.step.cls if program and isinstance(cell, program.step.cls) else type(cell)
-    if program is None or cls is not program.step.cls or program.changed():
+    if program is None or cls is not program.step.cls or program.change():
         config, sizes = cell.config_values(), (cell.hidden_size, cell.num_heads)
-        for mode, held in _PLACES.items():  # a step that does not read its mode has one Program
-            cell.__dict__[held] = make_program(cls, config, mode, sizes)
+        for (
+            mode,
+            attribute,
+        ) in _PLACES.items():  # a step that does not read its mode has one Program
+            cell.__dict__[attribute] = make_program(cls, config, mode, sizes)
         program = cell.__dict__[place]
     return program
 
@@ -174,8 +177,8 @@ def program_by_key(key: str) -> Program:
                 f"cannot import the cell {path}: define it at a module's top level to use it in "
                 "another process"
             ) from error
-        found = make_program(target, config, training, sizes)
-        if found.key != key:
+        program = make_program(target, config, training, sizes)
+        if program.key != key:
             raise CellError(f"the step of {path} has changed since this was exported; export again")
     return _BY_KEY[key]
 
@@ -187,14 +190,14 @@ def program_in_use(key: str) -> Program:
     else by now, and names it.
     """
     program = program_by_key(key)
-    change = program.changed()
+    change = program.change()
     if change is None:
         return program
     path, config, training, sizes = _parts(key)
     # Under the same key, if the change makes no difference.
     make_program(program.step.cls, config, training, sizes)
-    for other in [p for traced in _BY_CLASS.values() for p in traced if p.key == key]:
-        if other.changed() is None:
+    for other in [p for programs in _BY_CLASS.values() for p in programs if p.key == key]:
+        if other.change() is None:
             _BY_KEY[key] = other
             return other
     raise CellError(
@@ -214,13 +217,13 @@ def make_program(
     `training` is the mode of the cell. `sizes` are its channels and heads, on which a step is
     traced that cannot run on others.
     """
-    resolved = resolve_config(cls, config)
-    text = json.dumps(resolved, sort_keys=True)
-    traced = _BY_CLASS.setdefault((cls, text), [])
+    values = resolve_config(cls, config)
+    text = json.dumps(values, sort_keys=True)
+    programs = _BY_CLASS.setdefault((cls, text), [])
 
     def current() -> Program | None:
-        fit = (p for p in reversed(traced) if p.serves(training, sizes))
-        return next((p for p in fit if p.changed() is None), None)
+        fit = (p for p in reversed(programs) if p.serves(training, sizes))
+        return next((p for p in fit if p.change() is None), None)
 
     program = current()
     if program is None:
@@ -228,31 +231,31 @@ def make_program(
             program = current()
             if program is None:
                 try:
-                    program = _build(cls, resolved, text, training, sizes)
+                    program = _build(cls, values, text, training, sizes)
                 except PararnnError as error:
                     # Message and cause say what is wrong; the tracer's frames would hide it.
                     raise error.with_traceback(None) from error.__cause__
-                stale = [p for p in traced if p.serves(training, sizes)]
+                stale = [p for p in programs if p.serves(training, sizes)]
                 if len(stale) == MANY_TRACES:
                     warn_user(
                         f"{cls.__name__} is traced anew, in a second or so, whenever what its step "
-                        f"reads changes, last {stale[-1].changed()}. Pass it in as a field or a "
+                        f"reads changes, last {stale[-1].change()}. Pass it in as a field or a "
                         "Param, or make it config",
                         CellCostWarning,
                     )
-                traced.append(program)
+                programs.append(program)
                 _BY_KEY[program.key] = program
     return program
 
 
-def _known(key: str) -> Program | None:
+def _program_or_none(key: str) -> Program | None:
     return _BY_KEY.get(key)
 
 
 def _parts(key: str) -> tuple[str, dict[str, Any], bool, tuple[int, int] | None]:
     """Return where a key's class is, the config, the mode, and the channels and heads if any."""
-    path, _, rest = key.partition("|")
-    text, _, end = rest.rpartition("|")
+    path, _, tail = key.partition("|")
+    text, _, end = tail.rpartition("|")
     config: dict[str, Any] = json.loads(text)
     *marks, _ = end.split(".")
     sizes = [tuple(map(int, mark.split("x"))) for mark in marks if "x" in mark]
@@ -274,12 +277,12 @@ def _build(
     mode = training if reads_mode(cls, reads) else None
     step = Step(cls, config, mode)
     try:
-        structure, why, warning, graphs = apart(_traced, step)
+        structure, why, warning, graphs = call_outside_modes(_trace, step)
     except SizeError:
         if sizes is None:
             raise
         step = Step(cls, config, mode, sizes)
-        structure, why, warning, graphs = apart(_traced, step)
+        structure, why, warning, graphs = call_outside_modes(_trace, step)
     affine = structure is not None and not structure.couples_channels
     affine = affine and is_affine(graphs[torch.float32], len(cls.states))
     if warning is not None:
@@ -314,7 +317,7 @@ def _build(
     )
 
 
-class _Traced(NamedTuple):
+class _Trace(NamedTuple):
     """The structure, or why there is none; a warning; the graphs by compute dtype."""
 
     structure: Structure | None
@@ -323,18 +326,18 @@ class _Traced(NamedTuple):
     graphs: dict[torch.dtype, Graphs]
 
 
-def _traced(step: Step) -> _Traced:
+def _trace(step: Step) -> _Trace:
     with torch.no_grad():
         structure, why, warning = _infer(step)
-        graphs = _derived(step, structure) if structure else {}
+        graphs = _derive_all(step, structure) if structure else {}
         if structure is not None:
             check_linear(step, graphs[torch.float64])
             if structure.couples_channels or step.has_jacobian:
                 check_structure(step, structure, graphs[torch.float64])
-    return _Traced(structure, why, warning, graphs)
+    return _Trace(structure, why, warning, graphs)
 
 
-def _derived(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:
+def _derive_all(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:
     try:
         return {dtype: derive(step, structure, dtype) for dtype in COMPUTE_DTYPES}
     except BranchError as error:  # the step itself has been traced: it reads none
@@ -348,16 +351,16 @@ def _derived(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:
 def _infer(step: Step) -> tuple[Structure | None, str | None, str | None]:
     """Return the structure, or None and why it is sequential-only; and a warning."""
     cls = step.cls
-    name, declared, states = cls.__name__, cls.structure, len(cls.states)
-    if declared == "sequential":
+    name, declaration, states = cls.__name__, cls.structure, len(cls.states)
+    if declaration == "sequential":
         return None, "it declares structure = 'sequential'", None
     try:
         mixing = mixing_op(step)
     except BranchError:
-        if declared is not None:
+        if declaration is not None:
             raise StructureError(
-                f"{name} declares structure = {declared!r}, but its step reads a tensor's value in "
-                "Python (a branch or .item()); use torch.where, or declare 'sequential'"
+                f"{name} declares structure = {declaration!r}, but its step reads a tensor's value "
+                "in Python (a branch or .item()); use torch.where, or declare 'sequential'"
             ) from None
         why = "its step reads a tensor's value in Python (a branch or .item())"
         branches = (
@@ -367,22 +370,22 @@ def _infer(step: Step) -> tuple[Structure | None, str | None, str | None]:
         return None, why, branches
     elementwise = "diagonal" if states == 1 else "block_diagonal"
     warning: str | None = None
-    if declared is None and mixing is not None:
+    if declaration is None and mixing is not None:
         warning = (
             f"{name} mixes channels ({mixing}), so its Jacobian is dense: Newton costs D^3 a step "
             "and (N D)^2 memory, and generated kernels cannot take it. Make the step elementwise "
             "over channels, or declare structure = 'dense'"
         )
-    if declared is None and mixing is None and states > MAX_STATES:
+    if declaration is None and mixing is None and states > MAX_STATES:
         warning = (
             f"{name} has {states} states, and generated kernels take {MAX_STATES}: PyTorch runs "
             "it, some 50 times slower. Do with fewer, or declare structure = 'block_diagonal' to "
             "accept the cost"
         )
-    structure = make_structure(declared or (elementwise if mixing is None else "dense"), states)
+    structure = make_structure(declaration or (elementwise if mixing is None else "dense"), states)
     if mixing is not None and not structure.couples_channels:
         raise StructureError(
-            f"{name} declares structure = {declared!r}, but {mixing} mixes channels; "
+            f"{name} declares structure = {declaration!r}, but {mixing} mixes channels; "
             "declare 'dense' or make the step elementwise"
         )
     return structure, None, warning

@@ -42,17 +42,17 @@ class Reads:
     def _columns(self) -> tuple[tuple[Any, ...], ...]:
         return tuple(zip(*self.attributes, strict=True)) or ((), (), ())
 
-    def changed(self) -> str | None:
+    def change(self) -> str | None:
         """Return what has changed since, in words; None if nothing has. Takes some ns a place."""
         owners, names, values = self._columns  # most are as they were: a loop in C says so
         same = all(map(operator.is_, map(getattr, owners, names, repeat(MISSING)), values))
-        return self._changed(() if same else self.attributes)
+        return self._first_change(() if same else self.attributes)
 
-    def _changed(self, attributes: Iterable[tuple[Any, str, Any]]) -> str | None:
+    def _first_change(self, attributes: Iterable[tuple[Any, str, Any]]) -> str | None:
         for owner, name, value in attributes:
             now = getattr(owner, name, MISSING)
             if now is not value and not _same(now, value):
-                return change_of(f"{_called(owner)}.{name}", value, now)
+                return change_of(f"{_name_of(owner)}.{name}", value, now)
         for mapping, key, value in self.items:
             now = mapping.get(key, MISSING)
             if now is not value and not _same(now, value):
@@ -121,7 +121,7 @@ def _same(now: Any, then: Any) -> bool:
     return type(then) in PLAIN and repr(now) == repr(then)
 
 
-def _called(owner: Any) -> str:
+def _name_of(owner: Any) -> str:
     return str(getattr(owner, "__qualname__", None) or f"a {type(owner).__name__}")
 
 

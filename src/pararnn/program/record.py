@@ -78,7 +78,7 @@ def replay(graph: fx.Graph, *inputs: Tensor) -> tuple[Any, ...]:
 class _Recorder(TorchDispatchMode):
     """Adds a node for each op that is called.
 
-    fixed: nodes of single numbers that no input decides, such as that of torch.tensor(0.5).
+    constants: nodes of single numbers that no input decides, such as that of torch.tensor(0.5).
     """
 
     @classmethod
@@ -90,7 +90,7 @@ class _Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.rule_of = rule_of
         self.nodes: dict[int, fx.Node] = {}  # by id: the nodes hold the tensors, so that ids stay
-        self.fixed: set[fx.Node] = set()
+        self.constants: set[fx.Node] = set()
         self.stack: list[tuple[str, int]] = []  # of the first op that writes into an input
         self.memory = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         for index, tensor in enumerate(inputs):
@@ -127,16 +127,16 @@ class _Recorder(TorchDispatchMode):
             self.stack = list(_stack(sys._getframe(1)))
         node = self.graph.call_function(func, *fx.node.map_aggregate((args, kwargs), self.node_of))
         read = [input for input in node.all_input_nodes if input.op != "get_attr"]
-        fixed = self.fixed.issuperset(read)
-        if torch.Tag.data_dependent_output in func.tags and not fixed:
+        is_constant = self.constants.issuperset(read)
+        if torch.Tag.data_dependent_output in func.tags and not is_constant:
             raise BranchError(f"{func} of a traced tensor")
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             self.note(out, node)
-            lifted = func is aten.lift_fresh_copy.default
+            lifts = func is aten.lift_fresh_copy.default
             random = torch.Tag.nondeterministic_seeded in func.tags
-            if out.numel() == 1 and (lifted or (read and fixed and not random)):
-                self.fixed.add(node)
+            if out.numel() == 1 and (lifts or (read and is_constant and not random)):
+                self.constants.add(node)
         elif isinstance(out, (tuple, list)):
             for index, part in enumerate(out):
                 self.note(part, self.graph.call_function(operator.getitem, (node, index)))
@@ -146,8 +146,8 @@ class _Recorder(TorchDispatchMode):
         """Check whether an op writes into memory of the inputs."""
         names = [argument.name for argument in func._schema.arguments]
         values = {**kwargs, **dict(zip(names, args, strict=False))}
-        written = [values.get(a.name) for a in func._schema.arguments if a.is_write]
-        tensors = [value for value in written if isinstance(value, Tensor)]
+        targets = [values.get(a.name) for a in func._schema.arguments if a.is_write]
+        tensors = [value for value in targets if isinstance(value, Tensor)]
         return any(value.untyped_storage().data_ptr() in self.memory for value in tensors)
 
 
@@ -165,11 +165,11 @@ def without_writes(graph: fx.Graph) -> bool:
     for node in graph.nodes:
         if not (isinstance(node.target, OpOverload) and node.target._schema.is_mutable):
             continue
-        written, name = node.args[0], node.target._schema.name.removeprefix("aten::")
+        target, name = node.args[0], node.target._schema.name.removeprefix("aten::")
         other = getattr(getattr(aten, name[:-1], None), node.target._overloadname, None)
-        views = any(getattr(user.target, "is_view", False) for user in [written, *written.users])
+        views = any(getattr(user.target, "is_view", False) for user in [target, *target.users])
         dtypes = {n.meta["val"].dtype for n in node.all_input_nodes} - {torch.bool}
-        own = written.op == "call_function" and not views
+        own = target.op == "call_function" and not views
         if not (name.endswith("_") and other and own and dtypes == {node.meta["val"].dtype}):
             return False
         node.target = other

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from pararnn.errors import CellError
 from pararnn.private import OpOverload, core_aten_decompositions, is_composite
-from pararnn.program.guard import guarded
+from pararnn.program.guard import guard
 from pararnn.program.record import record, replay, without_writes
 
 aten = torch.ops.aten
@@ -61,11 +61,11 @@ def ancestors(
     reads: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
 ) -> set[fx.Node]:
     """Return the nodes that nodes `of` a graph depend on, themselves included, by `reads`."""
-    found = set(of)
+    nodes_above = set(of)
     for node in reversed(nodes):
-        if node in found:
-            found.update(reads(node))
-    return found
+        if node in nodes_above:
+            nodes_above.update(reads(node))
+    return nodes_above
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     CellError for randomness, complex numbers, captured tensors, lost precision and hooks.
     """
     # Autograd runs while the user's code is recorded, and not once its ops are decomposed.
-    raw = guarded(what, lambda: record(_tupled(function), inputs), inputs)
+    raw = guard(what, lambda: record(_as_tuple(function), inputs), inputs)
     _check_ops(raw, inputs[0].dtype, what)
     whole = raw
     if not without_writes(raw) or any(is_composite(node.target) for node in raw.nodes):
@@ -109,8 +109,8 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     _box_numbers(graph, inputs[0].dtype)
     mixing = _mixing_ops(graph)
     # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
-    named = [op for op in _mixing_ops(raw) if not getattr(op, "is_view", True)]
-    name = str([*named, *mixing][0]) if mixing else None
+    named_ops = [op for op in _mixing_ops(raw) if not getattr(op, "is_view", True)]
+    name = str([*named_ops, *mixing][0]) if mixing else None
     text, defaults = canonical_text(graph), _defaults(raw)
     _keep_dtypes(graph)
     return Graph(fx.GraphModule(nn.Module(), graph), name, text, defaults)
@@ -120,8 +120,8 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
     """Trace with symbolic sizes: the graph then takes any number of rows and channels."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    trace = make_fx(_tupled(function), tracing_mode="symbolic")
-    module = guarded(what, lambda: trace(*inputs), inputs)
+    trace = make_fx(_as_tuple(function), tracing_mode="symbolic")
+    module = guard(what, lambda: trace(*inputs), inputs)
     for node in module.graph.nodes:
         if node.op == "get_attr":  # a clone: the user may write into it
             node.meta["val"] = getattr(module, node.target).clone()
@@ -162,8 +162,8 @@ def canonical_text(graph: fx.Graph) -> str:
 def _defaults(graph: fx.Graph) -> bool:
     """Check whether a graph makes a number of the default dtype, which another would round."""
     nodes = [n for n in graph.nodes if n.op in ("get_attr", "call_function")]
-    made = [node.meta.get("val") for node in nodes if not node.all_input_nodes]
-    numbers = [v for v in made if isinstance(v, Tensor) and v.ndim == 0]
+    values = [node.meta.get("val") for node in nodes if not node.all_input_nodes]
+    numbers = [v for v in values if isinstance(v, Tensor) and v.ndim == 0]
     return any(v.dtype == torch.get_default_dtype() for v in numbers)
 
 
@@ -194,12 +194,12 @@ def _rules() -> dict[Any, Callable[..., Any]]:
     return core_aten_decompositions()
 
 
-def _tupled(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    def tupled(*inputs: Tensor) -> tuple[Any, ...]:
+def _as_tuple(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    def call(*inputs: Tensor) -> tuple[Any, ...]:
         out = function(*inputs)
         return (out,) if isinstance(out, Tensor) else tuple(out)
 
-    return tupled
+    return call
 
 
 def _check_ops(graph: fx.Graph, dtype: torch.dtype, what: str) -> None:
@@ -235,7 +235,7 @@ def _check_ops(graph: fx.Graph, dtype: torch.dtype, what: str) -> None:
 def _fold(graph: fx.Graph) -> None:
     """Replace constants by numbers and drop identities, so that only arithmetic is left."""
     for node in list(graph.nodes):
-        replacement = _folded(node)
+        replacement = _replacement(node)
         if replacement is None:
             continue
         if isinstance(replacement, fx.Node):
@@ -246,15 +246,15 @@ def _fold(graph: fx.Graph) -> None:
 
 
 def _replace_by_number(node: fx.Node, number: Any) -> None:
-    def put(argument: fx.Node) -> Any:
+    def number_or_node(argument: fx.Node) -> Any:
         return number if argument is node else argument
 
     for user in list(node.users):
-        user.args = fx.node.map_arg(user.args, put)
-        user.kwargs = fx.node.map_arg(user.kwargs, put)
+        user.args = fx.node.map_arg(user.args, number_or_node)
+        user.kwargs = fx.node.map_arg(user.kwargs, number_or_node)
 
 
-def _folded(node: fx.Node) -> Any:
+def _replacement(node: fx.Node) -> Any:
     if node.op == "get_attr":
         return node.meta["val"].item()
     if node.op != "call_function":
@@ -268,11 +268,11 @@ def _folded(node: fx.Node) -> Any:
     if target in IDENTITIES:
         return args[0]
     if target is aten._to_copy.default and isinstance(args[0], fx.Node):
-        before, after = args[0].meta.get("val"), node.meta["val"]
-        return args[0] if before is not None and before.dtype == after.dtype else None
+        old, new = args[0].meta.get("val"), node.meta["val"]
+        return args[0] if old is not None and old.dtype == new.dtype else None
     if target is aten.expand.default and isinstance(args[0], fx.Node):
-        before, after = args[0].meta["val"], node.meta["val"]
-        return args[0] if before.shape == after.shape else None
+        old, new = args[0].meta["val"], node.meta["val"]
+        return args[0] if old.shape == new.shape else None
     if args and not any(isinstance(a, fx.Node) for a in args) and _is_pointwise(target):
         return target(*_with_numbers(target, args, _exact), **node.kwargs).item()
     if target is aten.where.self and isinstance(args[0], bool):
@@ -288,7 +288,7 @@ def _folded(node: fx.Node) -> Any:
 def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Give a 0-d tensor to ops that take no number there; it works on any device."""
 
-    def boxed(number: int | float) -> fx.Node:
+    def box(number: int | float) -> fx.Node:
         # In the graph's own dtype: where() over two 0-d tensors would promote to a wider one.
         own = torch.int64 if isinstance(number, int) else dtype
         return graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": own})
@@ -298,7 +298,7 @@ def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
         if node.target in TAKES_NUMBERS or not isinstance(node.target, OpOverload):
             continue
         with graph.inserting_before(node):
-            node.args = _with_numbers(node.target, node.args, boxed)
+            node.args = _with_numbers(node.target, node.args, box)
 
 
 def _with_numbers(
@@ -326,16 +326,16 @@ def _is_pointwise(target: Any) -> bool:
 
 def _share(graph: fx.Graph) -> None:
     """Compute equal subexpressions once."""
-    seen: dict[Any, fx.Node] = {}
+    nodes: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         key = (node.target, _hashable(node.args), _hashable(node.kwargs))
-        if key in seen:
-            node.replace_all_uses_with(seen[key])
+        if key in nodes:
+            node.replace_all_uses_with(nodes[key])
             graph.erase_node(node)
         else:
-            seen[key] = node
+            nodes[key] = node
 
 
 def _hashable(value: Any) -> Any:

@@ -31,8 +31,8 @@ def affine_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
     to_odd, to_even = jacobian[:, 0::2], jacobian[:, 1::2]
     odd = rhs[:, 1::2] + structure.apply(to_odd, rhs[:, 0 : 2 * pairs : 2])
     if pairs > 1:
-        merged = structure.compose(to_odd[:, 1:], to_even[:, : pairs - 1])
-        odd = affine_scan(structure, merged, odd)
+        pairwise = structure.compose(to_odd[:, 1:], to_even[:, : pairs - 1])
+        odd = affine_scan(structure, pairwise, odd)
     out = torch.empty_like(rhs)
     out[:, 0] = rhs[:, 0]
     out[:, 1::2] = odd

@@ -25,7 +25,7 @@ ERROR_SHARE = 0.25
 
 
 SHRINK_AFTER = 3
-"""Sweeps after which, once half of the columns are done, the solve shrinks to the others."""
+"""Sweeps after which, once half of the columns have converged, the solve shrinks to the others."""
 
 
 @dataclass(frozen=True)
@@ -46,105 +46,108 @@ class NewtonResult:
 def newton(system: System, scan: Scan = affine_scan) -> NewtonResult:
     """Solve h_l = f(prev_l, x_l) for all l at once.
 
-    A column (a channel of a batch row; a whole row where channels are coupled) is done when its
-    defect is at rounding level everywhere and the estimated distance to the solution is a quarter
-    of the dtype's forward tolerance. The distance before an update is the update itself; after it,
-    the update times the observed rate of convergence. Columns that do not get there, or turn
-    non-finite, are redone by the sequential solver.
+    A column is a channel of a batch row, or a whole row where channels are coupled. It has
+    converged when its defect is at rounding level everywhere and its estimated distance to the
+    solution is at most a quarter of the dtype's forward tolerance. The distance before an update
+    is the update itself; after it, the update times the observed rate of convergence. Columns that
+    do not converge, or turn non-finite, are redone by the sequential solver.
     """
     batch, num_states, channels = system.initial.shape
     zeros = system.initial.new_zeros(batch, system.length, num_states, channels)
     if zeros.numel() == 0:
         return NewtonResult(zeros, 0, 0, 0.0)
     guess = system.advance(system.previous(zeros))  # the paper's guess, f(0, x_l)
-    states, before = guess, 0
+    states, sweeps_by_hand = guess, 0
     if system.program.step.has_jacobian:
         # A hand-written Jacobian may be wrong at untested inputs, and so may its estimate of the
         # distance to the solution. The derived Jacobian continues from its result.
         end = _iterate(replace(system, by_hand=True), scan, guess, MAX_SWEEPS)
-        states, before = torch.where(end.states.isfinite(), end.states, guess), int(end.sweeps)
+        states = torch.where(end.states.isfinite(), end.states, guess)
+        sweeps_by_hand = int(end.sweeps)
     end = _iterate(system, scan, states, MAX_SWEEPS)
-    sweeps, unsolved = before + int(end.sweeps), ~end.done
-    if not bool(unsolved.any()):
+    sweeps, failures = sweeps_by_hand + int(end.sweeps), ~end.converged
+    if not bool(failures.any()):
         return NewtonResult(end.states, sweeps, 0, 0.0)
     coupling = system.program.coupling
-    part = unroll(system.columns(unsolved))
+    part = unroll(system.columns(failures))
     finite = ~coupling.any(~part.isfinite())
-    worst = end.defect[unsolved].nan_to_num(float("inf")).max()
-    states = coupling.put(end.states, unsolved, part)
+    worst = end.defect[failures].nan_to_num(float("inf")).max()
+    states = coupling.put(end.states, failures, part)
     return NewtonResult(states, sweeps, int(finite.sum()), float(worst))
 
 
 class _Iterate(NamedTuple):
-    """Result of an iteration: states, updates, and for each column a flag (done) and the defect."""
+    """Result of an iteration: states, updates, and each column's flag of convergence and defect."""
 
     states: Tensor
     sweeps: Tensor
-    done: Tensor
+    converged: Tensor
     defect: Tensor
 
 
 def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterate:
-    """Newton updates until every column is done or broken, or the budget is spent."""
+    """Update until every column has converged or is broken, or the budget is used up."""
     structure = system.program.structure
     assert structure is not None
     coupling = structure.coupling
     tolerance = ERROR_SHARE * FORWARD_TOLERANCE[system.dtype]
-    done = broken = coupling.any(torch.zeros_like(states, dtype=torch.bool))
-    distance = last_size = torch.full_like(done, float("inf"), dtype=system.dtype)
+    converged = broken = coupling.any(torch.zeros_like(states, dtype=torch.bool))
+    distance = last_size = torch.full_like(converged, float("inf"), dtype=system.dtype)
     sweeps = torch.zeros((), dtype=torch.int64, device=states.device)
-    better, updated = states, torch.zeros_like(done)
-    for spent in range(budget + 1):
+    better, keep_update = states, torch.zeros_like(converged)
+    for sweep in range(budget + 1):
         new, jacobian = system.linearise(system.previous(states))
         residual = new - states
         defect = coupling.largest(residual.abs())
         broken = broken | ~defect.isfinite()
         sizes = system.sizes(states)
-        settled = _settled(coupling, residual, sizes) & ~broken
-        done = done | (settled & (distance <= tolerance))
-        open_columns = ~(done | broken)
+        at_rounding = _at_rounding(coupling, residual, sizes) & ~broken
+        converged = converged | (at_rounding & (distance <= tolerance))
+        open_columns = ~(converged | broken)
         count = int(open_columns.sum())
-        if spent == budget or count == 0:
+        if sweep == budget or count == 0:
             break
-        if spent >= SHRINK_AFTER and 2 * count <= open_columns.numel():
+        if sweep >= SHRINK_AFTER and 2 * count <= open_columns.numel():
             part = coupling.take(states, open_columns)
-            end = _iterate(system.columns(open_columns), scan, part, budget - spent)
+            end = _iterate(system.columns(open_columns), scan, part, budget - sweep)
+            best = _best(system, states, better, keep_update)
             return _Iterate(
-                coupling.put(_best(system, states, better, updated), open_columns, end.states),
+                coupling.put(best, open_columns, end.states),
                 sweeps + end.sweeps,
-                coupling.put(done, open_columns, end.done),
+                coupling.put(converged, open_columns, end.converged),
                 coupling.put(defect, open_columns, end.defect),
             )
         update = scan(structure, jacobian[:, 1:], residual)
         size = coupling.largest(update.abs() / sizes.clamp(min=underflow(system.dtype)))
-        # A settled column whose update is negligible was solved before: this sweep confirms it.
-        confirmed = open_columns & settled & (size <= tolerance)
-        done, updated = done | confirmed, updated | confirmed
-        better = torch.where(coupling.spread(confirmed, states), states + update, better)
-        sweeps = sweeps + (open_columns & ~confirmed).any()
+        # If the defect is at rounding level and the update negligible, the column had converged
+        # before: this sweep confirms it.
+        confirms = open_columns & at_rounding & (size <= tolerance)
+        converged, keep_update = converged | confirms, keep_update | confirms
+        better = torch.where(coupling.spread(confirms, states), states + update, better)
+        sweeps = sweeps + (open_columns & ~confirms).any()
         rate = (size / last_size).nan_to_num(0.5).clamp(max=0.5)
         distance, last_size = size * rate / (1 - rate), size
-        states = torch.where(coupling.spread(done, states), states, states + update)
-    return _Iterate(_best(system, states, better, updated), sweeps, done, defect)
+        states = torch.where(coupling.spread(converged, states), states, states + update)
+    return _Iterate(_best(system, states, better, keep_update), sweeps, converged, defect)
 
 
-def _settled(coupling: Coupling, residual: Tensor, sizes: Tensor) -> Tensor:
+def _at_rounding(coupling: Coupling, residual: Tensor, sizes: Tensor) -> Tensor:
     """Return the columns whose defect is at rounding level everywhere."""
     limit = rounding(DEFECT_ULPS * sizes, sizes.dtype)
     return ~coupling.any(residual.abs() > limit)
 
 
-def _best(system: System, states: Tensor, better: Tensor, updated: Tensor) -> Tensor:
+def _best(system: System, states: Tensor, better: Tensor, keep_update: Tensor) -> Tensor:
     """Return the updates that confirmed a column, where their defect is still at rounding level.
 
     A discontinuous step may exceed it: there the confirmed states are returned.
     """
-    if not bool(updated.any()):
+    if not bool(keep_update.any()):
         return states
     coupling = system.program.coupling
     residual = system.advance(system.previous(better)) - better
-    settled = _settled(coupling, residual, system.sizes(better))
-    return torch.where(coupling.spread(updated & settled, states), better, states)
+    at_rounding = _at_rounding(coupling, residual, system.sizes(better))
+    return torch.where(coupling.spread(keep_update & at_rounding, states), better, states)
 
 
 @torch.no_grad()
@@ -178,12 +181,12 @@ def _adjoint_loop(system: System, previous: Tensor, cotangent: Tensor) -> Tensor
     By the step's gradient, not its Jacobian: a zero entry multiplies in the first, and is absent
     from the second.
     """
-    out, carried = [], torch.zeros_like(cotangent[:, :1])
+    out, carry = [], torch.zeros_like(cotangent[:, :1])
     for t in reversed(range(system.length)):
-        total = cotangent[:, t : t + 1] + carried
+        total = cotangent[:, t : t + 1] + carry
         step = system.at(t)
-        carried = step.pull_back(previous[:, t : t + 1], total)[0]
+        carry = step.pull_back(previous[:, t : t + 1], total)[0]
         if step.fresh is not None:
-            carried = carried.masked_fill(step.fresh.unsqueeze(2), 0)
+            carry = carry.masked_fill(step.fresh.unsqueeze(2), 0)
         out.append(total)
     return torch.cat(out[::-1], 1)

@@ -87,7 +87,7 @@ class CpuEngine(FusedEngine):
         strides = None
         if adjoint is not None:
             arriving = tuple(map(row_and_time, adjoint.arriving))
-            strides = AdjointStrides(adjoint.written.stride(), arriving)
+            strides = AdjointStrides(adjoint.grad_gates.stride(), arriving)
         key = self.solver, program, torch.get_num_threads(), _openmp(), strides
         launch = args.signature.cache(key, make_launch, *key, args)
         return launch, to_kernel_layout(args, launch.conversions)
@@ -181,8 +181,8 @@ def make_launch(
     else:
         direction, kernel = "Backward", kernels.backward
         values |= adjoint_values(addresses, adjoint.arriving, counts.fields)
-        written = head_strides(own.gates.shape, adjoint.gates)
-        values["grad_gate_strides"] = gate_strides(interface, written)
+        layout = head_strides(own.gates.shape, adjoint.gates)
+        values["grad_gate_strides"] = gate_strides(interface, layout)
         bias, row = addresses.next(), channels * signature.dtype.itemsize
         rows = [Address(bias.tensor, g * row) for g in range(counts.gates)]
         values["grad_weights"] = [*rows, *addresses.array(counts.params)]

@@ -108,10 +108,10 @@ class GpuEngine(FusedEngine):
         layouts = Layouts(_chunk_of([gates]), _chunk_of(full_fields))
         if adjoint is not None:
             arriving = tuple([None if g is None else row_and_time(g) for g in adjoint.arriving])
-            chunk = _chunk_of([adjoint.written, *adjoint.states, *adjoint.arriving])
+            chunk = _chunk_of([adjoint.grad_gates, *adjoint.states, *adjoint.arriving])
             layouts = layouts._replace(arriving=arriving, adjoint_chunk=chunk)
-        given = (self.gpu, self.solver, program, weights, layouts)
-        return signature.cache(given, make_launch, *given, args, tensors), tensors
+        parts = (self.gpu, self.solver, program, weights, layouts)
+        return signature.cache(parts, make_launch, *parts, args, tensors), tensors
 
 
 class Layouts(NamedTuple):
@@ -236,14 +236,14 @@ def make_launch(
     size, wide = dtype.itemsize, args.dtype.itemsize
     # Kernels never use strides of dimensions of size 1.
     sizes = ((row, rows), (time, length), (gate, count), (head, heads))
-    aligned = [layouts.chunk, width * size, *[s * size for s, n in sizes if n > 1]]
+    strides_in_bytes = [layouts.chunk, width * size, *[s * size for s, n in sizes if n > 1]]
     field_strides = [row_and_time(f) for f in args.fields if f.shape[-1] == channels]
     aligned_fields = [s * wide for strides in field_strides for s in (channels, *strides)]
     arriving: tuple[tuple[int, int] | None, ...] = (None,) * program.num_states
     if layouts.adjoint_chunk is not None:
         arriving = layouts.arriving
-        aligned += [layouts.adjoint_chunk, channels * size]
-        aligned += [s * size for strides in arriving for s in strides or ()]
+        strides_in_bytes += [layouts.adjoint_chunk, channels * size]
+        strides_in_bytes += [s * size for strides in arriving for s in strides or ()]
     variant = Variant(
         direction="backward" if backward else "forward",
         dtype=dtype,
@@ -251,7 +251,7 @@ def make_launch(
         channels=channels,
         head_width=width,
         per_lane=per_lane,
-        chunk=chunk_of(*aligned),
+        chunk=chunk_of(*strides_in_bytes),
         field_chunk=chunk_of(layouts.field_chunk, *aligned_fields),
         adjacent_gates=(count == 1 or gate == width) and (length == 1 or time == count * width),
         reverse=args.options.reverse,
@@ -310,10 +310,10 @@ def _sums_of(interface: Interface, spans: int) -> Template:
 
 def _as_gradient(gates: Tensor) -> Tensor:
     """Return gates in the layout in which their gradient is written."""
-    written, gates = unit_stride(torch.empty_like(gates, device="meta")), unit_stride(gates)
-    if gates.stride() == written.stride():
+    layout, gates = unit_stride(torch.empty_like(gates, device="meta")), unit_stride(gates)
+    if gates.stride() == layout.stride():
         return gates
-    return torch.empty_like(written, device=gates.device).copy_(gates)
+    return torch.empty_like(layout, device=gates.device).copy_(gates)
 
 
 def _weight_dtype(args: Arguments) -> torch.dtype:

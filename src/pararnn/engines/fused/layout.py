@@ -36,7 +36,7 @@ def as_dtype(tensor: Tensor, like: Tensor) -> Tensor:
 def gradients_like(
     args: Arguments,
     grad_gates: Tensor,
-    written: Tensor,
+    kernel_gates: Tensor,
     grad_bias: Tensor | None,
     grad_fields: Sequence[Tensor],
     grad_params: Sequence[Tensor],
@@ -45,13 +45,13 @@ def gradients_like(
 ) -> Gradients:
     """Return the gradients that a kernel has written, in the dtypes of the arguments, if wanted.
 
-    `written`: the gates' gradient in kernel layout, a view of `grad_gates` or to be copied there.
+    `kernel_gates`: the gates' gradient in kernel layout, a view of `grad_gates` or copied there.
     """
-    if written.data_ptr() != grad_gates.data_ptr():
-        grad_gates.copy_(written.reshape(grad_gates.shape))
+    if kernel_gates.data_ptr() != grad_gates.data_ptr():
+        grad_gates.copy_(kernel_gates.reshape(grad_gates.shape))
 
-    def like(name: str, grads: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(map(as_dtype, grads, given)) if name in wanted else ()
+    def like(name: str, grads: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(map(as_dtype, grads, arguments)) if name in wanted else ()
 
     bias = None
     if args.bias is not None and grad_bias is not None and "bias" in wanted:

@@ -25,7 +25,7 @@ class Adjoint(NamedTuple):
     """Tensors of a backward pass on whose layout its launch depends: the gates' gradient, the
     states, and the gradients that arrive."""
 
-    written: Tensor
+    grad_gates: Tensor
     states: list[Tensor]
     arriving: list[Tensor | None]
 
@@ -109,10 +109,10 @@ class FusedEngine(Engine):
     ) -> Gradients:
         """Return the gradients by one kernel, on a GPU and a small sum."""
         grad_gates = torch.empty_like(args.gates)
-        written = self.written_layout(grad_gates)
-        saved = [s.contiguous() for s in states]
+        kernel_gates = self.written_layout(grad_gates)
+        state_copies = [s.contiguous() for s in states]
         arriving = [None if g is None else unit_stride(g) for g in grad_states]
-        launch, tensors = self.launch(program, args, Adjoint(written, saved, arriving))
+        launch, tensors = self.launch(program, args, Adjoint(kernel_gates, state_copies, arriving))
         signature, new, num_gates = args.signature, args.gates.new_empty, len(program.gates)
         dtype = signature.dtype
         grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
@@ -120,9 +120,9 @@ class FusedEngine(Engine):
         grad_bias, grad_params = launch.new_weights(args, num_gates)
         weights = num_gates + len(args.channel_params)
         sums = new((launch.spans, weights, signature.size[2]), dtype=dtype)
-        tensors += [*saved, *arriving]
+        tensors += [*state_copies, *arriving]
         tensors += [None if g is None else g.contiguous() for g in grad_final]
-        tensors += (written, *grad_fields, *(grad_initial or (None,) * len(states)), sums)
+        tensors += (kernel_gates, *grad_fields, *(grad_initial or (None,) * len(states)), sums)
         launch.backward(tensors, [grad_bias, *grad_params], wanted)
         grads = (grad_bias, grad_fields, grad_params, grad_initial)
-        return gradients_like(args, grad_gates, written, *grads, wanted)
+        return gradients_like(args, grad_gates, kernel_gates, *grads, wanted)

@@ -46,13 +46,13 @@ def plan_pass(
     def split(capacity: int) -> Split:
         return plan_split(length, columns, variant.dtype, steps, cores, capacity, request)
 
-    unlimited = split(max(columns, 1) * max(length, 1))
+    any_size = split(max(columns, 1) * max(length, 1))
     # Clusters fill multiprocessors unevenly, which few blocks do anyway.
-    few = 1 < unlimited.segments <= MAX_CLUSTER and columns * unlimited.segments <= 2 * cores
+    few = 1 < any_size.segments <= MAX_CLUSTER and columns * any_size.segments <= 2 * cores
     if few and capability >= CLUSTERS:
         kernels = gpu.kernels(program, variant._replace(cluster=True), capability)
-        if unlimited.segments <= gpu.call(device, kernels["run"].most_in_cluster, device.index):
-            return Plan(kernels, unlimited, unlimited.segments)
+        if any_size.segments <= gpu.call(device, kernels["run"].most_in_cluster, device.index):
+            return Plan(kernels, any_size, any_size.segments)
     kernels = without_clusters()
     capacity = gpu.call(device, kernels["run"].blocks_a_core) * cores
     return Plan(kernels, split(capacity), 0)
