@@ -219,12 +219,12 @@ def add_export(command: argparse.ArgumentParser) -> None:
 
 def add_generate(command: argparse.ArgumentParser) -> None:
     """Add the options of `pararnn generate`."""
-    option, required = command.add_argument, partial(command.add_argument, required=True)
+    option, required_option = command.add_argument, partial(command.add_argument, required=True)
     prompt = "text to go on with; - reads it from the standard input"
     together = "draw among the likeliest tokens that together have this chance"
     add_device(command)
-    required("--model", metavar="DIR", help="folder of the model")
-    required("--prompt", metavar="TEXT", type=_prompt, help=prompt)
+    required_option("--model", metavar="DIR", help="folder of the model")
+    required_option("--prompt", metavar="TEXT", type=_prompt, help=prompt)
     option("--max-new-tokens", type=_count, default=200, help="how many to write")
     option("--temperature", type=_temperature, default=0.8, help="0 takes the likeliest token")
     option("--top-k", type=_count, help="draw among this many likeliest tokens")

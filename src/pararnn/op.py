@@ -152,26 +152,33 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        n, engine_key, values, saved = ctx.num_states, ctx.engine_key, ctx.values, ctx.saved_tensors
-        tensors, states = saved[:-n], saved[-n:]
+        n, engine_key, values, values_and_states = (
+            ctx.num_states,
+            ctx.engine_key,
+            ctx.values,
+            ctx.saved_tensors,
+        )
+        tensors, states = values_and_states[:-n], values_and_states[-n:]
         if ctx.source:
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
-        grads, needed = grads[: 2 * n], ctx.needs_input_grad[4:]
-        compiled = torch.compiler.is_compiling()
-        if not compiled and any(map(is_batched_gradient, grads)):
+        grads, needs_grad = grads[: 2 * n], ctx.needs_input_grad[4:]
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and any(map(is_batched_gradient, grads)):
             raise NotImplementedError(_MANY_GRADIENTS)
         # The record was plain in the forward pass, and still is; arriving gradients may not be.
         call = ctx.call
         direct = call and not torch.is_grad_enabled() and can_bypass_dispatcher()
         if direct and all(map(is_plain, grads)):
             args = Arguments.unflatten(tensors, values)
-            wanted = args.signature.cache(needed, wanted_gradients, needed, values)
+            wanted = args.signature.cache(needs_grad, wanted_gradients, needs_grad, values)
             out = _backward(call[0], call[1], args, states, grads[:n], grads[n:], wanted.names)
         else:
-            wanted = wanted_gradients(needed, values)
+            wanted = wanted_gradients(needs_grad, values)
             # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
             inputs = (engine_key, values, wanted.names, n, *states, *grads, *tensors)
-            out = _run_backward(*inputs) if compiled else apply_function(_SolveBackward, *inputs)
+            out = (
+                _run_backward(*inputs) if is_compiling else apply_function(_SolveBackward, *inputs)
+            )
         return (
             None,
             None,
@@ -213,8 +220,8 @@ def _move_or_repeat(tensor: Tensor, dim: int | None, size: int, at: int) -> Tens
     """Move a mapped dimension to `at`; repeat a tensor that is not mapped there."""
     if dim is not None:
         return tensor.movedim(dim, at)
-    repeated = tensor.unsqueeze(at)
-    return repeated.expand(*(size if i == repeated.ndim + at else -1 for i in range(repeated.ndim)))
+    copies = tensor.unsqueeze(at)
+    return copies.expand(*(size if i == copies.ndim + at else -1 for i in range(copies.ndim)))
 
 
 class _SolveBackward(torch.autograd.Function):

@@ -35,13 +35,13 @@ def looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     Names of one architecture share its colour and differ in style; a name without an architecture
     of the table has a colour of its own.
     """
-    found: dict[str, tuple[str, str]] = {}
+    result: dict[str, tuple[str, str]] = {}
     for name in dict.fromkeys(names):
-        used = [colour for colour, _ in found.values()]
+        colours = [colour for colour, _ in result.values()]
         colour = COLOURS.get(architecture(name))
         if colour is None:
-            others = sum(each in OTHERS for each in used)
-            found[name] = OTHERS[others % len(OTHERS)], STYLES[0]
+            others = sum(each in OTHERS for each in colours)
+            result[name] = OTHERS[others % len(OTHERS)], STYLES[0]
         else:
-            found[name] = colour, STYLES[used.count(colour) % len(STYLES)]
-    return found
+            result[name] = colour, STYLES[colours.count(colour) % len(STYLES)]
+    return result

@@ -106,10 +106,10 @@ class Cell(nn.Module):
         _check_names(cls, "states", cls.states)
         _check_names(cls, "gates and fields", [*cls.gates, *cls.fields])
         for kind, values in (("params", "Param"), ("config", "default")):
-            given = getattr(cls, kind)
-            if not isinstance(given, Mapping):
+            entries = getattr(cls, kind)
+            if not isinstance(entries, Mapping):
                 raise CellError(
-                    f"{cls.__name__}.{kind} must be a dict of each name's {values}, got {given!r}"
+                    f"{cls.__name__}.{kind} must be a dict of each name's {values}, got {entries!r}"
                 )
         _check_names(cls, "params and config", [*cls.params, *cls.config])
         for name, param in cls.params.items():
@@ -122,9 +122,11 @@ class Cell(nn.Module):
             )
         names = [*cls.params, *cls.config]
         own = (*nn.Module.__annotations__, *OPTIONAL_METHODS)
-        taken = [name for name in names if hasattr(Cell, name) or name in own]
-        if taken:
-            raise CellError(f"{cls.__name__}: {taken[0]!r} is a name of torch.nn.Module or Cell")
+        reserved_names = [name for name in names if hasattr(Cell, name) or name in own]
+        if reserved_names:
+            raise CellError(
+                f"{cls.__name__}: {reserved_names[0]!r} is a name of torch.nn.Module or Cell"
+            )
         for name in cls.config:
             if name in LAYER_ARGUMENTS:
                 raise CellError(
@@ -186,7 +188,7 @@ class Cell(nn.Module):
 
     @property
     def itself(self) -> Cell:
-        """This cell, also through a module that stands in its place: see `unwrapped`."""
+        """This cell, also through a module that stands in its place: see `unwrap`."""
         return self
 
     @property
@@ -210,15 +212,15 @@ class Cell(nn.Module):
         In `dtype`; None leaves their own.
         """
         channels, heads = self.hidden_size, self.num_heads
-        lifted = []
+        params = []
         for name, param in type(self).params.items():
             value: Any = self._parameters.get(name)  # getattr takes a microsecond longer
             if value is None:
                 value = getattr(self, name)
             if dtype is not None and value.dtype != dtype:
                 value = value.to(dtype)
-            lifted.append(param.kind.lifted(value, channels, heads))
-        return tuple(lifted)
+            params.append(param.kind.lifted(value, channels, heads))
+        return tuple(params)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Return `lifted_params()`: see `call_cell`. TypeError for arguments."""
@@ -258,7 +260,7 @@ class Cell(nn.Module):
         return ", ".join([str(self.hidden_size), *(f"{k}={v!r}" for k, v in items.items())])
 
 
-def unwrapped(module: nn.Module) -> Cell:
+def unwrap(module: nn.Module) -> Cell:
     """Return the cell, out of a module that stands in its place and forwards attributes.
 
     So peft wraps what `modules_to_save` names. TypeError for hooks on that module, which is not
@@ -295,8 +297,8 @@ def call_cell(cell: Cell) -> tuple[Tensor, ...]:
             f"a call of {type(cell).__name__} must give a tuple of {len(names)} tensors, its "
             f"parameters {names}, got {got}: a forward hook on a cell must return that, or None"
         )
-    compiled = torch.compiler.is_compiling()
-    if not compiled and any(p.numel() and not p.untyped_storage().nbytes() for p in params):
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and any(p.numel() and not p.untyped_storage().nbytes() for p in params):
         raise TypeError(SHARDED.format(type(cell).__name__))
     return params
 
@@ -377,10 +379,10 @@ def resolve_config(cls: type[Cell], config: Mapping[str, Any]) -> dict[str, Any]
 
     Lists become tuples. Raises CellError for unknown names, and values that JSON does not have.
     """
-    unknown = sorted(set(config) - set(cls.config))
-    if unknown:
+    extra = sorted(set(config) - set(cls.config))
+    if extra:
         raise CellError(
-            f"{cls.__name__} has no config {unknown[0]!r}; it has {sorted(cls.config) or 'none'}"
+            f"{cls.__name__} has no config {extra[0]!r}; it has {sorted(cls.config) or 'none'}"
         )
     values = {**cls.config, **config}
     return {

@@ -23,32 +23,32 @@ def find_cell(name: str, table: Mapping[str, type[Cell]]) -> type[Cell]:
             "its import path, such as 'mypackage.cells:MyCell'"
         )
     try:
-        found = importlib.import_module(module_name)
+        target = importlib.import_module(module_name)
     except ImportError as error:
         raise CellError(
             f"the cell {name!r} cannot be imported ({error}): install the package that defines it, "
             f"or put the folder that holds {module_name.partition('.')[0]} on PYTHONPATH"
         ) from error
     for part in class_name.split("."):
-        found = getattr(found, part, None)  # type: ignore[assignment]
-    if not (isinstance(found, type) and issubclass(found, Cell)):
+        target = getattr(target, part, None)  # type: ignore[assignment]
+    if not (isinstance(target, type) and issubclass(target, Cell)):
         raise CellError(
             f"the cell {name!r} cannot be used: {module_name} has no subclass of pararnn.Cell "
             f"called {class_name!r}"
         )
-    return found
+    return target
 
 
-def check_cell_class(given: object) -> None:
+def check_cell_class(value: object) -> None:
     """Raise CellError for what is no subclass of Cell, such as a name or a cell."""
-    if isinstance(given, type) and issubclass(given, Cell):
+    if isinstance(value, type) and issubclass(value, Cell):
         return
     cure = ""
-    if isinstance(given, str):
+    if isinstance(value, str):
         cure = ": pararnn.CELLS has those of this package by name"
-    elif isinstance(given, Cell):
-        cure = f": {type(given).__name__} is one, and what you gave is a cell"
-    raise CellError(f"cell_class must be a subclass of pararnn.Cell, got {given!r}{cure}")
+    elif isinstance(value, Cell):
+        cure = f": {type(value).__name__} is one, and what you gave is a cell"
+    raise CellError(f"cell_class must be a subclass of pararnn.Cell, got {value!r}{cure}")
 
 
 def cell_name(cell_class: type[Cell], table: Mapping[str, type[Cell]]) -> str:
@@ -56,8 +56,8 @@ def cell_name(cell_class: type[Cell], table: Mapping[str, type[Cell]]) -> str:
 
     Raises CellError for a class that is defined inside a function, which nobody can import.
     """
-    for name, known in table.items():
-        if known is cell_class:
+    for name, entry in table.items():
+        if entry is cell_class:
             return name
     if "<locals>" in cell_class.__qualname__:
         raise CellError(

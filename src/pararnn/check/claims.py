@@ -74,13 +74,14 @@ def peak(values: Tensor, series: bool) -> Tensor:
 
 
 def gap(value: Tensor, truth: Tensor, loop: Tensor) -> Tensor:
-    """|value - truth| in float64 where the truth and the loop are finite: inf if the value is not.
+    """Return |value - truth| in float64 where the truth and the loop are finite: inf if the value
+    is not.
 
-    Elsewhere 0: there is nothing to be near to, and what is not finite is compared by itself.
+    Elsewhere 0: values that are not finite are compared separately.
     """
     value, truth, loop = (t.detach().double().cpu() for t in (value, truth, loop))
-    apart = (value - truth).abs().nan_to_num(float("inf"), float("inf"))
-    return apart.masked_fill(~(truth.isfinite() & loop.isfinite()), 0.0)
+    distance = (value - truth).abs().nan_to_num(float("inf"), float("inf"))
+    return distance.masked_fill(~(truth.isfinite() & loop.isfinite()), 0.0)
 
 
 def stored_rounding(dtype: torch.dtype, true: Tensor, carry: torch.dtype) -> Tensor:
@@ -99,20 +100,20 @@ def compare(
     what: str = "channels",
     quiet: float = QUIET,
 ) -> Check:
-    """Errors against sizes, all of a tensor and each of its channels (or entries) by itself.
+    """Compare errors with sizes: of the whole tensor, and of each channel (or entry) alone.
 
-    noises: what rounding alone does, a sample after the other, as many as it takes to pass.
+    noises: errors by rounding alone, one sample at a time, read until the check passes.
     """
     check, own = Check(name, 0.0, tolerance), torch.zeros_like(error)
     for noise in noises:
         own = torch.maximum(own, (noise - floor).clamp(min=0))
-        check = _held(name, (error - floor).clamp(min=0), size, own, tolerance, what, quiet)
+        check = _check(name, (error - floor).clamp(min=0), size, own, tolerance, what, quiet)
         if check.passed:
             break
     return check
 
 
-def _held(
+def _check(
     name: str,
     error: Tensor,
     size: Tensor,
@@ -121,21 +122,21 @@ def _held(
     what: str,
     most: float,
 ) -> Check:
-    known = size.isfinite() & own.isfinite()
-    judged = known & (own <= most * size)
-    held = [Check(name, 0.0, tolerance)]
-    for part in (judged, judged & (own <= tolerance * size)):
+    is_finite = size.isfinite() & own.isfinite()
+    has_error = is_finite & (own <= most * size)
+    checks = [Check(name, 0.0, tolerance)]
+    for part in (has_error, has_error & (own <= tolerance * size)):
         scale = _largest(size, part)
         if scale > 0:
             limit = tolerance + SEQUENTIAL_ERRORS * _largest(own, part) / scale
-            held.append(Check(name, _largest(error, part) / scale, limit))
+            checks.append(Check(name, _largest(error, part) / scale, limit))
     if error.numel():
-        allowed = CHANNEL_FACTOR * (tolerance * size + SEQUENTIAL_ERRORS * own)
-        allowed = torch.minimum(allowed, MAX_RELATIVE_TOLERANCE * size)
-        held.append(worst(name, error.masked_fill(~judged, 0), allowed, size))
-    noisy = int((known & ~judged).sum())
-    why = f"{noisy} of {judged.numel()} {what} not judged: rounding alone moves them"
-    return replace(max(held, key=lambda c: c.part), note=why if noisy else "")
+        limits = CHANNEL_FACTOR * (tolerance * size + SEQUENTIAL_ERRORS * own)
+        limits = torch.minimum(limits, MAX_RELATIVE_TOLERANCE * size)
+        checks.append(worst(name, error.masked_fill(~has_error, 0), limits, size))
+    noisy = int((is_finite & ~has_error).sum())
+    why = f"{noisy} of {has_error.numel()} {what} not judged: rounding alone moves them"
+    return replace(max(checks, key=lambda c: c.part), note=why if noisy else "")
 
 
 def _largest(values: Tensor, part: Tensor) -> float:
@@ -145,8 +146,8 @@ def _largest(values: Tensor, part: Tensor) -> float:
 
 def worst(name: str, error: Tensor, limit: Tensor, unit: Tensor) -> Check:
     """Return the entry that uses up most of its limit, both in its unit."""
-    used = torch.where(error > 0, error / limit, torch.zeros_like(error))
-    at = int(used.argmax())
-    worst, allowed, scale = (float(t.flatten()[at]) for t in (error, limit, unit))
-    scale = scale or allowed or 1.0
-    return Check(name, worst / scale, allowed / scale)
+    shares = torch.where(error > 0, error / limit, torch.zeros_like(error))
+    at = int(shares.argmax())
+    worst, bound, scale = (float(t.flatten()[at]) for t in (error, limit, unit))
+    scale = scale or bound or 1.0
+    return Check(name, worst / scale, bound / scale)

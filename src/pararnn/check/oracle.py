@@ -82,17 +82,17 @@ class Oracle:
         approximate = gates.dtype in approximate_dtypes(gates.device)
         self._approximates = APPROXIMATED if approximate else 0.0
         self.dtype, self.carry = gates.dtype, compute_dtype(gates.dtype)
-        self.exact, self.rounded = trial.to(torch.float64), trial.to(self.carry)
+        self.exact, self.carry_trial = trial.to(torch.float64), trial.to(self.carry)
         with torch.no_grad():
             self.args = self.exact.arguments()
             self.system, _ = to_system(program_of(trial.cell), self.args)
         self._near_overflow = NEAR_OVERFLOW * min(
             torch.finfo(d).max for d in (self.dtype, self.carry)
         )
-        self.carried = run_loop(self.rounded)
-        self.states = run_loop(self.exact) if self.carry != torch.float64 else self.carried
+        self.loop_states = run_loop(self.carry_trial)
+        self.states = run_loop(self.exact) if self.carry != torch.float64 else self.loop_states
         self.truth = results(self.exact, self.states)
-        self.loop = self._returned(self.carried)
+        self.loop = self._as_results(self.loop_states)
         self._there: _There | None = None
         self._loops, self._reverses = {0: self.loop}, dict[int, Named]()
         self._owns: dict[tuple[str, int], Tensor] = {}
@@ -132,15 +132,15 @@ class Oracle:
             example = args.fields[0] if args.fields else args.gates.flatten(3)[:, :, 0]
 
         def draw(like: Tensor, scale: float) -> Tensor:
-            drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
-            return (scale * drawn).to(like.device)
+            noise = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+            return (scale * noise).to(like.device)
 
         whole = not call.options.output_only
         read = [loss_scale if n == 0 or whole else 0.0 for n in range(len(cell.states))]
         series = [draw(example, scale).to(args.gates.dtype) for scale in read]
         ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
-        alone = replace(call, params=())
-        own = alone.mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        without_params = replace(call, params=())
+        own = without_params.mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()))
         return cls(Trial(copy.deepcopy(cell), own, (*series, *ends)))
 
     def run(self, solver: str, backend: str) -> Run:
@@ -153,7 +153,7 @@ class Oracle:
 
     def judge(self, run: Run) -> SolveChecks:
         """Hold a run against the contract."""
-        bad = ~self.carried.isfinite().all(2)
+        bad = ~self.loop_states.isfinite().all(2)
         first = int(bad.any(2).any(0).int().argmax()) if bad.numel() else 0
         return SolveChecks(
             checks=tuple(self.checks(run)),
@@ -171,7 +171,7 @@ class Oracle:
         yield from self._check_values(run.values, at)
         # What autograd differentiates by itself has its gradients at the states that it carried.
         own = choice is None or choice.engine().has_backward
-        yield from self._check_gradients(run, at if own else self.carried.double())
+        yield from self._check_gradients(run, at if own else self.loop_states.double())
 
     def _check_defect(self, at: Tensor) -> Check:
         """Return the defect that uses up most of what rounding allows, evaluated in float64."""
@@ -195,9 +195,9 @@ class Oracle:
         half = torch.finfo(self.dtype).eps / 2 if self.carry != self.dtype else 0.0
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(at.shape, generator=generator, dtype=at.dtype, device="cpu")
-        moved = (at * (1 + half * (2 * noise.to(at.device) - 1))).to(self.carry)
+        starts = (at * (1 + half * (2 * noise.to(at.device) - 1))).to(self.carry)
         with OtherRounding(self.carry, seed):
-            shaken = advance(self.rounded, moved)
+            shaken = advance(self.carry_trial, starts)
         return finite((shaken.double() - advance(self.exact, at)).abs() + half * at.abs())
 
     def _check_values(self, values: Named, at: Tensor) -> Iterator[Check]:
@@ -208,8 +208,8 @@ class Oracle:
             size, floor = self.sizes[name], underflow(value.dtype)
             check = compare(name, self._gap(name, value), size, self._noise(name), tolerance, floor)
             if not self._series(name):
-                apart = gap(value.to(self.dtype), ends[name], self.loop[name])
-                exactly = compare(name, apart, size, [0 * size], tolerance, floor)
+                distance = gap(value.to(self.dtype), ends[name], self.loop[name])
+                exactly = compare(name, distance, size, [0 * size], tolerance, floor)
                 check = replace(max(check, exactly, key=lambda c: c.part), note=check.note)
             yield check
 
@@ -231,17 +231,17 @@ class Oracle:
         args, another = replace(self.args, initial=nowhere), self._another(seed)
         system, _ = to_system(self.system.program, args)
         parts = [gap(another[name], self.truth[name], self.loop[name]) for name in self._names]
-        moved = forward_order(args, parts, torch.float64).to(args.gates.device)
-        ends = last_states(self.trial.cell, args, system.sizes(moved))
-        apart = {name: self._gap(name, value) for name, value in another.items()}
-        apart |= {name: torch.maximum(end.cpu(), apart[name]) for name, end in ends.items()}
-        return {(name, seed): noise for name, noise in apart.items()}
+        distances = forward_order(args, parts, torch.float64).to(args.gates.device)
+        ends = last_states(self.trial.cell, args, system.sizes(distances))
+        errors = {name: self._gap(name, value) for name, value in another.items()}
+        errors |= {name: torch.maximum(end.cpu(), errors[name]) for name, end in ends.items()}
+        return {(name, seed): noise for name, noise in errors.items()}
 
     def _another(self, seed: int) -> Named:
         """Return a loop that rounds otherwise; 0 is the loop itself."""
         if seed not in self._loops:
             with OtherRounding(self.carry, seed, self._approximates):
-                self._loops[seed] = self._returned(run_loop(self.rounded))
+                self._loops[seed] = self._as_results(run_loop(self.carry_trial))
         return self._loops[seed]
 
     @cached_property
@@ -271,7 +271,7 @@ class Oracle:
         In float64 PyTorch's own, 0, is the true one, where that is known.
         """
         if true is None or seed or self.carry != torch.float64:
-            true = reverse(self.rounded, at.to(self.carry), seed)
+            true = reverse(self.carry_trial, at.to(self.carry), seed)
         return {name: true.grads[name].to(leaf.dtype) for name, leaf in self.trial.leaves().items()}
 
     def _own(self, name: str, seed: int = 0) -> Tensor:
@@ -351,7 +351,7 @@ class Oracle:
         flat = values.flatten(3) if values.ndim == 5 else values
         return flat.flip(1) if self.args.options.reverse else flat
 
-    def behind(self, name: str, values: Tensor) -> Tensor:
+    def largest_later(self, name: str, values: Tensor) -> Tensor:
         """Return a series' largest from each step to its sequence's end; others as they are."""
         values = self._in_order(name, values)
         if not self._series(name):
@@ -363,10 +363,10 @@ class Oracle:
         states = [values[name] for name in self.trial.cell.states]
         return forward_order(self.args, states, torch.float64)
 
-    def _returned(self, states: Tensor) -> Named:
+    def _as_results(self, states: Tensor) -> Named:
         """Return a loop's states as an engine returns them, and its final states."""
-        named = results(self.rounded, states)
-        return {n: v.to(self.dtype) if self._series(n) else v for n, v in named.items()}
+        values = results(self.carry_trial, states)
+        return {n: v.to(self.dtype) if self._series(n) else v for n, v in values.items()}
 
 
 class _There:
@@ -376,9 +376,9 @@ class _There:
         self.oracle, self.at = oracle, at
         same = torch.equal(at, oracle.states)
         self.true = oracle.true if same else reverse(oracle.exact, at, sizes=True)
-        self.units = {n: oracle.behind(n, unit.cpu()) for n, unit in self.true.units.items()}
-        known = torch.equal(at, oracle.loop_at)
-        self._loops = {0: oracle.loop_grads(0)} if known else dict[int, Named]()
+        self.units = {n: oracle.largest_later(n, unit.cpu()) for n, unit in self.true.units.items()}
+        is_loop = torch.equal(at, oracle.loop_at)
+        self._loops = {0: oracle.loop_grads(0)} if is_loop else dict[int, Named]()
         self._noises: dict[tuple[str, int], Tensor] = {}
 
     def loop(self, seed: int) -> Named:
@@ -390,6 +390,6 @@ class _There:
     def noise(self, name: str, seed: int) -> Tensor:
         """Return what such a rounding does to a gradient, at a step or after it."""
         if (name, seed) not in self._noises:
-            apart = gap(self.loop(seed)[name], self.true.grads[name], self.loop(0)[name])
-            self._noises[name, seed] = self.oracle.behind(name, apart)
+            distance = gap(self.loop(seed)[name], self.true.grads[name], self.loop(0)[name])
+            self._noises[name, seed] = self.oracle.largest_later(name, distance)
         return self._noises[name, seed]

@@ -28,7 +28,7 @@ def readout_checks(trial: Trial, values: Named, cotangent: Tensor) -> list[Check
     output = read_out(program_of(trial.cell), trial.call(), states)
     leaves = {**trial.leaves(), **_states(trial, states)}
     ours = gradients_of([output], replace(trial, cotangents=(cotangent,)), leaves)
-    got = {OUTPUT: output.detach(), **_named(ours)}
+    got = {OUTPUT: output.detach(), **_with_prefix(ours)}
     wide = compute_dtype(output.dtype)
     exact, sizes = _by_rows(trial.to(torch.float64), states, cotangent)
     loop, _ = _by_rows(trial.to(wide), states, cotangent)
@@ -50,7 +50,7 @@ def _states(trial: Trial, states: Sequence[Tensor]) -> Named:
     return dict(zip(trial.cell.states, states, strict=True))
 
 
-def _named(grads: Named) -> Named:
+def _with_prefix(grads: Named) -> Named:
     return {f"{OUTPUT} grad {name}": grad for name, grad in grads.items()}
 
 
@@ -64,12 +64,12 @@ def _by_rows(trial: Trial, states: Sequence[Tensor], cotangent: Tensor) -> tuple
     real = every if args.seq is None else args.seq >= 0
     rows = [x[real] for x in (*states, *step_inputs(args))]
     params = [p.expand(len(rows[0]), channels) if p.ndim < 2 else p for p in args.params]
-    attached, count = (*rows, *params), len(states)
-    pieces = [t.detach().requires_grad_() for t in attached]
-    given = pieces[:count], pieces[count : len(rows)], pieces[len(rows) :]
-    output = program.step.call(OUTPUT, *given)
+    sources, count = (*rows, *params), len(states)
+    pieces = [t.detach().requires_grad_() for t in sources]
+    groups = pieces[:count], pieces[count : len(rows)], pieces[len(rows) :]
+    output = program.step.call(OUTPUT, *groups)
     arriving = cotangent[real].to(args.dtype)
-    found = gradients_of(
+    piece_grads = gradients_of(
         [output],
         replace(trial, cotangents=(arriving,)),
         dict(enumerate(pieces)),  # type: ignore[arg-type]
@@ -77,10 +77,10 @@ def _by_rows(trial: Trial, states: Sequence[Tensor], cotangent: Tensor) -> tuple
     leaves = {**trial.leaves(), **_states(trial, states)}
 
     def of_leaves(cotangents: Sequence[Tensor]) -> Named:
-        return gradients_of(attached, replace(trial, cotangents=tuple(cotangents)), leaves)
+        return gradients_of(sources, replace(trial, cotangents=tuple(cotangents)), leaves)
 
-    grads = of_leaves(list(found.values()))
-    amounts = of_leaves([finite(piece).abs() for piece in found.values()])
+    grads = of_leaves(list(piece_grads.values()))
+    amounts = of_leaves([finite(piece).abs() for piece in piece_grads.values()])
     whole = output.detach().new_zeros(args.size)
     whole[real] = output.detach()
-    return {OUTPUT: whole, **_named(grads)}, {OUTPUT: whole, **_named(amounts)}
+    return {OUTPUT: whole, **_with_prefix(grads)}, {OUTPUT: whole, **_with_prefix(amounts)}

@@ -50,25 +50,25 @@ class Trial:
         return replace(self.args, params=self.cell.lifted_params())
 
     def arguments(self) -> Arguments:
-        """As the solvers take them."""
+        """Return the record as solvers read it."""
         return self.call().completed(len(self.cell.states))
 
     def leaves(self) -> Named:
         """Everything that has a gradient, by name."""
         args, cell = self.args, self.cell
-        named = {"gates": args.gates, **dict(zip(cell.fields, args.fields, strict=True))}
+        tensors = {"gates": args.gates, **dict(zip(cell.fields, args.fields, strict=True))}
         if args.bias is not None:
-            named["bias"] = args.bias
-        given = zip(cell.states, args.initial, strict=True) if args.initial else ()
-        named |= {f"initial {n}": h for n, h in given}
-        named |= dict(cell.named_parameters())
-        return {name: leaf for name, leaf in named.items() if leaf.requires_grad}
+            tensors["bias"] = args.bias
+        initial = zip(cell.states, args.initial, strict=True) if args.initial else ()
+        tensors |= {f"initial {n}": h for n, h in initial}
+        tensors |= dict(cell.named_parameters())
+        return {name: leaf for name, leaf in tensors.items() if leaf.requires_grad}
 
 
 def by_name(cell: Cell, states: Sequence[Tensor], final: Sequence[Tensor]) -> Named:
     """Return the results of a solve: states and final states."""
-    named = dict(zip(cell.states, states, strict=True))
-    return named | {f"final {n}": f for n, f in zip(cell.states, final, strict=True)}
+    values = dict(zip(cell.states, states, strict=True))
+    return values | {f"final {n}": f for n, f in zip(cell.states, final, strict=True)}
 
 
 def gradients_of(outputs: Sequence[Tensor], trial: Trial, leaves: Named) -> Named:
@@ -213,20 +213,20 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) ->
     previous = system.previous(states.detach())
     coupling, size = system.program.coupling, (*at.shape[:2], at.shape[-1])
     params = [p.expand(coupling.param_sizes(p, size)) for p in system.params]
-    arranged = [previous, *system.inputs, *params]
-    rows = [system.blank(t) for t in arranged[: 1 + len(system.inputs)]]
+    sources = [previous, *system.inputs, *params]
+    rows = [system.blank(t) for t in sources[: 1 + len(system.inputs)]]
     rows = [t.detach().requires_grad_() for t in [*rows, *params]]
     walk = _walk_coupled if system.program.couples_channels else _walk
     shaken = nullcontext() if not seed else OtherRounding(system.dtype, seed)
-    pulled, *measured = walk(system, rows, arriving.detach(), shaken, sizes)
+    row_grads, *row_sizes = walk(system, rows, arriving.detach(), shaken, sizes)
 
     def to_leaves(pieces: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Named:
-        found = _pull((*arranged, *final), list(leaves.values()), (*pieces, *cotangents))
-        return dict(zip(leaves, found, strict=True))
+        grads = _pull((*sources, *final), list(leaves.values()), (*pieces, *cotangents))
+        return dict(zip(leaves, grads, strict=True))
 
     ends = trial.cotangents[len(final) :]
-    grads, bare = to_leaves(pulled, ends), [c.abs() for c in ends]
-    amounts, units = (to_leaves(m, bare) for m in measured) if sizes else ({}, {})
+    grads, bare = to_leaves(row_grads, ends), [c.abs() for c in ends]
+    amounts, units = (to_leaves(m, bare) for m in row_sizes) if sizes else ({}, {})
     return Reverse(grads, amounts, units)
 
 
@@ -256,13 +256,13 @@ def _walk(
         return (slopes[t] * adjoint.unsqueeze(2)).sum(1)
 
     adjoint = _adjoints(system, arriving, back)
-    pulled = _combined(jacobian, adjoint)
+    grads = _combine(jacobian, adjoint)
     if not sizes:
-        return (pulled,)
+        return (grads,)
     largest = running(adjoint.abs(), system.fresh)
-    units = _combined([[piece.abs() for piece in row] for row in jacobian], largest)
-    amounts = [torch.maximum(largest, pulled[0].abs()), *(p.abs() for p in pulled[1:])]
-    return pulled, amounts, units
+    units = _combine([[piece.abs() for piece in row] for row in jacobian], largest)
+    amounts = [torch.maximum(largest, grads[0].abs()), *(p.abs() for p in grads[1:])]
+    return grads, amounts, units
 
 
 def _walk_coupled(
@@ -276,49 +276,49 @@ def _walk_coupled(
     count, step = 1 + len(system.inputs), system.program.step
     series, params = [row.unbind(1) for row in rows[:count]], rows[count:]
     parts: list[list[Tensor]] = []
-    pulled, amounts = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    param_grads, amounts = ([torch.zeros_like(p) for p in params] for _ in range(2))
 
     def back(t: int, adjoint: Tensor) -> Tensor:
         here = [s[t].detach().requires_grad_() for s in series]
         with shaken, torch.enable_grad():
             new = torch.stack(step(here[0].unbind(1), here[1:], params), 1)
-            found = _pull([new], [*here, *params], [adjoint])
-        parts.append(found[:count])
-        for i, part in enumerate(found[count:]):
-            pulled[i].add_(part)
+            grads = _pull([new], [*here, *params], [adjoint])
+        parts.append(grads[:count])
+        for i, part in enumerate(grads[count:]):
+            param_grads[i].add_(part)
             amounts[i].add_(part.abs())
-        return found[0]
+        return grads[0]
 
     adjoint = _adjoints(system, arriving, back)
     in_time = [torch.stack(p[::-1], 1) for p in zip(*parts, strict=True)]
     own = in_time or [torch.zeros_like(row) for row in rows[:count]]
-    sized = [p.abs() for p in own]
-    sized[0] = torch.maximum(running(adjoint.abs(), system.fresh), sized[0])
-    return [*own, *pulled], [*sized, *amounts], [*sized, *amounts]
+    sizes_of_rows = [p.abs() for p in own]
+    sizes_of_rows[0] = torch.maximum(running(adjoint.abs(), system.fresh), sizes_of_rows[0])
+    return [*own, *param_grads], [*sizes_of_rows, *amounts], [*sizes_of_rows, *amounts]
 
 
 def _adjoints(system: System, arriving: Tensor, back: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Return the gradients at states (B, T, N, D): `back` pulls a step's to the state before."""
-    carry, found = torch.zeros_like(system.initial), []
+    carry, adjoints = torch.zeros_like(system.initial), []
     cut, padding = (_where(mask) for mask in (system.fresh, system.padding))
     for t, here in reversed(list(enumerate(arriving.unbind(1)))):
-        found.append(_masked(padding, t, here + carry))
-        carry = _masked(cut, t, back(t, found[-1]))
-    return torch.stack(found[::-1], 1) if found else torch.zeros_like(arriving)
+        adjoints.append(_mask(padding, t, here + carry))
+        carry = _mask(cut, t, back(t, adjoints[-1]))
+    return torch.stack(adjoints[::-1], 1) if adjoints else torch.zeros_like(arriving)
 
 
 def running(values: Tensor, cut: Tensor | None) -> Tensor:
     """Return the largest of (B, T, ..., D) from each step to its end; sequences begin at `cut`."""
     if cut is None:
         return values.flip(1).cummax(1).values.flip(1) if values.shape[1] else values
-    # By doubling: `ends` says whether a sequence begins in the `seen` steps behind each.
+    # By doubling: `ends` says whether a sequence begins in the `reach` steps after each.
     ends = cut.roll(-1, 1).reshape(*cut.shape[:2], *[1] * (values.ndim - 3), cut.shape[2])
-    seen = 1
-    while seen < values.shape[1]:
-        later = values[:, seen:].masked_fill(ends[:, :-seen], 0)
-        values = torch.cat([torch.maximum(values[:, :-seen], later), values[:, -seen:]], 1)
-        ends = torch.cat([ends[:, :-seen] | ends[:, seen:], ends[:, -seen:]], 1)
-        seen *= 2
+    reach = 1
+    while reach < values.shape[1]:
+        later = values[:, reach:].masked_fill(ends[:, :-reach], 0)
+        values = torch.cat([torch.maximum(values[:, :-reach], later), values[:, -reach:]], 1)
+        ends = torch.cat([ends[:, :-reach] | ends[:, reach:], ends[:, -reach:]], 1)
+        reach *= 2
     return values
 
 
@@ -329,16 +329,16 @@ Masks = dict[int, Tensor]
 def _where(mask: Tensor | None) -> Masks:
     if mask is None:
         return {}
-    held = mask.flatten(2).any(2).any(0).nonzero().flatten().tolist()
-    return {t: mask[:, t].unsqueeze(1) for t in held}
+    steps = mask.flatten(2).any(2).any(0).nonzero().flatten().tolist()
+    return {t: mask[:, t].unsqueeze(1) for t in steps}
 
 
-def _masked(masks: Masks, t: int, values: Tensor) -> Tensor:
-    """Values (B, N, D) of a step, zero where its mask holds."""
+def _mask(masks: Masks, t: int, values: Tensor) -> Tensor:
+    """Return values (B, N, D) of a step, zero where its mask holds."""
     return values.masked_fill(masks[t], 0) if t in masks else values
 
 
-def _combined(jacobian: list[Pieces], cotangent: Tensor) -> Pieces:
+def _combine(jacobian: list[Pieces], cotangent: Tensor) -> Pieces:
     """Return derivatives of new states by rows, times cotangents (B, T, N, D), summed over N."""
     out = []
     for pieces in zip(*jacobian, strict=True):
@@ -348,7 +348,7 @@ def _combined(jacobian: list[Pieces], cotangent: Tensor) -> Pieces:
 
 
 def _like(tensor: Tensor, row: Tensor) -> Tensor:
-    """(B, T, D) at the rank of a row of previous states or of others."""
+    """Return (B, T, D) with the rank of `row`: of previous states, or of inputs and params."""
     return tensor.unsqueeze(2) if row.ndim == 4 else tensor
 
 
@@ -364,6 +364,6 @@ def _pull(
 
 
 def forward_order(args: Arguments, states: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """States (B, T, N, D) in the order of processing."""
-    stacked = torch.stack(tuple(states), 2).to(dtype)
-    return stacked.flip(1) if args.options.reverse else stacked
+    """Return states (B, T, N, D) in the order of processing."""
+    out = torch.stack(tuple(states), 2).to(dtype)
+    return out.flip(1) if args.options.reverse else out

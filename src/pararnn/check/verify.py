@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pararnn.cells.base import unwrapped
+from pararnn.cells.base import unwrap
 from pararnn.check.claims import finite
 from pararnn.check.contract import SolveChecks
 from pararnn.check.oracle import Oracle
@@ -38,11 +38,13 @@ class Report:
     @property
     def short(self) -> str:
         """The verdict in a line, with the check that uses up most of its limit, and its layer."""
-        named = [(check, name) for name, _, part in self.layers for check in part.checks]
-        check, name = max(named, key=lambda each: (not each[0].passed, each[0].part))
+        checks = [(check, name) for name, _, part in self.layers for check in part.checks]
+        check, name = max(checks, key=lambda each: (not each[0].passed, each[0].part))
         verdict = "PASS" if self.passed else "FAIL"
-        failed = sum(not check.passed for check, _ in named)
-        count = f"{failed} of {len(named)} checks failed" if failed else f"{len(named)} checks"
+        failures = sum(not check.passed for check, _ in checks)
+        count = (
+            f"{failures} of {len(checks)} checks failed" if failures else f"{len(checks)} checks"
+        )
         nearest = f"nearest to its limit is {check.name} of {name}, {check.part:.2g} of it"
         return f"{verdict}: {count}; {nearest}"
 
@@ -104,19 +106,19 @@ def defect(
     What `verify` checks and takes no loop over T: all steps at once in float64, against 8 eps.
     Where they exceed it, the sequential run's own defects count too: `verify`'s loops are run.
     """
-    args, asked = _call(layer, inputs, options)
-    cell = unwrapped(layer.cell)
-    solved = run(program_of(cell), args.with_options(output_only=False), *asked)
+    args, pair = _call(layer, inputs, options)
+    cell = unwrap(layer.cell)
+    result = run(program_of(cell), args.with_options(output_only=False), *pair)
     exact = Trial(cell, args, ()).to(torch.float64)
-    at = forward_order(args, solved.states, torch.float64)
+    at = forward_order(args, result.states, torch.float64)
     system, _ = to_system(program_of(exact.cell), exact.arguments())
     limit = DEFECT_ULPS * rounding(system.sizes(at), args.gates.dtype)
-    apart = finite(local_defects(exact, at).abs())
-    part = float((apart / limit).max()) if apart.numel() else 0.0
+    defects = finite(local_defects(exact, at).abs())
+    part = float((defects / limit).max()) if defects.numel() else 0.0
     if part > 1:
         with torch.enable_grad():
             part = _check("", layer, inputs, options, 0)[2].checks[0].part
-    sweeps, mended = totals(solved.info).tolist()
+    sweeps, mended = totals(result.info).tolist()
     return part, int(sweeps), int(mended)
 
 
@@ -124,20 +126,22 @@ def _call(
     layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Arguments, tuple[str, str]]:
     """Return the record of a layer's call, and the pair that it asks for."""
-    given = signature(layer.forward).bind(*inputs, **options).arguments
-    asked = layer.requested_pair(*(given.pop(part, None) for part in ("solver", "backend", "mode")))
+    arguments = signature(layer.forward).bind(*inputs, **options).arguments
+    pair = layer.requested_pair(
+        *(arguments.pop(part, None) for part in ("solver", "backend", "mode"))
+    )
     with torch.no_grad():
-        return layer.arguments(**given), asked
+        return layer.arguments(**arguments), pair
 
 
 def _check(
     name: str, layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
 ) -> tuple[str, str, SolveChecks]:
-    args, asked = _call(layer, inputs, options)
-    cell = unwrapped(layer.cell)
+    args, pair = _call(layer, inputs, options)
+    cell = unwrap(layer.cell)
     scale = 1 / max(math.prod(args.size), 1)
     oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=scale)
-    ran = oracle.run(*asked)
+    ran = oracle.run(*pair)
     checks = oracle.judge(ran)
     if cell.has_readout:
         cotangent = oracle.trial.cotangents[0]

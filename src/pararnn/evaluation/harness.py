@@ -77,7 +77,7 @@ class Harness(HFLM):
                 # By default it is the model's: 16 bits are too few for logarithms.
                 softmax_dtype="float32",
             )
-        self.truncated = 0
+        self.truncations = 0
 
     def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
         with torch.no_grad():
@@ -85,7 +85,7 @@ class Harness(HFLM):
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
         longest = self.max_length + 1
-        self.truncated += sum(len(each[1]) + len(each[2]) > longest for each in requests)
+        self.truncations += sum(len(each[1]) + len(each[2]) > longest for each in requests)
         results = super()._loglikelihood_tokens(requests, *args, **kwargs)
         for log_likelihood, _ in results:
             check_number(log_likelihood)
@@ -113,7 +113,7 @@ def load_task(job: Job, seed: int) -> Any:
 
 def ask(lm: Harness, job: Job, tasks: Any, limit: int | None) -> list[dict[str, Any]]:
     """Ask a job's tasks; return a record for it, or one for each task of a tag."""
-    lm.truncated = 0
+    lm.truncations = 0
     with quiet():
         output = evaluator.evaluate(
             lm, tasks, limit=limit, log_samples=False, bootstrap_iters=BOOTSTRAP_ITERS
@@ -128,7 +128,7 @@ def ask(lm: Harness, job: Job, tasks: Any, limit: int | None) -> list[dict[str, 
             "file": job.file and str(job.file),
             "questions": counts.get(name, sum(counts.values())),
             "version": output["versions"].get(name),
-            "truncated": lm.truncated,
+            "truncated": lm.truncations,
             "metrics": _metrics(results[name]),
             **({"subtasks": _subtasks(results, name)} if job.name in tasks["groups"] else {}),
         }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.cells import Cell, GRUCell, LSTMCell
-from pararnn.cells.base import unwrapped
+from pararnn.cells.base import unwrap
 from pararnn.layers.recurrent import RecurrentLayer
 from pararnn.layers.rnn import ParaRNN
 from pararnn.parameters import assign
@@ -35,7 +35,7 @@ def load_paper_weights(
     Raises TypeError for other cells and ValueError for wrong sizes.
     """
     part = _part_of(layer)
-    cell, heads = unwrapped(part.cell), part.proj.num_heads
+    cell, heads = unwrap(part.cell), part.proj.num_heads
     recurrent, peepholes = _rows(cell)
     gates, channels, inputs = len(cell.gates), cell.hidden_size, part.proj.weight.shape[2]
     if (C is None) == bool(peepholes):
@@ -68,7 +68,7 @@ def paper_weights(layer: ParaRNN | RecurrentLayer) -> dict[str, Tensor]:
     Detached copies; with several heads B is (G, H, D/H, input/H). A layer without biases has zeros.
     """
     part = _part_of(layer)
-    cell, heads = unwrapped(part.cell), part.proj.num_heads
+    cell, heads = unwrap(part.cell), part.proj.num_heads
     recurrent, peepholes = _rows(cell)
     gates, channels, inputs = len(cell.gates), cell.hidden_size, part.proj.weight.shape[2]
     weight = part.proj.weight.detach().reshape(heads, gates, channels // heads, inputs)
@@ -103,6 +103,6 @@ def _rows(cell: Cell) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _checked_size(name: str, value: Tensor, *sizes: tuple[int, ...]) -> Tensor:
     if tuple(value.shape) not in sizes:
-        expected = " or ".join(map(str, sizes))
-        raise ValueError(f"{name} must be {expected}, got {tuple(value.shape)}")
+        allowed_sizes = " or ".join(map(str, sizes))
+        raise ValueError(f"{name} must be {allowed_sizes}, got {tuple(value.shape)}")
     return value.detach()

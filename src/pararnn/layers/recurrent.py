@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from pararnn.cells import Cell
-from pararnn.cells.base import unwrapped
+from pararnn.cells.base import unwrap
 from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.request import DEFER, Request, request, resolve
@@ -169,7 +169,7 @@ class RecurrentLayer(nn.Module):
             float32 (or float64), unless `keep_dtype`. With `all_states` a third item: the states,
             a tuple of N tensors like the output.
         """
-        cell = unwrapped(self.cell)
+        cell = unwrap(self.cell)
         x, initial, sequences = self._split(x, initial, reset_states, reset, cu_seqlens, sequences)
         options = self._options(cell, all_states)
         pair = self.requested_pair(solver, backend, mode)
@@ -217,7 +217,7 @@ class RecurrentLayer(nn.Module):
         **where: Any,
     ) -> Arguments:
         """Return the record of the solve that `forward` runs for these."""
-        cell = unwrapped(self.cell)
+        cell = unwrap(self.cell)
         x, initial, sequences = self._split(x, initial, reset_states, **where)
         options = self._options(cell, all_states)
         return self._arguments(cell, x, initial, sequences, options, fields)
@@ -248,7 +248,7 @@ class RecurrentLayer(nn.Module):
         if cu_seqlens is not None:
             x = without_padding(x, sequences)
         if reset_states is not None:
-            sizes = tuple(unwrapped(self.cell).states), self.hidden_size
+            sizes = tuple(unwrap(self.cell).states), self.hidden_size
             initial, sequences = split_at_resets(
                 x, initial, sequences, reset_states, sizes, self.reverse
             )
@@ -321,7 +321,7 @@ class RecurrentLayer(nn.Module):
 
         Raises ValueError for one that a parametrisation or a hook computes: it cannot be clamped.
         """
-        cell = unwrapped(self.cell)
+        cell = unwrap(self.cell)
         for name, param in type(cell).params.items():
             if param.recurrent and param.trainable and name not in cell._parameters:
                 owner = "parametrisation" if is_parametrized(cell, name) else "hook"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pararnn.cells import Cell, GRUCell, LSTMCell
-from pararnn.cells.base import unwrapped
+from pararnn.cells.base import unwrap
 from pararnn.engines.arguments import totals
 from pararnn.errors import warn_user
 from pararnn.layers.checks import (
@@ -131,7 +131,7 @@ class ParaRNN(nn.Module):
     @property
     def cell(self) -> Cell:
         """The first layer's cell."""
-        return unwrapped(self._parts()[0].cell)
+        return unwrap(self._parts()[0].cell)
 
     @property
     def mode(self) -> str:

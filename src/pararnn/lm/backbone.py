@@ -62,8 +62,8 @@ class Block(nn.Module):
         if self.mixer.kept and cache is None:
             out = keeping(self.mixer.kept, self._mix, x, rows)
         elif self.mixer.kept and isinstance(cache, CarriedCache):
-            out, *after = keeping(self.mixer.kept, self._mix_carried, x, rows, *cache.read())
-            cache.after = tuple(after)
+            out, *new_memory = keeping(self.mixer.kept, self._mix_carried, x, rows, *cache.read())
+            cache.after = tuple(new_memory)
         else:
             out = self._mix(x, rows, cache)
         x = out + (x if self.residual_scale is None else x * self.residual_scale)

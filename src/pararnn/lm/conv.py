@@ -52,8 +52,8 @@ class CausalConv(nn.Module):
 
     def draws(self) -> dict[str, Draw]:
         """Return initial draws: torch.nn.Conv1d's for weights, as in Mamba, and zero biases."""
-        bound = 1 / math.sqrt(len(self.weight))
-        return {"weight": Draw("uniform", spread=bound), "bias": Draw("constant")}
+        reach = 1 / math.sqrt(len(self.weight))
+        return {"weight": Draw("uniform", spread=reach), "bias": Draw("constant")}
 
 
 def _last(inputs: Tensor, lag: int, count: int) -> Tensor:

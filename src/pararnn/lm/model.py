@@ -112,7 +112,7 @@ class LanguageModel(nn.Module):
                 )
             cache.masked = has_mask
         batch, steps = tokens.shape
-        rows |= {"past": past, "cached": cache is not None}
+        rows |= {"past": past, "has_cache": cache is not None}
         return rows_of(batch, steps, tokens.device, attention=attention, **rows)
 
     def loss(

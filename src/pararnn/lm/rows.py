@@ -42,7 +42,7 @@ def rows_of(
     device: torch.device,
     *,
     past: int = 0,
-    cached: bool = False,
+    has_cache: bool = False,
     padding_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
@@ -53,7 +53,7 @@ def rows_of(
 
     Args:
         past: tokens of each row that are in a cache.
-        cached: whether a cache will continue the rows, so that they may not end in padding.
+        has_cache: whether a cache will continue the rows, so that they may not end in padding.
         padding_mask: (B, past + T), 0 at padding, which is before and behind a row's tokens.
         position_ids: int (B, T) or (1, T); documents begin where they are 0.
         cu_seq_lens: int (S + 1,), the starts of S documents packed into one row and the end of the
@@ -68,7 +68,7 @@ def rows_of(
     _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens, document)
     mask = None if padding_mask is None else padding_mask.to(device).bool()
     if mask is not None:
-        _check_sides(mask, cached)
+        _check_sides(mask, has_cache)
     real = None if mask is None else mask[:, past:]
     marks = []
     if cu_seq_lens is not None:
@@ -142,7 +142,7 @@ def pieces(mask: Tensor) -> Tensor:
     return mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
 
 
-def _check_sides(mask: Tensor, cached: bool) -> None:
+def _check_sides(mask: Tensor, has_cache: bool) -> None:
     """Check that a row's tokens are one piece, and for a cache without padding behind it."""
     counts, length = pieces(mask), mask.shape[1]
     holes = (
@@ -150,7 +150,7 @@ def _check_sides(mask: Tensor, cached: bool) -> None:
         "padding before and behind it alone; pieces of each row are"
     )
     require((counts <= 1).all(), holes, length, counts)
-    if cached:
+    if has_cache:
         message = "rows of {} tokens that a cache goes on from: pad on the left; ends of tokens are"
         ends = (mask[:, :-1] & ~mask[:, 1:]).sum(1)
         require((ends == 0).all(), message, length, ends)

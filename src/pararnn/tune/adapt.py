@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pararnn.cells.base import unwrapped
+from pararnn.cells.base import unwrap
 from pararnn.device import type_of
 from pararnn.engines.request import split_of_context
 from pararnn.engines.split import NO_REQUEST
@@ -144,7 +144,7 @@ class _Watch:
                 "%s (%s) runs at (B, T) = %s by the loop from now on: %d solves in a row took so "
                 "many sweeps that the loop is faster, at last %d for %d segments",
                 self.name or "the layer",
-                type(unwrapped(layer.cell)).__name__,
+                type(unwrap(layer.cell)).__name__,
                 rows,
                 self.patience,
                 sweeps,

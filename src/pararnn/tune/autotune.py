@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pararnn.cells import Cell
-from pararnn.cells.base import unwrapped
+from pararnn.cells.base import unwrap
 from pararnn.device import type_of
 from pararnn.engines import tuned
 from pararnn.engines.engine import Engine
@@ -107,7 +107,7 @@ def autotune(
     program, size, dtype, device = workload_of(module, shape, dtype, device)
     if not type_of(device).computes:
         raise ValueError("the meta device takes no time: move the layer, or name another device")
-    cell = unwrapped(module if isinstance(module, Cell) else module.cell)
+    cell = unwrap(module if isinstance(module, Cell) else module.cell)
     workload = Workload(program.key, size, dtype, device)
     about = {
         "cell": program.key,
@@ -120,14 +120,14 @@ def autotune(
         "versions": [__version__, torch.__version__],
     }
     path = tuned.path_of(program.cell_name, about)
-    measured = None if remeasure else tuned.read(path, about)
-    anew = measured is None
-    if measured is None:
-        measured = _measure(cell, workload, backward)
-        tuned.write(path, about, measured)
-    ordered = tuned.remember(workload, measured)
+    rows = None if remeasure else tuned.read(path, about)
+    anew = rows is None
+    if rows is None:
+        rows = _measure(cell, workload, backward)
+        tuned.write(path, about, rows)
+    ranking = tuned.remember(workload, rows)
     name = program.cell_name
-    return Tuning(name, size, dtype, device, backward, ordered, measured[0], path, anew)
+    return Tuning(name, size, dtype, device, backward, ranking, rows[0], path, anew)
 
 
 def candidates(workload: Workload) -> list[tuple[Engine, SplitRequest]]:

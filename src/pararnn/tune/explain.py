@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pararnn.cells import Cell
-from pararnn.cells.base import unwrapped
+from pararnn.cells.base import unwrap
 from pararnn.device import type_of
 from pararnn.engines.request import Request, request, resolve, split_of_context
 from pararnn.engines.split import Split
@@ -120,7 +120,7 @@ def workload_of(
     device: torch.device | str | None,
 ) -> tuple[Program, tuple[int, int, int], torch.dtype, torch.device]:
     """Return the program, (B, T, D), dtype and device of `explain`'s arguments; errors as there."""
-    cell = unwrapped(module if isinstance(module, Cell) else module.cell)
+    cell = unwrap(module if isinstance(module, Cell) else module.cell)
     batch_first = not isinstance(module, ParaRNN) or module.batch_first
     if isinstance(shape, torch.Tensor):
         raise ValueError("shape must be a tuple of sizes, such as x.shape, got a tensor")
