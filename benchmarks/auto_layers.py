@@ -15,8 +15,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from gpu import Row, Run, Sections, run_sections
-from parallel import BF16, ENGINES, F32, TRAINED, about_of, inputs_needed, measured
+from gpu import Run, Sections, run_sections
+from parallel import BF16, ENGINES, F32, TRAINED, about_of, measure, sets_of
+from protocol import Row
 from tables import TABLES
 from torch import Tensor
 from trained import part_of, solves_of
@@ -44,8 +45,8 @@ def model_rows(run: Run, config: DemoConfig) -> Iterator[Row]:
     pararnn.precompile(model, DTYPES)
     yield from layer_rows(run, model, config.cell, corpus.valid, "fresh", (0.0, 0, ""))
     last = train(model, corpus, make_recipe(config)).valid[-1]
-    trained = (round(last.seconds, 1), last.step, round(last.bits, 3))
-    yield from layer_rows(run, model, config.cell, corpus.valid, "trained", trained)
+    training = (round(last.seconds, 1), last.step, round(last.bits, 3))
+    yield from layer_rows(run, model, config.cell, corpus.valid, "trained", training)
 
 
 def layer_rows(
@@ -54,20 +55,20 @@ def layer_rows(
     name: str,
     text: Tensor,
     stage: str,
-    trained: tuple[float, int, float | str],
+    training: tuple[float, int, float | str],
 ) -> Iterator[Row]:
-    """Every layer at every size: both engines' times of a pass, and what `auto` takes."""
+    """Yield both engines' times of a pass, and `auto`'s choice, of every layer at every size."""
     cells = [layer.cell for layer in model.recurrent_layers()]
-    about = dict(zip(("train_seconds", "train_steps", "bits_validation"), trained, strict=True))
+    about = dict(zip(("train_seconds", "train_steps", "bits_validation"), training, strict=True))
     for size in SIZES:
-        given = solves(model, text, size, inputs_needed(cells[0], size, BF16))
+        layers = solves(model, text, size, sets_of(cells[0], size, BF16))
         for (index, cell), dtype in itertools.product(enumerate(cells), DTYPES):
             program = program_of(cell)
-            inputs = [part_of(args[index], slice(None), dtype) for args in given]
+            inputs = [part_of(args[index], slice(None), dtype) for args in layers]
             device = inputs[0].gates.device
             auto = choose(program, size, dtype, device, "auto", "auto").solver
             for step in ("forward", "backward"):
-                times = measured(program, inputs, step, run.graph_budget)
+                times = measure(program, inputs, step, run.graph_budget)
                 best = min(times[f"{solver}_ms"] for solver in ENGINES)
                 row = about_of("auto", f"{name}, layer {index + 1}", size, dtype, step)
                 row |= {"stage": stage, **times, "auto": auto}
@@ -93,6 +94,6 @@ SECTIONS: Sections = {cell: (partial(section, cell=cell), FILE) for cell in ("gr
 
 
 if __name__ == "__main__":
-    done = run_sections(__doc__, SECTIONS, graph_budget=100.0, train_seconds=25.0)
-    rows = [{key: str(value) for key, value in row.items()} for row in done[FILE]]
+    files = run_sections(__doc__, SECTIONS, graph_budget=100.0, train_seconds=25.0)
+    rows = [{key: str(value) for key, value in row.items()} for row in files[FILE]]
     print(TABLES["auto_layers"].markdown(rows))

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from common import RESULTS, provenance, write_csv
+from protocol import wall_times
 from torch import Tensor
 
 import pararnn
@@ -34,41 +33,24 @@ DENSE_SIZES = [(1, 4), (1, 16), (1, 64), (8, 4), (8, 16)]
 DENSE_LENGTHS = (64, 512, 2048)
 
 
-def median_ms(call: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Median wall time of a call in ms, after two warm-up calls, within about `budget` seconds."""
-
-    def timed() -> float:
-        begin = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    timed(), timed()
-    times = [timed()]
-    while sum(times) < budget and len(times) < 100:
-        times.append(timed())
-    return statistics.median(times) * 1e3
-
-
 def measure(
     cell: pararnn.Cell, gates: Tensor, solver: str, budget: float
 ) -> tuple[float, float, int]:
-    """Forward ms, forward + backward ms, sweeps."""
+    """Return forward ms, forward + backward ms, and sweeps."""
 
-    def solved() -> Solved:
+    def solve() -> Solved:
         return run(program_of(cell), prepare(cell, gates), solver, "torch")
 
-    def forward() -> None:
-        with torch.no_grad():
-            solved()
-
     def both() -> None:
-        solved().states[0].sum().backward()
+        solve().states[0].sum().backward()
         gates.grad = None
 
-    sweeps = int(totals(solved().info)[0])
-    return median_ms(forward, gates.device, budget), median_ms(both, gates.device, budget), sweeps
+    sweeps = int(totals(solve().info)[0])
+    forward_ms, both_ms = (
+        statistics.median(wall_times([call], budget, gates.device, least=1)[0])
+        for call in (torch.no_grad()(solve), both)
+    )
+    return forward_ms, both_ms, sweeps
 
 
 def main() -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from common import RESULTS, provenance, write_csv
+from protocol import wall_times
 from torch import Tensor, nn
 
 import pararnn
@@ -28,23 +28,6 @@ LAYERS = {"gru": (pararnn.ParaGRU, nn.GRU), "lstm": (pararnn.ParaLSTM, nn.LSTM)}
 INPUTS = 4
 
 Call = Callable[[Tensor], Tensor]
-
-
-def timed_ms(call: Callable[[], object], budget: float) -> tuple[float, float]:
-    """Median and minimum wall time in ms: 100 calls or `budget` seconds, at least 3 calls."""
-    times: list[float] = []
-    call()
-    call()
-    while len(times) < 3 or (len(times) < 100 and sum(times) < budget):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times) * 1e3, min(times) * 1e3
-
-
-def in_turn(size: Sequence[int]) -> Iterator[Tensor]:
-    """Random tensors with gradients, a few of them over and over."""
-    return itertools.cycle([torch.randn(size, requires_grad=True) for _ in range(INPUTS)])
 
 
 def python_loop(cell: pararnn.Cell) -> Call:
@@ -78,22 +61,37 @@ def output_of(layer: nn.Module) -> Call:
     return lambda x: layer(x)[0]
 
 
-def measure(call: Call, module: nn.Module, size: Sequence[int], budget: float) -> dict[str, float]:
-    """Forward without gradients, and forward + backward of everything, in ms."""
-    inputs, cotangent = in_turn(size), torch.randn_like(call(next(in_turn(size))))
+def inputs_of(*size: int) -> list[tuple[Tensor, ...]]:
+    """Return a few random inputs of a size, with gradients."""
+    return [(torch.randn(size, requires_grad=True),) for _ in range(INPUTS)]
+
+
+def measure(
+    call: Callable[..., Tensor],
+    inputs: Sequence[tuple[Tensor, ...]],
+    weights: Sequence[Tensor],
+    budget: float,
+) -> dict[str, float]:
+    """Return the median and minimum ms forward without gradients, and forward + backward.
+
+    `call` takes the inputs in turn; gradients are of these and of the weights.
+    """
+    turns = itertools.cycle(inputs)
+    cotangent = torch.randn_like(call(*inputs[0]))
 
     @torch.no_grad()
     def forward() -> None:
-        call(next(inputs))
+        call(*next(turns))
 
     def both() -> None:
-        x = next(inputs)
-        torch.autograd.grad(call(x), [x, *module.parameters()], cotangent)
+        leaves = next(turns)
+        torch.autograd.grad(call(*leaves), [*leaves, *weights], cotangent)
 
     result: dict[str, float] = {}
-    for what, run in (("forward", forward), ("both", both)):
-        median, minimum = timed_ms(run, budget)
-        result |= {f"{what}_ms": round(median, 3), f"{what}_min_ms": round(minimum, 3)}
+    for step, run in (("forward", forward), ("both", both)):
+        [times] = wall_times([run], budget)
+        result[f"{step}_ms"] = round(statistics.median(times), 3)
+        result[f"{step}_min_ms"] = round(min(times), 3)
     return result
 
 
@@ -112,8 +110,8 @@ def copy_rate(budget: float) -> float:
     """Bytes read and written a second by copying one of a few large tensors, the best."""
     sources = itertools.cycle([torch.randn(2**24) for _ in range(INPUTS)])
     target = torch.empty(2**24)
-    _, best = timed_ms(lambda: target.copy_(next(sources)), budget)
-    return 2 * 4 * 2**24 / best * 1e3
+    [times] = wall_times([lambda: target.copy_(next(sources))], budget)
+    return 2 * 4 * 2**24 / min(times) * 1e3
 
 
 def main() -> None:
@@ -129,26 +127,26 @@ def main() -> None:
     for name, length in itertools.product(CELLS, args.lengths):
         torch.manual_seed(0)
         cell = pararnn.CELLS[name](CHANNELS)
-        size = (BATCH, length, len(cell.gates), CHANNELS)
-        results = {"gates: Python loop": measure(python_loop(cell), cell, size, args.budget)}
-        for how in (("newton", "torch"), ("sequential", "fused")):
-            if not (args.quick and how[0] == "newton"):
-                run = pair(cell, *how)
-                results[f"gates: {', '.join(how)}"] = measure(run, cell, size, args.budget)
+        gates = inputs_of(BATCH, length, len(cell.gates), CHANNELS)
+        ways = {"Python loop": python_loop(cell)}
+        for solver, backend in (("newton", "torch"), ("sequential", "fused")):
+            if not (args.quick and solver == "newton"):
+                ways[f"{solver}, {backend}"] = pair(cell, solver, backend)
+        results = {
+            f"gates: {name}": measure(way, gates, [*cell.parameters()], args.budget)
+            for name, way in ways.items()
+        }
         results["gates: bytes at the copy rate"] = memory_limit(cell, length, rate)
         ours, theirs = LAYERS[name]
         peer_layer = f"layer: torch.nn.{theirs.__name__}"
+        x = inputs_of(BATCH, length, CHANNELS)
         for label, module in (
             (peer_layer, theirs(CHANNELS, CHANNELS, batch_first=True)),
             (f"layer: {ours.__name__}", ours(CHANNELS, CHANNELS)),
         ):
-            results[label] = measure(
-                output_of(module), module, (BATCH, length, CHANNELS), args.budget
-            )
+            results[label] = measure(output_of(module), x, [*module.parameters()], args.budget)
         for label, figures in results.items():
-            peer = results[
-                "gates: Python loop" if label[0] == "g" else f"layer: torch.nn.{theirs.__name__}"
-            ]
+            peer = results["gates: Python loop" if label[0] == "g" else peer_layer]
             speedups = {
                 f"{what}_speedup": round(peer[f"{what}_ms"] / figures[f"{what}_ms"], 2)
                 for what in ("forward", "both")

@@ -1,4 +1,4 @@
-"""Timing on a GPU: replays of CUDA graphs, do_bench, the copy rate, the host's part."""
+"""Timing on a GPU: replays of CUDA graphs, do_bench, the copy rate, and runs in sections."""
 
 from __future__ import annotations
 
@@ -9,47 +9,21 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from common import RESULTS, provenance, write_csv
+from protocol import Call, Row, captured_graph, run_times
 
 MAX_REPLAYS = 4000
 
-Call = Callable[[], object]
-Row = dict[str, Any]
-
-
-def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph that makes all calls, in order; they are made three times first."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in [*calls] * 3:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]  # or a call would write where the one before it wrote
-    del kept
-    return graph
-
 
 def replay_times(calls: Sequence[Call], budget: float) -> list[float]:
-    """ms of one call in each replay of a graph of all of them, over about `budget` ms."""
-    graph = captured(calls)
-
-    def timed(count: int) -> list[float]:
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        for begin, end in marks:
-            begin.record()
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) / len(calls) for begin, end in marks]
-
-    expected = statistics.median(timed(10)) * len(calls)
-    return timed(replays_within(expected, budget))
+    """Return the ms of one call in each replay of a graph of all, over about `budget` ms."""
+    graph, device = captured_graph(calls), torch.device("cuda")
+    estimate = statistics.median(run_times(graph.replay, device, 10))
+    runs = run_times(graph.replay, device, replays_within(estimate, budget))
+    return [ms / len(calls) for ms in runs]
 
 
 def replays_within(ms: float, budget: float) -> int:
@@ -103,20 +77,8 @@ def copy_rate(budget: float) -> float:
     return 2 * x.nbytes / best * 1e3
 
 
-def host_us(call: Call, batches: int = 7, calls: int = 300) -> float:
-    """Median over batches of a call's microseconds on the host, which never waits in between."""
-    times = []
-    for _ in range(batches + 1):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - begin) / calls * 1e6)
-    return statistics.median(times[1:])
-
-
-def left_out(what: str, error: Exception) -> None:
-    """Say that a peer has no row, and why."""
+def report_missing(what: str, error: Exception) -> None:
+    """Print that a peer has no row, and why."""
     text = str(error).strip().partition("\n")[0]
     print(f"peer left out: {what}: {type(error).__name__}: {text}", flush=True)
 

@@ -1,4 +1,4 @@
-"""Host time of an eager call: what a small layer takes beside the kernels, against PyTorch's own.
+"""Host time of an eager call: a small layer without its kernels, against PyTorch's own.
 
 Usage: python benchmarks/host_call.py [--device cuda] [--out FILE]
 """
@@ -6,7 +6,6 @@ Usage: python benchmarks/host_call.py [--device cuda] [--out FILE]
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, provenance, write_csv
+from protocol import wait, wall_ms
 from torch import Tensor, nn
 
 import pararnn
@@ -104,17 +104,14 @@ def least(calls: Calls, device: str, rounds: int = ROUNDS) -> dict[str, float]:
 
     Calls are timed one by one: a block of them would be long enough to be interrupted.
     """
-    found = dict.fromkeys(calls, float("inf"))
+    minima = dict.fromkeys(calls, float("inf"))
     for turn in range(-WARM_UP, rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            spent = (time.perf_counter() - start) * 1e6
+            us = wall_ms(call) * 1e3
             if turn >= 0:
-                found[name] = min(found[name], spent)
-            if device == "cuda":
-                torch.cuda.synchronize()
-    return found
+                minima[name] = min(minima[name], us)
+            wait(torch.device(device))
+    return minima
 
 
 def rows(device: str, rounds: int = ROUNDS) -> list[dict[str, Any]]:
@@ -124,9 +121,9 @@ def rows(device: str, rounds: int = ROUNDS) -> list[dict[str, Any]]:
     for case, calls_on in CASES.items():
         times = least(calls_on(device), device, rounds)
         base = list(times.values())[-1]
-        for name, spent in times.items():
-            figure = {"case": case, "call": name, "us": f"{spent:.1f}"}
-            out.append(figure | {"ratio": f"{spent / base:.2f}", "rounds": rounds})
+        for name, us in times.items():
+            figure = {"case": case, "call": name, "us": f"{us:.1f}"}
+            out.append(figure | {"ratio": f"{us / base:.2f}", "rounds": rounds})
     return [row | provenance(device) for row in out]
 
 
@@ -137,10 +134,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: in results, a file for each device")
     args = parser.parse_args()
     out = args.out or RESULTS / ("host_call.csv" if args.device == "cpu" else "host_call_cuda.csv")
-    found = rows(args.device)
-    for row in found:
+    table = rows(args.device)
+    for row in table:
         print(f"{row['case']:<22} {row['call']:<36} {row['us']:>8} us  {row['ratio']:>6}")
-    write_csv(out, found)
+    write_csv(out, table)
 
 
 if __name__ == "__main__":

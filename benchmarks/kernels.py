@@ -1,8 +1,8 @@
-"""The generated CUDA kernels on one GPU: times, limits, layers, peers, memory and host time.
+"""The generated CUDA kernels on one GPU: times, limits, layers, peers and memory.
 
 A kernel's limit is the time in which the bytes that it must move would be copied, at the copy rate
-of the same run. Writes results/kernels.csv (sections kernels, layers and peers), kernels_memory.csv
-and kernels_host.csv; a run of some sections only, or a quick one, writes where --out says.
+of the same run. Writes results/kernels.csv (sections kernels, layers and peers) and
+kernels_memory.csv; a run of some sections only, or a quick one, writes where --out says.
 
     python benchmarks/kernels.py [--only kernels] [--quick] [--out FOLDER]
 """
@@ -19,18 +19,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from cpu import output_of
-from gpu import (
-    Call,
-    Row,
-    Run,
-    Sections,
-    cache_bytes,
-    host_us,
-    left_out,
-    run_sections,
-    sets_for,
-    times_of,
-)
+from gpu import Run, Sections, cache_bytes, report_missing, run_sections, sets_for, times_of
+from protocol import Call, Row
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -38,7 +28,6 @@ from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
 from pararnn.engines.arguments import LEAVES, Arguments
 from pararnn.engines.engine import Engine
 from pararnn.engines.fused.cuda import SEQUENTIAL
-from pararnn.layers import RecurrentLayer
 from pararnn.program.program import Program, program_of
 from pararnn.solve import prepare
 
@@ -101,9 +90,9 @@ def bytes_moved(what: str, size: Size, gates: int, states: int, dtype: torch.dty
 
 def show(row: Row) -> Row:
     """Print a row of kernels.csv in one line; returns it."""
-    place = "".join(f"{row[key]!s:{width}}" for key, width in WIDTHS.items())
+    case = "".join(f"{row[key]!s:{width}}" for key, width in WIDTHS.items())
     figures = [f"{key} {row[key]:.4g}" for key in FIGURES if row[key] != ""]
-    print(place + ", ".join(figures), flush=True)
+    print(case + ", ".join(figures), flush=True)
     return row
 
 
@@ -296,7 +285,7 @@ def peer_rows(run: Run) -> list[Row]:
                 times = times_of(calls, run, graph=not name.startswith("torch.nn"))
                 rows.append(show(row_of("peers", name, what, BIG, torch.bfloat16, times)))
         except Exception as error:
-            left_out(name, error)
+            report_missing(name, error)
     return rows
 
 
@@ -332,43 +321,28 @@ def memory_rows(run: Run) -> list[Row]:
     rows = []
     for recompute in (False, True):
         layer = layer_of(ParaGRU, recompute_gates=recompute)
-        held_after_forward(layer)  # cuBLAS takes its workspace, kernels are compiled
-        before = torch.cuda.memory_allocated()
+        bytes_after_forward(layer)  # cuBLAS takes its workspace, kernels are compiled
+        baseline = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         row: Row = {"recompute_gates": recompute, **dict(zip("BTD", BIG, strict=True))}
         row |= {
-            "kept_bytes": held_after_forward(layer) - before,
+            "kept_bytes": bytes_after_forward(layer) - baseline,
             "kept_explained": sum(parts[n] for n in (*KEPT, *["gates"] * (not recompute))),
-            "peak_bytes": torch.cuda.max_memory_allocated() - before,
-            "peak_explained": max(sum(parts[n] for n in held) for held in MOMENTS),
+            "peak_bytes": torch.cuda.max_memory_allocated() - baseline,
+            "peak_explained": max(sum(parts[n] for n in names) for names in MOMENTS),
         }
         rows.append(row | parts)
         print("memory:", ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return rows
 
 
-def held_after_forward(layer: ParaGRU | ParaLSTM) -> int:
+def bytes_after_forward(layer: ParaGRU | ParaLSTM) -> int:
     """Return the bytes allocated between a forward pass and its backward pass, which follows."""
     x, cotangent = normal(BIG, BIG)()
     output, _ = layer(x.requires_grad_())
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     torch.autograd.grad(output, [x, *layer.parameters()], cotangent)
-    return held
-
-
-def host_rows(run: Run) -> list[Row]:
-    """Return the host's time of an eager call of a small layer, and of its projection."""
-    rows = []
-    for heads, dtype in itertools.product((1, HEADS), (torch.float32, torch.bfloat16)):
-        layer = ParaGRU(64, 64, num_heads=heads, device="cuda", dtype=dtype)
-        x = torch.randn(2, 16, 64, device="cuda", dtype=dtype)
-        part = cast(RecurrentLayer, layer.layers[0])
-        row: Row = {"heads": heads, "dtype": str(dtype).split(".")[1], "B": 2, "T": 16, "D": 64}
-        row["layer_us"] = round(host_us(partial(layer, x)), 1)
-        row["projection_us"] = round(host_us(partial(part.proj, x)), 1)
-        rows.append(row)
-        print("host:", ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    return rows
+    return allocated
 
 
 # Peers come last: a failed capture by one of them could spoil what follows.
@@ -376,7 +350,6 @@ SECTIONS: Sections = {
     "kernels": (kernel_rows, "kernels.csv"),
     "layers": (layer_rows, "kernels.csv"),
     "memory": (memory_rows, "kernels_memory.csv"),
-    "host": (host_rows, "kernels_host.csv"),
     "peers": (peer_rows, "kernels.csv"),
 }
 

@@ -6,11 +6,10 @@ python benchmarks/learn_plot.py [--results FOLDER]
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common import RESULTS
+from common import RESULTS, read_rows
 from learn_results import CORPORA, results
 from markdown_tables import Row
 from pictures import caption, new_figure
@@ -57,15 +56,11 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    found = {}
-    for corpus in CORPORA:
-        path = args.results / f"learn_{corpus}.csv"
-        if path.exists():
-            with path.open(encoding="utf-8", newline="") as file:
-                found[corpus] = list(csv.DictReader(file))
-    if not found:
+    files = {corpus: args.results / f"learn_{corpus}.csv" for corpus in CORPORA}
+    corpora = {corpus: read_rows(path) for corpus, path in files.items() if path.exists()}
+    if not corpora:
         parser.error(f"{args.results} has no learn_CORPUS.csv: benchmarks/learn.py writes it")
-    plot(found, args.results / "learn.png")
+    plot(corpora, args.results / "learn.png")
 
 
 if __name__ == "__main__":

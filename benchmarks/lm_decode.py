@@ -17,14 +17,14 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from lm_command import Record, chosen, device_of, parser_of
 from lm_step import ARCHITECTURES, peak_memory
 from mamba2 import TINY, Sizes, language_model, ready_to_decode
+from protocol import Call, captured_graph, wait, wall_ms
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, preset
@@ -111,7 +111,7 @@ def cache_of(model: LanguageModel, case: Case) -> LMCache:
     return cache
 
 
-def step_of(model: LanguageModel, case: Case, cache: LMCache) -> Callable[[], None]:
+def step_of(model: LanguageModel, case: Case, cache: LMCache) -> Call:
     """Return a step that reads the token that the last one wrote."""
     device = model.lm_head.weight.device
     token = torch.zeros(case.batch, 1, dtype=torch.long, device=device)
@@ -124,77 +124,53 @@ def step_of(model: LanguageModel, case: Case, cache: LMCache) -> Callable[[], No
     return step
 
 
-def as_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """Return the step as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+def call_times(call: Call, device: torch.device, calls: int, rounds: int) -> list[float]:
+    """Return the ms of a call: the mean of each round, after a round that is not timed."""
+
+    def run() -> None:
+        for _ in range(calls):
+            call()
+
+    wait(device)
+    return [wall_ms(run, device) / calls for _ in range(rounds + 1)][1:]
 
 
-def clocked(step: Callable[[], None], device: torch.device, steps: int, rounds: int) -> list[float]:
-    """ms of a step: the means of some rounds."""
-    found = []
-    for _ in range(rounds + 1):
-        _wait(device)
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        _wait(device)
-        found.append((time.perf_counter() - begin) / steps * 1e3)
-    return found[1:]
-
-
-def generated(model: LanguageModel, case: Case, rounds: int) -> list[float]:
-    """ms of a token by transformers' generate."""
+def generate_times(model: LanguageModel, case: Case, rounds: int) -> list[float]:
+    """Return the ms of a token by transformers' generate, of each round."""
     from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 
-    weight = model.lm_head.weight
+    device = model.lm_head.weight.device
     with torch.device("meta"):
-        adapted = ParaRNNForCausalLM(ParaRNNConfig.of_lm(cast(LMConfig, case.config)))
+        counterpart = ParaRNNForCausalLM(ParaRNNConfig.of_lm(cast(LMConfig, case.config)))
     state = {
         name if name.startswith("lm_head") else f"model.{name}": value
         for name, value in model.state_dict().items()
     }
-    adapted.load_state_dict(state, assign=True)
-    prompt = torch.zeros(case.batch, 8, dtype=torch.long, device=weight.device)
+    counterpart.load_state_dict(state, assign=True)
+    prompt = torch.zeros(case.batch, 8, dtype=torch.long, device=device)
 
-    def seconds(tokens: int) -> float:
-        _wait(weight.device)
-        begin = time.perf_counter()
-        adapted.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            min_new_tokens=tokens,
-            max_new_tokens=tokens,
-            do_sample=False,
-            cache_implementation="static",
-            max_cache_len=8 + 3 * MORE,
-        )
-        _wait(weight.device)
-        return time.perf_counter() - begin
+    def ms(tokens: int) -> float:
+        options: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+        options |= {"do_sample": False, "attention_mask": torch.ones_like(prompt)}
+        options |= {"cache_implementation": "static", "max_cache_len": 8 + 3 * MORE}
+        wait(device)
+        return wall_ms(partial(counterpart.generate, prompt, **options), device)
 
     for _ in range(2):
-        seconds(2 * MORE)
-    return [(seconds(2 * MORE) - seconds(MORE)) / MORE * 1e3 for _ in range(rounds)]
+        ms(2 * MORE)
+    return [(ms(2 * MORE) - ms(MORE)) / MORE for _ in range(rounds)]
 
 
 def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
     """Return a case's row."""
     device = model.lm_head.weight.device
-    held: float | str = ""
+    cache_mb: float | str = ""
     if device.type == "cuda":
         gc.collect()  # the caches before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     if case.way == "generate":
-        times = generated(model, case, rounds)
+        times = generate_times(model, case, rounds)
     else:
         cache = cache_of(model, case)
         step = step_of(model, case, cache)
@@ -203,9 +179,9 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
             search = {"coordinate_descent_tuning": SEARCH[case.way]}
             for block in model.backbone.layers:
                 block.compile(fullgraph=True, options=search)
-            step = as_graph(step)
-        times = clocked(step, device, 10 if case.way == "eager" else 100, rounds)
-        held = round(sum(cast(FixedCache, each).bytes for each in cache.layers) / 1e6, 3)
+            step = captured_graph([step]).replay
+        times = call_times(step, device, 10 if case.way == "eager" else 100, rounds)
+        cache_mb = round(sum(cast(FixedCache, each).bytes for each in cache.layers) / 1e6, 3)
     read = sum(
         value.numel() * value.element_size()
         for name, value in model.named_parameters()
@@ -219,7 +195,7 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
         "median_ms": round(statistics.median(times), 4),
         "min_ms": round(min(times), 4),
         "weights_GB": round(read / 1e9, 3),
-        "cache_MB": held,
+        "cache_MB": cache_mb,
         "peak_GiB": peak_memory(device),
     }
 
@@ -229,13 +205,8 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 2**30 if device.type == "cuda" else 2**20
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    times = clocked(lambda: cast(None, target.copy_(source)), device, 10, 5)
+    times = call_times(lambda: target.copy_(source), device, 10, 5)
     return 2 * size / min(times) * 1e3
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -245,7 +216,7 @@ def main() -> None:
     args = parser.parse_args()
     device = device_of(args)
     every = smoke_cases() if args.smoke else cases()
-    asked = chosen(
+    requested = chosen(
         parser,
         args,
         every,
@@ -255,7 +226,7 @@ def main() -> None:
     record = Record(args, "lm_decode.csv", KEYS)
     bandwidth = copy_bandwidth(device)
     print(f"copies {bandwidth / 1e12:.2f} TB/s", flush=True)
-    for _, group in itertools.groupby(asked, key=lambda case: case.name):
+    for _, group in itertools.groupby(requested, key=lambda case: case.name):
         same = list(group)
         torch.manual_seed(0)
         model = language_model(same[0].config, device=device, dtype=torch.bfloat16).eval()

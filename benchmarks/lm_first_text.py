@@ -10,7 +10,6 @@ on Hopper is cuDNN's. Puts its rows into results/lm_first_text.csv.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
@@ -21,6 +20,7 @@ import torch
 from lm_command import Record, chosen, device_of, parser_of
 from lm_step import smoke_cases
 from mamba2 import language_model
+from protocol import wall_ms
 
 from pararnn.lm import LanguageModel, preset
 
@@ -38,15 +38,16 @@ def choice(name: str) -> AbstractContextManager[Any]:
 
 @torch.no_grad()
 def token_times(model: LanguageModel, count: int) -> Iterator[float]:
-    """ms of each of so many tokens."""
+    """Yield the ms of each token."""
     device = model.lm_head.weight.device
     tokens, cache = torch.zeros(1, 1, dtype=torch.long, device=device), model.new_cache()
+
+    def step() -> None:
+        logits = model.lm_head(model.hidden(tokens, cache)[:, -1])
+        tokens.copy_(logits.argmax(-1, keepdim=True))
+
     for _ in range(count):
-        begin = time.perf_counter()
-        tokens = model.lm_head(model.hidden(tokens, cache)[:, -1]).argmax(-1, keepdim=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        yield (time.perf_counter() - begin) * 1e3
+        yield wall_ms(step, device)
 
 
 def rows(model: LanguageModel, count: int) -> Iterator[dict[str, Any]]:

@@ -30,6 +30,7 @@ from lm_command import Record, chosen, device_of, parser_of
 from lm_step import ARCHITECTURES, smoke_cases
 from mamba2 import Sizes, language_model, ready_to_decode
 from pictures import Curves, caption, draw, new_figure
+from protocol import wait
 
 from pararnn.lm import LanguageModel, preset, sample
 from pararnn.lm.config import LMConfig
@@ -89,8 +90,7 @@ def curve(
 
     def generate(length: int) -> None:
         WAYS[way](model, length)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(device)
 
     for length in (1, 2):  # not timed: first calls make kernels
         generate(length)

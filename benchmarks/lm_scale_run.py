@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from lm_launch import PARAMETERS, TOO_LARGE, TRACE
 from torch.profiler import ProfilerActivity, profile, schedule
-from train_step import PEER, described, empty_model
+from train_step import PEER, EndOfTiming, config_of, empty_model
 
 from pararnn import cli
 from pararnn.lm.presets import SCALES
@@ -31,28 +31,24 @@ from pararnn.train.config import RunConfig
 from pararnn.train.recipes import RECIPES
 
 
-class Measured(Exception):
-    """All steps that were asked for are done."""
-
-
 class End:
     """Ends a run after some steps; before that, profiles two more, the first of them to warm up."""
 
     def __init__(self, steps: int, trace: Path | None, first: bool) -> None:
         self.end = steps + (0 if trace is None else 2)
-        self.profiled = steps if trace and first else -1
+        self.profile_at = steps if trace and first else -1
         self.profiler: profile | None = None
         self.trace = trace
 
     def begin(self, step: int) -> None:
         """Call before a step, with the number of those before it."""
         if step == self.end:
-            raise Measured
-        if step == self.profiled:
+            raise EndOfTiming
+        if step == self.profile_at:
             self.profiler = profile(
                 activities=list(activities()),
                 schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
-                on_trace_ready=lambda found: found.export_chrome_trace(str(self.trace)),
+                on_trace_ready=lambda each: each.export_chrome_trace(str(self.trace)),
             )
             self.profiler.start()
 
@@ -90,9 +86,9 @@ def ending(options: dict[str, Any]) -> type[trainer.RunTrainer]:
             if self.end is None:
                 return super().learn(parts)
             self.end.begin(self.step)
-            found = super().learn(parts)
+            result = super().learn(parts)
             self.end.finish()
-            return found
+            return result
 
     return Trainer
 
@@ -101,7 +97,7 @@ def register() -> None:
     """Let recipes have Mamba2, whose blocks are not those of an LMConfig."""
     for scale in (*SCALES, "tiny"):
         name = PEER + scale.lower()
-        RECIPES[name] = partial(described, name)
+        RECIPES[name] = partial(config_of, name)
     setup.bare_model = empty_model
 
 
@@ -113,7 +109,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     try:
         code = cli.main(arguments)
-    except Measured:
+    except EndOfTiming:
         code = 0
     except torch.OutOfMemoryError:
         traceback.print_exc()

@@ -12,14 +12,13 @@ H200). Puts its rows into results/lm_step.csv; those of other cases stay.
 from __future__ import annotations
 
 import gc
-import itertools
 import statistics
-import time
 from typing import Any, NamedTuple
 
 import torch
 from lm_command import Record, chosen, device_of, parser_of
 from mamba2 import TINY, Sizes, language_model
+from protocol import Clock
 
 from pararnn.lm import LanguageModel, preset
 from pararnn.lm.config import LMConfig
@@ -87,7 +86,7 @@ def borders_of(length: int) -> torch.Tensor:
 def step_times(
     model: LanguageModel, case: Case, device: torch.device, warmup: int, repeats: int
 ) -> list[float]:
-    """ms of each of `repeats` steps, after some that are not counted."""
+    """Return the ms of each of `repeats` steps, after some that are not timed."""
     shape = (case.batch, case.length)
     tokens = torch.randint(model.lm_head.out_features, shape, device=device)
     borders = borders_of(case.length).to(device) if case.packed else None
@@ -98,19 +97,12 @@ def step_times(
 
     for _ in range(warmup):
         step()
-    if device.type == "cpu":
-        clock = [time.perf_counter()]
-        for _ in range(repeats):
-            step()
-            clock.append(time.perf_counter())
-        return [(end - begin) * 1e3 for begin, end in itertools.pairwise(clock)]
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+    clock = Clock(device)
+    clock.tick()
+    for _ in range(repeats):
         step()
-        mark.record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
+        clock.tick()
+    return clock.times()
 
 
 def fresh(case: Case, device: torch.device) -> LanguageModel:

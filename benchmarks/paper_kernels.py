@@ -28,10 +28,20 @@ from pathlib import Path
 
 import torch
 from common import RESULTS, provenance
-from gpu import Call, Row, left_out
+from gpu import report_missing
 from paper_plots import PLOTS
 from paper_ways import Way, reduction_ways, solve_ways
-from protocol import LAUNCHES, Add, csv_rows, first_seconds, launched, timed, turn
+from protocol import (
+    LAUNCHES,
+    Add,
+    Call,
+    Row,
+    csv_rows,
+    first_seconds,
+    launcher,
+    protocol_times,
+    turn,
+)
 from torch import Tensor
 
 import pararnn
@@ -82,46 +92,46 @@ class Settings:
         return way.startswith(tuple(self.ways))
 
 
-def place(settings: Settings, what: str, way: str, step: str, length: int) -> Row:
-    """Return the columns that say what a row is; `step` is the pass."""
+def case_of(settings: Settings, what: str, way: str, step: str, length: int) -> Row:
+    """Return the columns that name a row's case; `step` is the pass."""
     row: Row = {"what": what, "way": way, "pass": step}
     return row | {"B": 1, "T": length, "D": settings.channels}
 
 
-def measured(settings: Settings, way: Way, calls: Sequence[tuple[Row, Call]], add: Add) -> float:
-    """Add a row for each call and launch; the ms of the longest call from Python.
+def measure(settings: Settings, way: Way, calls: Sequence[tuple[Row, Call]], add: Add) -> float:
+    """Add a row for each call and launch; return the ms of the longest call from Python.
 
     The calls have been made once.
     """
     longest = 0.0
     launches = LAUNCHES if way.graph and settings.device.type == "cuda" else LAUNCHES[:1]
-    with turn(settings.turns, alone=True):
+    with turn(settings.turns, exclusive=True):
         for (row, call), launch in itertools.product(calls, launches):
-            times = timed(launched(call, launch), settings.device, settings.budget)
+            times = protocol_times(launcher(call, launch), settings.device, settings.budget)
             add({**row, "launch": launch, **times})
             longest = max(longest, times["min_ms"])
     return longest
 
 
 def reduction(settings: Settings, add: Add) -> None:
-    """Return the linear recurrence against the length."""
+    """Measure the linear recurrence against the length."""
     for what, length in itertools.product(("diagonal", "2 x 2"), settings.reductions):
         for way in reduction_ways(what, length, settings.channels, settings.device):
             if not settings.wants(way.name):
                 continue
-            row = place(settings, what, way.name, "forward", length)
+            row = case_of(settings, what, way.name, "forward", length)
             with torch.no_grad():
-                _tried(way, f"{what}, T = {length}", partial(_reduce, settings, way, row, add))
+                _try(way, f"{what}, T = {length}", partial(_reduce, settings, way, row, add))
 
 
 def _reduce(settings: Settings, way: Way, row: Row, add: Add) -> float:
-    with turn(settings.turns, alone=False):
+    with turn(settings.turns, exclusive=False):
         torch.compiler.reset()
         call = way.make()
         row |= {"first_s": first_seconds(call, settings.device)}
-        assert way.expected is not None
-        torch.testing.assert_close(call(), way.expected, rtol=1e-3, atol=1e-3)
-    return measured(settings, way, [(row, call)], add)
+        assert way.result is not None
+        torch.testing.assert_close(call(), way.result, rtol=1e-3, atol=1e-3)
+    return measure(settings, way, [(row, call)], add)
 
 
 def passes(solve: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> list[Call]:
@@ -139,7 +149,7 @@ def passes(solve: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tenso
 
 
 def solve(settings: Settings, add: Add) -> None:
-    """Cells applied to sequences, against the length."""
+    """Measure cells applied to sequences, against the length."""
     for name in (*settings.cells, "mamba"):  # the peer last: an error of the GPU would end the rest
         torch.manual_seed(0)
         for way in solve_ways(name, settings.channels, settings.device):
@@ -148,46 +158,42 @@ def solve(settings: Settings, add: Add) -> None:
             for length in settings.solves:
                 if length > way.longest:
                     break
-                ms = _tried(
-                    way,
-                    f"{name}, T = {length}",
-                    partial(_solve, settings, name, way, length, add),
-                )
+                call = partial(_solve, settings, name, way, length, add)
+                ms = _try(way, f"{name}, T = {length}", call)
                 if ms is None or ms > settings.longest:
                     break
 
 
 def _solve(settings: Settings, name: str, way: Way, length: int, add: Add) -> float:
-    """Both passes of a way; the longer one's ms."""
+    """Measure both passes of a way; return the longer one's ms."""
     calls: list[tuple[Row, Call]] = []
-    with turn(settings.turns, alone=False):
+    with turn(settings.turns, exclusive=False):
         torch.compiler.reset()
         x = torch.randn(1, length, settings.channels, device=settings.device)
         solve = way.make()
         for step, call in zip(PASSES, passes(solve, x, way.weights), strict=True):
-            row = place(settings, name, way.name, step, length)
+            row = case_of(settings, name, way.name, step, length)
             calls.append((row | {"first_s": first_seconds(call, settings.device)}, call))
         if way.reference is not None:
             right = passes(way.reference, x, way.weights)
-            for (_, call), expected in zip(calls, right, strict=True):
-                torch.testing.assert_close(call(), expected(), rtol=2e-3, atol=1e-3)
-    return measured(settings, way, calls, add)
+            for (_, call), reference in zip(calls, right, strict=True):
+                torch.testing.assert_close(call(), reference(), rtol=2e-3, atol=1e-3)
+    return measure(settings, way, calls, add)
 
 
-def _tried(way: Way, where: str, measure: Callable[[], float]) -> float | None:
+def _try(way: Way, where: str, call: Callable[[], float]) -> float | None:
     """Return a way's measurement; None, with a message, for a peer's that fails."""
-    if not way.peer:
-        return measure()
     try:
-        return measure()
+        return call()
     except Exception as error:
-        left_out(f"{way.name}, {where}", error)
+        if not way.peer:
+            raise
+        report_missing(f"{way.name}, {where}", error)
         return None
 
 
 def split(settings: Settings, add: Add) -> None:
-    """(newton, fused) by segments and burn-in, and the loop's kernel."""
-    pins = list(itertools.product(settings.segments, settings.burn_ins))
+    """Measure (newton, fused) by segments and burn-in, and the loop's kernel."""
     for name in settings.cells:
         torch.manual_seed(0)
         for case, shift in SHIFTS[name].items():
@@ -196,8 +202,8 @@ def split(settings: Settings, add: Add) -> None:
             gates = torch.randn(size, device=settings.device)
             gates[:, :, 0] += shift
             _split(settings, cell, gates, f"{name}, {case}", ("sequential", "fused"), None, add)
-            for pinned in pins:
-                _split(settings, cell, gates, f"{name}, {case}", ("newton", "fused"), pinned, add)
+            for request in itertools.product(settings.segments, settings.burn_ins):
+                _split(settings, cell, gates, f"{name}, {case}", ("newton", "fused"), request, add)
 
 
 def _split(
@@ -206,37 +212,37 @@ def _split(
     gates: Tensor,
     what: str,
     pair: tuple[str, str],
-    pinned: tuple[int | None, int | None] | None,
+    parts: tuple[int | None, int | None] | None,
     add: Add,
 ) -> None:
-    """Return the rows of a pair, and of what is asked of its split."""
+    """Measure a pair; `parts`: requested segments and burn-in, None for the loop's kernel."""
     program, args = program_of(cell), prepare(cell, gates)
-    asked = SplitRequest.check(*(pinned or (None, None)))
+    request = SplitRequest.check(*(parts or (None, None)))
     way = Way(", ".join(pair), graph=True)
     row: Row = {"segments": "", "burn_in": "", "size": "", "sweeps": "", "mended": ""}
     row |= {"asked": "", "asked_burn_in": ""}
-    if pinned is not None:
+    if parts is not None:
         engine = choose(program, args.size, gates.dtype, gates.device, *pair).engine()
         assert engine.cuts_time
-        got = engine.plan_split(program, args.size, gates.dtype, gates.device, asked)
-        pinned_args = args.with_options(**asked._asdict())
+        plan = engine.plan_split(program, args.size, gates.dtype, gates.device, request)
         with torch.no_grad():
-            sweeps, mended = totals(run(program, pinned_args, *pair).info).tolist()
-        row |= {"segments": got.segments, "burn_in": got.burn_in, "size": got.size}
-        row |= {"sweeps": sweeps, "mended": mended}
-        row |= {"asked": asked.segments or "rule"}
-        row |= {"asked_burn_in": "rule" if asked.burn_in is None else asked.burn_in}
+            info = run(program, args.with_options(**request._asdict()), *pair).info
+        row |= {"segments": plan.segments, "burn_in": plan.burn_in, "size": plan.size}
+        row |= dict(zip(("sweeps", "mended"), totals(info).tolist(), strict=True))
+        row |= {"asked": request.segments or "rule"}
+        row |= {"asked_burn_in": "rule" if request.burn_in is None else request.burn_in}
 
     def states(gates: Tensor) -> Tensor:
-        found, _ = pararnn.solve(cell, gates, solver=pair[0], backend=pair[1])
-        return found if isinstance(found, Tensor) else found[0]
+        result, _ = pararnn.solve(cell, gates, solver=pair[0], backend=pair[1])
+        return result if isinstance(result, Tensor) else result[0]
 
     calls = zip(PASSES, passes(states, gates, [*cell.parameters()]), strict=True)
     about = [
-        (place(settings, what, way.name, step, gates.shape[1]) | row, call) for step, call in calls
+        (case_of(settings, what, way.name, step, gates.shape[1]) | row, call)
+        for step, call in calls
     ]
-    with using(segments=asked.segments, burn_in=asked.burn_in):
-        measured(settings, way, about, add)
+    with using(segments=request.segments, burn_in=request.burn_in):
+        measure(settings, way, about, add)
 
 
 SECTIONS: dict[str, Callable[[Settings, Add], None]] = {

@@ -39,8 +39,8 @@ class Way(NamedTuple):
     """Something to time. `make` gives the call, anew for each length.
 
     graph: whether it never waits for the host; longest: the length to which it is tried; peer:
-    whether it may be missing or fail; weights: what a backward pass has gradients of; expected: a
-    reduction's result; reference: what a solve's result is held against.
+    whether it may be missing or fail; weights: what a backward pass has gradients of; result: a
+    reduction's; reference: what a solve's result is compared with.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Way(NamedTuple):
     longest: int = NO_LIMIT
     peer: bool = False
     weights: tuple[Tensor, ...] = ()
-    expected: Tensor | None = None
+    result: Tensor | None = None
     reference: Callable[[Tensor], Tensor] | None = None
 
 
@@ -60,16 +60,16 @@ def reduction_ways(what: str, length: int, channels: int, device: torch.device) 
     a = torch.rand(1, length, *block, channels, device=device).mul_(0.9 / states).clamp_(min=1e-3)
     b = torch.randn(1, length, *block[:1], channels, device=device)
     kernel = partial(pararnn.scan, a, b, backend="fused")
-    expected = kernel()
-    yield Way(SCAN_KERNEL, lambda: kernel, graph=True, expected=expected)
-    yield Way(TORCH_SCAN, partial(_compiled_scan, a, b), graph=True, expected=expected)
+    result = kernel()
+    yield Way(SCAN_KERNEL, lambda: kernel, graph=True, result=result)
+    yield Way(TORCH_SCAN, partial(_compiled_scan, a, b), graph=True, result=result)
     if states > 1:
         return
     decay, values = (t.mT.contiguous() for t in (a, b))  # time last, as peers have it
-    last = expected.mT.contiguous()
-    yield Way(MAMBA, partial(reduction, decay, values), graph=True, peer=True, expected=last)
+    last = result.mT.contiguous()
+    yield Way(MAMBA, partial(reduction, decay, values), graph=True, peer=True, result=last)
     for name, module in LINEAR_SCANS.items():
-        yield Way(name, partial(_peer_scan, module, decay, values), True, peer=True, expected=last)
+        yield Way(name, partial(_peer_scan, module, decay, values), True, peer=True, result=last)
 
 
 def _compiled_scan(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
@@ -105,7 +105,7 @@ def compiled_loop(cell: pararnn.Cell) -> Solve:
     ) -> tuple[Tensor, ...]:
         return program.step(states, inputs, params)
 
-    compiled = torch.compile(step, fullgraph=True)
+    compiled_step = torch.compile(step, fullgraph=True)
 
     def run(gates: Tensor) -> Tensor:
         params = cell.lifted_params(gates.dtype)
@@ -113,7 +113,7 @@ def compiled_loop(cell: pararnn.Cell) -> Solve:
         states, out = zeros.unbind(0), []
         # Steps in one piece each: their strides, which code is compiled for, do not hold T then.
         for inputs in gates.permute(1, 2, 0, 3).contiguous().unbind(0):
-            states = compiled(states, inputs.unbind(0), params)
+            states = compiled_step(states, inputs.unbind(0), params)
             out.append(states[0])
         return torch.stack(out, 1)
 
@@ -139,7 +139,7 @@ KINDS = {
 
 
 def solve_ways(name: str, channels: int, device: torch.device) -> list[Way]:
-    """Yield the ways to apply a cell to x (B, T, D), with projection; "mamba": the simplified.
+    """Return the ways to apply a cell to x (B, T, D), with projection; "mamba": the simplified.
 
     Weights are the same for all ways but torch.nn's, whose recurrence is dense.
     """
@@ -148,14 +148,14 @@ def solve_ways(name: str, channels: int, device: torch.device) -> list[Way]:
     layer = RecurrentLayer(pararnn.CELLS[name], channels, channels, device=device)
     weights = tuple(layer.parameters())
 
-    def applied(solve: Solve) -> Solve:
+    def with_projection(solve: Solve) -> Solve:
         return lambda x: solve(layer.proj(x) + layer.bias)
 
-    right = applied(pair(layer.cell, "sequential", "auto"))
+    right = with_projection(pair(layer.cell, "sequential", "auto"))
     ways = [
         Way(
             way,
-            lambda kind=kind: applied(kind.solve(layer.cell)),  # type: ignore[misc]
+            lambda kind=kind: with_projection(kind.solve(layer.cell)),  # type: ignore[misc]
             kind.graph,
             kind.longest,
             weights=weights,

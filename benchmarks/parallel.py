@@ -18,8 +18,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from gpu import Row, Run, Sections, cache_bytes, replay_times, run_sections, sets_for
+from gpu import Run, Sections, cache_bytes, replay_times, run_sections, sets_for
 from kernels import Size, bytes_moved, calls_of
+from protocol import Row
 from torch import Tensor
 from trained import WINDOW, part_of, solves_of, steps_to_merge, trained_model
 
@@ -74,6 +75,7 @@ HARD = (
     Hard("bias -4", 0.3, -4.0, False),
     Hard("bias -6", 0.3, -6.0, False),
 )
+EASY = Hard("", 0.3, 0.0, False)
 SPLIT = list(itertools.product((MEDIUM, LONG, NARROW), (F32, BF16)))
 """Sizes and dtypes at which it matters how fast channels forget."""
 TRAINED_SPLIT = [*SPLIT, (FEWER, F32), (FEWER, BF16)]
@@ -82,21 +84,23 @@ TILE = NARROW[2]
 GRID = list(itertools.product((1, 2, 8, 32), (128, 512, 2048, 8192), (64, 256, 1024)))
 
 
-def arguments(cell: Cell, size: Size, dtype: torch.dtype, bias: float, latch: bool) -> Arguments:
-    """Return inputs N(0, 1); the first gate shifted, or soon shut for 0.2% of the channels."""
+def hard_gates(
+    cell: Cell, size: Size, hard: Hard, device: torch.device | str, dtype: torch.dtype = F32
+) -> Tensor:
+    """Return gates N(0, 1); the first is shifted, or shut for 0.2% of the channels."""
     batch, length, channels = size
-    gates = torch.randn(batch, length, len(cell.gates), channels, device="cuda", dtype=dtype)
-    gates[:, :, 0] += bias
-    if latch:
+    gates = torch.randn(batch, length, len(cell.gates), channels, device=device, dtype=dtype)
+    gates[:, :, 0] += hard.bias
+    if hard.latch:
         count = max(1, round(0.002 * channels))
-        shut = torch.randperm(channels, device="cuda")[:count]
+        shut = torch.randperm(channels, device=device)[:count]
         gates[:, length // 20 :, 0, shut] -= 30
-    return prepare(cell, gates)
+    return gates
 
 
-def cell_of(name: str, channels: int, std: float = 0.3) -> Cell:
+def cell_of(name: str, channels: int, std: float, device: torch.device | str = "cuda") -> Cell:
     """Return a cell with recurrent weights of a standard deviation."""
-    cell = CELLS[name](channels, device="cuda")
+    cell = CELLS[name](channels, device=device)
     with torch.no_grad():
         for parameter in cell.recurrent_parameters():
             parameter.normal_(0, std)
@@ -104,10 +108,10 @@ def cell_of(name: str, channels: int, std: float = 0.3) -> Cell:
 
 
 @torch.no_grad()
-def measured(
+def measure(
     program: Program, inputs: Sequence[Arguments], what: str, budget: float, few: bool = False
 ) -> Row:
-    """Both solvers' medians in ms, and what Newton did on the first input."""
+    """Return both solvers' medians in ms, and Newton's counts on the first input."""
     row: Row = {}
     for name, engine in ENGINES.items():
         calls = calls_of(engine, program, inputs, what)
@@ -120,29 +124,40 @@ def measured(
     return row
 
 
-def inputs_of(
-    cell: Cell, size: Size, dtype: torch.dtype, bias: float = 0.0, latch: bool = False
-) -> list[Arguments]:
-    """Enough inputs to exceed the cache."""
-    count = inputs_needed(cell, size, dtype)
-    return [arguments(cell, size, dtype, bias, latch) for _ in range(count)]
+def inputs_of(cell: Cell, size: Size, dtype: torch.dtype, hard: Hard = EASY) -> list[Arguments]:
+    """Return enough inputs to exceed the cache."""
+    gates = (hard_gates(cell, size, hard, "cuda", dtype) for _ in range(sets_of(cell, size, dtype)))
+    return [prepare(cell, each) for each in gates]
 
 
-def inputs_needed(cell: Cell, size: Size, dtype: torch.dtype) -> int:
+def sets_of(cell: Cell, size: Size, dtype: torch.dtype) -> int:
     """Return the number of inputs that exceed the cache."""
     bytes_of_one = math.prod(size) * dtype.itemsize * len(cell.gates)
     return min(sets_for(bytes_of_one, cache_bytes()), MOST_SETS)
 
 
 def about_of(section: str, what: str, size: Size, dtype: torch.dtype, step: str) -> Row:
-    """Return the columns that say what a row is."""
+    """Return the columns that name a row's case."""
     row: Row = {"section": section, "what": what, "dtype": str(dtype).split(".")[1], "pass": step}
     return row | dict(zip("BTD", size, strict=True))
 
 
-def with_ratios(row: Row, moved: int, rate: float) -> Row:
-    """Return a row with its limit and ratios."""
-    limit = moved / rate * 1e3
+def row_of(
+    run: Run,
+    program: Program,
+    inputs: Sequence[Arguments],
+    case: tuple[str, str, Size, torch.dtype, str],
+    in_bytes: int | None = None,
+) -> Row:
+    """Measure a case, see `about_of`: its times, their limit, and ratios.
+
+    in_bytes: that must move; by default those of a pass over the cell's gates and states.
+    """
+    _, _, size, dtype, step = case
+    times = measure(program, inputs, step, run.graph_budget, size[1] > 9999)
+    if in_bytes is None:
+        in_bytes = bytes_moved(step, size, inputs[0].gates.shape[2], program.num_states, dtype)
+    row, limit = about_of(*case) | times, in_bytes / run.copy_rate * 1e3
     row |= {"limit_ms": round(limit, 5), "of_limit": round(row["newton_ms"] / limit, 3)}
     row |= {"speedup": round(row["sequential_ms"] / row["newton_ms"], 2)}
     print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
@@ -153,26 +168,19 @@ def shape_rows(run: Run) -> list[Row]:
     """Return the shapes that batch and channels do not fill a GPU with."""
     rows = []
     for name, size, dtype, step in SHAPES:
-        cell = cell_of(name, size[2])
-        times = measured(
-            program_of(cell), inputs_of(cell, size, dtype), step, run.graph_budget, size[1] > 9999
-        )
-        moved = bytes_moved(step, size, len(cell.gates), len(cell.states), dtype)
-        row = about_of("shapes", name, size, dtype, step) | times
-        rows.append(with_ratios(row, moved, run.copy_rate))
+        cell = cell_of(name, size[2], EASY.std)
+        case = ("shapes", name, size, dtype, step)
+        rows.append(row_of(run, program_of(cell), inputs_of(cell, size, dtype), case))
     return rows
 
 
 def hard_rows(run: Run) -> list[Row]:
     """GRU forward where channels forget slowly, never, or expand."""
     rows = []
-    for case, (size, dtype) in itertools.product(HARD, SPLIT):
-        cell = cell_of("gru", size[2], case.std)
-        inputs = inputs_of(cell, size, dtype, case.bias, case.latch)
-        times = measured(program_of(cell), inputs, "forward", run.graph_budget, size[1] > 9999)
-        moved = bytes_moved("forward", size, len(cell.gates), len(cell.states), dtype)
-        row = about_of("hard", case.name, size, dtype, "forward") | times
-        rows.append(with_ratios(row, moved, run.copy_rate))
+    for hard, (size, dtype) in itertools.product(HARD, SPLIT):
+        cell = cell_of("gru", size[2], hard.std)
+        case = ("hard", hard.name, size, dtype, "forward")
+        rows.append(row_of(run, program_of(cell), inputs_of(cell, size, dtype, hard), case))
     return rows
 
 
@@ -222,12 +230,10 @@ def layer_rows(
     rows = []
     for size, dtype in TRAINED_SPLIT:
         channels = slice(begin, begin + TILE) if size == NARROW else slice(None)
-        some = inputs(size, dtype, inputs_needed(cell, size, dtype), channels)
+        some = inputs(size, dtype, sets_of(cell, size, dtype), channels)
         for step in ("forward", "backward"):
-            times = measured(program_of(cell), some, step, run.graph_budget, size[1] > 9999)
-            moved = bytes_moved(step, size, len(cell.gates), len(cell.states), dtype)
-            row = about_of("trained", f"{name}, layer {index + 1}", size, dtype, step) | times
-            rows.append(with_ratios(row, moved, run.copy_rate) | about)
+            case = ("trained", f"{name}, layer {index + 1}", size, dtype, step)
+            rows.append(row_of(run, program_of(cell), some, case) | about)
     return rows
 
 
@@ -240,10 +246,9 @@ def scan_rows(run: Run) -> list[Row]:
         a = decay * (1 - 0.1 * torch.rand(size, device="cuda"))
         b = torch.randn(batch, length, 1, channels, device="cuda")
         args = Arguments(b, None, (a,), (), (), batch)
-        times = measured(program, [args], step, run.graph_budget, length > 9999)
-        moved = math.prod(size) * 4 * {"forward": 3, "backward": 5}[step]
-        row = about_of("scan", f"a up to {decay}", size, F32, step) | times
-        rows.append(with_ratios(row, moved, run.copy_rate))
+        in_bytes = math.prod(size) * 4 * {"forward": 3, "backward": 5}[step]
+        case = ("scan", f"a up to {decay}", size, F32, step)
+        rows.append(row_of(run, program, [args], case, in_bytes))
     return rows
 
 
@@ -251,11 +256,11 @@ def grid_rows(run: Run) -> list[Row]:
     """Forward and backward by both solvers, and what auto takes."""
     rows = []
     for name, size, dtype in itertools.product(("gru",), GRID, (F32, BF16)):
-        cell = cell_of(name, size[2])
+        cell = cell_of(name, size[2], EASY.std)
         program, inputs = program_of(cell), inputs_of(cell, size, dtype)[:8]
         total = dict.fromkeys(ENGINES, 0.0)
         for step in ("forward", "backward"):
-            times = measured(program, inputs, step, run.graph_budget / 5)
+            times = measure(program, inputs, step, run.graph_budget / 5)
             for solver in ENGINES:
                 total[solver] += times[f"{solver}_ms"]
         device = torch.device("cuda", torch.cuda.current_device())

@@ -1,92 +1,151 @@
-"""The paper's timing protocol: 20 warm-ups, 100 runs, the minimum; the median beside it.
+"""Timing of the benchmarks: wall time, CUDA events and graphs, and the paper's protocol.
 
-On a GPU the time of a run is that between two CUDA events around it, whatever the host does in
-between; on a CPU it is wall time. Nothing is waited for between runs, and no cache is emptied.
+The paper's: 20 warm-ups, 100 runs, the minimum, and the median in addition. On a GPU the time of a
+run is that between two CUDA events around it, whatever the host does in between; on a CPU it is
+wall time. Nothing is waited for between runs, and no cache is emptied.
 """
 
 from __future__ import annotations
 
 import csv
 import fcntl
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import torch
-from gpu import Call, Row, captured
 
 WARM_UPS, RUNS, LEAST_RUNS = 20, 100, 3
 LAUNCHES = ("call", "graph")
 """Ways to start a run: by calls from Python, or as one CUDA graph of them."""
+CPU = torch.device("cpu")
 
+Call = Callable[[], object]
+Row = dict[str, Any]
 Add = Callable[[Row], None]
 
 
-def timed(call: Call, device: torch.device, budget: float) -> Row:
-    """Minimum and median ms of a call, and the runs: as many of RUNS as `budget` ms leave.
+class Clock:
+    """Marks in a run on a device: CUDA events, or wall times on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.marks = device, list[Any]()
+
+    def tick(self) -> None:
+        """Set a mark."""
+        if self.device.type == "cpu":
+            self.marks.append(time.perf_counter())
+        else:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+
+    def times(self) -> list[float]:
+        """Return the ms from each mark to the next."""
+        wait(self.device)
+        pairs = itertools.pairwise(self.marks)
+        if self.device.type == "cpu":
+            return [(end - begin) * 1e3 for begin, end in pairs]
+        return [begin.elapsed_time(end) for begin, end in pairs]
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a GPU has done all that was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall_ms(call: Call, device: torch.device = CPU) -> float:
+    """Return the wall time of a call in ms, to the end of its work on the device."""
+    begin = time.perf_counter()
+    call()
+    wait(device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def wall_times(
+    calls: Sequence[Call], budget: float, device: torch.device = CPU, least: int = 3
+) -> list[list[float]]:
+    """Return the wall times of each call in ms, which take turns.
+
+    There are at most 100 turns, within about `budget` seconds for all calls, and at least `least`.
+    Two turns before are not timed.
+    """
+    for call in [*calls] * 2:
+        wall_ms(call, device)
+    times: list[list[float]] = [[] for _ in calls]
+    while len(times[0]) < least or (len(times[0]) < 100 and sum(map(sum, times)) < budget * 1e3):
+        for own, call in zip(times, calls, strict=True):
+            own.append(wall_ms(call, device))
+    return times
+
+
+def run_times(call: Call, device: torch.device, runs: int) -> list[float]:
+    """Return the ms of each run, marked before and after."""
+    clock = Clock(device)
+    for _ in range(runs):
+        clock.tick()
+        call()
+        clock.tick()
+    return clock.times()[::2]
+
+
+def captured_graph(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph that makes all calls, in order; they are made three times first."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in [*calls] * 3:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [call() for call in calls]  # or a call would write where the one before it wrote
+    del results
+    return graph
+
+
+def protocol_times(call: Call, device: torch.device, budget: float) -> Row:
+    """Return the minimum and median ms of a call, and the runs: of RUNS those that `budget` ms
+    leave.
 
     Where they are fewer, the warm-ups are as much fewer.
     """
     call()
-    _wait(device)
-    expected = min(_times(call, device, 2))
-    runs = max(LEAST_RUNS, min(RUNS, int(budget / max(expected, 1e-6))))
-    _times(call, device, WARM_UPS * runs // RUNS)
-    times = _times(call, device, runs)
+    wait(device)
+    estimate = min(run_times(call, device, 2))
+    runs = max(LEAST_RUNS, min(RUNS, int(budget / max(estimate, 1e-6))))
+    run_times(call, device, WARM_UPS * runs // RUNS)
+    times = run_times(call, device, runs)
     row: Row = {"min_ms": round(min(times), 5), "median_ms": round(statistics.median(times), 5)}
     return row | {"runs": runs}
 
 
 def first_seconds(call: Call, device: torch.device) -> float:
     """Return the seconds of a first call, in which code is compiled."""
-    begin = time.perf_counter()
-    call()
-    _wait(device)
-    return round(time.perf_counter() - begin, 2)
+    return round(wall_ms(call, device) / 1e3, 2)
 
 
 @contextmanager
-def turn(path: Path | None, alone: bool) -> Iterator[None]:
-    """Hold a lock on a file beside other processes that prepare, or alone among all; None: no
-    lock. Who waits for a turn alone gets it once nobody prepares any more."""
+def turn(path: Path | None, exclusive: bool) -> Iterator[None]:
+    """Hold a lock on a file, exclusive or shared with other processes that prepare; None: no lock.
+
+    An exclusive turn waits until no process prepares.
+    """
     if path is None:
         yield
         return
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
 
 
-def launched(call: Call, launch: str) -> Call:
-    """Return the call, or a graph of it; the graph's memory lives as long as what is returned."""
-    return captured([call]).replay if launch == "graph" else call
-
-
-def _times(call: Call, device: torch.device, runs: int) -> list[float]:
-    """Return the ms of each run."""
-    if device.type == "cpu":
-        return [_by_clock(call) for _ in range(runs)]
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
-    for begin, end in marks:
-        begin.record()
-        call()
-        end.record()
-    _wait(device)
-    return [begin.elapsed_time(end) for begin, end in marks]
-
-
-def _by_clock(call: Call) -> float:
-    begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e3
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def launcher(call: Call, launch: str) -> Call:
+    """Return the call, or a graph of it; the graph's memory lives as long as the result."""
+    return captured_graph([call]).replay if launch == "graph" else call
 
 
 @contextmanager
@@ -94,18 +153,14 @@ def csv_rows(path: Path, about: Row) -> Iterator[Add]:
     """Append rows to a new file as they come, `about` first; a run that ends early leaves them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        yield _adder(file, about)
+        writers: list[csv.DictWriter[str]] = []
 
+        def add(row: Row) -> None:
+            row = about | row
+            if not writers:
+                writers.append(csv.DictWriter(file, list(row), lineterminator="\n"))
+                writers[0].writeheader()
+            writers[0].writerow(row)
+            file.flush()
 
-def _adder(file: TextIO, about: Row) -> Add:
-    writers: list[csv.DictWriter[str]] = []
-
-    def add(row: Row) -> None:
-        row = about | row
-        if not writers:
-            writers.append(csv.DictWriter(file, list(row), lineterminator="\n"))
-            writers[0].writeheader()
-        writers[0].writerow(row)
-        file.flush()
-
-    return add
+        yield add

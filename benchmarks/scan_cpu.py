@@ -1,4 +1,4 @@
-"""`pararnn.scan` on a CPU, on the recurrences of an LRU and of a minGRU, and beside other ways.
+"""`pararnn.scan` on a CPU, on the recurrences of an LRU and of a minGRU, and other ways.
 
 "LRU": a complex decay for each channel, the same at all steps; "minGRU": a real decay of each step.
 The peers are the loop that a user would write, the library's own scan in PyTorch's operations, and,
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from common import RESULTS, provenance, write_csv
-from cpu import INPUTS, timed_ms
+from cpu import INPUTS, measure
 from torch import Tensor
 
 import pararnn
@@ -61,7 +61,7 @@ WAYS: dict[str, Way] = {
 }
 
 
-def drawn(what: str, length: int) -> tuple[Tensor, Tensor]:
+def random_inputs(what: str, length: int) -> tuple[Tensor, Tensor]:
     """Return decays and inputs of a recurrence."""
     if what == "LRU":
         size, angle = torch.empty(CHANNELS).uniform_(0.9, 0.999), torch.rand(CHANNELS) * torch.pi
@@ -74,26 +74,6 @@ def ways_of(what: str, length: int) -> list[str]:
     """Return what can do a recurrence of this length."""
     fits = [way for way in WAYS if length <= LONGEST.get(way, length)]
     return fits if what == "LRU" else [way for way in fits if way != FFT]
-
-
-def measure(way: Way, inputs: Sequence[tuple[Tensor, Tensor]], budget: float) -> dict[str, float]:
-    """Return the median and minimum ms forward without gradients, and forward + backward."""
-    turn = itertools.cycle(inputs)
-    cotangent = torch.randn_like(way(*inputs[0]))
-
-    @torch.no_grad()
-    def forward() -> None:
-        way(*next(turn))
-
-    def both() -> None:
-        given = next(turn)
-        torch.autograd.grad(way(*given), given, cotangent)
-
-    found: dict[str, float] = {}
-    for step, call in (("forward", forward), ("both", both)):
-        median, least = timed_ms(call, budget)
-        found |= {f"{step}_ms": round(median, 3), f"{step}_min_ms": round(least, 3)}
-    return found
 
 
 Case = tuple[str, int, str]
@@ -110,14 +90,14 @@ def once(case: Case, budget: float) -> dict[str, float]:
     """Return a case's times on fresh inputs."""
     what, length, way = case
     torch.manual_seed(0)
-    inputs = [drawn(what, length) for _ in range(INPUTS)]
+    inputs = [random_inputs(what, length) for _ in range(INPUTS)]
     for tensor in itertools.chain.from_iterable(inputs):
         tensor.requires_grad_()
     print(*case, sep="\t", flush=True)
-    return measure(WAYS[way], inputs, budget)
+    return measure(WAYS[way], inputs, (), budget)
 
 
-def pooled(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+def pool(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the medians of the medians and the least of the minima."""
     return {
         key: round((min if "min" in key else statistics.median)(each[key] for each in rounds), 3)
@@ -136,7 +116,7 @@ def main() -> None:
     every = cases(args.lengths)
     rounds = [[once(case, args.budget) for case in every] for _ in range(args.rounds)]
     rows = [
-        {**about, "what": what, "way": way, "B": BATCH, "T": length, "D": CHANNELS, **pooled(own)}
+        {**about, "what": what, "way": way, "B": BATCH, "T": length, "D": CHANNELS, **pool(own)}
         for (what, length, way), own in zip(every, zip(*rounds, strict=True), strict=True)
     ]
     write_csv(args.out / "scan_cpu.csv", rows)

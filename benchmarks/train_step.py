@@ -1,4 +1,4 @@
-"""A training step of recipes: by `pararnn train`'s own path, and by a bare loop beside it.
+"""A training step of recipes: by `pararnn train`'s own path, and by a bare loop.
 
 Both train the same model on random tokens: blocks compiled, FSDP2, gradients clipped, AdamW. The
 bare loop calls PyTorch only; the other is `RunTrainer`, a row of the log every 10 steps, without
@@ -22,7 +22,6 @@ import gc
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +31,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from common import RESULTS, add_row, provenance
 from mamba2 import TINY, Sizes, ends, put_blocks
+from protocol import Clock
 from torch.utils.data import Dataset
 
 from pararnn.lm import preset
@@ -49,7 +49,7 @@ KEYS = ("recipe", "path", "gpus", "rows_a_gpu", "T", "reshard", "checkpointing",
 """Columns that tell cases apart."""
 
 
-def described(name: str) -> RunConfig:
+def config_of(name: str) -> RunConfig:
     """Return a recipe; Mamba2's is the GRU's of its size, around other blocks."""
     if not name.startswith(PEER):
         return recipe(name)
@@ -108,58 +108,35 @@ class RandomData(NamedTuple):
     bytes_per_token: float = 1.0
 
 
-class Clock:
-    """Marks of the ends of all steps: those of the warm-up and `steps` more."""
-
-    def __init__(self, warmup: int, steps: int) -> None:
-        self.warmup, self.steps, self.marks = warmup, warmup + steps, list[Any]()
-
-    def tick(self) -> None:
-        if torch.cuda.is_available():
-            mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
-            self.marks.append(mark)
-        else:
-            self.marks.append(time.perf_counter())
-
-    def times(self) -> list[float]:
-        """ms from mark to mark, those of the warm-up left out."""
-        marks = self.marks[self.warmup - 1 :]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
-        return [(end - begin) * 1e3 for begin, end in itertools.pairwise(marks)]
+class EndOfTiming(Exception):
+    """End of the last step to time."""
 
 
-class Measured(Exception):
-    """Every step that is to be timed has been made."""
+class TimedTrainer(RunTrainer):
+    """`pararnn train`'s loop, with a mark after each step, which ends after `steps`."""
 
-
-class Timed(RunTrainer):
-    """`pararnn train`'s loop, which ends with the clock's last mark."""
-
-    def __init__(self, config: RunConfig, data: RandomData, clock: Clock) -> None:
+    def __init__(self, config: RunConfig, data: RandomData, clock: Clock, steps: int) -> None:
         super().__init__(config, data, own_device())
-        self.clock = clock
+        self.clock, self.steps_to_time = clock, steps
 
     def learn(self, parts: Any) -> Any:
-        found = super().learn(parts)
+        result = super().learn(parts)
         self.clock.tick()
-        if len(self.clock.marks) == self.clock.steps:
-            raise Measured
-        return found
+        if len(self.clock.marks) == self.steps_to_time:
+            raise EndOfTiming
+        return result
 
 
-def by_trainer(config: RunConfig, data: RandomData, clock: Clock) -> None:
-    """`pararnn train`'s own path."""
+def by_trainer(config: RunConfig, data: RandomData, clock: Clock, steps: int) -> None:
+    """Train by `pararnn train`'s own path."""
     if config.name.startswith(PEER):
         raise ValueError(f"`pararnn train` has no {config.name}: give --paths bare")
-    with suppress(Measured):
-        Timed(config, data, clock).run()
+    with suppress(EndOfTiming):
+        TimedTrainer(config, data, clock, steps).run()
 
 
-def bare(config: RunConfig, data: RandomData, clock: Clock) -> None:
-    """Time the same in a loop that anyone could write."""
+def bare(config: RunConfig, data: RandomData, clock: Clock, steps: int) -> None:
+    """Train in a loop that anyone could write."""
     device = own_device()
     rank = torch.distributed.get_rank()
     model = prepare_model(empty_model(config), config, device)
@@ -167,7 +144,7 @@ def bare(config: RunConfig, data: RandomData, clock: Clock) -> None:
     optimizer = make_adamw(model, config.optimiser, fused=device.type == "cuda")
     parameters = list(model.parameters())
     model.train()
-    for step in range(clock.steps):
+    for step in range(steps):
         first = (step * process_count() + rank) * config.device_batch
         rows = [data.train[first + row]["input_ids"] for row in range(config.device_batch)]
         tokens = torch.stack(rows).pin_memory() if device.type == "cuda" else torch.stack(rows)
@@ -180,10 +157,9 @@ def bare(config: RunConfig, data: RandomData, clock: Clock) -> None:
         clock.tick()
 
 
-PATHS: dict[str, Callable[[RunConfig, RandomData, Clock], None]] = {
-    "bare": bare,
-    "trainer": by_trainer,
-}
+Train = Callable[[RunConfig, RandomData, Clock, int], None]
+PATHS: dict[str, Train] = {"bare": bare, "trainer": by_trainer}
+"""Functions that train for a number of steps, with a mark of the clock after each."""
 
 
 def measure(config: RunConfig, path: str, warmup: int, steps: int) -> dict[str, Any]:
@@ -197,9 +173,9 @@ def measure(config: RunConfig, path: str, warmup: int, steps: int) -> dict[str, 
     rows = config.batch * (warmup + steps + 2)
     length, vocabulary = config.data.sequence_length, config.model.vocab_size
     random = RandomRows(rows, length, vocabulary)
-    clock = Clock(warmup, steps)
-    PATHS[path](config, RandomData(random, random, NoTokenizer(vocabulary)), clock)
-    times = clock.times()
+    clock, data = Clock(own_device()), RandomData(random, random, NoTokenizer(vocabulary))
+    PATHS[path](config, data, clock, warmup + steps)
+    times = clock.times()[warmup - 1 :]
     parameters = sum(each.numel() for each in empty_model(config).parameters())
     tokens, mean = config.batch * length, statistics.mean(times)
     name = torch.cuda.get_device_name() if on_gpu else ""
@@ -238,7 +214,7 @@ def main() -> None:
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_intermixed_args()
-    configs = [resolved(described(name), args.overrides) for name in args.recipes.split(",")]
+    configs = [resolved(config_of(name), args.overrides) for name in args.recipes.split(",")]
     never = 10**9
     with tempfile.TemporaryDirectory() as out, process_group():
         shared = provenance("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import itertools
 import math
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,15 +98,15 @@ def test_autos_choice_is_timed_on_fresh_and_trained_layers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     times = {"newton_ms": 0.3, "sweeps": 2, "mended": 1, "sequential_ms": 0.2}
-    monkeypatch.setattr(auto_layers, "measured", lambda *args: times)
-    monkeypatch.setattr(auto_layers, "inputs_needed", lambda *args: 2)
+    monkeypatch.setattr(auto_layers, "measure", lambda *args: times)
+    monkeypatch.setattr(auto_layers, "sets_of", lambda *args: 2)
     monkeypatch.setattr(auto_layers, "SIZES", ((2, 30, 8), (1, 40, 8)))
     monkeypatch.setattr(auto_layers.pararnn, "precompile", lambda *args: None)
     monkeypatch.setattr(gpu, "provenance", lambda device: {"commit": "c", "device": "d"})
     monkeypatch.setattr(gpu, "copy_rate", lambda budget: 1.0)
     config = DemoConfig(width=8, batch=2, length=16, seconds=60.0, steps=2)
 
-    def rows(run: gpu.Run) -> list[gpu.Row]:
+    def rows(run: gpu.Run) -> list[protocol.Row]:
         return list(auto_layers.model_rows(run, config))
 
     monkeypatch.setattr(sys, "argv", ["auto_layers.py", "--out", str(tmp_path)])
@@ -134,13 +136,16 @@ def test_host_times_are_held_to_pytorchs_own() -> None:
 
 
 def test_protocol_runs_as_the_paper_does_or_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_by_clock", lambda call: call() or 1.0)
+    ticks = itertools.count()
+    monkeypatch.setattr(
+        time, "perf_counter", lambda: float(next(ticks))
+    )  # each look takes a second
     calls: list[int] = []
-    row = protocol.timed(lambda: calls.append(1), torch.device("cpu"), budget=100.0)
-    assert row == {"min_ms": 1.0, "median_ms": 1.0, "runs": 100}
+    row = protocol.protocol_times(lambda: calls.append(1), protocol.CPU, budget=100e3)
+    assert row == {"min_ms": 1e3, "median_ms": 1e3, "runs": 100}
     assert len(calls) == 1 + 2 + 20 + 100  # one to compile, two that say how long it takes
-    few = protocol.timed(lambda: None, torch.device("cpu"), budget=50.0)
-    least = protocol.timed(lambda: None, torch.device("cpu"), budget=0.0)
+    few = protocol.protocol_times(lambda: None, protocol.CPU, budget=50e3)
+    least = protocol.protocol_times(lambda: None, protocol.CPU, budget=0.0)
     assert (few["runs"], least["runs"]) == (50, 3)
 
 
@@ -152,10 +157,10 @@ def test_rows_are_in_the_file_before_the_run_ends(tmp_path: Path) -> None:
         assert read_rows(path) == [{"commit": "c", "T": "1"}, {"commit": "c", "T": "2"}]
 
 
-def test_a_turn_alone_waits_for_those_who_prepare(tmp_path: Path) -> None:
+def test_an_exclusive_turn_waits_until_no_process_prepares(tmp_path: Path) -> None:
     path = tmp_path / "turns"
 
-    def taken(kind: int) -> bool:
+    def can_lock(kind: int) -> bool:
         with path.open("a") as file:
             try:
                 fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -163,12 +168,12 @@ def test_a_turn_alone_waits_for_those_who_prepare(tmp_path: Path) -> None:
                 return False
             return True
 
-    with protocol.turn(path, alone=False):
-        assert taken(fcntl.LOCK_SH)
-        assert not taken(fcntl.LOCK_EX)
-    with protocol.turn(path, alone=True):
-        assert not taken(fcntl.LOCK_SH)
-    assert taken(fcntl.LOCK_EX)
+    with protocol.turn(path, exclusive=False):
+        assert can_lock(fcntl.LOCK_SH)
+        assert not can_lock(fcntl.LOCK_EX)
+    with protocol.turn(path, exclusive=True):
+        assert not can_lock(fcntl.LOCK_SH)
+    assert can_lock(fcntl.LOCK_EX)
 
 
 def test_three_updates_have_the_loops_states_and_gradients() -> None:

@@ -170,8 +170,8 @@ def test_mamba2_trains_as_recipes_do(monkeypatch, tmp_path) -> None:
     """Several in one process, each freed before the next."""
     train_step = pytest.importorskip("train_step")
     monkeypatch.setattr(train_step, "peer_sizes", lambda name: mamba2.TINY)
-    assert train_step.described("gru-7b") == train_step.recipe("gru-7b")
-    config = train_step.resolved(train_step.described("mamba2-7b"), ["data.sequence_length=16"])
+    assert train_step.config_of("gru-7b") == train_step.recipe("gru-7b")
+    config = train_step.resolved(train_step.config_of("mamba2-7b"), ["data.sequence_length=16"])
     config = replace(config, device_batch=2, batch=2, steps=100, out=str(tmp_path), compile=False)
     kept, plain = [], train_step.prepare_model
 
@@ -191,4 +191,4 @@ def test_mamba2_trains_as_recipes_do(monkeypatch, tmp_path) -> None:
         ("mamba2-7b", 2, count)
     ] * 2
     with pytest.raises(ValueError, match="give --paths bare"):
-        train_step.by_trainer(config, None, None)
+        train_step.by_trainer(config, None, None, 0)

@@ -115,7 +115,7 @@ def test_scans_are_timed_in_rounds_and_agree(
 ) -> None:
     torch.manual_seed(0)
     for what in ("LRU", "minGRU"):
-        decay, entering = scan_cpu.drawn(what, 20)
+        decay, entering = scan_cpu.random_inputs(what, 20)
         expected = scan_cpu.loop(decay, entering)
         for way in scan_cpu.ways_of(what, 20):
             torch.testing.assert_close(scan_cpu.WAYS[way](decay, entering), expected)
