@@ -38,10 +38,10 @@ def commit() -> str:
     folder = Path(__file__).parent
 
     def git(*args: str) -> str:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", *args], cwd=folder, check=True, capture_output=True, text=True
         )
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     dirty = git("status", "--porcelain", "--untracked-files=no")
     return git("rev-parse", "--short", "HEAD") + ("-dirty" if dirty else "")
@@ -63,7 +63,7 @@ def add_row(path: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
     rows: list[dict[str, Any]] = read_rows(path) if path.exists() else []
     names = list(dict.fromkeys(name for each in (*rows, row) for name in each))
     same = [all(str(old[key]) == str(row[key]) for key in keys) for old in rows]
-    rows = [row if found else old for old, found in zip(rows, same, strict=True)]
+    rows = [row if match else old for old, match in zip(rows, same, strict=True)]
     rows += [] if any(same) else [row]
     write_csv(path, [{name: each.get(name, "") for name in names} for each in rows])
 

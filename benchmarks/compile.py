@@ -35,8 +35,8 @@ def seconds(cell: str, dtype: str, cache: str) -> float:
     """Return the time to get a cell's kernels, in a new process."""
     environment = {**os.environ, "PARARNN_CACHE_DIR": cache}
     command = [sys.executable, "-c", ONE, cell, dtype]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return float(done.stdout)
+    result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return float(result.stdout)
 
 
 def main() -> None:

@@ -63,8 +63,8 @@ def passes(program: Program, backend: str, updates: int = UPDATES) -> Passes:
         system = system_of(program, gates, params)
         previous = system.previous(states)
         _, jacobian = system.linearise(previous)
-        transposed = structure.transpose(jacobian)[:, 1:].flip(1)
-        total = scan(structure, transposed, arriving.flip(1)).flip(1)
+        adjoint = structure.transpose(jacobian)[:, 1:].flip(1)
+        total = scan(structure, adjoint, arriving.flip(1)).flip(1)
         _, inputs, grads = system.pull_back(previous, total)
         return (torch.stack(inputs, 2), *grads)
 
@@ -76,9 +76,9 @@ def passes(program: Program, backend: str, updates: int = UPDATES) -> Passes:
 
 class _Solve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, made: Passes, gates: Tensor, *params: Tensor) -> Tensor:
-        states = made.forward(gates, *params)
-        ctx.passes = made
+    def forward(ctx: Any, both: Passes, gates: Tensor, *params: Tensor) -> Tensor:
+        states = both.forward(gates, *params)
+        ctx.passes = both
         ctx.save_for_backward(gates, states, *params)
         return states
 
@@ -90,10 +90,10 @@ class _Solve(torch.autograd.Function):
 
 def fixed_newton(cell: Cell, backend: str, updates: int = UPDATES) -> Callable[[Tensor], Tensor]:
     """Gates (B, T, G, D) to the first state's sequence (B, T, D), differentiable."""
-    made = passes(program_of(cell), backend, updates)
+    both = passes(program_of(cell), backend, updates)
 
     def run(gates: Tensor) -> Tensor:
-        states = _Solve.apply(made, gates, *cell.lifted_params(gates.dtype))
+        states = _Solve.apply(both, gates, *cell.lifted_params(gates.dtype))
         return states[:, :, 0]
 
     return run

@@ -55,7 +55,7 @@ def training(device: str) -> Calls:
     loose = [torch.randn(3, CHANNELS, device=device, requires_grad=True)]
     loose += [torch.randn(CHANNELS, device=device, requires_grad=True) for _ in range(3)]
 
-    def solved(module: nn.Module) -> Callable[[], object]:
+    def gradients_of(module: nn.Module) -> Callable[[], object]:
         leaves = list(module.parameters())
         return lambda: torch.autograd.grad(module(x)[0], leaves, grad)
 
@@ -63,8 +63,8 @@ def training(device: str) -> Calls:
         output, _ = Opaque.apply(linear(x).unflatten(-1, (3, -1)), *loose)
         return torch.autograd.grad(output, [linear.weight, *loose], grad)
 
-    named: Calls = {name: solved(module) for name, module in modules.items()}
-    return named | {BARE: opaque}
+    by_name: Calls = {name: gradients_of(module) for name, module in modules.items()}
+    return by_name | {BARE: opaque}
 
 
 def _modules(device: str) -> dict[str, Any]:
@@ -86,12 +86,12 @@ def decoding(device: str) -> Calls:
     def quietly(call: Callable[[], object]) -> Callable[[], object]:
         return torch.no_grad()(call)
 
-    def stepped(module: Any) -> Callable[[], object]:
-        given = state.unsqueeze(0) if isinstance(module, pararnn.ParaRNN) else state
-        return quietly(lambda: module.step(x, given))
+    def step_of(module: Any) -> Callable[[], object]:
+        own_state = state.unsqueeze(0) if isinstance(module, pararnn.ParaRNN) else state
+        return quietly(lambda: module.step(x, own_state))
 
     return {
-        **{name: stepped(module) for name, module in modules.items()},
+        **{name: step_of(module) for name, module in modules.items()},
         "nn.GRUCell": quietly(lambda: cell(x, state)),
     }
 

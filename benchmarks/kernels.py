@@ -147,8 +147,8 @@ def kernel_rows(run: Run) -> list[Row]:
         for what in ("forward",) if size == LONG else ("forward", "backward"):
             times = times_of(kernel_calls(cell, what, size, dtype), run)
             row = row_of("kernels", cell_class.__name__, what, size, dtype, times)
-            moved = bytes_moved(what, size, len(cell.gates), len(cell.states), dtype)
-            limit = moved / run.copy_rate * 1e3
+            in_bytes = bytes_moved(what, size, len(cell.gates), len(cell.states), dtype)
+            limit = in_bytes / run.copy_rate * 1e3
             row |= {"limit_ms": round(limit, 5), "of_limit": round(row["graph_ms"] / limit, 4)}
             if size == LONG:
                 row["ns_per_step"] = round(row["graph_ms"] * 1e6 / size[1], 2)
@@ -340,9 +340,9 @@ def bytes_after_forward(layer: ParaGRU | ParaLSTM) -> int:
     """Return the bytes allocated between a forward pass and its backward pass, which follows."""
     x, cotangent = normal(BIG, BIG)()
     output, _ = layer(x.requires_grad_())
-    allocated = torch.cuda.memory_allocated()
+    in_use = torch.cuda.memory_allocated()
     torch.autograd.grad(output, [x, *layer.parameters()], cotangent)
-    return allocated
+    return in_use
 
 
 # Peers come last: a failed capture by one of them could spoil what follows.

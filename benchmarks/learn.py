@@ -62,7 +62,7 @@ class Tables:
                 writer.writerow({**self.shared, **row})
 
 
-def planned(
+def plan_steps(
     speeds: Mapping[str, tuple[float, float]],
     seconds: float,
     runs: Mapping[str, int],
@@ -102,9 +102,9 @@ def check_equal(rows: Iterable[Row]) -> None:
         key = tuple(row[name] for name in ("corpus", "stage", "seed", "step"))
         what = tuple(row[name] for name in ("steps", "tokens", "order", "B", "T"))
         read.setdefault(key, set()).add(what)
-    for key, found in read.items():
-        if len(found) > 1:
-            raise RuntimeError(f"mixers have not read the same at {key}: {sorted(found)}")
+    for key, readings in read.items():
+        if len(readings) > 1:
+            raise RuntimeError(f"mixers have not read the same at {key}: {sorted(readings)}")
 
 
 def table_of(rows: Sequence[Row]) -> str:
@@ -122,12 +122,12 @@ def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespac
     speeds = fleet.speeds(args.probe)
     for mixer, (speed, look) in speeds.items():
         print(f"{mixer}: {speed:,.0f} tokens/s, a look {look:.2f} s", flush=True)
-    left = (args.until - args.layers_seconds - time.time()) * SHARE * len(fleet.devices)
+    gpu_seconds = (args.until - args.layers_seconds - time.time()) * SHARE * len(fleet.devices)
     count = len(args.corpora)
     runs = {"sweep": count * len(args.rates), "final": count * args.seeds}
     most = {"sweep": args.sweep_tokens, "final": args.final_tokens}
-    steps = planned(speeds, left, runs, most, args.shape)
-    print(f"{left:.0f} GPU-seconds left; steps: {steps}", flush=True)
+    steps = plan_steps(speeds, gpu_seconds, runs, most, args.shape)
+    print(f"{gpu_seconds:.0f} GPU-seconds left; steps: {steps}", flush=True)
 
     def train(jobs: Iterable[Job]) -> None:
         slowest_first = sorted(jobs, key=lambda job: speeds[job.mixer][0])
@@ -189,10 +189,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(shared), flush=True)
     folders = tuple(str(args.data / name) for name in args.corpora)
     with tempfile.TemporaryDirectory() as states:
-        rest = (args.shape, folders, states, args.smoke)
+        shared_settings = (args.shape, folders, states, args.smoke)
         begin = time.time()
         fleet = Fleet(
-            [Settings(m, d, *rest) for m, d in itertools.product(args.mixers, devices)], devices
+            [Settings(m, d, *shared_settings) for m, d in itertools.product(args.mixers, devices)],
+            devices,
         )
         try:
             print(f"compiled in {time.time() - begin:.0f} s", flush=True)
@@ -201,8 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             fleet.stop()
             if table.rows:
                 print(table_of(table.rows), flush=True)
-    if fleet.failed:
-        sys.exit(f"left out: {', '.join(fleet.failed)}, see above")
+    if fleet.failures:
+        sys.exit(f"left out: {', '.join(fleet.failures)}, see above")
 
 
 if __name__ == "__main__":

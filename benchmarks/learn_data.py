@@ -44,19 +44,21 @@ Source = tuple[str, bytes]
 """A file's path, the package's name before it, and its content."""
 
 
-def installed(name: str, version: str) -> Iterator[Source] | None:
+def files_installed(name: str, version: str) -> Iterator[Source] | None:
     """Return the .py files of a package that is installed in that version; None where it is not."""
     try:
-        found = importlib.metadata.distribution(name)
+        distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    if found.version != version:
+    if distribution.version != version:
         return None
-    files = [file for file in found.files or () if file.suffix == ".py" and ".." not in file.parts]
+    files = [
+        file for file in distribution.files or () if file.suffix == ".py" and ".." not in file.parts
+    ]
     return ((f"{name}/{file}", Path(str(file.locate())).read_bytes()) for file in files)
 
 
-def downloaded(name: str, version: str) -> Iterator[Source]:
+def download(name: str, version: str) -> Iterator[Source]:
     """Yield the .py files of a package's wheel, or of its sdist where it has none."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["pip", "download", "--no-deps", "--quiet", "-d", folder, f"{name}=={version}"]
@@ -68,9 +70,9 @@ def downloaded(name: str, version: str) -> Iterator[Source]:
                     if path.endswith(".py"):
                         yield f"{name}/{path}", whole.read(path)
         else:
-            with tarfile.open(archive) as packed:
-                for member in packed:
-                    file = packed.extractfile(member) if member.name.endswith(".py") else None
+            with tarfile.open(archive) as tar:
+                for member in tar:
+                    file = tar.extractfile(member) if member.name.endswith(".py") else None
                     if file is not None:
                         yield f"{name}/{member.name}", file.read()
 
@@ -79,7 +81,7 @@ def sources(packages: Iterable[str]) -> Iterator[Source]:
     """Yield the .py files of packages, given as name==version."""
     for package in packages:
         name, _, version = package.partition("==")
-        yield from installed(name, version) or downloaded(name, version)
+        yield from files_installed(name, version) or download(name, version)
 
 
 def place(path: str) -> int:
@@ -105,11 +107,11 @@ def split(files: Iterable[Source]) -> tuple[list[str], list[str]]:
 
 def english(books: Path, folder: Path) -> DataConfig:
     """Return the config of the books; links to those that are learned go into the folder."""
-    found = sorted(books.glob("*.txt*"))
-    (held_out,) = (path for path in found if path.name.startswith(BOOK))
+    paths = sorted(books.glob("*.txt*"))
+    (held_out,) = (path for path in paths if path.name.startswith(BOOK))
     train = folder / "train"
     train.mkdir()
-    for path in found:
+    for path in paths:
         if path != held_out:
             shutil.copy(path, train)
     return DataConfig(train=str(train), valid=str(held_out))
@@ -131,11 +133,11 @@ def write(config: DataConfig, out: Path, vocabulary: int, length: int, work: Pat
     config = replace(
         config, tokenizer=f"bpe:{vocabulary}", sequence_length=length, cache=str(work / "cache")
     )
-    packed = prepare(config)
+    corpus = prepare(config)
     out.mkdir(parents=True, exist_ok=True)
     for name in ("train.bin", "valid.bin", "meta.json"):
-        shutil.copy(packed.folder / name, out)
-    for name, rows in (("train", packed.train), ("valid", packed.valid)):
+        shutil.copy(corpus.folder / name, out)
+    for name, rows in (("train", corpus.train), ("valid", corpus.valid)):
         print(f"{name}: {rows.part}, {rows.part.bytes_per_token:.3f} bytes a token", flush=True)
 
 

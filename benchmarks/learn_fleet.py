@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from learn_layers import layer_rows
 from learn_models import MODELS, tiny
-from learn_run import Corpus, Learned, Row, Shape, Tuning, read_corpus
+from learn_run import Corpus, Row, Shape, Trainee, Tuning, read_corpus
 
 ENDING = 5.0
 """Seconds that a process may take to end."""
@@ -51,15 +51,15 @@ def serve(settings: Settings, pipe: Connection) -> None:
         tuning = Tuning()
         corpora = {Path(each).name: read_corpus(Path(each), device) for each in settings.folders}
         make = (tiny() if settings.smoke else MODELS)[settings.name]
-        learned = Learned(make, device, settings.shape)
-        learned.speed(next(iter(corpora.values())), 1)
-        pipe.send(("done", learned.parameters))
+        trainee = Trainee(make, device, settings.shape)
+        trainee.speed(next(iter(corpora.values())), 1)
+        pipe.send(("done", trainee.parameters))
         while True:
             request = pipe.recv()
             if request is None:
                 return
             tuning.begin()
-            for row in answers(settings, learned, corpora, request):
+            for row in answers(settings, trainee, corpora, request):
                 pipe.send(row)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # other processes use the same GPU
@@ -69,22 +69,22 @@ def serve(settings: Settings, pipe: Connection) -> None:
 
 
 def answers(
-    settings: Settings, learned: Learned, corpora: Mapping[str, Corpus], request: tuple[str, Any]
+    settings: Settings, trainee: Trainee, corpora: Mapping[str, Corpus], request: tuple[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the messages of a process for a request."""
-    what, told = request
+    what, argument = request
     if what == "speed":
-        yield "done", learned.speed(next(iter(corpora.values())), told)
+        yield "done", trainee.speed(next(iter(corpora.values())), argument)
     elif what == "train":
-        for row in learned.train(told, corpora[told.corpus]):
+        for row in trainee.train(argument, corpora[argument.corpus]):
             yield "row", row
-        if told.stage == "final" and told.seed == 0:
-            torch.save(learned.model.state_dict(), state_path(settings, told.corpus))
+        if argument.stage == "final" and argument.seed == 0:
+            torch.save(trainee.model.state_dict(), state_path(settings, argument.corpus))
         yield "done", None
     else:
-        corpus, until = told
+        corpus, until = argument
         state = torch.load(state_path(settings, corpus), map_location=settings.device)
-        config = learned.model.config
+        config = trainee.model.config
         for row in layer_rows(settings.name, config, state, corpora[corpus], until):
             yield "row", row
         yield "done", None
@@ -138,27 +138,27 @@ class Fleet:
     """A worker for each mixer on each device; mixers that fail are left out of what follows."""
 
     def __init__(self, settings: Sequence[Settings], devices: Sequence[str]) -> None:
-        self.devices, self.failed = list(devices), dict[str, str]()
+        self.devices, self.failures = list(devices), dict[str, str]()
         self.workers = {(each.name, each.device): Worker(each) for each in settings}
         self.mixers = list(dict.fromkeys(each.name for each in settings))
         for worker in self.workers.values():
-            self._guarded(worker.name, partial(list, worker.rows()))
+            self._guard(worker.name, partial(list, worker.rows()))
 
     def speeds(self, steps: int) -> dict[str, tuple[float, float]]:
         """By mixer, of its slower process: tokens a second, and seconds of a look."""
-        found: dict[str, list[tuple[float, float]]] = {mixer: [] for mixer in self.mixers}
+        times: dict[str, list[tuple[float, float]]] = {mixer: [] for mixer in self.mixers}
 
         def one(mixer: str, device: str) -> None:
-            found[mixer].append(self.workers[mixer, device].result("speed", steps))
+            times[mixer].append(self.workers[mixer, device].result("speed", steps))
 
         def every(device: str) -> None:
-            for mixer in found:
+            for mixer in times:
                 if mixer in self.mixers:
-                    self._guarded(mixer, partial(one, mixer, device))
+                    self._guard(mixer, partial(one, mixer, device))
 
         self._on_devices(every)
         return {
-            mixer: (min(speed for speed, _ in found[mixer]), max(look for _, look in found[mixer]))
+            mixer: (min(speed for speed, _ in times[mixer]), max(look for _, look in times[mixer]))
             for mixer in self.mixers
         }
 
@@ -177,7 +177,7 @@ class Fleet:
                         return
                     mixer, request = waiting.pop(0)
                 if mixer in self.mixers:
-                    self._guarded(mixer, partial(one, mixer, request, device))
+                    self._guard(mixer, partial(one, mixer, request, device))
 
         self._on_devices(drain)
 
@@ -195,10 +195,10 @@ class Fleet:
             if isinstance(worker.process, BaseProcess) and worker.process.is_alive():
                 worker.process.terminate()
 
-    def _guarded(self, mixer: str, call: Callable[[], object]) -> None:
+    def _guard(self, mixer: str, call: Callable[[], object]) -> None:
         try:
             call()
         except Failed as error:
             print(f"left out from here on: {error}", flush=True)
-            self.failed[mixer] = str(error)
+            self.failures[mixer] = str(error)
             self.mixers = [each for each in self.mixers if each != mixer]

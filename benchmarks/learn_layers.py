@@ -56,19 +56,21 @@ def layer_rows(
             print(f"{mixer}, {corpus.name}: too little text for {size}", flush=True)
             continue
         slow: set[Pair] = set()
-        given = solves(model, corpus.valid, size, inputs_for(size, config.hidden_size, device))
+        solves_of_text = solves(
+            model, corpus.valid, size, inputs_for(size, config.hidden_size, device)
+        )
         for index, layer in enumerate(layers):
             if time.time() > until:
                 print(f"{mixer}, {corpus.name}: no time left at {size}, layer {index + 1}")
                 return
-            inputs = [each[index] for each in given]
-            found = timed(layer.cell, inputs, slow)
-            best = min(sum(times) for times in found.values())
+            inputs = [each[index] for each in solves_of_text]
+            by_pair = times_by_pair(layer.cell, inputs, slow)
+            best = min(sum(times) for times in by_pair.values())
             if index == 0:
-                slow = {pair for pair, times in found.items() if sum(times) > TOO_SLOW * best}
+                slow = {pair for pair, times in by_pair.items() if sum(times) > TOO_SLOW * best}
             whole, dtype = inputs[0].size, inputs[0].gates.dtype
             auto = choose(program_of(layer.cell), whole, dtype, device, "auto", "auto").pair
-            for pair, (forward, backward) in found.items():
+            for pair, (forward, backward) in by_pair.items():
                 yield {
                     "corpus": corpus.name,
                     "mixer": mixer,
@@ -99,18 +101,20 @@ def solves(
     batch, length = size
     last = len(text) - batch * length
     starts = [last * index // max(count - 1, 1) for index in range(count)]
-    given = (solves_of(model, text[at : at + batch * length].view(batch, length)) for at in starts)
-    return [[detached(args) for args in layers] for layers in given]
+    readings = (
+        solves_of(model, text[at : at + batch * length].view(batch, length)) for at in starts
+    )
+    return [[detach(args) for args in layers] for layers in readings]
 
 
-def detached(args: Arguments) -> Arguments:
+def detach(args: Arguments) -> Arguments:
     """Return a solve that no parameter wants a gradient of."""
     assert args.bias is not None
     params = tuple(param.detach() for param in args.params)
     return replace(args, bias=args.bias.detach(), params=params)
 
 
-def timed(
+def times_by_pair(
     cell: Cell, inputs: Sequence[Arguments], slow: set[Pair]
 ) -> dict[Pair, tuple[float, float]]:
     """ms of the forward and the backward pass by each pair that can, but the slow ones."""
@@ -150,5 +154,5 @@ def by_operator(program: Program, inputs: Sequence[Arguments], pair: Pair) -> tu
         states = run(program, replace(args, gates=gates), *pair)[0][0]
         states.backward(torch.ones_like(states))
 
-    alone, together = (settled_seconds(each, device, BUDGET_MS / 1e3) for each in (forward, both))
-    return alone * 1e3, max(together - alone, 0.0) * 1e3
+    forward_s, both_s = (settled_seconds(each, device, BUDGET_MS / 1e3) for each in (forward, both))
+    return forward_s * 1e3, max(both_s - forward_s, 0.0) * 1e3

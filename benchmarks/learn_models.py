@@ -28,8 +28,8 @@ Make = Callable[..., LanguageModel]
 
 def config_of(architecture: str, **changes: Any) -> LMConfig:
     """Return the recipe of 60M for an architecture of the paper, with this vocabulary."""
-    found = on_bytes(architecture, architecture, width=WIDTH, blocks=BLOCKS, steps=1).model
-    return replace(found, vocab_size=VOCABULARY, num_attention_heads=HEADS, **changes)
+    paper_model = on_bytes(architecture, architecture, width=WIDTH, blocks=BLOCKS, steps=1).model
+    return replace(paper_model, vocab_size=VOCABULARY, num_attention_heads=HEADS, **changes)
 
 
 CONFIGS = {
@@ -72,8 +72,8 @@ def tiny() -> dict[str, Make]:
     changes = sizes | {"num_attention_heads": 2}
     own = {n: replace(c, mixers=(c.mixers or ())[:4], **changes) for n, c in CONFIGS.items()}
     peer = {**MAMBA2, **sizes, "num_heads": 4, "head_dim": 16, "state_size": 8}
-    made: dict[str, Make] = {name: partial(LanguageModel, config) for name, config in own.items()}
-    return made | {"mamba2": partial(mamba2, peer)}
+    models: dict[str, Make] = {name: partial(LanguageModel, config) for name, config in own.items()}
+    return models | {"mamba2": partial(mamba2, peer)}
 
 
 def body_size(model: nn.Module) -> int:

@@ -79,8 +79,8 @@ def read_corpus(folder: Path, device: torch.device) -> Corpus:
         raise SystemExit(f"{folder} has no whole corpus: write it with benchmarks/learn_data.py")
 
     def tokens(name: str) -> Tensor:
-        found = np.fromfile(folder / f"{name}.bin", meta["dtype"])
-        return torch.from_numpy(found.astype(np.int32)).to(device)
+        numbers = np.fromfile(folder / f"{name}.bin", meta["dtype"])
+        return torch.from_numpy(numbers.astype(np.int32)).to(device)
 
     end = torch.tensor([meta["end"]], dtype=torch.int32, device=device)
     valid = torch.cat([end, tokens("valid")])
@@ -115,14 +115,14 @@ def held_out(corpus: Corpus, shape: Shape) -> Iterator[tuple[Tensor, Tensor]]:
     step = shape.length - 1
     count = -(-(len(corpus.valid) - 1) // step)
     whole = -(-count // shape.rows) * shape.rows
-    padded = corpus.valid.new_full((whole * step + 1,), IGNORED)
-    padded[: len(corpus.valid)] = corpus.valid
-    labels = padded.unfold(0, shape.length, step).long()
+    text = corpus.valid.new_full((whole * step + 1,), IGNORED)
+    text[: len(corpus.valid)] = corpus.valid
+    labels = text.unfold(0, shape.length, step).long()
     for part in labels.split(shape.rows):
         yield part.clamp(min=0), part
 
 
-class Learned:
+class Trainee:
     """A mixer's model on a device, compiled on CUDA."""
 
     def __init__(self, make: Make, device: torch.device, shape: Shape) -> None:
@@ -203,17 +203,17 @@ class Learned:
         optimizer, scheduler = self.start(job.rate, job.seed, job.steps)
         source = batches(corpus, self.shape, job.seed)
         marks = [round(mark * job.steps / job.marks) for mark in range(1, job.marks + 1)]
-        order, seconds, done = hashlib.sha256(), 0.0, 0
+        order, seconds, previous = hashlib.sha256(), 0.0, 0
         rows = len(corpus.train) // self.shape.length // self.shape.rows * self.shape.rows
         for mark in marks:
             self._wait()
             begin = time.perf_counter()
             losses = []
-            for own, tokens in (next(source) for _ in range(mark - done)):
+            for own, tokens in (next(source) for _ in range(mark - previous)):
                 order.update(own.numpy().tobytes())
                 losses.append(self.step(tokens, optimizer, scheduler))
             self._wait()
-            seconds, done = seconds + time.perf_counter() - begin, mark
+            seconds, previous = seconds + time.perf_counter() - begin, mark
             nats, tokens_read = self.nats(corpus), mark * self.shape.tokens
             yield {
                 "corpus": job.corpus,
@@ -238,8 +238,8 @@ class Learned:
             if not math.isfinite(nats):
                 return
 
-    def _loss(self, tokens: Tensor, labels: Tensor, **how: Any) -> Tensor:
-        return self.model.lm_head(self.model.hidden(tokens), labels, **how)
+    def _loss(self, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        return self.model.lm_head(self.model.hidden(tokens), labels, **options)
 
     @torch.no_grad()
     def _hand_over(self) -> None:
@@ -258,14 +258,14 @@ class Tuning:
     """
 
     def __init__(self) -> None:
-        self.begun = False
+        self.has_begun = False
         if importlib.util.find_spec("triton") is None:
             return
         testing: Any = importlib.import_module("triton.testing")
         time_it = testing.do_bench
 
         def bench(call: Callable[[], object], quantiles: Sequence[float], **_: Any) -> Any:
-            if self.begun:
+            if self.has_begun:
                 return time_it(call, warmup=5, rep=20, quantiles=quantiles)
             call()
             return [1.0] * len(quantiles)
@@ -274,7 +274,7 @@ class Tuning:
 
     def begin(self) -> None:
         """Choose anew from now on; once."""
-        if not self.begun and "triton.runtime" in sys.modules:
+        if not self.has_begun and "triton.runtime" in sys.modules:
             kind = sys.modules["triton.runtime"].Autotuner
             peers = [each for name, each in sys.modules.items() if name.startswith("mamba_ssm.")]
             for part in (part for module in peers for part in vars(module).values()):
@@ -282,4 +282,4 @@ class Tuning:
                     part = part.fn
                 if isinstance(part, kind):
                     part.cache.clear()
-        self.begun = True
+        self.has_begun = True

@@ -33,15 +33,19 @@ def chosen(
     parser: argparse.ArgumentParser,
     args: argparse.Namespace,
     every: Sequence[Case],
-    named: Callable[[Case], str],
-    asked: Callable[[Case], bool] = lambda case: True,
+    name_of: Callable[[Case], str],
+    condition: Callable[[Case], bool] = lambda case: True,
 ) -> list[Case]:
     """Return the requested cases, by beginnings of names and `asked`. Raises if there is none."""
-    found = [case for case in every if named(case).startswith(tuple(args.only)) and asked(case)]
-    if not found:
-        given = {key: value for key, value in vars(args).items() if key != "out" and value}
-        parser.error(f"no case of {given}; there are {', '.join(dict.fromkeys(map(named, every)))}")
-    return found
+    matches = [
+        case for case in every if name_of(case).startswith(tuple(args.only)) and condition(case)
+    ]
+    if not matches:
+        options = {key: value for key, value in vars(args).items() if key != "out" and value}
+        parser.error(
+            f"no case of {options}; there are {', '.join(dict.fromkeys(map(name_of, every)))}"
+        )
+    return matches
 
 
 class Record:
@@ -52,7 +56,7 @@ class Record:
         self.file, self.keys, self.shared = file, keys, provenance(device_of(args))
         print(self.shared, flush=True)
 
-    def put(self, row: dict[str, Any]) -> None:
+    def add(self, row: dict[str, Any]) -> None:
         """Add a row, in place of one of the same case."""
         print(*row.values(), sep="\t", flush=True)
         if self.out is not None:

@@ -45,31 +45,33 @@ TOO_LARGE = "out of memory"
 def cases(lengths: list[int]) -> list[Case]:
     """All four models at these lengths."""
     return [
-        Case(found.name, found.model, max(TOKENS[SCALE] // length, 1), length, found.z_loss)
-        for found in (preset(architecture, SCALE) for architecture in ARCHITECTURES)
+        Case(paper.name, paper.model, max(TOKENS[SCALE] // length, 1), length, paper.z_loss)
+        for paper in (preset(architecture, SCALE) for architecture in ARCHITECTURES)
         for length in lengths
     ]
 
 
-def timed(case: Case, device: torch.device, compiled: bool, seconds: float) -> dict[str, Any]:
+def figures_of(
+    case: Case, device: torch.device, use_compiler: bool, seconds: float
+) -> dict[str, Any]:
     """Return a case's figures; torch.OutOfMemoryError where it does not fit."""
     model = fresh(case, device)
-    if compiled:
+    if use_compiler:
         compile_blocks(model)
     times = step_times(model, case, device, warmup=1, repeats=1)
     more = min(int(seconds * 1e3 / times[0]), MOST)
     if more > 1:
         times = step_times(model, case, device, warmup=0, repeats=more)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    found = figures(times, parameters, case.batch * case.length)
-    return {"repeats": len(times), **found, "peak_GiB": peak_memory(device)}
+    rates = figures(times, parameters, case.batch * case.length)
+    return {"repeats": len(times), **rates, "peak_GiB": peak_memory(device)}
 
 
-def measure(case: Case, device: torch.device, compiled: bool, seconds: float) -> dict[str, Any]:
+def measure(case: Case, device: torch.device, use_compiler: bool, seconds: float) -> dict[str, Any]:
     """Return a case's row."""
     about = {"model": case.name, "B": case.batch, "T": case.length}
     try:
-        return {**about, **timed(case, device, compiled, seconds), "note": ""}
+        return {**about, **figures_of(case, device, use_compiler, seconds), "note": ""}
     except torch.OutOfMemoryError:
         names = ("repeats", *figures([1.0], 1, 1), "peak_GiB")
         return {**about, **dict.fromkeys(names, ""), "note": TOO_LARGE}
@@ -86,14 +88,14 @@ def plot(path: Path) -> None:
         if row["peak_GiB"]:
             point = int(row["B"]) * length, float(row["peak_GiB"])
             memory.setdefault(row["model"], []).append(point)
-    left, right = figure.subplots(1, 2)
-    draw(left, rates, "context: T, tokens of a row", "tokens/s")
+    rate_axes, memory_axes = figure.subplots(1, 2)
+    draw(rate_axes, rates, "context: T, tokens of a row", "tokens/s")
     if memory:
-        draw(right, memory, "B x T, tokens of a step", "memory, GiB")
-        right.set_xscale("linear")
-        right.set_xlim(left=0)
+        draw(memory_axes, memory, "B x T, tokens of a step", "memory, GiB")
+        memory_axes.set_xscale("linear")
+        memory_axes.set_xlim(left=0)
         ticks = sorted({tokens for curve in memory.values() for tokens, _ in curve})
-        right.set_xticks(ticks, [thousands(tick) for tick in ticks])
+        memory_axes.set_xticks(ticks, [thousands(tick) for tick in ticks])
     tokens = f"{TOKENS[SCALE]:,} tokens a step up to that T, then one row"
     caption(figure, rows, f"forward and backward, bfloat16; {tokens}")
     figure.savefig(path.with_suffix(".png"), dpi=150)
@@ -110,10 +112,10 @@ def main() -> None:
         return
     plain = [case for case in smoke_cases() if not case.packed]
     every = plain if args.smoke else cases(args.lengths)
-    asked = chosen(parser, args, every, lambda case: case.name)
+    requested = chosen(parser, args, every, lambda case: case.name)
     record = Record(args, FILE, KEYS)
-    for case in asked:
-        record.put(measure(case, device_of(args), not args.smoke, args.seconds))
+    for case in requested:
+        record.add(measure(case, device_of(args), not args.smoke, args.seconds))
     record.end()
 
 

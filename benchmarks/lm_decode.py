@@ -20,10 +20,11 @@ import statistics
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import lm_step
 import torch
 from lm_command import Record, chosen, device_of, parser_of
 from lm_step import ARCHITECTURES, peak_memory
-from mamba2 import TINY, Sizes, language_model, ready_to_decode
+from mamba2 import Sizes, language_model, ready_to_decode
 from protocol import Call, captured_graph, wait, wall_ms
 from torch import Tensor
 
@@ -78,29 +79,24 @@ class FixedCache(SteadyCache):
 
 
 def cases() -> list[Case]:
-    """All that is measured."""
-    found = []
+    """Return all that is measured."""
+    every = []
     for name in ARCHITECTURES:
         config = preset(name, "1B").model
         contexts = CONTEXTS if name == "transformer" else CONTEXTS[:1]
         for way, batch, context in itertools.product(WAYS, (1, 64), contexts):
             if batch * context <= 2**18:  # keys and values of more do not fit beside the weights
-                found.append(Case(f"{name}-1B", config, way, batch, context))
+                every.append(Case(f"{name}-1B", config, way, batch, context))
         if name == "gru":
-            found += [Case(f"{name}-1B", config, "generate", batch, 2048) for batch in (1, 64)]
-    return found
+            every += [Case(f"{name}-1B", config, "generate", batch, 2048) for batch in (1, 64)]
+    return every
 
 
 def smoke_cases() -> list[Case]:
-    """Tiny models, for a CPU."""
-    gru = LMConfig(16, 2, vocab_size=50)
-    attention = LMConfig(16, 2, vocab_size=50, mixers=("attention",) * 2, num_attention_heads=2)
-    eager = [
-        Case("gru-tiny", gru, "eager", 2, 8),
-        Case("transformer-tiny", attention, "eager", 2, 8),
-        Case("mamba2-tiny", TINY, "eager", 2, 8),
-    ]
-    return [*eager, Case("gru-tiny", gru, "generate", 1, 8)]
+    """Return tiny models, for a CPU."""
+    configs = {case.name: case.config for case in lm_step.smoke_cases()}
+    eager = [Case(name, config, "eager", 2, 8) for name, config in configs.items()]
+    return [*eager, Case("gru-tiny", configs["gru-tiny"], "generate", 1, 8)]
 
 
 def cache_of(model: LanguageModel, case: Case) -> LMCache:
@@ -237,7 +233,7 @@ def main() -> None:
                 block._compiled_call_impl = None
             row = measure(case, model, args.rounds)
             row["weights_ms"] = round(row["weights_GB"] * 1e9 / bandwidth * 1e3, 4)
-            record.put(row)
+            record.add(row)
     record.end()
 
 

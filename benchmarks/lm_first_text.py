@@ -79,7 +79,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = language_model(config, device=device_of(args), dtype=torch.bfloat16).eval()
         for row in rows(model, args.tokens):
-            record.put({"model": name, **row})
+            record.add({"model": name, **row})
     record.end()
 
 

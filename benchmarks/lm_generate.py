@@ -56,8 +56,8 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     """Return the paper's models."""
-    found = [preset(architecture, SCALE) for architecture in ARCHITECTURES]
-    return [Case(each.name, each.model) for each in found]
+    presets = [preset(architecture, SCALE) for architecture in ARCHITECTURES]
+    return [Case(each.name, each.model) for each in presets]
 
 
 def with_cache(model: LanguageModel, length: int) -> torch.Tensor:
@@ -95,17 +95,19 @@ def curve(
     for length in (1, 2):  # not timed: first calls make kernels
         generate(length)
     least = timeit.timeit(partial(generate, 1), number=1)
-    known, left = 1, seconds
+    length_before, remaining = 1, seconds
     for place, length in enumerate(lengths):
-        costs = [least * each / known for each in lengths[place:]]
-        once = max((total for total in itertools.accumulate(costs) if total <= left), default=0.0)
-        repeats = min(REPEATS, 1 + int((left - once) / costs[0]))
+        costs = [least * each / length_before for each in lengths[place:]]
+        once = max(
+            (total for total in itertools.accumulate(costs) if total <= remaining), default=0.0
+        )
+        repeats = min(REPEATS, 1 + int((remaining - once) / costs[0]))
         if not once:
-            skipped = ", ".join(str(each) for each in lengths if each >= length)
-            print(f"{way}: {seconds:g} s do not reach lengths {skipped}", flush=True)
+            missing = ", ".join(str(each) for each in lengths if each >= length)
+            print(f"{way}: {seconds:g} s do not reach lengths {missing}", flush=True)
             return
         times = timeit.repeat(partial(generate, length), number=1, repeat=repeats)
-        least, known, left = min(times), length, left - sum(times)
+        least, length_before, remaining = min(times), length, remaining - sum(times)
         yield {
             "way": way,
             "tokens": length,
@@ -115,10 +117,10 @@ def curve(
         }
 
 
-def ways_of(case: Case, asked: Sequence[str]) -> list[str]:
+def ways_of(case: Case, requested: Sequence[str]) -> list[str]:
     """All that are asked for; but a recurrent model has no reason to read again."""
     both = case.name.startswith("transformer")
-    return [way for way in asked if both or way == "cache"]
+    return [way for way in requested if both or way == "cache"]
 
 
 def plot(path: Path) -> None:
@@ -130,8 +132,8 @@ def plot(path: Path) -> None:
         name = f"{row['model']}, {row['way']}, called" if several else row["model"]
         curves.setdefault(name, []).append((int(row["tokens"]), float(row["tokens_per_s"])))
         styles[name] = CALLED[row["way"]] if several else "-"
-    decoded = path.with_name("lm_decode.csv")
-    graphs = in_graphs(read_rows(decoded)) if decoded.exists() else {}
+    decode_file = path.with_name("lm_decode.csv")
+    graphs = in_graphs(read_rows(decode_file)) if decode_file.exists() else {}
     figure = new_figure(11 if graphs else 6.5, 4.6)
     every = figure.subplots(1, 1 + bool(graphs), squeeze=False)[0]
     draw(every[0], curves, "generated tokens", "tokens/s", styles)
@@ -173,16 +175,16 @@ def main() -> None:
         plot((args.out or RESULTS) / FILE)
         return
     tiny = [Case(case.name, case.config) for case in smoke_cases() if not case.packed]
-    asked = chosen(parser, args, tiny if args.smoke else cases(), lambda case: case.name)
+    requested = chosen(parser, args, tiny if args.smoke else cases(), lambda case: case.name)
     record = Record(args, FILE, KEYS)
-    for case in asked:
+    for case in requested:
         gc.collect()
         torch.manual_seed(0)
         model = language_model(case.config, device=device_of(args), dtype=torch.bfloat16).eval()
         ready_to_decode(model)
         for way in ways_of(case, args.ways):
-            for found in curve(model, way, tuple(sorted(args.lengths)), args.seconds):
-                record.put({"model": case.name, **found})
+            for row in curve(model, way, tuple(sorted(args.lengths)), args.seconds):
+                record.add({"model": case.name, **row})
     record.end()
 
 

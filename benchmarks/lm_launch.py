@@ -20,7 +20,7 @@ NEVER = 10**9
 WORDS = 2_000
 
 
-class Ended(NamedTuple):
+class RunEnd(NamedTuple):
     """End of a run: its launcher's exit code, or None for one that took too long."""
 
     code: int | None
@@ -35,9 +35,9 @@ def write_corpus(path: Path, size: int) -> None:
     words = ["".join(draws.choices(letters, k=draws.randint(2, 9))) for _ in range(WORDS)]
     weights = [1 / rank for rank in range(1, WORDS + 1)]
     with path.open("w", encoding="utf-8") as file:
-        written = 0
-        while written < size:
-            written += file.write(" ".join(draws.choices(words, weights, k=12)) + "\n")
+        count = 0
+        while count < size:
+            count += file.write(" ".join(draws.choices(words, weights, k=12)) + "\n")
 
 
 def launch(
@@ -48,7 +48,7 @@ def launch(
     steps: int | None = None,
     profile: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
-) -> Ended:
+) -> RunEnd:
     """Run `pararnn` with these arguments on so many GPUs; `meanwhile` is called while it runs.
 
     steps, profile: see `lm_scale_run.py`. Where the time is over, torchrun ends its processes.
@@ -70,10 +70,10 @@ def launch(
                 process.terminate()
                 process.wait()
     text = output.read_text(encoding="utf-8", errors="replace")
-    return Ended(code, time.monotonic() - begin, text)
+    return RunEnd(code, time.monotonic() - begin, text)
 
 
-def told(ended: Ended) -> str:
+def message_of(end: RunEnd) -> str:
     """Why a run is without a result, with the end of what it printed."""
-    why = "took too long" if ended.code is None else f"exit code {ended.code}"
-    return f"{why} after {ended.seconds:.0f} s:\n{ended.output[-TAIL:]}"
+    why = "took too long" if end.code is None else f"exit code {end.code}"
+    return f"{why} after {end.seconds:.0f} s:\n{end.output[-TAIL:]}"

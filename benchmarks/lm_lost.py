@@ -17,7 +17,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from lm_launch import Ended, launch, told
+from lm_launch import RunEnd, launch, message_of
 
 from pararnn.train.checkpoints import last_complete
 from pararnn.train.log import read_rows
@@ -40,8 +40,8 @@ class Killer:
     def __call__(self) -> None:
         if self.at is not None:
             return
-        found = last_complete(self.out)
-        if found is not None and max(losses(self.out), default=0) > found[0]:
+        checkpoint = last_complete(self.out)
+        if checkpoint is not None and max(losses(self.out), default=0) > checkpoint[0]:
             os.kill(int((self.out / f"pid-{self.rank}").read_text()), SIGKILL)
             self.at = time.monotonic()
 
@@ -71,34 +71,34 @@ def rows(
         return
     about = {"recipe": recipe, "gpus": most, "overrides": " ".join(overrides)}
 
-    def train(out: Path, world: int, **more: Any) -> Ended:
-        asked = arguments(recipe, most * ROWS, folder, overrides)
-        asked += [f"device_batch={ROWS}", f"out={out}"]
+    def train(out: Path, world: int, **more: Any) -> RunEnd:
+        command = arguments(recipe, most * ROWS, folder, overrides)
+        command += [f"device_batch={ROWS}", f"out={out}"]
         out.mkdir(exist_ok=True)
-        return launch(asked, world, folder / f"{out.name}.txt", end - time.monotonic(), **more)
+        return launch(command, world, folder / f"{out.name}.txt", end - time.monotonic(), **more)
 
     whole, lost = folder / "whole", folder / "lost"
-    checked(train(whole, most))
+    check(train(whole, most))
     killer = Killer(lost, most - 1)
-    ended = train(lost, most, meanwhile=killer)
-    gone = time.monotonic()
-    if killer.at is None or ended.code in (0, None):
-        raise RuntimeError(f"the run was not ended by the kill: {told(ended)}")
-    found = last_complete(lost)
-    if found is None:
-        raise RuntimeError(f"the killed run left no checkpoint: {told(ended)}")
+    run_end = train(lost, most, meanwhile=killer)
+    end_time = time.monotonic()
+    if killer.at is None or run_end.code in (0, None):
+        raise RuntimeError(f"the run was not ended by the kill: {message_of(run_end)}")
+    checkpoint = last_complete(lost)
+    if checkpoint is None:
+        raise RuntimeError(f"the killed run left no checkpoint: {message_of(run_end)}")
     for world in others_of(most):
         out = folder / f"on-{world}"
         shutil.copytree(lost, out)
-        checked(train(out, world))
+        check(train(out, world))
         want, got = losses(whole), losses(out)
         if want.keys() != got.keys():
             raise RuntimeError(f"{world} GPUs went on to steps {sorted(got)}, not {sorted(want)}")
         yield {
             **about,
             "goes_on_with": world,
-            "ended_after_s": round(gone - killer.at, 2),
-            "goes_on_from": found[0],
+            "ended_after_s": round(end_time - killer.at, 2),
+            "goes_on_from": checkpoint[0],
             "steps": max(want),
             "loss": want[max(want)],
             "largest_difference": max(abs(want[step] - got[step]) for step in want),
@@ -125,7 +125,7 @@ def arguments(recipe: str, batch: int, folder: Path, overrides: Sequence[str]) -
     ]
 
 
-def checked(ended: Ended) -> None:
+def check(end: RunEnd) -> None:
     """RuntimeError where a run did not end well."""
-    if ended.code != 0:
-        raise RuntimeError(told(ended))
+    if end.code != 0:
+        raise RuntimeError(message_of(end))

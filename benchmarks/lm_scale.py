@@ -41,7 +41,7 @@ import lm_lost
 import torch
 from common import RESULTS, add_row, read_rows
 from lm_command import Record, parser_of
-from lm_launch import NEVER, PARAMETERS, TOO_LARGE, TRACE, launch, told, write_corpus
+from lm_launch import NEVER, PARAMETERS, TOO_LARGE, TRACE, launch, message_of, write_corpus
 from pictures import Curves, caption, draw, new_figure
 from step_profile import breakdown, kernels_of
 
@@ -84,28 +84,28 @@ def ways_of(recipe: str) -> list[str]:
 def cases(args: argparse.Namespace) -> list[Case]:
     """All that is asked for, none twice; tokens of a GPU are the same at every length."""
     most = max(args.gpus)
-    found: list[Case] = []
+    every: list[Case] = []
 
     def add(recipe: str, gpus: int, length: int, way: str = "plain") -> None:
-        found.append(Case(recipe, gpus, max(args.tokens // length, 1), length, way))
+        every.append(Case(recipe, gpus, max(args.tokens // length, 1), length, way))
 
     for section in args.sections:
         for scale in args.scales:
             for length in args.lengths:
-                for recipe in named(args, scale):
+                for recipe in recipes_of(args, scale):
                     if section == "sizes":
                         add(recipe, most, length)
                     elif section == "memory" and "recompute_gates" in ways_of(recipe):
                         for way in WAYS:
                             add(recipe, most, length, way)
         if section == "scaling":
-            for recipe in named(args, SCALING):
+            for recipe in recipes_of(args, SCALING):
                 for gpus in args.gpus:
                     add(recipe, gpus, args.lengths[0])
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(every))
 
 
-def named(args: argparse.Namespace, scale: str) -> list[str]:
+def recipes_of(args: argparse.Namespace, scale: str) -> list[str]:
     """Recipes of a scale, of the architectures that are asked for."""
     every = ["tiny", "mamba2-tiny"] if args.smoke else [f"{a}-{scale}" for a in ARCHITECTURES]
     return [recipe for recipe in every if recipe.startswith(tuple(args.only))]
@@ -141,18 +141,18 @@ def measure(case: Case, folder: Path, args: argparse.Namespace, seconds: float) 
     with tempfile.TemporaryDirectory(dir=folder) as name:
         out, last = Path(name), args.warmup + args.steps
         command = ["train", case.recipe, *overrides_of(case, folder, args), f"out={out}"]
-        ended = launch(command, case.gpus, out / "output", seconds, last, args.profile)
+        run_end = launch(command, case.gpus, out / "output", seconds, last, args.profile)
         parameters = out / PARAMETERS
         about["parameters"] = parameters.read_text() if parameters.exists() else ""
         if (out / TOO_LARGE).exists():
             return {**about, **dict.fromkeys(FIGURES, ""), "note": NOTE}
-        if ended.code != 0:
-            raise RuntimeError(told(ended))
+        if run_end.code != 0:
+            raise RuntimeError(message_of(run_end))
         log = read_rows(out / "log.csv")
-        timed = [row for row in log if row["loss"] and args.warmup < int(row["step"]) <= last]
-        found = figures(timed, case.rows * case.gpus * case.length)
+        log_rows = [row for row in log if row["loss"] and args.warmup < int(row["step"]) <= last]
+        row = figures(log_rows, case.rows * case.gpus * case.length)
         profile = breakdown(kernels_of(out / TRACE)) if args.profile else []
-    return {**about, **found, "note": "", "profile": profile}
+    return {**about, **row, "note": "", "profile": profile}
 
 
 def figures(log: Sequence[dict[str, str]], tokens: int) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def figures(log: Sequence[dict[str, str]], tokens: int) -> dict[str, Any]:
     times = [tokens / float(row["tokens_per_second"]) * 1e3 for row in log]
     shares = [float(row["mfu"]) for row in log if row["mfu"]]
     memory = [float(row["memory_gib"]) for row in log if row["memory_gib"]]
-    found = (
+    values = (
         len(log),
         round(median(times), 2),
         round(min(times), 2),
@@ -168,32 +168,32 @@ def figures(log: Sequence[dict[str, str]], tokens: int) -> dict[str, Any]:
         round(100 * median(shares), 2) if shares else "",
         round(max(memory), 2) if memory else "",
     )
-    return dict(zip(FIGURES, found, strict=True))
+    return dict(zip(FIGURES, values, strict=True))
 
 
 def run_cases(args: argparse.Namespace, folder: Path, end: float) -> list[str]:
     """Measure all cases; what failed or was left out, in words."""
     record, queue = Record(args, FILE, KEYS), cases(args)
-    failed: list[str] = []
+    failures: list[str] = []
     there = args.missing and record.out is not None and (record.out / FILE).exists()
     rows = read_rows(cast(Path, record.out) / FILE) if there else []
     notes = {tuple(row[key] for key in KEYS): row["note"] for row in rows}
     for case in queue:  # which grows
         keys = (record.shared["device"], *map(str, case), " ".join(args.overrides))
-        left = end - time.monotonic()
-        if keys not in notes and left <= 0:
-            failed.append(f"{case}: left out, the time is over")
+        remaining = end - time.monotonic()
+        if keys not in notes and remaining <= 0:
+            failures.append(f"{case}: left out, the time is over")
             continue
         if keys not in notes:
-            print(f"{case}, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(f"{case}, {remaining:.0f} s left", file=sys.stderr, flush=True)
             try:
-                row = measure(case, folder, args, min(left, args.case_seconds))
+                row = measure(case, folder, args, min(remaining, args.case_seconds))
             except RuntimeError as error:
                 print(error, file=sys.stderr, flush=True)
-                failed.append(f"{case}: {str(error).splitlines()[0]}")
+                failures.append(f"{case}: {str(error).splitlines()[0]}")
                 continue
             profile = row.pop("profile", [])
-            record.put(row)
+            record.add(row)
             for part in profile:
                 put_profile(record, row, part)
             notes[keys] = row["note"]
@@ -201,7 +201,7 @@ def run_cases(args: argparse.Namespace, folder: Path, end: float) -> list[str]:
             more = (case._replace(way=way) for way in ways_of(case.recipe))
             queue += [each for each in more if each not in queue]
     record.end()
-    return failed
+    return failures
 
 
 def put_profile(record: Record, row: dict[str, Any], part: dict[str, Any]) -> None:
@@ -220,16 +220,16 @@ def plot(path: Path) -> None:
     rows = [row for row in read_rows(path) if not row["note"] and row["way"] == "plain"]
     panels = {SCALING: (by_gpus(rows), "GPUs", "tokens/s a GPU")}
     panels |= {scale: (by_length(rows, scale), "T", "ms a step") for scale in sorted(SCALES)}
-    known = {
+    drawable = {
         scale: panel
         for scale, panel in panels.items()
         if any(len(points) > 1 for points in panel[0].values())
     }
-    if not known:
+    if not drawable:
         return
-    figure = new_figure(5 * len(known), 4.4)
-    every = figure.subplots(1, len(known), squeeze=False)[0]
-    for axes, (scale, panel) in zip(every, known.items(), strict=True):
+    figure = new_figure(5 * len(drawable), 4.4)
+    every = figure.subplots(1, len(drawable), squeeze=False)[0]
+    for axes, (scale, panel) in zip(every, drawable.items(), strict=True):
         draw(axes, *panel)
         mine = [row for row in rows if row["recipe"].endswith(f"-{scale}")]
         axes.set_title(f"{scale.upper()}, {sizes_of(mine)}", fontsize="medium")
@@ -271,7 +271,7 @@ def gpus_here(smoke: bool) -> list[int]:
     return [number for number in (1, 2, 4, 8) if number <= count]
 
 
-def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line, with what is smaller for a CPU."""
     parser = parser_of(__doc__)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
@@ -304,7 +304,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parsed(argv)
+    args = parse(argv)
     path = (args.out or RESULTS) / FILE
     if args.plot:
         plot(path)
@@ -313,24 +313,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder / "corpus.txt", CORPUS // (16 if args.smoke else 1))
-        failed = run_cases(args, folder, end) if set(args.sections) - {"lost"} else []
+        failures = run_cases(args, folder, end) if set(args.sections) - {"lost"} else []
         if "lost" in args.sections:
             recipe = "tiny" if args.smoke else lm_lost.RECIPE
             record = Record(args, lm_lost.FILE, lm_lost.KEYS)
             run = partial(lm_lost.rows, recipe, args.gpus, folder, end)
             try:
                 for row in run(args.overrides):
-                    record.put(row)
+                    record.add(row)
             except RuntimeError as error:
                 print(error, file=sys.stderr, flush=True)
-                failed.append(f"lost: {str(error).splitlines()[0]}")
+                failures.append(f"lost: {str(error).splitlines()[0]}")
     if path.exists() and not args.smoke:
         if importlib.util.find_spec("matplotlib") is None:
             print("no picture: matplotlib is not installed; draw it elsewhere by --plot")
         else:
             plot(path)
-    if failed:
-        sys.exit("without a row:\n" + "\n".join(failed))
+    if failures:
+        sys.exit("without a row:\n" + "\n".join(failures))
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def cases() -> list[Case]:
     Packed: documents of 64 to 4,096 tokens in one row, where resets and borders cost something.
     """
     plain = [
-        Case(found.name, found.model, tokens // length, length, found.z_loss)
+        Case(paper.name, paper.model, tokens // length, length, paper.z_loss)
         for scale, tokens in TOKENS.items()
-        for found in (preset(architecture, scale) for architecture in ARCHITECTURES)
+        for paper in (preset(architecture, scale) for architecture in ARCHITECTURES)
         for length in LENGTHS
         if length <= tokens
     ]
@@ -130,11 +130,11 @@ def peak_memory(device: torch.device) -> float | str:
 
 
 def measure(
-    case: Case, device: torch.device, compiled: bool, warmup: int, repeats: int
+    case: Case, device: torch.device, use_compiler: bool, warmup: int, repeats: int
 ) -> dict[str, Any]:
     """Return a case's row."""
     model = fresh(case, device)
-    if compiled:
+    if use_compiler:
         compile_blocks(model)
     times = step_times(model, case, device, warmup, repeats)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -144,7 +144,7 @@ def measure(
         "T": case.length,
         "packed": case.packed,
         "parameters": parameters,
-        "compiled": compiled,
+        "compiled": use_compiler,
         "repeats": repeats,
         **figures(times, parameters, case.batch * case.length),
         "peak_GiB": peak_memory(device),
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5)
     args = parser.parse_args()
     every = smoke_cases() if args.smoke else cases()
-    asked = chosen(
+    requested = chosen(
         parser,
         args,
         every,
@@ -178,8 +178,8 @@ def main() -> None:
         lambda case: args.lengths is None or case.length in args.lengths,
     )
     record = Record(args, "lm_step.csv", KEYS)
-    for case in asked:
-        record.put(measure(case, device_of(args), not args.smoke, args.warmup, args.repeats))
+    for case in requested:
+        record.add(measure(case, device_of(args), not args.smoke, args.warmup, args.repeats))
     record.end()
 
 

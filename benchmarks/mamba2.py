@@ -98,8 +98,8 @@ def ssd_backward(
     """Gradients of x, dt, a, b, c, skip and bias."""
     run = kernels("ssd_combined")._mamba_chunk_scan_combined_bwd
     args = (grad, x, dt, a, b, c, out, chunk)
-    found = run(*args, D=skip, dt_bias=bias, dt_softplus=True)
-    grads = (*found[:6], found[7])  # between the two is the gradient of a gate
+    results = run(*args, D=skip, dt_bias=bias, dt_softplus=True)
+    grads = (*results[:6], results[7])  # between the two is the gradient of a gate
     like = zip(grads, (x, dt, a, b, c, skip, bias), strict=True)
     return cast(Any, tuple(each.to(of.dtype).contiguous() for each, of in like))
 
@@ -169,7 +169,7 @@ def advance_by_kernel(states: Tensor, x: Tensor, dt: Tensor, a: Tensor, *others:
     dt = dt.unsqueeze(-1).expand(-1, -1, size)
     a = a.reshape(heads, 1, 1).expand(-1, size, count)
     skip, bias = (each.unsqueeze(-1).expand(-1, size) for each in (skip, bias))
-    run = _updated if torch.compiler.is_compiling() else _update
+    run = _update_op if torch.compiler.is_compiling() else _update
     return run(states, x, dt, a, b.unsqueeze(1), c.unsqueeze(1), skip, bias)
 
 
@@ -187,8 +187,8 @@ def _update(
     return run(states, x, dt, a, b, c, skip, dt_bias=bias, dt_softplus=True)
 
 
-_updated = torch.library.custom_op("pararnn_peers::update", _update, mutates_args=("states",))
-_updated.register_fake(lambda states, x, *_: x.new_empty(x.shape))
+_update_op = torch.library.custom_op("pararnn_peers::update", _update, mutates_args=("states",))
+_update_op.register_fake(lambda states, x, *_: x.new_empty(x.shape))
 
 
 class Mamba2Mixer(Mixer):
@@ -232,8 +232,8 @@ class Mamba2Mixer(Mixer):
             each.split([self.inner, 2 * self.state], -1)
             for each in (self.conv_weight, self.conv_bias)
         )
-        u = F.silu(convolved(u, weights[0], biases[0]))
-        b, c = F.silu(convolved(bc, weights[1], biases[1])).chunk(2, -1)
+        u = F.silu(convolve(u, weights[0], biases[0]))
+        b, c = F.silu(convolve(bc, weights[1], biases[1])).chunk(2, -1)
         y = recurrence(u.unflatten(-1, (self.heads, -1)), dt, self._decay(), b, c, *self._wide())
         return self.out_proj(self.norm(y.flatten(-2) * F.silu(z)))
 
@@ -264,8 +264,8 @@ class Mamba2Mixer(Mixer):
             inputs = x.new_zeros(batch, TAPS - 1, channels)
         z, u, dt = F.linear(x, self.whole).split([self.inner, channels, self.heads], -1)
         window = torch.cat([inputs, u], 1)
-        mixed = F.silu((window * self.conv_weight).sum(1) + self.conv_bias)
-        u, b, c = mixed.split([self.inner, self.state, self.state], -1)
+        mix = F.silu((window * self.conv_weight).sum(1) + self.conv_bias)
+        u, b, c = mix.split([self.inner, self.state, self.state], -1)
         u = u.unflatten(-1, (self.heads, -1))
         y = advance(states, u, dt.squeeze(1), self.decay, b, c, *self._wide())
         cache.keep(window[:, 1:], states)
@@ -287,7 +287,7 @@ class Mamba2Mixer(Mixer):
         }
 
 
-def convolved(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def convolve(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return a causal convolution of each channel; weight (taps, d), the newest token's last.
 
     A sum of shifted inputs, as ours: the compiler makes one kernel of it and of what follows.
@@ -309,10 +309,10 @@ class Mamba2Block(nn.Module):
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """As `pararnn.lm.backbone.Block.forward`."""
         if cache is not None:
-            return x + self._mixed(x, rows, cache)
-        return x + keeping(self.mixer.kept, self._mixed, x, rows)
+            return x + self._mix(x, rows, cache)
+        return x + keeping(self.mixer.kept, self._mix, x, rows)
 
-    def _mixed(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+    def _mix(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         return self.mixer(self.mixer_norm(x), rows, cache)
 
     def draws(self, layer: int) -> Iterator[tuple[nn.Module, str, Draw]]:

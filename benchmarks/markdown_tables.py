@@ -49,7 +49,7 @@ class Table:
     cells: Mapping[str, Cell] = field(default_factory=dict)
     """Columns for each value of `across`, by title."""
     across: Text = lambda _: ""
-    after: Mapping[str, Cell] = field(default_factory=dict)
+    last_cells: Mapping[str, Cell] = field(default_factory=dict)
     """Last columns, by title, each of all rows of a line."""
     where: Callable[[Row], bool] = lambda _: True
 
@@ -76,9 +76,9 @@ class Table:
                 for cell in self.cells.values()
             ]
             every = [row for rows in by_column.values() for row in rows]
-            body.append([*line, *own, *(cell(every) for cell in self.after.values())])
+            body.append([*line, *own, *(cell(every) for cell in self.last_cells.values())])
         titles = [", ".join(filter(None, (c, t))) for c in columns for t in self.cells]
-        return table([*self.lines, *titles, *self.after], body)
+        return table([*self.lines, *titles, *self.last_cells], body)
 
 
 def digits(value: float | str) -> str:

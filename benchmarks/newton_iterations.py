@@ -39,10 +39,10 @@ UPDATES = 10
 CELLS = ("gru", "lstm")
 
 
-def fresh_model(trained: LanguageModel, seed: int = 0) -> LanguageModel:
+def fresh_model(model: LanguageModel, seed: int = 0) -> LanguageModel:
     """Return the same model at initialisation."""
     torch.manual_seed(seed)
-    return LanguageModel(trained.config).eval()
+    return LanguageModel(model.config).eval()
 
 
 def system_of(layer: RecurrentLayer, args: Arguments) -> System:
@@ -98,14 +98,14 @@ def plot(results: Path, path: Path) -> None:
     rows = read_rows(results)
     cells = list(dict.fromkeys(row["cell"] for row in rows))
     ends = {min(int(row["layer"]) for row in rows), max(int(row["layer"]) for row in rows)}
-    shown = [row for row in rows if int(row["layer"]) in ends]
-    columns = sorted({(row["stage"], row["layer"]) for row in shown})
+    ends_rows = [row for row in rows if int(row["layer"]) in ends]
+    columns = sorted({(row["stage"], row["layer"]) for row in ends_rows})
     figure = new_figure(3.6 * len(columns), 3.2 * len(cells) + 0.4)
     grid = figure.subplots(len(cells), len(columns), sharex=True, sharey=True, squeeze=False)
     for axes, cell in zip(grid, cells, strict=True):
         for ax, (stage, layer) in zip(axes, columns, strict=True):
             key = {"cell": cell, "stage": stage, "layer": layer}
-            mine = [row for row in shown if key.items() <= row.items()]
+            mine = [row for row in ends_rows if key.items() <= row.items()]
             for steps in dict.fromkeys(row["T"] for row in mine):
                 curve = [row for row in mine if row["T"] == steps]
                 residuals = [float(row["residual"]) for row in curve]
@@ -140,8 +140,8 @@ def main() -> None:
     about = provenance()
     rows = [
         {**about, **row}
-        for trained in models
-        for stage, model in (("at initialisation", fresh_model(trained)), ("trained", trained))
+        for source in models
+        for stage, model in (("at initialisation", fresh_model(source)), ("trained", source))
         for row in measure(model, stage, corpus.valid)
     ]
     for row in rows:

@@ -46,7 +46,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=place)
 
 
-def drawn(rows: Sequence[Row]) -> list[Row]:
+def preferred_rows(rows: Sequence[Row]) -> list[Row]:
     """CUDA graphs, and the calls of what has no graph: a device's time where it is known."""
 
     def way(row: Row) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def _finish(figure: Any, rows: Sequence[Row], colours: Mapping[str, Any], path: 
 
 def reduction(results: Path, path: Path) -> None:
     """Return the linear recurrence against the length, diagonal and 2 x 2 blocks."""
-    rows = drawn(read_rows(results))
+    rows = preferred_rows(read_rows(results))
     kinds, colours = list(dict.fromkeys(row["what"] for row in rows)), _colours(rows)
     figure, grid = _grid(1, len(kinds))
     for axes, kind in zip(grid[0], kinds, strict=True):
@@ -114,7 +114,7 @@ def reduction(results: Path, path: Path) -> None:
 
 def solve(results: Path, path: Path) -> None:
     """Cells against the length: a row of panels a pass, a column a cell; Mamba in each."""
-    rows = drawn(read_rows(results))
+    rows = preferred_rows(read_rows(results))
     cells = [what for what in dict.fromkeys(row["what"] for row in rows) if what != "mamba"]
     colours = _colours(rows)
     figure, grid = _grid(len(PASSES), len(cells))

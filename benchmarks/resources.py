@@ -35,7 +35,7 @@ def rows_of(name: str, program: Program, folder: Path) -> list[dict[str, Any]]:
         for variant in itertools.chain.from_iterable(usual):
             if variant.per_lane == 1:
                 continue
-            called = {"run": f"{variant.solver} {variant.direction}"}
+            titles = {"run": f"{variant.solver} {variant.direction}"}
             source = folder / "kernels.cu"
             source.write_text(source_of(program, variant), encoding="utf-8")
             ring = ring_of(program, variant)._asdict()
@@ -44,8 +44,8 @@ def rows_of(name: str, program: Program, folder: Path) -> list[dict[str, Any]]:
                 report = nvrtc.resources(nvrtc.compile_cubin(*place))
                 about = {"cell": name, "dtype": str(dtype).split(".")[1], "arch": arch}
                 rows += [
-                    {**about, "kernel": called.get(k, k), **ring, **used}
-                    for k, used in report.items()
+                    {**about, "kernel": titles.get(k, k), **ring, **figures}
+                    for k, figures in report.items()
                 ]
     return rows
 

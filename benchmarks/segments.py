@@ -45,10 +45,10 @@ def all_times() -> list[Row]:
     fresh += read("auto_cuda.csv")
     rows = [row | {"stage": "trained"} for row in read("parallel_trained.csv")]
     rows += [row | {"stage": "fresh"} for row in fresh]
-    return [*rows, *learned(), *read(LATER)]
+    return [*rows, *model_times(), *read(LATER)]
 
 
-def learned() -> list[Row]:
+def model_times() -> list[Row]:
     """Both engines' times on the layers of trained language models, a row a pass; of those layers
     that both were measured on."""
     by_layer: dict[tuple[str, ...], list[Row]] = defaultdict(list)
@@ -71,12 +71,12 @@ def both_passes(rows: Iterable[Row]) -> list[Row]:
     by_problem: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
         by_problem[tuple(row[k] for k in ("commit", "stage", "what", "dtype", *"BTD"))].append(row)
-    found = []
+    sums = []
     for own in by_problem.values():
         if {row["pass"] for row in own} == {"forward", "backward"}:
             times = {f"{s}_ms": str(sum(_ms(row, s) for row in own)) for s in SOLVERS}
-            found.append(own[0] | times | {"pass": "both"})
-    return found
+            sums.append(own[0] | times | {"pass": "both"})
+    return sums
 
 
 SOLVERS = ("newton", "sequential")
@@ -89,11 +89,12 @@ def _ms(row: Row, solver: str) -> float:
 def worst(rows: Iterable[Row], least: int) -> float:
     """Return the worst ratio to the better engine where time is cut from `least` segments on."""
     return max(
-        _ms(row, taken(row, least)) / min(_ms(row, solver) for solver in SOLVERS) for row in rows
+        _ms(row, auto_solver(row, least)) / min(_ms(row, solver) for solver in SOLVERS)
+        for row in rows
     )
 
 
-def taken(row: Row, least: int) -> str:
+def auto_solver(row: Row, least: int) -> str:
     """Return the solver on a row's problem where time is cut from `least` segments on."""
     return "newton" if segments(row) >= least else "sequential"
 
@@ -120,8 +121,8 @@ def sweeps() -> str:
             ratio = _ms(row, "newton") / _ms(row, "sequential")
             by_sweeps[segments(row), int(row["sweeps"])].append(ratio)
     body = [
-        [str(w), str(k), f"{k / w:.3f}", " ".join(f"{ratio:.2f}" for ratio in sorted(found))]
-        for (w, k), found in sorted(by_sweeps.items())
+        [str(w), str(k), f"{k / w:.3f}", " ".join(f"{ratio:.2f}" for ratio in sorted(own))]
+        for (w, k), own in sorted(by_sweeps.items())
     ]
     return table(["segments W", "sweeps k", "k / W", "time over the loop's"], body)
 

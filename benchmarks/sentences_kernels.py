@@ -132,14 +132,14 @@ def latches() -> str:
         for other in base
         if all(row[key] == other[key] for key in keys)
     ]
-    trained = read("parallel_trained.csv")
+    layers = read("parallel_trained.csv")
 
     def of(layer: str, batch: str) -> str:
         return span(
-            of_loop(r for r in trained if r["what"].endswith(layer) and r["B"] == batch), ".2f"
+            of_loop(r for r in layers if r["what"].endswith(layer) and r["B"] == batch), ".2f"
         )
 
-    long = [1 / ratio for ratio in of_loop(row for row in trained if row["T"] == "65536")]
+    long = [1 / ratio for ratio in of_loop(row for row in layers if row["T"] == "65536")]
     return prose(
         f"If one channel in 500 remembers, a pass takes {span(costs, '.0f')} us longer, the more "
         "the longer its segments are. A tile of many slow channels needs a whole sweep for each "
@@ -163,16 +163,16 @@ def latches() -> str:
 def memory() -> str:
     """Return the memory of a layer, with and without recomputed gates."""
     rows = read("kernels_memory.csv")
-    plain, recomputed = (one(rows, recompute_gates=value) for value in (False, True))
+    plain, recompute = (one(rows, recompute_gates=value) for value in (False, True))
 
     def mib(row: Row, key: str) -> str:
         return f"{int(row[key]) / 2**20:.0f}"
 
-    hold(mib(plain, "peak_bytes") == mib(recomputed, "peak_bytes"), "the peak is the same")
+    hold(mib(plain, "peak_bytes") == mib(recompute, "peak_bytes"), "the peak is the same")
     return prose(
         f"At B, T, D = {plain['B']}, {plain['T']}, {plain['D']} a layer's forward pass keeps "
         f"{mib(plain, 'kept_bytes')} MiB for its backward pass. `recompute_gates=True` keeps only "
-        f"the layer's input and states, {mib(recomputed, 'kept_bytes')} MiB, and repeats the "
+        f"the layer's input and states, {mib(recompute, 'kept_bytes')} MiB, and repeats the "
         f"projection in the backward pass. The peak is {mib(plain, 'peak_bytes')} MiB in both "
         "cases ([`kernels_memory.csv`](../benchmarks/results/kernels_memory.csv))."
     )

@@ -126,13 +126,13 @@ def mamba() -> str:
 def layers() -> str:
     """Return the quality of `auto`'s choice on the layers of trained models, and its date."""
     rows = [row for c in ("english", "code") for row in read(f"learn_layers_{c}.csv")]
-    behind = [row for row in rows if row["auto"] == "True" and float(row["of_best"]) > 1]
-    sizes = {(row["corpus"], row["B"], row["T"]) for row in behind}
+    losses = [row for row in rows if row["auto"] == "True" and float(row["of_best"]) > 1]
+    sizes = {(row["corpus"], row["B"], row["T"]) for row in losses}
     hold(sizes == {("english", "8", "2048")}, "`auto` lost at one size of one corpus only")
     return prose(
         "`auto` chose the best pair in every layer at all sizes but one. At 8 x 2,048, layers "
         "trained on English were measured with an older rule that chose the loop there; splitting "
-        f"time was up to {max(float(row['of_best']) for row in behind):.1f} times as fast. [The "
+        f"time was up to {max(float(row['of_best']) for row in losses):.1f} times as fast. [The "
         "rule](solvers-and-backends.md#what-auto-does) now follows these times. With it only the "
         "GRU's layers trained on code have been measured."
     )

@@ -46,7 +46,7 @@ def packing() -> str:
     costs, excess = [], 0.0
     for cell in CELLS:
         single, several = (
-            {"model": f"{cell}-400M", "T": 32768, "packed": packed} for packed in (False, True)
+            {"model": f"{cell}-400M", "T": 32768, "packed": flag} for flag in (False, True)
         )
         costs.append(100 * (ratio(rows, "median_ms", several, single) - 1))
         peaks = [float(one(rows, **case)["peak_GiB"]) for case in (several, single)]

@@ -54,8 +54,8 @@ def seconds(cell: str, source: Path, cache: str) -> dict[str, float]:
         "PYTHONPYCACHEPREFIX": f"{tempfile.gettempdir()}/pararnn-start-bytecode",
     }
     command = [sys.executable, "-c", ONE, cell]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return dict(zip(PARTS, json.loads(done.stdout), strict=True))
+    result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return dict(zip(PARTS, json.loads(result.stdout), strict=True))
 
 
 def median_of(times: list[dict[str, float]]) -> dict[str, float]:

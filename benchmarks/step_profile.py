@@ -39,24 +39,24 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 def class_of(name: str) -> str:
     """Return the first class whose pattern a kernel's name has."""
-    found = (kind for kind, words in CLASSES.items() if re.search(words, name, re.IGNORECASE))
-    return next(found, OTHERS)
+    kinds = (kind for kind, words in CLASSES.items() if re.search(words, name, re.IGNORECASE))
+    return next(kinds, OTHERS)
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
+def merge(spans: Iterable[Span]) -> list[Span]:
     """Spans (begin, end) as the fewest that cover the same."""
-    found: list[Span] = []
+    result: list[Span] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if result and begin <= result[-1][1]:
+            result[-1] = result[-1][0], max(result[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            result.append((begin, end))
+    return result
 
 
-def covered(spans: Iterable[Span]) -> float:
+def total_length(spans: Iterable[Span]) -> float:
     """Return the time that spans cover, overlaps once."""
-    return sum(end - begin for begin, end in merged(spans))
+    return sum(end - begin for begin, end in merge(spans))
 
 
 def breakdown(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
@@ -75,14 +75,14 @@ def breakdown(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
     every = [span for mine in spans.values() for span in mine]
     if not every:
         return []
-    busy = covered(every)
+    busy = total_length(every)
     rows: list[dict[str, Any]] = [
         {
             "class": kind,
             "kernels": len(mine),
             "streams": len(streams[kind]),
-            "busy_ms": round(covered(mine) / 1e3, 3),
-            "alone_ms": round((busy - covered(others_than(kind, spans))) / 1e3, 3),
+            "busy_ms": round(total_length(mine) / 1e3, 3),
+            "alone_ms": round((busy - total_length(others_than(kind, spans))) / 1e3, 3),
         }
         for kind, mine in spans.items()
     ]

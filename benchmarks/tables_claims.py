@@ -24,8 +24,8 @@ KERNELS = "`python benchmarks/paper_kernels.py --only {}`"
 
 def verdict(ours: Iterable[float], papers: Iterable[float]) -> str:
     """Return if ratios reach the paper's, which are of other sizes and another GPU."""
-    above = [mine >= other for mine, other in zip(ours, papers, strict=True)]
-    words = "exceeded" if all(above) else "in part" if any(above) else "not"
+    reaches = [mine >= other for mine, other in zip(ours, papers, strict=True)]
+    words = "exceeded" if all(reaches) else "in part" if any(reaches) else "not"
     return f"{words}, both as CUDA graphs where they can be: [Kernel figures](kernel-figures.md)"
 
 

@@ -35,10 +35,10 @@ def trained_model(
 @torch.no_grad()
 def solves_of(model: LanguageModel, tokens: Tensor) -> list[Arguments]:
     """Return the arguments of each recurrent layer's solve for tokens (B, T)."""
-    given: list[Arguments] = []
+    solves: list[Arguments] = []
 
     def record(layer: RecurrentLayer, inputs: tuple[Tensor, ...]) -> None:
-        given.append(prepare(layer.cell, layer.proj(inputs[0]), bias=layer.bias))
+        solves.append(prepare(layer.cell, layer.proj(inputs[0]), bias=layer.bias))
 
     hooks = [layer.register_forward_pre_hook(record) for layer in model.recurrent_layers()]
     try:
@@ -46,7 +46,7 @@ def solves_of(model: LanguageModel, tokens: Tensor) -> list[Arguments]:
     finally:
         for hook in hooks:
             hook.remove()
-    return given
+    return solves
 
 
 def part_of(args: Arguments, channels: slice, dtype: torch.dtype) -> Arguments:
@@ -76,9 +76,9 @@ def steps_to_merge(
     places = first[:, None] + torch.arange(window)
     true = _states(cell, gates)[0, places]
     fresh = _states(cell, gates[0, places])
-    apart = ((true - fresh).abs() > MERGED).any(-1)
-    steps = torch.arange(1, window + 1, device=apart.device)
-    return (apart * steps[:, None]).amax(1)
+    differs = ((true - fresh).abs() > MERGED).any(-1)
+    steps = torch.arange(1, window + 1, device=differs.device)
+    return (differs * steps[:, None]).amax(1)
 
 
 def _states(cell: Cell, gates: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import learn_layers
 import learn_models
 import learn_results
 import learn_run
-from learn_run import Corpus, Job, Learned, Shape
+from learn_run import Corpus, Job, Shape, Trainee
 
 from pararnn.lm.loss import IGNORED
 from pararnn.train.corpus.packing import Part
@@ -45,14 +45,14 @@ def job(mixer: str, seed: int = 0, rate: float = 1e-2) -> Job:
 def test_mixers_read_the_same_tokens_and_start_anew(corpus: Corpus) -> None:
     rows = []
     for mixer in ("gru", "transformer"):
-        learned = Learned(learn_models.tiny()[mixer], CPU, SHAPE)
-        first = list(learned.train(job(mixer), corpus))
-        again = list(learned.train(job(mixer), corpus))
+        trainee = Trainee(learn_models.tiny()[mixer], CPU, SHAPE)
+        first = list(trainee.train(job(mixer), corpus))
+        again = list(trainee.train(job(mixer), corpus))
         timed = ("seconds", "tokens_per_s")
         assert [{**row, **dict.fromkeys(timed)} for row in first] == [
             {**row, **dict.fromkeys(timed)} for row in again
         ]
-        rows += [*first, *learned.train(job(mixer, seed=1), corpus)]
+        rows += [*first, *trainee.train(job(mixer, seed=1), corpus)]
     learn.check_equal(rows)
     assert [row["tokens"] for row in rows[:2]] == [32, 64]
     assert len({row["order"] for row in rows}) == 4  # two seeds, two looks
@@ -61,8 +61,8 @@ def test_mixers_read_the_same_tokens_and_start_anew(corpus: Corpus) -> None:
 
 
 def test_mixers_that_read_other_tokens_are_noticed(corpus: Corpus) -> None:
-    learned = Learned(learn_models.tiny()["gru"], CPU, SHAPE)
-    rows = list(learned.train(job("gru"), corpus))
+    trainee = Trainee(learn_models.tiny()["gru"], CPU, SHAPE)
+    rows = list(trainee.train(job("gru"), corpus))
     other = {**rows[-1], "mixer": "lstm", "order": "another"}
     with pytest.raises(RuntimeError, match="not read the same"):
         learn.check_equal([*rows, other])
@@ -78,11 +78,11 @@ def test_steps_fit_into_the_time_and_are_one_number() -> None:
     runs, most = {"sweep": 2, "final": 1}, {"sweep": 3200, "final": 6400}
     whole = (2 * 3200 + 6400) * (1 / 200 + 1 / 100)
     looks = 0.1 * (2 * learn.MARKS["sweep"] + learn.MARKS["final"])
-    assert learn.planned(speeds, 1e6, runs, most, SHAPE) == {"sweep": 100, "final": 200}
-    half = learn.planned(speeds, whole / 2 + looks + 1e-6, runs, most, SHAPE)
+    assert learn.plan_steps(speeds, 1e6, runs, most, SHAPE) == {"sweep": 100, "final": 200}
+    half = learn.plan_steps(speeds, whole / 2 + looks + 1e-6, runs, most, SHAPE)
     assert half == {"sweep": 50, "final": 100}
     with pytest.raises(SystemExit, match="too few"):
-        learn.planned(speeds, 1.0, runs, most, SHAPE)
+        learn.plan_steps(speeds, 1.0, runs, most, SHAPE)
 
 
 def test_the_rate_of_the_fewest_bits_is_chosen() -> None:
@@ -139,9 +139,9 @@ def test_a_run_of_two_mixers(tmp_path: Path) -> None:
 
 def test_layers_of_a_trained_model_by_their_pairs(corpus: Corpus, monkeypatch) -> None:
     monkeypatch.setattr(learn_layers, "SIZES", ((2, 32), (1, 64), (1, 4096)))
-    learned = Learned(learn_models.tiny()["hybrid"], CPU, SHAPE)
-    list(learned.train(job("hybrid"), corpus))
-    model = learned.model
+    trainee = Trainee(learn_models.tiny()["hybrid"], CPU, SHAPE)
+    list(trainee.train(job("hybrid"), corpus))
+    model = trainee.model
     given = (model.config, model.state_dict(), corpus)
     rows = list(learn_layers.layer_rows("hybrid", *given, until=time.time() + 1e6))
     assert {(row["B"], row["T"], row["D"]) for row in rows} == {(2, 32, 32), (1, 64, 32)}

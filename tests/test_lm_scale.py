@@ -62,7 +62,7 @@ def test_a_trace_is_read(tmp_path) -> None:
 
 def test_tokens_of_a_gpu_are_the_same_in_every_case(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    found = lm_scale.cases(lm_scale.parsed([]))
+    found = lm_scale.cases(lm_scale.parse([]))
     assert {case.rows * case.length for case in found} == {16_384}
     sizes = [case for case in found if case.way == "plain" and not case.recipe.endswith("-1b")]
     assert len(sizes) == 2 * 2 * 4
@@ -72,7 +72,7 @@ def test_tokens_of_a_gpu_are_the_same_in_every_case(monkeypatch) -> None:
     kept = {case.recipe for case in found if case.way == "recompute_gates"}
     assert kept == {"gru-7b", "lstm-7b", "gru-2.9b", "lstm-2.9b"}
     with pytest.raises(SystemExit):
-        lm_scale.parsed(["--gpus", "16"])
+        lm_scale.parse(["--gpus", "16"])
 
 
 def out_of(arguments) -> Path:
@@ -85,14 +85,14 @@ def stands_for_torchrun(arguments, gpus, output, seconds, steps=None, profile=Fa
     (out / lm_launch.PARAMETERS).write_text("1000")
     if arguments[1].startswith("mamba2") and "checkpointing=true" not in arguments:
         (out / lm_launch.TOO_LARGE).touch()
-        return lm_launch.Ended(1, 1.0, "torch.OutOfMemoryError")
+        return lm_launch.RunEnd(1, 1.0, "torch.OutOfMemoryError")
     for step in range(2, steps + 3, 2):
         slow = 10 if step == 2 or step > steps else 1  # what is not to count
         rate = 1000 * (1.5 if gpus == 2 else 1) / slow
         add_row(out / "log.csv", {"step": step, "loss": 1, **logged(rate, step)}, ["step"])
     trace = {"cat": "kernel", "name": "run", "ts": 0, "dur": 1000, "args": {"stream": 7}}
     (out / lm_launch.TRACE).write_text(json.dumps({"traceEvents": [trace]}))
-    return lm_launch.Ended(0, 1.0, "")
+    return lm_launch.RunEnd(0, 1.0, "")
 
 
 def logged(rate, step):
@@ -103,7 +103,7 @@ def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(lm_scale, "launch", stands_for_torchrun)
     names = {"tiny": "gru-1b", "mamba2-tiny": "mamba2-1b"}
-    monkeypatch.setattr(lm_scale, "named", lambda args, scale: list(names.values()))
+    monkeypatch.setattr(lm_scale, "recipes_of", lambda args, scale: list(names.values()))
     asked = [*SMALL, "--sections", "scaling", "--profile", "--out", str(tmp_path), "reshard=false"]
     lm_scale.main(asked)
     rows = read_rows(tmp_path / lm_scale.FILE)
@@ -145,8 +145,8 @@ def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
 
 
 def test_what_fails_has_no_row_and_ends_with_an_error(tmp_path, monkeypatch, capsys) -> None:
-    ended = lm_launch.Ended(1, 3.0, "KeyError: wrong")
-    monkeypatch.setattr(lm_scale, "launch", lambda *args: ended)
+    run_end = lm_launch.RunEnd(1, 3.0, "KeyError: wrong")
+    monkeypatch.setattr(lm_scale, "launch", lambda *args: run_end)
     with pytest.raises(SystemExit, match=r"without a row:\n.*tiny.*exit code 1 after 3 s"):
         lm_scale.main([*SMALL, "--sections", "scaling", "--only", "tiny", "--out", str(tmp_path)])
     assert "KeyError: wrong" in capsys.readouterr().err
@@ -171,7 +171,7 @@ def test_a_rank_is_killed_after_its_checkpoint(tmp_path, monkeypatch) -> None:
             (out / "pid-3").write_text("99")
             meanwhile()
             meanwhile()
-        return lm_launch.Ended(int(out.name == "lost"), 1.0, "")
+        return lm_launch.RunEnd(int(out.name == "lost"), 1.0, "")
 
     monkeypatch.setattr(lm_lost, "launch", stands)
     monkeypatch.setattr(lm_lost.os, "kill", lambda *asked: killed.append(asked))
@@ -195,16 +195,16 @@ def test_a_child_trains_by_the_command_and_ends_after_its_steps(tmp_path, monkey
     monkeypatch.setattr(lm_scale_run, "RECIPES", dict(lm_scale_run.RECIPES))
     monkeypatch.setattr("pararnn.train.recipes.RECIPES", lm_scale_run.RECIPES)
     lm_launch.write_corpus(tmp_path / "corpus.txt", 20_000)
-    args = lm_scale.parsed([*SMALL, "compile=false"])
+    args = lm_scale.parse([*SMALL, "compile=false"])
     case = lm_scale.Case("mamba2-tiny", 1, 2, 16, "checkpointing")
     command = ["train", case.recipe, *lm_scale.overrides_of(case, tmp_path, args)]
 
     def child(out, profile) -> int | None:
         options = json.dumps({"steps": 6, "profile": profile})
         monkeypatch.setattr(sys, "argv", ["", options, *command, f"out={out}"])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as error:
             lm_scale_run.main()
-        return ended.value.code
+        return error.value.code
 
     out = tmp_path / "run"
     assert child(out, profile=True) == 0
