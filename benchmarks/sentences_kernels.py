@@ -39,7 +39,7 @@ def ratios_at(stage: str, pieces: Iterable[int], *passes: str) -> list[float]:
     return of_loop(mine, passes or ("forward", "backward", "both"))
 
 
-def limits() -> str:
+def limits_says() -> str:
     """Return the layers for which splitting time is slower: README's limit."""
     few, many = MIN_SEGMENTS["cuda"], 8
     at_four, more = ratios_at("trained", [4]), ratios_at("trained", range(few, many + 1))
@@ -54,7 +54,7 @@ def limits() -> str:
     ).replace("\n", "\n  ")
 
 
-def rule() -> str:
+def auto_cuda_rule_says() -> str:
     """Return the reason for the number of segments from which `auto` splits time."""
     fresh = [1 / ratio for ratio in ratios_at("fresh", [4], "forward", "backward")]
     rows = [
@@ -87,7 +87,7 @@ def rule() -> str:
     )
 
 
-def sizes() -> str:
+def auto_cuda_says() -> str:
     """Return the worst choice of `auto` on a grid of sizes."""
     rows = read("auto_cuda.csv")
     worst = segments.worst(rows, MIN_SEGMENTS["cuda"])
@@ -98,7 +98,7 @@ def sizes() -> str:
     )
 
 
-def threads() -> str:
+def auto_cpu_says() -> str:
     """Return the gain and the cost of splitting time on two threads of a CPU."""
     rows = [row for row in read("auto_cpu.csv") if row["threads"] == "2" and row["T"] == "65536"]
 
@@ -120,7 +120,7 @@ def threads() -> str:
     )
 
 
-def latches() -> str:
+def parallel_trained_says() -> str:
     """Return the cost of channels that remember, and the time of split trained layers."""
     rows = read("parallel.csv")
     base = [row for row in rows if (row["section"], row["what"]) == ("shapes", "gru")]
@@ -160,7 +160,7 @@ def latches() -> str:
     )
 
 
-def memory() -> str:
+def kernels_memory_says() -> str:
     """Return the memory of a layer, with and without recomputed gates."""
     rows = read("kernels_memory.csv")
     plain, recompute = (one(rows, recompute_gates=value) for value in (False, True))
@@ -178,7 +178,7 @@ def memory() -> str:
     )
 
 
-def compiling() -> str:
+def compile_says() -> str:
     """Return the time to compile and to load a cell's kernels on a CPU."""
     rows = read("compile.csv")
     cold = span((float(row["cold_s"]) for row in rows), ".1f")
@@ -190,7 +190,7 @@ def compiling() -> str:
     )
 
 
-def scans() -> str:
+def scan_cpu_says() -> str:
     """Return the speed-ups of `pararnn.scan` on a CPU, by minima."""
     rows = read("scan_cpu.csv")
     ours = {(r["what"], r["T"]): r for r in rows if r["way"] == "pararnn.scan"}
@@ -235,7 +235,7 @@ def paper_times(name: str) -> Times:
     return time
 
 
-def reductions() -> str:
+def paper_reduction_says() -> str:
     """Return the comparison of linear recurrences."""
     rows = read("paper_reduction.csv")
     ms = paper_times("paper_reduction.csv")
@@ -280,7 +280,7 @@ STEPS = (1, 64, 512, 2048, 32768, 131072)
 """Lengths of which sentences speak."""
 
 
-def our_kernels() -> str:
+def paper_solve_says() -> str:
     """Return the comparison of our kernels and loops."""
     ms = paper_times("paper_solve.csv")
 
@@ -313,7 +313,7 @@ def our_kernels() -> str:
     )
 
 
-def by_operations() -> str:
+def paper_newton_says() -> str:
     """Return the comparison of Newton by operations, with and without checks."""
     ms = paper_times("paper_solve.csv")
     in_torch, scan = f"{FIXED}, torch, compiled", f"{FIXED}, scan"
@@ -350,7 +350,7 @@ def by_operations() -> str:
     )
 
 
-def peers() -> str:
+def paper_peers_says() -> str:
     """Return the comparison with Mamba and cuDNN."""
     ms = paper_times("paper_solve.csv")
 
@@ -385,7 +385,7 @@ def peers() -> str:
     )
 
 
-def splits() -> str:
+def paper_split_says() -> str:
     """Return the result of other numbers of segments and burn-ins."""
     rows = [row for row in read("paper_split.csv") if row["launch"] == "graph"]
 

@@ -50,7 +50,7 @@ def lowest_rate(corpus: str, every: Mapping[str, Result]) -> str:
     return text[0].upper() + text[1:]
 
 
-def english() -> str:
+def learn_english_says() -> str:
     """Return the result on the English corpus."""
     every = mixers("english")
     best, second = list(every.values())[:2]
@@ -82,7 +82,7 @@ def english() -> str:
     )
 
 
-def code() -> str:
+def learn_code_says() -> str:
     """Return the result on the corpus of code."""
     every = mixers("code")
     order = list(every)
@@ -106,7 +106,7 @@ def code() -> str:
     )
 
 
-def mamba() -> str:
+def learn_mamba_says() -> str:
     """Return the reason for Mamba2's seconds."""
     every = mixers("code")
     longer = [row for row in read("lm_step.csv") if row["T"] == "2048" and row["packed"] == "False"]
@@ -123,7 +123,7 @@ def mamba() -> str:
     )
 
 
-def layers() -> str:
+def learn_layers_says() -> str:
     """Return the quality of `auto`'s choice on the layers of trained models, and its date."""
     rows = [row for c in ("english", "code") for row in read(f"learn_layers_{c}.csv")]
     losses = [row for row in rows if row["auto"] == "True" and float(row["of_best"]) > 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lm_generate import KEYS as GENERATED
@@ -21,7 +21,7 @@ def generation_rates(model: str, way: str = "cache") -> dict[int, float]:
     return {int(row["tokens"]): float(row["tokens_per_s"]) for row in rows}
 
 
-def sampling() -> str:
+def lm_sample_says() -> str:
     """Return the gain of `sample` by CUDA graphs."""
     rates = generation_rates("gru")
     return prose(
@@ -40,7 +40,7 @@ def ratio(rows: Iterable[Row], key: str, mine: dict[str, Any], other: dict[str, 
     return float(one(rows, **mine)[key]) / float(one(rows, **other)[key])
 
 
-def packing() -> str:
+def lm_step_says() -> str:
     """Return the cost of packed rows, and the precision of peaks of memory."""
     rows = read("lm_step.csv")
     costs, excess = [], 0.0
@@ -59,16 +59,26 @@ def packing() -> str:
     )
 
 
-def context() -> str:
-    """Return the dependence of rates and memory on the context."""
+def context_rates() -> dict[str, dict[int, int]]:
+    """Return the tokens/s of training by model and context."""
     rows = [row for row in read("lm_context.csv") if not row["note"]]
-    rates = {
+    return {
         name: {int(r["T"]): int(r["tokens_per_s"]) for r in rows if r["model"].startswith(name)}
         for name in NAMES
     }
+
+
+def slowdown(rates: Mapping[int, int]) -> float:
+    """Return the percents by which the lowest rate is below the highest."""
+    return 100 * (1 - min(rates.values()) / max(rates.values()))
+
+
+def lm_context_says() -> str:
+    """Return the dependence of rates and memory on the context."""
+    rows, rates = [row for row in read("lm_context.csv") if not row["note"]], context_rates()
     lengths = sorted(rates["transformer"])
     first, last = lengths[0], lengths[-1]
-    loss = max(100 * (1 - min(rates[c].values()) / max(rates[c].values())) for c in CELLS)
+    loss = max(slowdown(rates[cell]) for cell in CELLS)
     ratios = {
         length: span(
             [rates[cell][length] / rates["transformer"][length] for cell in CELLS], ".1f", " times"
@@ -100,7 +110,7 @@ def context() -> str:
     )
 
 
-def decoding() -> str:
+def lm_decode_says() -> str:
     """Return the comparison of ways to decode, and of models."""
     rows = read("lm_decode.csv")
 
@@ -136,7 +146,7 @@ def decoding() -> str:
     )
 
 
-def figure_3() -> str:
+def lm_generate_says() -> str:
     """Return the paper's Figure 3 next to ours."""
     rates = {name: generation_rates(name) for name in NAMES}
     last = max(rates["transformer"])
@@ -168,7 +178,7 @@ def figure_3() -> str:
     )
 
 
-def first_text() -> str:
+def lm_first_text_says() -> str:
     """Return the cost of cuDNN's plans for a first text."""
     rows = read("lm_first_text.csv")
     first, second = (one(rows, kernels="PyTorch's", text=text) for text in (1, 2))

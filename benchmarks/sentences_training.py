@@ -25,7 +25,7 @@ STEP_DEVICE = "NVIDIA H100 80GB HBM3"
 """Card of the published training steps, all by the loop in `train/trainer.py`."""
 
 
-def training() -> str:
+def training_says() -> str:
     """Return README's sentences on training."""
     return prose(
         "Training runs on PyTorch's FSDP2, on one GPU or many by `torchrun`. A killed run resumes "
@@ -34,7 +34,7 @@ def training() -> str:
     )
 
 
-def steps() -> str:
+def train_step_says() -> str:
     """Return the overhead of the training loop and the efficiency of two GPUs."""
     rows = [row for row in read("train_step.csv") if row["device"] == STEP_DEVICE]
     ours, bare = (
@@ -50,7 +50,7 @@ def steps() -> str:
     )
 
 
-def products() -> str:
+def lm_scale_says() -> str:
     """Return the fraction of matrix products in a step at 7B and the longest T."""
     steps = {
         name: one(read(FILE), recipe=f"{name}-7b", **LONG) for name in NAMES if name != "mamba2"
@@ -90,7 +90,7 @@ def changes(way: str, key: str) -> list[float]:
     ]
 
 
-def memory() -> str:
+def lm_scale_memory_says() -> str:
     """Return the cost and the gain of the two ways to save memory."""
 
     def both(way: str) -> tuple[str, str]:
@@ -106,7 +106,7 @@ def memory() -> str:
     )
 
 
-def profile() -> str:
+def lm_scale_profile_says() -> str:
     """Return the idle time and the communication of a step."""
     rows = read(PROFILE)
     nccl = [
@@ -143,7 +143,7 @@ def name_of(result: Result) -> str:
     return f"{NAMES[result['mixer']]} on {result['task']}"
 
 
-def tasks_steps() -> str:
+def tasks_says() -> str:
     """Return the steps of the capped trainings of Table 6, and their last learning rates."""
     results = capped_results()
     ours, others = (
@@ -167,7 +167,7 @@ def fraction(result: Result) -> str:
     return f"1/{PAPERS_STEPS / result['steps']:.0f}"
 
 
-def tasks_order() -> str:
+def tasks_order_says() -> str:
     """Return the comparison with the paper's Table 6."""
     results = {(r["task"], r["mixer"]): r for r in read_results(RESULTS / "tasks" / "table6")}
     hops = sorted(
@@ -202,7 +202,7 @@ def last_losses(results: Iterable[Result]) -> list[float]:
     return [loss for result in results for loss in result["history"][-1][1]]
 
 
-def tasks_recall() -> str:
+def tasks_recall_says() -> str:
     """Return the result on the harder reading of MQAR."""
     every = {r["mixer"]: r for r in read_results(RESULTS / "tasks" / "recall")}
     ours = [every[cell] for cell in CELLS]
@@ -224,7 +224,7 @@ def accuracies(results: Iterable[Result]) -> str:
     return span((100 * result["best"] for result in results), ".1f", "%")
 
 
-def tasks_remarks() -> str:
+def tasks_remarks_says() -> str:
     """Return the results without what the paper's three remarks recommend."""
     bare, nopos, clip = (
         read_results(RESULTS / "tasks" / folder) for folder in ("bare", "nopos", "clip")
@@ -241,7 +241,7 @@ def tasks_remarks() -> str:
     )
 
 
-def tasks_lengths() -> str:
+def tasks_lengths_says() -> str:
     """Return the accuracies of parity at 100 times the length of training."""
     results = read_results(RESULTS / "tasks" / "lengths")
     longest = {r["mixer"]: [100 * value for value in r["lengths"]["10000"]] for r in results}
@@ -267,7 +267,7 @@ def at_100(result: Result) -> float:
     return max(result["lengths"].get("100", result["accuracies"]))
 
 
-def tasks_s3() -> str:
+def tasks_s3_says() -> str:
     """Return the result on S3."""
     results = best_first(read_results(RESULTS / "tasks" / "s3"))
     ours = [result for result in results if result["mixer"] not in OTHERS]

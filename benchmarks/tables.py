@@ -206,42 +206,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     "learn": learn,
     "lm_ratios": lm_ratios,
     "tasks": tasks,
-    "limits_says": sentences_kernels.limits,
-    "auto_cpu_says": sentences_kernels.threads,
-    "auto_cuda_rule_says": sentences_kernels.rule,
-    "auto_cuda_says": sentences_kernels.sizes,
-    "compile_says": sentences_kernels.compiling,
-    "kernels_memory_says": sentences_kernels.memory,
-    "parallel_trained_says": sentences_kernels.latches,
-    "scan_cpu_says": sentences_kernels.scans,
-    "paper_reduction_says": sentences_kernels.reductions,
-    "paper_solve_says": sentences_kernels.our_kernels,
-    "paper_newton_says": sentences_kernels.by_operations,
-    "paper_peers_says": sentences_kernels.peers,
-    "paper_split_says": sentences_kernels.splits,
-    "learn_english_says": sentences_learn.english,
-    "learn_code_says": sentences_learn.code,
-    "learn_mamba_says": sentences_learn.mamba,
-    "learn_layers_says": sentences_learn.layers,
-    "lm_sample_says": sentences_lm.sampling,
-    "lm_step_says": sentences_lm.packing,
-    "lm_context_says": sentences_lm.context,
-    "lm_decode_says": sentences_lm.decoding,
-    "lm_generate_says": sentences_lm.figure_3,
-    "lm_first_text_says": sentences_lm.first_text,
-    "training_says": sentences_training.training,
-    "train_step_says": sentences_training.steps,
-    "lm_scale_says": sentences_training.products,
-    "lm_scale_memory_says": sentences_training.memory,
-    "lm_scale_profile_says": sentences_training.profile,
-    "tasks_says": sentences_training.tasks_steps,
-    "tasks_order_says": sentences_training.tasks_order,
-    "tasks_recall_says": sentences_training.tasks_recall,
-    "tasks_remarks_says": sentences_training.tasks_remarks,
-    "tasks_lengths_says": sentences_training.tasks_lengths,
-    "tasks_s3_says": sentences_training.tasks_s3,
+    **{
+        name: sentence
+        for module in (sentences_kernels, sentences_learn, sentences_lm, sentences_training)
+        for name, sentence in vars(module).items()
+        if name.endswith("_says")
+    },
 }
-"""Functions by the names of markers; names that end in `says` are of sentences."""
+"""Functions by the names of markers; sentences are the functions whose names end in `_says`."""
 
 
 def with_figures(text: str) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from common import RESULTS
 from learn_results import CORPORA, results
 from markdown_tables import CELLS, NAMES, one, read, table
-from paper_ways import MAMBA, SCAN_KERNEL, TORCH_SCAN
+from paper_ways import EAGER, LOOP, MAMBA, SCAN_KERNEL, SIMPLIFIED, TORCH_SCAN
+from sentences_kernels import NEWTON, SEQUENTIAL, Times, paper_times
+from sentences_lm import context_rates, generation_rates, slowdown
 
 from pararnn.evaluation.paper import PUBLISHED
 from pararnn.tasks.results import percent, read_results
@@ -29,23 +31,18 @@ def verdict(ours: Iterable[float], papers: Iterable[float]) -> str:
     return f"{words}, both as CUDA graphs where they can be: [Kernel figures](kernel-figures.md)"
 
 
-def speed_ups(launch: str, other: dict[str, str]) -> list[float]:
+def speed_ups(launch: str, other: Callable[[Times, str], float]) -> list[float]:
     """Return another way's minimum over our fastest kernel's, forward at T = 512, by cell."""
-    rows = [r for r in read("paper_solve.csv") if (r["pass"], r["T"]) == ("forward", "512")]
-    ratios = []
-    for cell in CELLS:
-        theirs = one(rows, **({"what": cell} | other))
-        ours = [
-            float(one(rows, what=cell, way=way, launch=launch)["min_ms"])
-            for way in ("sequential, fused", "newton, fused")
-        ]
-        ratios.append(float(theirs["min_ms"]) / min(ours))
-    return ratios
+    ms = paper_times("paper_solve.csv")
+    return [
+        other(ms, cell) / min(ms(cell, way, 512, launch=launch) for way in (SEQUENTIAL, NEWTON))
+        for cell in CELLS
+    ]
 
 
 def over_the_loop() -> Claim:
     def speed_up(loop: str, launch: str) -> list[float]:
-        return speed_ups(launch, {"way": loop, "launch": "call"})
+        return speed_ups(launch, lambda ms, cell: ms(cell, loop, 512, launch="call"))
 
     def text(loop: str) -> str:
         graph, call = (
@@ -57,17 +54,18 @@ def over_the_loop() -> Claim:
     return (
         "a fused forward pass against the loop in Python, at T = 512 (Figure 1)",
         "665 (GRU) and 447 (LSTM) times, for its own sizes on an A100",
-        f"over an eager loop {text('loop, eager')}; over a compiled step "
-        f"{text('loop, compiled step')}; B = 1, D = {read('paper_solve.csv')[0]['D']}",
-        verdict(speed_up("loop, compiled step", "graph"), (665, 447)),
+        f"over an eager loop {text(EAGER)}; over a compiled step {text(LOOP)}; B = 1, "
+        f"D = {read('paper_solve.csv')[0]['D']}",
+        verdict(speed_up(LOOP, "graph"), (665, 447)),
         KERNELS.format("solve"),
     )
 
 
 def kernels() -> Claim:
-    graph, call = (
-        speed_ups(launch, {"what": "mamba", "launch": launch}) for launch in ("graph", "call")
-    )
+    def speed_up(launch: str) -> list[float]:
+        return speed_ups(launch, lambda ms, _: ms("mamba", SIMPLIFIED, 512, launch=launch))
+
+    graph, call = speed_up("graph"), speed_up("call")
     each = [
         f"{cell.upper()} {ratio:.2g} as CUDA graphs, {eager:.2g} called"
         for cell, ratio, eager in zip(CELLS, graph, call, strict=True)
@@ -82,23 +80,23 @@ def kernels() -> Claim:
 
 
 def reduction() -> Claim:
+    ms, kinds = paper_times("paper_reduction.csv"), ("diagonal", "2 x 2")
     rows = [row for row in read("paper_reduction.csv") if row["launch"] == "graph"]
-    kinds = ("diagonal", "2 x 2")
-
-    def longest(way: str) -> int:
-        return max(int(row["T"]) for row in rows if row["way"] == way)
 
     def speed_up(way: str, length: int) -> list[float]:
         """Return the speed-ups over PyTorch's scans, or over a peer's diagonal one."""
-        own = kinds if way == TORCH_SCAN else ("diagonal", "diagonal")
-        theirs = [float(one(rows, what=what, way=way, T=length)["min_ms"]) for what in own]
-        mine = [one(rows, what=kind, way=SCAN_KERNEL, T=length)["min_ms"] for kind in kinds]
-        return [other / float(ms) for other, ms in zip(theirs, mine, strict=True)]
+        return [
+            ms(kind if way == TORCH_SCAN else "diagonal", way, length)
+            / ms(kind, SCAN_KERNEL, length)
+            for kind in kinds
+        ]
 
     def text(way: str, length: int) -> str:
         return " and ".join(f"{ratio:.2g}" for ratio in speed_up(way, length))
 
-    last, last_torch = longest(MAMBA), longest(TORCH_SCAN)
+    last, last_torch = (
+        max(int(row["T"]) for row in rows if row["way"] == way) for way in (MAMBA, TORCH_SCAN)
+    )
     return (
         "the reduction in CUDA against the one in PyTorch, to T = 2^22 (Figure 2, left)",
         "curves; 1.1 (diagonal) and 0.84 (2 x 2) times Mamba's scan at T = 512",
@@ -170,17 +168,9 @@ def step_time_7b() -> Claim:
 
 
 def context() -> Claim:
-    rows = [row for row in read("lm_context.csv") if not row["note"]]
-    scale = rows[0]["model"].rpartition("-")[2]
-    rates = {
-        name: {
-            int(row["T"]): int(row["tokens_per_s"])
-            for row in rows
-            if row["model"] == f"{name}-{scale}"
-        }
-        for name in NAMES
-    }
-    loss = {name: 100 * (1 - min(of.values()) / max(of.values())) for name, of in rates.items()}
+    rates = context_rates()
+    scale = read("lm_context.csv")[0]["model"].rpartition("-")[2]
+    loss = {name: slowdown(of) for name, of in rates.items()}
     lengths = sorted(rates["transformer"])
 
     def ratios(length: int) -> str:
@@ -200,14 +190,8 @@ def context() -> Claim:
 
 
 def decoding() -> Claim:
-    eager = [row for row in read("lm_generate.csv") if row["way"] == "cache"]
     graphs = [row for row in read("lm_decode.csv") if row["way"] == "graph"]
-    by_model = {
-        name: {
-            int(r["tokens"]): float(r["tokens_per_s"]) for r in eager if r["model"] == f"{name}-1B"
-        }
-        for name in NAMES
-    }
+    by_model = {name: generation_rates(name) for name in NAMES}
     common = sorted(set.intersection(*map(set, by_model.values())))
     most, attention = common[-1], by_model["transformer"]
     ahead = [n for n in common if all(by_model[cell][n] > attention[n] for cell in CELLS)]

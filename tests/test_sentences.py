@@ -85,14 +85,14 @@ def change(path: Path, new: Callable[[dict[str, str]], dict[str, Any]]) -> None:
 def test_a_sentence_follows_its_file(results: Path) -> None:
     page = (tables.ROOT / "docs/training.md").read_text(encoding="utf-8")
     assert tables.with_figures(page) == page
-    text = " ".join(sentences_training.products().split())
+    text = " ".join(sentences_training.lm_scale_says().split())
     assert "For 0.51 (GRU), 0.50 (LSTM) and 0.48 (Transformer) of it nothing else runs" in text
 
     def halved(row: dict[str, str]) -> dict[str, Any]:
         return {"alone_ms": float(row["alone_ms"]) / 2}
 
     change(results / "lm_scale_profile.csv", halved)
-    text = " ".join(sentences_training.products().split())
+    text = " ".join(sentences_training.lm_scale_says().split())
     assert "For 0.26 (GRU), 0.25 (LSTM) and 0.24 (Transformer)" in text
     assert tables.with_figures(page) != page
 
@@ -103,11 +103,11 @@ def test_words_that_the_results_do_not_bear_out_raise(results: Path) -> None:
         results / "lm_generate.csv", lambda row: {"model": other.get(row["model"], row["model"])}
     )
     with pytest.raises(ValueError, match="the Transformer is first where all call"):
-        sentences_lm.figure_3()
+        sentences_lm.lm_generate_says()
     names = {"mamba2": "gru", "gru": "mamba2"}
     change(results / "learn_code.csv", lambda row: {"mixer": names.get(row["mixer"], row["mixer"])})
     with pytest.raises(ValueError, match="Mamba2 before the hybrid"):
-        sentences_learn.code()
+        sentences_learn.learn_code_says()
 
 
 def test_scans_are_timed_in_rounds_and_agree(
