@@ -36,8 +36,27 @@ print(f"{states.double().sum().item():.12f}")
 """
 
 
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    return tmp_path_factory.mktemp("libraries")
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch, no_caches):
+def compile_once(libraries, monkeypatch):
+    """Compile a source once for all tests; others copy the library."""
+
+    def compile_library(source, include, output):
+        how = repr((os.environ.get("CXX"), os.environ["PATH"], compiler.flags())).encode()
+        library = libraries / hashlib.sha256(how + source.read_bytes()).hexdigest()
+        if not library.exists():
+            compiler.compile_library(source, include, library)
+        shutil.copy(library, output)
+
+    monkeypatch.setattr(cpp, "compile_library", compile_library)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, no_caches, compile_once):
     """Set an empty cache on disk; this process has none."""
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -218,7 +237,9 @@ def _solves_there(out, folder, rank):
 
 
 @needs_compiler
-def test_processes_and_threads_share_one_entry(folder, tmp_path):
+def test_processes_and_threads_share_one_entry(folder, tmp_path, monkeypatch):
+    # A compiler takes time, in which the others come.
+    monkeypatch.setattr(cpp, "compile_library", compiler.compile_library)
     inputs = _inputs()  # all threads draw from one generator
     running = started(partial(_solves_there, tmp_path, folder), world=3)
     with ThreadPoolExecutor(3) as pool:
@@ -239,6 +260,7 @@ def test_a_new_process_compiles_nothing(folder):
 
 
 @needs_compiler
+@pytest.mark.usefixtures("compile_once")
 def test_another_folder_stands_in_for_one_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -265,7 +287,7 @@ def test_one_warning_for_a_folder_that_cannot_be_written(folder, monkeypatch):
     monkeypatch.setattr(cache, "_UNUSABLE", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        layer = pararnn.ParaGRU(4, 6)
+        layer = pararnn.ParaRNN(pararnn.ElmanCell, 4, 6)
         for dtype in (torch.float32, torch.float64):
             layer.to(dtype)(torch.randn(1, 3, 4, dtype=dtype))
     (warning,) = caught

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+from functools import cache
 
 import pytest
 import torch
@@ -122,7 +123,9 @@ class Batches(nn.Module):
         return output, h_n, states, h, c
 
 
+@cache
 def _exported(device):
+    """Return a module, its program, which several tests share, and inputs of other sizes."""
     batch, steps = torch.export.Dim("batch"), torch.export.Dim("steps")
     sizes = {
         "x": {0: batch, 1: steps},
@@ -136,12 +139,13 @@ def _exported(device):
         return x, _lengths(batch, steps, x.device), _resets(batch, steps, x.device)
 
     given = [draw(*size) for size in SIZES]
-    return module, torch.export.export(module, given[0], dynamic_shapes=sizes), given[1:]
+    program = torch.export.export(module, given[0], dynamic_shapes=sizes)
+    assert module.gru.last_solve is None
+    return module, program, given[1:]
 
 
 def test_export(tmp_path, device):
     module, program, others = _exported(device)
-    assert module.gru.last_solve is None
     torch.export.save(program, tmp_path / "program.pt2")
     loaded = torch.export.load(tmp_path / "program.pt2")
     for inputs in others:

@@ -1,6 +1,5 @@
 """Inputs that break fixed-iteration solvers end right by the contract, or raise."""
 
-import itertools
 import warnings
 
 import pytest
@@ -35,8 +34,13 @@ def _scaled(name, dtype, scale, bias=0.0):
 @pytest.mark.filterwarnings("ignore::pararnn.ConvergenceWarning")
 @pytest.mark.parametrize(
     ("dtype", "scale"),
-    # In float64 the claim is the same; loops and their other roundings take longest there.
-    [*itertools.product((torch.float32, torch.bfloat16), (1, 2, 4, 8)), (torch.float64, 2)],
+    # In float64 the claim is the same; loops and their other roundings take longest there. 16 bits
+    # are solved in float32: each pair meets them at one scale or two.
+    [
+        *((torch.float32, scale) for scale in (1, 2, 4, 8)),
+        *((torch.bfloat16, scale) for scale in (2, 8)),
+        (torch.float64, 2),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["gru", "lstm", "elman", "lem", "slstm", "lrc"])

@@ -93,7 +93,7 @@ class Oracle:
         self.states = run_loop(self.exact) if self.carry != torch.float64 else self.loop_states
         self.truth = results(self.exact, self.states)
         self.loop = self._as_results(self.loop_states)
-        self._there: _There | None = None
+        self._theres: list[_There] = []
         self._loops, self._reverses = {0: self.loop}, dict[int, Named]()
         self._owns: dict[tuple[str, int], Tensor] = {}
         self._noises: dict[tuple[str, int], Tensor] = {}
@@ -288,9 +288,7 @@ class Oracle:
     def _check_gradients(self, run: Run, at: Tensor) -> Iterator[Check]:
         """Gradients against those of the true states, where rounding leaves them alone, and
         against those at the returned states; and the entries that are finite in one run only."""
-        if self._there is None or not torch.equal(self._there.at, at):
-            self._there = _There(self, at)  # engines that return the same states share it
-        there = self._there
+        there = self._there(at)
         for name, value in run.grads.items():
             error = self._in_order(name, gap(value, there.true.grads[name], there.loop(0)[name]))
             carry, true = self.carry, there.true.grads[name]
@@ -304,6 +302,14 @@ class Oracle:
             )
             yield replace(max(both, key=lambda c: c.part), name=f"grad {name}", note=both[1].note)
         yield self._check_strays(run, there)
+
+    def _there(self, at: Tensor) -> _There:
+        """Return the reverse passes at given states, which engines that return the same share."""
+        for there in self._theres:
+            if torch.equal(there.at, at):
+                return there
+        self._theres.append(_There(self, at))
+        return self._theres[-1]
 
     def _check_forward_gradient(self, name: str, value: Tensor) -> Check:
         """Return the forward error of a gradient, in the channels that rounding leaves alone."""

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +14,21 @@ from torch import Tensor
 
 from pararnn.cells.base import Cell
 from pararnn.engines.arguments import Arguments
-from pararnn.engines.forward_time import final_states, output_states, to_system
+from pararnn.engines.forward_time import Edges, final_states, output_states, to_system
 from pararnn.private import TorchDispatchMode
 from pararnn.program.derive import gradients
 from pararnn.program.program import program_of
 from pararnn.solvers.system import System
 
 Named = dict[str, Tensor]
+
+
+class Border(NamedTuple):
+    """A call's arguments with everything filled in, its System, and where sequences end in it."""
+
+    args: Arguments
+    system: System
+    edges: Edges
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,14 @@ class Trial:
         """Return the record as solvers read it."""
         return self.call().completed(len(self.cell.states))
 
+    @cached_property
+    def border(self) -> Border:
+        """Conversion of this call to a System, differentiable and the same at any states."""
+        args = self.arguments()
+        with torch.enable_grad():
+            system, edges = to_system(program_of(self.cell), args)
+        return Border(args, system, edges)
+
     def leaves(self) -> Named:
         """Everything that has a gradient, by name."""
         args, cell = self.args, self.cell
@@ -80,8 +96,7 @@ def gradients_of(outputs: Sequence[Tensor], trial: Trial, leaves: Named) -> Name
 @torch.no_grad()
 def results(trial: Trial, states: Tensor) -> Named:
     """States (B, T, N, D) in the order of processing as what a solve returns, by name."""
-    args = trial.arguments()
-    _, edges = to_system(program_of(trial.cell), args)
+    args, _, edges = trial.border
     by_state = states.unbind(2)
     outputs = output_states(args, by_state)
     return by_name(trial.cell, outputs, final_states(args, edges, by_state))
@@ -204,8 +219,7 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) ->
     `seed`: 0 for PyTorch's own rounding, another for another, see OtherRounding. `sizes`: whether
     amounts and units are wanted.
     """
-    leaves, args = trial.leaves(), trial.arguments()
-    system, edges = to_system(program_of(trial.cell), args)
+    leaves, (args, system, edges) = trial.leaves(), trial.border
     at = states.detach().requires_grad_()
     by_state = at.unbind(2)
     final = final_states(args, edges, by_state)
