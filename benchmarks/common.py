@@ -31,7 +31,7 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, str]:
 def commit() -> str:
     """Return the short commit hash, with '-dirty' where tracked files differ from it.
 
-    A copy without its git folder says what it is a copy of by PARARNN_COMMIT.
+    A copy without a git folder has its commit in PARARNN_COMMIT.
     """
     if "PARARNN_COMMIT" in os.environ:
         return os.environ["PARARNN_COMMIT"]

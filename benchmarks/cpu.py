@@ -1,7 +1,7 @@
 """The CPU: generated kernels against the Python loop, Newton in PyTorch, the memory, torch.nn.
 
 Gates given first, then whole layers, forward and forward + backward, float32. Every row is timed
-in this run on inputs that are taken in turn and together exceed the caches. Writes results/cpu.csv.
+in this run on inputs that take turns and together exceed the caches. Writes results/cpu.csv.
 
     python benchmarks/cpu.py [--budget 1.0] [--lengths 512 2048] [--quick]
 """
@@ -107,7 +107,7 @@ def memory_limit(cell: pararnn.Cell, length: int, rate: float) -> dict[str, floa
 
 
 def copy_rate(budget: float) -> float:
-    """Bytes read and written a second by copying one of a few large tensors, the best."""
+    """Return the most bytes read and written a second by copies of large tensors."""
     sources = itertools.cycle([torch.randn(2**24) for _ in range(INPUTS)])
     target = torch.empty(2**24)
     [times] = wall_times([lambda: target.copy_(next(sources))], budget)

@@ -18,7 +18,7 @@ from pararnn.train import DemoConfig, run_demo
 
 
 def row_of(metrics: dict[str, Any]) -> dict[str, Any]:
-    """One run's figures; times in ms, sizes as the demo's config names them."""
+    """Return a run's figures; times in ms, sizes as the demo's config names them."""
     bits = metrics["bits_per_byte"]
     row = {
         **provenance(metrics["config"]["device"]),

@@ -43,7 +43,7 @@ class Passes(NamedTuple):
 
 
 def passes(program: Program, backend: str, updates: int = UPDATES) -> Passes:
-    """Both passes by one of the SCANS, compiled where it is PyTorch's."""
+    """Return both passes by one of the SCANS, compiled where it is PyTorch's."""
     scan, structure = SCANS[backend], program.structure
     assert structure is not None
 
@@ -89,7 +89,7 @@ class _Solve(torch.autograd.Function):
 
 
 def fixed_newton(cell: Cell, backend: str, updates: int = UPDATES) -> Callable[[Tensor], Tensor]:
-    """Gates (B, T, G, D) to the first state's sequence (B, T, D), differentiable."""
+    """Return a differentiable function of gates (B, T, G, D) to the first state (B, T, D)."""
     both = passes(program_of(cell), backend, updates)
 
     def run(gates: Tensor) -> Tensor:

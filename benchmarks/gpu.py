@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
 
 def times_of(calls: Sequence[Call], run: Run, graph: bool = True) -> Row:
-    """Both times of the calls, which are one and the same on different inputs."""
+    """Return both times of calls that do the same on different inputs."""
     row: Row = {"do_bench_ms": round(bench_ms(calls[0], run.bench_budget), 5)}
     if graph:
         times = replay_times(calls, run.graph_budget)
@@ -70,7 +70,7 @@ def cache_bytes() -> int:
 
 
 def copy_rate(budget: float) -> float:
-    """Bytes read and written a second on the GPU by the faster of two copies of 2 GiB."""
+    """Return the bytes read and written a second by the faster of two copies of 2 GiB."""
     x, y = torch.randn(2**29, device="cuda"), torch.empty(2**29, device="cuda")
     ways: list[Call] = [lambda: y.copy_(x), lambda: torch.mul(x, 1.0, out=y)]
     best = min(statistics.median(replay_times([way], budget)) for way in ways)

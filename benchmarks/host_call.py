@@ -47,7 +47,7 @@ class Opaque(torch.autograd.Function):
 
 
 def training(device: str) -> Calls:
-    """Forward with gradients, and backward, by name; the last is what the others are held to."""
+    """Return forward and backward passes by name; the others are compared with the last."""
     x = torch.randn(BATCH, STEPS, CHANNELS, device=device)
     grad = torch.randn(BATCH, STEPS, CHANNELS, device=device)
     modules = _modules(device)
@@ -78,7 +78,7 @@ def _modules(device: str) -> dict[str, Any]:
 
 
 def decoding(device: str) -> Calls:
-    """One step without gradients, by name; the last is what the others are held to."""
+    """Return steps without gradients by name; the others are compared with the last."""
     x, state = (torch.randn(BATCH, CHANNELS, device=device) for _ in range(2))
     modules = _modules(device)
     cell = nn.GRUCell(CHANNELS, CHANNELS, device=device)

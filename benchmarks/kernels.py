@@ -2,7 +2,7 @@
 
 A kernel's limit is the time in which the bytes that it must move would be copied, at the copy rate
 of the same run. Writes results/kernels.csv (sections kernels, layers and peers) and
-kernels_memory.csv; a run of some sections only, or a quick one, writes where --out says.
+kernels_memory.csv; a run of some sections only, or a quick one, writes into --out only.
 
     python benchmarks/kernels.py [--only kernels] [--quick] [--out FOLDER]
 """
@@ -97,7 +97,7 @@ def show(row: Row) -> Row:
 
 
 def row_of(section: str, what: str, step: str, size: Size, dtype: torch.dtype, times: Row) -> Row:
-    """One row of kernels.csv; `step` is the pass."""
+    """Return a row of kernels.csv; `step` is the pass."""
     row: Row = dict.fromkeys(COLUMNS, "") | times
     row |= {"section": section, "what": what, "pass": step, "dtype": str(dtype).split(".")[1]}
     return row | dict(zip("BTD", size, strict=True))
@@ -179,7 +179,7 @@ class Way(NamedTuple):
 
 
 def passes(way: Way) -> Iterator[tuple[str, list[Call]]]:
-    """Forward without gradients, and forward + backward of everything, on enough inputs."""
+    """Yield forward without gradients, and forward + backward, on inputs that exceed the cache."""
     sets = [way.inputs()]
     count = sets_for(sum(t.nbytes for t in sets[0]), cache_bytes())
     sets += [way.inputs() for _ in range(count - 1)]
@@ -290,7 +290,7 @@ def peer_rows(run: Run) -> list[Row]:
 
 
 def layer_parts(size: Size, gates: int, states: int, itemsize: int) -> dict[str, int]:
-    """Bytes of a layer's tensors, input and hidden size alike; all weights' gradients are one."""
+    """Return the bytes of a layer's tensors; input and hidden size are equal."""
     batch, _, channels = size
     sequence = math.prod(size) * itemsize
     return {
@@ -316,7 +316,7 @@ MOMENTS = (
 
 
 def memory_rows(run: Run) -> list[Row]:
-    """Bytes of a ParaGRU's forward and backward pass, measured and explained."""
+    """Return the bytes of a ParaGRU's forward and backward pass, measured and computed."""
     parts = layer_parts(BIG, len(GRUCell.gates), len(GRUCell.states), 2)
     rows = []
     for recompute in (False, True):

@@ -37,7 +37,7 @@ from learn_run import Job, Row, Shape
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 MARKS = {"sweep": 2, "final": 10}
-"""Looks at what is held out in a training."""
+"""Validations of a training."""
 SHARE = 0.88
 """Of the time that is left, what trainings are planned to take: GPUs do not end at once."""
 
@@ -71,7 +71,7 @@ def plan_steps(
 ) -> dict[str, int]:
     """Return the steps of a stage's trainings, the same for all mixers, that fit into GPU-seconds.
 
-    speeds: a mixer's tokens a second, and the seconds of a look at what is held out. runs, most: by
+    speeds: a mixer's tokens a second, and the seconds of a validation. runs, most: by
     stage, how many trainings a mixer has, and tokens of one at most. The stages' shares stay.
     """
     looks = sum(look for _, look in speeds.values()) * sum(runs[s] * MARKS[s] for s in runs)
@@ -87,7 +87,7 @@ def plan_steps(
 
 
 def best_rates(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
-    """By corpus and mixer: the rate whose sweep ended with the fewest bits."""
+    """Return by corpus and mixer the rate whose sweep ended with the fewest bits."""
     ends = [row for row in rows if row["stage"] == "sweep" and row["step"] == row["steps"]]
     # NaN has no place in an order; of equal ones the last stays.
     finite = [row for row in ends if math.isfinite(row["bits_per_byte"])]

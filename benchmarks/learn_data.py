@@ -34,7 +34,7 @@ from pararnn.train.corpus.prepare import prepare
 PACKAGES = Path(__file__).parent / "learn_packages.txt"
 VOCABULARY, LENGTH = 8192, 2048
 CODE_TOKENS = 19_500_000
-"""As many as 40 MiB hold, in 16 bits each, beside what is held out."""
+"""As many as 40 MiB hold, in 16 bits each, in addition to the held-out ones."""
 HELD_OUT = 100
 LARGEST = 200_000
 """Bytes of a file; larger ones are tables of data, mostly."""
@@ -85,12 +85,12 @@ def sources(packages: Iterable[str]) -> Iterator[Source]:
 
 
 def place(path: str) -> int:
-    """Return a number that only the path says, by which files are ordered and held out."""
+    """Return a number that depends on the path alone; it orders files and chooses held-out ones."""
     return int(hashlib.sha256(path.encode()).hexdigest(), 16)
 
 
 def split(files: Iterable[Source]) -> tuple[list[str], list[str]]:
-    """Texts to learn and texts held out: in UTF-8, none twice, none empty, none over LARGEST."""
+    """Return texts to learn and held-out ones: UTF-8, none twice, empty or over LARGEST."""
     contents: dict[bytes, str] = {}
     for path, content in sorted(files, key=lambda each: place(each[0])):
         if 0 < len(content) <= LARGEST:
@@ -100,7 +100,7 @@ def split(files: Iterable[Source]) -> tuple[list[str], list[str]]:
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError:
-            continue  # few, and no tokenizer of UTF-8 can be asked for them
+            continue  # few, and no tokenizer of UTF-8 reads them
         parts[place(path) % HELD_OUT == 0].append(text)
     return parts
 

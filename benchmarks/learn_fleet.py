@@ -64,7 +64,7 @@ def serve(settings: Settings, pipe: Connection) -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # other processes use the same GPU
     except Exception:
-        # Said by the process that asked, which goes on with the other mixers and then fails.
+        # The requesting process prints it, goes on with the other mixers and then fails.
         pipe.send(("failed", traceback.format_exc()))
 
 
@@ -106,10 +106,10 @@ class Worker:
         self.process = start(target=serve, args=(settings, theirs))
         self.process.start()
         if not settings.smoke:
-            theirs.close()  # or a process that is gone would not be noticed
+            theirs.close()  # or the end of the process would not be noticed
 
     def ask(self, *request: Any) -> Iterator[Row]:
-        """Rows, as they come; `value` is what the answer ends with. Raises Failed."""
+        """Yield rows as they come; `value` is the answer's end. Raises Failed."""
         self.pipe.send(request)
         yield from self.rows()
 
@@ -130,7 +130,7 @@ class Worker:
     def result(self, *request: Any) -> Any:
         """Return the result of an answer without rows."""
         for _ in self.ask(*request):
-            raise AssertionError("rows were not asked for")
+            raise AssertionError("expected no rows")
         return self.value
 
 
@@ -145,7 +145,7 @@ class Fleet:
             self._guard(worker.name, partial(list, worker.rows()))
 
     def speeds(self, steps: int) -> dict[str, tuple[float, float]]:
-        """By mixer, of its slower process: tokens a second, and seconds of a look."""
+        """Return tokens/s and seconds of a validation by mixer, of its slower process."""
         times: dict[str, list[tuple[float, float]]] = {mixer: [] for mixer in self.mixers}
 
         def one(mixer: str, device: str) -> None:

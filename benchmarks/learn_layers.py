@@ -1,6 +1,6 @@
 """The recurrent layers of a trained model, by its pairs: what `auto` takes against the best.
 
-Each layer solves what it is given of held-out text, gates in bfloat16. Generated kernels are timed
+Each layer solves for its inputs of held-out text, gates in bfloat16. Generated kernels are timed
 as replays of CUDA graphs over inputs that exceed the cache, other pairs as calls of the operator
 with autograd, without a graph. A pair that took TOO_SLOW times the best in a model's first layer is
 not timed in the others; the loop in Python, seconds long at these lengths, in none.
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 def layer_rows(
     mixer: str, config: LMConfig, state: Mapping[str, Tensor], corpus: Corpus, until: float
 ) -> Iterator[Row]:
-    """Yield a row for each layer, size and pair, until that time; says so where it has to stop."""
+    """Yield a row for each layer, size and pair, until that time; print where it stops."""
     device = corpus.valid.device
     model = LanguageModel(config, device=device, dtype=torch.bfloat16).eval()
     model.load_state_dict(dict(state))
@@ -117,7 +117,7 @@ def detach(args: Arguments) -> Arguments:
 def times_by_pair(
     cell: Cell, inputs: Sequence[Arguments], slow: set[Pair]
 ) -> dict[Pair, tuple[float, float]]:
-    """ms of the forward and the backward pass by each pair that can, but the slow ones."""
+    """Return the ms of both passes by each pair that can, but the slow ones."""
     gates, program = inputs[0].gates, program_of(cell)
     able = pairs_for(program, gates.dtype, gates.device)
     pairs = [pair for pair in able if pair not in slow and pair != LOOP]
@@ -126,7 +126,7 @@ def times_by_pair(
 
 @torch.no_grad()
 def pass_times(program: Program, inputs: Sequence[Arguments], pair: Pair) -> tuple[float, float]:
-    """ms of a pair's two passes, see the module."""
+    """Return the ms of a pair's two passes, see the module."""
     gates = inputs[0].gates
     engine = find(*pair, gates.device)
     assert engine is not None
@@ -140,7 +140,7 @@ def pass_times(program: Program, inputs: Sequence[Arguments], pair: Pair) -> tup
 
 
 def by_operator(program: Program, inputs: Sequence[Arguments], pair: Pair) -> tuple[float, float]:
-    """ms of the operator without gradients, and of what the gradients add to it."""
+    """Return the ms of the operator without gradients, and those that gradients add."""
     device = inputs[0].gates.device
     turns = itertools.cycle(inputs)
 

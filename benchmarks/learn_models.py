@@ -1,4 +1,4 @@
-"""The models that benchmarks/learn.py compares: about 60M parameters beside embedding and head.
+"""The models that benchmarks/learn.py compares: about 60M parameters without embedding and head.
 
 A line in MODELS adds one: a function of (device=, dtype=) that makes a `pararnn.lm.LanguageModel`.
 """
@@ -63,11 +63,11 @@ MODELS: dict[str, Make] = {
     **{name: partial(LanguageModel, config) for name, config in CONFIGS.items()},
     "mamba2": partial(mamba2, MAMBA2),
 }
-"""By the names of mixers: what makes their models."""
+"""Functions that make a model, by mixer."""
 
 
 def tiny() -> dict[str, Make]:
-    """As MODELS, small enough for a CPU to try."""
+    """Return MODELS at sizes for a CPU."""
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}
     changes = sizes | {"num_attention_heads": 2}
     own = {n: replace(c, mixers=(c.mixers or ())[:4], **changes) for n, c in CONFIGS.items()}
@@ -77,6 +77,6 @@ def tiny() -> dict[str, Make]:
 
 
 def body_size(model: nn.Module) -> int:
-    """Parameters beside embedding and head."""
+    """Return the number of parameters without embedding and head."""
     ends = [part for part in model.modules() if isinstance(part, nn.Embedding | Head)]
     return sum(p.numel() for p in model.parameters()) - sum(p.weight.numel() for p in ends)

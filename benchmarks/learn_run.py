@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Tokens to learn and held out, int32 on the device, and what the latter are as text.
+    """Tokens to learn and held-out ones, int32 on the device, and the latter's bytes of text.
 
     valid has the end of a document in front, so that each of its tokens is predicted.
     """
@@ -61,7 +61,7 @@ class Corpus(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A training: of a mixer on a corpus, at a rate, for so many steps, looked at after some."""
+    """A training of a mixer on a corpus at a rate: `steps` steps, `marks` validations."""
 
     mixer: str
     corpus: str
@@ -147,7 +147,7 @@ class Trainee:
         }
 
     def start(self, rate: float, seed: int, steps: int) -> tuple[Any, Any]:
-        """Weights drawn anew; an optimizer and the schedule of its rate."""
+        """Draw new weights; return an optimizer and the schedule of its rate."""
         torch.manual_seed(seed)
         self.master.reset_parameters()
         self._hand_over()
@@ -159,7 +159,7 @@ class Trainee:
         )
 
     def step(self, tokens: Tensor, optimizer: Any, scheduler: Any) -> Tensor:
-        """One step on tokens (B, T); its loss, which nobody has waited for."""
+        """Make a step on tokens (B, T); return its loss without waiting for it."""
         loss = self._loss(tokens, tokens, z_loss=self.config.z_loss)
         loss.backward()
         grads = [cast(Tensor, copy.grad) for copy in self.copies]
@@ -180,7 +180,7 @@ class Trainee:
         return float(total)
 
     def speed(self, corpus: Corpus, steps: int) -> tuple[float, float]:
-        """Tokens a second of training, after two more steps, and seconds of a validation."""
+        """Return tokens/s of training, after two untimed steps, and seconds of a validation."""
         optimizer, scheduler = self.start(1e-4, 0, steps + 2)
         source = batches(corpus, self.shape, 0)
         begin = 0.0
@@ -195,7 +195,7 @@ class Trainee:
         return steps * self.shape.tokens / (middle - begin), time.perf_counter() - middle
 
     def train(self, job: Job, corpus: Corpus) -> Iterator[Row]:
-        """Train, and yield a row for each of the job's looks at what is held out.
+        """Train, and yield a row for each of the job's validations.
 
         seconds: of the training alone. order: a hash of all rows so far, in their order. A loss
         that is not finite ends the training, with that row.

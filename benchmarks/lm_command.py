@@ -36,7 +36,7 @@ def chosen(
     name_of: Callable[[Case], str],
     condition: Callable[[Case], bool] = lambda case: True,
 ) -> list[Case]:
-    """Return the requested cases, by beginnings of names and `asked`. Raises if there is none."""
+    """Return the requested cases, by beginnings of names and `condition`; exit if there is none."""
     matches = [
         case for case in every if name_of(case).startswith(tuple(args.only)) and condition(case)
     ]

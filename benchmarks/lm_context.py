@@ -43,7 +43,7 @@ TOO_LARGE = "out of memory"
 
 
 def cases(lengths: list[int]) -> list[Case]:
-    """All four models at these lengths."""
+    """Return all four models at these lengths."""
     return [
         Case(paper.name, paper.model, max(TOKENS[SCALE] // length, 1), length, paper.z_loss)
         for paper in (preset(architecture, SCALE) for architecture in ARCHITECTURES)
@@ -78,7 +78,7 @@ def measure(case: Case, device: torch.device, use_compiler: bool, seconds: float
 
 
 def plot(path: Path) -> None:
-    """Draw a result file, beside it: tokens/s by the context, memory by the tokens of a step."""
+    """Draw a result file, next to it: tokens/s by the context, memory by a step's tokens."""
     rows = [row for row in read_rows(path) if not row["note"]]
     figure = new_figure(10, 4.4)
     rates, memory = Curves(), Curves()

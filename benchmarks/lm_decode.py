@@ -85,7 +85,7 @@ def cases() -> list[Case]:
         config = preset(name, "1B").model
         contexts = CONTEXTS if name == "transformer" else CONTEXTS[:1]
         for way, batch, context in itertools.product(WAYS, (1, 64), contexts):
-            if batch * context <= 2**18:  # keys and values of more do not fit beside the weights
+            if batch * context <= 2**18:  # more keys and values do not fit next to the weights
                 every.append(Case(f"{name}-1B", config, way, batch, context))
         if name == "gru":
             every += [Case(f"{name}-1B", config, "generate", batch, 2048) for batch in (1, 64)]
@@ -197,7 +197,7 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes, together."""
+    """Return the bytes read and written a second by a copy."""
     size = 2**30 if device.type == "cuda" else 2**20
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -51,7 +51,7 @@ def token_times(model: LanguageModel, count: int) -> Iterator[float]:
 
 
 def rows(model: LanguageModel, count: int) -> Iterator[dict[str, Any]]:
-    """Two texts of each choice; a few tokens before the first are not timed, as kernels load."""
+    """Yield two texts of each choice; a few untimed tokens come first, as kernels load."""
     for name in CHOICES:
         with choice(name):
             list(token_times(model, 4))

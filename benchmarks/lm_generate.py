@@ -1,4 +1,4 @@
-"""The paper's Figure 3: tokens/s of generating so many tokens, by its 1B models, not compiled.
+"""The paper's Figure 3: tokens/s of its 1B models by the number of generated tokens, not compiled.
 
 Its protocol: `timeit`, the least of 5 repetitions, a row of one sequence. Generation begins with a
 single token and takes the likeliest one each time, in bfloat16. "cache": `pararnn.lm.sample`; each
@@ -85,7 +85,7 @@ WAYS: dict[str, Callable[[LanguageModel, int], torch.Tensor]] = {
 def curve(
     model: LanguageModel, way: str, lengths: tuple[int, ...], seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Rows by length, as far as the seconds reach."""
+    """Yield rows by length, as far as the seconds reach."""
     device = model.lm_head.weight.device
 
     def generate(length: int) -> None:
@@ -118,13 +118,13 @@ def curve(
 
 
 def ways_of(case: Case, requested: Sequence[str]) -> list[str]:
-    """All that are asked for; but a recurrent model has no reason to read again."""
+    """Return the requested ways; a recurrent model has no reason to read again."""
     both = case.name.startswith("transformer")
     return [way for way in requested if both or way == "cache"]
 
 
 def plot(path: Path) -> None:
-    """Draw a result file, beside it; with lm_decode.csv, steps of all models as CUDA graphs too."""
+    """Draw a result file, next to it; with lm_decode.csv, steps as CUDA graphs too."""
     rows = read_rows(path)
     curves, styles = Curves(), dict[str, str]()
     for row in rows:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 PROGRAM = Path(__file__).with_name("lm_scale_run.py")
 TOO_LARGE, TRACE, PARAMETERS = "out-of-memory", "trace.json", "parameters"
-"""Files that it leaves in a run's folder."""
+"""Files that it writes to a run's folder."""
 TAIL = 4_000
 """Characters of a failed run's output that are shown."""
 NEVER = 10**9
@@ -29,7 +29,7 @@ class RunEnd(NamedTuple):
 
 
 def write_corpus(path: Path, size: int) -> None:
-    """Return a text of so many bytes: lines of words that are drawn, the commonest most often."""
+    """Write a text of at least `size` bytes: lines of random words, the commonest most often."""
     draws = random.Random(0)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     words = ["".join(draws.choices(letters, k=draws.randint(2, 9))) for _ in range(WORDS)]
@@ -49,7 +49,7 @@ def launch(
     profile: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> RunEnd:
-    """Run `pararnn` with these arguments on so many GPUs; `meanwhile` is called while it runs.
+    """Run `pararnn` with these arguments on some GPUs; `meanwhile` is called while it runs.
 
     steps, profile: see `lm_scale_run.py`. Where the time is over, torchrun ends its processes.
     """

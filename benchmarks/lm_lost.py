@@ -1,10 +1,10 @@
-"""Cost of a lost rank: killed after a checkpoint, and gone on from by other numbers of GPUs.
+"""Cost of a lost rank: killed after a checkpoint, and resumed by other numbers of GPUs.
 
 A part of `lm_scale.py`. A recipe is trained to its end on the most GPUs; again, and its last rank
 is killed (SIGKILL) once a checkpoint is marked as complete; then the same command on other numbers
 of GPUs goes on from copies of what that left. The batch is the same on all. A row has how long the
-launcher took to end the run after the kill, the step gone on from, and the largest difference of a
-logged loss from the run that was not interrupted.
+launcher took to end the run after the kill, the step that runs resume from, and the largest
+difference of a logged loss from the run that was not interrupted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def losses(out: Path) -> dict[int, float]:
 
 
 def others_of(gpus: int) -> list[int]:
-    """With how many GPUs a run of so many goes on: the same, half of them, one."""
+    """Return the numbers of GPUs on which a run resumes: the same, half of them, one."""
     return sorted({gpus, max(gpus // 2, 1), 1}, reverse=True)
 
 
@@ -126,6 +126,6 @@ def arguments(recipe: str, batch: int, folder: Path, overrides: Sequence[str]) -
 
 
 def check(end: RunEnd) -> None:
-    """RuntimeError where a run did not end well."""
+    """Raise RuntimeError unless a run ended well."""
     if end.code != 0:
         raise RuntimeError(message_of(end))

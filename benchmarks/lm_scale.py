@@ -19,7 +19,7 @@ left out. What is learned is generated text in bytes; vocabularies stay the pape
 
 --profile: rank 0 of every case traces one step more, see `step_profile.py`, into
 lm_scale_profile.csv. --seconds: no case begins later, and one that runs then is ended. A row is
-written as soon as it is measured; one without room in memory says so in `note`. Other failures are
+written as soon as it is measured; `note` has those that do not fit into memory. Other failures are
 printed, have no row, and end the program with code 1: Mamba2 without mamba-ssm, see `mamba2.py`.
 key=value: overrides for all cases.
 """
@@ -82,7 +82,7 @@ def ways_of(recipe: str) -> list[str]:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """All that is asked for, none twice; tokens of a GPU are the same at every length."""
+    """Return the requested cases once; tokens of a GPU are the same at every length."""
     most = max(args.gpus)
     every: list[Case] = []
 
@@ -106,7 +106,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def recipes_of(args: argparse.Namespace, scale: str) -> list[str]:
-    """Recipes of a scale, of the architectures that are asked for."""
+    """Return a scale's recipes of the requested architectures."""
     every = ["tiny", "mamba2-tiny"] if args.smoke else [f"{a}-{scale}" for a in ARCHITECTURES]
     return [recipe for recipe in every if recipe.startswith(tuple(args.only))]
 
@@ -205,7 +205,7 @@ def run_cases(args: argparse.Namespace, folder: Path, end: float) -> list[str]:
 
 
 def put_profile(record: Record, row: dict[str, Any], part: dict[str, Any]) -> None:
-    """Return a line of a case's profile."""
+    """Print and write a line of a case's profile."""
     mine = {key: row[key] for key in KEYS if key in row}
     print(*part.values(), sep="\t", flush=True)
     if record.out is not None:
@@ -213,9 +213,9 @@ def put_profile(record: Record, row: dict[str, Any], part: dict[str, Any]) -> No
 
 
 def plot(path: Path) -> None:
-    """Return a picture of a result file, beside it: scaling at 1B, and steps of the sizes by T.
+    """Draw a result file, next to it: scaling at 1B, and steps of the sizes by T.
 
-    None where nothing of these was measured at two points.
+    No picture where nothing of these was measured at two points.
     """
     rows = [row for row in read_rows(path) if not row["note"] and row["way"] == "plain"]
     panels = {SCALING: (by_gpus(rows), "GPUs", "tokens/s a GPU")}
@@ -245,7 +245,7 @@ def sizes_of(rows: Sequence[dict[str, str]]) -> str:
 
 
 def by_gpus(rows: Iterable[dict[str, str]]) -> Curves:
-    """Tokens/s of a GPU at 1B, by the number of GPUs."""
+    """Return the tokens/s of a GPU at 1B, by the number of GPUs."""
     curves: Curves = {}
     for row in rows:
         if row["recipe"].endswith(f"-{SCALING}"):
@@ -255,7 +255,7 @@ def by_gpus(rows: Iterable[dict[str, str]]) -> Curves:
 
 
 def by_length(rows: Iterable[dict[str, str]], scale: str) -> Curves:
-    """ms a step of a size on the most GPUs that it was measured on, by T."""
+    """Return the ms of a size's step by T, on the most GPUs that have it."""
     mine = [row for row in rows if row["recipe"].endswith(f"-{scale}")]
     most = max((int(row["gpus"]) for row in mine), default=0)
     curves: Curves = {}

@@ -67,7 +67,7 @@ def activities() -> set[ProfilerActivity]:
 
 
 def ending(options: dict[str, Any]) -> type[trainer.RunTrainer]:
-    """`RunTrainer`, which ends as the options say and leaves what `lm_scale.py` reads."""
+    """Return a `RunTrainer` that ends by the options and writes files for `lm_scale.py`."""
 
     class Trainer(trainer.RunTrainer):
         def __init__(self, config: RunConfig, *others: Any) -> None:

@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """All that is measured: tokens of a step are the same at every length.
+    """Return all that is measured: tokens of a step are the same at every length.
 
     Packed: documents of 64 to 4,096 tokens in one row, where resets and borders cost something.
     """
@@ -108,7 +108,7 @@ def step_times(
 def fresh(case: Case, device: torch.device) -> LanguageModel:
     """Return a case's model, with what was before it freed, and the highest memory forgotten."""
     torch.manual_seed(0)
-    torch.compiler.reset()  # code of another length would be made anew for any
+    torch.compiler.reset()  # code of another length would be compiled for any length
     if device.type == "cuda":
         gc.collect()  # the model before, which its compiled blocks hold in cycles
         torch.cuda.empty_cache()
@@ -117,7 +117,7 @@ def fresh(case: Case, device: torch.device) -> LanguageModel:
 
 
 def compile_blocks(model: LanguageModel) -> None:
-    """Every block by itself; those of a kind share their code."""
+    """Compile every block by itself; those of a kind share their code."""
     for block in model.backbone.layers:
         block.compile(fullgraph=True)
 

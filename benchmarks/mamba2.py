@@ -151,7 +151,7 @@ def advance(
     skip: Tensor,
     bias: Tensor,
 ) -> Tensor:
-    """One step of `recurrence` on states (B, H, P, N), which change in place; y as x (B, H, P)."""
+    """Make a step of `recurrence`: y as x (B, H, P); states (B, H, P, N) change in place."""
     if states.is_cuda:
         return advance_by_kernel(states, x, dt, a, b, c, skip, bias)
     dt = F.softplus(dt + bias)

@@ -84,9 +84,9 @@ def reference_scan(
 
 
 def reduction(decay: Tensor, values: Tensor, scan: Scan = selective_scan) -> Callable[[], Tensor]:
-    """h_t = decay_t h_{t-1} + values_t as a selective scan of one state; both (B, D, T).
+    """Return h_t = decay_t h_{t-1} + values_t as a selective scan of one state; (B, D, T).
 
-    What makes it one, delta = -log(decay) with A = -1 and u = values / delta, is made here and not
+    Its inputs, delta = -log(decay) with A = -1 and u = values / delta, are computed here and not
     timed: the kernel takes the same two sequences, and an exponential more.
     """
     delta = -decay.log()

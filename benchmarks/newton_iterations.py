@@ -53,7 +53,7 @@ def system_of(layer: RecurrentLayer, args: Arguments) -> System:
 
 @torch.no_grad()
 def residual_history(system: System, updates: int) -> list[float]:
-    """max |h_l - f(h_{l-1}, x_l)| of the guess f(0, x_l) and after each plain Newton update."""
+    """Return max |h_l - f(h_{l-1}, x_l)| of the guess f(0, x_l) and after each Newton update."""
     structure = system.program.structure
     assert structure is not None
     batch, num_states, channels = system.initial.shape
@@ -69,7 +69,7 @@ def residual_history(system: System, updates: int) -> list[float]:
 
 
 def measure(model: LanguageModel, stage: str, valid: Tensor) -> Iterator[dict[str, Any]]:
-    """One row a length, layer and update; the counts are repeated on each."""
+    """Yield a row for each length, layer and update, each with the counts."""
     set_solver(model, "newton", "torch")
     for steps in LENGTHS:
         tokens = spread_windows(valid, BATCH, steps)[:, :-1]

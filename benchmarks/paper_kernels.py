@@ -135,7 +135,7 @@ def _reduce(settings: Settings, way: Way, row: Row, add: Add) -> float:
 
 
 def passes(solve: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> list[Call]:
-    """Forward without gradients, and forward + backward of the paper's loss, sum(h^2)."""
+    """Return forward without gradients, and forward + backward of the paper's loss, sum(h^2)."""
     leaf = x.clone().requires_grad_()
 
     @torch.no_grad()
@@ -253,7 +253,7 @@ SECTIONS: dict[str, Callable[[Settings, Add], None]] = {
 
 
 def quick(settings: Settings) -> Settings:
-    """Every path once, at small sizes."""
+    """Return settings that take every path once, at small sizes."""
     return replace(
         settings,
         reductions=(64, 256),

@@ -33,7 +33,7 @@ def _grid(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """By cell and way, ours before peers: processes that take turns write their rows as they come.
+    """Sort by cell and way, ours before peers: processes in turns write rows as they come.
 
     What stands in no list is last: Mamba's cell and torch.nn's layers.
     """
@@ -91,7 +91,7 @@ def _curves(axes: Any, rows: Sequence[Row], title: str, colours: Mapping[str, An
 
 
 def _finish(figure: Any, rows: Sequence[Row], colours: Mapping[str, Any], path: Path) -> None:
-    """One legend for all panels, below them."""
+    """Add one legend below all panels, and save."""
     line = require("matplotlib.lines").Line2D
     handles = [line([], [], color=colour, label=way) for way, colour in colours.items()]
     launches = {row["launch"] for row in rows}
@@ -102,7 +102,7 @@ def _finish(figure: Any, rows: Sequence[Row], colours: Mapping[str, Any], path: 
 
 
 def reduction(results: Path, path: Path) -> None:
-    """Return the linear recurrence against the length, diagonal and 2 x 2 blocks."""
+    """Draw the linear recurrence against the length, diagonal and 2 x 2 blocks."""
     rows = preferred_rows(read_rows(results))
     kinds, colours = list(dict.fromkeys(row["what"] for row in rows)), _colours(rows)
     figure, grid = _grid(1, len(kinds))
@@ -113,7 +113,7 @@ def reduction(results: Path, path: Path) -> None:
 
 
 def solve(results: Path, path: Path) -> None:
-    """Cells against the length: a row of panels a pass, a column a cell; Mamba in each."""
+    """Draw cells against the length: a row a pass, a column a cell; Mamba in each."""
     rows = preferred_rows(read_rows(results))
     cells = [what for what in dict.fromkeys(row["what"] for row in rows) if what != "mamba"]
     colours = _colours(rows)
@@ -128,7 +128,7 @@ def solve(results: Path, path: Path) -> None:
 def split(results: Path, path: Path) -> None:
     """(newton, fused) over segments: a column a cell and case, a row a pass, a curve a burn-in.
 
-    Segments and burn-ins are those that were run, by the rule or as asked.
+    Segments and burn-ins are those that were run, by the rule or as requested.
     """
     every = read_rows(results)
     rows = [row for row in every if row["launch"] == launch_of(every)]
@@ -161,7 +161,7 @@ def split(results: Path, path: Path) -> None:
 
 
 def launch_of(rows: Sequence[Row]) -> str:
-    """Graphs where there are any, else calls."""
+    """Return "graph" if there are any, else "call"."""
     return "graph" if any(row["launch"] == "graph" for row in rows) else "call"
 
 

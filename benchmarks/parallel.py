@@ -185,7 +185,7 @@ def hard_rows(run: Run) -> list[Row]:
 
 
 def trained_rows(run: Run) -> list[Row]:
-    """Each layer of trained language models on held-out text, and how its channels forget."""
+    """Return each layer of trained language models on held-out text, and its channels' memory."""
     torch.set_float32_matmul_precision("high")  # more training in the same time
     corpus, rows = stdlib_corpus(), []
     for name in ("gru", "lstm"):
@@ -206,7 +206,7 @@ def trained_rows(run: Run) -> list[Row]:
 def layer_rows(
     run: Run, model: LanguageModel, name: str, index: int, text: Tensor, about: Row
 ) -> list[Row]:
-    """One layer of a model at all sizes; the narrow one is the tile of its slowest channel."""
+    """Return one layer at all sizes; the narrow one is the tile of its slowest channel."""
     cell = model.recurrent_layers()[index].cell
     generator = torch.Generator().manual_seed(index)
 
@@ -253,7 +253,7 @@ def scan_rows(run: Run) -> list[Row]:
 
 
 def grid_rows(run: Run) -> list[Row]:
-    """Forward and backward by both solvers, and what auto takes."""
+    """Return forward and backward by both solvers, and auto's choice."""
     rows = []
     for name, size, dtype in itertools.product(("gru",), GRID, (F32, BF16)):
         cell = cell_of(name, size[2], EASY.std)

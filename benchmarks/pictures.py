@@ -15,7 +15,7 @@ Curves = dict[str, list[tuple[int, float]]]
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of so many inches."""
+    """Return an empty figure of a size in inches."""
     return require("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 

@@ -94,7 +94,7 @@ def run_times(call: Call, device: torch.device, runs: int) -> list[float]:
 
 
 def captured_graph(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph that makes all calls, in order; they are made three times first."""
+    """Return a CUDA graph of all calls, in order, after three rounds of calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -150,7 +150,7 @@ def launcher(call: Call, launch: str) -> Call:
 
 @contextmanager
 def csv_rows(path: Path, about: Row) -> Iterator[Add]:
-    """Append rows to a new file as they come, `about` first; a run that ends early leaves them."""
+    """Append rows to a new file as they come, `about` first; they stay if a run ends early."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writers: list[csv.DictWriter[str]] = []

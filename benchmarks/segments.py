@@ -40,7 +40,7 @@ def segments(row: Row) -> int:
 
 
 def all_times() -> list[Row]:
-    """Both engines' times on trained and on fresh layers, the latter with random gates."""
+    """Return both engines' times on trained and on fresh layers, these with random gates."""
     fresh = [row for row in read("parallel.csv") if row["section"] == "shapes"]
     fresh += read("auto_cuda.csv")
     rows = [row | {"stage": "trained"} for row in read("parallel_trained.csv")]
@@ -49,8 +49,7 @@ def all_times() -> list[Row]:
 
 
 def model_times() -> list[Row]:
-    """Both engines' times on the layers of trained language models, a row a pass; of those layers
-    that both were measured on."""
+    """Return both engines' times on trained language models' layers that have both, by pass."""
     by_layer: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in itertools.chain.from_iterable(read(name) for name in LEARNED):
         if row["backend"] == "fused":
@@ -67,7 +66,7 @@ def model_times() -> list[Row]:
 
 
 def both_passes(rows: Iterable[Row]) -> list[Row]:
-    """Rows of forward + backward where both were timed, as `auto` takes one engine for both."""
+    """Return rows of forward + backward of what has both: `auto` takes one engine for both."""
     by_problem: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
         by_problem[tuple(row[k] for k in ("commit", "stage", "what", "dtype", *"BTD"))].append(row)

@@ -44,7 +44,7 @@ def class_of(name: str) -> str:
 
 
 def merge(spans: Iterable[Span]) -> list[Span]:
-    """Spans (begin, end) as the fewest that cover the same."""
+    """Return the fewest spans (begin, end) that cover the same."""
     result: list[Span] = []
     for begin, end in sorted(spans):
         if result and begin <= result[-1][1]:

@@ -46,7 +46,7 @@ from pararnn.train.trainer import PEAK_FLOPS, RunTrainer
 
 PEER = "mamba2-"
 KEYS = ("recipe", "path", "gpus", "rows_a_gpu", "T", "reshard", "checkpointing", "device")
-"""Columns that tell cases apart."""
+"""Columns that identify a case."""
 
 
 def config_of(name: str) -> RunConfig:
@@ -75,7 +75,7 @@ def empty_model(config: RunConfig) -> ParaRNNForCausalLM:
 
 
 class RandomRows(Dataset[dict[str, torch.Tensor]]):
-    """Rows of random tokens, the same at every look."""
+    """Rows of random tokens, the same at every read."""
 
     def __init__(self, count: int, length: int, vocabulary: int) -> None:
         self.count, self.length, self.vocabulary = count, length, vocabulary

@@ -64,11 +64,11 @@ def part_of(args: Arguments, channels: slice, dtype: torch.dtype) -> Arguments:
 def steps_to_merge(
     cell: Cell, args: Arguments, starts: int = STARTS, window: int = WINDOW
 ) -> Tensor:
-    """After how many steps trajectories from zero are on the true one: int64 (starts, D).
+    """Return the steps after which trajectories from zero meet the true one: int64 (starts, D).
 
     They start in the second half of the first row. Merged is a channel once all its states stay
     within MERGED of the true ones up to `window` steps; `window` itself stands for never, a latch.
-    In float64, as rounding keeps large states in float32 further apart than that.
+    In float64, as rounding keeps large states in float32 at larger distances.
     """
     assert args.bias is not None
     gates = args.gates[:1].double() + args.bias.double()
@@ -82,6 +82,6 @@ def steps_to_merge(
 
 
 def _states(cell: Cell, gates: Tensor) -> Tensor:
-    """All states by the loop, (B, T, D, N)."""
+    """Return all states by the loop, (B, T, D, N)."""
     states, _ = pararnn.solve(cell, gates, solver="sequential")
     return torch.stack([states] if isinstance(states, Tensor) else states, -1)
