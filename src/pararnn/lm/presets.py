@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,12 +118,12 @@ def preset(architecture: str, scale: str) -> Preset:
     Scales are "400M", "1B", "2.9B" and "7B". `dataclasses.replace(preset("gru", "400M").model,
     ...)` changes a model's parts. Raises ValueError for other names.
     """
-    _check_name("architecture", architecture, MODELS)
+    _check_name("architecture", architecture, dict.fromkeys(name for name, _ in PRESETS))
     _check_name("scale", scale, SCALES)
     sizes, row = SCALES[scale], TABLE_3[architecture, scale]
     return Preset(
         name=f"{architecture}-{scale}",
-        model=MODELS[architecture](architecture, sizes, row.heads),
+        model=_model(architecture, sizes, row.heads),
         params_in_paper=row.params,
         learning_rate=row.learning_rate,
         weight_decay=sizes.weight_decay,
@@ -134,45 +134,26 @@ def preset(architecture: str, scale: str) -> Preset:
     )
 
 
-def _recurrent(cell: str, sizes: Scale, heads: int) -> LMConfig:
-    return LMConfig(
-        sizes.hidden_size, sizes.num_hidden_layers, VOCAB_SIZE, cell=cell, num_heads=heads
-    )
-
-
-def _transformer(_: str, sizes: Scale, heads: int) -> LMConfig:
-    return LMConfig(
-        sizes.hidden_size,
-        sizes.num_hidden_layers,
-        VOCAB_SIZE,
-        mixers=("attention",) * sizes.num_hidden_layers,
-        norm="layer",
-        num_attention_heads=heads,
-    )
-
-
-def _mamba2(_: str, sizes: Scale, heads: int) -> dict[str, Any]:
-    expand = 2
-    return {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": sizes.hidden_size,
-        "num_hidden_layers": 2 * sizes.num_hidden_layers,  # without an MLP in between
-        "expand": expand,
-        "num_heads": heads,
-        "head_dim": expand * sizes.hidden_size // heads,
-        "n_groups": 1,
-        "state_size": sizes.mamba2_state,
-        "tie_word_embeddings": False,
-    }
-
-
-MODELS: dict[str, Callable[[str, Scale, int], LMConfig | Mapping[str, Any]]] = {
-    "gru": _recurrent,
-    "lstm": _recurrent,
-    "mamba2": _mamba2,
-    "transformer": _transformer,
-}
-"""By architecture: (its name, a scale, heads) to a model's config."""
+def _model(architecture: str, sizes: Scale, heads: int) -> LMConfig | dict[str, Any]:
+    blocks = sizes.num_hidden_layers
+    shared: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": sizes.hidden_size}
+    if architecture == "mamba2":
+        expand = 2
+        return {
+            **shared,
+            "num_hidden_layers": 2 * blocks,  # without an MLP in between
+            "expand": expand,
+            "num_heads": heads,
+            "head_dim": expand * sizes.hidden_size // heads,
+            "n_groups": 1,
+            "state_size": sizes.mamba2_state,
+            "tie_word_embeddings": False,
+        }
+    parts: dict[str, Any] = {"cell": architecture, "num_heads": heads}
+    if architecture == "transformer":
+        mixers = ("attention",) * blocks
+        parts = {"mixers": mixers, "norm": "layer", "num_attention_heads": heads}
+    return LMConfig(num_hidden_layers=blocks, **shared, **parts)
 
 
 def _check_name(what: str, name: str, names: Collection[str]) -> None:

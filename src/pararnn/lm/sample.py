@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -33,27 +31,16 @@ def sample(
         raise ValueError(
             f"length and temperature may not be negative, got {length} and {temperature}"
         )
-    tokens = list(_tokens(model, prompt, length, temperature, generator))
-    return torch.stack(tokens, 1) if tokens else prompt.new_empty(len(prompt), 0, dtype=torch.long)
-
-
-def _tokens(
-    model: LanguageModel,
-    prompt: Tensor,
-    length: int,
-    temperature: float,
-    generator: torch.Generator | None,
-) -> Iterator[Tensor]:
     if not length:
-        return
+        return prompt.new_empty(len(prompt), 0, dtype=torch.long)
     cache = model.new_cache()
-    token = _draw(next_logits(model, prompt, cache), temperature, generator)
-    yield token
+    tokens = [_draw(next_logits(model, prompt, cache), temperature, generator)]
     steps = replay.Steps(model, cache) if replay.replayable(model, length) else None
-    for _ in range(length - 1):
+    while len(tokens) < length:
+        token = tokens[-1]
         logits = steps(token) if steps else next_logits(model, token.unsqueeze(1), cache)
-        token = _draw(logits, temperature, generator)
-        yield token
+        tokens.append(_draw(logits, temperature, generator))
+    return torch.stack(tokens, 1)
 
 
 def _draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

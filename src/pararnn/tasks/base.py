@@ -53,7 +53,7 @@ class Task(ABC):
     @property
     def classes(self) -> int:
         """Number of classes of targets, by default that of tokens; 1 for a regression."""
-        return self.symbols
+        return 1 if self.regression else self.symbols
 
     @abstractmethod
     def draw(self, count: int, generator: torch.Generator) -> Batch:

@@ -187,10 +187,6 @@ class Adding(Task):
     def symbols(self) -> int:
         return 0
 
-    @property
-    def classes(self) -> int:
-        return 1
-
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         numbers = torch.rand(count, self.length, generator=generator)
         half = self.length // 2

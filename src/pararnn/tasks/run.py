@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -152,35 +152,26 @@ def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
     return finite(result)
 
 
-def print_now(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
-
-
-def run_all(
-    configs: Sequence[TaskRun], out: Path, say: Callable[[str], None] = print_now
-) -> list[Path]:
+def run_all(configs: Sequence[TaskRun], out: Path) -> None:
     """Run one config after the other, each result a JSON file in `out`; those that exist stay.
 
     Raises ValueError, before the first run, for a result that is there of another config.
     """
     out.mkdir(parents=True, exist_ok=True)
     paths = {out / config.file_name(): config for config in configs}
-    missing = [path for path in paths if not path.exists()]
+    stored = [path for path in paths if path.exists()]
+    for path in stored:
+        check_same(path, paths[path].record(), list(paths[path].lengths))
     for path, config in paths.items():
-        if path not in missing:
-            check_same(path, config.record(), list(config.lengths))
-    for path, config in paths.items():
-        if path not in missing:
-            say(f"{path} exists: left as it is")
+        if path in stored:
+            print(f"{path} exists: left as it is", flush=True)
             continue
         progress.say(introduction(config))
         title = f"{config.task_name}, {config.model.mixer}"
         with progress.Progress(title, config.train.steps, "steps") as bar:
             result = run_task(config, partial(_show, bar))
         write_text(path, to_json(result))
-        say(summary(result))
-    return list(paths)
+        print(summary(result), flush=True)
 
 
 def introduction(config: TaskRun) -> str:

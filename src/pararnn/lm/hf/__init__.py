@@ -14,21 +14,22 @@ from pararnn.lm.hf.heads import ParaRNNForSequenceClassification, ParaRNNForToke
 from pararnn.lm.hf.model import ParaRNNForCausalLM, ParaRNNModel
 
 AutoConfig.register(ParaRNNConfig.model_type, ParaRNNConfig)
-AutoModel.register(ParaRNNConfig, ParaRNNModel)
-AutoModelForCausalLM.register(ParaRNNConfig, ParaRNNForCausalLM)
-AutoModelForSequenceClassification.register(ParaRNNConfig, ParaRNNForSequenceClassification)
-AutoModelForTokenClassification.register(ParaRNNConfig, ParaRNNForTokenClassification)
-
-# Trainer (which shifts labels for label smoothing), pipelines and others look names up in these.
-for _names, _class in (
-    (modeling_auto.MODEL_MAPPING_NAMES, ParaRNNModel),
-    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ParaRNNForCausalLM),
+# Trainer (which shifts labels for label smoothing), pipelines and others look classes up by name.
+for _auto, _names, _class in (
+    (AutoModel, modeling_auto.MODEL_MAPPING_NAMES, ParaRNNModel),
+    (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ParaRNNForCausalLM),
     (
+        AutoModelForSequenceClassification,
         modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
         ParaRNNForSequenceClassification,
     ),
-    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, ParaRNNForTokenClassification),
+    (
+        AutoModelForTokenClassification,
+        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+        ParaRNNForTokenClassification,
+    ),
 ):
+    _auto.register(ParaRNNConfig, _class)
     _names[ParaRNNConfig.model_type] = _class.__name__
 
 __all__ = [
