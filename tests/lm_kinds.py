@@ -57,6 +57,10 @@ def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, shape, generator=generator)
 
 
+def documents(lengths: list[int]) -> list[torch.Tensor]:
+    return [tokens(length, seed=7 + index) for index, length in enumerate(lengths)]
+
+
 def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Make a batch of rows (T,), with random tokens at padding, and its mask."""
     longest = max(len(row) for row in rows)
@@ -95,14 +99,24 @@ def hugging(kind: str, dtype: torch.dtype = torch.float32, **more):
     return theirs.eval()
 
 
+def trainer_of(model, folder, rows: list[dict], collator=None, **options):
+    """Build transformers' Trainer on the CPU, which writes no checkpoints; rows for both uses."""
+    from transformers import Trainer, TrainingArguments
+
+    shared = {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(str(folder), **shared, **options)
+    data = {"train_dataset": rows, "eval_dataset": rows, "data_collator": collator}
+    return Trainer(model, arguments, **data)
+
+
 def cudnn_allowed(monkeypatch) -> list[bool]:
     """Return a list that gets, for each attention computed, whether cuDNN is allowed."""
     allowed = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
-    def record(*args, **how):
+    def record(*args, **options):
         allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attend(*args, **how)
+        return attend(*args, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
     return allowed

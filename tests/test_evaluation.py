@@ -125,12 +125,6 @@ def test_attention_reads_windows_that_overlap(kind, tmp_path):
         assert result.nats == pytest.approx(expected + single.nats, rel=1e-6)
 
 
-def test_windows_overlap_as_requested():
-    assert list(texts.windows(10, 4, 0)) == [(0, 0, 4), (4, 4, 8), (8, 8, 10)]
-    assert list(texts.windows(9, 4, 2)) == [(0, 0, 4), (2, 4, 6), (4, 6, 8), (6, 8, 9)]
-    assert list(texts.windows(4, 4, 2)) == [(0, 0, 4)]
-
-
 def test_without_an_end_the_first_token_has_uniform_probability(tmp_path):
     model, tokenizer = load(bytes_model(tmp_path, end=None))
     result = texts.score_texts(model, tokenizer, ["abcd", "é"], length=3)
@@ -188,26 +182,30 @@ def test_another_model_of_transformers_is_read_in_windows(tmp_path):
 
 
 def answers(model, rows):
-    """Log-likelihoods of each row's (context, continuation) pairs."""
-    result = []
-    for pairs in rows:
-        chances = []
-        for context, continuation in pairs:
-            ids = [*(context + continuation).encode()]
-            chances.append(float(log_chances(model, ids)[-len(continuation.encode()) :].sum()))
-        result.append(chances)
-    return result
+    """Log-likelihoods of each row's (context, continuation) pairs, (rows, pairs)."""
+
+    def answer(context, continuation):
+        chances = log_chances(model, [*(context + continuation).encode()])
+        return float(chances[-len(continuation.encode()) :].sum())
+
+    return np.array([[answer(*pair) for pair in pairs] for pairs in rows])
 
 
-def accuracy(chosen, gold):
-    right = np.array([each == wanted for each, wanted in zip(chosen, gold, strict=True)], float)
-    return right.mean(), right.std(ddof=1) / math.sqrt(len(right))
+def accuracy(chances, rows):
+    """Return the metric of choosing each row's largest number."""
+    right = (chances.argmax(1) == [row["gold"] for row in rows]).astype(float)
+    error = right.std(ddof=1) / math.sqrt(len(right))
+    return {"value": pytest.approx(right.mean()), "stderr": pytest.approx(error)}
+
+
+def results_of(out):
+    """Return results.json as JSON's standard has it, without NaN and Infinity."""
+    return json.loads((out / "results.json").read_text("utf-8"), parse_constant=pytest.fail)
 
 
 def ask_file(folder, file, out, **options):
     run_evaluation(str(folder), tasks=[str(file)], out=str(out), **options)
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    (result,) = results["tasks"]
+    (result,) = results_of(out)["tasks"]
     return result
 
 
@@ -216,17 +214,11 @@ def test_accuracies_of_choices_are_right(folder, model_pair, batch, end, tmp_pat
     folder = folder if end else bytes_model(tmp_path, end=end)
     result = ask_file(folder, lines(tmp_path / "arc_easy.jsonl", ARC), tmp_path, batch=batch)
     rows = [[(row["query"] + "\nAnswer:", " " + each) for each in row["choices"]] for row in ARC]
-    chances, gold = answers(model_pair[0], rows), [row["gold"] for row in ARC]
-    plain = [int(np.argmax(each)) for each in chances]
-    by_length = [
-        int(np.argmax([chance / len(choice) for chance, choice in zip(*pair, strict=True)]))
-        for pair in zip(chances, (row["choices"] for row in ARC), strict=True)
-    ]
-    assert plain != by_length
-    for name, chosen in (("acc", plain), ("acc_norm", by_length)):
-        value, error = accuracy(chosen, gold)
-        assert result["metrics"][name]["value"] == pytest.approx(value)
-        assert result["metrics"][name]["stderr"] == pytest.approx(error)
+    chances = answers(model_pair[0], rows)
+    by_length = chances / [[len(each) for each in row["choices"]] for row in ARC]
+    assert (chances.argmax(1) != by_length.argmax(1)).any()
+    expected = {"acc": accuracy(chances, ARC), "acc_norm": accuracy(by_length, ARC)}
+    assert result["metrics"] == expected
     assert (result["task"], result["shots"], result["questions"]) == ("arc_easy", 0, 7)
 
 
@@ -235,11 +227,7 @@ def test_accuracies_of_options_are_right(folder, model_pair, tmp_path):
     rows = [
         [(option, " " + row["continuation"]) for option in row["context_options"]] for row in WINO
     ]
-    chosen = [int(np.argmax(each)) for each in answers(model_pair[0], rows)]
-    value, error = accuracy(chosen, [row["gold"] for row in WINO])
-    assert result["metrics"] == {
-        "acc": {"value": pytest.approx(value), "stderr": pytest.approx(error)}
-    }
+    assert result["metrics"] == {"acc": accuracy(answers(model_pair[0], rows), WINO)}
 
 
 def test_perplexity_of_last_words_is_right(folder, model_pair, tmp_path):
@@ -333,9 +321,8 @@ def task_file(folder, more=""):
 def test_a_task_file_of_lm_eval_is_asked(folder, model_pair, tmp_path):
     result = ask_file(folder, task_file(tmp_path), tmp_path)
     rows = [[(row["query"], " " + each) for each in row["choices"]] for row in ARC]
-    chosen = [int(np.argmax(each)) for each in answers(model_pair[0], rows)]
-    value, _ = accuracy(chosen, [row["gold"] for row in ARC])
-    assert (result["task"], result["metrics"]["acc"]["value"]) == ("mine", pytest.approx(value))
+    assert result["task"] == "mine"
+    assert result["metrics"]["acc"] == accuracy(answers(model_pair[0], rows), ARC)
 
 
 def test_groups_and_tags_are_asked_as_a_whole(folder, tmp_path, monkeypatch):
@@ -347,11 +334,9 @@ def test_groups_and_tags_are_asked_as_a_whole(folder, tmp_path, monkeypatch):
     manager = lm_eval_tasks.TaskManager(include_defaults=False, include_path=tmp_path)
     monkeypatch.setattr(harness, "_manager", lambda: manager)
     run_evaluation(str(folder), tasks=["both", "few"], out=str(tmp_path), limit=4, shots=0)
-    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    whole, *parts = results["tasks"]
-    assert [each["task"] for each in (whole, *parts)] == ["both", "mine", "other"]
-    assert [each["questions"] for each in (whole, *parts)] == [8, 4, 4]
-    assert [each["shots"] for each in (whole, *parts)] == [0, 0, 0]
+    whole, *parts = results_of(tmp_path)["tasks"]
+    found = [(each["task"], each["questions"], each["shots"]) for each in (whole, *parts)]
+    assert found == [("both", 8, 0), ("mine", 4, 0), ("other", 4, 0)]
     assert whole["metrics"]["acc"]["value"] == parts[0]["metrics"]["acc"]["value"]
     assert whole["subtasks"] == {each["task"]: each["metrics"] for each in parts}
 
@@ -414,17 +399,15 @@ def test_the_report_has_the_paper_next_to_the_results(folder, tmp_path, capsys, 
     assert cli.main([*command.split(), *options.split()]) == 0
     output = capsys.readouterr().out
     assert output == (out / "results.md").read_text(encoding="utf-8")
-    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    results = results_of(out)
     assert sorted(path.name for path in out.iterdir()) == ["results.json", "results.md"]
     model, tokenizer = load(folder)
     score = texts.score_texts(model, tokenizer, DOCUMENTS[:2])
     (text,) = results["texts"]
     assert text["bits_per_byte"] == pytest.approx(score.bits_per_byte, rel=1e-6)
     assert text["documents"] == 2
-    assert [(each["task"], each["questions"]) for each in results["tasks"]] == [
-        ("piqa", 2),
-        ("winogrande", 2),
-    ]
+    questions = [(each["task"], each["questions"]) for each in results["tasks"]]
+    assert questions == [("piqa", 2), ("winogrande", 2)]
     assert results["config"]["model_type"] == "pararnn"
     assert {"device": "cpu", "dtype": "float32", "seed": 5, "limit": 2}.items() <= results.items()
     assert set(results["versions"]) == {"pararnn", "torch", "transformers", "lm-eval"}
@@ -438,22 +421,26 @@ def test_the_report_has_the_paper_next_to_the_results(folder, tmp_path, capsys, 
     assert f"{100 * acc['value']:.2f} ± {100 * acc['stderr']:.2f}" in output
 
 
-def test_the_report_is_in_the_models_folder(tmp_path):
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("some text")
+    return str(path)
+
+
+def test_the_report_is_in_the_models_folder(text, tmp_path):
     bytes_model(tmp_path)
-    (tmp_path / "a.txt").write_text("some text")
-    path = run_evaluation(str(tmp_path), texts=[str(tmp_path / "a.txt")])
+    path = run_evaluation(str(tmp_path), texts=[text])
     assert path == tmp_path / "eval" / "results.md"
     assert "## Tasks" not in path.read_text(encoding="utf-8")
-    assert run_evaluation(str(tmp_path), texts=[str(tmp_path / "a.txt")]) == path
+    assert run_evaluation(str(tmp_path), texts=[text]) == path
 
 
-def test_a_report_does_not_replace_other_files(folder, tmp_path):
-    (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "results.md").write_text("mine")
+def test_a_report_does_not_replace_other_files(folder, text, tmp_path):
+    (tmp_path / "results.md").write_text("mine")
     with pytest.raises(TrainingError, match=r"results\.md is there, and not by an earlier call"):
-        run_evaluation(str(folder), texts=[str(tmp_path / "a.txt")], out=str(tmp_path / "out"))
-    assert (tmp_path / "out" / "results.md").read_text() == "mine"
+        run_evaluation(str(folder), texts=[text], out=str(tmp_path))
+    assert (tmp_path / "results.md").read_text() == "mine"
 
 
 def test_other_shots_are_not_compared_with_the_paper():
@@ -488,9 +475,9 @@ def test_a_bad_task_file_gives_its_line(content, message, folder, tmp_path, caps
     path = tmp_path / "arc_easy.jsonl"
     if content is not None:
         path.write_bytes(content)
-    assert message in error_of(f"eval {folder} --tasks {path}", capsys)
-    if content is not None:
-        assert str(path) in error_of(f"eval {folder} --tasks {path}", capsys)
+    error = error_of(f"eval {folder} --tasks {path}", capsys)
+    assert message in error
+    assert str(path) in error
 
 
 def error_of(command, capsys):
@@ -524,11 +511,9 @@ def error_of(command, capsys):
         ("no-such/model --text {text}", "there is no folder 'no-such/model', and no model of that"),
     ],
 )
-def test_errors_are_one_line(options, message, folder, tmp_path, capsys):
+def test_errors_are_one_line(options, message, folder, text, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "a.txt").write_text("some text")
-    paths = {"model": folder, "empty": tmp_path / "empty", "text": tmp_path / "a.txt"}
-    command = "eval " + options.format(**paths)
+    command = "eval " + options.format(model=folder, empty=tmp_path / "empty", text=text)
     assert message in error_of(command, capsys)
 
 
@@ -539,7 +524,7 @@ def test_the_report_counts_files_that_are_left_out(folder, tmp_path, capsys):
     assert cli.main(command.split()) == 0
     streams = capsys.readouterr().out
     assert "left out 1 files that are not UTF-8, the first: " in streams
-    (result,) = json.loads((tmp_path / "eval" / "results.json").read_text())["texts"]
+    (result,) = results_of(tmp_path / "eval")["texts"]
     assert (result["documents"], len(result["left_out"])) == (1, 1)
 
 
@@ -549,52 +534,39 @@ def test_a_byte_order_mark_is_not_part_of_a_question(folder, tmp_path):
     assert read_questions(path)[1][0]["question"].startswith("Question: What is 0?")
 
 
-@pytest.fixture
-def mute(folder, tmp_path):
-    """Return the model with probability zero for "x"."""
-    model, tokenizer = load(folder)
-    head = model.lm_head.forward
-
-    def forward(hidden):
-        logits = head(hidden).clone()
-        logits[..., ord("x")] = -torch.inf
-        return logits
-
-    model.lm_head.forward = forward
-    return model, tokenizer
-
-
-def test_infinite_numbers_are_null(mute, tmp_path, monkeypatch):
+def test_infinite_numbers_are_null(folder, tmp_path, monkeypatch):
     """JSON has no Infinity: other programs do not read it."""
-    monkeypatch.setattr("pararnn.evaluation.run.load_model", lambda *_: mute)
+    model, tokenizer = load(folder)
+    head, never = model.lm_head.forward, torch.zeros(257)
+    never[ord("x")] = -torch.inf
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: head(hidden) + never)
+    monkeypatch.setattr("pararnn.evaluation.run.load_model", lambda *_: (model, tokenizer))
     (tmp_path / "a.txt").write_text("no x")
     report = run_evaluation("m", texts=[str(tmp_path / "a.txt")], out=str(tmp_path))
-    result = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
-    assert result["texts"][0]["perplexity"] is result["texts"][0]["nats"] is None
+    (result,) = results_of(tmp_path)["texts"]
+    assert result["perplexity"] is result["nats"] is None
     assert "| inf | inf | inf |" in report.read_text()
 
 
-def test_a_model_with_nan_logits_raises(folder, tmp_path, monkeypatch):
+def test_a_model_with_nan_logits_raises(folder, text, tmp_path, monkeypatch):
     """The argmax of NaN has an accuracy too."""
     model, tokenizer = load(folder)
     model.lm_head.register_forward_hook(lambda *parts: parts[-1] * torch.nan)
     monkeypatch.setattr("pararnn.evaluation.run.load_model", lambda *_: (model, tokenizer))
-    (tmp_path / "a.txt").write_text("some text")
     arc = lines(tmp_path / "arc_easy.jsonl", ARC)
-    for source_options in ({"texts": [str(tmp_path / "a.txt")]}, {"tasks": [str(arc)]}):
+    for source_options in ({"texts": [text]}, {"tasks": [str(arc)]}):
         with pytest.raises(EvaluationError, match="the model's logits are NaN"):
             run_evaluation("m", out=str(tmp_path), **source_options)
     assert not (tmp_path / "results.json").exists()
 
 
 @pytest.mark.parametrize("command", ["eval {} --text {}", "generate --model {} --prompt {}"])
-def test_weights_that_are_nan_are_not_loaded(command, tmp_path, capsys):
+def test_weights_that_are_nan_are_not_loaded(command, text, tmp_path, capsys):
     model = hugging("gru", vocab_size=257)
     model.model.backbone.blocks[0].mlp.up_proj.weight.data[1, 2] = torch.inf
     model.save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path, end=END)
-    (tmp_path / "a.txt").write_text("some text")
-    error = error_of(command.format(tmp_path, tmp_path / "a.txt"), capsys)
+    error = error_of(command.format(tmp_path, text), capsys)
     assert "up_proj.weight is NaN or infinite, as its training diverged" in error
 
 
@@ -609,11 +581,9 @@ def test_two_files_of_one_name_raise(tmp_path):
         plan([str(tmp_path / "none.jsonl")])
 
 
-def test_tasks_need_lm_eval_and_texts_do_not(folder, tmp_path, monkeypatch, capsys):
+def test_tasks_need_lm_eval_and_texts_do_not(folder, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "pararnn.evaluation.harness")
-    (tmp_path / "a.txt").write_text("some text")
     arc = lines(tmp_path / "arc_easy.jsonl", ARC)
     assert "pip install 'pararnn[eval]'" in error_of(f"eval {folder} --tasks {arc}", capsys)
-    command = f"eval {folder} --text {tmp_path / 'a.txt'} --out {tmp_path}"
-    assert cli.main(command.split()) == 0
+    assert cli.main(f"eval {folder} --text {text} --out {tmp_path}".split()) == 0

@@ -5,10 +5,9 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fresh import run_fresh
+from lm_kinds import borders, padded, positions, tokens
 
-import pararnn.lm.model as model_module
 from pararnn.lm import LanguageModel, LMConfig, bits_per_byte, sample, set_solver
 
 HYBRID = {"mixers": ("rnn", "attention")}
@@ -136,25 +135,18 @@ def test_imports_are_light_and_leave_the_import_system_alone():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("how", ["cu_seq_lens", "position_ids", "left", "right"])
-def test_no_loss_crosses_a_border(how):
+@pytest.mark.parametrize("way", ["cu_seq_lens", "position_ids", "left", "right"])
+def test_no_loss_crosses_a_border(way):
     model, lengths = make_lm(), [9, 4, 6]
-    given = [random_tokens(1, length) for length in lengths]
-    each = [model.loss(one) * (length - 1) for one, length in zip(given, lengths, strict=True)]
-    wanted = sum(each) / sum(length - 1 for length in lengths)
-    if how in ("left", "right"):
-        sides = [(9 - length, 0) if how == "left" else (0, 9 - length) for length in lengths]
-        tokens, mask = (
-            torch.cat([F.pad(part, side) for part, side in zip(parts, sides, strict=True)])
-            for parts in (given, [torch.ones_like(one) for one in given])
-        )
-        rows = {"padding_mask": mask}
+    rows = [tokens(length, seed=length) for length in lengths]
+    wanted = sum(model.loss(row[None]) * (len(row) - 1) for row in rows) / (sum(lengths) - 3)
+    if way in ("left", "right"):
+        batch, mask = padded(rows, way)
+        found = model.loss(batch, padding_mask=mask)
     else:
-        tokens = torch.cat(given, 1)
-        positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-        both = {"cu_seq_lens": torch.tensor([0, 9, 13, 19]), "position_ids": positions}
-        rows = {how: both[how]}
-    torch.testing.assert_close(model.loss(tokens, **rows), wanted, rtol=1e-6, atol=0)
+        where = borders(lengths) if way == "cu_seq_lens" else positions(lengths)
+        found = model.loss(torch.cat(rows)[None], **{way: where})
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
 
 def test_a_loss_may_continue_a_cache():
@@ -167,13 +159,3 @@ def test_a_loss_may_continue_a_cache():
         model.loss(tokens[:, 7:], cache=cache), model.loss(tokens, labels), rtol=1e-5, atol=0
     )
     assert cache.length == 12
-
-
-def test_a_loss_builds_its_rows_once(monkeypatch):
-    calls = []
-    rows_of = model_module.rows_of
-    monkeypatch.setattr(
-        model_module, "rows_of", lambda *a, **k: calls.append(a) or rows_of(*a, **k)
-    )
-    make_lm(**HYBRID).loss(random_tokens(1, 12), cu_seq_lens=torch.tensor([0, 5, 12]))
-    assert len(calls) == 1

@@ -7,6 +7,7 @@ import torch
 from lm_kinds import (
     KINDS,
     borders,
+    documents,
     hugging,
     padded,
     plain,
@@ -34,10 +35,6 @@ GENERATED = ["gru", "user's", "attention", "hybrid", "no convolution"]
 model_of = lru_cache(maxsize=None)(hugging)
 
 
-def documents(lengths):
-    return [tokens(length, seed=7 + index) for index, length in enumerate(lengths)]
-
-
 def run_in_pieces(model, batch, cuts, mask=None, cache=None):
     cache, pieces = DynamicCache(config=model.config) if cache is None else cache, []
     for start, stop in zip([0, *cuts], [*cuts, batch.shape[1]], strict=True):
@@ -58,50 +55,30 @@ def test_all_ways_give_the_plain_models_logits(kind, dtype):
     right, right_mask = padded(rows, "right")
     packed, last, where = torch.cat(rows)[None], LENGTHS[0], positions(LENGTHS)
     number = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)])[None].int()
-    once = {"use_cache": False}
-    ways = {
-        "left padded": (batch, mask, {"attention_mask": mask}),
-        "left padded, no cache": (batch, mask, {"attention_mask": mask, **once}),
-        "left padded, positions": (
-            batch,
-            mask,
-            {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
-        ),
-        "left padded, positions 1, no cache": (
-            batch,
-            mask,
-            {
-                "attention_mask": mask,
-                "position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1),
-                **once,
-            },
-        ),
-        "right padded": (right, right_mask, {"attention_mask": right_mask, **once}),
-        "positions": (packed, None, {"position_ids": where}),
-        "positions and a mask of ones": (
-            packed,
-            None,
-            {"position_ids": where, "attention_mask": torch.ones_like(packed)},
-        ),
-        "borders": (packed, None, {"cu_seq_lens_q": borders(LENGTHS).int()}),
-        "all that the collator gives": (
-            packed,
-            None,
-            {
-                "cu_seq_lens_q": borders(LENGTHS).int(),
-                "cu_seq_lens_k": borders(LENGTHS).int(),
-                "max_length_q": 19,
-                "max_length_k": 19,
-                "position_ids": where,
-                "seq_idx": number,
-            },
-        ),
-        "numbers": (packed, None, {"seq_idx": number}),
+    ends, index, once = borders(LENGTHS).int(), mask.cumsum(1) - 1, {"use_cache": False}
+    collated = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 19}
+    collated |= {"max_length_k": 19, "position_ids": where, "seq_idx": number}
+    left = {
+        "left padded": {},
+        "left padded, no cache": once,
+        "left padded, positions": {"position_ids": index.clamp_min(0)},
+        "left padded, positions 1": {"position_ids": index.masked_fill(mask == 0, 1), **once},
     }
-    got = {}
-    for name, (ids, real, how) in ways.items():
-        logits = model(ids, **how).logits
-        got[name] = logits[0] if real is None else unpadded(logits, real)
+    together = {
+        "positions": {"position_ids": where},
+        "positions and ones": {"position_ids": where, "attention_mask": torch.ones_like(packed)},
+        "borders": {"cu_seq_lens_q": ends},
+        "all that the collator gives": collated,
+        "numbers": {"seq_idx": number},
+    }
+    got = {
+        name: unpadded(model(batch, attention_mask=mask, **options).logits, mask)
+        for name, options in left.items()
+    }
+    got |= {name: model(packed, **options).logits[0] for name, options in together.items()}
+    got["right padded"] = unpadded(
+        model(right, attention_mask=right_mask, **once).logits, right_mask
+    )
     static = StaticCache(config=model.config, max_cache_len=24)
     for name, cuts, cache in (
         ("steps", range(1, last), None),
@@ -124,16 +101,16 @@ def test_all_ways_give_the_plain_models_logits(kind, dtype):
 
 @torch.no_grad()
 def greedy(model, prompt, count):
-    """The likeliest tokens (count,) after one prompt (T,), without any cache."""
+    """Return the likeliest tokens (count,) after one prompt (T,), without any cache."""
     row = prompt[None]
     for _ in range(count):
         row = torch.cat([row, model(row, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     return row[0, len(prompt) :]
 
 
-def generate(model, inputs=None, **how):
-    how = {"max_new_tokens": 6, "do_sample": False, **how}
-    return model.generate(inputs, **how)
+def generate(model, inputs=None, **options):
+    options = {"max_new_tokens": 6, "do_sample": False, **options}
+    return model.generate(inputs, **options)
 
 
 @pytest.mark.parametrize("kind", GENERATED)
@@ -142,15 +119,17 @@ def test_generate_is_greedy_search(kind):
     want = torch.stack([greedy(model, prompt, 6) for prompt in prompts])
     assert len(want.unique()) > 4
     batch, mask = padded(prompts, "left")
-    for how in (
+    for options in (
         {},
         {"use_cache": False},
         {"prefill_chunk_size": 3},
+        {"prefill_chunk_size": 1},
         {"cache_implementation": "static"},
         {"cache_implementation": "static", "prefill_chunk_size": 3},
+        {"cache_implementation": "static", "prefill_chunk_size": 1},
     ):
-        got = generate(model, batch, attention_mask=mask, **how)
-        assert torch.equal(got, torch.cat([batch, want], 1)), how
+        got = generate(model, batch, attention_mask=mask, **options)
+        assert torch.equal(got, torch.cat([batch, want], 1)), options
     embedded = model.model.embed_tokens(batch)
     assert torch.equal(generate(model, inputs_embeds=embedded, attention_mask=mask), want)
     row = prompts[0][None]
@@ -163,21 +142,21 @@ def test_padding_and_batches_change_no_token(kind):
     model = model_of(kind)
     lengths = (torch.arange(46) * 7 % 23 + 1).tolist()
     prompts = documents(lengths)
-    how = {"max_new_tokens": 3}
-    alone = torch.stack([generate(model, row[None], **how)[0, len(row) :] for row in prompts])
+    options = {"max_new_tokens": 3}
+    alone = torch.stack([generate(model, row[None], **options)[0, len(row) :] for row in prompts])
     assert len(alone.unique()) > 10
     for side in ("left", "right"):
         for size in (8, 46):
             for start in range(0, 46, size):
                 batch, mask = padded(prompts[start : start + size], side)
-                got = generate(model, batch, attention_mask=mask, **how)
+                got = generate(model, batch, attention_mask=mask, **options)
                 assert torch.equal(got[:, -3:], alone[start : start + size]), (side, start)
 
 
 @pytest.mark.parametrize("kind", ["gru", "user's", "hybrid"])
 def test_beams_and_samples_are_the_same_with_any_cache(kind):
     model, (batch, mask) = model_of(kind), padded(documents([7, 4, 1]), "left")
-    for how in (
+    for options in (
         {"num_beams": 3},
         {"num_beams": 4, "num_return_sequences": 2},
         {"do_sample": True},
@@ -187,9 +166,9 @@ def test_beams_and_samples_are_the_same_with_any_cache(kind):
         results = []
         for cached in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
             torch.manual_seed(0)
-            results.append(generate(model, batch, attention_mask=mask, **how, **cached))
-        assert torch.equal(results[0], results[2]), how
-        assert torch.equal(results[1], results[2]), how
+            results.append(generate(model, batch, attention_mask=mask, **options, **cached))
+        assert torch.equal(results[0], results[2]), options
+        assert torch.equal(results[1], results[2]), options
 
 
 class Collected(BaseStreamer):
@@ -226,9 +205,14 @@ def test_generate_goes_on_from_a_cache(kind):
     model, (batch, mask) = model_of(kind), padded(documents([7, 4, 1]), "left")
     more = tokens(3, 4, seed=9)
     static = StaticCache(config=model.config, max_cache_len=24)
-    for how in ({}, {"prefill_chunk_size": 3}, {"past_key_values": static}):
+    for options in ({}, {"prefill_chunk_size": 3}, {"past_key_values": static}):
         first = generate(
-            model, batch, attention_mask=mask, return_dict_in_generate=True, max_new_tokens=3, **how
+            model,
+            batch,
+            attention_mask=mask,
+            return_dict_in_generate=True,
+            max_new_tokens=3,
+            **options,
         )
         row = torch.cat([first.sequences, more], 1)
         seen = torch.cat([mask, torch.ones(3, 7).long()], 1)
@@ -236,29 +220,14 @@ def test_generate_goes_on_from_a_cache(kind):
         # The last token was drawn and never read.
         assert int(first.past_key_values.get_seq_length()) == 9
         # Of a row that is known in part, or of its new tokens and the mask of all.
-        cache, known = first.past_key_values, how.get("prefill_chunk_size", 0)
+        cache, known = first.past_key_values, options.get("prefill_chunk_size", 0)
         new = row if not known else row[:, 9:]
         got = generate(model, new, attention_mask=seen, past_key_values=cache)
         assert torch.equal(got[:, new.shape[1] :], want[:, row.shape[1] :])
         cache.reset()
-        if how.get("past_key_values") is static:
+        if options.get("past_key_values") is static:
             again = generate(model, batch, attention_mask=mask, past_key_values=cache)
             assert torch.equal(again[:, :10], first.sequences)
-
-
-@pytest.mark.parametrize("kind", ["gru", "hybrid"])
-def test_padded_prompts_may_be_read_token_by_token(kind):
-    model, (batch, mask) = model_of(kind), padded(documents([5, 1]), "left")
-    results = []
-    for how in (
-        {"use_cache": False},
-        {"prefill_chunk_size": 1},
-        {"prefill_chunk_size": 1, "cache_implementation": "static"},
-    ):
-        how = {"output_logits": True, "return_dict_in_generate": True, **how}
-        results.append(torch.stack(generate(model, batch, attention_mask=mask, **how).logits))
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -290,18 +259,18 @@ def test_inputs_without_padding_or_borders_make_no_mask(monkeypatch):
     model, row, masks = model_of("hybrid"), tokens(2, 9), []
     want, attend = model(row).logits, torch.nn.functional.scaled_dot_product_attention
 
-    def record(*args, attn_mask=None, **how):
+    def record(*args, attn_mask=None, **options):
         masks.append(attn_mask)
-        return attend(*args, attn_mask=attn_mask, **how)
+        return attend(*args, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    for how in (
+    for options in (
         {"position_ids": torch.arange(9)[None]},
         {"position_ids": torch.arange(9).expand(2, 9) + 5},
         {"attention_mask": torch.ones(2, 9)},
     ):
         for cached in (True, False):
-            got = model(row, **how, use_cache=cached).logits
+            got = model(row, **options, use_cache=cached).logits
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     assert masks == [None] * 6
     uneven = model(row, position_ids=torch.arange(9)[None] * 3, use_cache=False).logits
@@ -338,8 +307,8 @@ def test_assistants_and_packed_rows_with_a_cache_raise():
 def test_padding_on_the_right_is_moved_or_raises(kind):
     model, prompts = model_of(kind), documents([7, 4, 1])
     (right, mask), (left, left_mask) = padded(prompts, "right"), padded(prompts, "left")
-    how = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
-    want = generate(model, left, attention_mask=left_mask, **how).logits
+    options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+    want = generate(model, left, attention_mask=left_mask, **options).logits
     embedded = model.model.embed_tokens(right)
     for rows in (
         {"inputs": right},
@@ -350,7 +319,7 @@ def test_padding_on_the_right_is_moved_or_raises(kind):
         {"inputs": right, "cache_implementation": "static"},
         {"inputs": right, "use_cache": False},
     ):
-        got = generate(model, attention_mask=mask, **rows, **how).logits
+        got = generate(model, attention_mask=mask, **rows, **options).logits
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=16)):
         with pytest.raises(ValueError, match="padded on the right"):
@@ -380,10 +349,10 @@ def test_masks_that_do_not_fit_raise():
         r"has holes.*rows \[1\]": holes,
         "hold 1 at tokens and 0 at padding": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2),
     }
-    for how in ({}, {"use_cache": False}, {"use_cache": True}):
+    for options in ({}, {"use_cache": False}, {"use_cache": True}):
         for message, mask in wrong.items():
             with pytest.raises(ValueError, match=message):
-                model(row, attention_mask=mask, **how)
+                model(row, attention_mask=mask, **options)
     attention = model_of("attention")
     with pytest.raises(ValueError, match=r"must be bool, or numbers to add.*int64"):
         attention(row, attention_mask=torch.ones(2, 1, 6, 6).long())
@@ -401,8 +370,8 @@ def test_a_prompt_may_end_as_rows_are_padded():
     model, row = model_of("hybrid"), tokens(1, 6, seed=3)
     row[:, -1] = row[:, 2] = 0
     want = greedy(model, row[0], 4)
-    how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": 0, "min_new_tokens": 4}
-    got = model.generate(row, pad_token_id=0, **how)[0, 6:]
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": 0, "min_new_tokens": 4}
+    got = model.generate(row, pad_token_id=0, **options)[0, 6:]
     assert (want != 0).all()
     assert torch.equal(got, want)
     with pytest.raises(ValueError, match="attention_mask has holes"):
@@ -456,8 +425,8 @@ def test_masks_by_keys_work_for_models_of_attention_only():
     where = positions([5, 4])
     want = model(batch, position_ids=where).logits
     for mask in (seen, added, seen.expand(1, 2, 9, 9)):
-        for how in ({}, {"use_cache": False}, {"output_attentions": True}):
-            got = model(batch, attention_mask=mask, **{"position_ids": where} | how).logits
+        for options in ({}, {"use_cache": False}, {"output_attentions": True}):
+            got = model(batch, attention_mask=mask, **{"position_ids": where} | options).logits
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     cache = DynamicCache(config=model.config)
     first = {"position_ids": where[:, :6], "attention_mask": seen[..., :6, :6]}
@@ -479,7 +448,7 @@ def test_eager_attention_and_its_weights(kind):
         patch.setattr(
             torch.nn.functional,
             "scaled_dot_product_attention",
-            lambda *args, **how: calls.append(1) or attend(*args, **how),
+            lambda *args, **options: calls.append(1) or attend(*args, **options),
         )
         weighed = model(batch, attention_mask=mask, output_attentions=True)
         model.set_attn_implementation("eager")
@@ -502,10 +471,10 @@ def test_eager_attention_and_its_weights(kind):
             torch.testing.assert_close(part.sum(-1), torch.ones(3, 2, 7))
             assert (part[0].triu(1) == 0).all()
             assert (part[1, :, 3:, :3] == 0).all()
-    how = {"return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 2}
-    drawn = generate(model, batch, attention_mask=mask, **how)
+    options = {"return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 2}
+    drawn = generate(model, batch, attention_mask=mask, **options)
     assert [len(step) for step in drawn.attentions] == [layers] * 2
-    assert torch.equal(drawn.sequences, generate(model, batch, attention_mask=mask, **how)[0])
+    assert torch.equal(drawn.sequences, generate(model, batch, attention_mask=mask, **options)[0])
 
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid", "attention"])
@@ -526,7 +495,7 @@ def test_other_kinds_of_attention_are_refused():
     for name in ("flash_attention_2", "flex_attention"):
         with pytest.raises(ValueError, match="does not support"):
             model.set_attn_implementation(name)
-    transformers.AttentionInterface.register("mine", lambda *args, **how: None)
+    transformers.AttentionInterface.register("mine", lambda *args, **options: None)
     model.set_attn_implementation("mine")
     with pytest.raises(ValueError, match="sdpa or eager, got 'mine'"):
         model(row)
@@ -536,8 +505,8 @@ def test_models_of_attention_only_may_be_assisted():
     model, row = model_of("attention"), tokens(1, 5)
     want = generate(model, row, max_new_tokens=12)
     other = hugging("attention", num_hidden_layers=1, mixers=("attention",))
-    for how in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": other}):
-        assert torch.equal(generate(model, row, max_new_tokens=12, **how), want)
+    for options in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": other}):
+        assert torch.equal(generate(model, row, max_new_tokens=12, **options), want)
 
 
 def test_configs_refuse_what_has_no_effect():

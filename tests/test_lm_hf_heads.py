@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from lm_kinds import hugging, padded, tokens
+from lm_kinds import hugging, padded, tokens, trainer_of
 
 transformers = pytest.importorskip("transformers")
 
 from transformers import (  # noqa: E402
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    Trainer,
-    TrainingArguments,
 )
 
 from pararnn.lm.hf import ParaRNNConfig  # noqa: E402
@@ -20,7 +18,7 @@ HEADS = {"sequence": AutoModelForSequenceClassification, "token": AutoModelForTo
 
 
 def with_head(kind, head, labels):
-    """The head of a new model on the body of `hugging`."""
+    """Put the head of a new model on the body of `hugging`."""
     body = hugging(kind)
     config = ParaRNNConfig.from_dict(body.config.to_dict() | {"num_labels": labels})
     torch.manual_seed(0)
@@ -70,8 +68,8 @@ def test_tokens_are_classified_from_the_tokens_up_to_them(kind):
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_are_drawn_saved_and_added_to_language_models(head, tmp_path):
     hugging("hybrid", hidden_size=64).save_pretrained(tmp_path / "lm")
-    how = {"num_labels": 3, "output_loading_info": True}
-    model, info = HEADS[head].from_pretrained(tmp_path / "lm", **how)
+    options = {"num_labels": 3, "output_loading_info": True}
+    model, info = HEADS[head].from_pretrained(tmp_path / "lm", **options)
     assert {name.split(".")[0] for name in info["missing_keys"]} == {"score"}
     assert model.score.weight.std().item() == pytest.approx(1 / 8, rel=0.2)
     for name, value in hugging("hybrid", hidden_size=64).model.named_parameters():
@@ -87,16 +85,7 @@ def test_trainer_trains_a_reward_model(tmp_path):
     model = with_head("gru", "sequence", 1)
     rows = [tokens(6, seed=seed) for seed in range(8)]
     data = [{"input_ids": row, "labels": float(row[-1] > 24)} for row in rows]
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=8,
-        learning_rate=3e-2,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    trainer = trainer_of(model, tmp_path, data, max_steps=8, learning_rate=3e-2)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < 0.7 * before

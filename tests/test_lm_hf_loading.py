@@ -154,14 +154,12 @@ def test_cells_and_states_stay_float32_in_bfloat16_models(saved):
             cache = model(ROW).past_key_values
         assert cache.layers[0].recurrent_states[0].dtype == torch.float32
         assert cache.layers[0].conv_states[0].dtype == torch.bfloat16
-
-
-def test_new_models_may_be_bfloat16():
-    config = hugging("hybrid").config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == (torch.float32 if is_wide(name) else torch.bfloat16), name
-    assert logits_of(model).isfinite().all()
+    new = AutoModelForCausalLM.from_config(hugging("hybrid").config, dtype=torch.bfloat16)
+    assert {name: p.dtype for name, p in new.named_parameters()} == {
+        name: torch.float32 if is_wide(name) else torch.bfloat16
+        for name, _ in new.named_parameters()
+    }
+    assert logits_of(new).isfinite().all()
 
 
 def test_models_load_with_a_device_map_and_offloading(saved, tmp_path):
@@ -169,9 +167,9 @@ def test_models_load_with_a_device_map_and_offloading(saved, tmp_path):
     for kind in SAVED:
         want = logits_of(hugging(kind))
         little = {"max_memory": {"cpu": "10KB"}, "offload_folder": tmp_path / kind}
-        for how in ({"device_map": {"": "cpu"}}, {"device_map": "auto", **little}):
-            model = AutoModelForCausalLM.from_pretrained(saved / kind, **how)
-            if "max_memory" in how:
+        for options in ({"device_map": {"": "cpu"}}, {"device_map": "auto", **little}):
+            model = AutoModelForCausalLM.from_pretrained(saved / kind, **options)
+            if "max_memory" in options:
                 assert "disk" in model.hf_device_map.values()
             assert torch.equal(logits_of(model), want)
             got = model.generate(ROW, max_new_tokens=3, do_sample=False)

@@ -29,7 +29,7 @@ def tensors(*shape: int, dtype=torch.float32, width: int = 8, scale: float = 1.0
 
 
 def reference(hidden, weight, labels, shift=True, z_loss=0.0, num_items=None):
-    """The same in plain PyTorch, with all logits at once."""
+    """Compute the same in plain PyTorch, with all logits at once."""
     logits = F.linear(hidden, weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if shift:
@@ -71,11 +71,6 @@ def test_equals_cross_entropy(shape, options):
     assert_same(tensors(*shape), **options)
 
 
-def test_many_tokens():
-    # Both sum 8,184 float32 products, in orders that are the machine's: each is 3e-6 off on some.
-    assert_same(tensors(8, 1024), 1e-5, z_loss=1e-4)
-
-
 def test_large_logits():
     hidden, weight, labels = tensors(4, 50, scale=40.0)
     ours, plain = (
@@ -87,9 +82,11 @@ def test_large_logits():
         assert relative_error(mine, right) < max(1e-6, 2 * relative_error(other, right))
 
 
-def test_a_vocabulary_larger_than_a_chunk(monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", {"cpu": 5})
-    assert_same(tensors(2, 5), z_loss=0.1)
+@pytest.mark.parametrize(("shape", "logits"), [((2, 5), 5), ((8, 1024), PER_CHUNK * VOCAB)])
+def test_chunks_of_any_size_and_number(shape, logits, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", {"cpu": logits})  # 5 is less than the vocabulary
+    # Of 8,184 float32 products the machine chooses the order of the sum: 3e-6 off on some.
+    assert_same(tensors(*shape), 1e-5, z_loss=1e-4)
 
 
 def test_gradcheck_in_float64():

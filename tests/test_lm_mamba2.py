@@ -26,7 +26,7 @@ def small_model() -> mamba2.LanguageModel:
 
 
 def theirs(model: mamba2.LanguageModel) -> torch.nn.Module:
-    """transformers' model with the same parameters."""
+    """Build transformers' model with the same parameters."""
     transformers = pytest.importorskip("transformers")
     other = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**SIZES)).eval()
     state = {
@@ -55,14 +55,14 @@ def theirs(model: mamba2.LanguageModel) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def test_it_is_transformers_mamba2() -> None:
+def test_logits_are_those_of_transformers() -> None:
     model = small_model()
     tokens = torch.randint(50, (2, 30))
     torch.testing.assert_close(model(tokens), theirs(model)(tokens).logits, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
-def test_token_by_token_it_gives_the_same() -> None:
+def test_steps_of_one_token_give_the_logits_of_the_row() -> None:
     model = small_model()
     tokens = torch.randint(50, (2, 12))
     logits = model(tokens)
@@ -74,7 +74,7 @@ def test_token_by_token_it_gives_the_same() -> None:
     assert sample(model, tokens[:, :1], 3, temperature=0).shape == (2, 3)
 
 
-def test_it_says_what_it_does_not_read() -> None:
+def test_unsupported_inputs_and_sizes_raise() -> None:
     model = small_model()
     tokens = torch.randint(50, (1, 12))
     with pytest.raises(ValueError, match="no packed documents"):
@@ -109,62 +109,54 @@ def plain_backward(grad, x, dt, a, b, c, out, chunk, *, D, dt_bias, dt_softplus)
     return *grads, None, bias, None
 
 
-def plain_forward(x, dt, a, b, c, chunk, *, D, dt_bias, dt_softplus):
-    return plain(x, dt, a, b, c, D, dt_bias), None, None
-
-
 @pytest.fixture
-def lent(monkeypatch):
-    """Plain functions in the place of mamba-ssm's."""
+def forward_calls(monkeypatch) -> list[int]:
+    """Put plain functions in the place of mamba-ssm's; the list has an entry a forward pass."""
+    calls = []
+
+    def plain_forward(x, dt, a, b, c, chunk, *, D, dt_bias, dt_softplus):
+        calls.append(1)
+        return plain(x, dt, a, b, c, D, dt_bias), None, None
+
     module = SimpleNamespace(
         _mamba_chunk_scan_combined_fwd=plain_forward,
         _mamba_chunk_scan_combined_bwd=plain_backward,
     )
     monkeypatch.setattr(mamba2, "kernels", lambda name: module)
+    return calls
 
 
-@pytest.mark.usefixtures("lent")
+def by_operator(x, dt, a, b, c, skip, bias):
+    return mamba2.ssd(x, dt, a, b.unsqueeze(2), c.unsqueeze(2), skip, bias, mamba2.CHUNK)
+
+
+@pytest.mark.usefixtures("forward_calls")
 def test_the_operator_has_the_recurrences_gradients() -> None:
     torch.manual_seed(0)
     x, b, c = torch.randn(2, 20, 3, 4), torch.randn(2, 20, 5), torch.randn(2, 20, 5)
     dt, a, skip, bias = torch.randn(2, 20, 3), -torch.rand(3), torch.randn(3), torch.randn(3)
     inputs = [part.requires_grad_() for part in (x, dt, a, b, c, skip, bias)]
-    x, dt, a, b, c, skip, bias = inputs
-    right = mamba2.recurrence(x, dt, a, b, c, skip, bias)
-    y = mamba2.ssd(x, dt, a, b.unsqueeze(2), c.unsqueeze(2), skip, bias, mamba2.CHUNK)
+    right, y = mamba2.recurrence(*inputs), by_operator(*inputs)
     torch.testing.assert_close(y, right)
     grad = torch.randn_like(y)
     expected = torch.autograd.grad(right, inputs, grad)
     torch.testing.assert_close(torch.autograd.grad(y, inputs, grad), expected)
 
 
-def test_its_blocks_compile_to_one_graph(monkeypatch) -> None:
+def test_its_blocks_compile_to_one_graph(monkeypatch, forward_calls) -> None:
     """By the operator, which a CPU would not take; its results are kept, not computed again."""
     model = small_model().train()
     tokens = torch.randint(50, (2, 16))
     parameters = list(model.parameters())
     right = model.loss(tokens)
     expected = torch.autograd.grad(right, parameters)
-
-    calls = []
-    module = SimpleNamespace(
-        _mamba_chunk_scan_combined_fwd=lambda *args, **more: (
-            calls.append(1) or plain_forward(*args, **more)
-        ),
-        _mamba_chunk_scan_combined_bwd=plain_backward,
-    )
-    monkeypatch.setattr(mamba2, "kernels", lambda name: module)
-
-    def by_operator(x, dt, a, b, c, skip, bias):
-        return mamba2.ssd(x, dt, a, b.unsqueeze(2), c.unsqueeze(2), skip, bias, mamba2.CHUNK)
-
     monkeypatch.setattr(mamba2, "recurrence", by_operator)
     for block in model.backbone.layers:
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     loss = model.loss(tokens)
     torch.testing.assert_close(loss, right)
     torch.testing.assert_close(torch.autograd.grad(loss, parameters), expected)
-    assert len(calls) == len(model.backbone.layers)
+    assert len(forward_calls) == len(model.backbone.layers)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

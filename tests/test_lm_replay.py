@@ -122,11 +122,11 @@ WATCHED = {
 }
 
 
-@pytest.mark.parametrize("how", WATCHED)
-def test_models_with_hooks_are_not_recorded(how: str) -> None:
+@pytest.mark.parametrize("change", WATCHED)
+def test_models_with_hooks_are_not_recorded(change: str) -> None:
     model = plain("gru")
     assert can_record(model)
-    WATCHED[how](model)
+    WATCHED[change](model)
     assert not can_record(model)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_kinds import KINDS, borders, padded, plain, positions, tokens, unpadded
+from lm_kinds import KINDS, borders, documents, padded, plain, positions, tokens, unpadded
 
 import pararnn
 from pararnn.lm.rows import starts_of
@@ -19,17 +19,13 @@ model_of = lru_cache(maxsize=None)(plain)
 
 
 def run_in_pieces(model, batch, cuts, mask=None):
-    """The logits of a batch that goes through a cache piece by piece."""
+    """Compute the logits of a batch, piece by piece, with a cache."""
     cache, pieces = model.new_cache(), []
     for start, stop in zip([0, *cuts], [*cuts, batch.shape[1]], strict=True):
         seen = None if mask is None else mask[:, :stop]
         pieces.append(model(batch[:, start:stop], cache, padding_mask=seen))
     assert cache.length == batch.shape[1]
     return torch.cat(pieces, 1)
-
-
-def documents(lengths):
-    return [tokens(length, seed=7 + index) for index, length in enumerate(lengths)]
 
 
 def own_logits(model, rows):
@@ -77,8 +73,8 @@ def test_bfloat16_is_near_float32(kind):
 def test_any_documents_in_a_row_have_their_own_logits(lengths, kind):
     model, rows = model_of(kind), documents(lengths)
     packed, want = torch.cat(rows)[None], own_logits(model, rows)
-    for how in ({"cu_seq_lens": borders(lengths)}, {"position_ids": positions(lengths)}):
-        torch.testing.assert_close(model(packed, **how)[0], want, rtol=0, atol=1e-4)
+    for options in ({"cu_seq_lens": borders(lengths)}, {"position_ids": positions(lengths)}):
+        torch.testing.assert_close(model(packed, **options)[0], want, rtol=0, atol=1e-4)
 
 
 @given(
@@ -130,26 +126,25 @@ def test_fields_of_cells_are_neutral():
 @torch.no_grad()
 def test_arguments_that_do_not_fit_raise():
     model, row = model_of("gru"), tokens(1, 6)
-    for how in ({"cu_seq_lens": borders([2, 4])}, {"position_ids": positions([2, 4])}):
+    for options in ({"cu_seq_lens": borders([2, 4])}, {"position_ids": positions([2, 4])}):
         with pytest.raises(ValueError, match="packed documents"):
-            model(row, model.new_cache(), **how)
-    with pytest.raises(ValueError, match="padding mask must be"):
-        model(row, padding_mask=torch.ones(1, 5))
-    with pytest.raises(ValueError, match="position_ids must be"):
-        model(row, position_ids=torch.arange(5)[None])
-    with pytest.raises(ValueError, match="packs all documents into one row"):
-        model(tokens(2, 6), cu_seq_lens=borders([2, 4]))
-    with pytest.raises(ValueError, match="no padding"):
-        model(row, cu_seq_lens=borders([2, 4]), padding_mask=torch.ones(1, 6))
-    with pytest.raises(ValueError, match=r"tokens must be integers \(B, T\), got .* \(6,\)"):
-        model(row[0])
-    with pytest.raises(ValueError, match=r"tokens must be integers .* got torch.float32"):
-        model(row.float())
+            model(row, model.new_cache(), **options)
+    packed = {"cu_seq_lens": borders([2, 4])}
+    for batch, options, message in (
+        (row, {"padding_mask": torch.ones(1, 5)}, "padding mask must be"),
+        (row, {"position_ids": torch.arange(5)[None]}, "position_ids must be"),
+        (tokens(2, 6), packed, "packs all documents into one row"),
+        (row, {**packed, "padding_mask": torch.ones(1, 6)}, "no padding"),
+        (row[0], {}, r"tokens must be integers \(B, T\), got .* \(6,\)"),
+        (row.float(), {}, r"tokens must be integers .* got torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(batch, **options)
 
 
 @pytest.mark.parametrize("cuts", [[0, 3], [2, 6], [0, 4, 2, 6], [-1, 6], [0, 9], []], ids=str)
 def test_borders_must_be_those_of_the_tokens(cuts):
-    """What is behind the last document was one more, and its tokens were learned."""
+    """Tokens behind the last border were one more document, and were learned."""
     with pytest.raises(ValueError, match=r"cu_seq_lens (must|is)"):
         model_of("gru").loss(tokens(1, 6), cu_seq_lens=torch.tensor(cuts, dtype=torch.int64))
 

@@ -22,7 +22,14 @@ from common import add_row, provenance, read_rows
 from lm_kinds import cudnn_allowed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+MODELS = ["gru-tiny", "transformer-tiny", "mamba2-tiny", "gru-tiny"]
 CHOICES_AND_TEXTS = list(itertools.product(lm_first_text.CHOICES, (1, 2)))
+
+
+def decoder(case, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model = mamba2.language_model(case.config, dtype=dtype).eval()
+    mamba2.ready_to_decode(model)
+    return model
 
 
 def test_language_models_have_steps() -> None:
@@ -33,12 +40,7 @@ def test_language_models_have_steps() -> None:
     ]
     assert all(0 < row["min_ms"] <= row["median_ms"] for row in rows)
     assert [row["B"] * row["T"] for row in rows] == [64, 64, 64, 200]
-    assert [row["model"] for row in rows] == [
-        "gru-tiny",
-        "transformer-tiny",
-        "mamba2-tiny",
-        "gru-tiny",
-    ]
+    assert [row["model"] for row in rows] == MODELS
 
 
 def test_language_models_decode(monkeypatch) -> None:
@@ -46,24 +48,20 @@ def test_language_models_decode(monkeypatch) -> None:
     monkeypatch.setattr(lm_decode, "MORE", 2)
     rows = []
     for case in lm_decode.smoke_cases():
-        model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
-        mamba2.ready_to_decode(model)
-        row = lm_decode.measure(case, model, rounds=1)
-        rows.append(row)
-    names = ["gru-tiny", "transformer-tiny", "mamba2-tiny", "gru-tiny"]
-    assert [row["model"] for row in rows] == names
+        model = decoder(case, torch.bfloat16)
+        rows.append(lm_decode.measure(case, model, rounds=1))
+    assert [row["model"] for row in rows] == MODELS
     assert [row["way"] for row in rows] == ["eager"] * 3 + ["generate"]
     assert all(row["median_ms"] > 0 and row["cache_MB"] > 0 for row in rows[:3])
 
 
-def test_caches_say_what_they_hold() -> None:
+def test_caches_report_their_bytes() -> None:
     attention = lm_decode.smoke_cases()[1]
     for case, layer_bytes in (
         (lm_decode.Case("", mamba2.TINY, "eager", 3, 8), 3 * (4 * 8 * 4 * 4 + 3 * 40 * 2)),
         (attention._replace(batch=3), 3 * 2 * 8 * 16 * 2),
     ):
-        model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
-        mamba2.ready_to_decode(model)
+        model = decoder(case, torch.bfloat16)
         cache = lm_decode.cache_of(model, case)
         lm_decode.step_of(model, case, cache)()
         assert [layer.bytes for layer in cache.layers] == [layer_bytes] * 2
@@ -93,8 +91,7 @@ def test_generation_by_the_papers_protocol(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "lm_generate.csv"
     for case in lm_step.smoke_cases()[:3]:
-        model = mamba2.language_model(case.config, dtype=torch.bfloat16).eval()
-        mamba2.ready_to_decode(model)
+        model = decoder(case, torch.bfloat16)
         ways = lm_generate.ways_of(lm_generate.Case(case.name, case.config), list(lm_generate.WAYS))
         assert (ways == list(lm_generate.WAYS)) == case.name.startswith("transformer")
         for way in ways:
@@ -124,8 +121,7 @@ def test_first_texts_by_the_kernels_that_attention_may_take(monkeypatch) -> None
 def test_both_ways_generate_the_same_tokens() -> None:
     torch.manual_seed(0)
     for case in lm_step.smoke_cases()[:3]:
-        model = mamba2.language_model(case.config).eval()
-        mamba2.ready_to_decode(model)
+        model = decoder(case)
         tokens = [generate(model, 12) for generate in lm_generate.WAYS.values()]
         assert torch.equal(*tokens)
 

@@ -6,20 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pararnn.tasks import TASKS, Task, generator_of, task_of
+from pararnn.tasks import TASKS, generator_of, recall, state, task_of
 
 
-def check_keep(task, row, answers):
+def check_keep(task, row):
     start = task.n if task.judge == "all" else task.length
     return dict.fromkeys(range(start - 1, task.length), row[task.n - 1])
 
 
-def check_parity(task, row, answers):
+def check_parity(task, row):
     whole = {t: sum(row[: t + 1]) % 2 for t in range(len(row))}
     return whole if task.judge == "all" else {len(row) - 1: whole[len(row) - 1]}
 
 
-def check_mqar(task, row, answers):
+def check_mqar(task, row):
     pairs = {}
     for index in range(task.kappa):
         key, value = row[2 * index], row[2 * index + 1]
@@ -33,7 +33,7 @@ def check_mqar(task, row, answers):
     return {2 * task.kappa + t: pairs[token] for t, token in enumerate(rest) if token in pairs}
 
 
-def check_hops(task, row, answers):
+def check_hops(task, row):
     found = {}
     for t in range(len(row)):
         place = t
@@ -47,11 +47,11 @@ def check_hops(task, row, answers):
     return found
 
 
-def check_sum(task, row, answers):
+def check_sum(task, row):
     return {t: sum(row[: t + 1]) % task.modulus for t in range(len(row))}
 
 
-def check_word(task, row, answers):
+def check_word(task, row):
     """By what the permutations do to a row of marks, one after the other."""
     size = int(task.group[1])
     members = list(itertools.permutations(range(size)))
@@ -66,7 +66,7 @@ def check_word(task, row, answers):
     return found
 
 
-def check_dyck(task, row, answers):
+def check_dyck(task, row):
     stack, found = [], {}
     for t, token in enumerate(row):
         if token < task.kinds:
@@ -78,7 +78,7 @@ def check_dyck(task, row, answers):
     return found
 
 
-def check_copying(task, row, answers):
+def check_copying(task, row):
     blank, mark = task.vocab, task.vocab + 1
     items = [token for token in row if token < blank]
     assert row.count(mark) == len(items) == task.items
@@ -87,7 +87,7 @@ def check_copying(task, row, answers):
     return dict(enumerate(items, start=task.length - task.items))
 
 
-def check_adding(task, row, answers):
+def check_adding(task, row):
     marked = [t for t, (_, mark) in enumerate(row) if mark]
     assert len(marked) == 2
     assert marked[0] < task.length // 2 <= marked[1]
@@ -96,57 +96,43 @@ def check_adding(task, row, answers):
 
 
 CHECKS = {
-    "keep-nth": check_keep,
-    "parity": check_parity,
-    "mqar": check_mqar,
-    "1-hop": check_hops,
-    "2-hop": check_hops,
-    "modular-addition": check_sum,
-    "s3": check_word,
-    "a5": check_word,
-    "s5": check_word,
-    "dyck": check_dyck,
-    "copying": check_copying,
-    "selective-copying": check_copying,
-    "adding": check_adding,
+    recall.KeepNth: check_keep,
+    recall.MQAR: check_mqar,
+    recall.KHop: check_hops,
+    recall.Copying: check_copying,
+    recall.SelectiveCopying: check_copying,
+    recall.Adding: check_adding,
+    state.Parity: check_parity,
+    state.ModularAddition: check_sum,
+    state.WordProblem: check_word,
+    state.Dyck: check_dyck,
 }
+MANY_KEYS = replace(TASKS["mqar"], keys=32, shuffled=True)
+VARIANTS = [
+    *TASKS.values(),
+    *(task.at(31) for task in TASKS.values()),
+    *(replace(TASKS[name], judge="last") for name in ("keep-nth", "parity")),
+    replace(TASKS["2-hop"], hops=4, vocab=3),
+    replace(TASKS["dyck"], kinds=3, depth=2),
+    replace(TASKS["dyck"], kinds=1, depth=1),
+    replace(TASKS["mqar"], kappa=8, keys=32, noise=0.9),
+    MANY_KEYS,
+]
 
 
-def verify(check, task: Task, rows: int = 20) -> None:
-    batch = task.draw(rows, generator_of(7))
-    assert batch.targets.shape == batch.judged.shape == (rows, task.length)
-    assert batch.inputs.shape[:2] == (rows, task.length)
+@pytest.mark.parametrize("task", VARIANTS, ids=repr)
+def test_targets(task):
+    batch = task.draw(20, generator_of(7))
+    assert batch.targets.shape == batch.judged.shape == (20, task.length)
+    assert batch.inputs.shape[:2] == (20, task.length)
     for row, targets, judged in zip(*(part.tolist() for part in batch), strict=True):
-        found = {
-            t: target for t, (target, yes) in enumerate(zip(targets, judged, strict=True)) if yes
-        }
-        assert found == check(task, row, found)
-        assert all(target == 0 for target, yes in zip(targets, judged, strict=True) if not yes)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_targets(name):
-    task = TASKS[name]
-    verify(CHECKS[name], task)
-    verify(CHECKS[name], task.at(31))
-
-
-@pytest.mark.parametrize("name", ["keep-nth", "parity"])
-def test_judged_at_the_end(name):
-    verify(CHECKS[name], replace(TASKS[name], judge="last"))
-
-
-def test_more_hops_and_deeper_brackets():
-    verify(check_hops, replace(TASKS["2-hop"], hops=4, vocab=3))
-    verify(check_dyck, replace(TASKS["dyck"], kinds=3, depth=2))
-    verify(check_dyck, replace(TASKS["dyck"], kinds=1, depth=1))
-    verify(check_mqar, replace(TASKS["mqar"], kappa=8, keys=32, noise=0.9))
+        answers = {t: target for t, target in enumerate(targets) if judged[t]}
+        assert answers == CHECKS[type(task)](task, row)
+        assert not any(target for t, target in enumerate(targets) if not judged[t])
 
 
 def test_recall_of_keys_in_any_order():
-    task = replace(TASKS["mqar"], keys=32, shuffled=True)
-    verify(check_mqar, task)
-    first, second = task.draw(1000, generator_of(0)).inputs[:, [0, 2]].T
+    first, second = MANY_KEYS.draw(1000, generator_of(0)).inputs[:, [0, 2]].T
     assert 400 < (first > second).sum() < 600
     assert first.unique().numel() == 32
 

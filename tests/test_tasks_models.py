@@ -41,7 +41,7 @@ def test_parameter_counts_are_the_papers(mixer):
 @pytest.mark.parametrize("mixer", [*CELLS, "attention", *OWN_MIXERS, "user_cells:Timeless"])
 @pytest.mark.parametrize(("name", "layers"), [("2-hop", 1), ("keep-nth", 2), ("adding", 1)])
 def test_models_are_causal(mixer, name, layers):
-    """What comes later changes nothing, and what came earlier does."""
+    """Later inputs change no output, and earlier ones do."""
     task = TASKS[name].at(30)
     model = TaskModel(task, model_config(name, mixer, layers=layers, width=16, heads=2)).double()
     inputs = task.draw(2, generator_of(0)).inputs
