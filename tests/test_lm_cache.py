@@ -1,4 +1,4 @@
-"""Keys and values of a cache: all that came, in their order, whoever else went on from them."""
+"""Keys and values of a cache: all tokens in order, also in copies and after a crop."""
 
 from __future__ import annotations
 

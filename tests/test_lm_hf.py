@@ -1,4 +1,4 @@
-"""Language models as transformers has them: results, caches, generate."""
+"""Language models for transformers: results, caches, generate."""
 
 from functools import lru_cache
 

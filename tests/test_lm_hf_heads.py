@@ -1,4 +1,4 @@
-"""Language models as transformers has them, with heads that say something of texts and tokens."""
+"""Language models for transformers, with heads that classify texts and tokens."""
 
 import pytest
 import torch

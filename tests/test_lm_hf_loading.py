@@ -1,4 +1,4 @@
-"""Language models as transformers has them: written, loaded, initialised, spread over devices."""
+"""Language models for transformers: written, loaded, initialised, spread over devices."""
 
 import copy
 import math

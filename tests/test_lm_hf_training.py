@@ -1,4 +1,4 @@
-"""Language models as transformers has them, in training: loss, checkpointing, compiled, adapted."""
+"""Language models for transformers in training: loss, checkpointing, compiled, adapted."""
 
 import copy
 

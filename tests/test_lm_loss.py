@@ -1,4 +1,4 @@
-"""The chunked loss beside PyTorch's: values, gradients, dtypes, and what is never made."""
+"""The chunked loss against PyTorch's: values, gradients, dtypes, and sizes of tensors."""
 
 import pytest
 import torch

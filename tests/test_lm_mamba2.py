@@ -1,4 +1,4 @@
-"""Mamba2 as a peer of the benchmarks: transformers' model, with kernels that it is lent."""
+"""Mamba2 of the benchmarks against transformers', with plain functions in place of kernels."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

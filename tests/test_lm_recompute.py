@@ -1,4 +1,4 @@
-"""What compiled blocks of language models keep for the backward pass."""
+"""Results that compiled blocks of language models store for the backward pass."""
 
 from __future__ import annotations
 

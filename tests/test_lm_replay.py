@@ -19,8 +19,7 @@ LENGTH = WORTH + 3
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    """As on a GPU: a step that is run again reads its token where it did when it was recorded, and
-    writes its states and logits there."""
+    """Replay as a GPU does: a step reads and writes the tensors with which it was recorded."""
     found = []
 
     def record(model: LanguageModel, cache: LMCache, token: Tensor) -> Recording:

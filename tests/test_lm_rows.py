@@ -1,4 +1,4 @@
-"""Rows of a language model: however tokens are padded, packed or cut, the logits are their own."""
+"""Rows of a language model: padding, packing and pieces change no logit."""
 
 from functools import lru_cache
 

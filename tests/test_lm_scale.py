@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs: cases, children, what follows from logs and traces, tables."""
+"""The benchmark of several GPUs: cases, child processes, logs, traces, rows and pictures."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Every synthetic task against a checker in plain Python, its metric and what guessing reaches."""
+"""Synthetic tasks against checkers in plain Python, their metrics, and the accuracy of guessing."""
 
 import itertools
 from dataclasses import replace
@@ -149,7 +149,7 @@ def test_draws_depend_on_the_seed_only(name):
         assert one.targets.max() < task.classes
 
 
-# What the best constant answer reaches, by hand; None: no simple formula.
+# Accuracy of the best constant answer, by hand.
 CHANCES = {
     "keep-nth": 1 / 128,
     "parity": 1 / 2,

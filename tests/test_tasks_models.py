@@ -1,4 +1,4 @@
-"""The small models: their sizes are the paper's, and seeds that are folded are the models alone."""
+"""The small models: sizes as in the paper, and folded seeds that equal separate models."""
 
 from dataclasses import replace
 
