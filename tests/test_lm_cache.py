@@ -20,7 +20,7 @@ def tokens(count: int, rows: int = 2, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(rows, 3, count, 4, dtype=dtype)
 
 
-def extended(cache: PlainCache, parts: list[Tensor]) -> None:
+def check_extend(cache: PlainCache, parts: list[Tensor]) -> None:
     """Each call gives all so far; values are keys' negatives."""
     for number in range(len(parts)):
         keys, values = cache.extend(parts[number], -parts[number])
@@ -35,17 +35,17 @@ def extended(cache: PlainCache, parts: list[Tensor]) -> None:
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_cache_returns_all_tokens_in_order(first: int, gradients: bool) -> None:
     with torch.set_grad_enabled(gradients):
-        extended(PlainCache(), [tokens(first), *(tokens(1) for _ in range(5)), tokens(700)])
+        check_extend(PlainCache(), [tokens(first), *(tokens(1) for _ in range(5)), tokens(700)])
 
 
 @torch.no_grad()
 def test_most_additions_copy_no_tokens() -> None:
     cache = PlainCache()
-    seen = set()
+    addresses = set()
     for _ in range(2 * LEAST_ROOM):
         keys, _ = cache.extend(tokens(1), tokens(1))
-        seen.add(keys.data_ptr())
-    assert len(seen) <= 4
+        addresses.add(keys.data_ptr())
+    assert len(addresses) <= 4
     assert keys.shape[2] == 2 * LEAST_ROOM
 
 
@@ -54,7 +54,7 @@ def test_most_additions_copy_no_tokens() -> None:
 def test_copies_of_a_cache_are_independent(copied: object) -> None:
     start = [tokens(3), tokens(1)]
     one = PlainCache()
-    extended(one, start)
+    check_extend(one, start)
     other = copied(one)  # type: ignore[operator]
     for _ in range(3):
         ours, theirs = tokens(1), tokens(1)
@@ -70,15 +70,15 @@ def test_copies_of_a_cache_are_independent(copied: object) -> None:
 def test_cropped_and_selected_caches_continue() -> None:
     cache = PlainCache()
     start = tokens(6)
-    extended(cache, [start[:, :, :5], start[:, :, 5:]])
-    before = cache.keys
-    assert before is not None
+    check_extend(cache, [start[:, :, :5], start[:, :, 5:]])
+    earlier = cache.keys
+    assert earlier is not None
     assert cache.values is not None
-    cache.keys, cache.values = before[:, :, :4], cache.values[:, :, :4]
+    cache.keys, cache.values = earlier[:, :, :4], cache.values[:, :, :4]
     more = tokens(1)
     keys, _ = cache.extend(more, more)
     assert torch.equal(keys, torch.cat([start[:, :, :4], more], 2))
-    assert torch.equal(before, start)
+    assert torch.equal(earlier, start)
     cache.keys, cache.values = keys[:1], cache.values[:1]
     keys, _ = cache.extend(more[:1], more[:1])
     assert torch.equal(keys, torch.cat([start[:1, :, :4], more[:1], more[:1]], 2))
@@ -114,7 +114,7 @@ def test_caches_from_inference_mode_continue_outside() -> None:
     cache = PlainCache()
     parts = [tokens(1) for _ in range(5)]
     with torch.inference_mode():
-        extended(cache, parts[:3])
+        check_extend(cache, parts[:3])
     with torch.no_grad():
         cache.extend(parts[3], parts[3])
         keys, _ = cache.extend(parts[4], parts[4])
@@ -124,7 +124,9 @@ def test_caches_from_inference_mode_continue_outside() -> None:
 MIXERS = {"attention": ("attention", "attention"), "hybrid": ("rnn", "attention")}
 
 
-def attended(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[LanguageModel, list[bool]]:
+def model_and_record(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> tuple[LanguageModel, list[bool]]:
     """Return a model, and a list as of `cudnn_allowed`."""
     config = LMConfig(32, 2, 61, num_attention_heads=2, mixers=MIXERS[kind])
     return LanguageModel(config), cudnn_allowed(monkeypatch)
@@ -132,7 +134,7 @@ def attended(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[LanguageModel,
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_growing_caches_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    model, allowed = attended(monkeypatch, kind)
+    model, allowed = model_and_record(monkeypatch, kind)
     row = torch.randint(61, (1, 9))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         sample(model, row, 4)
@@ -150,7 +152,7 @@ def test_growing_caches_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch, kind: 
 
 def test_caches_of_a_fixed_length_may_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN's kernels read many rows' keys in less time, and are planned once."""
-    model, allowed = attended(monkeypatch, "attention")
+    model, allowed = model_and_record(monkeypatch, "attention")
     monkeypatch.setattr(PlainCache, "grows", False)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         sample(model, torch.randint(61, (1, 9)), 2)
@@ -159,7 +161,7 @@ def test_caches_of_a_fixed_length_may_use_cudnn(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_single_allowed_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, allowed = attended(monkeypatch, "attention")
+    model, allowed = model_and_record(monkeypatch, "attention")
     row = torch.randint(61, (1, 9))
     with sdpa_kernel(SDPBackend.MATH):
         sample(model, row, 1)
@@ -173,7 +175,7 @@ def test_a_single_allowed_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_error_restores_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = attended(monkeypatch, "attention")
+    model, _ = model_and_record(monkeypatch, "attention")
     monkeypatch.setattr(F, "scaled_dot_product_attention", None)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         with pytest.raises(TypeError):

@@ -17,17 +17,17 @@ ROW = tokens(4, 13)
 
 
 def gradients(model):
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return grads
 
 
-def close(found, wanted, tolerance):
-    assert found.keys() == wanted.keys()
+def close(grads, wanted, tolerance):
+    assert grads.keys() == wanted.keys()
     for name, value in wanted.items():
         bound = tolerance * float(value.abs().max())
         torch.testing.assert_close(
-            found[name], value, rtol=0, atol=bound, msg=lambda m, n=name: n + m
+            grads[name], value, rtol=0, atol=bound, msg=lambda m, n=name: n + m
         )
 
 
@@ -110,9 +110,9 @@ def test_checkpointing_changes_no_bit(kind, compiled):
         results.append((loss.detach(), gradients(model)))
     if compiled == "nothing":
         assert len(calls) == 2
-    (loss, wanted), (again, found) = results
+    (loss, wanted), (again, grads) = results
     assert torch.equal(loss, again)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert all(torch.equal(grads[name], value) for name, value in wanted.items())
 
 
 @pytest.mark.parametrize(("every", "runs"), [(1, 8), (2, 6), (3, 6), (4, 5)])

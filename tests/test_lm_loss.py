@@ -99,9 +99,9 @@ def test_gradcheck_in_float64():
 
 def test_labels_are_not_changed_and_of_any_integer_dtype():
     hidden, weight, labels = tensors(2, 30)
-    before = labels.clone()
+    copy = labels.clone()
     value = causal_lm_loss(hidden, weight, labels)
-    assert torch.equal(labels, before)
+    assert torch.equal(labels, copy)
     assert torch.equal(causal_lm_loss(hidden, weight, labels.to(torch.int16)), value)
 
 
@@ -152,8 +152,8 @@ def test_frozen_inputs_get_no_gradient(frozen):
     assert relative_error(grad, right) < 1e-6
 
 
-class Made(TorchDispatchMode):
-    """The sizes of all floating tensors that operations return, and how many products they are."""
+class Recorder(TorchDispatchMode):
+    """Recorder of the sizes of floating results, and of the number of products."""
 
     def __init__(self):
         super().__init__()
@@ -170,27 +170,27 @@ class Made(TorchDispatchMode):
 
 def test_logits_of_one_chunk_at_a_time():
     hidden, weight, labels = tensors(20, 21)
-    with Made() as made:
+    with Recorder() as recorder:
         causal_lm_loss(hidden, weight, labels, z_loss=0.1).backward()
-    assert max(made.sizes) == max(hidden.numel(), PER_CHUNK * VOCAB)
+    assert max(recorder.sizes) == max(hidden.numel(), PER_CHUNK * VOCAB)
     assert hidden.numel() < labels.numel() * VOCAB / 4
 
 
 def test_only_needed_gradients_are_computed():
     hidden, weight, labels = tensors(2 * PER_CHUNK)
     products = {}
-    with Made() as made, torch.no_grad():
+    with Recorder() as recorder, torch.no_grad():
         assert not causal_lm_loss(hidden, weight, labels).requires_grad
-    products["no grad"] = made.products
+    products["no grad"] = recorder.products
     for name, leaves in {
         "neither": (hidden.detach(), weight.detach()),
         "hidden": (hidden, weight.detach()),
         "weight": (hidden.detach(), weight),
         "both": (hidden, weight),
     }.items():
-        with Made() as made:
+        with Recorder() as recorder:
             causal_lm_loss(*leaves, labels)
-        products[name] = made.products
+        products[name] = recorder.products
     assert products == {"no grad": 2, "neither": 2, "hidden": 4, "weight": 4, "both": 6}
 
 

@@ -34,7 +34,7 @@ def check_mqar(task, row):
 
 
 def check_hops(task, row):
-    found = {}
+    answers = {}
     for t in range(len(row)):
         place = t
         for _ in range(task.hops):
@@ -43,8 +43,8 @@ def check_hops(task, row):
                 break
             place = earlier[-1] + 1
         else:
-            found[t] = row[place]
-    return found
+            answers[t] = row[place]
+    return answers
 
 
 def check_sum(task, row):
@@ -59,23 +59,23 @@ def check_word(task, row):
         signs = [sum(a > b for a, b in itertools.combinations(p, 2)) % 2 for p in members]
         members = [p for p, odd in zip(members, signs, strict=True) if not odd]
     assert len(members) == task.symbols
-    found, images = {}, list(range(size))
+    answers, images = {}, list(range(size))
     for t, token in enumerate(row):
         images = [members[token][image] for image in images]
-        found[t] = members.index(tuple(images))
-    return found
+        answers[t] = members.index(tuple(images))
+    return answers
 
 
 def check_dyck(task, row):
-    stack, found = [], {}
+    stack, answers = [], {}
     for t, token in enumerate(row):
         if token < task.kinds:
             stack.append(token)
         else:
             assert stack.pop() == token - task.kinds
         assert len(stack) <= task.depth
-        found[t] = stack[-1] if stack else task.kinds
-    return found
+        answers[t] = stack[-1] if stack else task.kinds
+    return answers
 
 
 def check_copying(task, row):

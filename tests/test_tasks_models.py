@@ -93,12 +93,12 @@ def test_impossible_models():
 
 def stepwise(x, decay, b, c):
     state = torch.zeros(*x.shape[:1], *x.shape[2:], b.shape[-1], dtype=x.dtype)
-    found = []
+    outputs = []
     for t in range(x.shape[1]):
         new = x[:, t].unsqueeze(-1) * b[:, t, None, None]
         state = decay[:, t].exp()[..., None, None] * state + new
-        found.append((state * c[:, t, None, None]).sum(-1))
-    return torch.stack(found, 1)
+        outputs.append((state * c[:, t, None, None]).sum(-1))
+    return torch.stack(outputs, 1)
 
 
 @pytest.mark.parametrize("steps", [1, 100, CHUNK, 2 * CHUNK + 5])
@@ -145,17 +145,17 @@ def test_folded_seeds_equal_separate_models(mixer):
     batch = [task.draw(5, generator_of(seed)) for seed in (0, 1)]
     both = Batch(*(torch.stack(parts) for parts in zip(*batch, strict=True)))
     outputs = folded(both.inputs)
-    found = losses(task, outputs, both)
-    found.sum().backward()
+    each_loss = losses(task, outputs, both)
+    each_loss.sum().backward()
     for index, seed in enumerate((3, 4)):
-        alone = make_folded(task, config, (seed,), "cpu").base
-        one = alone(batch[index].inputs)
+        single = make_folded(task, config, (seed,), "cpu").base
+        one = single(batch[index].inputs)
         assert torch.allclose(outputs[index], one, atol=1e-5)
         judged = batch[index].judged
         loss = F.cross_entropy(one[judged], batch[index].targets[judged])
-        assert torch.allclose(found[index], loss, rtol=1e-5)
+        assert torch.allclose(each_loss[index], loss, rtol=1e-5)
         loss.backward()
-        for name, weight in alone.named_parameters():
+        for name, weight in single.named_parameters():
             grad = folded.weights[name].grad[index]
             assert torch.allclose(grad, weight.grad, rtol=1e-3, atol=1e-6), name
     assert torch.allclose(folded(batch[0].inputs, shared=True)[0], outputs[0], atol=1e-6)
@@ -166,19 +166,17 @@ def test_a_step_is_the_papers():
     task = TASKS["parity"].at(12)
     config = model_config("parity", "gru", width=16, heads=2, clip=0.1)
     options = TrainConfig(seeds=1, seed=2, rows=24, batch=8, steps=7, lr=0.01, weight_decay=0.1)
-    folded, alone = (make_folded(task, config, (2,), "cpu") for _ in range(2))
+    folded, single = (make_folded(task, config, (2,), "cpu") for _ in range(2))
     stepper = Stepper(folded, task, options)
-    model = alone.base
+    model = single.base
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
-    data, seen = stepper.data, []
+    data, order = stepper.data, []
     for step in range(7):
         stepper()
-        taken = stepper.order[0, step % 3 * 8 :][:8]
-        seen += taken.tolist()
-        loss = F.cross_entropy(
-            model(data.inputs[taken]).flatten(0, 1), data.targets[taken].flatten()
-        )
+        rows = stepper.order[0, step % 3 * 8 :][:8]
+        order += rows.tolist()
+        loss = F.cross_entropy(model(data.inputs[rows]).flatten(0, 1), data.targets[rows].flatten())
         assert torch.allclose(stepper.losses[0], loss, rtol=1e-4)
         optimizer.zero_grad()
         loss.backward()
@@ -190,7 +188,7 @@ def test_a_step_is_the_papers():
     for name, weight in model.named_parameters():
         assert torch.allclose(folded.weights[name][0], weight, rtol=1e-3, atol=1e-5), name
     assert folded.weights["mixers.0.rnn.cell.a_z"].abs().max() <= 0.1
-    assert sorted(seen[:24]) == sorted(seen[24:48]) == list(range(24))
+    assert sorted(order[:24]) == sorted(order[24:48]) == list(range(24))
 
 
 def test_fresh_data_are_new_every_epoch():
@@ -208,9 +206,9 @@ def test_fresh_data_are_new_every_epoch():
 def test_accuracies_count_judged_positions():
     task = replace(TASKS["keep-nth"], vocab=4, n=2, judge="last").at(6)
     folded = make_folded(task, model_config("keep-nth", "gru", width=8, heads=2), (0, 1), "cpu")
-    found = accuracies(folded, task, 400, 1)
+    scores = accuracies(folded, task, 400, 1)
     drawn = task.draw(400, generator_of(1, 0))
-    for index, accuracy in enumerate(found):
+    for index, accuracy in enumerate(scores):
         answers = folded(drawn.inputs, shared=True)[index, :, -1].argmax(-1)
         right = (answers == drawn.inputs[:, 1]).sum().item()
         assert accuracy == right / 400
@@ -221,12 +219,12 @@ def test_the_best_validation_is_kept_and_training_stops():
     config = model_config("parity", "gru", width=16, heads=2)
     options = TrainConfig(seeds=2, rows=256, steps=400, every=20, validation=100, lr=0.03)
     model = make_folded(task, config, (0, 1), "cpu")
-    found = train(model, task, options)
-    assert not found["capped"]
-    assert found["steps"] < 400
-    assert max(found["history"][-1][2]) == 1
-    assert found["history"][-1][0] == found["steps"]
-    top = [max(each[2][seed] for each in found["history"]) for seed in range(2)]
+    result = train(model, task, options)
+    assert not result["capped"]
+    assert result["steps"] < 400
+    assert max(result["history"][-1][2]) == 1
+    assert result["history"][-1][0] == result["steps"]
+    top = [max(each[2][seed] for each in result["history"]) for seed in range(2)]
     assert accuracies(model, task, 100, 0, 1) == top
     short = train(make_folded(task, config, (0,), "cpu"), task, replace(options, seeds=1, steps=25))
     assert short["capped"]
@@ -241,9 +239,9 @@ def test_the_best_validation_is_kept_and_training_stops():
 
 def test_folding_does_not_change_the_global_generator():
     torch.manual_seed(1)
-    before = torch.get_rng_state()
+    state = torch.get_rng_state()
     make_folded(TASKS["parity"], model_config("parity", "gru"), (0,), "cpu")
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_cells_that_mix_channels_are_folded_by_the_plain_loop():
