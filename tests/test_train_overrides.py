@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pararnn.lm import LMConfig
 from pararnn.train.config import CLIPS, PRECISIONS, DataConfig, OptimiserConfig, RunConfig
-from pararnn.train.overrides import printed, resolved
+from pararnn.train.overrides import config_text, resolved
 from pararnn.train.recipes import RECIPES, recipe
 from pararnn.values import KINDS
 
@@ -58,8 +58,8 @@ def test_values_are_read_as_their_fields_types(override, expected):
     assert found == expected
     assert type(found) is type(expected)
     # Nothing else has changed.
-    old = dict(line.split(" = ", 1) for line in printed(RUN).splitlines())
-    new = dict(line.split(" = ", 1) for line in printed(changed).splitlines())
+    old = dict(line.split(" = ", 1) for line in config_text(RUN).splitlines())
+    new = dict(line.split(" = ", 1) for line in config_text(changed).splitlines())
     assert {each for each in old if old[each] != new[each]} <= {key}
 
 
@@ -74,7 +74,7 @@ def test_the_config_itself_stays():
 
 def test_the_last_of_a_key_counts():
     assert resolved(RUN, ["steps=1", "steps=2"]).steps == 2
-    assert resolved(recipe("tiny"), [*printed(RUN).splitlines(), "steps=2"]) == replace(
+    assert resolved(recipe("tiny"), [*config_text(RUN).splitlines(), "steps=2"]) == replace(
         RUN, steps=2
     )
 
@@ -192,14 +192,14 @@ def test_bad_overrides_say_what_was_got_and_wanted(override, message):
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_printed_and_read_back(name):
     run = recipe(name)
-    lines = printed(run).splitlines()
+    lines = config_text(run).splitlines()
     assert len(lines) == len({line.split(" = ")[0] for line in lines})
     assert resolved(RUN, lines) == run
     assert resolved(run, lines) == run
 
 
 def test_printed_is_what_one_would_write():
-    lines = printed(recipe("transformer-400m")).splitlines()
+    lines = config_text(recipe("transformer-400m")).splitlines()
     assert lines[0] == "name = transformer-400m"
     for line in (
         "model.mixers = attention",
@@ -263,10 +263,10 @@ runs = records(
 @given(runs, runs)
 @example(RUN, replace(RUN, data=DataConfig(train='"', valid="\n", column=" ", cache="\x1c\ud800")))
 def test_any_config_is_printed_and_read_back(run, other):
-    lines = printed(run).splitlines()
+    lines = config_text(run).splitlines()
     assert resolved(other, lines) == run
     assert resolved(run, reversed(lines)) == run
-    assert printed(resolved(other, lines)) == printed(run)
+    assert config_text(resolved(other, lines)) == config_text(run)
 
 
 def test_kinds_say_what_they_want():

@@ -20,7 +20,7 @@ from pararnn.evaluation.paper import PRESETS
 from pararnn.extras import require
 from pararnn.tasks.commands import add_actions, keys_first, tasks
 from pararnn.train import DemoConfig, run_demo
-from pararnn.train.overrides import printed, resolved
+from pararnn.train.overrides import config_text, resolved
 from pararnn.train.recipes import RECIPES, recipe, summary
 from pararnn.train.stopping import Stopped, discard
 from pararnn.version import __version__
@@ -88,7 +88,7 @@ def train(
     except ValueError as error:
         raise PararnnError(str(error)) from error
     if show == "config":
-        print(printed(config))
+        print(config_text(config))
         return 0
     from pararnn.train.run import run_training  # seconds, which other commands do not wait for
 

@@ -97,6 +97,6 @@ JUDGED = Range("all or last", lambda judge: judge in ("all", "last"))
 
 def positions_judged(tokens: Tensor, judge: str = "all", first: int = 0) -> Tensor:
     """Return bool (N, T), True at the last position or from `first` on, as `judge` says."""
-    judged = torch.zeros(tokens.shape, dtype=torch.bool)
-    judged[:, first if judge == "all" else -1 :] = True
-    return judged
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    mask[:, first if judge == "all" else -1 :] = True
+    return mask

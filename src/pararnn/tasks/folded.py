@@ -110,9 +110,9 @@ def accuracies(model: FoldedModel, task: Task, rows: int, *seed: int) -> list[fl
     size = max(1, TOKENS_AT_ONCE // task.length)
     for start in range(0, rows, size):
         batch = task.draw(min(size, rows - start), generator_of(*seed, start))
-        inputs, targets, judged = (part.to(device) for part in batch)
+        inputs, targets, mask = (part.to(device) for part in batch)
         outputs = model(inputs, shared=True)
-        right += (task.right(outputs, targets) & judged).sum((1, 2))
-        finite &= (outputs.isfinite().all(-1) | ~judged).all(2).all(1)
-        count += judged.sum()
+        right += (task.right(outputs, targets) & mask).sum((1, 2))
+        finite &= (outputs.isfinite().all(-1) | ~mask).all(2).all(1)
+        count += mask.sum()
     return (right.double() / count).where(finite, math.nan).tolist()

@@ -36,8 +36,8 @@ class KeepNth(Task):
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         tokens = torch.randint(self.vocab, (count, self.length), generator=generator)
-        judged = positions_judged(tokens, self.judge, self.n - 1)
-        return Batch(tokens, tokens[:, self.n - 1 : self.n].where(judged, 0), judged)
+        mask = positions_judged(tokens, self.judge, self.n - 1)
+        return Batch(tokens, tokens[:, self.n - 1 : self.n].where(mask, 0), mask)
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class MQAR(Task):
         is_key = torch.rand(later, generator=generator) >= self.noise
         tail = torch.where(is_key, keys.gather(1, which), noise)
         answers = values.gather(1, which).where(is_key, 0)
-        judged = torch.cat([torch.zeros(pairs.shape, dtype=torch.bool), is_key], 1)
+        mask = torch.cat([torch.zeros(pairs.shape, dtype=torch.bool), is_key], 1)
         targets = torch.cat([torch.zeros_like(pairs), answers], 1)
-        return Batch(torch.cat([pairs, tail], 1), targets, judged)
+        return Batch(torch.cat([pairs, tail], 1), targets, mask)
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class KHop(Task):
         index = follower
         for _ in range(self.hops - 1):
             index = torch.where(index < 0, -1, follower.gather(1, index.clamp_min(0)))
-        judged = index >= 0
-        return Batch(tokens, tokens.gather(1, index.clamp_min(0)).where(judged, 0), judged)
+        mask = index >= 0
+        return Batch(tokens, tokens.gather(1, index.clamp_min(0)).where(mask, 0), mask)
 
 
 def _followers(tokens: Tensor, vocab: int) -> Tensor:
@@ -157,10 +157,10 @@ class Copying(Task):
             chances = torch.rand(count, self.length - self.items, generator=generator)
             positions = chances.topk(self.items).indices.sort(1).values
         inputs.scatter_(1, positions, items)
-        judged = inputs == self.vocab + 1
+        mask = inputs == self.vocab + 1
         targets = torch.zeros_like(inputs)
         targets[:, -self.items :] = items
-        return Batch(inputs, targets, judged)
+        return Batch(inputs, targets, mask)
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,6 @@ class Adding(Task):
         first = torch.randint(half, (count, 1), generator=generator)
         second = torch.randint(half, self.length, (count, 1), generator=generator)
         marks = torch.zeros_like(numbers).scatter(1, torch.cat([first, second], 1), 1.0)
-        judged = positions_judged(numbers, "last")
+        mask = positions_judged(numbers, "last")
         total = (numbers * marks).sum(1, keepdim=True)
-        return Batch(torch.stack([numbers, marks], -1), total.where(judged, 0), judged)
+        return Batch(torch.stack([numbers, marks], -1), total.where(mask, 0), mask)

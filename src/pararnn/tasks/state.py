@@ -33,8 +33,8 @@ class Parity(Task):
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         bits = torch.randint(2, (count, self.length), generator=generator)
-        judged = positions_judged(bits, self.judge)
-        return Batch(bits, (bits.cumsum(1) % 2).where(judged, 0), judged)
+        mask = positions_judged(bits, self.judge)
+        return Batch(bits, (bits.cumsum(1) % 2).where(mask, 0), mask)
 
 
 @dataclass(frozen=True)

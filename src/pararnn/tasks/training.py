@@ -89,7 +89,7 @@ def train(
     stepper = Stepper(model, task, config)
     best = {name: torch.full_like(weight, math.nan) for name, weight in model.weights.items()}
     top = torch.full((len(model),), -1.0, dtype=torch.float64)
-    diverged: list[int | None] = [None] * len(model)
+    failure_steps: list[int | None] = [None] * len(model)
     history: History = []
     begin = time.monotonic()
     end = False
@@ -106,8 +106,8 @@ def train(
         _copy_seeds(model.weights, best, better)
         finite = model.finite()
         for seed, fine in enumerate(finite):
-            if not fine and diverged[seed] is None:
-                diverged[seed] = stepper.count
+            if not fine and failure_steps[seed] is None:
+                failure_steps[seed] = stepper.count
         perfect = (top == 1).tolist()
         late = config.seconds is not None and time.monotonic() - begin >= config.seconds
         end = STOPS[config.stop](perfect) or late or stepper.count == config.steps
@@ -117,7 +117,7 @@ def train(
         "steps": stepper.count,
         "seconds": round(time.monotonic() - begin, 3),
         "capped": not any(perfect) and stepper.count < PAPER_STEPS,
-        "diverged": diverged,
+        "diverged": failure_steps,
         "history": history,
     }
 

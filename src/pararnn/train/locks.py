@@ -25,17 +25,17 @@ def exclusive(path: Path, wait: bool = True, note: str = "") -> Iterator[bool]:
     """
     # A lock by a file's existence, the other kind, stays when its holder is killed.
     lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False)
-    held = False
+    had_holder = False
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        held = True
+        had_holder = True
         if not wait:
             raise Held(Path(lock.lock_file).read_text(encoding="utf-8")) from None
         lock.acquire()
     try:
         if note:
             Path(lock.lock_file).write_text(note, encoding="utf-8")
-        yield held
+        yield had_holder
     finally:
         lock.release()

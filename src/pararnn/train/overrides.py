@@ -38,7 +38,7 @@ def resolved(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
     return _rebuilt(config, values)
 
 
-def printed(config: RunConfig) -> str:
+def config_text(config: RunConfig) -> str:
     """Return the config as lines `key = value`, which `resolved` reads."""
     return "\n".join(f"{key} = {kind.write(value)}" for key, kind, value in _leaves(config))
 

@@ -27,20 +27,20 @@ SHORT_NAMES = {"loss": "loss", "eval_loss": "valid", "eval_bits_per_byte": "bits
 """Losses that are shown while a run trains, by their names in logs."""
 
 
-def reporting(requested: str) -> str:
+def reporting(name: str) -> str:
     """Return the integration of transformers that is requested; "auto" is TensorBoard, if there.
 
     Raises TrainingError for one that is not there.
     """
-    if requested == "auto":
+    if name == "auto":
         return "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
     there = ("auto", "none", "all", *get_available_reporting_integrations())
-    if requested not in there:
+    if name not in there:
         raise TrainingError(
-            f"report_to must be one of {', '.join(there)}, got {requested!r}; others have to be "
+            f"report_to must be one of {', '.join(there)}, got {name!r}; others have to be "
             "installed"
         )
-    return requested
+    return name
 
 
 class Reports:

@@ -118,12 +118,12 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     return out / "model"
 
 
-def export(trainer: RunTrainer, packed: TrainingData, folder: Path) -> None:
+def export(trainer: RunTrainer, data: TrainingData, folder: Path) -> None:
     """Write the trained model and its tokenizer, from all processes."""
     state = whole_weights(trainer.model)
     if trainer.rank == 0:
         with replace_own(folder, MODEL) as new:
-            packed.tokenizer.save(new)
+            data.tokenizer.save(new)
             write_model(trainer.model, state, new)
 
 

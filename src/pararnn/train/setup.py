@@ -47,7 +47,7 @@ class TrainingData(Protocol):
         """Bytes of the held-out text, in UTF-8, over its tokens."""
 
 
-def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
+def check_rows(config: RunConfig, data: TrainingData, world: int) -> None:
     """Raise TrainingError for batches and data that do not fit the model or the processes."""
     at_once = config.device_batch * world
     if config.batch % at_once:
@@ -55,13 +55,13 @@ def check_rows(config: RunConfig, packed: TrainingData, world: int) -> None:
             f"batch must be a multiple of device_batch x processes = {config.device_batch} x "
             f"{world}, got {config.batch}"
         )
-    if packed.tokenizer.vocabulary > config.model.vocab_size:
+    if data.tokenizer.vocabulary > config.model.vocab_size:
         raise TrainingError(
-            f"the tokenizer has {packed.tokenizer.vocabulary} ids, and model.vocab_size is "
+            f"the tokenizer has {data.tokenizer.vocabulary} ids, and model.vocab_size is "
             f"{config.model.vocab_size}: set model.vocab_size to that or more"
         )
     for name, least in (("train", config.batch), ("valid", world)):
-        rows = len(getattr(packed, name))
+        rows = len(getattr(data, name))
         if rows < least:
             raise TrainingError(
                 f"the {name} data has {rows} rows of {config.data.sequence_length} tokens, at "

@@ -111,21 +111,21 @@ def load_tokenizer(name: str) -> Tokenizer:
     if path.is_file() or path.suffix == ".json":
         return _of_file(path)
     try:
-        pretrained = require("transformers").AutoTokenizer.from_pretrained(name)
+        tokenizer = require("transformers").AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(
             f'there is no tokenizer {name!r}: {reason}; allowed are "bytes", "bpe:N" to train one, '
             "a tokenizer.json, a folder with one, and a name on the Hub"
         ) from error
-    if not pretrained.is_fast:
+    if not tokenizer.is_fast:
         raise DataError(f"the tokenizer {name!r} has no tokenizer.json, which is needed")
-    if pretrained.eos_token_id is None:
+    if tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer {name!r} names no end of text: set eos_token in its "
             "tokenizer_config.json"
         )
-    return _fast(pretrained.backend_tokenizer, pretrained.eos_token_id, pretrained.pad_token_id)
+    return _fast(tokenizer.backend_tokenizer, tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
 def train_tokenizer(documents: Iterable[str], size: int, folder: Path | str) -> Tokenizer:
@@ -171,8 +171,8 @@ def ends_of(folder: Path) -> tuple[int, int] | None:
         return None
     if settings.get("pad_token") is None:
         _write_settings(folder, settings["eos_token"], settings["eos_token"])
-    pretrained = require("transformers").AutoTokenizer.from_pretrained(folder)
-    return pretrained.eos_token_id, pretrained.pad_token_id
+    tokenizer = require("transformers").AutoTokenizer.from_pretrained(folder)
+    return tokenizer.eos_token_id, tokenizer.pad_token_id
 
 
 def _write_settings(folder: Path, end: str, pad: str) -> None:
