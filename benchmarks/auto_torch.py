@@ -8,12 +8,10 @@ Writes results/auto_torch_<device>.csv and prints how far `auto` is from the bet
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 
 import torch
-from common import RESULTS, provenance, write_csv
+from common import new_parser, provenance, write_csv
 from protocol import wall_times
 from torch import Tensor
 
@@ -54,11 +52,10 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds for one timing")
     parser.add_argument("--quick", action="store_true", help="every seventh size only")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     device = torch.device(args.device)
     grid = [(c, b, t, d) for c in CELLS for b, d in SIZES[device.type] for t in LENGTHS]

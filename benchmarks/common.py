@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import platform
@@ -16,6 +17,17 @@ from pararnn.tune.timing import device_name
 
 RESULTS = Path(__file__).parent / "results"
 """The folder of result files."""
+
+
+def new_parser(
+    doc: str | None, out: Path | None = RESULTS, help: str | None = None
+) -> argparse.ArgumentParser:
+    """Build a parser that shows a module's docstring, with the option --out, a folder."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=out, help=help)
+    return parser
 
 
 def provenance(device: torch.device | str = "cpu") -> dict[str, str]:

@@ -8,14 +8,12 @@ Tracing is not counted: every backend needs it. Writes results/compile.csv.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-from common import RESULTS, provenance, write_csv
+from common import new_parser, provenance, write_csv
 
 from pararnn.cells import CELLS
 from pararnn.codegen.compiler import compiler_command
@@ -40,9 +38,8 @@ def seconds(cell: str, dtype: str, cache: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "float64", "bfloat16"])
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     compiler = subprocess.run(
         [*compiler_command(), "--version"], check=True, capture_output=True, text=True

@@ -8,14 +8,12 @@ in this run on inputs that take turns and together exceed the caches. Writes res
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
-from common import RESULTS, provenance, write_csv
+from common import new_parser, provenance, write_csv
 from protocol import wall_times
 from torch import Tensor, nn
 
@@ -115,11 +113,10 @@ def copy_rate(budget: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=1.0, help="seconds for one timing")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--quick", action="store_true", help="without Newton, which is slow here")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     rate = copy_rate(args.budget)
     print(f"copy: {rate / 1e9:.1f} GB/s, read and written")

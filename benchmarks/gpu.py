@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import RESULTS, provenance, write_csv
+from common import RESULTS, new_parser, provenance, write_csv
 from protocol import Call, Row, captured_graph, run_times
 
 MAX_REPLAYS = 4000
@@ -95,12 +93,9 @@ def run_sections(
     `train_seconds`: the default of --train-seconds, None where no section trains. Returns the rows
     of each file.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(doc, out=None, help="default: the results, for a whole run only")
     parser.add_argument("--only", default="", help=f"sections by prefix: {', '.join(sections)}")
     parser.add_argument("--quick", action="store_true", help="few replays, short training")
-    parser.add_argument("--out", type=Path, help="default: the results, for a whole run only")
     if train_seconds is not None:
         parser.add_argument("--train-seconds", type=float, help="for each model that is trained")
     parser.set_defaults(train_seconds=train_seconds or 0.0)

@@ -5,14 +5,12 @@ Usage: python benchmarks/host_call.py [--device cuda] [--out FILE]
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, provenance, write_csv
+from common import RESULTS, new_parser, provenance, write_csv
 from protocol import wait, wall_ms
 from torch import Tensor, nn
 
@@ -129,9 +127,8 @@ def rows(device: str, rounds: int = ROUNDS) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__, out=None, help="default: in results, a file for each device")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="default: in results, a file for each device")
     args = parser.parse_args()
     out = args.out or RESULTS / ("host_call.csv" if args.device == "cpu" else "host_call_cuda.csv")
     table = rows(args.device)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, provenance
+from common import RESULTS, new_parser, provenance
 from learn_fleet import Fleet, Settings
 from learn_models import CONFIGS, MODELS
 from learn_run import Job, Row, Shape
@@ -156,9 +156,7 @@ def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("corpora", nargs="+", help="folders in --data")
     parser.add_argument("--data", type=Path, default=Path("runs/learn"))
     parser.add_argument("--mixers", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -173,7 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--probe", type=int, default=12, help="steps that tell a mixer's speed")
     parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--gpus", type=int, default=0, help="default: all")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     args.until, args.shape = time.time() + args.seconds, Shape(args.rows, args.length)
     if args.smoke and args.out == RESULTS:

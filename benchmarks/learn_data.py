@@ -14,7 +14,6 @@ HELD_OUT is held out.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -27,6 +26,8 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+
+from common import new_parser
 
 from pararnn.train.config import DataConfig
 from pararnn.train.corpus.prepare import prepare
@@ -142,12 +143,9 @@ def write(config: DataConfig, out: Path, vocabulary: int, length: int, work: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out=Path("runs/learn"))
     parser.add_argument("corpus", choices=("english", "code"))
     parser.add_argument("--books", type=Path, help="the folder of books, for english")
-    parser.add_argument("--out", type=Path, default=Path("runs/learn"))
     args = parser.parse_args()
     if args.corpus == "english" and args.books is None:
         parser.error("english needs --books FOLDER")

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from common import RESULTS, add_row, provenance
+from common import RESULTS, add_row, new_parser, provenance
 
 Case = TypeVar("Case")
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """Build a parser with the options that every such benchmark has."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(doc, out=None, help="default: the results, and none for --smoke")
     parser.add_argument("--only", nargs="+", default=[""], help="models whose names begin so")
     parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU, not compiled")
-    parser.add_argument("--out", type=Path, help="default: the results, and none for --smoke")
     return parser
 
 

@@ -12,13 +12,12 @@ Without checkpoints it trains a GRU and an LSTM for --seconds each.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, provenance, read_rows, write_csv
+from common import new_parser, provenance, read_rows, write_csv
 from pictures import caption, new_figure
 from torch import Tensor
 from trained import solves_of, trained_model
@@ -123,10 +122,9 @@ def plot(results: Path, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Newton's iterations on real text.")
+    parser = new_parser(__doc__, help="folder for csv and png")
     parser.add_argument("checkpoints", nargs="*", type=Path, help="folders of demo runs")
     parser.add_argument("--seconds", type=float, default=60, help="training where none is given")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for csv and png")
     parser.add_argument("--plot-only", action="store_true", help="the picture of the csv in --out")
     options = parser.parse_args()
     results, picture = options.out / "newton_iterations.csv", options.out / "newton_iterations.png"

@@ -18,7 +18,6 @@ together by their lines.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import RESULTS, provenance
+from common import new_parser, provenance
 from gpu import report_missing
 from paper_plots import PLOTS
 from paper_ways import Way, reduction_ways, solve_ways
@@ -267,9 +266,7 @@ def quick(settings: Settings) -> Settings:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help=f"sections by prefix: {', '.join(SECTIONS)}")
     parser.add_argument("--ways", nargs="+", default=("",), help="by what their names begin with")
@@ -280,7 +277,6 @@ def main() -> None:
     parser.add_argument("--turns", type=Path, help="a file: processes that name it take turns")
     parser.add_argument("--plot-only", action="store_true", help="the pictures of what --out holds")
     parser.add_argument("--no-plot", action="store_true", help="no pictures")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     chosen = [name for name in SECTIONS if name.startswith(options.only)]
     if not chosen:

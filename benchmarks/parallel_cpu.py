@@ -9,16 +9,14 @@ results/auto_cpu.csv.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, provenance, write_csv
+from common import new_parser, provenance, write_csv
 from kernels import Size
 from parallel import EASY, HARD, cell_of, hard_gates
 from protocol import CPU, wall_times
@@ -57,11 +55,10 @@ def measure(cell: pararnn.Cell, gates: Tensor, budget: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=1.0, help="seconds for one timing")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
     parser.add_argument("--quick", action="store_true", help="the first sizes only")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     sizes = FEW if args.quick else GRID
     cases = [(name, size, EASY) for name in ("gru", "lstm") for size in sizes]

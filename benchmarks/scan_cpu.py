@@ -12,15 +12,13 @@ and the least of their minima. Writes results/scan_cpu.csv.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-from common import RESULTS, provenance, write_csv
+from common import new_parser, provenance, write_csv
 from cpu import INPUTS, measure
 from torch import Tensor
 
@@ -106,11 +104,10 @@ def pool(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=1.0, help="seconds for one timing")
     parser.add_argument("--rounds", type=int, default=3, help="of all cases, one after the other")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     about = {**provenance(), "threads": torch.get_num_threads(), "rounds": args.rounds}
     every = cases(args.lengths)

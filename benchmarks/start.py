@@ -11,7 +11,6 @@ FOLDER holds the package of an earlier commit (git archive COMMIT src): its rows
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -21,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, provenance, write_csv
+from common import new_parser, provenance, write_csv
 
 ROOT = Path(__file__).parents[1]
 
@@ -85,11 +84,10 @@ def rows_of(cell: str, source: Path, commit: str | None, repeats: int) -> list[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=["gru", "lstm"])
     parser.add_argument("--before", metavar="COMMIT=FOLDER", action="append", default=[])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     sources: list[tuple[str | None, Path]] = []
     for text in args.before:

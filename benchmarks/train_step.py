@@ -17,7 +17,6 @@ Other arguments are overrides of the recipes, as in `pararnn train`.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import statistics
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from common import RESULTS, add_row, provenance
+from common import add_row, new_parser, provenance
 from mamba2 import TINY, Sizes, ends, put_blocks
 from protocol import Clock
 from torch.utils.data import Dataset
@@ -201,9 +200,7 @@ def measure(config: RunConfig, path: str, warmup: int, steps: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("recipes", help="names, with commas between them")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--rows", type=int, default=16, help="rows that a GPU takes at once")
@@ -212,7 +209,6 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=30, help="steps that are timed")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_intermixed_args()
     configs = [resolved(config_of(name), args.overrides) for name in args.recipes.split(",")]
     never = 10**9
