@@ -51,14 +51,6 @@ from pararnn.engines.table import choose
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
 
-REDUCTIONS = tuple(2**power for power in (2, 4, 6, 8, 9, 10, 11, 12, 14, 16, 18, 20, 22))
-SOLVES = tuple(2**power for power in (0, 3, 6, 9, 11, 13, 15, 17))
-SPLIT_LENGTH = 65536
-CHANNELS = 64
-LONGEST = 150.0
-"""ms of a call after which no longer length is tried."""
-SEGMENTS = (None, 4, 16, 64, 128, 256, 512, 1024)
-BURN_INS = (None, 0, 16, 32, 48, 96)
 SHIFTS = {
     "gru": {"forgets": 0.0, "hardly forgets": -4.0},
     "lstm": {"forgets": 0.0, "hardly forgets": 4.0},
@@ -70,18 +62,21 @@ PASSES = ("forward", "both")
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes, ms for a timing, and the cells and ways of a run, by what these begin
-    with. `turns`: the file by which processes that share the device take turns."""
+    """Sizes, ms for a timing, cells, and ways of a run by the beginnings of their names.
+
+    longest: ms of a call after which no longer length is tried. turns: the file by which processes
+    that share the device take turns.
+    """
 
     device: torch.device
-    channels: int = CHANNELS
-    reductions: Sequence[int] = REDUCTIONS
-    solves: Sequence[int] = SOLVES
-    split_length: int = SPLIT_LENGTH
-    segments: Sequence[int | None] = SEGMENTS
-    burn_ins: Sequence[int | None] = BURN_INS
+    channels: int = 64
+    reductions: Sequence[int] = tuple(2**n for n in (2, 4, 6, 8, 9, 10, 11, 12, 14, 16, 18, 20, 22))
+    solves: Sequence[int] = tuple(2**n for n in (0, 3, 6, 9, 11, 13, 15, 17))
+    split_length: int = 65536
+    segments: Sequence[int | None] = (None, 4, 16, 64, 128, 256, 512, 1024)
+    burn_ins: Sequence[int | None] = (None, 0, 16, 32, 48, 96)
     budget: float = 150.0
-    longest: float = LONGEST
+    longest: float = 150.0
     cells: Sequence[str] = CELLS
     ways: Sequence[str] = ("",)
     turns: Path | None = None
