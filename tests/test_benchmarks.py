@@ -75,7 +75,7 @@ def test_solves_are_those_of_the_models_layers() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_auto_cuts_time_where_trained_layers_lose_least(dtype: str) -> None:
+def test_auto_splits_from_the_segments_of_the_smallest_worst_ratio(dtype: str) -> None:
     rows = segments.both_passes(segments.all_times())
     mine = [row for row in rows if (row["stage"], row["dtype"]) == ("trained", dtype)]
     worst = {least: segments.worst(mine, least) for least in segments.LEAST}
@@ -123,7 +123,7 @@ def test_autos_choice_is_timed_on_fresh_and_trained_layers(
     ]
 
 
-def test_host_times_are_held_to_pytorchs_own() -> None:
+def test_host_times_have_ratios_to_pytorchs_own_calls() -> None:
     own = ("ParaGRU", "RecurrentLayer", host_call.BY_HEADS)
     rows = host_call.rows("cpu", rounds=2)
     cases = [(row["case"], row["call"]) for row in rows]
@@ -135,7 +135,7 @@ def test_host_times_are_held_to_pytorchs_own() -> None:
     assert rows[3]["ratio"] == rows[7]["ratio"] == "1.00"
 
 
-def test_protocol_runs_as_the_paper_does_or_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_protocol_has_the_papers_runs_or_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
     monkeypatch.setattr(
         time, "perf_counter", lambda: float(next(ticks))
@@ -176,7 +176,7 @@ def test_an_exclusive_turn_waits_until_no_process_prepares(tmp_path: Path) -> No
     assert can_lock(fcntl.LOCK_EX)
 
 
-def test_three_updates_have_the_loops_states_and_gradients() -> None:
+def test_three_newton_updates_have_the_loops_states_and_gradients() -> None:
     torch.manual_seed(0)
     cell = CELLS["lstm"](8)
     gates = torch.randn(2, 40, 3, 8, requires_grad=True)
@@ -227,7 +227,7 @@ def test_the_papers_figures_from_the_run_to_the_picture(
     assert by_asked["", "sequential, fused"]["sweeps"] == ""
 
 
-def test_a_compiled_step_makes_the_loop() -> None:
+def test_a_loop_over_a_compiled_step_has_the_loops_states() -> None:
     torch.manual_seed(0)
     cell, gates = GRUCell(8), torch.randn(2, 9, 3, 8)
     with torch.compiler.set_stance("force_eager"):
@@ -252,7 +252,7 @@ def test_pictures_have_a_models_colour_and_say_where_it_was_measured() -> None:
     assert len(set(paper_plots._colours(rows).values())) == len(rows)
 
 
-def test_mambas_scan_is_given_the_linear_recurrence() -> None:
+def test_mambas_scan_computes_the_linear_recurrence() -> None:
     torch.manual_seed(0)
     decay, values = torch.rand(2, 3, 20).clamp(min=0.05), torch.randn(2, 3, 20)
     states = mamba_peer.reduction(decay, values, mamba_peer.reference_scan)()

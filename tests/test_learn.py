@@ -60,7 +60,7 @@ def test_mixers_read_the_same_tokens_and_start_anew(corpus: Corpus) -> None:
     assert rows[0]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 250, abs=1e-4)
 
 
-def test_mixers_that_read_other_tokens_are_noticed(corpus: Corpus) -> None:
+def test_mixers_that_read_other_tokens_raise(corpus: Corpus) -> None:
     trainee = Trainee(learn_models.tiny()["gru"], CPU, SHAPE)
     rows = list(trainee.train(job("gru"), corpus))
     other = {**rows[-1], "mixer": "lstm", "order": "another"}
@@ -110,7 +110,7 @@ def test_files_are_held_out_by_their_paths() -> None:
     assert set(fewer[1]) <= set(more[1])
 
 
-def test_a_run_of_two_mixers(tmp_path: Path) -> None:
+def test_a_whole_run_of_two_mixers(tmp_path: Path) -> None:
     """They learn at two rates, and each at the better one with two seeds."""
     folder = tmp_path / "some"
     folder.mkdir()
@@ -182,7 +182,7 @@ def test_results_of_mixers_that_ended_and_the_leader_on_the_way() -> None:
     assert learn_results.results([*early, *late, *stopped]) == found
 
 
-def test_tuners_time_nothing_before_they_may(monkeypatch) -> None:
+def test_tuners_time_nothing_before_begin(monkeypatch) -> None:
     timed = []
     testing, runtime, peer = (ModuleType(f"triton.{name}") for name in ("testing", "runtime", "p"))
     testing.do_bench = lambda call, quantiles, **_: timed.append(call) or [2.0 for _ in quantiles]

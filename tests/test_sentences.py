@@ -97,7 +97,7 @@ def test_a_sentence_follows_its_file(results: Path) -> None:
     assert tables.with_figures(page) != page
 
 
-def test_words_that_the_results_do_not_bear_out_raise(results: Path) -> None:
+def test_words_that_contradict_the_results_raise(results: Path) -> None:
     other = {"gru-1B": "transformer-1B", "transformer-1B": "gru-1B"}
     change(
         results / "lm_generate.csv", lambda row: {"model": other.get(row["model"], row["model"])}
