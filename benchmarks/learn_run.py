@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from learn_models import Make, body_size
+from protocol import wait
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -186,10 +187,10 @@ class Trainee:
         begin = 0.0
         for number in range(steps + 2):
             if number == 2:
-                self._wait()
+                wait(self.device)
                 begin = time.perf_counter()
             self.step(next(source)[1], optimizer, scheduler)
-        self._wait()
+        wait(self.device)
         middle = time.perf_counter()
         self.nats(corpus)
         return steps * self.shape.tokens / (middle - begin), time.perf_counter() - middle
@@ -206,13 +207,13 @@ class Trainee:
         order, seconds, previous = hashlib.sha256(), 0.0, 0
         rows = len(corpus.train) // self.shape.length // self.shape.rows * self.shape.rows
         for mark in marks:
-            self._wait()
+            wait(self.device)
             begin = time.perf_counter()
             losses = []
             for own, tokens in (next(source) for _ in range(mark - previous)):
                 order.update(own.numpy().tobytes())
                 losses.append(self.step(tokens, optimizer, scheduler))
-            self._wait()
+            wait(self.device)
             seconds, previous = seconds + time.perf_counter() - begin, mark
             nats, tokens_read = self.nats(corpus), mark * self.shape.tokens
             yield {
@@ -244,10 +245,6 @@ class Trainee:
     @torch.no_grad()
     def _hand_over(self) -> None:
         torch._foreach_copy_(self.copies, self.weights)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class Tuning:
