@@ -28,8 +28,8 @@ from pararnn.engines.table import choose
 from pararnn.lm import LanguageModel
 from pararnn.program.program import program_of
 from pararnn.tasks import random_windows, stdlib_corpus
-from pararnn.train import DemoConfig, train
-from pararnn.train.demo import make_model, make_recipe
+from pararnn.train import DemoConfig
+from pararnn.train.demo import make_model, train_demo
 
 FILE = "auto_layers.csv"
 DTYPES = (F32, BF16)
@@ -44,8 +44,8 @@ def model_rows(run: Run, config: DemoConfig) -> Iterator[Row]:
     corpus, model = stdlib_corpus(), make_model(config).eval()
     pararnn.precompile(model, DTYPES)
     yield from layer_rows(run, model, config.cell, corpus.valid, "fresh", (0.0, 0, ""))
-    last = train(model, corpus, make_recipe(config)).valid[-1]
-    training = (round(last.seconds, 1), last.step, round(last.bits, 3))
+    model, curves = train_demo(config, corpus)
+    training = (round(curves.seconds, 1), curves.steps, round(curves.valid[-1][1], 3))
     yield from layer_rows(run, model, config.cell, corpus.valid, "trained", training)
 
 

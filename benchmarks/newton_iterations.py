@@ -20,7 +20,7 @@ import torch
 from common import new_parser, provenance, read_rows, write_csv
 from pictures import caption, new_figure
 from torch import Tensor
-from trained import solves_of, trained_model
+from trained import solves_of
 
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import to_system
@@ -31,6 +31,7 @@ from pararnn.solvers.affine_scan import affine_scan
 from pararnn.solvers.system import System
 from pararnn.tasks import spread_windows, stdlib_corpus
 from pararnn.train import DemoConfig
+from pararnn.train.demo import train_demo
 
 LENGTHS = (256, 512, 1024, 2048)
 BATCH = 8
@@ -134,7 +135,7 @@ def main() -> None:
     models = [load_checkpoint(path) for path in options.checkpoints]
     corpus = stdlib_corpus()
     configs = [DemoConfig(cell=cell, seconds=options.seconds) for cell in CELLS]
-    models = models or [trained_model(config, corpus, show_progress=True)[0] for config in configs]
+    models = models or [train_demo(config, corpus)[0] for config in configs]
     about = provenance()
     rows = [
         {**about, **row}

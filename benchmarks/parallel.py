@@ -22,7 +22,7 @@ from gpu import Run, Sections, cache_bytes, replay_times, run_sections, sets_for
 from kernels import Size, bytes_moved, calls_of
 from protocol import Row
 from torch import Tensor
-from trained import WINDOW, part_of, solves_of, steps_to_merge, trained_model
+from trained import WINDOW, part_of, solves_of, steps_to_merge
 
 from pararnn import CELLS, Cell
 from pararnn.cells.affine import AFFINE
@@ -34,6 +34,7 @@ from pararnn.program.program import Program, program_of
 from pararnn.solve import prepare
 from pararnn.tasks import random_windows, stdlib_corpus
 from pararnn.train import DemoConfig
+from pararnn.train.demo import train_demo
 
 F32, BF16 = torch.float32, torch.bfloat16
 MEDIUM, SHORT, WIDE = (8, 2048, 1024), (1, 512, 1024), (1, 2048, 2048)
@@ -190,14 +191,13 @@ def trained_rows(run: Run) -> list[Row]:
     corpus, rows = stdlib_corpus(), []
     for name in ("gru", "lstm"):
         config = replace(TRAINED, cell=name, seconds=run.train_seconds)
-        model, history = trained_model(config, corpus)
-        last = history.valid[-1]
+        model, curves = train_demo(config, corpus)
         about: Row = {
             "width": config.width,
-            "train_seconds": round(last.seconds, 1),
-            "train_steps": last.step,
+            "train_seconds": round(curves.seconds, 1),
+            "train_steps": curves.steps,
         }
-        about |= {"bits_validation": round(last.bits, 3)}
+        about |= {"bits_validation": round(curves.valid[-1][1], 3)}
         for index in range(len(model.recurrent_layers())):
             rows += layer_rows(run, model, name, index, corpus.valid, about)
     return rows

@@ -13,23 +13,11 @@ from pararnn.engines.arguments import Arguments
 from pararnn.layers import RecurrentLayer
 from pararnn.lm import LanguageModel
 from pararnn.solve import prepare
-from pararnn.tasks import Corpus
-from pararnn.train import DemoConfig, History, train
-from pararnn.train.demo import make_model, make_recipe
 
 STARTS = 16
 WINDOW = 1024
 """Steps within which a channel has to forget where it started, or is a latch."""
 MERGED = 1e-6
-
-
-def trained_model(
-    config: DemoConfig, corpus: Corpus, show_progress: bool = False
-) -> tuple[LanguageModel, History]:
-    """Return the demo's model after the config's training."""
-    torch.manual_seed(config.seed)
-    model = make_model(config)
-    return model, train(model, corpus, make_recipe(config), show_progress)
 
 
 @torch.no_grad()

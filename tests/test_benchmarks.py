@@ -104,7 +104,9 @@ def test_autos_choice_is_timed_on_fresh_and_trained_layers(
     monkeypatch.setattr(auto_layers.pararnn, "precompile", lambda *args: None)
     monkeypatch.setattr(gpu, "provenance", lambda device: {"commit": "c", "device": "d"})
     monkeypatch.setattr(gpu, "copy_rate", lambda budget: 1.0)
-    config = DemoConfig(width=8, batch=2, length=16, seconds=60.0, steps=2)
+    config = DemoConfig(
+        width=8, batch=2, length=16, seconds=60.0, steps=2, out=str(tmp_path / "run")
+    )
 
     def rows(run: gpu.Run) -> list[protocol.Row]:
         return list(auto_layers.model_rows(run, config))

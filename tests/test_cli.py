@@ -15,7 +15,6 @@ from pararnn import cli
 from pararnn.lm import LanguageModel, LMConfig, sample, save_byte_tokenizer, save_checkpoint
 from pararnn.tasks import TextError
 from pararnn.train import DemoConfig
-from pararnn.train.loop import progress_bar
 from pararnn.train.overrides import resolved
 from pararnn.train.recipes import RECIPES, recipe
 
@@ -63,16 +62,6 @@ def test_the_version_by_the_module():
     command = [sys.executable, "-m", "pararnn", "--version"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout == f"pararnn {pararnn.__version__}\n"
-
-
-def test_progress_is_shown_on_terminals_only(capsys, monkeypatch):
-    bar = progress_bar()
-    bar.update(1.0)
-    bar.close()
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    progress_bar().close()
-    assert "\r" in capsys.readouterr().err
 
 
 def test_a_failed_verification_is_exit_code_1(monkeypatch):

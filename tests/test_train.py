@@ -1,5 +1,7 @@
 import itertools
 import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +14,9 @@ from pararnn.errors import MissingExtra, TrainingError
 from pararnn.extras import require
 from pararnn.lm import LanguageModel, LMConfig, load_checkpoint
 from pararnn.tasks import Corpus, bigram_bits, spread_windows, unigram_bits
-from pararnn.train import DemoConfig, Recipe, Record, demo, evaluate, loop, run_demo, train
-from pararnn.train.demo import make_model, printable
-from pararnn.train.loop import make_optimizer, schedule
+from pararnn.train import DemoConfig, budget, demo, run_demo
+from pararnn.train.config import OptimiserConfig
+from pararnn.train.demo import evaluate, make_model, printable, run_config, train_demo
 from pararnn.train.measure import (
     LOOP,
     compare_to_loop,
@@ -22,7 +24,7 @@ from pararnn.train.measure import (
     solver_set_to,
     time_pair,
 )
-from pararnn.train.plot import averaged
+from pararnn.train.optimiser import make_adamw
 
 NO_LIMIT = 1e9
 TINY = {
@@ -37,7 +39,7 @@ TINY = {
     "seconds": NO_LIMIT,
     "steps": 2,
 }
-QUICK = Recipe(seconds=NO_LIMIT, steps=4, batch=2, length=8, valid_length=16, validations=2)
+EXTRAS = ("tqdm", "matplotlib", "safetensors", "transformers")
 
 
 def words(count: int, seed: int) -> torch.Tensor:
@@ -66,47 +68,69 @@ def small_lm(cell: str = "gru", **options) -> LanguageModel:
     return LanguageModel(LMConfig(cell=cell, **(sizes | options)))
 
 
-def test_training_learns_more_than_counting(corpus):
-    model = small_lm()
-    recipe = Recipe(
-        seconds=NO_LIMIT, steps=150, batch=8, length=24, learning_rate=2e-2, valid_length=100
-    )
-    history = train(model, corpus, recipe)
+@pytest.fixture
+def quick(tmp_path):
+    """Settings of a run of steps on the corpus."""
+    pytest.importorskip("transformers")
+    return DemoConfig(**TINY, out=str(tmp_path))
+
+
+def test_training_learns_more_than_counting(corpus, quick):
+    config = replace(quick, width=16, num_layers=1, steps=150, batch=8, length=24, seconds=1000)
+    model, curves = train_demo(replace(config, learning_rate=2e-2), corpus)
     unigram = unigram_bits(corpus.train, corpus.valid)
     bigram = bigram_bits(corpus.train, corpus.valid)
-    assert 7.5 < history.train[0].bits < 9.5  # 8.7 with logits of unit variance
-    assert history.valid[-1].bits < bigram < unigram
-    assert history.valid[-1].bits == pytest.approx(
-        evaluate(model, spread_windows(corpus.valid, recipe.valid_windows, 100))
-    )
+    assert 7 < curves.train[0][1] < 9.5  # 8.7 with logits of unit variance, a mean of two steps
+    assert curves.valid[-1][1] < bigram < unigram
+    bits = evaluate(model, spread_windows(corpus.valid, 64, 24))
+    assert curves.valid[-1][1] == pytest.approx(bits, rel=0.05)  # of other windows
     assert not model.training
+    assert model.recurrent_layers()[0].cell.a_z.abs().max() <= 0.5
 
 
-def test_the_step_budget_and_the_validations(corpus):
-    history = train(small_lm(), corpus, QUICK)
-    assert [record.step for record in history.train] == [1, 2, 3, 4]
-    assert [record.step for record in history.valid] == [2, 4]
-    seconds = [record.seconds for record in history.train]
-    assert seconds == sorted(seconds)
+def test_a_run_makes_its_steps_validates_ten_times_and_leaves_no_folder(corpus, quick):
+    _, curves = train_demo(replace(quick, steps=20), corpus)
+    assert curves.steps == 20
+    assert [step for step, _ in curves.train] == list(range(1, 21))
+    assert [step for step, _ in curves.valid] == list(range(2, 21, 2))
+    assert list(Path(quick.out).iterdir()) == []
 
 
-def test_the_time_budget(corpus, monkeypatch):
-    clock = itertools.count()  # a second a look
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    recipe = Recipe(seconds=3, batch=2, length=8, valid_length=16)
-    history = train(small_lm(), corpus, recipe)
-    assert [record.seconds for record in history.train] == [1, 2, 3]
-    assert history.valid[-1].step == 3
+@pytest.mark.parametrize(("seconds", "steps"), [(100.0, 95), (0.1, 1)])
+def test_the_number_of_steps_follows_from_the_time_of_one(
+    corpus, quick, monkeypatch, seconds, steps
+):
+    """A step takes a second; ten validations of five rows those of five steps."""
+    made = []
+
+    def run(trainer):
+        made.append(trainer.config.steps)
+        raise InterruptedError
+
+    monkeypatch.setattr("pararnn.train.trainer.RunTrainer.run", run)
+    monkeypatch.setattr(budget, "time_step", lambda trainer: 1.0)
+    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(budget, "FORWARD", 0.2)
+    config = replace(quick, seconds=seconds, steps=None)
+    monkeypatch.setattr(demo, "VALID_BYTES", 5 * 16)  # 5 rows, 10 validations, batches of 2
+    with pytest.raises(InterruptedError):
+        train_demo(config, corpus)
+    assert made == [steps]
+
+
+def test_runs_repeat_with_their_seed(corpus, quick):
+    curves = [train_demo(replace(quick, seed=seed), corpus)[1].train for seed in (0, 0, 1)]
+    assert curves[0] == curves[1] != curves[2]
 
 
 def test_a_short_demo_leaves_out_what_it_has_no_time_for(text_file, tmp_path, monkeypatch, capsys):
-    """By a clock that goes on by a second a look: eight to train, two more to measure."""
-    for module in ("tqdm", "matplotlib", "safetensors"):
+    """By a clock that goes on by a second a look: two to measure."""
+    for module in EXTRAS:
         pytest.importorskip(module)
     clock = itertools.count()
-    for module in (loop, demo):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    config = {**TINY, "seconds": 8, "steps": None, "text": str(text_file), "out": str(tmp_path)}
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(budget, "time_step", lambda trainer: 1e-9)
+    config = {**TINY, "seconds": 8, "steps": 8, "text": str(text_file), "out": str(tmp_path)}
     metrics = run_demo(DemoConfig(**config))
     assert metrics["steps"] == 8
     first = (metrics["timings"][0]["solver"], metrics["timings"][0]["backend"])
@@ -125,36 +149,12 @@ def test_a_short_demo_leaves_out_what_it_has_no_time_for(text_file, tmp_path, mo
 def test_short_budgets_evaluate_on_fewer_windows(seconds, windows):
     config = DemoConfig(seconds=seconds)
     assert demo.within_budget(100, config) == windows
-    assert demo.make_recipe(config).valid_windows == max(1, round(0.64 * windows))
-
-
-def test_runs_repeat_with_their_seed(corpus):
-    curves = [[r.bits for r in train(small_lm(), corpus, QUICK).train] for _ in range(2)]
-    other = train(small_lm(), corpus, Recipe(**{**vars(QUICK), "seed": 1}))
-    assert curves[0] == curves[1]
-    assert curves[0] != [record.bits for record in other.train]
-
-
-def test_recurrent_weights_are_clipped_while_training(corpus):
-    model = small_lm()
-    with torch.no_grad():
-        model.recurrent_layers()[0].cell.a_z.fill_(3)
-    train(model, corpus, QUICK)
-    assert model.recurrent_layers()[0].cell.a_z.abs().max() <= 0.5
-
-
-def test_schedule_rises_and_falls():
-    assert schedule(0, 0.1, 0.02) == pytest.approx(0.02)
-    assert schedule(0.05, 0.1, 0.02) == pytest.approx(0.51)
-    assert schedule(0.1, 0.1, 0.02) == pytest.approx(1)
-    assert schedule(0.55, 0.1, 0.02) == pytest.approx(0.51)
-    assert schedule(1, 0.1, 0.02) == schedule(1.5, 0.1, 0.02) == pytest.approx(0.02)
-    assert schedule(0, 0, 0.02) == pytest.approx(1)
+    assert run_config(config).valid_rows == demo.within_budget(256, config)
 
 
 def test_only_matrices_decay():
     model = small_lm()
-    decayed, kept = make_optimizer(model, Recipe(seconds=1, weight_decay=0.3)).param_groups
+    decayed, kept = make_adamw(model, OptimiserConfig(1.0, weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0)
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)] for p in decayed["params"]} == {
@@ -173,18 +173,10 @@ def test_only_matrices_decay():
 
 def test_matrices_of_cells_decay_and_a_tied_head_once():
     model = small_lm("dense-gru", tie_word_embeddings=True)
-    decayed, kept = make_optimizer(model, Recipe(seconds=1)).param_groups
+    decayed, kept = make_adamw(model, OptimiserConfig()).param_groups
     cell = model.recurrent_layers()[0].cell
     assert all(any(p is each for each in decayed["params"]) for p in cell.parameters())
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
-
-
-def test_a_loss_that_is_nan_ends_training(corpus):
-    """The demo went on to its end, and wrote NaN into metrics.json."""
-    model = small_lm()
-    model.lm_head.weight.data.fill_(torch.nan)
-    with pytest.raises(TrainingError, match="the loss is NaN or infinite in step 1: lower the"):
-        train(model, corpus, QUICK)
 
 
 def test_evaluation_is_the_mean_over_all_windows(corpus):
@@ -192,14 +184,6 @@ def test_evaluation_is_the_mean_over_all_windows(corpus):
     windows = spread_windows(corpus.valid, 7, 20)
     each = [evaluate(model, window.unsqueeze(0)) for window in windows]
     assert evaluate(model, windows, batch=3) == pytest.approx(sum(each) / 7, rel=1e-5)
-
-
-def test_averaged_keeps_the_mean_and_the_end():
-    curve = [Record(step, 10.0 * step, float(step)) for step in range(1, 11)]
-    assert averaged(curve, 5)[0] == Record(2, 20.0, 1.5)
-    assert averaged(curve, 3)[-1] == Record(10, 100.0, 9.5)
-    assert averaged(curve, 100) == curve
-    assert averaged([], 5) == []
 
 
 def test_engines_agree_and_are_put_back():
@@ -232,12 +216,10 @@ def test_printable_escapes_what_a_terminal_obeys():
     assert printable(data) == "é\\x1b[0m\tx\n\\xff"
 
 
-def test_a_missing_extra_says_how_to_install_it(monkeypatch, corpus):
+def test_a_missing_extra_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
     with pytest.raises(MissingExtra, match=r"tqdm is needed here: pip install 'pararnn\[demo\]'"):
         require("tqdm")
-    with pytest.raises(MissingExtra, match="tqdm"):
-        train(small_lm(), corpus, QUICK, show_progress=True)
     with pytest.raises(MissingExtra, match="tqdm"):
         run_demo(DemoConfig(**TINY))
 
@@ -250,7 +232,7 @@ def test_an_unknown_cell_is_named():
 
 
 def test_the_demo_replaces_no_model_of_another(tmp_path):
-    for module in ("tqdm", "matplotlib", "safetensors"):
+    for module in EXTRAS:
         pytest.importorskip(module)
     (tmp_path / "config.json").write_text("mine")
     with pytest.raises(TrainingError, match=r"config\.json is there, and not by an earlier call"):
@@ -265,7 +247,7 @@ def test_default_widths_follow_the_structure():
 
 @pytest.mark.parametrize("cell", pararnn.CELLS)
 def test_the_demo_runs_with_every_cell(cell, text_file, tmp_path, capsys):
-    for module in ("tqdm", "matplotlib", "safetensors"):
+    for module in EXTRAS:
         pytest.importorskip(module)
     out = tmp_path / "deep" / "out"
     metrics = run_demo(DemoConfig(cell=cell, text=str(text_file), out=str(out), **TINY))

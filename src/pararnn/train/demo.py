@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 import shlex
+import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pararnn.lm import (
     BYTES,
     LanguageModel,
     LMConfig,
+    bits_per_byte,
     sample,
     save_byte_tokenizer,
     save_checkpoint,
@@ -39,8 +40,9 @@ from pararnn.tasks import (
     stdlib_corpus,
     unigram_bits,
 )
-from pararnn.train.files import check_own
-from pararnn.train.loop import History, Recipe, evaluate, train
+from pararnn.train.budget import Curves, train_within
+from pararnn.train.config import DataConfig, OptimiserConfig, RunConfig
+from pararnn.train.files import NEW, check_own
 from pararnn.train.measure import (
     LOOP,
     Agreement,
@@ -52,7 +54,8 @@ from pararnn.train.measure import (
     solver_set_to,
     time_pair,
 )
-from pararnn.train.plot import averaged, plot_curves
+from pararnn.train.plot import plot_curves
+from pararnn.train.recipes import recipe
 from pararnn.tune.timing import device_name
 
 FILES = (
@@ -64,6 +67,8 @@ FILES = (
     "tokenizer_config.json",
 )
 """Files that a demo writes."""
+VALID_BYTES = 64 * 512
+"""Bytes of a validation while training, at most."""
 # Validating more often than this would take up much of a short budget.
 SECONDS_A_VALIDATION = 5
 WHOLE_SECONDS = 50
@@ -120,11 +125,11 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
 
     Writes loss.png, metrics.json, whose content is the result, and the model with its tokenizer
     (see `pararnn.lm.load_checkpoint`; `pararnn generate` takes the folder). Raises MissingExtra
-    without tqdm, matplotlib or safetensors, TextError when the text is missing or too short,
-    CellError for an unknown cell, ValueError for impossible sizes, TrainingError where one of the
-    files is there and no demo wrote it.
+    without transformers, tqdm, matplotlib or safetensors, TextError when the text is missing or
+    too short, CellError for an unknown cell, ValueError for impossible sizes, TrainingError where
+    one of the files is there and no demo wrote it, and as training does.
     """
-    for module in ("tqdm", "matplotlib", "safetensors"):
+    for module in ("tqdm", "matplotlib", "safetensors", "transformers"):
         require(module)  # now, not after a training run
     out = Path(config.out)
     check_own(out, FILES, "metrics.json", "environment")
@@ -142,13 +147,13 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     size = sum(p.numel() for p in model.parameters())
     environment = describe_environment(torch.device(config.device))
     print(f"model: {config.cell}, {size:,} parameters, on {environment['device']}")
-    history = train(model, corpus, make_recipe(config), show_progress=True)
+    model, curves = train_demo(config, corpus)
     count = within_budget(config.valid_windows, config)
     bits = {
         part: evaluate(model, spread_windows(data, count, config.valid_length))
         for part, data in (("train", corpus.train), ("validation", corpus.valid))
     }
-    print_training(history, bits, baselines)
+    print_training(curves, bits, baselines)
 
     measured = measure(model, corpus, config)
     verified = all(report.passed for report in measured.reports.values())
@@ -165,12 +170,9 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
 
     text = make_sample(model, corpus, config)
     print(f"sample:\n{indented(text)}")
-    curves = {
-        label: [(record.step, record.bits) for record in curve]
-        for label, curve in (("train", averaged(history.train)), ("validation", history.valid))
-    }
     title = f"{config.cell} on {corpus.name}"
-    plot_curves(curves, "bits per byte", title, out / "loss.png", baselines)
+    lines = {"train": curves.train, "validation": curves.valid}
+    plot_curves(lines, "bits per byte", title, out / "loss.png", baselines)
     save_checkpoint(model, out)
     save_byte_tokenizer(out)
     metrics = {
@@ -183,10 +185,10 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
             "validation_bytes": len(corpus.valid),
         },
         "bits_per_byte": {**baselines, **bits},
-        "steps": history.train[-1].step,
-        "training_seconds": history.train[-1].seconds,
-        "train_curve": [list(record) for record in averaged(history.train)],
-        "validation_curve": [list(record) for record in history.valid],
+        "steps": curves.steps,
+        "training_seconds": curves.seconds,
+        "train_curve": [list(point) for point in curves.train],
+        "validation_curve": [list(point) for point in curves.valid],
         "timings": [asdict(timing) for timing in measured.timings],
         "agreement": [asdict(each) for each in measured.agreement],
         "left_out": measured.left_out,
@@ -195,9 +197,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     }
     write_text(out / "metrics.json", to_json(metrics))
     print(f"wrote loss.png, metrics.json and the model to {out}; it goes on with a text of yours:")
-    missing = find_spec("transformers") is None
-    needs = "  # after: pip install 'pararnn[hf]'" if missing else ""
-    print(f"  pararnn generate --model {shlex.quote(str(out))} --prompt 'def '{needs}")
+    print(f"  pararnn generate --model {shlex.quote(str(out))} --prompt 'def '")
     return metrics
 
 
@@ -250,11 +250,11 @@ def within_budget(windows: int, config: DemoConfig) -> int:
     return min(windows, max(1, round(windows * config.seconds / WHOLE_SECONDS)))
 
 
-def make_model(config: DemoConfig) -> LanguageModel:
-    """Return the config's model on its device, drawn from torch's global generator."""
+def lm_config(config: DemoConfig) -> LMConfig:
+    """Return the config's model; CellError for an unknown cell."""
     cell_class = find_cell(config.cell, CELLS)
     width = default_width(cell_class) if config.width is None else config.width
-    parts = LMConfig(
+    return LMConfig(
         vocab_size=BYTES,
         hidden_size=width,
         intermediate_size=MLP_RATIO * width,
@@ -264,22 +264,49 @@ def make_model(config: DemoConfig) -> LanguageModel:
         solver=config.solver,
         backend=config.backend,
     )
-    return LanguageModel(parts, device=config.device)
 
 
-def make_recipe(config: DemoConfig) -> Recipe:
-    """Return the config's training recipe."""
-    return Recipe(
-        seconds=config.seconds,
-        steps=config.steps,
+def make_model(config: DemoConfig) -> LanguageModel:
+    """Return the config's model on its device, drawn from torch's global generator."""
+    return LanguageModel(lm_config(config), device=config.device)
+
+
+def run_config(config: DemoConfig) -> RunConfig:
+    """Return the run of the `tiny` recipe's kind that trains the config's model."""
+    windows = within_budget(VALID_BYTES // config.length, config)
+    return replace(
+        recipe("tiny"),
+        name="demo",
+        model=lm_config(config),
+        data=DataConfig(sequence_length=config.length + 1),  # bytes, and the one to predict
+        optimiser=OptimiserConfig(learning_rate=config.learning_rate, z_loss=0.0),
+        steps=config.steps or sys.maxsize,
         batch=config.batch,
-        length=config.length,
-        learning_rate=config.learning_rate,
-        validations=min(10, max(1, int(config.seconds // SECONDS_A_VALIDATION))),
-        valid_windows=within_budget(Recipe.valid_windows, config),
-        valid_length=config.valid_length,
-        seed=config.seed,
+        device_batch=config.batch,
+        seed=config.seed % 2**32,
+        valid_rows=windows,
+        verify_every=0,
+        report_to="none",
+        out=str(Path(config.out) / NEW),
     )
+
+
+def train_demo(config: DemoConfig, corpus: Corpus) -> tuple[LanguageModel, Curves]:
+    """Return the config's model after its training, and the curves."""
+    validations = min(10, max(1, int(config.seconds // SECONDS_A_VALIDATION)))
+    device = torch.device(config.device)
+    return train_within(config.seconds, run_config(config), corpus, device, validations)
+
+
+@torch.no_grad()
+def evaluate(model: LanguageModel, windows: Tensor, batch: int = 32) -> float:
+    """Return bits per byte of windows (B, T + 1) on any device, each read from the zero state."""
+    device = model.lm_head.weight.device
+    total = 0.0
+    for rows in windows.split(batch):
+        rows = rows.to(device)
+        total += len(rows) * bits_per_byte(model(rows[:, :-1]), rows[:, 1:]).item()
+    return total / len(windows)
 
 
 def load_corpus(config: DemoConfig) -> Corpus:
@@ -332,12 +359,11 @@ def indented(text: str) -> str:
     return "\n".join(f"  | {line}" for line in text.splitlines())
 
 
-def print_training(history: History, bits: dict[str, float], baselines: dict[str, float]) -> None:
+def print_training(curves: Curves, bits: dict[str, float], baselines: dict[str, float]) -> None:
     """Print the losses that training reached, next to the baselines."""
-    last = history.train[-1]
     gain = baselines["bigram"] - bits["validation"]
     print(
-        f"trained {last.step:,} steps in {last.seconds:.0f} s: train {bits['train']:.3f}, "
+        f"trained {curves.steps:,} steps in {curves.seconds:.0f} s: train {bits['train']:.3f}, "
         f"validation {bits['validation']:.3f} bits per byte "
         f"({abs(gain):.3f} {'below' if gain >= 0 else 'above'} the bigram)"
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 from pararnn.atomic import write_whole
 from pararnn.extras import require
-from pararnn.train.loop import Record
 
 STYLES: dict[str, dict[str, Any]] = {
     "train": {"color": "tab:blue", "linewidth": 1},
@@ -49,10 +48,3 @@ def plot_rows(rows: Sequence[Mapping[str, str]], title: str, path: Path) -> None
         for label, column in (("train", "loss"), ("validation", "valid_loss"))
     }
     plot_curves(curves, "nats per token", title, path)
-
-
-def averaged(curve: Sequence[Record], points: int = 200) -> list[Record]:
-    """Return at most `points` records: the last of each equal part of the curve, with mean bits."""
-    size = -(-len(curve) // points)
-    parts = [curve[start : start + size] for start in range(0, len(curve), max(size, 1))]
-    return [part[-1]._replace(bits=sum(r.bits for r in part) / len(part)) for part in parts]

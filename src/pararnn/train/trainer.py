@@ -78,6 +78,8 @@ class RunTrainer:
         layers = config.model.num_hidden_layers
         self.carry = Carry(layers, self.parts) if config.data.stateful else None
         self.out, self.step, self.signal = Path(config.out), 0, 0
+        self.loss_sum = torch.zeros((), device=self.device)
+        self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)
         self.ballot = Ballot(self.world if stop else 1)
         self.draw_time = -math.inf
 
@@ -89,8 +91,6 @@ class RunTrainer:
         lines = start_lines(config, self.data, self.model, self.world)
         loader = make_loader(config, rows, self.rank, self.world, self.step)
         batches = iter(loader)
-        self.loss_sum = torch.zeros((), device=self.device)
-        self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)
         self.logged_step, self.since = self.step, time.perf_counter()
         with closing(Reports(self.report_to, config, self.model, self.step, lines)) as self.reports:
             self.model.train()
