@@ -111,8 +111,10 @@ def train_within(
             )
             trainer = RunTrainer(config, data, device)
             begin_run = time.perf_counter()
+            keep_within(trainer, begin + seconds)
             trainer.run()
             run_seconds = time.perf_counter() - begin_run
+            steps = trainer.step
             weights = whole_weights(trainer.model)
         log = read_rows(out / "log.csv")
     finally:
@@ -124,6 +126,23 @@ def train_within(
         for name in ("loss", "valid_loss")
     )
     return model.eval(), Curves(losses, valid_losses, steps, run_seconds)
+
+
+def keep_within(trainer: Any, deadline: float) -> None:
+    """Let a trainer make fewer steps where they take longer than planned, so as to end in time.
+
+    Its rates fall to the same end, as they follow from the number of steps.
+    """
+    begin, planned, learn = time.perf_counter(), trainer.config.steps, trainer.learn
+
+    def learn_and_plan(parts: Any) -> Any:
+        result = learn(parts)
+        now, done = time.perf_counter(), trainer.step + 1
+        left = int((deadline - now) / max(now - begin, 1e-9) * done)
+        trainer.config = replace(trainer.config, steps=min(planned, done + max(left, 0)))
+        return result
+
+    trainer.learn = learn_and_plan
 
 
 def time_step(trainer: Any) -> float:

@@ -94,7 +94,7 @@ class RunTrainer:
         self.logged_step, self.since = self.step, time.perf_counter()
         with closing(Reports(self.report_to, config, self.model, self.step, lines)) as self.reports:
             self.model.train()
-            while self.step < config.steps and not self.signal:
+            while self.step < self.config.steps and not self.signal:
                 norm, rate = self.learn([next(batches) for _ in range(self.parts)])
                 self.step += 1
                 self.reports.advance(self.step)
@@ -103,7 +103,7 @@ class RunTrainer:
                     self.verify()
                 if self.step % config.log_every == 0:
                     self.log_training(norm, rate)
-                last = self.step == config.steps
+                last = self.step >= self.config.steps
                 if self.step % config.valid_every == 0 or last:
                     self.validate()
                 if self.step % config.save_every == 0 or last or self.signal:
