@@ -1,8 +1,6 @@
 import itertools
 import json
-import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,20 +119,17 @@ def test_the_number_of_steps_follows_from_the_time_of_one(
 
 
 def test_a_run_whose_steps_get_slower_ends_in_time(corpus, quick, monkeypatch):
-    """A step is planned to take a second and takes two; the last one has a validation."""
-    clock = itertools.count()
-    monkeypatch.setattr(budget, "time_step", lambda trainer: 1.0)
-    monkeypatch.setattr(budget, "time", time)  # `slowed` replaces it
-    monkeypatch.setattr(budget, "keep_within", partial(slowed, budget.keep_within, clock))
-    _, curves = train_demo(replace(quick, seconds=40, steps=None), corpus)
-    assert 10 <= curves.steps <= 20
+    monkeypatch.setattr(budget, "time_step", lambda trainer: 1e-5)
+    _, curves = train_demo(replace(quick, seconds=1, steps=None), corpus)
+    assert curves.steps < 50_000  # planned are 100,000
     assert curves.valid[-1][0] == curves.steps
 
 
-def slowed(keep_within, clock, trainer, deadline):
-    """Let a clock go on by two seconds a step, 40 seconds before the deadline."""
-    budget.time = SimpleNamespace(perf_counter=lambda: 2.0 * next(clock))
-    keep_within(trainer, 40.0)
+@pytest.mark.parametrize("step", [1, 7, 20])
+def test_the_number_of_steps_follows_from_the_time_of_those_made(step):
+    trainer = pytest.importorskip("pararnn.train.trainer")
+    assert trainer.steps_within(40 - 2 * step, 2 * step, step) == 20
+    assert trainer.steps_within(-1, 60, step) == step
 
 
 def test_runs_repeat_with_their_seed(corpus, quick):

@@ -94,8 +94,7 @@ def train_within(
     try:
         with process_group():
             step_seconds = time_step(RunTrainer(config, data, device))
-            left = seconds - (time.perf_counter() - begin)
-            steps_left = left / step_seconds
+            steps_left = (begin + seconds - time.perf_counter()) / step_seconds
             # The cost of a row's validations, in steps.
             row_steps = FORWARD * validations / config.batch
             affordable = max(1, int(VALIDATION * steps_left / row_steps))
@@ -109,9 +108,8 @@ def train_within(
                 save_every=steps,
                 valid_rows=rows,
             )
-            trainer = RunTrainer(config, data, device)
+            trainer = RunTrainer(config, data, device, deadline=begin + seconds)
             begin_run = time.perf_counter()
-            keep_within(trainer, begin + seconds)
             trainer.run()
             run_seconds = time.perf_counter() - begin_run
             steps = trainer.step
@@ -126,23 +124,6 @@ def train_within(
         for name in ("loss", "valid_loss")
     )
     return model.eval(), Curves(losses, valid_losses, steps, run_seconds)
-
-
-def keep_within(trainer: Any, deadline: float) -> None:
-    """Let a trainer make fewer steps where they take longer than planned, so as to end in time.
-
-    Its rates fall to the same end, as they follow from the number of steps.
-    """
-    begin, planned, learn = time.perf_counter(), trainer.config.steps, trainer.learn
-
-    def learn_and_plan(parts: Any) -> Any:
-        result = learn(parts)
-        now, done = time.perf_counter(), trainer.step + 1
-        left = int((deadline - now) / max(now - begin, 1e-9) * done)
-        trainer.config = replace(trainer.config, steps=min(planned, done + max(left, 0)))
-        return result
-
-    trainer.learn = learn_and_plan
 
 
 def time_step(trainer: Any) -> float:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class RunTrainer:
     """Trains a `RunConfig`'s model and writes log.csv and checkpoints into its folder.
 
     Needs a process group. step: steps made so far. stop: requests to stop. signal: number of the
-    one that ended training, 0 for none; its last step is a checkpoint then.
+    one that ended training, 0 for none; its last step is a checkpoint then. deadline: time by
+    `time.perf_counter` to end at, with fewer steps than `config.steps` where they take too long.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class RunTrainer:
         data: TrainingData,
         device: torch.device,
         stop: Stop | None = None,
+        deadline: float = math.inf,
     ) -> None:
+        self.deadline = deadline
         self.config, self.data, self.device, self.stop = config, data, device, stop
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         check_rows(config, data, self.world)
@@ -92,11 +96,16 @@ class RunTrainer:
         loader = make_loader(config, rows, self.rank, self.world, self.step)
         batches = iter(loader)
         self.logged_step, self.since = self.step, time.perf_counter()
+        begin = self.since
         with closing(Reports(self.report_to, config, self.model, self.step, lines)) as self.reports:
             self.model.train()
             while self.step < self.config.steps and not self.signal:
                 norm, rate = self.learn([next(batches) for _ in range(self.parts)])
                 self.step += 1
+                if self.deadline < math.inf:
+                    now = time.perf_counter()
+                    steps = steps_within(self.deadline - now, now - begin, self.step)
+                    self.config = replace(config, steps=min(config.steps, steps))
                 self.reports.advance(self.step)
                 self.count_votes()
                 if config.verify_every and self.step % config.verify_every == 0:
@@ -307,6 +316,11 @@ class RunTrainer:
             yield
         finally:
             self.since += time.perf_counter() - begin
+
+
+def steps_within(remaining: float, elapsed: float, step: int) -> int:
+    """Return the step that a run reaches in the remaining seconds, `step` steps in the elapsed."""
+    return step + max(0, int(remaining / max(elapsed, 1e-9) * step))
 
 
 @contextmanager
