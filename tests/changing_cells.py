@@ -29,7 +29,7 @@ def keyword(h, leak=0.9):
 
 
 @functools.wraps(keyword)
-def wrapped(*args):
+def wrap(*args):
     return keyword(*args)
 
 
@@ -38,14 +38,14 @@ class Base(pararnn.Cell):
     gates = ("x",)
     leak = 0.9
 
-    def leaked(self, state):
+    def leak_state(self, state):
         return self.leak * state.h
 
     def step(self, state, gate, param):
-        return self.after(self.leaked(state) + gate.x)
+        return self.finish(self.leak_state(state) + gate.x)
 
     @staticmethod
-    def after(h):
+    def finish(h):
         return torch.tanh(h)
 
 
@@ -54,39 +54,39 @@ class Attribute(Base):
 
 
 class OfSuper(Base):
-    def leaked(self, state):
-        return super().leaked(state)
+    def leak_state(self, state):
+        return super().leak_state(state)
 
 
 class ByName(Base):
-    def leaked(self, state):
+    def leak_state(self, state):
         return getattr(self, "leak") * state.h  # noqa: B009
 
 
 class Global(Base):
-    def leaked(self, state):
+    def leak_state(self, state):
         return LEAK * state.h
 
 
 class Helper(Base):
-    def leaked(self, state):
+    def leak_state(self, state):
         return helper(state.h)
 
 
 class Lambda(Base):
-    def leaked(self, state):
+    def leak_state(self, state):
         return (lambda h: next(helper(x) for x in (h,)))(state.h)
 
 
 class Keyword(Base):
-    def leaked(self, state):
-        return wrapped(state.h)
+    def leak_state(self, state):
+        return wrap(state.h)
 
 
 class Partial(Base):
     leaked_by = staticmethod(functools.partial(helper))
 
-    def leaked(self, state):
+    def leak_state(self, state):
         return self.leaked_by(state.h)
 
 
@@ -95,34 +95,34 @@ class Property(Base):
     def rate(self):
         return LEAK
 
-    def leaked(self, state):
+    def leak_state(self, state):
         return self.rate * state.h
 
 
 class Table(Base):
-    def leaked(self, state):
+    def leak_state(self, state):
         return TABLE["leak"] * state.h
 
 
 class List(Base):
-    def leaked(self, state):
+    def leak_state(self, state):
         return STEPS[0] * state.h
 
 
 class Module(Base):
-    def leaked(self, state):
+    def leak_state(self, state):
         return settings.leak * state.h
 
 
 class Imported(Base):
-    def leaked(self, state):
+    def leak_state(self, state):
         from settings import leak
 
         return leak * state.h
 
 
 class OfClass(Base):
-    def leaked(self, state):
+    def leak_state(self, state):
         return Holder.leak * state.h
 
 
@@ -140,11 +140,11 @@ def put_code(function):
     return change
 
 
-def restored(cls):
+def restore(cls):
     """Put everything back as it was."""
     HERE.LEAK, HERE.TABLE, HERE.STEPS[:] = 0.9, {"leak": 0.9}, [0.9]
     HERE.settings.leak = Holder.leak = Base.leak = 0.9
-    for name in ("leak", "leaked", "after"):
+    for name in ("leak", "leak_state", "finish"):
         if cls is not Base and name in vars(cls) and name not in ORIGINAL[cls]:
             delattr(cls, name)
     HERE.helper = HELPER
@@ -158,7 +158,7 @@ CHANGES = {
     "an inherited attribute": (Attribute, put(Base, "leak", 0.1)),
     "an attribute of super": (OfSuper, put(Base, "leak", 0.1)),
     "an attribute by getattr": (ByName, put(ByName, "leak", 0.1)),
-    "a method": (Attribute, put(Attribute, "leaked", lambda self, state: 0.1 * state.h)),
+    "a method": (Attribute, put(Attribute, "leak_state", lambda self, state: 0.1 * state.h)),
     "a global": (Global, put(HERE, "LEAK", 0.1)),
     "a helper's global": (Helper, put(HERE, "LEAK", 0.1)),
     "a helper": (Helper, put(HERE, "helper", lambda h: 0.1 * h)),
@@ -200,17 +200,17 @@ def results(layer):
     return [output.detach(), *grads, layer.step(X[:, 0], start)[0].detach()]
 
 
-def agree(got, expected):
-    for one, other in zip(got, expected, strict=True):
+def agree(got, reference):
+    for one, other in zip(got, reference, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 @functools.cache
-def expected(leak):
+def states_by_leak(leak):
     """What a layer gives whose leak is config."""
     return results(layer_of(Expected, leak=leak))
 
 
-def structured(cls, structure):
+def with_structure(cls, structure):
     """The class, of another structure."""
     return type(cls.__name__, (cls,), {"structure": structure, "__module__": __name__})

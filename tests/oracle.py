@@ -18,7 +18,7 @@ from pararnn.numerics import (
 HOW = {"solver": "sequential", "backend": "fused"}
 
 
-def run(case, device, dtype, seed=0, loss_scale=1.0, **how):
+def run(case, device, dtype, seed=0, loss_scale=1.0, **pair):
     """Outputs and all gradients of a case by name, on a device, with its numbers in `dtype`."""
 
     def leaf(tensor):
@@ -33,22 +33,22 @@ def run(case, device, dtype, seed=0, loss_scale=1.0, **how):
     }
     fields = {k: leaf(v) for k, v in case.options.get("fields", {}).items()}
     initial = None if case.initial is None else tuple(leaf(h) for h in case.initial)
-    states, final = pararnn.solve(cell, gates, initial, fields=fields, **options, **(how or HOW))
+    states, final = pararnn.solve(cell, gates, initial, fields=fields, **options, **(pair or HOW))
     states, final = (t if isinstance(t, tuple) else (t,) for t in (states, final))
     generator = torch.Generator().manual_seed(seed)
     cotangents = []
     for output in (*states, *final):
         own = case.gates.dtype if output.ndim == 3 else compute_dtype(case.gates.dtype)
-        drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-        drawn = (loss_scale * drawn).to(own)
-        cotangents.append(drawn.to(device, output.dtype))
+        noise = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        noise = (loss_scale * noise).to(own)
+        cotangents.append(noise.to(device, output.dtype))
     leaves = {"gates": gates, **fields, **dict(cell.named_parameters())}
     leaves |= {f"initial {i}": h for i, h in enumerate(initial or ())}
     grads = torch.autograd.grad((*states, *final), list(leaves.values()), cotangents)
-    named = {f"state {i}": s for i, s in enumerate(states)}
-    named |= {f"final {i}": f for i, f in enumerate(final)}
-    named |= {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
-    return {name: value.detach().cpu() for name, value in named.items()}
+    by_name = {f"state {i}": s for i, s in enumerate(states)}
+    by_name |= {f"final {i}": f for i, f in enumerate(final)}
+    by_name |= {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
+    return {name: value.detach().cpu() for name, value in by_name.items()}
 
 
 def beyond(got, exact, loop, dtype):
@@ -56,24 +56,24 @@ def beyond(got, exact, loop, dtype):
     wrong = []
     for name, value in got.items():
         error, own = (relative_error(v, exact[name]) for v in (value, loop[name]))
-        allowed = max(FORWARD_TOLERANCE[dtype], FORWARD_TOLERANCE[value.dtype])
-        if not error <= allowed + SEQUENTIAL_ERRORS * own:
+        tolerance = max(FORWARD_TOLERANCE[dtype], FORWARD_TOLERANCE[value.dtype])
+        if not error <= tolerance + SEQUENTIAL_ERRORS * own:
             wrong.append((name, error, own))
         elif value.ndim > 2:  # a series: each channel by its own largest value
-            apart, noise = (
+            distance, noise = (
                 peak(gap(v, exact[name], loop[name]), True) for v in (value, loop[name])
             )
             size = peak(finite(exact[name].double().abs()), True)
-            limit = CHANNEL_FACTOR * (allowed * size + SEQUENTIAL_ERRORS * noise)
-            over = apart > torch.minimum(limit, MAX_RELATIVE_TOLERANCE * size)
-            if bool((over & (noise <= QUIET * size)).any()):
-                wrong.append((f"{name} by channels", float((apart / size)[over].max()), own))
+            limit = CHANNEL_FACTOR * (tolerance * size + SEQUENTIAL_ERRORS * noise)
+            excess = distance > torch.minimum(limit, MAX_RELATIVE_TOLERANCE * size)
+            if bool((excess & (noise <= QUIET * size)).any()):
+                wrong.append((f"{name} by channels", float((distance / size)[excess].max()), own))
     return wrong
 
 
-def failures(case, device="cuda", loss_scale=1.0, **how):
+def failures(case, device="cuda", loss_scale=1.0, **pair):
     """What the kernels on a device get wrong, beyond the contract's forward error."""
     dtype = case.gates.dtype
-    got = run(case, device, dtype, loss_scale=loss_scale, **how)
+    got = run(case, device, dtype, loss_scale=loss_scale, **pair)
     exact = run(case, "cpu", torch.float64, loss_scale=loss_scale)
     return beyond(got, exact, run(case, "cpu", dtype, loss_scale=loss_scale), dtype)

@@ -22,14 +22,14 @@ def layer(newton_fused):
     return layer
 
 
-def _pairs(layer, count, shape=SHAPE, **how):
+def _pairs(layer, count, shape=SHAPE, **options):
     """Whether each of `count` forward passes ran by Newton, as a string."""
-    seen = ""
+    letters = ""
     for _ in range(count):
         with torch.no_grad():
-            layer(torch.randn(shape), **how)
-        seen += "n" if layer.last_solve.sweeps.any() else "s"
-    return seen
+            layer(torch.randn(shape), **options)
+        letters += "n" if layer.last_solve.sweeps.any() else "s"
+    return letters
 
 
 @pytest.mark.parametrize(("sweeps", "slow"), [(1, False), (2, True), (3, True)])
@@ -48,8 +48,8 @@ def test_layers_switch_where_sweeps_persist(layer, newton_fused, caplog, sweeps,
 
 
 def test_the_rule_is_as_it_says():
-    for said in (f"about {SWEEP_COST:g} k / W of", f"at {SWEEP_COST:g} k >= W"):
-        assert said in pararnn.adapt.__doc__
+    for phrase in (f"about {SWEEP_COST:g} k / W of", f"at {SWEEP_COST:g} k >= W"):
+        assert phrase in pararnn.adapt.__doc__
 
 
 def test_only_solves_in_a_row_count(layer, newton_fused):
@@ -73,24 +73,24 @@ def test_sizes_switch_each_by_itself(layer, newton_fused):
 
 def test_what_is_asked_for_is_left_alone(layer, newton_fused):
     newton_fused.sweeps = 4
-    how = {"solver": "newton", "backend": "fused"}
+    options = {"solver": "newton", "backend": "fused"}
     adaptation = pararnn.adapt(layer, patience=2)
-    assert _pairs(layer, 5, **how) == "nnnnn"
-    with pararnn.using(**how):
+    assert _pairs(layer, 5, **options) == "nnnnn"
+    with pararnn.using(**options):
         assert _pairs(layer, 5) == "nnnnn"
     with pararnn.using(segments=5):
         assert _pairs(layer, 5) == "nnnnn"
     assert adaptation.switched == {}
     assert _pairs(layer, 4) == "nnns"
-    assert _pairs(layer, 2, **how) == "nn"
-    newton_fused.asked.clear()
+    assert _pairs(layer, 2, **options) == "nn"
+    newton_fused.requests.clear()
     _pairs(layer, 2, backend="torch")
     assert layer.last_solve.sweeps.any()  # so it was (newton, torch), by the rule
-    assert not newton_fused.asked
+    assert not newton_fused.requests
     assert layer.solver == "auto"
     with pararnn.using(segments=5):
         assert _pairs(layer, 2) == "nn"
-    own = pararnn.ParaGRU(4, 6, **how)
+    own = pararnn.ParaGRU(4, 6, **options)
     pararnn.adapt(own, patience=1)
     assert _pairs(own, 4) == "nnnn"
 
@@ -135,7 +135,7 @@ def test_training_goes_on_across_the_switch(layer, newton_fused):
     for _ in range(5):
         output, _ = layer(x)
         results.append(torch.autograd.grad(output.square().sum(), list(layer.parameters())))
-    assert [which for which, *_ in newton_fused.asked] == ["forward", "backward"] * 3
+    assert [which for which, *_ in newton_fused.requests] == ["forward", "backward"] * 3
     for first, last in zip(results[0], results[-1], strict=True):
         assert torch.allclose(first, last, rtol=1e-4, atol=1e-5)
 
@@ -152,19 +152,19 @@ def test_copies_and_pickles(layer, newton_fused):
 def test_compiled_code_is_left_alone(layer, newton_fused):
     newton_fused.sweeps = 4
     adaptation = pararnn.adapt(layer, patience=1)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    newton_fused.asked.clear()  # what tracing ran
+    program = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    newton_fused.requests.clear()  # what tracing ran
     for count in range(1, 5):
         with torch.no_grad():
-            compiled(torch.randn(SHAPE))
-        assert len(newton_fused.asked) == count
+            program(torch.randn(SHAPE))
+        assert len(newton_fused.requests) == count
     assert adaptation.switched == {}
     assert layer.last_solve is None
     assert _pairs(layer, 3) == "nns"
-    newton_fused.asked.clear()
+    newton_fused.requests.clear()
     with torch.no_grad():
-        compiled(torch.randn(SHAPE))
-    assert len(newton_fused.asked) == 1
+        program(torch.randn(SHAPE))
+    assert len(newton_fused.requests) == 1
 
 
 def test_transforms_are_left_alone(layer, newton_fused):

@@ -27,12 +27,12 @@ def own_folder(monkeypatch, tmp_path, no_caches):
 @pytest.fixture
 def times(monkeypatch):
     """What candidates take, in s, by (solver, backend, segments, burn-in); 1 by default."""
-    chosen, seen = {}, []
+    chosen, calls = {}, []
     module = sys.modules["pararnn.tune.autotune"]
 
     def call(cell, workload, engine, pin, backward):
-        seen.append((engine.solver, engine.backend, *pin))
-        return seen[-1]
+        calls.append((engine.solver, engine.backend, *pin))
+        return calls[-1]
 
     def seconds(call, device, budget):
         return chosen.get(call, chosen.get(call[:2], 1.0))
@@ -40,13 +40,13 @@ def times(monkeypatch):
     monkeypatch.setattr(module, "_call", call)
     monkeypatch.setattr(module, "median_seconds", seconds)
     monkeypatch.setattr(module, "settled_seconds", seconds)
-    chosen["seen"] = seen
+    chosen["seen"] = calls
     return chosen
 
 
-def _ran(layer, shape=SHAPE, **how):
-    said = pararnn.explain(layer, shape, **how)
-    return said.solver, said.backend
+def _ran(layer, shape=SHAPE, **options):
+    explanation = pararnn.explain(layer, shape, **options)
+    return explanation.solver, explanation.backend
 
 
 def test_what_runs_is_measured():
@@ -122,8 +122,8 @@ def test_splits_around_the_rules_are_tried(times, newton_fused):
     times["newton", "fused", 16, 48] = 0.4
     shape = (2, 1024, 4)
     tuning = pararnn.autotune(layer, shape)
-    tried = {row.split for row in tuning.measured if row.backend == "fused"} - {NO_REQUEST}
-    assert tried == {SplitRequest(w, k) for w in (16, 32, 64) for k in (24, 48, 96)} - {
+    requests = {row.split for row in tuning.measured if row.backend == "fused"} - {NO_REQUEST}
+    assert requests == {SplitRequest(w, k) for w in (16, 32, 64) for k in (24, 48, 96)} - {
         SplitRequest(32, 48)
     }
     assert tuning.measured[0].split == SplitRequest(16, 48)
@@ -135,14 +135,14 @@ def test_splits_around_the_rules_are_tried(times, newton_fused):
         layer(torch.randn(2, 1000, 4), solver="newton", backend="fused")
         with pararnn.using(segments=3):
             layer(torch.randn(shape))
-    splits = [split[1:] for split in newton_fused.asked]
+    splits = [split[1:] for split in newton_fused.requests]
     assert splits == [(16, 48), (16, 48), (None, None), (3, None)]
 
 
 def test_slow_engines_of_the_same_solver_and_huge_jacobians_are_left_out(times, monkeypatch):
-    seen = times["seen"]
+    calls = times["seen"]
     pararnn.autotune(pararnn.GRUCell(4), (1, 100, 4))
-    assert (("sequential", "torch", None, None) in seen) == (FUSED not in PAIRS)
+    assert (("sequential", "torch", None, None) in calls) == (FUSED not in PAIRS)
     monkeypatch.setattr(sys.modules["pararnn.tune.autotune"], "MOST_JACOBIANS", 1000)
     dense = pararnn.autotune(pararnn.DenseGRUCell(4), (1, 63, 4))
     assert [row.solver for row in dense.measured] == ["sequential"]
@@ -218,7 +218,7 @@ def test_a_pair_that_can_no_longer_be_built_is_passed_over(monkeypatch):
     monkeypatch.setattr(
         table,
         "_why_not_built",
-        lambda key, solver, backend, *rest: "no compiler" if backend != "torch" else None,
+        lambda key, solver, backend, *others: "no compiler" if backend != "torch" else None,
     )
     monkeypatch.setattr(table, "_warn_once", lambda message: None)
     assert _ran(cell, (2, 100, 6)) == ("newton", "torch")
@@ -227,13 +227,13 @@ def test_a_pair_that_can_no_longer_be_built_is_passed_over(monkeypatch):
 def test_compiled_code_follows_the_records(operators):
     layer = pararnn.ParaGRU(4, 6)
     key = pararnn.program_of(layer.cell).key
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    program = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     x = torch.randn(2, 90, 4)
 
     def by_newton(x):
-        compiled(x)
+        program(x)
         operators.clear()  # what tracing has asked for
-        compiled(x)
+        program(x)
         return ("newton", "torch") in operators
 
     with torch.no_grad():

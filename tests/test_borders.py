@@ -123,7 +123,7 @@ def _case(name: str, poison: str) -> Case:
     gates = draw(1, STEPS, len(cell.gates)).clamp(max=1)
     fields = {field: draw(1, STEPS).exp() for field in cell.fields}
     case = Case(cell, gates, fields, by_state(3), by_state(1, STEPS), by_state(3))
-    poisoned = {
+    tensors = {
         "gates": gates[0, :, 0],
         "initial": case.initial[0],
         "grad states": case.grad_states[0][0],
@@ -131,7 +131,7 @@ def _case(name: str, poison: str) -> Case:
         **{name: field[0] for name, field in fields.items()},
     }
     for what, at, value in POISONS[poison]:
-        poisoned[what][at, CHANNEL] = value
+        tensors[what][at, CHANNEL] = value
     return case
 
 
@@ -148,10 +148,10 @@ def _solve(case: Case, pair: tuple[str, str], **options: Any) -> dict[str, Tenso
     leaves |= {f"initial {name}": h for name, h in zip(cell.states, initial, strict=True)}
     cotangents = (*case.grad_states, *case.grad_final)
     grads = torch.autograd.grad((*states, *final), list(leaves.values()), cotangents)
-    named = {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    by_name = {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
     for name, all_states, last in zip(cell.states, states, final, strict=True):
-        named |= {name: all_states.detach(), f"final {name}": last.detach()}
-    return named
+        by_name |= {name: all_states.detach(), f"final {name}": last.detach()}
+    return by_name
 
 
 class Piece(NamedTuple):
@@ -174,7 +174,7 @@ def _pieces(reverse: bool) -> list[Piece]:
     return pieces
 
 
-def _taken(case: Case, piece: Piece) -> Case:
+def _cut_out(case: Case, piece: Piece) -> Case:
     nothing = case.gates.new_zeros(1, CHANNELS)
     return Case(
         case.cell,
@@ -191,7 +191,7 @@ def _truth(case: Case, reverse: bool) -> dict[str, Tensor]:
     cell, whole = case.cell, {}
     over_time = {"grad gates", *(f"grad {name}" for name in cell.fields), *cell.states}
     for piece in _pieces(reverse):
-        for name, value in _solve(_taken(case, piece), PLAIN, reverse=reverse).items():
+        for name, value in _solve(_cut_out(case, piece), PLAIN, reverse=reverse).items():
             if name in over_time:
                 full = value.new_zeros(1, STEPS, *value.shape[2:])
                 whole.setdefault(name, full)[:, piece.steps] = value
@@ -213,9 +213,9 @@ def test_nothing_crosses_a_border(name, poison, reverse):
     options["reset"] = torch.arange(STEPS).unsqueeze(0) == RESET
     for pair in pairs_of(name):
         for what, got in _solve(case, pair, **options).items():
-            expected, where = truth[what], (pair, what)
-            assert torch.equal(got.isfinite(), expected.isfinite()), where
+            reference, where = truth[what], (pair, what)
+            assert torch.equal(got.isfinite(), reference.isfinite()), where
             if not what.startswith("grad"):
-                assert torch.equal(got.isnan(), expected.isnan()), where
-            finite = expected.isfinite()
-            torch.testing.assert_close(got[finite], expected[finite], rtol=1e-10, atol=1e-12)
+                assert torch.equal(got.isnan(), reference.isnan()), where
+            finite = reference.isfinite()
+            torch.testing.assert_close(got[finite], reference[finite], rtol=1e-10, atol=1e-12)

@@ -57,11 +57,11 @@ def test_wanted_gradients_are_found_by_tensor(bias):
     tensors, values = args.flatten()
     for names in (LEAVES, ["params"], ["gates", "initial"]):
         leaves = args.leaves(names)
-        needed = [any(tensor is leaf for leaf in leaves) for tensor in tensors]
-        wanted = wanted_gradients(needed, values)
+        flags = [any(tensor is leaf for leaf in leaves) for tensor in tensors]
+        wanted = wanted_gradients(flags, values)
         assert wanted.names == [n for n in LEAVES if n in names and args.leaves([n])]
         gradients = [None if index is None else leaves[index] for index in wanted.indices]
-        pairs = zip(gradients, tensors, needed, strict=True)
+        pairs = zip(gradients, tensors, flags, strict=True)
         assert all(g is (tensor if need else None) for g, tensor, need in pairs)
     first = [tensor is not None and tensor is args.params[0] for tensor in tensors]
     wanted = wanted_gradients(first, values)
@@ -78,8 +78,8 @@ def test_the_choice_comes_with_the_solution(pair):
     assert pair in (choice.pair, ("auto", "auto"))
     assert (choice.split() is None) == (choice.pair != ("newton", "fused"))
     with pararnn.using(segments=3, burn_in=2):
-        asked = run(program, prepare(case.cell, case.gates), *pair).choice.split_request
-    assert asked == (3, 2)
+        split = run(program, prepare(case.cell, case.gates), *pair).choice.split_request
+    assert split == (3, 2)
 
 
 def test_layers_choose_once_for_a_form(monkeypatch):
@@ -114,7 +114,7 @@ def test_a_backend_alone_finds_its_solver():
         layer(torch.randn(2, 20, 3))
 
 
-def _no_compiler(key, solver, backend, *rest):
+def _no_compiler(key, solver, backend, *others):
     return None if backend == "torch" else "no compiler"
 
 
@@ -130,8 +130,8 @@ def test_what_is_remembered_of_a_form_depends_on_the_context_and_on_the_machine(
     case = make_case(pararnn.GRUCell, torch.float32, 4096)
     program = program_of(case.cell)
 
-    def choice(*asked):
-        return run(program, prepare(case.cell, case.gates), *asked).choice
+    def choice(*pair):
+        return run(program, prepare(case.cell, case.gates), *pair).choice
 
     first = choice("auto", "auto")
     assert choice("auto", "auto") is first
@@ -174,20 +174,20 @@ HOW = ("solver", "backend")
 class _Ops(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
+        self.calls.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 class _Functions(TorchFunctionMode):
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.calls = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
+        self.calls.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -202,7 +202,7 @@ def test_modes_see_the_ops(mode, backward, pair):
         states.sum().backward()
         with torch.no_grad():
             pararnn.solve(case.cell, gates, solver=pair[0], backend=pair[1])
-    ran = [name for name in watch.seen if "pararnn" in name]
+    ran = [name for name in watch.calls if "pararnn" in name]
     assert ["forward" in name for name in ran] == [True, *backward, True]
 
 
@@ -219,22 +219,22 @@ def test_profilers_see_both_ops(pair):
 class _Tagged(torch.Tensor):
     """A subclass that says what it was used for."""
 
-    seen: list[str] = []
+    calls: list[str] = []
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        cls.seen.append(str(func))
+        cls.calls.append(str(func))
         return super().__torch_function__(func, types, args, kwargs)
 
 
 @pytest.mark.parametrize("pair", OPS, ids="-".join)
 def test_subclasses_see_the_op(pair):
     case = make_case(pararnn.GRUCell, torch.float32, 20)
-    _Tagged.seen.clear()
-    how = {"solver": pair[0], "backend": pair[1]}
-    states, _ = pararnn.solve(case.cell, case.gates.as_subclass(_Tagged), **how)
-    assert any("pararnn.forward" in name for name in _Tagged.seen)
-    plain, _ = pararnn.solve(case.cell, case.gates, **how)
+    _Tagged.calls.clear()
+    options = {"solver": pair[0], "backend": pair[1]}
+    states, _ = pararnn.solve(case.cell, case.gates.as_subclass(_Tagged), **options)
+    assert any("pararnn.forward" in name for name in _Tagged.calls)
+    plain, _ = pararnn.solve(case.cell, case.gates, **options)
     assert torch.equal(states.as_subclass(torch.Tensor), plain)
 
 
@@ -250,19 +250,19 @@ def test_tangents_are_not_lost_without_gradients(pair):
 @pytest.mark.parametrize("pair", OPS, ids="-".join)
 def test_negations_that_are_put_off_are_made(pair):
     """As in the imaginary part of a conjugate: a view whose numbers are still to be negated."""
-    case, how = make_case(pararnn.GRUCell, torch.float32, 20), dict(zip(HOW, pair, strict=True))
+    case, options = make_case(pararnn.GRUCell, torch.float32, 20), dict(zip(HOW, pair, strict=True))
     put_off = torch._neg_view(-case.gates)
     assert put_off.is_neg()
     grads = []
     for gates in (case.gates, put_off):
         leaf = gates.detach().requires_grad_()
-        states, _ = pararnn.solve(case.cell, leaf, **how)
-        plain, _ = pararnn.solve(case.cell, gates, **how)
+        states, _ = pararnn.solve(case.cell, leaf, **options)
+        plain, _ = pararnn.solve(case.cell, gates, **options)
         ones = torch.ones_like(states)
         late = torch._neg_view(-ones)
         assert late.is_neg()
         grads.append((states, plain, *torch.autograd.grad(states, leaf, late)))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    states, _ = pararnn.solve(case.cell, leaf, **how)
-    (expected,) = torch.autograd.grad(states, leaf, ones)
-    assert torch.equal(grads[1][2], expected)
+    states, _ = pararnn.solve(case.cell, leaf, **options)
+    (reference,) = torch.autograd.grad(states, leaf, ones)
+    assert torch.equal(grads[1][2], reference)

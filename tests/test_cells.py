@@ -36,8 +36,8 @@ def test_gru_jacobian_is_the_papers():
     c = torch.tanh(a["a_c"] * (h * r) + c_in)
     assert torch.allclose(new, (1 - z) * h + z * c, rtol=1e-14, atol=1e-14)
     dz, dr, dc = z * (1 - z), r * (1 - r), 1 - c**2
-    expected = 1 - z + (c - h) * dz * a["a_z"] + z * dc * a["a_c"] * (r + h * dr * a["a_r"])
-    assert torch.allclose(jacobian[:, 0], expected, rtol=1e-13, atol=1e-14)
+    reference = 1 - z + (c - h) * dz * a["a_z"] + z * dc * a["a_c"] * (r + h * dr * a["a_r"])
+    assert torch.allclose(jacobian[:, 0], reference, rtol=1e-13, atol=1e-14)
 
 
 def test_lstm_jacobian_is_the_papers():
@@ -232,10 +232,10 @@ def test_a_scalar_param_serves_all_its_values(monkeypatch):
     assert swept.rate == 0.1
     assert not list(swept.parameters())
     pararnn.solve(swept, gates)
-    expected = {rate: pararnn.solve(Numbered(6, rate=rate), gates)[0] for rate in (0.2, 0.3)}
+    reference = {rate: pararnn.solve(Numbered(6, rate=rate), gates)[0] for rate in (0.2, 0.3)}
     monkeypatch.setattr(program, "_build", None)  # nothing is traced
     monkeypatch.setattr(cache, "load", None)  # nor compiled
-    for rate, states in expected.items():
+    for rate, states in reference.items():
         swept.rate.fill_(rate)
         torch.testing.assert_close(pararnn.solve(swept, gates)[0], states)
         other = Swept(6)

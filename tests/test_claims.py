@@ -31,8 +31,8 @@ def test_each_claim_fails_alone(claim):
     check = _check(error, size, noise)
     assert not check.passed
     assert check.part == pytest.approx(1.1)  # so it is no other claim that is meant
-    within = tuple(x / 1.2 for x in error)
-    assert _check(within, size, noise).passed
+    small_errors = tuple(x / 1.2 for x in error)
+    assert _check(small_errors, size, noise).passed
 
 
 def test_what_rounding_moves_is_not_judged_and_named():
@@ -42,13 +42,13 @@ def test_what_rounding_moves_is_not_judged_and_named():
 
 
 def test_noise_is_asked_for_until_the_check_passes():
-    asked = []
+    sizes = []
 
     def noises():
         for size in (0.0, 1e-3, 1e-2):
-            asked.append(size)
+            sizes.append(size)
             yield torch.tensor([size], dtype=torch.float64)
 
     one = torch.ones(1, dtype=torch.float64)
     assert compare("x", 1.1e-3 * one, one, noises(), TOLERANCE, 0.0).passed
-    assert asked == [0.0, 1e-3]
+    assert sizes == [0.0, 1e-3]

@@ -22,18 +22,18 @@ def _mesh():
 
 def _layer(cls, pair):
     torch.manual_seed(0)
-    how = {"solver": pair[0], "backend": pair[1], "dtype": torch.float64}
-    return cls(4, 6, num_layers=2, num_heads=2, bidirectional=True, **how)
+    options = {"solver": pair[0], "backend": pair[1], "dtype": torch.float64}
+    return cls(4, 6, num_layers=2, num_heads=2, bidirectional=True, **options)
 
 
 def _whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _train_alike(rank, alone, shared, inner, by="elementwise"):
+def _train_alike(rank, single, shared, inner, by="elementwise"):
     """Two clipped steps of `shared`, a part of the batch a process, and of `alone`."""
     x = torch.randn(2 * WORLD, 9, 4, dtype=torch.float64)
-    runs = ((alone, alone, x), (shared, inner, x.chunk(WORLD)[rank]))
+    runs = ((single, single, x), (shared, inner, x.chunk(WORLD)[rank]))
     optimizers = [torch.optim.SGD(module.parameters(), lr=30.0) for module, *_ in runs]
     for optimizer, (_, layer, _) in zip(optimizers, runs, strict=True):
         pararnn.clip_after_step(optimizer, layer, by=by)
@@ -41,15 +41,15 @@ def _train_alike(rank, alone, shared, inner, by="elementwise"):
         for optimizer, (module, _, rows) in zip(optimizers, runs, strict=True):
             optimizer.zero_grad()
             (module(rows)[0] - 0.3).square().mean().backward()
-        for name, parameter in alone.named_parameters():
+        for name, parameter in single.named_parameters():
             grad = _whole(inner.get_parameter(name).grad)
             assert torch.allclose(grad, parameter.grad, rtol=1e-8, atol=1e-12), name
         for optimizer in optimizers:
             optimizer.step()
-        for name, parameter in alone.named_parameters():
+        for name, parameter in single.named_parameters():
             assert torch.allclose(_whole(inner.get_parameter(name)), parameter, atol=1e-9), name
     order = {"elementwise": float("inf"), "norm": 2}[by]
-    largest = max(float(p.detach().norm(order)) for p in alone.recurrent_parameters())
+    largest = max(float(p.detach().norm(order)) for p in single.recurrent_parameters())
     assert abs(largest - 0.5) < 1e-12  # clipping has had something to do
 
 
@@ -73,26 +73,26 @@ def _fsdp(rank):
 def _fsdp_decoding(rank):
     x = torch.randn(2, 4, dtype=torch.float64)
     for cls, _ in CASES:
-        alone = cls(4, 6, 2, dtype=torch.float64)
-        shared = fully_shard(copy.deepcopy(alone), mesh=_mesh())
+        single = cls(4, 6, 2, dtype=torch.float64)
+        shared = fully_shard(copy.deepcopy(single), mesh=_mesh())
         register_fsdp_forward_method(shared, "step")
-        assert torch.allclose(shared.step(x)[0], alone.step(x)[0])
+        assert torch.allclose(shared.step(x)[0], single.step(x)[0])
 
 
 def _fsdp_of_a_layer(rank):
     """Which steps by its own call, so that nothing needs to be registered, but may be."""
     x = torch.randn(2, 9, 4, dtype=torch.float64)
-    for registered in (False, True):  # gates that are made again need weights that come back
+    for recompute in (False, True):  # gates that are made again need weights that come back
         torch.manual_seed(0)
-        how = {"dtype": torch.float64, "recompute_gates": registered}
-        alone = pararnn.RecurrentLayer(pararnn.LSTMCell, 4, 6, **how)
-        shared = fully_shard(copy.deepcopy(alone), mesh=_mesh())
-        if registered:
+        options = {"dtype": torch.float64, "recompute_gates": recompute}
+        single = pararnn.RecurrentLayer(pararnn.LSTMCell, 4, 6, **options)
+        shared = fully_shard(copy.deepcopy(single), mesh=_mesh())
+        if recompute:
             register_fsdp_forward_method(shared, "step")
-        assert torch.allclose(shared.step(x[:, 0])[0], alone.step(x[:, 0])[0])
-        for module in (alone, shared):
+        assert torch.allclose(shared.step(x[:, 0])[0], single.step(x[:, 0])[0])
+        for module in (single, shared):
             module(x)[0].square().sum().backward()
-        for name, parameter in alone.named_parameters():
+        for name, parameter in single.named_parameters():
             grad = _whole(shared.get_parameter(name).grad)
             assert torch.allclose(grad, parameter.grad, rtol=1e-8, atol=1e-12), name
 
@@ -101,9 +101,9 @@ def _fsdp_of_parts(rank):
     x = torch.randn(2, 9, 4, dtype=torch.float64)
     for case in CASES:
         layer = _layer(*case)
-        expected = layer(x)[0]
+        reference = layer(x)[0]
         fully_shard(layer.layers[0].proj, mesh=_mesh())
-        assert torch.allclose(layer(x)[0], expected)
+        assert torch.allclose(layer(x)[0], reference)
         fully_shard(layer.cell, mesh=_mesh())
         with pytest.raises(TypeError, match=r"Cell are DTensors.*fully_shard\(rnn.layers\[i\]\)"):
             layer(x)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from emulated import gpu, install
-from fake_newton import patched
+from fake_newton import patch_engine
 from table import OPS, needs_compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,57 +24,59 @@ class _Recorded:
 
     def __init__(self, monkeypatch, pair, device):
         key = (*pair, device) if (*pair, device) in table.TABLE else (*pair, table.ANY_DEVICE)
-        self.asked, engine = [], table.TABLE[key]
+        self.calls, engine = [], table.TABLE[key]
 
-        def backward(*given):
-            self.asked.append((given[-1], engine.backward(*given)))
-            return self.asked[-1][1]
+        def backward(*arguments):
+            self.calls.append((arguments[-1], engine.backward(*arguments)))
+            return self.calls[-1][1]
 
-        monkeypatch.setitem(table.TABLE, key, patched(engine, backward=backward))
+        monkeypatch.setitem(table.TABLE, key, patch_engine(engine, backward=backward))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("left", [("gates",), ("bias",), ("params",), ("gates", "params")], ids=str)
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "parts", [("gates",), ("bias",), ("params",), ("gates", "params")], ids=str
+)
 @pytest.mark.parametrize("pair", OPS, ids="-".join)
-def test_engines_are_asked_for_what_is_wanted(monkeypatch, device, pair, left, compiled):
+def test_engines_are_asked_for_what_is_wanted(monkeypatch, device, pair, parts, compile):
     torch.manual_seed(0)
-    how = {"solver": pair[0], "backend": pair[1], "device": device}
-    layer, x = pararnn.RecurrentLayer(pararnn.LSTMCell, 3, 4, **how), _input(device)
-    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    options = {"solver": pair[0], "backend": pair[1], "device": device}
+    layer, x = pararnn.RecurrentLayer(pararnn.LSTMCell, 3, 4, **options), _input(device)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compile else layer
     layer(x)[0].sum().backward()
-    expected = {name: p.grad for name, p in layer.named_parameters()}
+    reference = {name: p.grad for name, p in layer.named_parameters()}
     layer.zero_grad()
     for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(any(name.startswith(PARTS[part]) for part in left))
-    recorded = _Recorded(monkeypatch, pair, device)
+        parameter.requires_grad_(any(name.startswith(PARTS[part]) for part in parts))
+    recorder = _Recorded(monkeypatch, pair, device)
     run(x)[0].sum().backward()
-    [(wanted, grads)] = recorded.asked
-    assert list(wanted) == list(left)
+    [(wanted, grads)] = recorder.calls
+    assert list(wanted) == list(parts)
     for part, nothing in (("bias", None), ("params", ()), ("fields", ()), ("initial", ())):
-        assert part in left or getattr(grads, part) == nothing
+        assert part in parts or getattr(grads, part) == nothing
     for name, parameter in layer.named_parameters():
         if not parameter.requires_grad:
             assert parameter.grad is None
         else:
-            torch.testing.assert_close(parameter.grad, expected[name])
+            torch.testing.assert_close(parameter.grad, reference[name])
 
 
 @pytest.mark.parametrize("pair", OPS, ids="-".join)
 def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, device, pair):
-    how = {"solver": pair[0], "backend": pair[1], "device": device}
-    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4, **how)
+    options = {"solver": pair[0], "backend": pair[1], "device": device}
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4, **options)
     layer.cell.a_r.requires_grad_(False)
-    given, backward = [], _Solve.backward
+    records, backward = [], _Solve.backward
 
-    def kept(ctx, *grads):
+    def record(ctx, *grads):
         out = backward(ctx, *grads)
-        given.append([ctx.needs_input_grad, out])
+        records.append([ctx.needs_input_grad, out])
         return out
 
-    monkeypatch.setattr(_Solve, "backward", staticmethod(kept))
+    monkeypatch.setattr(_Solve, "backward", staticmethod(record))
     layer(_input(device))[0].sum().backward()
-    [(needed, out)] = given
-    assert [grad is not None for grad in out] == list(needed)
+    [(flags, out)] = records
+    assert [grad is not None for grad in out] == list(flags)
     assert layer.cell.a_r.grad is None
     assert layer.cell.a_z.grad is not None
 
@@ -84,10 +86,10 @@ def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, device, 
 @pytest.mark.parametrize("solver", ["sequential", "newton"])
 def test_cuda_adds_up_no_weights_that_are_frozen(monkeypatch, solver, wanted):
     install(gpu(), monkeypatch)
-    added, real = [], fused_cuda.Launch.sum_weights
+    counts, real = [], fused_cuda.Launch.sum_weights
 
     def sum_weights(launch, tensors):
-        added.append(tensors[0].shape[1])
+        counts.append(tensors[0].shape[1])
         real(launch, tensors)
 
     monkeypatch.setattr(fused_cuda.Launch, "sum_weights", sum_weights)
@@ -95,7 +97,7 @@ def test_cuda_adds_up_no_weights_that_are_frozen(monkeypatch, solver, wanted):
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name.startswith(wanted))
     layer(_input("cpu"))[0].sum().backward()
-    assert added == ([] if wanted == "proj" else [3 + 3])
+    assert counts == ([] if wanted == "proj" else [3 + 3])
 
 
 class _Products(TorchDispatchMode):
@@ -117,6 +119,6 @@ def test_the_projection_multiplies_for_what_is_wanted(heads, x_wanted, weight_wa
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6, num_heads=heads)
     layer.proj.weight.requires_grad_(weight_wanted)
     output, _ = layer(torch.randn(2, 20, 4, requires_grad=x_wanted))
-    with _Products() as counted:
+    with _Products() as products_mode:
         output.sum().backward()
-    assert counted.count == products
+    assert products_mode.count == products

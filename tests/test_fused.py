@@ -33,22 +33,22 @@ LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
 
 
 @pytest.fixture(params=[FUSED, NEWTON_FUSED], ids="-".join)
-def how(request):
+def pair_options(request):
     """Both solvers; Newton's in three segments."""
     with pararnn.using(segments=3, burn_in=2):
         yield dict(zip(("solver", "backend"), request.param, strict=True))
 
 
-def _outputs(case, gates, how):
-    states, final = pararnn.solve(case.cell, gates, case.initial, **case.options, **how)
+def _outputs(case, gates, pair_options):
+    states, final = pararnn.solve(case.cell, gates, case.initial, **case.options, **pair_options)
     as_tuple = states if isinstance(states, tuple) else (states,)
     return (*as_tuple, *(final if isinstance(final, tuple) else (final,)))
 
 
-def _run(case, how):
+def _run(case, pair_options):
     """Outputs and gradients of gates, initial states and parameters."""
     gates = case.gates.detach().clone().requires_grad_()
-    outputs = _outputs(case, gates, how)
+    outputs = _outputs(case, gates, pair_options)
     torch.manual_seed(1)
     cotangents = [torch.randn_like(o) for o in outputs]
     leaves = [gates, *case.cell.parameters()]
@@ -57,15 +57,15 @@ def _run(case, how):
 
 @pytest.mark.parametrize("channels", [1, 15, 16, 17, 63, 130, 300, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=dtype_name)
-def test_any_number_of_channels(how, channels, dtype):
+def test_any_number_of_channels(pair_options, channels, dtype):
     case = make_case(pararnn.LSTMCell, dtype, 9, "resets", batch=3, channels=channels)
-    result = check_solve(case.cell, case.gates, case.initial, **case.options, **how)
+    result = check_solve(case.cell, case.gates, case.initial, **case.options, **pair_options)
     assert result.passed, [check for check in result.checks if not check.passed]
 
 
 @pytest.mark.parametrize("variant", ["plain", "packed", "reverse"])
 @pytest.mark.parametrize("openmp", [True, False], ids=["openmp", "own threads"])
-def test_bits_do_not_depend_on_threads(how, variant, openmp, monkeypatch):
+def test_bits_do_not_depend_on_threads(pair_options, variant, openmp, monkeypatch):
     if not openmp:
         monkeypatch.setattr(fused_cpu, "_openmp", lambda: 0)
     case = make_case(pararnn.GRUCell, torch.float32, 301, variant, batch=7, channels=331)
@@ -74,7 +74,7 @@ def test_bits_do_not_depend_on_threads(how, variant, openmp, monkeypatch):
     try:
         for count in (1, 2, 5, 2):
             torch.set_num_threads(count)
-            results.append(_run(case, how))
+            results.append(_run(case, pair_options))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -90,17 +90,17 @@ def test_long_sums_stay_exact():
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("width", [2, 16, 40])
-def test_gradients_keep_the_layout_of_the_gates(how, heads, width):
+def test_gradients_keep_the_layout_of_the_gates(pair_options, heads, width):
     cell = pararnn.LSTMCell(heads * width, num_heads=heads, dtype=torch.float64)
     by_head = torch.randn(heads, 2, 30, 3, width, dtype=torch.float64).permute(1, 2, 3, 0, 4)
     for name, gates in gate_layouts(by_head).items():
         leaf = gates.detach().requires_grad_()
-        (h, _), _ = pararnn.solve(cell, leaf, **how)
+        (h, _), _ = pararnn.solve(cell, leaf, **pair_options)
         (grad,) = torch.autograd.grad(h.square().sum(), leaf)
         (loop, _), _ = pararnn.solve(cell, leaf, **LOOP)
-        (expected,) = torch.autograd.grad(loop.square().sum(), leaf)
+        (reference,) = torch.autograd.grad(loop.square().sum(), leaf)
         assert torch.allclose(h, loop, atol=1e-13), name
-        assert torch.allclose(grad, expected, atol=1e-12), name
+        assert torch.allclose(grad, reference, atol=1e-12), name
         if name != "expanded":
             assert grad.stride() == gates.stride(), name
 
@@ -142,15 +142,15 @@ def test_rounding_to_half_width_is_pytorchs(dtype):
     wide = torch.cat([wide, middle, middle.nextafter(torch.tensor(float("inf")))])
     gates = torch.zeros(1, 1, 1, len(wide), dtype=dtype)
     states, _ = pararnn.solve(FromField(len(wide)), gates, fields={"wide": wide[None, None]}, **HOW)
-    expected, got = wide.to(dtype), states[0, 0]
-    assert torch.equal(got.isnan(), expected.isnan())
-    assert torch.equal(got[~got.isnan()], expected[~got.isnan()])
+    reference, got = wide.to(dtype), states[0, 0]
+    assert torch.equal(got.isnan(), reference.isnan())
+    assert torch.equal(got[~got.isnan()], reference[~got.isnan()])
 
 
-def test_fields_by_step_by_channel_and_constant(how):
+def test_fields_by_step_by_channel_and_constant(pair_options):
     case = make_case(pararnn.LRCCell, torch.float64, 20, channels=5)
     for value in (0.25, torch.rand(2, 20), torch.rand(2, 20, 5).double(), torch.rand(2, 20, 1)):
-        states, _ = pararnn.solve(case.cell, case.gates, fields={"dt": value}, **how)
+        states, _ = pararnn.solve(case.cell, case.gates, fields={"dt": value}, **pair_options)
         loop, _ = pararnn.solve(case.cell, case.gates, fields={"dt": value}, **LOOP)
         assert torch.allclose(states, loop, atol=1e-13)
 
@@ -170,22 +170,22 @@ def _chain(count):
 
 
 @pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
-def test_eight_states_and_no_more(how):
+def test_eight_states_and_no_more(pair_options):
     eight, nine = (_chain(count)(3, dtype=torch.float64) for count in (8, 9))
     gates = torch.randn(2, 12, 1, 3, dtype=torch.float64)
-    assert check_solve(eight, gates, **how).passed
+    assert check_solve(eight, gates, **pair_options).passed
     with pytest.raises(pararnn.EngineError, match="has 9 states; kernels take 8"):
-        pararnn.solve(nine, gates, **how)
+        pararnn.solve(nine, gates, **pair_options)
     pararnn.solve(nine, gates)  # auto has the other backend
 
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_kernels_as_shipped(name, how):
+def test_kernels_as_shipped(name, pair_options):
     """Other tests run kernels that the compiler optimised less."""
     dtype = DTYPES[ELEMENTWISE.index(name) % len(DTYPES)]
     case = make_case(pararnn.CELLS[name], dtype, 100, "reverse", channels=37)
-    result = check_solve(case.cell, case.gates, case.initial, **case.options, **how)
+    result = check_solve(case.cell, case.gates, case.initial, **case.options, **pair_options)
     assert result.passed, [check for check in result.checks if not check.passed]
     assert not [flag for flag in compiler.flags() if flag.startswith("-O") and flag != "-O3"]
 
@@ -205,7 +205,7 @@ def test_random_cells_obey_the_contract(recipe, dtype, pair, seed):
     counts, trees = recipe
     case = make_case(random_cell(counts, trees), dtype, 12, "resets", channels=5, seed=seed)
     solver, backend = pair
-    how = {"solver": solver, "backend": backend, **case.options}
+    call_options = {"solver": solver, "backend": backend, **case.options}
     with pararnn.using(segments=3, burn_in=2):
-        result = check_solve(case.cell, case.gates.clamp(-1, 1), case.initial, **how)
+        result = check_solve(case.cell, case.gates.clamp(-1, 1), case.initial, **call_options)
     assert result.passed, [check for check in result.checks if not check.passed]

@@ -54,7 +54,7 @@ def packed_states(states):
     return states if len(states) > 1 else states[0]
 
 
-def unpacked(states):
+def unpack(states):
     return states if isinstance(states, tuple) else (states,)
 
 
@@ -72,32 +72,32 @@ def results(layer, x, run=None, parameters=None, **options):
     x = x.detach().clone().requires_grad_()
     start = [state.clone().requires_grad_() for state in state_of(layer, x.shape[0])]
     output, h_n = (layer if run is None else run)(x, packed_states(tuple(start)), **options)
-    named = {"output": output} | {f"final {i}": h for i, h in enumerate(unpacked(h_n))}
+    by_name = {"output": output} | {f"final {i}": h for i, h in enumerate(unpack(h_n))}
     leaves = {"x": x} | {f"start {i}": h for i, h in enumerate(start)}
     leaves |= parameters or dict(layer.named_parameters())
     leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    grads = torch.autograd.grad(loss_of(*named.values()), list(leaves.values()))
-    return named | {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
+    grads = torch.autograd.grad(loss_of(*by_name.values()), list(leaves.values()))
+    return by_name | {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
-def agree(got, expected, tolerance=NEAR[torch.float64]):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
+def agree(got, reference, tolerance=NEAR[torch.float64]):
+    assert got.keys() == reference.keys()
+    for name, value in reference.items():
         error, size = (got[name].double() - value.double()).abs().max(), value.double().abs().max()
         assert size > 0, name
         assert error <= tolerance * size, (name, float(error / size))
 
 
-def same(got, expected):
+def same(got, reference):
     """Bit for bit."""
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    assert got.keys() == reference.keys()
+    assert all(torch.equal(got[name], value) for name, value in reference.items())
 
 
-def passes_afresh(*lines, given):
+def passes_afresh(*lines, folder):
     """Run a script in a process of its own, with a path."""
-    done = run_fresh("\n".join(["import sys, torch", *lines]), str(given))
-    assert done.returncode == 0, done.stderr
+    process = run_fresh("\n".join(["import sys, torch", *lines]), str(folder))
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
@@ -106,11 +106,11 @@ def passes_afresh(*lines, given):
 def test_autocast(cls, pair, dtype, device):
     layer = layer_of(cls, pair, device, dtype=torch.float32)
     x, loop = input_of(layer), loop_of(layer)
-    within = torch.autocast(device, dtype)
-    got = results(layer, x, within(layer.forward))
+    autocast = torch.autocast(device, dtype)
+    got = results(layer, x, autocast(layer.forward))
     assert got["output"].dtype == dtype
     assert {value.dtype for name, value in got.items() if name != "output"} == {torch.float32}
-    agree(got, results(loop, x, within(loop.forward)), NEAR[dtype])
+    agree(got, results(loop, x, autocast(loop.forward)), NEAR[dtype])
     agree(got, results(loop, x), NEAR[dtype])
 
 
@@ -131,13 +131,13 @@ def test_grad_scaler(cls, pair, device):
         scaler.update()
         return {name: p.detach().clone() for name, p in module.named_parameters()}, scaler
 
-    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    after, _ = step(layer, 1024.0)
-    moved = {name: after[name] - before[name] for name in before}
-    expected = step(loop, 1024.0)[0]
-    agree(moved, {name: expected[name] - before[name] for name in before}, NEAR[torch.float16])
+    old = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    new, _ = step(layer, 1024.0)
+    changes = {name: new[name] - old[name] for name in old}
+    reference = step(loop, 1024.0)[0]
+    agree(changes, {name: reference[name] - old[name] for name in old}, NEAR[torch.float16])
     again, scaler = step(layer, 1e38)
-    same(again, after)  # gradients that overflow take no step
+    same(again, new)  # gradients that overflow take no step
     assert scaler.get_scale() < 1e38
 
 
@@ -146,15 +146,15 @@ def test_grad_scaler(cls, pair, device):
 def test_deepcopy(cls, pair, device):
     layer = layer_of(cls, pair, device)
     x = input_of(layer)
-    before = results(layer, x)
+    old = results(layer, x)
     other = copy.deepcopy(layer)
-    same(results(other, x), before)
+    same(results(other, x), old)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.1)
-    same(results(layer, x), before)
+    same(results(layer, x), old)
     agree(results(other, x), results(loop_of(other), x))
-    assert not torch.allclose(results(other, x)["output"], before["output"])
+    assert not torch.allclose(results(other, x)["output"], old["output"])
 
 
 @layers
@@ -162,17 +162,17 @@ def test_deepcopy(cls, pair, device):
 def test_pickle_and_save(cls, pair, device):
     layer = layer_of(cls, pair, device)
     x = input_of(layer)
-    expected = results(layer, x)
-    same(results(pickle.loads(pickle.dumps(layer)), x), expected)
+    reference = results(layer, x)
+    same(results(pickle.loads(pickle.dumps(layer)), x), reference)
     whole, weights = io.BytesIO(), io.BytesIO()
     torch.save(layer, whole)
     torch.save(layer.state_dict(), weights)
     whole.seek(0)
     weights.seek(0)
-    same(results(torch.load(whole, weights_only=False), x), expected)
+    same(results(torch.load(whole, weights_only=False), x), reference)
     fresh = cls(4, 6, 2, num_heads=2, dtype=x.dtype, device=device, solver=pair[0], backend=pair[1])
     fresh.load_state_dict(torch.load(weights, weights_only=True))
-    same(results(fresh, x), expected)
+    same(results(fresh, x), reference)
 
 
 @pairs
@@ -189,7 +189,7 @@ def test_pickle_in_a_fresh_process(pair, tmp_path, device):
         "import pickle",
         "for layer, x, state, expected in pickle.load(open(sys.argv[1], 'rb')):",
         "    assert torch.equal(layer(x, state)[0], expected)",
-        given=tmp_path / "cases",
+        folder=tmp_path / "cases",
     )
 
 
@@ -211,8 +211,8 @@ def test_functional_call(cls, pair, device):
     loop.load_state_dict(other)
     agree(got, results(loop, x))
     grads = torch.func.grad(lambda p: loss_of(torch.func.functional_call(layer, p, (x,))[0]))(other)
-    expected = torch.autograd.grad(loss_of(loop(x)[0]), list(loop.parameters()))
-    agree(grads, dict(zip(other, expected, strict=True)))
+    reference = torch.autograd.grad(loss_of(loop(x)[0]), list(loop.parameters()))
+    agree(grads, dict(zip(other, reference, strict=True)))
     same(results(layer, x), own)
     copy.deepcopy(layer)  # nothing of the transform stays behind
 
@@ -257,19 +257,19 @@ def test_meta_device(cls, pair, device):
 def test_frozen_parameters(cls, pair, frozen, device):
     layer = layer_of(cls, pair, device)
     x = input_of(layer)
-    expected = results(loop_of(layer), x)
+    reference = results(loop_of(layer), x)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(frozen not in name)
     start = packed_states(state_of(layer))
     leaf = x.clone().requires_grad_(frozen != "x")
     output, h_n = layer(leaf, start)
     assert output.requires_grad == (frozen != "layers" or leaf.requires_grad)
-    loss_of(output, *unpacked(h_n)).backward()
+    loss_of(output, *unpack(h_n)).backward()
     grads = {"x": leaf.grad} | {name: p.grad for name, p in layer.named_parameters()}
     for name, grad in grads.items():
         assert (grad is None) == (frozen in name), name
-    left = {name: grad for name, grad in grads.items() if grad is not None}
-    agree(left, {name: expected[f"grad {name}"] for name in left})
+    trainable = {name: grad for name, grad in grads.items() if grad is not None}
+    agree(trainable, {name: reference[f"grad {name}"] for name in trainable})
     assert not layer.requires_grad_(False)(x)[0].requires_grad
 
 
@@ -278,15 +278,15 @@ def test_frozen_parameters(cls, pair, frozen, device):
 def test_no_grad_and_inference_mode(cls, pair, device):
     layer = layer_of(cls, pair, device)
     x = input_of(layer)
-    expected = layer(x)[0]
+    reference = layer(x)[0]
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             output, _ = layer(x)
             y, state = layer.step(x[:, 0])
-        assert torch.equal(output, expected)
+        assert torch.equal(output, reference)
         assert not output.requires_grad
-        assert torch.allclose(y, expected[:, 0], atol=1e-12)
-        assert len(unpacked(state)) == len(layer.cell.states)
+        assert torch.allclose(y, reference[:, 0], atol=1e-12)
+        assert len(unpack(state)) == len(layer.cell.states)
     copy.deepcopy(layer)
 
 
@@ -294,11 +294,11 @@ def test_no_grad_and_inference_mode(cls, pair, device):
 @pairs
 def test_train_and_eval(cls, pair, device):
     layer = layer_of(cls, pair, device, dropout=0.5)
-    x, found = input_of(layer), []
+    x, both_results = input_of(layer), []
     for module in (layer, loop_of(layer)):
         torch.manual_seed(1)
-        found.append(results(module, x))
-    agree(*found)
+        both_results.append(results(module, x))
+    agree(*both_results)
     plain = layer_of(cls, pair, device)
     same(results(layer.eval(), x), results(plain, x))
     assert not torch.allclose(layer.train()(x)[0], plain(x)[0])
@@ -312,10 +312,10 @@ def test_activation_checkpointing(cls, pair, reentrant, device):
 
     def flat(x, *start):  # reentrant checkpoints pass gradients of plain tensors only
         output, h_n = layer(x, packed_states(start))
-        return output, *unpacked(h_n)
+        return output, *unpack(h_n)
 
     def run(x, start):
-        output, *h_n = checkpoint(flat, x, *unpacked(start), use_reentrant=reentrant)
+        output, *h_n = checkpoint(flat, x, *unpack(start), use_reentrant=reentrant)
         return output, tuple(h_n)
 
     x = input_of(layer)
@@ -325,10 +325,10 @@ def test_activation_checkpointing(cls, pair, reentrant, device):
     leaves = [t.clone().requires_grad_() for t in (x, *state_of(layer))]
     output, h_n = run(leaves[0], tuple(leaves[1:]))
     loss_of(output, *h_n).backward()  # reentrant checkpoints know no torch.autograd.grad
-    expected = results(loop_of(layer), x)
-    named = dict(zip(["x", *(f"start {i}" for i in range(len(h_n)))], leaves, strict=True))
-    named |= dict(layer.named_parameters())
-    agree({k: v.grad for k, v in named.items()}, {k: expected[f"grad {k}"] for k in named})
+    reference = results(loop_of(layer), x)
+    by_name = dict(zip(["x", *(f"start {i}" for i in range(len(h_n)))], leaves, strict=True))
+    by_name |= dict(layer.named_parameters())
+    agree({k: v.grad for k, v in by_name.items()}, {k: reference[f"grad {k}"] for k in by_name})
 
 
 @layers
@@ -344,23 +344,23 @@ def test_recompute_gates(cls, pair, device):
 @pairs
 def test_hooks(cls, pair, device):
     layer = layer_of(cls, pair, device)
-    x, seen = input_of(layer), []
-    expected = results(loop_of(layer), x)
+    x, calls = input_of(layer), []
+    reference = results(loop_of(layer), x)
     inner = layer.layers[1]
-    layer.register_forward_pre_hook(lambda *_: seen.append("before"))
-    layer.register_forward_hook(lambda *_: seen.append("after"))
-    inner.register_forward_hook(lambda *_: seen.append("layer"))
-    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
-    inner.proj.register_full_backward_hook(lambda *_: seen.append("projection backward"))
-    agree(results(layer, x), expected)
-    assert seen == ["before", "layer", "after", "projection backward", "backward"]
+    layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+    layer.register_forward_hook(lambda *_: calls.append("after"))
+    inner.register_forward_hook(lambda *_: calls.append("layer"))
+    layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    inner.proj.register_full_backward_hook(lambda *_: calls.append("projection backward"))
+    agree(results(layer, x), reference)
+    assert calls == ["before", "layer", "after", "projection backward", "backward"]
     handle = layer.cell.a_z.register_hook(lambda grad: 2 * grad)
-    doubled = {"grad layers.0.cell.a_z": 2 * expected["grad layers.0.cell.a_z"]}
-    agree(results(layer, x), expected | doubled)
+    doubled_grad = {"grad layers.0.cell.a_z": 2 * reference["grad layers.0.cell.a_z"]}
+    agree(results(layer, x), reference | doubled_grad)
     handle.remove()
-    layer.cell.a_z.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    layer.cell.a_z.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad))
     loss_of(layer(x.requires_grad_())[0]).backward()
-    assert any(item is layer.cell.a_z.grad for item in seen)
+    assert any(item is layer.cell.a_z.grad for item in calls)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=dtype_name)
@@ -368,10 +368,10 @@ def test_hooks(cls, pair, device):
 @pairs
 def test_moving_between_dtypes(cls, pair, dtype, device):
     layer = layer_of(cls, pair, device)
-    before = dict(layer.named_parameters())
+    old = dict(layer.named_parameters())
     short = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "half"}[dtype]
     getattr(layer, short)()
-    assert all(p is before[name] for name, p in layer.named_parameters())
+    assert all(p is old[name] for name, p in layer.named_parameters())
     x = input_of(layer)
     got = results(layer, x)
     assert got["output"].dtype == dtype
@@ -384,16 +384,16 @@ def test_moving_between_dtypes(cls, pair, dtype, device):
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_another_default_device_changes_nothing(pair):
     layer, x = layer_of(pararnn.ParaGRU, pair, "cpu"), torch.randn(2, 40, 4, dtype=torch.float64)
-    packed = pack_padded_sequence(x, [40, 9], batch_first=True)
-    asked = {"solver": pair[0], "backend": pair[1]}
+    sequence = pack_padded_sequence(x, [40, 9], batch_first=True)
+    options = {"solver": pair[0], "backend": pair[1]}
 
     def calls():
         yield layer(x)[0]
         yield layer(x, lengths=[3, 40])[0]
-        yield layer(packed)[0].data
-        yield pararnn.scan(x, x, lengths=[3, 40], **asked)
+        yield layer(sequence)[0].data
+        yield pararnn.scan(x, x, lengths=[3, 40], **options)
 
-    expected = list(calls())
+    reference = list(calls())
     with torch.device("meta"):
-        assert all(map(torch.equal, calls(), expected))
+        assert all(map(torch.equal, calls(), reference))
         assert pararnn.verify(layer, x).passed

@@ -20,7 +20,7 @@ from test_habits import (
     results,
     same,
     state_of,
-    unpacked,
+    unpack,
 )
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -158,7 +158,7 @@ def test_export(tmp_path, device):
         "run = torch.export.load(sys.argv[1] + '/program.pt2').module()",
         "inputs, expected = torch.load(sys.argv[1] + '/case')",
         "assert all(torch.equal(a, b) for a, b in zip(run(*inputs), expected))",
-        given=tmp_path,
+        folder=tmp_path,
     )
 
 
@@ -443,15 +443,15 @@ def test_states_changed_in_place(cls, pair, device):
         for chunk in x.split(4, 1):
             output, h_n = module(chunk, held if len(held) > 1 else held[0])
             loss_of(output).backward()
-            for state, new in zip(held, unpacked(h_n), strict=True):
+            for state, new in zip(held, unpack(h_n), strict=True):
                 state.copy_(new.detach())
             outputs.append(output)
         grads = {name: p.grad for name, p in module.named_parameters()}
         found.append({"output": torch.cat(outputs, 1)} | grads)
     agree(*found)
     output, h_n = layer(x)
-    loss = loss_of(output, *unpacked(h_n))
-    for state in unpacked(h_n):
+    loss = loss_of(output, *unpack(h_n))
+    for state in unpack(h_n):
         state.mul_(2)
     loss.backward()
     with pytest.raises(RuntimeError, match="inplace"):

@@ -14,8 +14,8 @@ from pararnn.errors import CellError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 MAKE = {
-    "stack": lambda **how: pararnn.ParaGRU(4, 6, **how),
-    "layer": lambda **how: pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6, **how),
+    "stack": lambda **options: pararnn.ParaGRU(4, 6, **options),
+    "layer": lambda **options: pararnn.RecurrentLayer(pararnn.GRUCell, 4, 6, **options),
 }
 
 
@@ -40,23 +40,23 @@ def _set(layer, **values):
 def _outputs(layer, x):
     first = x[:, 0]
     gates = torch.zeros(2, 3, 3, 6)
-    solved = pararnn.solve(layer.cell, gates + 0.1)[0]
-    return layer(x)[0], layer.step(first)[0], solved
+    states = pararnn.solve(layer.cell, gates + 0.1)[0]
+    return layer(x)[0], layer.step(first)[0], states
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_a_pruned_cell(make, pair):
     """The mask is applied by a pre-hook, to what has been loaded."""
     x = torch.randn(2, 9, 4)
-    how = dict(zip(("solver", "backend"), pair, strict=True))
-    trained, fresh = make(**how), make(**how)
-    for layer in (trained, fresh):
+    options = dict(zip(("solver", "backend"), pair, strict=True))
+    pruned_layer, fresh = make(**options), make(**options)
+    for layer in (pruned_layer, fresh):
         prune.identity(layer.cell, "a_z")
     with torch.no_grad():
-        trained.cell.a_z_orig.fill_(0.4)
-        trained.cell.a_z_mask[:4] = 0
-    fresh.load_state_dict(trained.state_dict())
-    right = _set(fresh, a_z=trained.cell.a_z_orig * trained.cell.a_z_mask)
+        pruned_layer.cell.a_z_orig.fill_(0.4)
+        pruned_layer.cell.a_z_mask[:4] = 0
+    fresh.load_state_dict(pruned_layer.state_dict())
+    right = _set(fresh, a_z=pruned_layer.cell.a_z_orig * pruned_layer.cell.a_z_mask)
     for got, want in zip(_outputs(fresh, x), _outputs(right, x), strict=True):
         assert torch.allclose(got, want, atol=1e-6)
     fresh(x)[0].sum().backward()
@@ -78,32 +78,32 @@ def test_weight_norm_of_a_cell(make):
     assert torch.allclose(layer.cell.a_r, value)
 
 
-def _halved(cell, given, params):
+def _halve(cell, inputs, params):
     return tuple((p * 16).round() / 16 for p in params)
 
 
 def test_a_forward_hook_gives_other_parameters(make):
     """As fake quantisation does."""
     x, layer = torch.randn(2, 9, 4), make(recompute_gates=True)
-    layer.cell.register_forward_hook(_halved)
+    layer.cell.register_forward_hook(_halve)
     cell = layer.cell
-    values = zip(("a_z", "a_r", "a_c"), _halved(cell, (), cell.lifted_params()), strict=True)
+    values = zip(("a_z", "a_r", "a_c"), _halve(cell, (), cell.lifted_params()), strict=True)
     for got, want in zip(_outputs(layer, x), _outputs(_set(layer, **dict(values)), x), strict=True):
         assert torch.allclose(got, want, atol=1e-6)
 
 
 def test_hooks_run_once_a_call(make):
-    layer, seen = make(recompute_gates=True), []
-    layer.cell.register_forward_pre_hook(lambda *_: seen.append("before"))
-    layer.cell.register_forward_hook(lambda *_: seen.append("after"))
-    layer.cell.register_full_backward_hook(lambda *_: seen.append("backward"))
+    layer, calls = make(recompute_gates=True), []
+    layer.cell.register_forward_pre_hook(lambda *_: calls.append("before"))
+    layer.cell.register_forward_hook(lambda *_: calls.append("after"))
+    layer.cell.register_full_backward_hook(lambda *_: calls.append("backward"))
     x = torch.randn(2, 9, 4, requires_grad=True)
     layer(x)[0].sum().backward()
-    assert seen == ["before", "after", "backward"]
-    seen.clear()
+    assert calls == ["before", "after", "backward"]
+    calls.clear()
     with torch.no_grad():
         layer.step(x[:, 0])
-    assert seen == ["before", "after"]
+    assert calls == ["before", "after"]
 
 
 WRONG = {
@@ -146,13 +146,13 @@ def test_offloading(make):
 def test_compiled_and_exported(grad):
     layer, x = MAKE["layer"](), torch.randn(2, 9, 4)
     prune.random_unstructured(layer.cell, "a_z", 3)
-    layer.cell.register_forward_hook(_halved)
+    layer.cell.register_forward_hook(_halve)
     right = layer(x)[0]
     with torch.set_grad_enabled(grad):
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)[0]
-        exported = torch.export.export(layer, (x,)).module()(x)[0]
-    assert torch.allclose(compiled, right, atol=1e-6)
-    assert torch.allclose(exported, right, atol=1e-6)
+        program = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)[0]
+        graph_module = torch.export.export(layer, (x,)).module()(x)[0]
+    assert torch.allclose(program, right, atol=1e-6)
+    assert torch.allclose(graph_module, right, atol=1e-6)
 
 
 def test_what_writes_into_computed_parameters_is_refused(make):
@@ -174,22 +174,22 @@ class _InPlace(nn.Module):
 
     def __init__(self, cell):
         super().__init__()
-        self.kept = cell
+        self.cell_of_module = cell
 
     def __getattr__(self, name):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.kept, name)
+            return getattr(self.cell_of_module, name)
 
 
 def test_hooks_on_what_stands_in_a_cells_place_are_refused():
-    layer, x, seen = MAKE["layer"](), torch.randn(2, 9, 4), []
+    layer, x, calls = MAKE["layer"](), torch.randn(2, 9, 4), []
     layer.cell = _InPlace(layer.cell)
-    layer.cell.itself.register_forward_pre_hook(lambda *_: seen.append(1))
+    layer.cell.itself.register_forward_pre_hook(lambda *_: calls.append(1))
     layer(x)
-    assert seen == [1]
-    layer.cell.register_forward_pre_hook(lambda *_: seen.append(2))
+    assert calls == [1]
+    layer.cell.register_forward_pre_hook(lambda *_: calls.append(2))
     with pytest.raises(TypeError, match=r"hooks on _InPlace.*layer.cell.itself"):
         layer(x)
 
@@ -206,7 +206,7 @@ def test_a_cell_that_gathers_its_parameters_for_its_call_alone():
     """What fully_shard does: they are gone when the solve reads them."""
     cell = pararnn.GRUCell(6)
 
-    def let_go(module, given, params):
+    def let_go(module, inputs, params):
         for param in params:
             param.untyped_storage().resize_(0)
 

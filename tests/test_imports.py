@@ -57,20 +57,20 @@ BLOCK = re.compile(r"(?<=<!-- flow -->\n\n```text\n).*?(?=```\n\n<!-- end flow -
 
 def _says(name):
     """A line of the docs: the module or folder, and the first line of its docstring."""
-    path, shown = ROOT / f"{name}.py", f"{name}.py"
+    path, label = ROOT / f"{name}.py", f"{name}.py"
     if not path.exists():
-        path, shown = ROOT / name / "__init__.py", f"{name}/"
+        path, label = ROOT / name / "__init__.py", f"{name}/"
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    return f"{shown:<21} {docstring.splitlines()[0]}\n"
+    return f"{label:<21} {docstring.splitlines()[0]}\n"
 
 
 def test_the_docs_show_the_flow():
     """Rewrite them with PARARNN_WRITE_GOLDENS=1, and read the difference."""
-    expected = "".join(_says(name) for names in FLOW for name in names)
+    reference = "".join(_says(name) for names in FLOW for name in names)
     text = SHOWN.read_text(encoding="utf-8")
     if os.environ.get("PARARNN_WRITE_GOLDENS"):
-        SHOWN.write_text(BLOCK.sub(lambda _: expected, text), encoding="utf-8")
-    assert BLOCK.findall(SHOWN.read_text(encoding="utf-8")) == [expected]
+        SHOWN.write_text(BLOCK.sub(lambda _: reference, text), encoding="utf-8")
+    assert BLOCK.findall(SHOWN.read_text(encoding="utf-8")) == [reference]
 
 
 def _imports(path):
@@ -88,7 +88,7 @@ def test_imports_point_one_way():
         inner = "/".join(parts[:2])
         return inner if inner in row_of else parts[0]
 
-    seen = set()
+    modules = set()
     for path in ROOT.rglob("*.py"):
         if path.name == "__init__.py" and not list(_imports(path)):
             continue
@@ -96,20 +96,20 @@ def test_imports_point_one_way():
         if own == "__init__":
             continue
         assert own in row_of, f"{path}: say in FLOW where {own} belongs"
-        seen.add(own)
+        modules.add(own)
         for module in _imports(path):
             parts = module.split(".")
             if parts[0] != "pararnn" or len(parts) == 1:
                 continue
             if (other := place(parts[1:])) != own:
                 assert row_of[other] < row_of[own], f"{path} imports {module}, further down"
-    assert seen == set(row_of)
+    assert modules == set(row_of)
 
 
 def _run(code):
-    done = run_fresh(code)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    result = run_fresh(code)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 def test_optional_packages_stay_out():
@@ -154,12 +154,12 @@ COMPILED = ["engines", "op", "solve", "scan", "layers", "lm", "tasks/models", "s
 NOT_TRACED = {"Choice.pair"}
 
 
-def _compiled():
+def _compiled_trees():
     for name in COMPILED:
-        found = (
+        trees = (
             [ROOT / f"{name}.py"] if (ROOT / f"{name}.py").exists() else (ROOT / name).rglob("*.py")
         )
-        for path in found:
+        for path in trees:
             yield from ast.walk(ast.parse(path.read_text(encoding="utf-8")))
 
 
@@ -169,7 +169,7 @@ def test_compiled_code_has_nothing_that_older_compilers_take_wrongly():
     torch.compiler.is_exporting() is true everywhere. Its source is checked, as `make test` has a
     newer one: the workflow's job with PyTorch 2.9.1 runs it."""
     properties, zips, exporting = set(), [], []
-    for node in _compiled():
+    for node in _compiled_trees():
         if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
             own = [part for part in node.body if isinstance(part, ast.FunctionDef)]
             properties |= {

@@ -73,15 +73,15 @@ class Other(Leaky):
         return gate.f * super().step(state, gate, param)
 
 
-def _record(dtype=torch.float32, batch=BATCH, steps=STEPS, spread=1, wide=True, **options):
+def _record(dtype=torch.float32, batch=BATCH, steps=STEPS, gate_stride=1, wide=True, **options):
     torch.manual_seed(0)
     cell = Leaky(CHANNELS)
-    gates = torch.randn(batch, steps, 3 * spread, CHANNELS)[:, :, ::spread].to(dtype)
+    gates = torch.randn(batch, steps, 3 * gate_stride, CHANNELS)[:, :, ::gate_stride].to(dtype)
     field = torch.rand(batch, steps, CHANNELS) if wide else torch.rand(batch, steps)
     return prepare(cell, gates, fields={"f": field}, bias=torch.randn(3, CHANNELS), **options)
 
 
-def _shifted(record):
+def _shift(record):
     """Gates of which no 16 bytes are aligned."""
     gates = torch.empty(record.gates.numel() + 1)[1:].view(record.gates.shape)
     return replace(record, gates=gates.copy_(record.gates))
@@ -90,11 +90,11 @@ def _shifted(record):
 def _field_shifted(record):
     """The same of a field."""
     (field,) = record.fields
-    shifted = torch.empty(field.numel() + 1)[1:].view(field.shape)
-    return replace(record, fields=(shifted.copy_(field),))
+    copy = torch.empty(field.numel() + 1)[1:].view(field.shape)
+    return replace(record, fields=(copy.copy_(field),))
 
 
-def _halved(record):
+def _halve(record):
     """All weights of another dtype."""
     params = tuple(p.bfloat16() for p in record.params)
     return replace(record, bias=record.bias.bfloat16(), params=params)
@@ -115,17 +115,17 @@ COMMON = {
     "solver": ("sequential", PLAIN),
     "dtype": ("newton", _record(torch.float64)),
     "shape": ("newton", _record(batch=1)),
-    "strides": ("newton", _record(spread=2)),
+    "strides": ("newton", _record(gate_stride=2)),
     "fields": ("newton", _record(wide=False)),
     "reverse": ("newton", _record(reverse=True)),
     "split": ("newton", PLAIN.with_options(segments=7, burn_in=3)),
     "initial": ("newton", replace(PLAIN, initial=(torch.zeros(BATCH, CHANNELS),))),
 }
 CUDA = COMMON | {
-    "chunk": ("newton", _shifted(PLAIN)),
+    "chunk": ("newton", _shift(PLAIN)),
     "field chunk": ("newton", _field_shifted(PLAIN)),
     "events": ("newton", _record(reset=torch.zeros(BATCH, STEPS, dtype=torch.bool))),
-    "weight dtype": ("newton", _halved(PLAIN)),
+    "weight dtype": ("newton", _halve(PLAIN)),
 }
 
 
@@ -178,21 +178,19 @@ def test_signatures_differ_by_device_gradients_negation_and_options():
 
 def test_backward_launches_depend_on_the_layout_of_gradients():
     gates = torch.empty_like(PLAIN.gates)
-    spread = gates.new_empty(BATCH, STEPS, 3, 2 * CHANNELS)[..., ::2]
+    wide = gates.new_empty(BATCH, STEPS, 3, 2 * CHANNELS)[..., ::2]
     states = [gates.new_empty(BATCH, STEPS, CHANNELS)]
     rows = gates.new_empty(BATCH, 2 * STEPS, CHANNELS)[:, :STEPS]
     one_value = gates.new_empty(1, 1, CHANNELS).expand(BATCH, STEPS, -1)
-    unaligned = gates.new_empty(BATCH * STEPS * CHANNELS + 1)[1:].view(BATCH, STEPS, CHANNELS)
+    view = gates.new_empty(BATCH * STEPS * CHANNELS + 1)[1:].view(BATCH, STEPS, CHANNELS)
     each = [
         Adjoint(gates, states, states),
         Adjoint(gates, states, [one_value]),
         Adjoint(gates, states, [rows]),
         Adjoint(gates, states, [None]),
     ]
-    cpu = [_cpu(PLAIN, adjoint=adjoint) for adjoint in (*each[:3], Adjoint(spread, states, states))]
-    cuda = [
-        _cuda(PLAIN, adjoint=adjoint) for adjoint in (*each, Adjoint(gates, states, [unaligned]))
-    ]
+    cpu = [_cpu(PLAIN, adjoint=adjoint) for adjoint in (*each[:3], Adjoint(wide, states, states))]
+    cuda = [_cuda(PLAIN, adjoint=adjoint) for adjoint in (*each, Adjoint(gates, states, [view]))]
     for launches in (cpu, cuda):
         assert not any(a == b for i, a in enumerate(launches) for b in launches[:i])
 
@@ -212,11 +210,11 @@ def test_gradients_arrive_in_any_layout_one_after_the_other(emulated, monkeypatc
         wide[:1, :1, :8].expand(2, 20, 8),
     ]
     for grad in layouts:
-        found = []
+        results = []
         for backend in ("fused", "torch"):
             states, _ = pararnn.solve(cell, gates, solver="sequential", backend=backend)
-            found.append(torch.autograd.grad(states, [gates, *cell.parameters()], grad))
-        for mine, plain in zip(*found, strict=True):
+            results.append(torch.autograd.grad(states, [gates, *cell.parameters()], grad))
+        for mine, plain in zip(*results, strict=True):
             torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
 
 
@@ -224,12 +222,12 @@ def test_a_gradient_that_arrives_unaligned_is_copied_in_small_pieces(monkeypatch
     install(gpu(), monkeypatch)
     chunks, real = [], fused_cuda.make_launch
 
-    def recorded(gpu, solver, program, weights, layouts, *call):
+    def record(gpu, solver, program, weights, layouts, *call):
         if layouts.adjoint_chunk is not None:
             chunks.append(layouts.adjoint_chunk)
         return real(gpu, solver, program, weights, layouts, *call)
 
-    monkeypatch.setattr(fused_cuda, "make_launch", recorded)
+    monkeypatch.setattr(fused_cuda, "make_launch", record)
     cell, gates = pararnn.GRUCell(8), torch.randn(2, 20, 3, 8, requires_grad=True)
     for first in (0, 1):
         states, _ = pararnn.solve(cell, gates, solver="sequential", backend="fused")
@@ -244,13 +242,13 @@ def test_launches_hold_no_tensors():
     output, final = layer(x)
     output.sum().backward()
     tensors = [x, output, final, *layer.parameters(), *(p.grad for p in layer.parameters())]
-    seen = [weakref.ref(tensor) for tensor in tensors]
+    references = [weakref.ref(tensor) for tensor in tensors]
     del x, output, final, tensors, layer
     gc.collect()
-    assert not any(ref() is not None for ref in seen)
+    assert not any(ref() is not None for ref in references)
 
 
-def _replaced(layer):
+def _replace_parameters(layer):
     layer.cell.a_z = torch.nn.Parameter(torch.full_like(layer.cell.a_z, 0.5))
     layer.bias = torch.nn.Parameter(torch.ones_like(layer.bias))
 
@@ -260,7 +258,7 @@ def _another_backend(layer):
 
 
 CHANGES = {
-    "parameters": _replaced,
+    "parameters": _replace_parameters,
     "dtype": lambda layer: layer.double(),
     "backend": _another_backend,
     "frozen": lambda layer: layer.cell.a_r.requires_grad_(False),
@@ -279,31 +277,31 @@ def test_a_layer_that_changes_runs_as_a_new_one(change):
 
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, 8, 8)
     new = copy.deepcopy(layer)
-    before = results(layer)
+    early = results(layer)
     change(layer)
     change(new)
     SIGNATURES.clear()
-    expected = results(new)
-    after = results(layer)
-    assert after[0] == expected[0]
-    assert len(after[1]) == len(expected[1])
-    assert all(torch.equal(a, b) for a, b in zip(after[1], expected[1], strict=True))
+    reference = results(new)
+    late = results(layer)
+    assert late[0] == reference[0]
+    assert len(late[1]) == len(reference[1])
+    assert all(torch.equal(a, b) for a, b in zip(late[1], reference[1], strict=True))
     same = [
-        a.shape == b.shape and torch.equal(a, b) for a, b in zip(before[1], after[1], strict=False)
+        a.shape == b.shape and torch.equal(a, b) for a, b in zip(early[1], late[1], strict=False)
     ]
-    assert not all(same) or len(before[1]) != len(after[1]) or before[0] != after[0]
+    assert not all(same) or len(early[1]) != len(late[1]) or early[0] != late[0]
 
 
 def test_threads_share_a_layer():
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, 8, 8)
     inputs = [torch.randn(1 + i % 3, 5 + i % 4, 8) for i in range(24)]
-    expected = [layer(x)[0].detach() for x in inputs]
+    reference = [layer(x)[0].detach() for x in inputs]
     wrong = []
 
     def run(own):
         for _ in range(20):
             for i in own:
-                if not torch.equal(layer(inputs[i])[0], expected[i]):
+                if not torch.equal(layer(inputs[i])[0], reference[i]):
                     wrong.append(i)
 
     threads = [threading.Thread(target=run, args=(range(k, 24, 4),)) for k in range(4)]

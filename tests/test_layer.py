@@ -30,9 +30,9 @@ def test_shapes_and_state_passing(name):
     assert {tuple(s.shape) for s in states} == {(3, 4, 8)}
     assert torch.allclose(states[0][-1], output[:, -1])
     half = {k: v[:, :5] for k, v in fields.items()}
-    rest = {k: v[:, 5:] for k, v in fields.items()}
+    others = {k: v[:, 5:] for k, v in fields.items()}
     first, middle = layer(x[:, :5], fields=half)
-    second, end = layer(x[:, 5:], middle, fields=rest)
+    second, end = layer(x[:, 5:], middle, fields=others)
     assert torch.allclose(torch.cat([first, second], 1), output, atol=1e-6)
     ends = end if isinstance(end, tuple) else (end,)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ends, states, strict=True))
@@ -76,13 +76,13 @@ def test_arguments_of_nn_gru():
 def test_argument_names_of_nn_gru():
     layer = pararnn.ParaLSTM(5, 7)
     x, h_0 = torch.randn(2, 9, 5), (torch.randn(1, 2, 7), torch.randn(1, 2, 7))
-    expected, one = layer(x, h_0)[0], layer.step(x[:, 0], h_0)[0]
-    assert torch.equal(layer(input=x, hx=h_0)[0], expected)
-    assert torch.equal(layer(x, hx=h_0)[0], expected)
+    reference, one = layer(x, h_0)[0], layer.step(x[:, 0], h_0)[0]
+    assert torch.equal(layer(input=x, hx=h_0)[0], reference)
+    assert torch.equal(layer(x, hx=h_0)[0], reference)
     assert torch.equal(layer.step(input=x[:, 0], hx=h_0)[0], one)
-    for given in ({"x": x, "input": x}, {"x": x, "h_0": h_0, "hx": h_0}):
+    for both_names in ({"x": x, "input": x}, {"x": x, "h_0": h_0, "hx": h_0}):
         with pytest.raises(TypeError, match="two names of one argument: give one of them"):
-            layer(**given)
+            layer(**both_names)
     with pytest.raises(TypeError, match="state and hx are two names"):
         layer.step(x[:, 0], h_0, hx=h_0)
     with pytest.raises(TypeError, match="ParaLSTM needs its input: x, or input by name"):
@@ -115,16 +115,16 @@ def test_final_states_keep_the_dtype(name):
     x = torch.randn(2, 9, 4)
     layer = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2, keep_dtype=True)
     head = nn.Linear(6, 1)
-    for run, given in ((layer, x), (layer.step, x[:, 0])):
+    for run, inputs in ((layer, x), (layer.step, x[:, 0])):
         with torch.autocast("cpu", torch.bfloat16):
-            output, h_n = run(given)
+            output, h_n = run(inputs)
         states = h_n if isinstance(h_n, tuple) else (h_n,)
         assert {output.dtype, *(s.dtype for s in states)} == {torch.bfloat16}
     layer, head = layer.to(torch.bfloat16), head.to(torch.bfloat16)
     wide = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2).to(torch.bfloat16)
     wide.load_state_dict(layer.state_dict())
-    (_, kept), (_, exact) = layer(x.bfloat16()), wide(x.bfloat16())
-    pairs = zip(*(s if isinstance(s, tuple) else (s,) for s in (kept, exact)), strict=True)
+    (_, state), (_, exact) = layer(x.bfloat16()), wide(x.bfloat16())
+    pairs = zip(*(s if isinstance(s, tuple) else (s,) for s in (state, exact)), strict=True)
     for short, long in pairs:
         assert long.dtype == torch.float32
         assert torch.equal(short, long.bfloat16())
@@ -172,10 +172,10 @@ def test_loading_a_state_dict_of_torch_nn_warns(prefix):
     layer = pararnn.ParaGRU(6, 8)
     model = nn.ModuleDict({"rnn": layer}) if prefix else layer
     for strict in (True, False):
-        raised = pytest.raises(RuntimeError, match="Missing key") if strict else nullcontext()
+        context = pytest.raises(RuntimeError, match="Missing key") if strict else nullcontext()
         with (
             pytest.warns(UserWarning, match=f"{prefix}weight_hh_l0 .* torch.nn: .*from the start"),
-            raised,
+            context,
         ):
             model.load_state_dict(old.state_dict(), strict=strict)
 
@@ -183,17 +183,17 @@ def test_loading_a_state_dict_of_torch_nn_warns(prefix):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_torch_script_raises():
     layer = pararnn.ParaGRU(4, 6)
-    for made in (nn.Sequential(nn.Linear(4, 4), layer), layer, layer.layers[0]):
+    for module in (nn.Sequential(nn.Linear(4, 4), layer), layer, layer.layers[0]):
         with pytest.raises(NotImplementedError, match=r"torch\.jit\.script is not supported: use"):
-            torch.jit.script(made)
+            torch.jit.script(module)
 
 
 def test_heads_are_block_diagonal():
     layer = pararnn.ParaGRU(6, 8, num_heads=2)
     x = torch.randn(2, 10, 6)
-    changed = x.clone()
-    changed[..., 3:] += 1  # the second head's input
-    a, b = layer(x)[0], layer(changed)[0]
+    other_input = x.clone()
+    other_input[..., 3:] += 1  # the second head's input
+    a, b = layer(x)[0], layer(other_input)[0]
     assert torch.equal(a[..., :4], b[..., :4])
     assert not torch.allclose(a[..., 4:], b[..., 4:])
 
@@ -205,8 +205,8 @@ def test_the_layer_is_projection_bias_and_cell():
     x = torch.randn(2, 10, 6, dtype=torch.float64)
     weight = layer.layers[0].proj.weight[0]
     gates = (x @ weight.T).unflatten(-1, (3, 8)) + layer.layers[0].bias
-    expected, _ = pararnn.solve(layer.cell, gates, solver="sequential")
-    assert torch.allclose(layer(x)[0], expected, atol=1e-13)
+    reference, _ = pararnn.solve(layer.cell, gates, solver="sequential")
+    assert torch.allclose(layer(x)[0], reference, atol=1e-13)
 
 
 @pytest.mark.parametrize("solver", ["sequential", "newton"])
@@ -237,9 +237,9 @@ def test_appendix_c_initialisation():
     assert weight.std().item() == pytest.approx(1 / math.sqrt(200), rel=0.02)
     assert not layer.layers[0].bias.any()
     assert layer.cell.a_z.std().item() == pytest.approx(1 / math.sqrt(600), rel=0.1)
-    before = weight.clone()
+    old_value = weight.clone()
     layer.reset_parameters()
-    assert not torch.equal(weight, before)
+    assert not torch.equal(weight, old_value)
 
 
 def test_clipping_after_each_step():
@@ -288,15 +288,15 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("made", COPIES.values(), ids=COPIES)
-def test_copies_of_an_optimizer_clip_their_own_layers(made):
+@pytest.mark.parametrize("copy_both", COPIES.values(), ids=COPIES)
+def test_copies_of_an_optimizer_clip_their_own_layers(copy_both):
     layer = pararnn.ParaGRU(3, 4)
     optimizer = torch.optim.SGD(layer.parameters(), lr=100.0)
     handle = pararnn.clip_after_step(optimizer, layer)
-    assert _largest_after_a_step(*made((layer, optimizer))) == 0.5
+    assert _largest_after_a_step(*copy_both((layer, optimizer))) == 0.5
     assert set(optimizer.state_dict()) == {"state", "param_groups"}
     handle.remove()
-    assert _largest_after_a_step(*made((layer, optimizer))) > 0.5
+    assert _largest_after_a_step(*copy_both((layer, optimizer))) > 0.5
 
 
 def test_clipping_after_the_steps_of_accelerate():
@@ -324,11 +324,11 @@ def test_a_bound_is_not_negative(bound):
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     with pytest.raises(ValueError, match="clipped to 0 or more, got"):
         pararnn.clip_after_step(optimizer, layer, to=bound)
-    before = layer.cell.a_z.clone()
+    old_value = layer.cell.a_z.clone()
     layer.recurrent_clip = bound
     with pytest.raises(ValueError, match="clipped to 0 or more, got"):
         layer.clip_recurrent()
-    assert torch.equal(layer.cell.a_z, before)
+    assert torch.equal(layer.cell.a_z, old_value)
 
 
 def test_only_recurrent_parameters_are_clipped():

@@ -45,7 +45,7 @@ def _states(layer, count):
     return tuple(parameter.new_empty(size).normal_() for _ in layer.cell.states)
 
 
-def _alone(layer, inputs, h_0):
+def _run_alone(layer, inputs, h_0):
     """The oracle: each sequence by itself through the loop in PyTorch."""
     plain = {"solver": "sequential", "backend": "torch"}
     runs = [layer(x, tuple(h[:, i] for h in h_0), **plain) for i, x in enumerate(inputs)]
@@ -56,9 +56,9 @@ def _alone(layer, inputs, h_0):
 def _check(layer, inputs, h_0, outputs, finals):
     """Outputs, final states and all gradients are the oracle's."""
     leaves = [*inputs, *h_0, *layer.parameters()]
-    expected, ends = _alone(layer, inputs, h_0)
+    reference, ends = _run_alone(layer, inputs, h_0)
     results = []
-    for given_outputs, given_finals in ((outputs, finals), (expected, ends)):
+    for given_outputs, given_finals in ((outputs, finals), (reference, ends)):
         loss = sum(o.sin().sum() for o in given_outputs) + sum(
             f.square().sum() for f in given_finals
         )
@@ -82,8 +82,8 @@ def test_bidirectional(device, pair):
     for index in range(2):
         both = []
         for part, flip in ((layer.layers[index], False), (layer.reverse_layers[index], True)):
-            seen = by_hand.flip(1) if flip else by_hand
-            gates = part.proj(seen).flatten(3) + part.bias
+            inputs_in_order = by_hand.flip(1) if flip else by_hand
+            gates = part.proj(inputs_in_order).flatten(3) + part.bias
             (h, _), final = pararnn.solve(part.cell, gates, solver="sequential", backend="torch")
             both.append(h.flip(1) if flip else h)
             finals.append(final)
@@ -102,14 +102,14 @@ def test_packed_sequence(device, pair, enforce_sorted, bidirectional):
     lengths = sorted(LENGTHS, reverse=True) if enforce_sorted else LENGTHS
     inputs = _leaves(*_inputs(device, lengths))
     h_0 = _leaves(*_states(layer, len(lengths)))
-    packed = pack_sequence(inputs, enforce_sorted=enforce_sorted)
-    output, finals = layer(packed, h_0, **pair)
+    sequence = pack_sequence(inputs, enforce_sorted=enforce_sorted)
+    output, finals = layer(sequence, h_0, **pair)
     assert isinstance(output, PackedSequence)
-    assert torch.equal(output.batch_sizes, packed.batch_sizes)
+    assert torch.equal(output.batch_sizes, sequence.batch_sizes)
     _check(layer, inputs, h_0, unpack_sequence(output), finals)
-    padded, sizes = pad_packed_sequence(output, batch_first=True)
+    full_rows, sizes = pad_packed_sequence(output, batch_first=True)
     assert sizes.tolist() == list(lengths)
-    assert padded.shape == (4, 7, 12 if bidirectional else 6)
+    assert full_rows.shape == (4, 7, 12 if bidirectional else 6)
 
 
 @settings(max_examples=25)
@@ -155,15 +155,15 @@ def test_lengths(device, pair, padding, lengths):
     assert torch.equal(by_list, output)
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_cu_seqlens(device, pair, batched):
+@pytest.mark.parametrize("with_batch", [True, False])
+def test_cu_seqlens(device, pair, with_batch):
     layer = _layer(device)
     inputs = _leaves(*_inputs(device))
     h_0 = _leaves(*_states(layer, 4))
     x = torch.cat(inputs)
     cuts = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
-    output, finals = layer(x.unsqueeze(0) if batched else x, h_0, cu_seqlens=cuts, **pair)
-    rows = output[0] if batched else output
+    output, finals = layer(x.unsqueeze(0) if with_batch else x, h_0, cu_seqlens=cuts, **pair)
+    rows = output[0] if with_batch else output
     _check(layer, inputs, h_0, rows.split(LENGTHS), finals)
 
 
@@ -174,17 +174,17 @@ def test_unbatched(device, pair):
         h_0 = tuple(h[:, 0] for h in _states(layer, 1))
         output, finals = layer(x, h_0, **pair)
         row = 0 if batch_first else 1
-        batched, ends = layer(x.unsqueeze(row), tuple(h.unsqueeze(1) for h in h_0), **pair)
+        with_batch, ends = layer(x.unsqueeze(row), tuple(h.unsqueeze(1) for h in h_0), **pair)
         assert output.shape == (9, 12)
-        assert torch.equal(output, batched.squeeze(row))
+        assert torch.equal(output, with_batch.squeeze(row))
         assert all(torch.equal(f, e.squeeze(1)) for f, e in zip(finals, ends, strict=True))
     one_way = _layer(device, bidirectional=False)
     state, outputs = None, []
     for step in x:
         y, state = one_way.step(step, state)
         outputs.append(y)
-    expected, last = one_way(x)
-    assert torch.allclose(torch.stack(outputs), expected, atol=1e-12)
+    reference, last = one_way(x)
+    assert torch.allclose(torch.stack(outputs), reference, atol=1e-12)
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(state, last, strict=True))
 
 
@@ -198,10 +198,10 @@ def test_chunks_equal_one_run(device, name):
     for part in torch.arange(30, device=device).split(11):
         output, state = layer(x[:, part], state, fields={k: v[:, part] for k, v in fields.items()})
         outputs.append(output)
-    chunked = torch.cat(outputs, 1)
-    assert torch.allclose(chunked, whole, atol=1e-12)
+    chunks = torch.cat(outputs, 1)
+    assert torch.allclose(chunks, whole, atol=1e-12)
     leaves = [x, *layer.parameters()]
-    grads = [torch.autograd.grad(o.sin().sum(), leaves) for o in (chunked, whole)]
+    grads = [torch.autograd.grad(o.sin().sum(), leaves) for o in (chunks, whole)]
     assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(*grads, strict=True))
 
 
@@ -225,13 +225,13 @@ def test_all_states(device, pair):
     assert torch.equal(states[2][1][:, -1], c_n[2])
     assert torch.equal(states[3][0][:, 0], h_n[3])
     plain = copy.deepcopy(layer)
-    _, _, expected = plain(x, all_states=True, solver="sequential", backend="torch")
-    losses = [sum((h * c).sum() for h, c in series) for series in (states, expected)]
+    _, _, reference = plain(x, all_states=True, solver="sequential", backend="torch")
+    losses = [sum((h * c).sum() for h, c in series) for series in (states, reference)]
     grads = [torch.autograd.grad(losses[0], list(layer.parameters()))]
     grads.append(torch.autograd.grad(losses[1], list(plain.parameters())))
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*grads, strict=True))
-    packed = pack_sequence(list(x))
-    _, _, series = layer(packed, all_states=True, **pair)
+    sequence = pack_sequence(list(x))
+    _, _, series = layer(sequence, all_states=True, **pair)
     assert torch.equal(unpack_sequence(series[1][1])[0], states[1][1][0])
 
 
@@ -240,22 +240,22 @@ def test_fields_and_resets(device, pair):
     inputs = _inputs(device)
     gaps = [torch.rand(len(x), dtype=x.dtype, device=device) for x in inputs]
     ends = [torch.rand(len(x), device=device) < 0.3 for x in inputs]
-    packed = {"enforce_sorted": False}
+    pack_options = {"enforce_sorted": False}
     output, _ = layer(
-        pack_sequence(inputs, **packed),
-        fields={"dt": pack_sequence(gaps, **packed)},
-        reset=pack_sequence(ends, **packed),
+        pack_sequence(inputs, **pack_options),
+        fields={"dt": pack_sequence(gaps, **pack_options)},
+        reset=pack_sequence(ends, **pack_options),
         **pair,
     )
     time_first = copy.deepcopy(layer)
     time_first.batch_first = False
     for x, gap, end, got in zip(inputs, gaps, ends, unpack_sequence(output), strict=True):
         plain = {"solver": "sequential", "backend": "torch"}
-        expected, _ = layer(x, fields={"dt": gap}, reset=end, **plain)
-        assert torch.allclose(got, expected, atol=1e-12)
+        reference, _ = layer(x, fields={"dt": gap}, reset=end, **plain)
+        assert torch.allclose(got, reference, atol=1e-12)
         rows = {"fields": {"dt": gap.unsqueeze(1)}, "reset": end.unsqueeze(1)}
         other, _ = time_first(x.unsqueeze(1), **rows, **pair)
-        assert torch.allclose(other.squeeze(1), expected, atol=1e-12)
+        assert torch.allclose(other.squeeze(1), reference, atol=1e-12)
     number, _ = layer(inputs[1], fields={"dt": 0.5}, **pair)
     full, _ = layer(inputs[1], fields={"dt": torch.full_like(gaps[1], 0.5)}, **pair)
     assert torch.equal(number, full)
@@ -283,10 +283,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_sequences(given, message):
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_sequences(arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        pararnn.ParaGRU(4, 6)(**given)
+        pararnn.ParaGRU(4, 6)(**arguments)
 
 
 def test_bidirectional_layers_do_not_decode():
@@ -303,9 +303,9 @@ def test_users_sequences(pair):
     initial = torch.randn(4, 6)
     output, final = layer(x, initial, sequences=Sequences(seq, 4))
     for row, begin, end, number in ((0, 2, 6, 1), (1, 0, 4, 2), (1, 4, 6, 3)):
-        alone = layer(x[row : row + 1, begin:end], initial[number : number + 1])
-        assert torch.allclose(output[row, begin:end], alone[0][0], atol=1e-6)
-        assert torch.allclose(final[number], alone[1][0], atol=1e-6)
+        single = layer(x[row : row + 1, begin:end], initial[number : number + 1])
+        assert torch.allclose(output[row, begin:end], single[0][0], atol=1e-6)
+        assert torch.allclose(final[number], single[1][0], atol=1e-6)
     assert not output[0, :2].any()
     assert torch.equal(final[0], initial[0])
 

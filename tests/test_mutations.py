@@ -21,11 +21,11 @@ def _oracle(name: str, dtype: torch.dtype, weights: float, loss_scale: float, le
     with torch.no_grad():
         for parameter in case.cell.recurrent_parameters():
             parameter.copy_(torch.randn_like(parameter) * weights)
-    how = {"loss_scale": loss_scale, **case.options}
-    return Oracle.of(case.cell, case.gates, case.initial, **how)
+    options = {"loss_scale": loss_scale, **case.options}
+    return Oracle.of(case.cell, case.gates, case.initial, **options)
 
 
-def _swapped(x: Tensor) -> Tensor:
+def _swap(x: Tensor) -> Tensor:
     """The channel of the largest entry, and its neighbour."""
     order = list(range(x.shape[-1]))
     one = int(x.abs().flatten(0, -2).amax(0).argmax()) if x.ndim > 1 else int(x.abs().argmax())
@@ -34,21 +34,21 @@ def _swapped(x: Tensor) -> Tensor:
     return x[..., order]
 
 
-def _dropped(x: Tensor) -> Tensor:
+def _drop(x: Tensor) -> Tensor:
     segment = x.shape[1] // 8
     out = x.clone()
     out[:, 4 * segment : 5 * segment] = 0
     return out
 
 
-def _nudged(x: Tensor) -> Tensor:
+def _nudge(x: Tensor) -> Tensor:
     """One step, that of the largest state, off by 16 epsilons of itself."""
     out, step = x.clone(), int(x.abs().amax((0, 2)).argmax())
     out[:, step] *= 1 + 16 * torch.finfo(x.dtype).eps
     return out
 
 
-def _shifted(x: Tensor) -> Tensor:
+def _shift(x: Tensor) -> Tensor:
     return x.roll(1, 1)
 
 
@@ -62,20 +62,20 @@ def _mutants(oracle: Oracle, factor: float):
     """(what was done to what, the run that has it); sums are scaled by `factor`."""
     run, cell = _sequential(oracle), oracle.trial.cell
     dtype = oracle.dtype
-    whole = {"zeroed": torch.zeros_like, "swapped": _swapped}
-    steps = {"shifted": _shifted, "dropped": _dropped}
+    whole = {"zeroed": torch.zeros_like, "swapped": _swap}
+    steps = {"shifted": _shift, "dropped": _drop}
     grads = {"gates": {**whole, **steps, "scaled": lambda x: x * SCALED[dtype]}}
     for name in (f"initial {cell.states[0]}", next(iter(cell.params))):
         grads[name] = {**whole, "scaled": lambda x: x * factor}
-    states = {"nudged": _nudged, "shifted": _shifted, "swapped": _swapped}
+    states = {"nudged": _nudge, "shifted": _shift, "swapped": _swap}
     for name, kinds in grads.items():
         for kind, change in kinds.items():
-            changed = {**run.grads, name: change(run.grads[name])}
-            yield f"grad {name} {kind}", Run(run.values, changed, run.info)
+            mutant = {**run.grads, name: change(run.grads[name])}
+            yield f"grad {name} {kind}", Run(run.values, mutant, run.info)
     for kind, change in states.items():
         name = cell.states[0]
-        changed = {**run.values, name: change(run.values[name])}
-        yield f"{name} {kind}", Run(changed, run.grads, run.info)
+        mutant = {**run.values, name: change(run.values[name])}
+        yield f"{name} {kind}", Run(mutant, run.grads, run.info)
 
 
 def _survivors(oracle: Oracle, factor: float | None = None) -> list[str]:
@@ -128,7 +128,7 @@ class Small(pararnn.Cell):
 @pytest.mark.parametrize("power", [-20, -80, 60])
 def test_units_change_nothing(power):
     """Neither a state's nor the loss's, in powers of two; and mutants fail in any."""
-    found = []
+    numbers = []
     for exponent in (0, power):
         torch.manual_seed(0)
         cell, unit = Small(8, unit=2.0**exponent), 2.0**exponent
@@ -136,8 +136,8 @@ def test_units_change_nothing(power):
         oracle = Oracle.of(cell, gates, start, loss_scale=1 / unit)
         assert not _survivors(oracle)
         checks = oracle.judge(_sequential(oracle)).checks
-        found.append([number for check in checks for number in (check.error, check.limit)])
-    assert found[0] == pytest.approx(found[1], rel=1e-3)
+        numbers.append([number for check in checks for number in (check.error, check.limit)])
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-3)
 
 
 def test_a_small_state_beside_a_large_one():
@@ -153,5 +153,5 @@ def test_a_small_state_beside_a_large_one():
     oracle = Oracle.of(Two(4), torch.randn(2, LENGTH, 2, 4))
     run = _sequential(oracle)
     wrong = run.values | {"small": run.values["small"] * (1 + 1e-3 * torch.randn(2, LENGTH, 4))}
-    failed = [c.name for c in oracle.judge(run._replace(values=wrong)).checks if not c.passed]
-    assert failed[:2] == ["defect in epsilons", "small"]
+    failures = [c.name for c in oracle.judge(run._replace(values=wrong)).checks if not c.passed]
+    assert failures[:2] == ["defect in epsilons", "small"]

@@ -38,11 +38,11 @@ def test_hard_columns_do_not_disturb_the_others():
     with torch.no_grad():
         for parameter in case.cell.recurrent_parameters():
             parameter[3] = 9.0
-    mixed = newton(_system(case))
+    result = newton(_system(case))
     keep = [d for d in range(12) if d != 3]
-    assert torch.allclose(mixed.states[..., keep], easy[..., keep], atol=1e-13)
+    assert torch.allclose(result.states[..., keep], easy[..., keep], atol=1e-13)
     loop = unroll(_system(case))
-    assert torch.allclose(mixed.states[..., keep], loop[..., keep], atol=1e-13)
+    assert torch.allclose(result.states[..., keep], loop[..., keep], atol=1e-13)
 
 
 def test_the_budget_bounds_the_work(monkeypatch):
@@ -79,8 +79,8 @@ class Grouped(pararnn.Cell):
     structure = "dense"
 
     def step(self, state, gate, param):
-        mixed = state.h.unflatten(-1, (-1, 4)) @ param.A[:4, :4]
-        h = torch.tanh(gate.x + mixed.flatten(-2) + state.c)
+        product = state.h.unflatten(-1, (-1, 4)) @ param.A[:4, :4]
+        h = torch.tanh(gate.x + product.flatten(-2) + state.c)
         return h, 0.5 * state.c + gate.z * h
 
 
@@ -96,8 +96,8 @@ def test_columns_round_trip(shape):
     part = APART.take(whole, mask)
     assert part.shape == (1, *shape[1:-1], int(mask.sum()))
     assert torch.equal(APART.put(whole, mask, part), whole)
-    zeroed = APART.put(whole, mask, torch.zeros_like(part))
-    assert torch.equal(zeroed == 0, mask.reshape(3, *[1] * (len(shape) - 2), 5).expand(shape))
+    zeros = APART.put(whole, mask, torch.zeros_like(part))
+    assert torch.equal(zeros == 0, mask.reshape(3, *[1] * (len(shape) - 2), 5).expand(shape))
     rows = torch.tensor([True, False, True])
     assert torch.equal(TOGETHER.put(whole, rows, TOGETHER.take(whole, rows)), whole)
 
@@ -108,9 +108,9 @@ def test_columns_round_trip(shape):
 def test_the_largest_so_far_is_a_loops(part, channels, length):
     torch.manual_seed(0)
     x = torch.rand(2, length, 3, 4)
-    apart = None if part is None else torch.rand(2, length, 1, channels) < part
-    expected = x.clone()
+    cuts = None if part is None else torch.rand(2, length, 1, channels) < part
+    reference = x.clone()
     for t in range(1, length):
-        further = torch.maximum(expected[:, t - 1], x[:, t])
-        expected[:, t] = further if apart is None else further.where(~apart[:, t], x[:, t])
-    assert torch.equal(running_max(x, apart), expected)
+        further = torch.maximum(reference[:, t - 1], x[:, t])
+        reference[:, t] = further if cuts is None else further.where(~cuts[:, t], x[:, t])
+    assert torch.equal(running_max(x, cuts), reference)

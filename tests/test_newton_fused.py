@@ -70,10 +70,10 @@ def test_non_finite_inputs(value):
     case.gates[0, 140, 0, 2] = value
     case.gates[1, 250, 1, 3] = value
     runs = []
-    for how in (HOW, LOOP):
+    for options in (HOW, LOOP):
         gates = case.gates.clone().requires_grad_()
         with cut(6):
-            (h, c), final = pararnn.solve(case.cell, gates, case.initial, **case.options, **how)
+            (h, c), final = pararnn.solve(case.cell, gates, case.initial, **case.options, **options)
         (grad,) = torch.autograd.grad(h.sum() + c.sum(), gates)
         runs.append((h, c, *final, grad))
     for mine, loop in zip(*runs, strict=True):
@@ -97,10 +97,10 @@ def test_products_that_overflow():
     gates[:, 150, 0] = 0.0
     gates[:, 180:, 0].clamp_(-0.9, 0.9)
     runs = []
-    for how in (HOW, LOOP):
+    for options in (HOW, LOOP):
         leaf = gates.clone().requires_grad_()
         with cut(5, 0):
-            states, _ = pararnn.solve(cell, leaf, **how)
+            states, _ = pararnn.solve(cell, leaf, **options)
         runs.append((states, *torch.autograd.grad(states[:, 181:].sum(), leaf)))
     for mine, loop in zip(*runs, strict=True):
         assert torch.equal(mine.isfinite(), loop.isfinite())

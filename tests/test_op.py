@@ -39,19 +39,19 @@ def test_forward_mode(case, pair):
     tangent = torch.randn_like(case.gates)
     with pytest.raises(NotImplementedError, match=r"forward-mode.*solver='sequential'"):
         torch.func.jvp(lambda g: _loss(case, g, pair), (case.gates,), (tangent,))
-    _, pushed = torch.func.jvp(lambda g: _loss(case, g, PLAIN), (case.gates,), (tangent,))
+    _, tangents = torch.func.jvp(lambda g: _loss(case, g, PLAIN), (case.gates,), (tangent,))
     gates = case.gates.clone().requires_grad_()
     (grad,) = torch.autograd.grad(_loss(case, gates, pair), gates)
-    assert torch.allclose(pushed, (grad * tangent).sum(), rtol=1e-10)
+    assert torch.allclose(tangents, (grad * tangent).sum(), rtol=1e-10)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_vmap(case, pair, heads):
     many = torch.randn(3, *case.gates.shape, dtype=torch.float64)
     many = many.unflatten(-1, (heads, -1)) if heads > 1 else many
-    mapped = torch.func.vmap(lambda g: _loss(case, g, pair))(many)
+    outputs = torch.func.vmap(lambda g: _loss(case, g, pair))(many)
     single = torch.stack([_loss(case, g, pair) for g in many])
-    assert torch.allclose(mapped, single, rtol=1e-11)
+    assert torch.allclose(outputs, single, rtol=1e-11)
     with pytest.raises(NotImplementedError, match=r"vmap.*gradient.*solver='sequential'"):
         torch.func.vmap(torch.func.grad(lambda g: _loss(case, g, pair)))(many)
 
@@ -59,8 +59,8 @@ def test_vmap(case, pair, heads):
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_several_gradients_at_once(case, pair, create_graph):
     """By torch.autograd.grad, as jacobian(vectorize=True) does, and by vmap around it."""
-    gates, asked = case.gates.requires_grad_(), {"solver": pair[0], "backend": pair[1]}
-    (h, _), _ = pararnn.solve(case.cell, gates, case.initial, **asked)
+    gates, pair_options = case.gates.requires_grad_(), {"solver": pair[0], "backend": pair[1]}
+    (h, _), _ = pararnn.solve(case.cell, gates, case.initial, **pair_options)
     many, options = torch.randn(3, *h.shape, dtype=h.dtype), {"create_graph": create_graph}
     with pytest.raises(NotImplementedError, match=r"vmap.*gradient.*solver='sequential'"):
         torch.autograd.grad(h, gates, many, is_grads_batched=True, **options)
@@ -74,7 +74,7 @@ def test_vmap_over_weights(name, pair):
     cell_class = pararnn.CELLS[name]
     options = {"num_heads": 2, "solver": pair[0], "backend": pair[1], "dtype": torch.float64}
     layers = [pararnn.RecurrentLayer(cell_class, 4, 6, **options) for _ in range(3)]
-    stacked, _ = torch.func.stack_module_state(layers)
+    stack, _ = torch.func.stack_module_state(layers)
     x = torch.randn(3, 2, 15, 4, dtype=torch.float64)
     start = tuple(torch.randn(2, 6, dtype=torch.float64) for _ in cell_class.states)
     start = start if len(start) > 1 else start[0]
@@ -85,25 +85,25 @@ def test_vmap_over_weights(name, pair):
         output, final = call(layer, weights, (rows, start), {"fields": fields})
         return (output * output.cos()).sum() + torch.stack(tuple(final)).square().sum()
 
-    losses = torch.func.vmap(lambda weights, rows: loss(layers[0], weights, rows))(stacked, x)
+    losses = torch.func.vmap(lambda weights, rows: loss(layers[0], weights, rows))(stack, x)
     losses.sum().backward()
     for index, layer in enumerate(layers):
-        alone = loss(layer, dict(layer.named_parameters()), x[index])
-        alone.backward()
-        assert torch.allclose(losses[index], alone, rtol=1e-12)
+        single = loss(layer, dict(layer.named_parameters()), x[index])
+        single.backward()
+        assert torch.allclose(losses[index], single, rtol=1e-12)
         for key, weight in layer.named_parameters():
-            assert torch.allclose(stacked[key].grad[index], weight.grad, rtol=1e-9), key
+            assert torch.allclose(stack[key].grad[index], weight.grad, rtol=1e-9), key
 
 
 def test_vmap_says_what_it_cannot():
     dense = make_case(pararnn.DenseGRUCell, torch.float64, 6, "initial")
-    asked = {"solver": "newton", "backend": "torch"}
+    options = {"solver": "newton", "backend": "torch"}
     with pytest.raises(NotImplementedError, match=r"mixes channels.*solver='sequential'"):
-        torch.func.vmap(lambda g: pararnn.solve(dense.cell, g, **asked)[0])(dense.gates[None])
+        torch.func.vmap(lambda g: pararnn.solve(dense.cell, g, **options)[0])(dense.gates[None])
     cell, gates = pararnn.GRUCell(4), torch.randn(2, 1, 6, 3, 4)
     starts = torch.zeros(2, 1, 6, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match=r"sequences start.*solver='sequential'"):
-        torch.func.vmap(lambda g, r: pararnn.solve(cell, g, reset=r, **asked)[0])(gates, starts)
+        torch.func.vmap(lambda g, r: pararnn.solve(cell, g, reset=r, **options)[0])(gates, starts)
 
 
 def test_func_grad(case, pair):
@@ -128,9 +128,9 @@ def test_compile_fullgraph(name, solver):
         final = final if isinstance(final, torch.Tensor) else final[1]
         return (states * 3).sin().sum() + final.sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    program = torch.compile(loss, fullgraph=True, backend="aot_eager")
     results = []
-    for function in (loss, compiled):
+    for function in (loss, program):
         gates = case.gates.clone().requires_grad_()
         value = function(gates, case.options["reset"])
         results.append((value, *torch.autograd.grad(value, [gates, *case.cell.parameters()])))
@@ -140,14 +140,14 @@ def test_compile_fullgraph(name, solver):
 
 @pytest.mark.parametrize("pair", [("auto", "auto"), *PAIRS], ids="-".join)
 def test_compile_a_whole_layer(pair):
-    how = {"solver": pair[0], "backend": pair[1], "dtype": torch.float64}
-    layer = pararnn.ParaGRU(4, 6, num_layers=2, **how)
+    options = {"solver": pair[0], "backend": pair[1], "dtype": torch.float64}
+    layer = pararnn.ParaGRU(4, 6, num_layers=2, **options)
     # The plain loop is compiled step by step.
     x = torch.randn(2, 3 if pair == PLAIN else 20, 4, dtype=torch.float64)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    output, h_n = compiled(x)
-    expected, last = layer(x)
-    assert torch.allclose(output, expected, atol=1e-12)
+    program = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    output, h_n = program(x)
+    reference, last = layer(x)
+    assert torch.allclose(output, reference, atol=1e-12)
     assert torch.allclose(h_n, last, atol=1e-12)
 
 
@@ -169,17 +169,17 @@ def test_ops_pass_pytorchs_own_checks(case, pair):
     params = [p.detach() for p in case.cell.lifted_params(torch.float64)]
     sequences = len(case.initial[0])
     inputs = (program.key, *pair, case.gates, None, [], params, list(case.initial), sequences)
-    rest = (None, None, False, None, None)
+    others = (None, None, False, None, None)
     torch.library.opcheck(
         torch.ops.pararnn.forward.default,
-        (*inputs, *rest, "warn"),
+        (*inputs, *others, "warn"),
         test_utils=("test_schema", "test_faketensor"),
     )
-    states, final, _ = torch.ops.pararnn.forward(*inputs, *rest, "warn")
+    states, final, _ = torch.ops.pararnn.forward(*inputs, *others, "warn")
     grads, wanted = [torch.randn_like(s) for s in states], ["gates", "params"]
     torch.library.opcheck(
         torch.ops.pararnn.backward.default,
-        (states, [grads[0], None], [None, torch.randn_like(final[1])], wanted, *inputs, *rest),
+        (states, [grads[0], None], [None, torch.randn_like(final[1])], wanted, *inputs, *others),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -194,35 +194,35 @@ def test_autocast_leaves_the_solve_alone():
 
 
 def test_inference_modes(case, pair):
-    how = {"solver": pair[0], "backend": pair[1]}
-    expected, _ = pararnn.solve(case.cell, case.gates, **how)
+    options = {"solver": pair[0], "backend": pair[1]}
+    reference, _ = pararnn.solve(case.cell, case.gates, **options)
     with torch.no_grad():
-        assert torch.equal(pararnn.solve(case.cell, case.gates, **how)[0][0], expected[0])
+        assert torch.equal(pararnn.solve(case.cell, case.gates, **options)[0][0], reference[0])
     with torch.inference_mode():
-        assert torch.equal(pararnn.solve(case.cell, case.gates, **how)[0][0], expected[0])
+        assert torch.equal(pararnn.solve(case.cell, case.gates, **options)[0][0], reference[0])
 
 
-def _traced(layer, *given):
+def _trace(layer, *inputs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.jit.trace(layer, given, check_trace=False)
+        return torch.jit.trace(layer, inputs, check_trace=False)
 
 
-@pytest.mark.parametrize("given", ["x", "states"])
-def test_a_trace_holds_for_its_batch(pair, given):
+@pytest.mark.parametrize("argument", ["x", "states"])
+def test_a_trace_holds_for_its_batch(pair, argument):
     """It keeps the number of rows, by which kernels would read and write beyond their memory."""
     layer = pararnn.ParaLSTM(4, 6, solver=pair[0], backend=pair[1])
 
     def inputs(batch, steps):
         states = tuple(torch.randn(1, batch, 6) for _ in range(2))
-        return torch.randn(batch, steps, 4), *((states,) if given == "states" else ())
+        return torch.randn(batch, steps, 4), *((states,) if argument == "states" else ())
 
-    traced = _traced(layer, *inputs(2, 9))
+    trace = _trace(layer, *inputs(2, 9))
     x = inputs(2, 9)
-    assert torch.equal(traced(*x)[0], layer(*x)[0])
+    assert torch.equal(trace(*x)[0], layer(*x)[0])
     for batch in (1, 3, 40):
         with pytest.raises(RuntimeError, match=r"torch.jit.trace keeps the batch"):
-            traced(*inputs(batch, 9))
+            trace(*inputs(batch, 9))
 
 
 class _Lengths(torch.nn.Module):
@@ -236,12 +236,12 @@ class _Lengths(torch.nn.Module):
 
 def test_a_trace_with_lengths_holds_for_its_batch(pair):
     module = _Lengths(pararnn.ParaGRU(4, 6, solver=pair[0], backend=pair[1]))
-    traced = _traced(module, torch.randn(2, 9, 4), torch.tensor([9, 4]))
+    trace = _trace(module, torch.randn(2, 9, 4), torch.tensor([9, 4]))
     x, lengths = torch.randn(2, 9, 4), torch.tensor([2, 9])
-    assert torch.equal(traced(x, lengths)[0], module(x, lengths)[0])
+    assert torch.equal(trace(x, lengths)[0], module(x, lengths)[0])
     for batch in (3, 40):
         with pytest.raises(RuntimeError, match="numbers of sequences must be below 2"):
-            traced(torch.randn(batch, 9, 4), torch.full((batch,), 3))
+            trace(torch.randn(batch, 9, 4), torch.full((batch,), 3))
 
 
 def _record(**changes):
@@ -298,13 +298,13 @@ def test_a_bias_elsewhere_is_refused():
         layer(torch.randn(2, 9, 4))
 
 
-@pytest.mark.parametrize("kept", [torch.Tensor.bfloat16, lambda tensor: tensor[:1]])
-def test_saved_tensors_that_hooks_have_changed_are_refused(pair, kept):
+@pytest.mark.parametrize("compress", [torch.Tensor.bfloat16, lambda tensor: tensor[:1]])
+def test_saved_tensors_that_hooks_have_changed_are_refused(pair, compress):
     """By a hook that compresses what is kept and does not restore it."""
     layer = pararnn.RecurrentLayer(pararnn.LSTMCell, 4, 6, solver=pair[0], backend=pair[1])
 
     def pack(tensor):
-        return kept(tensor) if tensor.shape == (2, 9, 6) else tensor
+        return compress(tensor) if tensor.shape == (2, 9, 6) else tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output, _ = layer(torch.randn(2, 9, 4))

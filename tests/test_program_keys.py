@@ -11,11 +11,11 @@ from changing_cells import (
     Global,
     X,
     agree,
-    expected,
     layer_of,
-    restored,
+    restore,
     results,
-    structured,
+    states_by_leak,
+    with_structure,
 )
 
 import pararnn
@@ -34,26 +34,26 @@ PAIRS = [("newton", "torch"), ("sequential", "torch"), ("sequential", "fused")]
 )
 def test_what_a_step_reads_is_followed(what, structure):
     cls, change = CHANGES[what]
-    kind = structured(cls, structure)
+    kind = with_structure(cls, structure)
     pair = ("sequential", "torch") if structure == "sequential" else ("newton", "torch")
     try:
         layer = layer_of(kind, pair)
-        agree(results(layer), expected(0.9))
+        agree(results(layer), states_by_leak(0.9))
         first = pararnn.program_of(layer.cell)
         begun = layer(X)[0]
         change()
-        agree(results(layer), expected(0.1))
-        agree(results(layer_of(kind, pair)), expected(0.1))
+        agree(results(layer), states_by_leak(0.1))
+        agree(results(layer_of(kind, pair)), states_by_leak(0.1))
         assert pararnn.verify(layer, X).passed
         changed = pararnn.program_of(layer.cell)
         assert changed is not first
         assert pararnn.program_of(layer.cell) is changed
         # A backward pass after the change is that of its forward pass.
         grads = torch.autograd.grad(begun.square().sum(), list(layer.parameters()))
-        agree(grads, expected(0.9)[1:-1])
+        agree(grads, states_by_leak(0.9)[1:-1])
     finally:
-        restored(cls)
-    agree(results(layer), expected(0.9))
+        restore(cls)
+    agree(results(layer), states_by_leak(0.9))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -62,11 +62,11 @@ def test_engines_take_the_new_program(pair):
         layer = layer_of(Global, pair)
         results(layer)
         changing_cells.LEAK = 0.1
-        agree(results(layer), expected(0.1))
+        agree(results(layer), states_by_leak(0.1))
         assert pararnn.verify(layer, X).passed
     finally:
-        restored(Global)
-    agree(results(layer), expected(0.9))
+        restore(Global)
+    agree(results(layer), states_by_leak(0.9))
 
 
 def made(leak, structure, name="h"):
@@ -88,7 +88,7 @@ def test_classes_of_one_name_are_not_mixed_up(structure):
     pair = ("sequential", "torch") if structure == "sequential" else ("newton", "torch")
     layers = [layer_of(made(leak, structure), pair) for leak in (0.9, 0.1, 0.9)]
     for layer, leak in [*zip(layers, (0.9, 0.1, 0.9), strict=True)] * 2:
-        agree(results(layer), expected(leak))
+        agree(results(layer), states_by_leak(leak))
     keys = [pararnn.program_of(layer.cell).key for layer in layers]
     assert keys[0] == keys[2] != keys[1]
     renamed = pararnn.program_of(made(0.9, structure, "y")(3))
@@ -105,7 +105,7 @@ def test_constants_that_are_tensors_tell_dense_steps_apart():
         return type("Made", (pararnn.Cell,), body)
 
     for leak in (0.9, 0.1):
-        agree(results(layer_of(kind(leak))), expected(leak))
+        agree(results(layer_of(kind(leak))), states_by_leak(leak))
 
 
 def test_a_closure_that_changes():
@@ -119,9 +119,9 @@ def test_a_closure_that_changes():
             return torch.tanh(leak * state.h + gate.x)
 
     layer = layer_of(Made)
-    agree(results(layer), expected(0.9))
+    agree(results(layer), states_by_leak(0.9))
     leak = 0.1
-    agree(results(layer), expected(0.1))
+    agree(results(layer), states_by_leak(0.1))
 
 
 def test_a_class_defined_anew_and_one_that_gets_a_jacobian():
@@ -138,7 +138,7 @@ def test_a_class_defined_anew_and_one_that_gets_a_jacobian():
         exec(source.format(leak), notebook)
         layers.append(layer_of(notebook["Cell"]))
     for layer, leak in zip(layers, (0.9, 0.1), strict=True):
-        agree(results(layer), expected(leak))
+        agree(results(layer), states_by_leak(leak))
     cell = layers[0].cell
     before = pararnn.program_of(cell)
     type(cell).jacobian = lambda self, state, gate, param: torch.diag_embed(
@@ -146,7 +146,7 @@ def test_a_class_defined_anew_and_one_that_gets_a_jacobian():
     )
     assert pararnn.program_of(cell) is not before
     assert pararnn.program_of(cell).step.has_jacobian
-    agree(results(layers[0]), expected(0.9))
+    agree(results(layers[0]), states_by_leak(0.9))
 
 
 def test_unchanged_programs_stay():
@@ -189,9 +189,9 @@ def test_compiled_code_says_that_the_step_has_changed():
         with pytest.raises(Exception, match=r"LEAK, which was 0\.9 and is 0\.1"):
             compiled(X)
         pararnn.program_of(layer.cell)
-        torch.testing.assert_close(compiled(X)[0], expected(0.1)[0])
+        torch.testing.assert_close(compiled(X)[0], states_by_leak(0.1)[0])
     finally:
-        restored(Global)
+        restore(Global)
 
 
 def test_exported_code_says_that_the_step_has_changed():
@@ -203,5 +203,5 @@ def test_exported_code_says_that_the_step_has_changed():
         with pytest.raises(pararnn.CellError, match=r"LEAK, which was 0\.9 and is 0\.1.*export"):
             exported(X)
     finally:
-        restored(Global)
+        restore(Global)
     torch.testing.assert_close(exported(X)[0], layer(X)[0])

@@ -47,9 +47,9 @@ def test_projection_is_block_diagonal(heads):
     assert flat.shape == (2, 5, 3, 16)
     for head in range(heads):
         own = x[..., 8 // heads * head : 8 // heads * (head + 1)]
-        expected = (own @ proj.weight[head].mT).unflatten(-1, (3, -1))
+        reference = (own @ proj.weight[head].mT).unflatten(-1, (3, -1))
         part = flat[..., 16 // heads * head : 16 // heads * (head + 1)]
-        assert torch.allclose(part, expected, atol=1e-5)
+        assert torch.allclose(part, reference, atol=1e-5)
 
 
 def test_autocast_decides_the_dtype():
@@ -63,12 +63,12 @@ def test_autocast_decides_the_dtype():
 
 def test_transforms_and_compilation():
     rows, weight = _inputs()
-    expected = headwise_product(rows, weight)
-    batched = torch.func.vmap(headwise_product, (0, None))(torch.stack([rows, 2 * rows]), weight)
-    assert torch.allclose(batched, torch.stack([expected, 2 * expected]))
-    compiled = torch.compile(headwise_product, fullgraph=True, backend="aot_eager")
-    grads = torch.autograd.grad(compiled(rows, weight).sum(), (rows, weight))
-    wanted = torch.autograd.grad(expected.sum(), (rows, weight))
+    reference = headwise_product(rows, weight)
+    batch = torch.func.vmap(headwise_product, (0, None))(torch.stack([rows, 2 * rows]), weight)
+    assert torch.allclose(batch, torch.stack([reference, 2 * reference]))
+    program = torch.compile(headwise_product, fullgraph=True, backend="aot_eager")
+    grads = torch.autograd.grad(program(rows, weight).sum(), (rows, weight))
+    wanted = torch.autograd.grad(reference.sum(), (rows, weight))
     assert all(torch.allclose(a, b) for a, b in zip(grads, wanted, strict=True))
 
 

@@ -136,9 +136,9 @@ KINDS = {
 }
 
 
-def compared(cell, one, other, x, **options):
+def compare(cell, one, other, x, **options):
     """Outputs, final states and gradients of two layers that are alike, side by side."""
-    found = []
+    results = []
     for layer in (one, other):
         output, h_n = layer(x, fields=fields_of(cell), **options)[:2]
         h_n = h_n if isinstance(h_n, tuple) else (h_n,)
@@ -146,11 +146,11 @@ def compared(cell, one, other, x, **options):
         loss = output.sin().sum() + sum(h.square().sum() for h in h_n)
         leaves = [x, *layer.parameters()]
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        found.append((output, *h_n, *grads))
-    for got, expected in zip(*found, strict=True):
-        assert expected.isfinite().all()
-        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
-    return found[0][0]
+        results.append((output, *h_n, *grads))
+    for got, reference in zip(*results, strict=True):
+        assert reference.isfinite().all()
+        torch.testing.assert_close(got, reference, rtol=1e-11, atol=1e-12)
+    return results[0][0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,11 +158,11 @@ def compared(cell, one, other, x, **options):
 def test_a_layer_puts_out_what_the_loop_does(cell, kind):
     options, call = KINDS[kind]
     layers = both(cell, **options)
-    output = compared(cell, *layers, inputs(), **call)
+    output = compare(cell, *layers, inputs(), **call)
     assert output.shape == (2, T, D * (1 + layers[0].bidirectional))
     if "lengths" in call:
-        padded = output[1, 4:] if call.get("padding") != "left" else output[1, :-4]
-        assert not padded.any()
+        full_rows = output[1, 4:] if call.get("padding") != "left" else output[1, :-4]
+        assert not full_rows.any()
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -188,12 +188,12 @@ def test_from_given_states_and_at_every_layout(cell):
     torch.testing.assert_close(*results)
     assert not results[0][0, 7:].any()
 
-    packed = pack_sequence([x[0], x[1, :4]])
+    sequence = pack_sequence([x[0], x[1, :4]])
     along = {
-        name: PackedSequence(pack_sequence([f[0], f[1, :4]]).data, packed.batch_sizes)
+        name: PackedSequence(pack_sequence([f[0], f[1, :4]]).data, sequence.batch_sizes)
         for name, f in fields.items()
     }
-    results = [layer(packed, fields=along)[0].data for layer in (one, other)]
+    results = [layer(sequence, fields=along)[0].data for layer in (one, other)]
     torch.testing.assert_close(*results)
 
 
@@ -214,7 +214,7 @@ def test_step_by_step_as_at_once(cell):
 def test_gradients_reach_all_states_by_every_engine(pair, recompute):
     one, other = both(Gated, recompute_gates=recompute)
     one.layers[0].solver, one.layers[0].backend = pair
-    compared(Gated, one, other, inputs(), lengths=LENGTHS)
+    compare(Gated, one, other, inputs(), lengths=LENGTHS)
 
 
 def by_hand(layer, states, gates, dtype):
@@ -227,18 +227,18 @@ def by_hand(layer, states, gates, dtype):
     return state.call("readout", [s.to(dtype) for s in states], [*wide.unbind(2), dt], params)
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
-def test_16_bits_are_rounded_once(how):
+@pytest.mark.parametrize("source", ["bfloat16", "autocast"])
+def test_16_bits_are_rounded_once(source):
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if source == "bfloat16" else torch.float32
     layer = pararnn.ParaRNN(Gated, 3, D, dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+    with torch.autocast("cpu", torch.bfloat16, enabled=source == "autocast"):
         x = torch.randn(2, T, 3, dtype=dtype)
         output, _, [states] = layer(x, fields={"dt": 0.5}, all_states=True)
         gates = layer.layers[0].proj(x)
     assert gates.dtype == output.dtype == torch.bfloat16
-    expected = by_hand(layer, states, gates, torch.float32).bfloat16()
-    assert torch.equal(output, expected)
+    reference = by_hand(layer, states, gates, torch.float32).bfloat16()
+    assert torch.equal(output, reference)
 
 
 def test_final_states_keep_their_own_dtype():
@@ -251,17 +251,17 @@ def test_final_states_keep_their_own_dtype():
 def test_compiled_and_exported(cell):
     layer, _ = both(cell, num_layers=2)
     x, fields = inputs(), fields_of(cell)
-    expected, _ = layer(x, fields=fields)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    output, _ = compiled(x, fields=fields)
-    torch.testing.assert_close(output, expected)
+    reference, _ = layer(x, fields=fields)
+    program = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    output, _ = program(x, fields=fields)
+    torch.testing.assert_close(output, reference)
     for one, other in zip(
-        *(torch.autograd.grad(y.sin().sum(), x) for y in (output, expected)), strict=True
+        *(torch.autograd.grad(y.sin().sum(), x) for y in (output, reference)), strict=True
     ):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
-        exported = torch.export.export(layer, (x.detach(),), {"fields": fields})
-        torch.testing.assert_close(exported.module()(x, fields=fields)[0], expected)
+        graph_module = torch.export.export(layer, (x.detach(),), {"fields": fields})
+        torch.testing.assert_close(graph_module.module()(x, fields=fields)[0], reference)
 
 
 def test_seeds_folded_into_one():
@@ -312,8 +312,8 @@ def test_verify_holds_values_and_gradients(cell, dtype, monkeypatch):
     ):
         monkeypatch.setattr(readout_check, "read_out", lambda *a, w=wrong: w(right(*a)))
         report = pararnn.verify(layer, x, fields=fields, lengths=LENGTHS)
-        failed = [c.name for _, _, checks in report.layers for c in checks.checks if not c.passed]
-        assert [name.startswith(first) for name in failed[:1]] == ([True] if first else [])
+        failures = [c.name for _, _, checks in report.layers for c in checks.checks if not c.passed]
+        assert [name.startswith(first) for name in failures[:1]] == ([True] if first else [])
 
 
 def misses_an_argument(self, state, gate):
@@ -393,9 +393,9 @@ SLIPS = {
 @pytest.mark.parametrize("readout", SLIPS, ids=lambda readout: readout.__name__)
 def test_what_a_readout_may_not_do_is_said_of_it(readout):
     body = {"readout": readout, "gates": ("x",), "config": {}}
-    made = type("Made", (ByHead,), body)
+    cell_class = type("Made", (ByHead,), body)
     with pytest.raises(pararnn.CellError, match=f"Made.*{SLIPS[readout]}"):
-        pararnn.ParaRNN(made, 3, 6)
+        pararnn.ParaRNN(cell_class, 3, 6)
 
 
 def test_it_is_checked_on_as_many_channels_as_there_are():

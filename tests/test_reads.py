@@ -26,11 +26,11 @@ class Own(pararnn.Cell):
 """
 
 
-def made(before, value, body="unread = ()"):
+def make_class(preamble, value, body="unread = ()"):
     """The class `Own`, and the module that it is in."""
     module = types.ModuleType("own_reads")
     sys.modules[module.__name__] = module  # dataclasses look there
-    exec(SOURCE.format(before=before, value=value, body=body), vars(module))
+    exec(SOURCE.format(before=preamble, value=value, body=body), vars(module))
     return module.Own, module
 
 
@@ -136,14 +136,14 @@ FOLLOWED = {
 
 @pytest.mark.parametrize("what", FOLLOWED)
 def test_what_may_change_in_sight_is_followed(what):
-    before, value, change = FOLLOWED[what]
-    cls, module = made(before, value)
-    seen = reads(cls)
-    assert seen.change() is None
+    preamble, value, change = FOLLOWED[what]
+    cls, module = make_class(preamble, value)
+    step_reads = reads(cls)
+    assert step_reads.change() is None
     flags = torch.backends.cudnn.benchmark
     try:
         exec(change, vars(module))
-        assert seen.change() is not None
+        assert step_reads.change() is not None
     finally:
         torch.backends.cudnn.benchmark = flags
 
@@ -240,9 +240,9 @@ HIDDEN = {
 
 @pytest.mark.parametrize("what", HIDDEN)
 def test_what_may_change_unseen_is_refused(what):
-    before, value, message = HIDDEN[what]
-    value, _, after = value.partition("\n")
-    cls, _ = made(f"{before}\n{after}", value)
+    preamble, value, message = HIDDEN[what]
+    value, _, rest_of_body = value.partition("\n")
+    cls, _ = make_class(f"{preamble}\n{rest_of_body}", value)
     with pytest.raises(pararnn.CellError, match=rf"Own\.step .*{message}"):
         make_program(cls, {})
 
@@ -252,11 +252,11 @@ OF_SELF = ("parameters()", "_parameters", "state_dict()", "config['dt']", "param
 
 @pytest.mark.parametrize("what", OF_SELF)
 def test_a_step_has_nothing_of_a_module_but_its_mode(what):
-    cls, _ = made("", f"self.{what}")
+    cls, _ = make_class("", f"self.{what}")
     with pytest.raises(pararnn.CellError, match=r"Own\.step reads self\.\w+, which it may not"):
         make_program(cls, {})
     body = f"def readout(self, state, gate, param):\n        return [self.{what}]"
-    cls, _ = made("", "1.0", body)
+    cls, _ = make_class("", "1.0", body)
     with pytest.raises(pararnn.CellError, match=r"Own\.readout reads self\.\w+, which it may not"):
         make_program(cls, {})
 
@@ -272,13 +272,13 @@ def test_a_step_has_nothing_of_a_module_but_its_mode(what):
     ],
 )
 def test_whether_a_mode_is_read(value, body):
-    cls, _ = made("", value, body)
+    cls, _ = make_class("", value, body)
     assert reads_mode(cls, reads(cls)) == ((value, body) != ("1.0", "leak = 0.9"))
 
 
 def test_names_of_other_owners_refuse_nothing():
     """What is read off one module is not looked for in others."""
-    cls, module = made("import math", "math.pi * helper(state.h)")
+    cls, module = make_class("import math", "math.pi * helper(state.h)")
     module.helper = lambda h: h.mean()
     module.h = module.mean = object()
     assert reads(cls).change() is None
@@ -303,12 +303,12 @@ def test_what_is_loaded():
     def outer(a):
         return lambda: sys.modules.values + a.b.c + getattr(a, "d") + getattr(a, a.e)  # noqa: B009
 
-    found = list(loads(outer.__code__.co_consts[1]))
+    all_loads = list(loads(outer.__code__.co_consts[1]))
     for load in (
         Load("global", "sys", ("modules", "values")),
         Load("closure", "a", ("b", "c")),
         Load("text", "d"),
         Load("closure", "a", ("e",)),
     ):
-        assert load in found
-    assert sum(load == Load("attribute", "getattr") for load in found) == 1
+        assert load in all_loads
+    assert sum(load == Load("attribute", "getattr") for load in all_loads) == 1

@@ -22,10 +22,10 @@ def pair(request):
     return PAIR[request.param]
 
 
-def _layer(recompute, cell=pararnn.LRCCell, **how):
+def _layer(recompute, cell=pararnn.LRCCell, **options):
     torch.manual_seed(0)
-    how = {"num_heads": 2, "dtype": torch.float64, **how}
-    return pararnn.RecurrentLayer(cell, 4, 6, recompute_gates=recompute, **how)
+    options = {"num_heads": 2, "dtype": torch.float64, **options}
+    return pararnn.RecurrentLayer(cell, 4, 6, recompute_gates=recompute, **options)
 
 
 def _inputs():
@@ -40,9 +40,9 @@ def _inputs():
     }
 
 
-def _called(layer, x, initial, dt, reset, seq):
-    given = {"fields": {"dt": dt}, "reset": reset, "sequences": Sequences(seq, 2)}
-    return layer(x, initial, **given)[0].square().mean()
+def _loss(layer, x, initial, dt, reset, seq):
+    options = {"fields": {"dt": dt}, "reset": reset, "sequences": Sequences(seq, 2)}
+    return layer(x, initial, **options)[0].square().mean()
 
 
 def _grads(loss, layer):
@@ -50,31 +50,31 @@ def _grads(loss, layer):
 
 
 CHANGES = {
-    "all weights": lambda layer, given: [p.mul_(1.5) for p in layer.parameters()],
-    "the bias": lambda layer, given: layer.bias.add_(1),
-    "the cell": lambda layer, given: next(layer.cell.parameters()).mul_(3),
-    "the projection": lambda layer, given: layer.proj.weight.mul_(3),
-    "loading": lambda layer, given: layer.load_state_dict(
+    "all weights": lambda layer, inputs: [p.mul_(1.5) for p in layer.parameters()],
+    "the bias": lambda layer, inputs: layer.bias.add_(1),
+    "the cell": lambda layer, inputs: next(layer.cell.parameters()).mul_(3),
+    "the projection": lambda layer, inputs: layer.proj.weight.mul_(3),
+    "loading": lambda layer, inputs: layer.load_state_dict(
         {k: 2 * v for k, v in layer.state_dict().items()}
     ),
-    "the input": lambda layer, given: given["x"].mul_(3),
-    "the state": lambda layer, given: given["initial"].mul_(3),
-    "the field": lambda layer, given: given["dt"].mul_(3),
-    "resets": lambda layer, given: given["reset"].logical_not_(),
-    "sequences": lambda layer, given: given["seq"].fill_(-1),
+    "the input": lambda layer, inputs: inputs["x"].mul_(3),
+    "the state": lambda layer, inputs: inputs["initial"].mul_(3),
+    "the field": lambda layer, inputs: inputs["dt"].mul_(3),
+    "resets": lambda layer, inputs: inputs["reset"].logical_not_(),
+    "sequences": lambda layer, inputs: inputs["seq"].fill_(-1),
 }
 
 
 @pytest.mark.parametrize("what", list(CHANGES))
 def test_what_changes_before_the_backward_pass(pair, what):
     """By an optimizer, or a state that is carried along in a buffer."""
-    layer, given = _layer(False, **pair), _inputs()
-    right = _grads(_called(layer, **given), layer)
+    layer, inputs = _layer(False, **pair), _inputs()
+    right = _grads(_loss(layer, **inputs), layer)
     for recompute in (False, True):
-        layer, given = _layer(recompute, **pair), _inputs()
-        loss = _called(layer, **given)
+        layer, inputs = _layer(recompute, **pair), _inputs()
+        loss = _loss(layer, **inputs)
         with torch.no_grad():
-            CHANGES[what](layer, given)
+            CHANGES[what](layer, inputs)
         try:
             got = _grads(loss, layer)
         except RuntimeError as error:
@@ -88,17 +88,17 @@ def test_other_weights_for_a_call(pair):
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.7).add_(0.1)
-    given = {"fields": {"dt": 0.7}}
+    options = {"fields": {"dt": 0.7}}
     x = _inputs()["x"]
-    right = _grads(other(x, **given)[0].square().mean(), other)
+    right = _grads(other(x, **options)[0].square().mean(), other)
     layer = _layer(True, **pair)
     weights = {k: p.detach().requires_grad_() for k, p in other.named_parameters()}
-    output, _ = functional_call(layer, weights, (x,), given)
+    output, _ = functional_call(layer, weights, (x,), options)
     got = torch.autograd.grad(output.square().mean(), list(weights.values()))
     assert torch.equal(torch.cat([g.flatten() for g in got]), right)
 
     def loss(weights):
-        return functional_call(layer, weights, (x,), given)[0].square().mean()
+        return functional_call(layer, weights, (x,), options)[0].square().mean()
 
     got = torch.func.grad(loss)({k: p.detach() for k, p in weights.items()})
     assert torch.allclose(torch.cat([g.flatten() for g in got.values()]), right)
@@ -113,18 +113,18 @@ def _spectral_norm(layer):
     parametrizations.spectral_norm(layer.proj, "weight", dim=1)
 
 
-def _watched(layer):
+def _with_hook(layer):
     layer.proj.register_full_backward_hook(lambda *_: None)
 
 
-WRAPPED = {"weight norm": _old_weight_norm, "spectral": _spectral_norm, "backward hook": _watched}
+WRAPPED = {"weight norm": _old_weight_norm, "spectral": _spectral_norm, "backward hook": _with_hook}
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("name", list(WRAPPED))
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_hooks_of_the_projection_run_once(name, heads):
-    found, x = [], _inputs()["x"]
+    results, x = [], _inputs()["x"]
     for recompute in (False, True):
         layer = _layer(recompute, pararnn.GRUCell, num_heads=heads)
         torch.manual_seed(2)
@@ -132,13 +132,13 @@ def test_hooks_of_the_projection_run_once(name, heads):
         calls = []
         layer.proj.register_forward_pre_hook(lambda *_: calls.append(1))  # noqa: B023
         output, _ = layer(x)
-        found.append(_grads(output.square().mean(), layer))
+        results.append(_grads(output.square().mean(), layer))
         assert calls == [1]
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 def test_a_hook_that_changes_what_is_projected():
-    found, x = [], _inputs()["x"]
+    results, x = [], _inputs()["x"]
     for recompute, change in ((False, lambda *a: 2 * a[2]), (True, lambda *a: 2 * a[2])):
         layer = _layer(recompute, pararnn.GRUCell)
         layer.proj.register_forward_hook(change)
@@ -147,8 +147,8 @@ def test_a_hook_that_changes_what_is_projected():
                 output, _ = layer(x)
         else:
             output, _ = layer(x)
-        found.append(_grads(output.square().mean(), layer))
-    assert torch.equal(*found)
+        results.append(_grads(output.square().mean(), layer))
+    assert torch.equal(*results)
     layer = _layer(True, pararnn.GRUCell)
     layer.proj.register_forward_hook(lambda *a: a[2].add_(1))
     with pytest.warns(UserWarning, match="these gates are kept"):
@@ -156,10 +156,10 @@ def test_a_hook_that_changes_what_is_projected():
 
 
 def test_recomputing_saves_no_gates(pair):
-    layer, kept = _layer(True, **pair), []
-    layer.proj.register_forward_hook(lambda module, given, gates: kept.append(weakref.ref(gates)))
-    loss = _called(layer, **_inputs())
-    assert kept[0]() is None
+    layer, refs = _layer(True, **pair), []
+    layer.proj.register_forward_hook(lambda module, inputs, gates: refs.append(weakref.ref(gates)))
+    loss = _loss(layer, **_inputs())
+    assert refs[0]() is None
     loss.backward()
 
 
@@ -168,11 +168,11 @@ def test_weights_that_are_let_go_and_come_back():
     layer, plain, x = _layer(True, pararnn.GRUCell), _layer(False, pararnn.GRUCell), _inputs()["x"]
     loss = layer(x)[0].square().mean()
     parameters = list(layer.parameters())
-    kept = [p.detach().clone() for p in parameters]
+    values = [p.detach().clone() for p in parameters]
     sizes = [p.untyped_storage().nbytes() for p in parameters]
     for parameter in parameters:
         parameter.untyped_storage().resize_(0)
-    for parameter, value, size in zip(parameters, kept, sizes, strict=True):
+    for parameter, value, size in zip(parameters, values, sizes, strict=True):
         parameter.untyped_storage().resize_(size)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
             parameter.copy_(value)
@@ -183,7 +183,7 @@ def test_weights_that_are_let_go_and_come_back():
 @pytest.mark.parametrize("cell", [pararnn.GRUCell, pararnn.SLSTMCell])
 def test_autocast_nested_and_twice(heads, cell):
     """Whatever the backward pass is within; a readout is made again as well."""
-    found, x = [], torch.randn(2, 12, 4)
+    results, x = [], torch.randn(2, 12, 4)
     for recompute in (False, True):
         layer = _layer(recompute, cell, num_heads=heads, dtype=torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
@@ -192,8 +192,8 @@ def test_autocast_nested_and_twice(heads, cell):
         twice = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
         assert all(map(torch.equal, once, twice))
         with torch.autocast("cpu", torch.float16):
-            found.append((*once, _grads(loss, layer)))
-    assert all(map(torch.equal, *found))
+            results.append((*once, _grads(loss, layer)))
+    assert all(map(torch.equal, *results))
 
 
 def test_another_context_in_the_backward_pass():
@@ -221,13 +221,13 @@ def test_language_models():
     plain = LanguageModel(LMConfig(16, 2, vocab_size=8, num_heads=2))
     tokens = torch.randint(8, (2, 12))
     weights = {k: p.detach().clone().requires_grad_() for k, p in plain.named_parameters()}
-    found = [
+    results = [
         torch.autograd.grad(
             functional_call(each, weights, (tokens,)).square().mean(), list(weights.values())
         )
         for each in (model, plain)
     ]
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))
     loss = model(tokens).square().mean()
     with torch.no_grad():
         for layer in model.recurrent_layers():

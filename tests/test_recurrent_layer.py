@@ -20,8 +20,8 @@ from pararnn.parameters import Draw, draw
 from pararnn.sequences import Sequences, of_lengths
 
 LAYERS = {
-    "layer": lambda **how: RecurrentLayer(pararnn.LSTMCell, 4, 6, **how),
-    "stack": lambda **how: pararnn.ParaLSTM(4, 6, num_layers=2, **how),
+    "layer": lambda **options: RecurrentLayer(pararnn.LSTMCell, 4, 6, **options),
+    "stack": lambda **options: pararnn.ParaLSTM(4, 6, num_layers=2, **options),
 }
 
 
@@ -29,8 +29,8 @@ def _tuple(states):
     return states if isinstance(states, tuple) else (states,)
 
 
-def _close(got, expected, atol=1e-6):
-    pairs = zip(_tuple(got), _tuple(expected), strict=True)
+def _close(got, reference, atol=1e-6):
+    pairs = zip(_tuple(got), _tuple(reference), strict=True)
     assert all(torch.allclose(a, b, atol=atol) for a, b in pairs)
 
 
@@ -50,8 +50,8 @@ def test_a_layer_is_projection_bias_and_solve(name):
     initial = initial if count > 1 else initial[0]
     output, final, states = layer(x, initial, fields=fields, reset=reset, all_states=True)
     gates = layer.proj(x).flatten(-2) + layer.bias
-    expected, end = pararnn.solve(layer.cell, gates, initial, fields=fields, reset=reset)
-    _close(states, expected)
+    reference, end = pararnn.solve(layer.cell, gates, initial, fields=fields, reset=reset)
+    _close(states, reference)
     _close(final, end)
     assert type(final) is type(initial)
     assert torch.equal(states[0], output)
@@ -95,8 +95,8 @@ def test_attributes_of_a_stack_are_those_of_its_parts():
     stack = pararnn.ParaGRU(4, 6, 2, bidirectional=True, solver="newton", on_failure="raise")
     stack.backend, stack.recurrent_clip, stack.on_failure = "torch", None, "warn"
     parts = [*stack.layers, *stack.reverse_layers]
-    seen = {(p.solver, p.backend, p.recurrent_clip, p.on_failure) for p in parts}
-    assert seen == {("newton", "torch", None, "warn")}
+    attributes = {(p.solver, p.backend, p.recurrent_clip, p.on_failure) for p in parts}
+    assert attributes == {("newton", "torch", None, "warn")}
     assert (stack.solver, stack.recurrent_clip) == ("newton", None)
     assert [part.reverse for part in parts] == [False, False, True, True]
 
@@ -107,8 +107,8 @@ def test_reverse():
     forward.load_state_dict(layer.state_dict())
     x = torch.randn(2, 9, 4)
     output, final = layer(x)
-    expected, end = forward(x.flip(1))
-    _close((output, final), (expected.flip(1), end))
+    reference, end = forward(x.flip(1))
+    _close((output, final), (reference.flip(1), end))
     with pytest.raises(ValueError, match="a reverse layer cannot decode"):
         layer.step(x[:, 0])
 
@@ -121,9 +121,9 @@ def test_packed_rows():
     initial = tuple(torch.randn(3, 6) for _ in range(2))
     output, final = layer(x, initial, cu_seqlens=starts)
     for index, (begin, end) in enumerate([(0, 3), (3, 3), (3, 7)]):
-        alone = layer(x[:, begin:end], tuple(s[index : index + 1] for s in initial))
-        _close(output[:, begin:end], alone[0])
-        _close(tuple(s[index : index + 1] for s in final), alone[1])
+        single = layer(x[:, begin:end], tuple(s[index : index + 1] for s in initial))
+        _close(output[:, begin:end], single[0])
+        _close(tuple(s[index : index + 1] for s in final), single[1])
     assert not output[:, 7:].any()
     output.sum().backward()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
@@ -134,9 +134,9 @@ def test_left_padding_by_sequences():
     sequences = of_lengths(torch.tensor([9, 2, 0]), "left", 3, 9, x.device)
     initial = torch.randn(3, 6)
     output, final = layer(x, initial, sequences=sequences)
-    alone = layer(x[1:2, 7:], initial[1:2])
-    _close(output[1, 7:], alone[0][0])
-    _close(final[1:2], alone[1])
+    single = layer(x[1:2, 7:], initial[1:2])
+    _close(output[1, 7:], single[0][0])
+    _close(final[1:2], single[1])
     _close(final[2], initial[2])
     assert not output[1, :7].any()
     row = Sequences(sequences.seq[:1], 1)
@@ -178,16 +178,16 @@ def test_clipping_finds_bare_layers_once_each(monkeypatch):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(2.0)
-    clipped, real = [], RecurrentLayer.clip_recurrent
+    layers, real = [], RecurrentLayer.clip_recurrent
 
-    def record(layer, *how):
-        clipped.append(layer)
-        real(layer, *how)
+    def record(layer, *arguments):
+        layers.append(layer)
+        real(layer, *arguments)
 
     monkeypatch.setattr(RecurrentLayer, "clip_recurrent", record)
     optimizer.step()
-    assert clipped == [model[0], *model[1].layers]
-    assert [layer.cell.a_z.max().item() for layer in clipped] == [0.5, 0.5, 2.0]
+    assert layers == [model[0], *model[1].layers]
+    assert [layer.cell.a_z.max().item() for layer in layers] == [0.5, 0.5, 2.0]
     assert model[0].bias.max() == 2
 
 
@@ -199,10 +199,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("x", "how", "message"), WRONG)
-def test_wrong_inputs(x, how, message):
+@pytest.mark.parametrize(("x", "options", "message"), WRONG)
+def test_wrong_inputs(x, options, message):
     with pytest.raises((ValueError, pararnn.EngineError), match=message):
-        RecurrentLayer(pararnn.GRUCell, 4, 6)(x, **how)
+        RecurrentLayer(pararnn.GRUCell, 4, 6)(x, **options)
 
 
 def test_wrong_sizes():
@@ -220,8 +220,8 @@ def test_wrong_sizes():
 def test_draws_cover_what_modules_own():
     layer = RecurrentLayer(pararnn.SLSTMCell, 4, 6, num_heads=2)
     for module in (layer, layer.proj, layer.cell):
-        owned = {*module._parameters, *module._buffers}
-        assert set(module.draws()) == owned
+        names = {*module._parameters, *module._buffers}
+        assert set(module.draws()) == names
     assert layer.draws() == {"bias": Draw("constant")}
     assert RecurrentLayer(pararnn.GRUCell, 4, 6, bias=False).draws() == {}
     assert layer.proj.draws(2.0) == {"weight": Draw("uniform", spread=2 * math.sqrt(3 / 2))}
@@ -247,7 +247,7 @@ def test_a_seed_draws_what_it_drew():
 
 def test_options_of_the_initialisation():
     options = {"projection_gain": math.sqrt(2), "recurrent_std": 0.01}
-    for make in (pararnn.ParaGRU, lambda *a, **how: RecurrentLayer(pararnn.GRUCell, *a, **how)):
+    for make in (pararnn.ParaGRU, lambda *a, **k: RecurrentLayer(pararnn.GRUCell, *a, **k)):
         torch.manual_seed(0)
         module = make(400, 600, **options)
         for _ in range(2):
@@ -270,9 +270,9 @@ def test_a_cells_own_reset_is_kept():
 
 def test_kinds_of_draws():
     torch.manual_seed(0)
-    drawn = draw(torch.empty(10000), Draw("normal", 1.0, 2.0))
-    assert drawn.mean().item() == pytest.approx(1, abs=0.1)
-    assert drawn.std().item() == pytest.approx(2, rel=0.05)
+    noise = draw(torch.empty(10000), Draw("normal", 1.0, 2.0))
+    assert noise.mean().item() == pytest.approx(1, abs=0.1)
+    assert noise.std().item() == pytest.approx(2, rel=0.05)
     cut = draw(torch.empty(10000), Draw("normal", 1.0, 2.0, cut=1.5))
     assert 3.9 < cut.max() <= 4
     assert -2 <= cut.min() < -1.9
@@ -287,16 +287,16 @@ def test_kinds_of_draws():
 def test_a_loader_may_keep_what_it_has_loaded(monkeypatch):
     """Its functions take the place of those of torch.nn.init, and see the parameters themselves."""
     layer = RecurrentLayer(pararnn.GRUCell, 4, 6)
-    loaded, real = layer.cell.a_r, nn.init.normal_
-    before = loaded.detach().clone()
+    parameter, real = layer.cell.a_r, nn.init.normal_
+    old = parameter.detach().clone()
 
-    def guarded(tensor, *args, **how):
-        return tensor if tensor is loaded else real(tensor, *args, **how)
+    def normal_unless_loaded(tensor, *args, **options):
+        return tensor if tensor is parameter else real(tensor, *args, **options)
 
-    monkeypatch.setattr(nn.init, "normal_", guarded)
+    monkeypatch.setattr(nn.init, "normal_", normal_unless_loaded)
     others = layer.cell.a_z.detach().clone()
     layer.reset_parameters()
-    assert torch.equal(loaded, before)
+    assert torch.equal(parameter, old)
     assert not torch.equal(layer.cell.a_z, others)
 
 
@@ -310,19 +310,19 @@ def test_parametrised_parameters_are_drawn():
 
     layer = RecurrentLayer(pararnn.GRUCell, 4, 6, recurrent_std=0.5)
     parametrize.register_parametrization(layer.cell, "a_z", Doubled())
-    before = layer.cell.a_z.detach().clone()
+    old = layer.cell.a_z.detach().clone()
     torch.manual_seed(0)
     layer.reset_parameters()
     torch.manual_seed(0)
     torch.empty(1, 18, 4).uniform_()
     assert torch.allclose(layer.cell.a_z, torch.empty(6).normal_(0, 0.5))
-    assert not torch.equal(layer.cell.a_z, before)
+    assert not torch.equal(layer.cell.a_z, old)
 
 
 # Compiled.
 
 
-def _compiled(run, backend="aot_eager"):
+def _compile(run, backend="aot_eager"):
     counter = CompileCounterWithBackend(backend)
     return torch.compile(run, fullgraph=True, backend=counter), counter
 
@@ -336,7 +336,7 @@ def test_compiled_checkpointing(kind, pair, recompute):
     torch.manual_seed(0)
     layer = LAYERS[kind](recompute_gates=recompute, solver=pair[0], backend=pair[1])
     x = torch.randn(2, 9, 4, requires_grad=True)
-    run, _ = _compiled(lambda x: checkpoint(layer, x, use_reentrant=False)[0])
+    run, _ = _compile(lambda x: checkpoint(layer, x, use_reentrant=False)[0])
     results = []
     for output in (run(x), layer(x)[0]):
         grads = torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])
@@ -346,7 +346,7 @@ def test_compiled_checkpointing(kind, pair, recompute):
 
 def test_compiled_calls_record_nothing():
     layer, x = RecurrentLayer(pararnn.GRUCell, 4, 6), torch.randn(2, 9, 4)
-    run, _ = _compiled(layer)
+    run, _ = _compile(layer)
     run(x)
     assert layer.last_solve is None
     layer(x, solver="newton", backend="torch")
@@ -361,9 +361,9 @@ def test_compiled_without_gradients():
     def run(x):
         return layer(x)
 
-    expected = run(x)
-    output, final = _compiled(run)[0](x)
-    _close((output, *final), (expected[0], *expected[1]), 0)
+    reference = run(x)
+    output, final = _compile(run)[0](x)
+    _close((output, *final), (reference[0], *reference[1]), 0)
 
 
 def test_compiled_decoding():
@@ -373,13 +373,13 @@ def test_compiled_decoding():
     def step(x, state):
         return layer.step(x, state)
 
-    run, counter = _compiled(step)
-    state = expected = tuple(torch.zeros(2, 6) for _ in range(2))
+    run, counter = _compile(step)
+    state = reference = tuple(torch.zeros(2, 6) for _ in range(2))
     for _ in range(5):
         x = torch.randn(2, 4)
         y, state = run(x, state)
-        z, expected = step(x, expected)
-        _close((y, *state), (z, *expected))
+        z, reference = step(x, reference)
+        _close((y, *state), (z, *reference))
     assert counter.frame_count == 1
 
 
@@ -420,24 +420,24 @@ def test_a_cell_that_peft_saves(kind, tmp_path):
     model = nn.Sequential(OrderedDict(before=nn.Linear(4, 4), rnn=LAYERS[kind]()))
     base = copy.deepcopy(model)
     x = torch.randn(2, 9, 4)
-    before = model(x)[0]
+    old_output = model(x)[0]
     config = peft.LoraConfig(r=2, target_modules=["before"], modules_to_save=["cell"])
-    adapted = peft.get_peft_model(model, config)
-    assert torch.equal(adapted(x)[0], before)
-    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    assert sum("cell.modules_to_save" in name for name in trained) in (5, 10)
-    optimizer = torch.optim.SGD(trained.values(), lr=1.0)
-    pararnn.clip_after_step(optimizer, adapted)
-    adapted(x)[0].square().sum().backward()
+    lora_model = peft.get_peft_model(model, config)
+    assert torch.equal(lora_model(x)[0], old_output)
+    trainable = {name: p for name, p in lora_model.named_parameters() if p.requires_grad}
+    assert sum("cell.modules_to_save" in name for name in trainable) in (5, 10)
+    optimizer = torch.optim.SGD(trainable.values(), lr=1.0)
+    pararnn.clip_after_step(optimizer, lora_model)
+    lora_model(x)[0].square().sum().backward()
     optimizer.step()
-    tuned = adapted(x)[0]
-    assert not torch.allclose(tuned, before)
-    assert pararnn.verify(adapted, x).passed
+    new_output = lora_model(x)[0]
+    assert not torch.allclose(new_output, old_output)
+    assert pararnn.verify(lora_model, x).passed
     assert pararnn.explain(model.rnn, x.shape).cell == "LSTMCell"
-    with adapted.disable_adapter():
-        assert torch.equal(adapted(x)[0], before)
-    adapted.save_pretrained(tmp_path)
-    assert torch.equal(peft.PeftModel.from_pretrained(base, tmp_path)(x)[0], tuned)
-    merged = adapted.merge_and_unload()
-    assert torch.allclose(merged(x)[0], tuned, atol=1e-6)
-    assert isinstance(merged.rnn.cell, pararnn.LSTMCell)
+    with lora_model.disable_adapter():
+        assert torch.equal(lora_model(x)[0], old_output)
+    lora_model.save_pretrained(tmp_path)
+    assert torch.equal(peft.PeftModel.from_pretrained(base, tmp_path)(x)[0], new_output)
+    merged_model = lora_model.merge_and_unload()
+    assert torch.allclose(merged_model(x)[0], new_output, atol=1e-6)
+    assert isinstance(merged_model.rnn.cell, pararnn.LSTMCell)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fake_newton import patched
+from fake_newton import patch_engine
 
 import pararnn
 from pararnn.codegen import cpp
@@ -63,36 +63,36 @@ def _in_a_thread(call):
 
 
 def test_a_context_holds_in_its_own_thread():
-    def asked():
+    def pair_of_context():
         return resolve(Request(), Request())
 
     other = pararnn.using("sequential")
     with ThreadPoolExecutor(1) as pool:
         with pararnn.using("newton", "torch"):
-            assert pool.submit(asked).result() == ("auto", "auto")
+            assert pool.submit(pair_of_context).result() == ("auto", "auto")
             pool.submit(other.__enter__).result()
-            assert asked() == ("newton", "torch")
-        assert asked() == ("auto", "auto")  # the first to enter is the first to leave
-        assert pool.submit(asked).result() == ("sequential", "auto")
+            assert pair_of_context() == ("newton", "torch")
+        assert pair_of_context() == ("auto", "auto")  # the first to enter is the first to leave
+        assert pool.submit(pair_of_context).result() == ("sequential", "auto")
         pool.submit(other.__exit__, None, None, None).result()
-        assert pool.submit(asked).result() == ("auto", "auto")
+        assert pool.submit(pair_of_context).result() == ("auto", "auto")
     assert requests._OUTSIDE.innermost == requests.Context()
 
 
 def test_a_context_holds_in_its_own_task(operators):
     """In threads that a task goes on in, too; and compiled code looks at the task's own."""
-    compiled = torch.compile(pararnn.ParaGRU(4, 6), fullgraph=True, backend="aot_eager")
+    program = torch.compile(pararnn.ParaGRU(4, 6), fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 3, 4)
 
     async def task(solver, steps, ran):
         with pararnn.using(solver, "torch"):
-            compiled(x)
+            program(x)
             for _ in range(steps):
                 await asyncio.sleep(0)
                 ran.add(resolve(Request(), Request()))
                 ran.add(await asyncio.to_thread(resolve, Request(), Request()))
                 operators.clear()
-                compiled(x)
+                program(x)
                 assert operators == ([] if solver == "sequential" else [(solver, "torch")])
         return ran
 
@@ -113,7 +113,7 @@ def test_a_backward_pass_in_another_thread_stays_with_its_forward_pass():
 
     gates = torch.randn(2, 20, 3, 4, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        recording = patched(newton_torch.ENGINE, backward=record)
+        recording = patch_engine(newton_torch.ENGINE, backward=record)
         patch.setitem(TABLE, ("newton", "torch", ANY_DEVICE), recording)
         with pararnn.using("newton", "torch"):
             states, _ = pararnn.solve(pararnn.GRUCell(4), gates)
@@ -124,18 +124,18 @@ def test_a_backward_pass_in_another_thread_stays_with_its_forward_pass():
 
 def test_solve_follows_the_context():
     cell, gates = pararnn.GRUCell(4), torch.randn(2, 80, 3, 4)
-    seen = []
+    pairs = []
     real = pararnn.engines.table.choose
 
-    def record(program, size, dtype, device, *asked):
-        seen.append(asked)
-        return real(program, size, dtype, device, *asked)
+    def record(program, size, dtype, device, *pair):
+        pairs.append(pair)
+        return real(program, size, dtype, device, *pair)
 
     with pytest.MonkeyPatch.context() as patch, pararnn.using("newton", "torch"):
         patch.setattr(sys.modules["pararnn.solve"], "choose", record)
         pararnn.solve(cell, gates)
         pararnn.solve(cell, gates, solver="sequential")
-    assert seen == [("newton", "torch"), ("sequential", "torch")]
+    assert pairs == [("newton", "torch"), ("sequential", "torch")]
 
 
 def test_decoding_is_sequential_in_every_context():
@@ -148,28 +148,28 @@ def test_decoding_is_sequential_in_every_context():
 
 def test_compiled_code_follows_the_context(operators):
     layer = pararnn.ParaGRU(4, 6)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    program = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 5, 4)  # the plain loop is compiled step by step
     counts = []
     for solver in ("sequential", "newton", "sequential"):
         with pararnn.using(solver, "torch"):
-            compiled(x)
+            program(x)
             operators.clear()
-            compiled(x)
+            program(x)
         counts.append(len(operators))
     assert counts[0] == counts[2] == 0 < counts[1]
 
 
 def test_compiled_code_follows_the_context_of_the_thread_that_calls(operators):
     layer = pararnn.ParaGRU(4, 6)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    program = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 20, 4)
 
     def by_newton(solver=None):
         with pararnn.using(solver, "torch") if solver else nullcontext():
-            compiled(x)
+            program(x)
             operators.clear()
-            compiled(x)
+            program(x)
         return ("newton", "torch") in operators
 
     assert by_newton("newton")
@@ -210,8 +210,8 @@ def test_explain_builds_what_runs_alone(monkeypatch, no_caches):
         return f(program, dtype, solver)
 
     monkeypatch.setattr(cpp, "_build", build)
-    said = pararnn.explain(pararnn.ParaGRU(4, 6), (1, 8, 4), solver="sequential")
-    assert (said.backend, said.others["newton", "fused"]) == ("fused", None)
+    report = pararnn.explain(pararnn.ParaGRU(4, 6), (1, 8, 4), solver="sequential")
+    assert (report.backend, report.others["newton", "fused"]) == ("fused", None)
     assert built == ["sequential"]
 
 
@@ -219,13 +219,15 @@ def test_explain():
     layer = pararnn.ParaGRU(4, 6, num_layers=2)
     x = torch.randn(1, 300, 4)
     for request in ({}, {"solver": "newton"}, {"backend": "torch"}, {"mode": "SEQUENTIAL"}):
-        said = pararnn.explain(layer, x.shape, **request)
-        assert said.size == (1, 300, 6)
-        assert (said.solver, said.backend) not in said.others
-        assert set(said.others) | {(said.solver, said.backend)} == set(pararnn.engines.table.PAIRS)
+        report = pararnn.explain(layer, x.shape, **request)
+        assert report.size == (1, 300, 6)
+        assert (report.solver, report.backend) not in report.others
+        assert set(report.others) | {(report.solver, report.backend)} == set(
+            pararnn.engines.table.PAIRS
+        )
         layer(x, **request)
-        assert bool(layer.last_solve.sweeps.any()) == (said.solver == "newton")
-        assert str(said).splitlines()[1].endswith(said.why)
+        assert bool(layer.last_solve.sweeps.any()) == (report.solver == "newton")
+        assert str(report).splitlines()[1].endswith(report.why)
     short = pararnn.explain(pararnn.GRUCell(6), (8, 10), backend="torch")
     assert (short.solver, short.why) == ("sequential", "Newton pays from T = 64 on")
     time_first = pararnn.ParaGRU(4, 6, batch_first=False)
@@ -238,11 +240,11 @@ def test_explain():
 
 
 def test_explain_says_what_others_cost():
-    said = pararnn.explain(pararnn.ParaGRU(4, 6), (2, 3000, 4), mode="SEQUENTIAL")
-    assert set(said.costs) == {pair for pair, reason in said.others.items() if reason is None}
-    assert said.costs["newton", "torch"] == "Jacobians of 36,000 numbers in memory"
-    assert said.costs["sequential", "fused"].startswith("kernels, compiled in some seconds")
-    assert "(newton, torch) could run: Jacobians of 36,000" in str(said)
+    report = pararnn.explain(pararnn.ParaGRU(4, 6), (2, 3000, 4), mode="SEQUENTIAL")
+    assert set(report.costs) == {pair for pair, reason in report.others.items() if reason is None}
+    assert report.costs["newton", "torch"] == "Jacobians of 36,000 numbers in memory"
+    assert report.costs["sequential", "fused"].startswith("kernels, compiled in some seconds")
+    assert "(newton, torch) could run: Jacobians of 36,000" in str(report)
     dense = pararnn.explain(pararnn.DenseGRUCell(32), (2, 3000, 3, 32), solver="newton")
     assert dense.costs == {("sequential", "torch"): "a loop in Python over 3,000 steps"}
 
@@ -256,9 +258,9 @@ def test_explain_says_what_others_cost():
     ],
 )
 def test_explain_of_a_scan(shape, dtype, cell):
-    said = pararnn.explain(pararnn.scan, shape, dtype=dtype, backend="torch")
-    assert (said.cell, said.size) == (cell, (2, 300, 4))
-    assert said.dtype == {torch.float64: torch.float64}.get(dtype, torch.float32)
+    report = pararnn.explain(pararnn.scan, shape, dtype=dtype, backend="torch")
+    assert (report.cell, report.size) == (cell, (2, 300, 4))
+    assert report.dtype == {torch.float64: torch.float64}.get(dtype, torch.float32)
     with pararnn.using(solver="newton"):
         assert pararnn.explain(pararnn.scan, shape).solver == "newton"
     with pytest.raises(ValueError, match=r"b must be \(B, T, D\)"):

@@ -46,10 +46,10 @@ def _by_hand(layer, x, initial, states, starts):
         last = tuple(h[number : number + 1] for h in initial)
         own = [t for t in places if begin <= t < end]
         edges = [begin, *(t + layer.reverse for t in own), end]
-        order, given = list(pairwise(edges)), [places.index(t) for t in own]
+        order, start_states = list(pairwise(edges)), [places.index(t) for t in own]
         if layer.reverse:
-            order, given = order[::-1], given[::-1]
-        for (a, b), start in zip(order, [None, *given], strict=True):
+            order, start_states = order[::-1], start_states[::-1]
+        for (a, b), start in zip(order, [None, *start_states], strict=True):
             if start is not None:
                 last = tuple(s[start : start + 1] for s in states)
             if a < b:
@@ -59,84 +59,84 @@ def _by_hand(layer, x, initial, states, starts):
     return output, tuple(torch.cat(f) for f in zip(*finals, strict=True))
 
 
-def _same(got, expected, leaves):
-    found = []
-    for output, finals in (got, expected):
+def _same(got, reference, leaves):
+    results = []
+    for output, finals in (got, reference):
         loss = output.sin().sum() + sum((i + 2) * f.cos().sum() for i, f in enumerate(finals))
-        found.append((output, *finals, *torch.autograd.grad(loss, leaves)))
-    for a, b in zip(*found, strict=True):
+        results.append((output, *finals, *torch.autograd.grad(loss, leaves)))
+    for a, b in zip(*results, strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-11)
-    assert all(grad.abs().sum() > 0 for grad in found[1])
+    assert all(grad.abs().sum() > 0 for grad in results[1])
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_restarts_are_pieces_run_alone(device, pair, reverse, packed):
+@pytest.mark.parametrize("pack", [False, True], ids=["rows", "packed"])
+def test_restarts_are_pieces_run_alone(device, pair, reverse, pack):
     layer, x, reset = _layer(device, reverse), _draw(ROWS, STEPS, 4, device=device), _reset(device)
     flat = x.reshape(1, -1, 4)
     starts, options = list(range(0, ROWS * STEPS + 1, STEPS)), {}
     rows = x
-    if packed:  # other sequences, one of them without steps, and padding with a reset in it
+    if pack:  # other sequences, one of them without steps, and padding with a reset in it
         starts = [0, 4, 4, 14, 30]
         options = {"cu_seqlens": torch.tensor(starts, device=device)}
         rows, reset = flat, reset.reshape(1, -1)
     initial = [_draw(len(starts) - 1, D, device=device) for _ in range(2)]
     states = [_draw(len(AT), D, device=device) for _ in range(2)]
-    given = {"reset": reset, "reset_states": tuple(states)}
-    output, finals = layer(rows, tuple(initial), **given, **options, **pair)
+    resets = {"reset": reset, "reset_states": tuple(states)}
+    output, finals = layer(rows, tuple(initial), **resets, **options, **pair)
     got = output.reshape(1, -1, D), finals
-    expected = _by_hand(layer, flat, initial, states, starts)
-    _same(got, expected, [x, *initial, *states, *layer.parameters()])
+    reference = _by_hand(layer, flat, initial, states, starts)
+    _same(got, reference, [x, *initial, *states, *layer.parameters()])
 
 
 @pytest.mark.parametrize("layout", ["time first", "packed sequence", "lengths", "unbatched"])
 def test_states_come_in_the_order_of_the_resets(layout):
     torch.manual_seed(0)
-    how = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
-    layer = pararnn.ParaLSTM(4, D, **how)
-    x, reset, kept = _draw(ROWS, STEPS, 4), _reset(), [_draw(4, ROWS, STEPS, D) for _ in range(2)]
-    rows = tuple(h[:, reset] for h in kept)
-    expected, (h_n, c_n) = layer(x, reset=reset, reset_states=rows)
+    options = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
+    layer = pararnn.ParaLSTM(4, D, **options)
+    x, reset, states = _draw(ROWS, STEPS, 4), _reset(), [_draw(4, ROWS, STEPS, D) for _ in range(2)]
+    rows = tuple(h[:, reset] for h in states)
+    reference, (h_n, c_n) = layer(x, reset=reset, reset_states=rows)
     if layout == "time first":
         other = copy.deepcopy(layer)
         other.batch_first = False
-        late = tuple(h.transpose(1, 2)[:, reset.T] for h in kept)
+        late = tuple(h.transpose(1, 2)[:, reset.T] for h in states)
         assert not torch.equal(late[0], rows[0])
         output, final = other(x.transpose(0, 1), reset=reset.T, reset_states=late)
         output = output.transpose(0, 1)
     elif layout == "packed sequence":
-        packed = pack_sequence([*x])
+        sequence = pack_sequence([*x])
         resets = pack_sequence([*reset])
-        late = [pack_sequence([*h.movedim(0, 2)]).data[resets.data].movedim(1, 0) for h in kept]
+        late = [pack_sequence([*h.movedim(0, 2)]).data[resets.data].movedim(1, 0) for h in states]
         assert not torch.equal(late[0], rows[0])
-        output, final = layer(packed, reset=resets, reset_states=tuple(late))
+        output, final = layer(sequence, reset=resets, reset_states=tuple(late))
         output = output.data.unflatten(0, (STEPS, ROWS)).transpose(0, 1)
     elif layout == "lengths":
         output, final = layer(x, reset=reset, reset_states=rows, lengths=[STEPS] * ROWS)
     else:
-        own = tuple(h[:, 0][:, reset[0]] for h in kept)
+        own = tuple(h[:, 0][:, reset[0]] for h in states)
         output, final = layer(x[0], reset=reset[0], reset_states=own)
-        expected, h_n, c_n = expected[0], h_n[:, 0], c_n[:, 0]
-    assert torch.allclose(output, expected, atol=1e-12)
+        reference, h_n, c_n = reference[0], h_n[:, 0], c_n[:, 0]
+    assert torch.allclose(output, reference, atol=1e-12)
     assert torch.allclose(torch.stack(final), torch.stack([h_n, c_n]), atol=1e-12)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["zero", "given"])
+@pytest.mark.parametrize("with_states", [False, True], ids=["zero", "given"])
 @pytest.mark.parametrize("name", ["gru", "lstm"])
-def test_steps_restart(name, given):
+def test_steps_restart(name, with_states):
     torch.manual_seed(0)
     layer = pararnn.ParaRNN(pararnn.CELLS[name], 4, D, num_layers=2, dtype=torch.float64)
     x, reset = _draw(ROWS, STEPS, 4), _reset()
-    kept = tuple(_draw(2, ROWS, STEPS, D) for _ in layer.cell.states)
-    whole = tuple(h[:, reset] for h in kept) if given else None
+    states = tuple(_draw(2, ROWS, STEPS, D) for _ in layer.cell.states)
+    whole = tuple(h[:, reset] for h in states) if with_states else None
     output, _ = layer(x, reset=reset, reset_states=whole)
     state = None
     for t in range(STEPS):
-        now = tuple(h[:, :, t][:, reset[:, t]] for h in kept) if given else None
+        now = tuple(h[:, :, t][:, reset[:, t]] for h in states) if with_states else None
         y, state = layer.step(x[:, t], state, reset=reset[:, t], reset_states=now)
         assert torch.allclose(y, output[:, t], atol=1e-12)
-    alone = tuple(h[:, :1, 4].squeeze(1)[:, None] for h in kept) if given else None
-    y, _ = layer.step(x[0, 4], reset=torch.tensor(True), reset_states=alone)
+    single = tuple(h[:, :1, 4].squeeze(1)[:, None] for h in states) if with_states else None
+    y, _ = layer.step(x[0, 4], reset=torch.tensor(True), reset_states=single)
     assert torch.allclose(y, output[0, 4], atol=1e-12)
 
 
@@ -164,12 +164,12 @@ def test_acting_and_replay_agree_to_the_bit(name, dtype, backend, device):
     for part in layer.layers:
         part.proj = Spread(len(layer.cell.gates)).to(device)
     x, begins = torch.randn(5, 60, D, dtype=dtype, device=device), torch.rand(5, 60) < 0.1
-    replayed, finals = layer(x, reset=begins.to(device))
-    state, acted = None, []
+    replay, finals = layer(x, reset=begins.to(device))
+    state, outputs = None, []
     for t in range(60):
         y, state = layer.step(x[:, t], state, reset=begins[:, t].numpy())
-        acted.append(y)
-    assert torch.equal(torch.stack(acted, 1), replayed)
+        outputs.append(y)
+    assert torch.equal(torch.stack(outputs, 1), replay)
     for mine, own in zip(tree_leaves(state), tree_leaves(finals), strict=True):
         assert torch.equal(mine, own)
 
@@ -177,15 +177,15 @@ def test_acting_and_replay_agree_to_the_bit(name, dtype, backend, device):
 def test_restarts_compile_to_one_graph():
     torch.manual_seed(0)
     layer = pararnn.ParaGRU(4, D, dtype=torch.float64)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    program = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for batch, steps, every in ((3, 9, 2), (5, 11, 3)):
         x = torch.randn(batch, steps, 4, dtype=torch.float64)
         reset = torch.arange(batch * steps).view(batch, steps) % every == 0
         states = torch.randn(1, int(reset.sum()), D, dtype=torch.float64)
         with torch.compiler.set_stance("default" if batch == 3 else "fail_on_recompile"):
-            got, _ = compiled(x, reset=reset, reset_states=states)
-        expected, _ = layer(x, reset=reset, reset_states=states)
-        assert torch.allclose(got, expected, atol=1e-12)
+            got, _ = program(x, reset=reset, reset_states=states)
+        reference, _ = layer(x, reset=reset, reset_states=states)
+        assert torch.allclose(got, reference, atol=1e-12)
 
 
 def test_restarts_are_verified_too():
@@ -222,10 +222,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_restarts(given, message):
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_restarts(arguments, message):
     with pytest.raises(ValueError, match=message):
-        pararnn.ParaGRU(4, D)(X, **given)
+        pararnn.ParaGRU(4, D)(X, **arguments)
 
 
 def test_wrong_restarts_of_one_layer():

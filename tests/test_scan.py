@@ -39,12 +39,12 @@ def _loop(a, b, h, reverse=False):
     a = a.expand(*b.shape[:2], *blocks, *blocks, b.shape[-1])
     out = {}
     for t in reversed(order) if reverse else order:
-        carried = torch.einsum("bijd,bjd->bid", a[:, t], h) if a.ndim == 5 else a[:, t] * h
-        out[t] = h = carried + b[:, t]
+        carry = torch.einsum("bijd,bjd->bid", a[:, t], h) if a.ndim == 5 else a[:, t] * h
+        out[t] = h = carry + b[:, t]
     return torch.stack([out[t] for t in order], 1)
 
 
-def check_scan(inputs, reverse=False, **how):
+def check_scan(inputs, reverse=False, **options):
     """States and gradients against the loop in float64 on the same numbers."""
     a, b, h = inputs
     wide = torch.complex128 if b.is_complex() else torch.float64
@@ -54,7 +54,7 @@ def check_scan(inputs, reverse=False, **how):
     torch.manual_seed(1)
     results = []
     for leaves, states in (
-        (inputs, pararnn.scan(a, b, h, reverse=reverse, **how)),
+        (inputs, pararnn.scan(a, b, h, reverse=reverse, **options)),
         (exact, _loop(*exact, reverse)),
     ):
         weights = torch.linspace(-1, 1, states.numel(), device=b.device).view(states.shape)
@@ -101,11 +101,11 @@ def test_without_initial_states_it_starts_from_zero():
 
 def test_layouts():
     a, b, h = _inputs(1)
-    expected = pararnn.scan(a, b, h)
-    turned = [t.detach().transpose(0, 1).contiguous().transpose(0, 1) for t in (a, b)]
-    assert torch.equal(pararnn.scan(*turned, h), expected)
-    spread = [torch.stack([t.detach()] * 2, -1)[..., 0] for t in (a, b)]
-    assert torch.equal(pararnn.scan(*spread, h), expected)
+    reference = pararnn.scan(a, b, h)
+    by_time = [t.detach().transpose(0, 1).contiguous().transpose(0, 1) for t in (a, b)]
+    assert torch.equal(pararnn.scan(*by_time, h), reference)
+    wide_strides = [torch.stack([t.detach()] * 2, -1)[..., 0] for t in (a, b)]
+    assert torch.equal(pararnn.scan(*wide_strides, h), reference)
     decay = torch.rand(5, dtype=b.dtype).expand(2, 40, 5)
     assert torch.allclose(pararnn.scan(decay, b, h), _loop(decay, b, h), atol=1e-12)
 
@@ -121,27 +121,27 @@ def test_a_min_gru_of_three_lines():
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "none asked for"])
 def test_compile_fullgraph(grad):
     a, b, h = (tensor.requires_grad_(grad) for tensor in _inputs(2))
-    compiled = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(a, b, h), pararnn.scan(a, b, h), atol=1e-12)
+    program = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(program(a, b, h), pararnn.scan(a, b, h), atol=1e-12)
 
 
 def test_compiled_calls_of_several_kinds():
     """The second size makes Dynamo take every size for a symbol, the number of states too."""
-    compiled = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager")
+    program = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager")
     for kind in (1, 2, "complex"):
         inputs = _inputs(kind)
-        assert torch.allclose(compiled(*inputs), pararnn.scan(*inputs), atol=1e-12)
+        assert torch.allclose(program(*inputs), pararnn.scan(*inputs), atol=1e-12)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_what_is_broadcast_reset_and_padded(dynamic):
     _, b, h = _inputs("real")
     decay = torch.rand(5, dtype=torch.float64)
-    how = {"reset": torch.rand(2, 40) < 0.1, "lengths": torch.tensor([40, 7])}
-    how["return_final"] = True
-    compiled = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    options = {"reset": torch.rand(2, 40) < 0.1, "lengths": torch.tensor([40, 7])}
+    options["return_final"] = True
+    program = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for mine, eager in zip(
-        compiled(decay, b, h, **how), pararnn.scan(decay, b, h, **how), strict=True
+        program(decay, b, h, **options), pararnn.scan(decay, b, h, **options), strict=True
     ):
         assert torch.allclose(mine, eager, atol=1e-12)
 
@@ -176,22 +176,22 @@ def test_resets_and_lengths(kind, reverse, pair):
     a, b, h = leaves = _inputs(kind)
     reset = torch.zeros(2, 40, dtype=torch.bool)
     reset[0, 12] = reset[1, 30] = True
-    how = {"reverse": reverse, "return_final": True, "solver": pair[0], "backend": pair[1]}
-    states, final = pararnn.scan(a, b, h, reset=reset, lengths=[40, 25], **how)
+    options = {"reverse": reverse, "return_final": True, "solver": pair[0], "backend": pair[1]}
+    states, final = pararnn.scan(a, b, h, reset=reset, lengths=[40, 25], **options)
     pieces = [(0, 0, 12), (0, 12, 40), (1, 0, 25)]  # the other reset lies in padding
     if reverse:  # a step that resets is the first of what comes before it
         pieces = [(0, 0, 13), (0, 13, 40), (1, 0, 25)]
-    expected, ends = torch.zeros_like(b), [None, None]
+    reference, ends = torch.zeros_like(b), [None, None]
     for row, begin, end in pieces:
         first = end in (40, 25) if reverse else begin == 0
         start = h[row : row + 1] if first else torch.zeros_like(h[:1])
         whole = slice(row, row + 1), slice(begin, end)
         piece = _loop(a[whole], b[whole], start, reverse)
-        expected[whole] = piece.detach()
+        reference[whole] = piece.detach()
         last = begin == 0 if reverse else end in (40, 25)
         if last:
             ends[row] = piece[:, 0 if reverse else -1]
-    assert torch.allclose(states, expected, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(states, reference, rtol=1e-10, atol=1e-12)
     assert torch.allclose(final, torch.cat(ends), rtol=1e-10, atol=1e-12)
     assert (final.dtype, final.shape) == (h.dtype, h.shape)
     mine = torch.autograd.grad(final.abs().square().sum(), leaves)
@@ -230,9 +230,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("error", "given_", "message"), WRONG, ids=[w[2] for w in WRONG])
-def test_wrong_inputs(error, given_, message):
-    a, b, initial, solver = (*given_, None, "auto")[:4] if len(given_) < 4 else given_
+@pytest.mark.parametrize(("error", "arguments", "message"), WRONG, ids=[w[2] for w in WRONG])
+def test_wrong_inputs(error, arguments, message):
+    a, b, initial, solver = (*arguments, None, "auto")[:4] if len(arguments) < 4 else arguments
     with pytest.raises(error, match=message):
         pararnn.scan(a, b, initial, solver=solver or "auto")
 

@@ -17,25 +17,31 @@ def test_packed_sequences_equal_separate_ones(name, pair):
     lengths = [13, 0, 1, 20]  # and 6 steps of padding
     cuts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     initial = tuple(torch.randn(4, 4, dtype=torch.float64) for _ in case.cell.states)
-    how = {"solver": pair[0], "backend": pair[1]}
+    engine = {"solver": pair[0], "backend": pair[1]}
     for reverse in (False, True):
-        packed, final = pararnn.solve(
-            case.cell, case.gates, initial, cu_seqlens=cuts, reverse=reverse, **case.options, **how
+        joint, final = pararnn.solve(
+            case.cell,
+            case.gates,
+            initial,
+            cu_seqlens=cuts,
+            reverse=reverse,
+            **case.options,
+            **engine,
         )
-        packed, final = _tuple(packed), _tuple(final)
-        assert not packed[0][:, sum(lengths) :].any()
+        joint, final = _tuple(joint), _tuple(final)
+        assert not joint[0][:, sum(lengths) :].any()
         for s, length in enumerate(lengths):
             part = slice(int(cuts[s]), int(cuts[s]) + length)
             fields = {k: v[:, part] for k, v in case.options.get("fields", {}).items()}
-            alone, end = pararnn.solve(
+            separate, end = pararnn.solve(
                 case.cell,
                 case.gates[:, part],
                 [h[s : s + 1] for h in initial],
                 fields=fields,
                 reverse=reverse,
-                **how,
+                **engine,
             )
-            for whole, single in zip(packed, _tuple(alone), strict=True):
+            for whole, single in zip(joint, _tuple(separate), strict=True):
                 assert torch.allclose(whole[:, part], single, atol=1e-13)
             for whole, single in zip(final, _tuple(end), strict=True):
                 assert torch.allclose(whole[s], single[0], atol=1e-13)
@@ -46,11 +52,11 @@ def test_resets_start_from_zero(pair):
     case = make_case(pararnn.LSTMCell, torch.float64, 30, "initial")
     reset = torch.zeros(2, 30, dtype=torch.bool)
     reset[0, 11] = reset[1, 0] = True
-    how = {"solver": pair[0], "backend": pair[1]}
-    (h, _), _ = pararnn.solve(case.cell, case.gates, case.initial, reset=reset, **how)
-    (tail, _), _ = pararnn.solve(case.cell, case.gates[:, 11:], **how)
-    (head, _), _ = pararnn.solve(case.cell, case.gates[:, :11], case.initial, **how)
-    (fresh, _), _ = pararnn.solve(case.cell, case.gates, **how)
+    engine = {"solver": pair[0], "backend": pair[1]}
+    (h, _), _ = pararnn.solve(case.cell, case.gates, case.initial, reset=reset, **engine)
+    (tail, _), _ = pararnn.solve(case.cell, case.gates[:, 11:], **engine)
+    (head, _), _ = pararnn.solve(case.cell, case.gates[:, :11], case.initial, **engine)
+    (fresh, _), _ = pararnn.solve(case.cell, case.gates, **engine)
     assert torch.allclose(h[0, 11:], tail[0], atol=1e-13)
     assert torch.allclose(h[0, :11], head[0], atol=1e-13)
     assert torch.allclose(h[1], fresh[1], atol=1e-13)
@@ -59,20 +65,20 @@ def test_resets_start_from_zero(pair):
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_reverse_is_a_flip(pair):
     case = make_case(pararnn.GRUCell, torch.float64, 30, "initial")
-    how = {"solver": pair[0], "backend": pair[1]}
-    backward, end = pararnn.solve(case.cell, case.gates, case.initial, reverse=True, **how)
-    flipped, last = pararnn.solve(case.cell, case.gates.flip(1), case.initial, **how)
-    assert torch.equal(backward, flipped.flip(1))
+    engine = {"solver": pair[0], "backend": pair[1]}
+    backward, end = pararnn.solve(case.cell, case.gates, case.initial, reverse=True, **engine)
+    forward, last = pararnn.solve(case.cell, case.gates.flip(1), case.initial, **engine)
+    assert torch.equal(backward, forward.flip(1))
     assert torch.equal(end, last)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_chunks_equal_one_run(pair):
     case = make_case(pararnn.SLSTMCell, torch.float64, 60)
-    how = {"solver": pair[0], "backend": pair[1]}
-    whole, end = pararnn.solve(case.cell, case.gates, **how)
-    first, middle = pararnn.solve(case.cell, case.gates[:, :25], **how)
-    second, last = pararnn.solve(case.cell, case.gates[:, 25:], middle, **how)
+    engine = {"solver": pair[0], "backend": pair[1]}
+    whole, end = pararnn.solve(case.cell, case.gates, **engine)
+    first, middle = pararnn.solve(case.cell, case.gates[:, :25], **engine)
+    second, last = pararnn.solve(case.cell, case.gates[:, 25:], middle, **engine)
     for a, b, c in zip(whole, first, second, strict=True):
         assert torch.allclose(a, torch.cat([b, c], 1), atol=1e-13)
     assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(end, last, strict=True))
@@ -84,17 +90,17 @@ def test_chunks_equal_one_run(pair):
 def test_what_is_written_into_a_result_changes_no_other(pair, variant):
     """A residual in place (`states += x`), or a final state that is set to zero."""
     case = make_case(pararnn.LSTMCell, torch.float32, 7, variant)
-    how = {"solver": pair[0], "backend": pair[1], **case.options}
-    states, final = pararnn.solve(case.cell, case.gates, case.initial, **how)
-    given = (case.gates, *(case.initial or ()))
-    tensors = (*given, *states, *final)
-    before = [tensor.clone() for tensor in tensors]
-    for changed in (*states, *final):
-        kept = changed.clone()
-        changed.fill_(7.0)
-        for tensor, old in zip(tensors, before, strict=True):
-            assert tensor is changed or torch.equal(tensor, old)
-        changed.copy_(kept)
+    engine = {"solver": pair[0], "backend": pair[1], **case.options}
+    states, final = pararnn.solve(case.cell, case.gates, case.initial, **engine)
+    arguments = (case.gates, *(case.initial or ()))
+    tensors = (*arguments, *states, *final)
+    values = [tensor.clone() for tensor in tensors]
+    for target in (*states, *final):
+        value = target.clone()
+        target.fill_(7.0)
+        for tensor, old in zip(tensors, values, strict=True):
+            assert tensor is target or torch.equal(tensor, old)
+        target.copy_(value)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -228,8 +234,8 @@ def test_pairs_that_are_asked_first_rank_first(cell, size):
 def test_fields_that_are_numbers_are_not_rounded(dtype):
     cell, gates = pararnn.LRCCell(3), torch.randn(1, 300, 3, 3, dtype=dtype)
     gap = torch.full((1, 300), 0.1003)
-    expected = pararnn.solve(cell, gates, fields={"dt": gap})[1]
-    assert torch.equal(pararnn.solve(cell, gates, fields={"dt": 0.1003})[1], expected)
+    reference = pararnn.solve(cell, gates, fields={"dt": gap})[1]
+    assert torch.equal(pararnn.solve(cell, gates, fields={"dt": 0.1003})[1], reference)
     steps = torch.full((1, 300), 257)  # 256 or 258 in bfloat16
-    expected = pararnn.solve(cell, gates, fields={"dt": steps.float()})[1]
-    assert torch.equal(pararnn.solve(cell, gates, fields={"dt": steps})[1], expected)
+    reference = pararnn.solve(cell, gates, fields={"dt": steps.float()})[1]
+    assert torch.equal(pararnn.solve(cell, gates, fields={"dt": steps})[1], reference)

@@ -12,8 +12,8 @@ from pararnn.program.program import program_of
 HOW = {"solver": "newton", "backend": "fused"}
 
 
-def _cut(length, asked=NO_REQUEST, columns=4, capacity=1000, steps=4):
-    return plan_split(length, columns, torch.float32, steps, 128, capacity, asked)
+def _cut(length, request=NO_REQUEST, columns=4, capacity=1000, steps=4):
+    return plan_split(length, columns, torch.float32, steps, 128, capacity, request)
 
 
 def test_the_rule():
@@ -80,7 +80,7 @@ def test_contexts_nest_part_by_part(newton_fused):
                 pararnn.solve(cell, gates)
     pararnn.solve(cell, gates, **HOW)
     splits = [(4, None), (4, 7), (9, 7), (None, None)]
-    assert newton_fused.asked == [("forward", *split) for split in splits]
+    assert newton_fused.requests == [("forward", *split) for split in splits]
 
 
 def test_a_backward_pass_outside_of_the_context_keeps_the_split(newton_fused):
@@ -89,29 +89,29 @@ def test_a_backward_pass_outside_of_the_context_keeps_the_split(newton_fused):
         output, _ = layer(x)
     with pararnn.using(segments=2):
         output.sum().backward()
-    assert newton_fused.asked == [("forward", 5, 3), ("backward", 5, 3)]
+    assert newton_fused.requests == [("forward", 5, 3), ("backward", 5, 3)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_follows_the_context(newton_fused, dynamic):
     layer, x = pararnn.ParaGRU(4, 6, **HOW), torch.randn(2, 50, 4, requires_grad=True)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    asked = [(8, None), (16, 0), (None, None), (32, 5), (8, None)]
-    for segments, burn_in in asked:
+    program = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    splits = [(8, None), (16, 0), (None, None), (32, 5), (8, None)]
+    for segments, burn_in in splits:
         with pararnn.using(segments=segments, burn_in=burn_in):
-            output, _ = compiled(x)
+            output, _ = program(x)
         output.sum().backward()
-    both = [(which, *split) for split in asked for which in ("forward", "backward")]
-    assert newton_fused.asked == both
+    both = [(which, *split) for split in splits for which in ("forward", "backward")]
+    assert newton_fused.requests == both
 
 
 def test_exported_programs_keep_the_split(newton_fused):
     layer, x = pararnn.ParaGRU(4, 6, **HOW), torch.randn(2, 50, 4)
     with pararnn.using(segments=5):
         program = torch.export.export(layer, (x,))
-    newton_fused.asked.clear()
+    newton_fused.requests.clear()
     program.module()(x)
-    assert newton_fused.asked == [("forward", 5, None)]
+    assert newton_fused.requests == [("forward", 5, None)]
 
 
 def test_recomputed_gates_keep_the_split(newton_fused):
@@ -119,13 +119,13 @@ def test_recomputed_gates_keep_the_split(newton_fused):
     with pararnn.using(segments=5):
         output, _ = layer(torch.randn(2, 50, 4))
     output.sum().backward()
-    assert newton_fused.asked == [("forward", 5, None), ("backward", 5, None)]
+    assert newton_fused.requests == [("forward", 5, None), ("backward", 5, None)]
 
 
 def test_scan_follows_the_context(newton_fused):
     with torch.no_grad(), pararnn.using(segments=3):
         pararnn.scan(torch.rand(1, 90, 4), torch.randn(1, 90, 4), **HOW)
-    assert newton_fused.asked == [("forward", 3, None)]
+    assert newton_fused.requests == [("forward", 3, None)]
 
 
 def test_explain_shows_the_split_that_runs(newton_fused):

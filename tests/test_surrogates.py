@@ -64,7 +64,7 @@ class Turned(torch.autograd.Function):
         return first * y + second, of_y
 
 
-def made(step, structure=None, states=("h",)):
+def make_class(step, structure=None, states=("h",)):
     body = {"states": states, "gates": ("x",), "step": step, "structure": structure}
     return type("Made", (pararnn.Cell,), {**body, "params": {"a": Param("D", std=0.3)}})
 
@@ -92,12 +92,12 @@ def test_a_function_of_the_users_own_has_its_own_gradient(name, structure):
         return STEPS[name](state.h, gate.x, param.a)
 
     torch.manual_seed(0)
-    cell = made(step, structure)(6, dtype=torch.float64)
+    cell = make_class(step, structure)(6, dtype=torch.float64)
     gates = torch.randn(2, 40, 1, 6, dtype=torch.float64, requires_grad=True)
-    expected = run(cell, gates, PLAIN)
-    assert all(t.abs().max() > 0.01 for t in expected)
+    reference = run(cell, gates, PLAIN)
+    assert all(t.abs().max() > 0.01 for t in reference)
     for pair in PAIRS if structure is None else PAIRS[:2]:
-        for mine, true in zip(run(cell, gates, pair), expected, strict=True):
+        for mine, true in zip(run(cell, gates, pair), reference, strict=True):
             torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-11)
 
 
@@ -106,7 +106,7 @@ def test_the_functions_own_gradient_is_not_that_of_its_value():
         return Turned.apply(torch.tanh(state.h + gate.x), param.a)[0]
 
     cell, plain = (
-        made(f)(4, dtype=torch.float64)
+        make_class(f)(4, dtype=torch.float64)
         for f in (step, lambda self, s, g, p: torch.tanh(s.h + g.x) * p.a)
     )
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_the_contract_holds():
     def step(self, state, gate, param):
         return Rounded.apply(torch.tanh(param.a * state.h + gate.x)) + 0.3 * state.h
 
-    for result in check_solves(made(step)(5), torch.randn(2, 60, 1, 5), pairs=PAIRS):
+    for result in check_solves(make_class(step)(5), torch.randn(2, 60, 1, 5), pairs=PAIRS):
         assert result.passed, [check for check in result.checks if not check.passed]
 
 
@@ -129,23 +129,23 @@ def test_what_the_backward_reads_is_looked_at_in_every_call(monkeypatch):
     def step(self, state, gate, param):
         return Spike.apply(param.a * state.h + gate.x, 0.0)
 
-    cell = made(step)(4, dtype=torch.float64)
+    cell = make_class(step)(4, dtype=torch.float64)
     gates = torch.randn(1, 20, 1, 4, dtype=torch.float64, requires_grad=True)
-    before = run(cell, gates, ("newton", "torch"))
+    old = run(cell, gates, ("newton", "torch"))
     reads = reads_of(type(cell), STRUCTURES, "")
     monkeypatch.setattr(HERE, "SHARP", 5.0)
     assert reads.change() is not None
-    after = run(cell, gates, ("newton", "torch"))
-    torch.testing.assert_close(before[0], after[0])
-    torch.testing.assert_close(after, run(cell, gates, PLAIN))
-    assert not torch.allclose(before[1], after[1])
+    new = run(cell, gates, ("newton", "torch"))
+    torch.testing.assert_close(old[0], new[0])
+    torch.testing.assert_close(new, run(cell, gates, PLAIN))
+    assert not torch.allclose(old[1], new[1])
 
 
-def bounded(grad):
+def bound_grad(grad):
     return grad.clamp(-1e-3, 1e-3)
 
 
-def normalised(grad):
+def normalise(grad):
     return grad / (1e-12 + grad.abs())
 
 
@@ -154,8 +154,8 @@ def branching(grad):
 
 
 NONLINEAR = {
-    bounded: "Made.step calls a torch.autograd.Function whose backward is not linear",
-    normalised: r"bounds or normalises it, say.*clip_grad_norm_.*structure = 'sequential'",
+    bound_grad: "Made.step calls a torch.autograd.Function whose backward is not linear",
+    normalise: r"bounds or normalises it, say.*clip_grad_norm_.*structure = 'sequential'",
     branching: "whose backward reads a tensor's value in Python.*torch.where.*'sequential'",
     None: r"Made's (Jacobian|gradient) cannot be traced: You must implement either the backward",
 }
@@ -173,9 +173,9 @@ def test_backwards_that_no_parallel_solver_can_compose_are_refused(backward, str
         return function.apply(param.a * state.h + gate.x)
 
     with pytest.raises(pararnn.CellError, match=NONLINEAR[backward]):
-        pararnn.program_of(made(step, structure)(4))
+        pararnn.program_of(make_class(step, structure)(4))
     gates = torch.randn(1, 9, 1, 4)
-    states, _ = pararnn.solve(made(step, "sequential")(4), gates)
+    states, _ = pararnn.solve(make_class(step, "sequential")(4), gates)
     assert states.isfinite().all()
 
 
@@ -186,7 +186,7 @@ def test_surrogate_gradients_by_detach():
         soft = v / (1 + v.abs())
         return (v > 0).to(v.dtype) + (soft - soft.detach())
 
-    cls = made(step)
+    cls = make_class(step)
     cell, gates = cls(6), torch.randn(2, 40, 1, 6, requires_grad=True)
     with torch.no_grad():
         cell.a.fill_(0.3)
@@ -201,7 +201,7 @@ def test_surrogate_gradients_by_detach():
     for t in range(40):
         h = Spike.apply(0.3 * h + x[:, t, 0], 0.0)
         total = total + h.square().sum()
-    (expected,) = torch.autograd.grad(total, x)
-    assert expected.abs().max() > 0.1
+    (reference,) = torch.autograd.grad(total, x)
+    assert reference.abs().max() > 0.1
     for grad in grads:
-        torch.testing.assert_close(grad, expected)
+        torch.testing.assert_close(grad, reference)

@@ -19,30 +19,30 @@ def gru():
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [{"lengths": torch.tensor([3, 6])}, {"reset": RESET}, {"cu_seqlens": torch.tensor([0, 2, 6])}],
-    ids=lambda given: next(iter(given)),
+    ids=lambda arguments: next(iter(arguments)),
 )
-def test_lists_and_arrays_are_accepted(gru, form, given):
-    other = {name: form(value) for name, value in given.items()}
-    x = X[:1] if "cu_seqlens" in given else X
-    assert torch.equal(gru(x, **other)[0], gru(x, **given)[0])
-    if "lengths" not in given:
-        assert torch.equal(gru.layers[0](x, **other)[0], gru.layers[0](x, **given)[0])
+def test_lists_and_arrays_are_accepted(gru, form, arguments):
+    other = {name: form(value) for name, value in arguments.items()}
+    x = X[:1] if "cu_seqlens" in arguments else X
+    assert torch.equal(gru(x, **other)[0], gru(x, **arguments)[0])
+    if "lengths" not in arguments:
+        assert torch.equal(gru.layers[0](x, **other)[0], gru.layers[0](x, **arguments)[0])
         gates = gru.layers[0].proj(x)
-        solved = [pararnn.solve(gru.cell, gates, **way)[0] for way in (other, given)]
-        assert torch.equal(*solved)
-    if "cu_seqlens" not in given:
-        scanned = [pararnn.scan(0.5 * torch.ones(4), x, **way) for way in (other, given)]
-        assert torch.equal(*scanned)
+        solutions = [pararnn.solve(gru.cell, gates, **way)[0] for way in (other, arguments)]
+        assert torch.equal(*solutions)
+    if "cu_seqlens" not in arguments:
+        scans = [pararnn.scan(0.5 * torch.ones(4), x, **way) for way in (other, arguments)]
+        assert torch.equal(*scans)
 
 
 def test_step_accepts_resets_as_lists_and_arrays(gru):
-    expected, _ = gru.step(X[:, 0], STATES[:, :2], reset=torch.tensor([True, False]))
+    reference, _ = gru.step(X[:, 0], STATES[:, :2], reset=torch.tensor([True, False]))
     for reset in ([True, False], np.array([True, False])):
-        assert torch.equal(gru.step(X[:, 0], STATES[:, :2], reset=reset)[0], expected)
-    alone, _ = gru.step(X[0, 0], STATES[:, 0], reset=True)
-    assert torch.allclose(alone, expected[0], atol=1e-6)
+        assert torch.equal(gru.step(X[:, 0], STATES[:, :2], reset=reset)[0], reference)
+    single, _ = gru.step(X[0, 0], STATES[:, 0], reset=True)
+    assert torch.allclose(single, reference[0], atol=1e-6)
 
 
 def test_no_sequences_and_no_lengths(gru):

@@ -72,9 +72,9 @@ def test_a_solver_that_stops_early_is_caught(monkeypatch):
     monkeypatch.setattr(newton_module, "DEFECT_ULPS", 1e5)
     monkeypatch.setattr(newton_module, "FORWARD_TOLERANCE", {torch.float32: 1e3})
     result = check_solve(case.cell, case.gates, solver="newton", backend="torch")
-    failed = [check.name for check in result.checks if not check.passed]
-    assert "defect in epsilons" in failed
-    assert "h" in failed
+    failures = [check.name for check in result.checks if not check.passed]
+    assert "defect in epsilons" in failures
+    assert "h" in failures
 
 
 def test_a_wrong_gradient_is_caught(monkeypatch):
@@ -84,22 +84,22 @@ def test_a_wrong_gradient_is_caught(monkeypatch):
     right = newton_torch.adjoint
     monkeypatch.setattr(newton_torch, "adjoint", lambda *a: right(*a) * (1 + 1e-3))
     result = check_solve(case.cell, case.gates, solver="newton", backend="torch")
-    failed = [check.name for check in result.checks if not check.passed]
-    assert failed == ["grad gates", "grad a_z", "grad a_r", "grad a_c"]
+    failures = [check.name for check in result.checks if not check.passed]
+    assert failures == ["grad gates", "grad a_z", "grad a_r", "grad a_c"]
 
 
 def test_every_kind_of_sequence_is_checked():
     torch.manual_seed(0)
     both = pararnn.ParaLSTM(4, 6, num_layers=2, bidirectional=True, num_heads=2)
     x = torch.randn(3, 50, 4)
-    packed = pack_sequence([torch.randn(n, 4) for n in (3, 9, 5)], enforce_sorted=False)
-    for given, options in (
+    sequence = pack_sequence([torch.randn(n, 4) for n in (3, 9, 5)], enforce_sorted=False)
+    for inputs, options in (
         (x, {"lengths": [50, 3, 20], "padding": "left"}),
-        (packed, {}),
+        (sequence, {}),
         (x[0], {"cu_seqlens": torch.tensor([0, 4, 9, 9, 30])}),
         (x, {"reset": torch.rand(3, 50) < 0.1, "all_states": True, "mode": "PARALLEL"}),
     ):
-        report = pararnn.verify(both, given, **options)
+        report = pararnn.verify(both, inputs, **options)
         assert report.passed
         assert len(report.layers) == 4
 
@@ -112,8 +112,8 @@ def test_final_states_of_chaos_are_those_of_the_states(wrong, monkeypatch):
             parameter.copy_(torch.randn_like(parameter) * 8)
 
     def solve(*call):
-        solved = run(*call)
-        return solved._replace(final=tuple(f.flip(1) if wrong else f for f in solved.final))
+        solution = run(*call)
+        return solution._replace(final=tuple(f.flip(1) if wrong else f for f in solution.final))
 
     monkeypatch.setattr(oracle_module, "run", solve)
     result = check_solve(case.cell, case.gates, solver="sequential")
@@ -124,23 +124,23 @@ def test_final_states_of_chaos_are_those_of_the_states(wrong, monkeypatch):
 
 def test_the_real_call_is_replayed(monkeypatch):
     """With `output_only` and without initial states, as the layer calls; at the scale of a mean."""
-    seen, scales = [], []
+    calls, scales = [], []
     of = oracle_module.Oracle.of_call
 
     def solve(program, args, *pair):
-        seen.append((args.initial, args.options.output_only))
+        calls.append((args.initial, args.options.output_only))
         return run(program, args, *pair)
 
-    def oracle(*args, **how):
-        scales.append(how["loss_scale"])
-        return of(*args, **how)
+    def oracle(*args, **options):
+        scales.append(options["loss_scale"])
+        return of(*args, **options)
 
     monkeypatch.setattr(oracle_module, "run", solve)
     monkeypatch.setattr(oracle_module.Oracle, "of_call", oracle)
     layer, x = pararnn.ParaLSTM(3, 4), torch.randn(2, 10, 3)
     assert pararnn.verify(layer, x)
     assert pararnn.verify(layer, x, all_states=True)
-    assert seen == [((), True), ((), False)]
+    assert calls == [((), True), ((), False)]
     assert scales == [1 / 80, 1 / 80]
 
 
@@ -164,8 +164,8 @@ def test_a_recurrence_that_diverges_is_no_failure_of_the_solve(wrong, monkeypatc
         layer.cell.w[2:4] = 9.0
 
     def solve(*call):
-        solved = run(*call)
-        return solved._replace(states=tuple(s * 1.001 for s in solved.states))
+        solution = run(*call)
+        return solution._replace(states=tuple(s * 1.001 for s in solution.states))
 
     if wrong:
         monkeypatch.setattr(oracle_module, "run", solve)
