@@ -207,7 +207,7 @@ def agree(got, reference):
 
 @functools.cache
 def states_by_leak(leak):
-    """What a layer gives whose leak is config."""
+    """Return the results of a layer whose leak is config."""
     return results(layer_of(Expected, leak=leak))
 
 

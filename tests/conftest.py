@@ -110,7 +110,7 @@ def _frozen() -> None:
 
 @pytest.fixture(autouse=True)
 def _afresh() -> None:
-    """What earlier tests called decides nothing: engines that stood in the table, which sizes are
+    """Reset what earlier calls have left: engines that stood in the table, which sizes are
     symbols, how many variants are left before Dynamo's limit."""
     SIGNATURES.clear()
     if "torch._dynamo" in sys.modules:
@@ -126,7 +126,7 @@ def no_curves() -> Iterator[None]:
 
 @pytest.fixture
 def device() -> str:
-    """Where tests that run on any device do: tests/gpu has a fixture of this name of its own."""
+    """Device of the tests that run on any; tests/gpu has its own fixture of this name."""
     return "cpu"
 
 

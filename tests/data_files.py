@@ -16,5 +16,5 @@ def tokens_of(rows):
     return rows.tokens.tolist()
 
 
-def expected(texts):
+def tokens_with_ends(texts):
     return [token for text in texts for token in [*text.encode(), END]]

@@ -21,21 +21,23 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pararnn-tests"
 
 
-def prune(kept: Path, most: int = BYTES) -> None:
+def prune(folder: Path, most: int = BYTES) -> None:
     """Drop what was made DAYS ago, and the oldest of the rest, so that `most` bytes are left.
 
     Other processes may do so at the same time, and may use what is dropped.
     """
     now, size = time.time(), 0
-    ages = {entry: now - made for entry in kept.iterdir() if (made := _made(entry)) is not None}
+    ages = {
+        entry: now - birth for entry in folder.iterdir() if (birth := _birth(entry)) is not None
+    }
     for entry, age in sorted(ages.items(), key=lambda item: item[1]):
-        unfinished = entry.name.startswith(".")
+        is_temporary = entry.name.startswith(".")
         size += sum(_sizes(entry))
-        if age > (1 if unfinished else DAYS) * 24 * 3600 or (size > most and not unfinished):
+        if age > (1 if is_temporary else DAYS) * 24 * 3600 or (size > most and not is_temporary):
             _drop(entry)
 
 
-def _made(entry: Path) -> float | None:
+def _birth(entry: Path) -> float | None:
     with contextlib.suppress(FileNotFoundError):  # another process has dropped it
         return entry.stat().st_mtime
     return None

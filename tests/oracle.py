@@ -52,7 +52,7 @@ def run(case, device, dtype, seed=0, loss_scale=1.0, **pair):
 
 
 def beyond(got, exact, loop, dtype):
-    """What is further from the truth than the contract's forward error: name, error, the loop's."""
+    """Return what exceeds the contract's forward error: name, error, the loop's error."""
     wrong = []
     for name, value in got.items():
         error, own = (relative_error(v, exact[name]) for v in (value, loop[name]))
@@ -72,7 +72,7 @@ def beyond(got, exact, loop, dtype):
 
 
 def failures(case, device="cuda", loss_scale=1.0, **pair):
-    """What the kernels on a device get wrong, beyond the contract's forward error."""
+    """Return the results of a device's kernels that exceed the contract's forward error."""
     dtype = case.gates.dtype
     got = run(case, device, dtype, loss_scale=loss_scale, **pair)
     exact = run(case, "cpu", torch.float64, loss_scale=loss_scale)

@@ -60,7 +60,7 @@ def _process(rank: int, check: Callable[[int], None], port: int, world: int) -> 
     _run(check, rank)
 
 
-def started(check: Callable[[int], None], world: int = WORLD) -> mp.ProcessContext:
+def start(check: Callable[[int], None], world: int = WORLD) -> mp.ProcessContext:
     """Begin to run a module's function, or a partial of one, once a process."""
     _start_server()
     with socket.socket() as free:
@@ -73,12 +73,12 @@ def started(check: Callable[[int], None], world: int = WORLD) -> mp.ProcessConte
 
 def on_processes(check: Callable[[int], None], world: int = WORLD) -> None:
     """Run it to its end; raises what a process raises, once the others are ended."""
-    running = started(check, world)
+    running = start(check, world)
     while not running.join():  # one of them has ended
         pass
 
 
-def launched(check: Callable[[], None], logs: Path, world: int = WORLD) -> str:
+def launch(check: Callable[[], None], logs: Path, world: int = WORLD) -> str:
     """Run a module's function, or a partial of one, as torchrun does; what rank 0 printed.
 
     Raises ChildFailedError where a process fails, once the launcher has ended the others.
@@ -98,11 +98,11 @@ def launched(check: Callable[[], None], logs: Path, world: int = WORLD) -> str:
     )
     with ThreadPoolExecutor(1) as thread:  # in the main thread it would take over signals
         thread.submit(elastic_launch(config, _run), check).result()
-    (printed,) = logs.glob("*/attempt_0/0/stdout.log")
-    return printed.read_text()
+    (stdout,) = logs.glob("*/attempt_0/0/stdout.log")
+    return stdout.read_text()
 
 
-def initialised(check: Callable[[int], None], rank: int) -> None:
+def with_group(check: Callable[[int], None], rank: int) -> None:
     """Run `check` with PyTorch's own process group open."""
     torch.distributed.init_process_group("gloo")
     check(rank)

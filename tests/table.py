@@ -24,7 +24,7 @@ HANGS_AFTER = 15 * 60
 
 
 def there(missing: Exception | None) -> bool:
-    """Whether nothing is missing that tests are skipped without.
+    """True if nothing is missing without which tests are skipped.
 
     RuntimeError where PARARNN_REQUIRE_KERNELS says that none may be.
     """
@@ -36,7 +36,7 @@ def there(missing: Exception | None) -> bool:
 
 
 def has_compiler() -> bool:
-    """Whether this machine can build kernels."""
+    """Return True if this machine can build kernels."""
     try:
         compiler_command()
     except pararnn.EngineError as error:
@@ -220,7 +220,7 @@ def covering() -> list[Any]:
 
 
 def row_name(row: Row) -> str:
-    """What is unusual in it."""
+    """Return what is unusual in a row."""
     usual = Row(0)._replace(once=row.once)._asdict()
     return ",".join(f"{k}={v}" for k, v in row._asdict().items() if v != usual[k])
 

@@ -23,7 +23,7 @@ def layer(newton_fused):
 
 
 def _pairs(layer, count, shape=SHAPE, **options):
-    """Whether each of `count` forward passes ran by Newton, as a string."""
+    """Return a letter for each of `count` forward passes: n for Newton, s for the loop."""
     letters = ""
     for _ in range(count):
         with torch.no_grad():

@@ -30,14 +30,14 @@ def test_a_file_and_a_folder_appear_when_they_are_whole(tmp_path, concurrent):
 def test_an_error_leaves_what_was_there(tmp_path, concurrent):
     (tmp_path / "a").write_text("old")
 
-    def interrupted():
+    def interrupt():
         with write_whole(tmp_path / "a", concurrent) as new:
             new.mkdir()
             (new / "half").touch()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        interrupt()
     with pytest.raises(FileNotFoundError), write_whole(tmp_path / "a", concurrent):
         pass  # nothing is written
     assert names(tmp_path) == ["a"]

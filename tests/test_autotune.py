@@ -14,7 +14,7 @@ from pararnn.engines.tuned import Measured, Workload
 
 SHAPE = (2, 100, 4)
 OTHER = NEWTON_FUSED if NEWTON_FUSED in PAIRS else ("newton", "torch")
-"""What runs beside the loop."""
+"""Pair that runs in addition to the loop."""
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def own_folder(monkeypatch, tmp_path, no_caches):
 
 @pytest.fixture
 def times(monkeypatch):
-    """What candidates take, in s, by (solver, backend, segments, burn-in); 1 by default."""
+    """Times of candidates in s, by (solver, backend, segments, burn-in); 1 by default."""
     chosen, calls = {}, []
     module = sys.modules["pararnn.tune.autotune"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from fresh import run_fresh
-from processes import started
+from processes import start
 from table import needs_compiler
 
 import pararnn
@@ -241,7 +241,7 @@ def test_processes_and_threads_share_one_entry(folder, tmp_path, monkeypatch):
     # A compiler takes time, in which the others come.
     monkeypatch.setattr(cpp, "compile_library", compiler.compile_library)
     inputs = _inputs()  # all threads draw from one generator
-    running = started(partial(_solves_there, tmp_path, folder), world=3)
+    running = start(partial(_solves_there, tmp_path, folder), world=3)
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(_solve, [inputs] * 3))
     while not running.join():  # one of them has ended

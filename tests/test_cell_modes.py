@@ -39,7 +39,7 @@ X = torch.randn(2, 20, 4, generator=torch.Generator().manual_seed(0))
 
 
 class AlwaysHard(Hard):
-    """What `Hard` is in evaluation."""
+    """`Hard` as it is in evaluation."""
 
     def step(self, state, gate, param):
         keep = torch.sigmoid(gate.g + param.a * state.h) > 0.5

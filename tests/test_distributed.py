@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from processes import WORLD, initialised, on_processes
+from processes import WORLD, on_processes, with_group
 from table import OPS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -80,7 +80,7 @@ def _fsdp_decoding(rank):
 
 
 def _fsdp_of_a_layer(rank):
-    """Which steps by its own call, so that nothing needs to be registered, but may be."""
+    """Shard a bare layer: its step is its own call, and need not be registered, but may be."""
     x = torch.randn(2, 9, 4, dtype=torch.float64)
     for recompute in (False, True):  # gates that are made again need weights that come back
         torch.manual_seed(0)
@@ -110,20 +110,20 @@ def _fsdp_of_parts(rank):
 
 
 def test_ddp():
-    on_processes(partial(initialised, _ddp))
+    on_processes(partial(with_group, _ddp))
 
 
 def test_fsdp():
-    on_processes(partial(initialised, _fsdp))
+    on_processes(partial(with_group, _fsdp))
 
 
 def test_fsdp_decoding():
-    on_processes(partial(initialised, _fsdp_decoding))
+    on_processes(partial(with_group, _fsdp_decoding))
 
 
 def test_fsdp_of_a_layer():
-    on_processes(partial(initialised, _fsdp_of_a_layer))
+    on_processes(partial(with_group, _fsdp_of_a_layer))
 
 
 def test_fsdp_of_a_cell_alone_says_what_to_shard():
-    on_processes(partial(initialised, _fsdp_of_parts))
+    on_processes(partial(with_group, _fsdp_of_parts))

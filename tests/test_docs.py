@@ -55,5 +55,5 @@ def test_readme_has_the_cell_that_it_promises() -> None:
 
 def test_tables_are_what_the_result_files_say():
     script = ROOT / "benchmarks" / "tables.py"
-    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr

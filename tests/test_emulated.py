@@ -6,7 +6,7 @@ from emulated import gpu, install
 from oracle import beyond, run
 from table import FUSED, NEWTON_FUSED, make_case, needs_compiler, with_latches
 from test_hard_cases import assert_no_jump_is_missed, threshold_case
-from test_scales import SLOW, slow_case, solved
+from test_scales import SLOW, slow_case, solve_case
 from test_scan import _inputs, check_scan
 
 import pararnn
@@ -139,7 +139,7 @@ def test_a_nan_before_a_reset_hides_no_error(monkeypatch):
 def test_the_scale_of_the_loss_scales_gradients(name, monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = slow_case(pararnn.CELLS[name], torch.bfloat16, SLOW.get(name, -4.0))
-    plain, small = (solved(case, NEWTON_FUSED, scale)[1] for scale in (1.0, 2.0**-30))
+    plain, small = (solve_case(case, NEWTON_FUSED, scale)[1] for scale in (1.0, 2.0**-30))
     for one, other in zip(plain, small, strict=True):
         assert torch.equal(one.double() * 2.0**-30, other.double())
 

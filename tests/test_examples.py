@@ -52,9 +52,9 @@ def test_irregular() -> None:
 @needs_compiler
 def test_lora() -> None:
     pytest.importorskip("peft")
-    before, after, change = run("lora")
-    assert before > 0.1
-    assert after < 0.02
+    error_before, error_after, change = run("lora")
+    assert error_before > 0.1
+    assert error_after < 0.02
     assert change <= 1e-5
 
 
@@ -67,7 +67,7 @@ def test_lru() -> None:
 
 @needs_compiler
 def test_truncated_bptt() -> None:
-    carried, fresh, gap = run("truncated_bptt")
-    assert carried >= 0.98
+    accuracy, fresh, gap = run("truncated_bptt")
+    assert accuracy >= 0.98
     assert fresh <= 0.92
     assert gap <= 1e-5

@@ -26,20 +26,20 @@ def _states(final):
 @pytest.mark.parametrize("cell", list(CELLS))
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_states_can_be_written_and_detached(pair, cell, grad):
-    for layout, (x, given) in LAYOUTS.items():
+    for layout, (x, layout_options) in LAYOUTS.items():
         for size, options in SIZES.items():
             layer = pararnn.ParaRNN(CELLS[cell][0], 4, 6, **options)
             layer.solver, layer.backend = pair
             with torch.set_grad_enabled(grad):
-                output, final = layer(x, **given)
+                output, final = layer(x, **layout_options)
             states = _states(final)
             results = [output, *states]
             memory = [t.untyped_storage().data_ptr() for t in results if t.numel()]
             assert len(set(memory)) == len(memory), (layout, size)
             for state in states:
-                done = torch.zeros(state.shape[-2], dtype=torch.bool)
-                done[0] = True
-                state[..., done, :] = 0
+                is_done = torch.zeros(state.shape[-2], dtype=torch.bool)
+                is_done[0] = True
+                state[..., is_done, :] = 0
                 state.detach_()
                 assert not state.requires_grad
 
@@ -47,7 +47,7 @@ def test_states_can_be_written_and_detached(pair, cell, grad):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_gradients_of_states_that_were_written(pair, recompute):
-    done, grads = torch.tensor([True, False, False]), []
+    is_done, grads = torch.tensor([True, False, False]), []
     torch.manual_seed(0)
     layer = pararnn.ParaLSTM(4, 6, dtype=torch.float64, recompute_gates=recompute)
     layer.solver, layer.backend = pair
@@ -55,10 +55,10 @@ def test_gradients_of_states_that_were_written(pair, recompute):
     for in_place in (False, True):
         output, (h, c) = layer(x)
         if in_place:
-            h[:, done] = 0
-            c[:, done] = 0
+            h[:, is_done] = 0
+            c[:, is_done] = 0
         else:
-            h, c = (state.masked_fill(done[:, None], 0) for state in (h, c))
+            h, c = (state.masked_fill(is_done[:, None], 0) for state in (h, c))
         output, (h, c) = layer(x, (h, c))
         grads.append(torch.autograd.grad(output.sum() + h.sum() + c.sum(), layer.parameters()))
     assert all(map(torch.allclose, *grads))
@@ -71,14 +71,14 @@ def test_outputs_can_be_written_and_detached(pair):
         layer = pararnn.ParaRNN(CELLS[cell][0], 4, 6)
         layer.solver, layer.backend = pair
         output, final = layer(torch.randn(3, 5, 4))
-        before = [state.clone() for state in _states(final)]
+        old = [state.clone() for state in _states(final)]
         output[:, 0] = 0
         output.detach_()
         with torch.no_grad():
             again, _ = layer(torch.randn(3, 5, 4))
         again[:, 0] = 0
         again.detach_()
-        assert all(map(torch.equal, _states(final), before))
+        assert all(map(torch.equal, _states(final), old))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

@@ -184,7 +184,7 @@ def test_export_of_packed_rows(device):
 
 
 class _OneStep(torch.nn.Module):
-    """What one exports to decode elsewhere."""
+    """A step as users export it, to decode elsewhere."""
 
     def __init__(self, layer):
         super().__init__()

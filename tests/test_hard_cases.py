@@ -20,7 +20,7 @@ def _warn_again():
     newton_torch._WARNED.clear()
 
 
-def _scaled(name, dtype, scale, bias=0.0):
+def _scale(name, dtype, scale, bias=0.0):
     """Recurrent weights of standard deviation `scale`, inputs times 3, first gate shifted."""
     case = make_case(pararnn.CELLS[name], dtype, LONG, channels=16)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def _scaled(name, dtype, scale, bias=0.0):
 )
 @pytest.mark.parametrize("name", ["gru", "lstm", "elman", "lem", "slstm", "lrc"])
 def test_large_recurrent_weights(name, dtype, scale):
-    case = _scaled(name, dtype, scale)
+    case = _scale(name, dtype, scale)
     pairs = [pair for pair in OPS if scale in SCALES.get(pair, (scale,))]
     results = check_solves(case.cell, case.gates, pairs=pairs, **case.options)
     for pair, result in zip(pairs, results, strict=True):
@@ -53,14 +53,14 @@ def test_large_recurrent_weights(name, dtype, scale):
 
 
 def test_slow_gates_converge():
-    case = _scaled("gru", torch.float32, 0.3, bias=-6.0)
+    case = _scale("gru", torch.float32, 0.3, bias=-6.0)
     result = check_solve(case.cell, case.gates, solver="newton", backend="torch")
     assert result.passed, [check for check in result.checks if not check.passed]
     assert result.mended == 0
 
 
 def test_unconverged_columns_warn_once_and_equal_the_loop():
-    case = _scaled("gru", torch.float32, 8)
+    case = _scale("gru", torch.float32, 8)
     with pytest.warns(pararnn.ConvergenceWarning) as caught:
         states, _ = pararnn.solve(case.cell, case.gates, solver="newton", backend="torch")
     pararnn.solve(
@@ -77,7 +77,7 @@ def test_unconverged_columns_warn_once_and_equal_the_loop():
 
 
 def test_raise_on_failure():
-    case = _scaled("gru", torch.float32, 8)
+    case = _scale("gru", torch.float32, 8)
     with pytest.raises(pararnn.ConvergenceError, match="did not converge on"):
         pararnn.solve(case.cell, case.gates, solver="newton", backend="torch", on_failure="raise")
 
@@ -178,8 +178,8 @@ def test_what_no_step_made_still_has_gradients(name, length, cuts, initial, pair
     where = {} if cuts is None else {"cu_seqlens": torch.tensor(cuts)}
     gates = case.gates.requires_grad_()
     start = [torch.randn(sequences, 4, requires_grad=True) for _ in case.cell.states]
-    how = {"solver": pair[0], "backend": pair[1], **case.options, **where}
-    states, final = pararnn.solve(case.cell, gates, start if initial else None, **how)
+    options = {"solver": pair[0], "backend": pair[1], **case.options, **where}
+    states, final = pararnn.solve(case.cell, gates, start if initial else None, **options)
     states = states if isinstance(states, tuple) else (states,)
     final = final if isinstance(final, tuple) else (final,)
     assert all(t.requires_grad for t in (*states, *final))
@@ -274,8 +274,8 @@ def threshold_case(length, channels, shift):
 
 def assert_no_jump_is_missed(h, y):
     """Every y is what the step makes of the state before it, as it was returned."""
-    before = torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1) * 2**22
-    assert torch.equal(y, 2 * (before - before.floor() >= 0.5).float() - 1)
+    previous = torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1) * 2**22
+    assert torch.equal(y, 2 * (previous - previous.floor() >= 0.5).float() - 1)
 
 
 @pytest.mark.parametrize("pair", OPS, ids="-".join)

@@ -203,7 +203,7 @@ def test_forward_is_the_cells_own():
 
 
 def test_a_cell_that_gathers_its_parameters_for_its_call_alone():
-    """What fully_shard does: they are gone when the solve reads them."""
+    """As fully_shard does: the parameters are gone when the solve reads them."""
     cell = pararnn.GRUCell(6)
 
     def let_go(module, inputs, params):

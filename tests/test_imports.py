@@ -150,7 +150,7 @@ def test_package_is_typed_and_versioned():
 
 
 COMPILED = ["engines", "op", "solve", "scan", "layers", "lm", "tasks/models", "sequences"]
-"""What torch.compile looks into."""
+"""Packages that torch.compile traces."""
 NOT_TRACED = {"Choice.pair"}
 
 

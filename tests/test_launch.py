@@ -27,7 +27,7 @@ BATCH, STEPS, CHANNELS = 2, 300, 32
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a launch would run."""
+    """Record of a kernel that a launch would run."""
 
     cell: str
     variant: Variant

@@ -141,7 +141,7 @@ def test_units_change_nothing(power):
 
 
 def test_a_small_state_beside_a_large_one():
-    """What is wrong with a memory of 1e-9 does not hide behind a state of 1e9."""
+    """An error in a memory of 1e-9 is found next to a state of 1e9."""
 
     class Two(pararnn.Cell):
         states = ("large", "small")

@@ -13,7 +13,7 @@ from pararnn.engines.table import PAIRS, pairs_for
 from pararnn.program.program import program_of
 
 
-def made(step, count=1, **attributes):
+def make_class(step, count=1, **attributes):
     states = tuple(f"s{i}" for i in range(count))
     body = {"states": states, "gates": ("x",), "params": {"a": Param(std=0.1)}, "step": step}
     return type("Made", (pararnn.Cell,), {**body, **attributes})
@@ -25,12 +25,12 @@ def chain(self, state, gate, param):
 
 
 def one(function, **attributes):
-    return made(lambda self, s, g, p: function(s[0], g.x, p.a), **attributes)
+    return make_class(lambda self, s, g, p: function(s[0], g.x, p.a), **attributes)
 
 
 UNUSUAL = {
-    "five states": made(chain, 5),
-    "nine states": made(chain, 9, structure="block_diagonal"),
+    "five states": make_class(chain, 5),
+    "nine states": make_class(chain, 9, structure="block_diagonal"),
     "unspelled": one(lambda h, x, a: torch.erfinv(0.5 * torch.tanh(a * h + x))),
     "a constant condition": one(lambda h, x, a: torch.xlogy(torch.tanh(a * h), 1 + x * x)),
     "nothing of the state": one(lambda h, x, a: x),
@@ -46,8 +46,8 @@ def runs(cell, pair, device="cpu"):
     gates = torch.randn(2, 20, len(cell.gates), 6, dtype=dtype, device=device, requires_grad=True)
     fields = {name: torch.rand(2, 20, dtype=dtype, device=device) for name in cell.fields}
     reset = torch.zeros(2, 20, dtype=torch.bool, device=device)
-    how = {"solver": pair[0], "backend": pair[1]}
-    states, final = pararnn.solve(cell, gates, fields=fields, reset=reset, **how)
+    options = {"solver": pair[0], "backend": pair[1]}
+    states, final = pararnn.solve(cell, gates, fields=fields, reset=reset, **options)
     parts = [states, final] if len(cell.states) == 1 else [*states, *final]
     total = sum(part.float().sum() for part in parts)
     if total.requires_grad:
@@ -73,8 +73,8 @@ def test_pairs_that_can_run_an_unusual_cell_do_and_others_say_which_can(name):
             continue
         with pytest.raises(pararnn.EngineError) as caught:
             runs(cell, pair)
-        named = re.findall(r"\((\w+), (\w+)\)", str(caught.value).partition("Pairs that can")[2])
-        assert named == able
+        names = re.findall(r"\((\w+), (\w+)\)", str(caught.value).partition("Pairs that can")[2])
+        assert names == able
 
 
 def test_every_pair_runs_where_there_are_no_numbers():
@@ -86,7 +86,7 @@ def test_every_pair_runs_where_there_are_no_numbers():
 @pytest.mark.parametrize("count", [30, 45, 50, 90])
 def test_cuda_kernels_that_can_be_built_fit_whatever_gradients_arrive(count, solver, monkeypatch):
     """With many gates the ring of some variants fits, and that of others does not."""
-    cell = made(chain, 8, gates=("x", *(f"g{i}" for i in range(count - 1))))(6)
+    cell = make_class(chain, 8, gates=("x", *(f"g{i}" for i in range(count - 1))))(6)
     program, dtype = program_of(cell), torch.float32
     monkeypatch.setattr(cuda, "kernels_of", lambda *_: {})
     if count >= 50:

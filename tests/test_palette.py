@@ -5,12 +5,15 @@ from pararnn.palette import COLOURS, OTHERS, looks
 
 def test_a_model_has_its_colour_by_any_name_of_it():
     names = ["gru", "gru-400M", "gru, 2 layers", "lstm-7b", "mine:Cell", "gru", "other"]
-    found = looks(names)
-    assert list(found) == list(dict.fromkeys(names))
-    assert {found[name][0] for name in names[:3]} == {COLOURS["gru"]}
-    assert [found[name][1] for name in names[:3]] == ["-", "--", ":"]
-    assert found["lstm-7b"] == (COLOURS["lstm"], "-")
-    assert [found[name] for name in ("mine:Cell", "other")] == [(OTHERS[0], "-"), (OTHERS[1], "-")]
+    results = looks(names)
+    assert list(results) == list(dict.fromkeys(names))
+    assert {results[name][0] for name in names[:3]} == {COLOURS["gru"]}
+    assert [results[name][1] for name in names[:3]] == ["-", "--", ":"]
+    assert results["lstm-7b"] == (COLOURS["lstm"], "-")
+    assert [results[name] for name in ("mine:Cell", "other")] == [
+        (OTHERS[0], "-"),
+        (OTHERS[1], "-"),
+    ]
     assert looks(reversed(names))["gru-400M"][0] == COLOURS["gru"]
 
 

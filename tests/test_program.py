@@ -38,7 +38,7 @@ def test_affine_steps_are_known(step, affine):
 
 
 def test_structures_of_the_librarys_cells():
-    expected = {
+    reference = {
         "gru": Diagonal(1),
         "lstm": BlockDiagonal(2),
         "elman": Diagonal(1),
@@ -48,7 +48,7 @@ def test_structures_of_the_librarys_cells():
         "dense-gru": Dense(1),
     }
     for name, cell in pararnn.CELLS.items():
-        assert pararnn.program_of(cell(4)).structure == expected[name]
+        assert pararnn.program_of(cell(4)).structure == reference[name]
 
 
 def test_structure_is_inferred():
@@ -86,8 +86,8 @@ def test_ops_that_keep_shapes_and_mix_channels_are_dense(op):
         pararnn.StructureError, match=f"declares structure = 'diagonal', but .*{op}"
     ):
         pararnn.program_of(make_cell(step, structure="diagonal")(3))
-    declared = make_cell(step, structure="dense")(6)
-    result = check_solve(declared, torch.randn(2, 30, 1, 6, dtype=torch.float64), solver="newton")
+    cell = make_cell(step, structure="dense")(6)
+    result = check_solve(cell, torch.randn(2, 30, 1, 6, dtype=torch.float64), solver="newton")
     assert result.passed, [check for check in result.checks if not check.passed]
 
 
@@ -156,13 +156,13 @@ def test_steps_that_break_the_contract_raise(message):
         pararnn.program_of(cell(8))
 
 
-def halved(tensor):
+def halve(tensor):
     if tensor.requires_grad:  # as one writes it, and as a trace without gradients passes by it
         tensor.register_hook(lambda grad: 0.5 * grad)
     return tensor
 
 
-def kept(tensor):
+def keep_grad(tensor):
     if tensor.requires_grad:
         tensor.retain_grad()
     return tensor
@@ -170,18 +170,18 @@ def kept(tensor):
 
 def halved_before(tensor):
     if tensor.grad_fn is not None:
-        tensor.grad_fn.register_hook(lambda before, after: (0.5 * before[0],))
+        tensor.grad_fn.register_hook(lambda grad_inputs, grad_outputs: (0.5 * grad_inputs[0],))
     return tensor
 
 
 GRADIENTS_OF_THEIR_OWN = {
-    "hook on the state": ("uses register_hook", lambda h, x: torch.tanh(0.9 * halved(h) + x)),
-    "hook on the result": ("uses register_hook", lambda h, x: halved(torch.tanh(0.9 * h + x))),
+    "hook on the state": ("uses register_hook", lambda h, x: torch.tanh(0.9 * halve(h) + x)),
+    "hook on the result": ("uses register_hook", lambda h, x: halve(torch.tanh(0.9 * h + x))),
     "hook in any mode": (
         "step uses register_hook",
         lambda h, x: h.register_hook(lambda grad: None) and torch.tanh(h + x),
     ),
-    "kept gradient": ("uses retain_grad", lambda h, x: kept(torch.tanh(0.9 * h + x))),
+    "kept gradient": ("uses retain_grad", lambda h, x: keep_grad(torch.tanh(0.9 * h + x))),
     "node": ("uses grad_fn", lambda h, x: torch.tanh(0.9 * halved_before(h) + x)),
 }
 
@@ -241,8 +241,8 @@ def test_in_place_code_and_constants():
         out = gate.x.clone()
         out.mul_(0.5).add_(state.h)
         out += torch.ones_like(out) * torch.tensor(2.0) + torch.zeros(())
-        kinked = torch.where(state.h > 0, state.h, 0.5 * state.h)
-        return 0.2 * (torch.sin(out) * kinked + F.logsigmoid(-out))
+        kink = torch.where(state.h > 0, state.h, 0.5 * state.h)
+        return 0.2 * (torch.sin(out) * kink + F.logsigmoid(-out))
 
     cell = make_cell(step)(3)
     assert pararnn.program_of(cell).structure == Diagonal(1)
@@ -276,9 +276,9 @@ def test_hand_written_jacobian_is_used_and_checked():
     result = check_solve(HandWritten(4), torch.randn(2, 50, 3, 4), solver="newton")
     assert result.passed
     own = pararnn.program_of(HandWritten(4)).graphs[torch.float32]
-    derived = pararnn.program_of(pararnn.GRUCell(4)).graphs[torch.float32]
-    assert own.by_hand.text != derived.jacobian.text
-    assert (own.jacobian.text, own.vjp.text) == (derived.jacobian.text, derived.vjp.text)
+    plain = pararnn.program_of(pararnn.GRUCell(4)).graphs[torch.float32]
+    assert own.by_hand.text != plain.jacobian.text
+    assert (own.jacobian.text, own.vjp.text) == (plain.jacobian.text, plain.vjp.text)
 
     class Misprint(HandWritten):
         def jacobian(self, state, gate, param):
@@ -345,8 +345,8 @@ cell, gates, h, key = torch.load({str(tmp_path / "cell.pt")!r}, weights_only=Fal
 assert program_by_key(key).key == key
 assert torch.allclose(pararnn.solve(cell, gates, solver="newton")[0][0], h, atol=1e-6)
 """
-    done = run_fresh(code)
-    assert done.returncode == 0, done.stderr
+    process = run_fresh(code)
+    assert process.returncode == 0, process.stderr
 
 
 def test_a_key_that_cannot_be_found_says_why():

@@ -40,16 +40,16 @@ def test_what_a_step_reads_is_followed(what, structure):
         layer = layer_of(kind, pair)
         agree(results(layer), states_by_leak(0.9))
         first = pararnn.program_of(layer.cell)
-        begun = layer(X)[0]
+        output = layer(X)[0]
         change()
         agree(results(layer), states_by_leak(0.1))
         agree(results(layer_of(kind, pair)), states_by_leak(0.1))
         assert pararnn.verify(layer, X).passed
-        changed = pararnn.program_of(layer.cell)
-        assert changed is not first
-        assert pararnn.program_of(layer.cell) is changed
+        second = pararnn.program_of(layer.cell)
+        assert second is not first
+        assert pararnn.program_of(layer.cell) is second
         # A backward pass after the change is that of its forward pass.
-        grads = torch.autograd.grad(begun.square().sum(), list(layer.parameters()))
+        grads = torch.autograd.grad(output.square().sum(), list(layer.parameters()))
         agree(grads, states_by_leak(0.9)[1:-1])
     finally:
         restore(cls)
@@ -69,7 +69,7 @@ def test_engines_take_the_new_program(pair):
     agree(results(layer), states_by_leak(0.9))
 
 
-def made(leak, structure, name="h"):
+def make_class(leak, structure, name="h"):
     """Classes of one module and qualified name."""
 
     class Made(pararnn.Cell):
@@ -86,14 +86,14 @@ def made(leak, structure, name="h"):
 @pytest.mark.parametrize("structure", [None, "dense", "sequential"])
 def test_classes_of_one_name_are_not_mixed_up(structure):
     pair = ("sequential", "torch") if structure == "sequential" else ("newton", "torch")
-    layers = [layer_of(made(leak, structure), pair) for leak in (0.9, 0.1, 0.9)]
+    layers = [layer_of(make_class(leak, structure), pair) for leak in (0.9, 0.1, 0.9)]
     for layer, leak in [*zip(layers, (0.9, 0.1, 0.9), strict=True)] * 2:
         agree(results(layer), states_by_leak(leak))
     keys = [pararnn.program_of(layer.cell).key for layer in layers]
     assert keys[0] == keys[2] != keys[1]
-    renamed = pararnn.program_of(made(0.9, structure, "y")(3))
-    assert renamed.states == ("y",)
-    assert renamed.key not in keys
+    third = pararnn.program_of(make_class(0.9, structure, "y")(3))
+    assert third.states == ("y",)
+    assert third.key not in keys
 
 
 def test_constants_that_are_tensors_tell_dense_steps_apart():
@@ -140,11 +140,11 @@ def test_a_class_defined_anew_and_one_that_gets_a_jacobian():
     for layer, leak in zip(layers, (0.9, 0.1), strict=True):
         agree(results(layer), states_by_leak(leak))
     cell = layers[0].cell
-    before = pararnn.program_of(cell)
+    old = pararnn.program_of(cell)
     type(cell).jacobian = lambda self, state, gate, param: torch.diag_embed(
         0.9 * (1 - self.step(state, gate, param).square())
     )
-    assert pararnn.program_of(cell) is not before
+    assert pararnn.program_of(cell) is not old
     assert pararnn.program_of(cell).step.has_jacobian
     agree(results(layers[0]), states_by_leak(0.9))
 
@@ -182,26 +182,26 @@ def test_steps_that_change_what_they_read_are_warned_of(monkeypatch):
 
 def test_compiled_code_says_that_the_step_has_changed():
     layer = layer_of(Global)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    program = torch.compile(layer, fullgraph=True, backend="aot_eager")
     try:
-        torch.testing.assert_close(compiled(X)[0], layer(X)[0])
+        torch.testing.assert_close(program(X)[0], layer(X)[0])
         changing_cells.LEAK = 0.1
         with pytest.raises(Exception, match=r"LEAK, which was 0\.9 and is 0\.1"):
-            compiled(X)
+            program(X)
         pararnn.program_of(layer.cell)
-        torch.testing.assert_close(compiled(X)[0], states_by_leak(0.1)[0])
+        torch.testing.assert_close(program(X)[0], states_by_leak(0.1)[0])
     finally:
         restore(Global)
 
 
 def test_exported_code_says_that_the_step_has_changed():
     layer = layer_of(Global)
-    exported = torch.export.export(layer, (X,)).module()
+    graph_module = torch.export.export(layer, (X,)).module()
     try:
-        torch.testing.assert_close(exported(X)[0], layer(X)[0])
+        torch.testing.assert_close(graph_module(X)[0], layer(X)[0])
         changing_cells.LEAK = 0.1
         with pytest.raises(pararnn.CellError, match=r"LEAK, which was 0\.9 and is 0\.1.*export"):
-            exported(X)
+            graph_module(X)
     finally:
         restore(Global)
-    torch.testing.assert_close(exported(X)[0], layer(X)[0])
+    torch.testing.assert_close(graph_module(X)[0], layer(X)[0])

@@ -74,9 +74,9 @@ def test_gradcheck(name, pair):
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     states = len(case.cell.states)
 
-    def run(gates, *rest):
-        initial, given = rest[:states], dict(zip(names, rest[states:], strict=False))
-        weights = dict(zip(params, rest[states + len(names) :], strict=True))
+    def run(gates, *others):
+        initial, fields_by_name = others[:states], dict(zip(names, others[states:], strict=False))
+        weights = dict(zip(params, others[states + len(names) :], strict=True))
 
         class Call(torch.nn.Module):
             def __init__(self):
@@ -88,7 +88,7 @@ def test_gradcheck(name, pair):
                     self.cell,
                     gates,
                     initial,
-                    fields=given,
+                    fields=fields_by_name,
                     solver=solver,
                     backend=backend,
                     **case.options,

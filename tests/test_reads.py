@@ -277,7 +277,7 @@ def test_whether_a_mode_is_read(value, body):
 
 
 def test_names_of_other_owners_refuse_nothing():
-    """What is read off one module is not looked for in others."""
+    """A name read off one module is not looked up in others."""
     cls, module = make_class("import math", "math.pi * helper(state.h)")
     module.helper = lambda h: h.mean()
     module.h = module.mean = object()

@@ -109,7 +109,7 @@ def _old_weight_norm(layer):
 
 
 def _spectral_norm(layer):
-    """Which makes a step of an iteration at every call."""
+    """Wrap a layer by spectral norm, which makes a step of its iteration at every call."""
     parametrizations.spectral_norm(layer.proj, "weight", dim=1)
 
 

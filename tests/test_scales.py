@@ -31,7 +31,7 @@ def slow_case(cell_class, dtype, shift, length=LENGTH, device="cpu"):
     return case
 
 
-def solved(case, pair, loss_scale, units=()):
+def solve_case(case, pair, loss_scale, units=()):
     """States, and the gradients of a mean-like loss on the first of them, by one pair."""
     gates = case.gates.clone().requires_grad_()
     generator = torch.Generator().manual_seed(1)
@@ -48,7 +48,7 @@ def solved(case, pair, loss_scale, units=()):
 def at_scale_one(name, dtype, pair):
     """The same case's result for all scales of its loss."""
     case = slow_case(pararnn.CELLS[name], dtype, SLOW.get(name, -4.0))
-    return case, solved(case, pair, 1.0)[1]
+    return case, solve_case(case, pair, 1.0)[1]
 
 
 @pytest.mark.parametrize("exponent", [-30, 30])
@@ -56,8 +56,8 @@ def at_scale_one(name, dtype, pair):
 def test_the_scale_of_the_loss_scales_gradients(name, dtype, exponent):
     for pair in newton_pairs(name):
         case, usual = at_scale_one(name, dtype, pair)
-        _, scaled = solved(case, pair, 2.0**exponent)
-        for one, other in zip(usual, scaled, strict=True):
+        _, grads = solve_case(case, pair, 2.0**exponent)
+        for one, other in zip(usual, grads, strict=True):
             assert torch.equal(one.double() * 2.0**exponent, other.double()), pair
 
 
@@ -74,9 +74,9 @@ def test_units_of_states_scale_states(name, dtype):
         for exponents in UNITS:
             units = [2.0**e for e in exponents[: len(usual.states)]]
             case = slow_case(cell_class, dtype, SLOW.get(name, -4.0))
-            given = {**case.options["fields"], **dict(zip(names, [*units, 1.0], strict=True))}
-            case.options["fields"] = given
-            states, grads = solved(case, pair, 1.0, units)
+            fields = {**case.options["fields"], **dict(zip(names, [*units, 1.0], strict=True))}
+            case.options["fields"] = fields
+            states, grads = solve_case(case, pair, 1.0, units)
             plain = [s.double() / u for s, u in zip(states, units, strict=True)]
             results.append([*plain, *grads])
         for other in results[1:]:
@@ -103,8 +103,8 @@ class Amplified(pararnn.Cell):
     fields = ("unit",)
 
     def step(self, state, gate, param):
-        kept = torch.sigmoid(gate.keep + 4)
-        m = kept * state.m + (1 - kept) * gate.unit * torch.tanh(gate.x)
+        keep = torch.sigmoid(gate.keep + 4)
+        m = keep * state.m + (1 - keep) * gate.unit * torch.tanh(gate.x)
         return torch.tanh(0.5 * state.y + state.m / gate.unit), m
 
 
@@ -119,8 +119,8 @@ def test_any_unit_has_the_error_of_a_loop(cell_class, unit):
         own = solved_in(cell_class, gates, unit, pair, torch.float32)
         for true, plain, got in zip(exact, loop, own, strict=True):
             size = true.abs().amax((0, 1), keepdim=True)
-            allowed = 2e-5 + 4 * ((plain - true).abs() / size).max()
-            assert ((got - true).abs() / size).max() <= allowed, pair
+            limit = 2e-5 + 4 * ((plain - true).abs() / size).max()
+            assert ((got - true).abs() / size).max() <= limit, pair
 
 
 def solved_in(cell_class, gates, unit, pair, dtype):

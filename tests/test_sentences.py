@@ -49,14 +49,14 @@ def test_no_measured_figure_stands_outside_of_markers(page: str) -> None:
     for paragraph in prose_of(page):
         for setting in SETTINGS:
             paragraph = paragraph.replace(setting, "")
-        found = MEASURED.search(paragraph)
-        assert found is None, f"{page}: put {found[0]!r} into benchmarks/sentences_*.py"
+        match = MEASURED.search(paragraph)
+        assert match is None, f"{page}: put {match[0]!r} into benchmarks/sentences_*.py"
 
 
 def test_each_figure_is_on_a_page() -> None:
     pages = [(tables.ROOT / page).read_text(encoding="utf-8") for page in tables.PAGES]
-    used = [match[2] for text in pages for match in tables.MARKED.finditer(text)]
-    assert sorted(used) == sorted(tables.FIGURES)
+    names = [match[2] for text in pages for match in tables.MARKED.finditer(text)]
+    assert sorted(names) == sorted(tables.FIGURES)
     elsewhere = {path.name for path in (tables.ROOT / "docs").glob("*.md")}
     elsewhere -= {Path(page).name for page in tables.PAGES}
     for name in elsewhere:
@@ -88,10 +88,10 @@ def test_a_sentence_follows_its_file(results: Path) -> None:
     text = " ".join(sentences_training.lm_scale_says().split())
     assert "For 0.51 (GRU), 0.50 (LSTM) and 0.48 (Transformer) of it nothing else runs" in text
 
-    def halved(row: dict[str, str]) -> dict[str, Any]:
+    def halve(row: dict[str, str]) -> dict[str, Any]:
         return {"alone_ms": float(row["alone_ms"]) / 2}
 
-    change(results / "lm_scale_profile.csv", halved)
+    change(results / "lm_scale_profile.csv", halve)
     text = " ".join(sentences_training.lm_scale_says().split())
     assert "For 0.26 (GRU), 0.25 (LSTM) and 0.24 (Transformer)" in text
     assert tables.with_figures(page) != page
@@ -116,15 +116,15 @@ def test_scans_are_timed_in_rounds_and_agree(
     torch.manual_seed(0)
     for what in ("LRU", "minGRU"):
         decay, entering = scan_cpu.random_inputs(what, 20)
-        expected = scan_cpu.loop(decay, entering)
+        reference = scan_cpu.loop(decay, entering)
         for way in scan_cpu.ways_of(what, 20):
-            torch.testing.assert_close(scan_cpu.WAYS[way](decay, entering), expected)
+            torch.testing.assert_close(scan_cpu.WAYS[way](decay, entering), reference)
     assert scan_cpu.LOOP not in scan_cpu.ways_of("LRU", 16384)
     assert scan_cpu.FFT not in scan_cpu.ways_of("minGRU", 512)
-    found = iter(
+    measurements = iter(
         ({"ms": 4.0, "min_ms": 3.0}, {"ms": 6.0, "min_ms": 5.0}, {"ms": 5.0, "min_ms": 4.0})
     )
-    monkeypatch.setattr(scan_cpu, "measure", lambda *_: next(found))
+    monkeypatch.setattr(scan_cpu, "measure", lambda *_: next(measurements))
     monkeypatch.setattr(scan_cpu, "cases", lambda _: [("LRU", 20, "pararnn.scan")])
     monkeypatch.setattr(sys, "argv", ["scan_cpu.py", "--out", str(tmp_path)])
     scan_cpu.main()

@@ -11,7 +11,7 @@ import pararnn
 from pararnn.cells.base import LAYER_ARGUMENTS
 
 
-def made(step, states=("h",), **attributes):
+def make_class(step, states=("h",), **attributes):
     body = {"states": states, "gates": ("x",), "step": step, **attributes}
     return type("Made", (pararnn.Cell,), body)
 
@@ -55,11 +55,11 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_what_a_step_may_not_do_is_said_of_its_line(step):
     with pytest.raises(pararnn.CellError, match=STEPS[step]) as caught:
-        pararnn.program_of(made(step)(12))
+        pararnn.program_of(make_class(step)(12))
     assert len(traceback.extract_tb(caught.tb)) <= 4
     if step is not writes_by_mask:  # whose gradient fails, not its line
-        above = traceback.extract_tb(caught.value.__cause__.__traceback__)
-        assert Path(above[0].filename).name == "test_slips.py"
+        frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
+        assert Path(frames[0].filename).name == "test_slips.py"
 
 
 SLIPS = {
@@ -79,17 +79,17 @@ SLIPS = {
         "got GRUCell.*: GRUCell is one, and what you gave is a cell",
     ),
     "a list for params": (
-        lambda: made(misspells, params=["a"]),
+        lambda: make_class(misspells, params=["a"]),
         pararnn.CellError,
         r"Made.params must be a dict of each name's Param, got \['a'\]",
     ),
     "a list for config": (
-        lambda: made(misspells, config=["a"]),
+        lambda: make_class(misspells, config=["a"]),
         pararnn.CellError,
         r"Made.config must be a dict of each name's default, got \['a'\]",
     ),
     "an argument's name": (
-        lambda: made(misspells, config={"solver": 1}),
+        lambda: make_class(misspells, config={"solver": 1}),
         pararnn.CellError,
         "Made: config 'solver' could not be given to a layer, which has an argument of that name",
     ),
@@ -104,12 +104,12 @@ def test_slips(slip):
 
 
 def test_names_that_no_config_may_have_are_those_of_arguments():
-    taken = {
+    names = {
         name
         for owner in (pararnn.ParaRNN, pararnn.RecurrentLayer, pararnn.Cell)
         for name in inspect.signature(owner).parameters
     }
-    assert taken - {"config", "options"} == LAYER_ARGUMENTS
+    assert names - {"config", "options"} == LAYER_ARGUMENTS
 
 
 def test_more_states_than_kernels_take_are_said():
@@ -122,4 +122,4 @@ def test_more_states_than_kernels_take_are_said():
         pararnn.CellCostWarning,
         match="Made has 9 states, and generated kernels take 8: PyTorch runs it, some 50",
     ):
-        pararnn.program_of(made(step, names)(3))
+        pararnn.program_of(make_class(step, names)(3))

@@ -22,8 +22,8 @@ def test_operations_agree_with_matrices(name, states, size):
     a, b = torch.randn(2, 3, *size), torch.randn(2, 3, *size)
     v = torch.randn(2, 3, states, 4)
     dense_a, dense_b = structure.to_dense(a), structure.to_dense(b)
-    applied = (dense_a @ v.flatten(2).unsqueeze(-1)).reshape(v.shape)
-    assert torch.allclose(structure.apply(a, v), applied, atol=1e-5)
+    product = (dense_a @ v.flatten(2).unsqueeze(-1)).reshape(v.shape)
+    assert torch.allclose(structure.apply(a, v), product, atol=1e-5)
     assert torch.allclose(structure.to_dense(structure.compose(a, b)), dense_a @ dense_b, atol=1e-5)
     assert torch.equal(structure.to_dense(structure.transpose(a)), dense_a.mT)
     assert torch.equal(structure.from_dense(dense_a), a)
@@ -83,9 +83,9 @@ class Wave(pararnn.Cell):
     structure = "circulant"
 
     def step(self, state, gate, param):
-        moved = torch.cat([state.h[..., -1:], state.h[..., :-1]], -1)
+        neighbours = torch.cat([state.h[..., -1:], state.h[..., :-1]], -1)
         speed = param.speed[..., :1]
-        return (1 - speed) * 0.9 * state.h + speed * moved + gate.x
+        return (1 - speed) * 0.9 * state.h + speed * neighbours + gate.x
 
 
 @pytest.mark.usefixtures("_circulant")
@@ -110,9 +110,9 @@ def test_a_registered_structure_with_a_jacobian_by_hand():
     class ByHand(Wave):
         def jacobian(self, state, gate, param):
             speed = param.speed[..., :1]
-            rest = state.h[..., 2:] * 0
+            zeros = state.h[..., 2:] * 0
             column = [(1 - speed) * 0.9 + 0 * state.h[..., :1], speed + 0 * state.h[..., :1]]
-            return torch.cat([*column, rest], -1)
+            return torch.cat([*column, zeros], -1)
 
     result = check_solve(ByHand(6), torch.randn(2, 40, 1, 6, dtype=torch.float64), solver="newton")
     assert result.passed, [check for check in result.checks if not check.passed]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_files import END, TEXTS, expected, json_lines, tokens_of
+from data_files import END, TEXTS, json_lines, tokens_of, tokens_with_ends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
@@ -55,24 +55,24 @@ def packings(monkeypatch):
 
 
 def test_rows_reproduce_the_source(config):
-    packed = prepare(config)
-    assert (packed.vocabulary, packed.end) == (257, END)
-    assert tokens_of(packed.train) == expected(TEXTS[:3])
-    assert tokens_of(packed.valid) == expected(TEXTS[3:])
-    part = packed.train.part
+    data = prepare(config)
+    assert (data.vocabulary, data.end) == (257, END)
+    assert tokens_of(data.train) == tokens_with_ends(TEXTS[:3])
+    assert tokens_of(data.valid) == tokens_with_ends(TEXTS[3:])
+    part = data.train.part
     assert (part.documents, part.bytes) == (3, len("".join(TEXTS[:3]).encode()))
     assert part.bytes_per_token == part.bytes / (part.bytes + 3)
-    rows = [packed.train[index] for index in range(len(packed.train))]
+    rows = [data.train[index] for index in range(len(data.train))]
     assert (
         torch.cat([row["input_ids"] for row in rows]).tolist()
-        == (expected(TEXTS[:3])[: 8 * len(rows)])
+        == (tokens_with_ends(TEXTS[:3])[: 8 * len(rows)])
     )
     assert all(set(row) == {"input_ids", "labels"} for row in rows)
     assert all(row["input_ids"].dtype == torch.int64 for row in rows)
     assert all(row["labels"].equal(row["input_ids"]) for row in rows)
     for outside in (-1, len(rows)):
         with pytest.raises(IndexError, match=f"{len(rows)} rows, got index {outside}"):
-            packed.train[outside]
+            data.train[outside]
 
 
 def test_tokens_are_cached_by_content_and_settings(config, packings, source, tmp_path):
@@ -108,7 +108,7 @@ def test_a_half_written_folder_is_not_used(config, packings, remainder):
             path.write_bytes(path.read_bytes()[:-1])
     again = prepare(config)
     assert len(packings) == 2
-    assert tokens_of(again.train) == expected(TEXTS[:3])
+    assert tokens_of(again.train) == tokens_with_ends(TEXTS[:3])
     assert visible(folder.parent) == [folder.name]
 
 
@@ -134,12 +134,12 @@ def test_every_start_reports_data_that_are_left_out(config, source, capsys):
     rows = [{"text": text} for text in TEXTS] + [{"text": ""}, {"text": None}, {"text": ""}]
     json_lines(Path(source), rows)
     for _ in range(2):  # made, and found in the cache
-        packed = prepare(config)
+        data = prepare(config)
         first, second = capsys.readouterr().err.splitlines()
         assert first == f"data: left out 2 documents without text, the first: number 5 of {source}"
         assert second.startswith("data: left out 1 rows without text, the first: ")
         assert "line 6: 'text' must be text, found nothing" in second
-    assert packed.train.part.documents + packed.valid.part.documents == len(TEXTS)
+    assert data.train.part.documents + data.valid.part.documents == len(TEXTS)
 
 
 def test_a_run_can_name_suffixes_and_several_sources(config, tmp_path):
@@ -147,9 +147,9 @@ def test_a_run_can_name_suffixes_and_several_sources(config, tmp_path):
         (tmp_path / name).write_text(f"what is in {name}")
     train = f"{tmp_path}/b.py,{tmp_path}/a.md"
     request = replace(config, train=train, suffixes=".md,.py", valid=f"{tmp_path}/h*")
-    packed = prepare(request)
-    assert tokens_of(packed.train) == expected(["what is in b.py", "what is in a.md"])
-    assert tokens_of(packed.valid) == expected(["what is in held.md"])
+    data = prepare(request)
+    assert tokens_of(data.train) == tokens_with_ends(["what is in b.py", "what is in a.md"])
+    assert tokens_of(data.valid) == tokens_with_ends(["what is in held.md"])
 
 
 def test_the_error_of_a_full_disk_says_what_to_do(config, monkeypatch):
@@ -191,17 +191,17 @@ def test_the_end_of_the_text_is_held_out(config, tmp_path, sizes, holdout, remai
     whole = "".join(chr(ord("a") + index % 26) for index in range(sum(sizes)))
     texts = [whole[sum(sizes[:at]) : sum(sizes[: at + 1])] for at in range(len(sizes))]
     source = json_lines(tmp_path / "a.jsonl", [{"text": text} for text in ["", *texts]])
-    packed = prepare(replace(config, train=source, holdout=holdout, sequence_length=1))
-    train, valid = texts_of(packed.train), texts_of(packed.valid)
+    data = prepare(replace(config, train=source, holdout=holdout, sequence_length=1))
+    train, valid = texts_of(data.train), texts_of(data.valid)
     assert ([len(text) for text in train], [len(text) for text in valid]) == (
         remainder,
         valid_sizes,
     )
     assert "".join(train + valid) == whole
-    for rows, texts in ((packed.train, train), (packed.valid, valid)):
+    for rows, texts in ((data.train, train), (data.valid, valid)):
         size = sum(map(len, texts))
         assert rows.part == packing.Part(size + len(texts), len(texts), size)
-    assert sorted(path.name for path in packed.folder.iterdir()) == [
+    assert sorted(path.name for path in data.folder.iterdir()) == [
         ".pararnn.json",
         "meta.json",
         "train.bin",
@@ -218,13 +218,13 @@ def test_a_long_document_is_cut_to_hold_out_its_end(config, tmp_path, monkeypatc
     config = replace(config, train=f"{tmp_path}/?.txt", sequence_length=1)
     size = len("".join(texts).encode())
     for holdout in (0.01, 0.2, 0.6):
-        packed = prepare(replace(config, holdout=holdout))
-        train, valid = texts_of(packed.train), texts_of(packed.valid)
+        data = prepare(replace(config, holdout=holdout))
+        train, valid = texts_of(data.train), texts_of(data.valid)
         assert train + valid == [*train[:-1], train[-1], valid[0], *valid[1:]]
         assert "".join(train + valid) == "".join(texts)
         assert len(train + valid) == 3
-        assert 0 <= int(size * holdout) - packed.valid.part.bytes <= 1  # a letter has two bytes
-        assert packed.valid.part.documents == len(valid)
+        assert 0 <= int(size * holdout) - data.valid.part.bytes <= 1  # a letter has two bytes
+        assert data.valid.part.documents == len(valid)
 
 
 def test_a_text_that_is_too_short_to_hold_out_raises(config, tmp_path):
@@ -238,17 +238,17 @@ def test_a_text_that_is_too_short_to_hold_out_raises(config, tmp_path):
 def test_a_limit_of_tokens_ends_reading(config, tmp_path, tokens):
     (tmp_path / "valid.txt").write_text("held out by hand")
     request = replace(config, valid=str(tmp_path / "valid.txt"), tokens=tokens, sequence_length=1)
-    packed = prepare(request)
-    ends = [len(expected(TEXTS[: count + 1])) for count in range(4)]
+    data = prepare(request)
+    ends = [len(tokens_with_ends(TEXTS[: count + 1])) for count in range(4)]
     count = next((count for count, end in enumerate(ends, 1) if end >= tokens), 4)
-    assert tokens_of(packed.train) == expected(TEXTS[:count])
-    assert packed.folder != prepare(replace(request, tokens=None)).folder
+    assert tokens_of(data.train) == tokens_with_ends(TEXTS[:count])
+    assert data.folder != prepare(replace(request, tokens=None)).folder
     # What is held out is not learned, and there is as much to learn.
-    packed = prepare(replace(request, valid="", holdout=0.1))
-    total = packed.train.part.tokens + packed.valid.part.tokens
+    data = prepare(replace(request, valid="", holdout=0.1))
+    total = data.train.part.tokens + data.valid.part.tokens
     assert total >= min(tokens / 0.9, ends[-1])
     whole = "".join(TEXTS)
-    assert whole.startswith("".join(texts_of(packed.train) + texts_of(packed.valid)))
+    assert whole.startswith("".join(texts_of(data.train) + texts_of(data.valid)))
 
 
 def test_a_limit_ends_a_long_document(config, tmp_path, monkeypatch):
@@ -277,9 +277,9 @@ def test_drop_applies_to_both_parts(config, tmp_path):
     source = json_lines(tmp_path / "kinds.jsonl", rows)
     remainder = [row["text"] for row in rows if row["kind"] == "a"]
     assert 0 < len(remainder) < 4
-    packed = prepare(replace(config, train=source, valid=source, drop="kind=b"))
-    assert tokens_of(packed.train) == tokens_of(packed.valid) == expected(remainder)
-    assert packed.folder != prepare(replace(config, train=source, valid=source)).folder
+    data = prepare(replace(config, train=source, valid=source, drop="kind=b"))
+    assert tokens_of(data.train) == tokens_of(data.valid) == tokens_with_ends(remainder)
+    assert data.folder != prepare(replace(config, train=source, valid=source)).folder
     (tmp_path / "valid.txt").write_text("text without fields")
     prepare(replace(config, train=source, valid=str(tmp_path / "valid.txt"), drop="kind=b"))
     with pytest.raises(DataError, match="'other'"):
@@ -288,10 +288,10 @@ def test_drop_applies_to_both_parts(config, tmp_path):
 
 def test_validation_data_may_be_another_source(config, tmp_path):
     (tmp_path / "valid.txt").write_text("held out by hand")
-    packed = prepare(replace(config, valid=str(tmp_path / "valid.txt")))
-    assert tokens_of(packed.train) == expected(TEXTS)
-    assert tokens_of(packed.valid) == expected(["held out by hand"])
-    assert packed.valid.part.documents == 1
+    data = prepare(replace(config, valid=str(tmp_path / "valid.txt")))
+    assert tokens_of(data.train) == tokens_with_ends(TEXTS)
+    assert tokens_of(data.valid) == tokens_with_ends(["held out by hand"])
+    assert data.valid.part.documents == 1
 
 
 def test_impossible_settings_and_short_parts_raise(config, tmp_path):
@@ -311,9 +311,9 @@ def test_impossible_settings_and_short_parts_raise(config, tmp_path):
 
 
 def test_positions_restart_after_each_end(config):
-    packed = prepare(replace(config, resets=True))
-    values = torch.cat([packed.train[i]["position_ids"] for i in range(len(packed.train))])
-    tokens = torch.tensor(expected(TEXTS[:3]))[: len(values)]
+    data = prepare(replace(config, resets=True))
+    values = torch.cat([data.train[i]["position_ids"] for i in range(len(data.train))])
+    tokens = torch.tensor(tokens_with_ends(TEXTS[:3]))[: len(values)]
     begins = torch.cat([torch.tensor([True]), tokens[:-1] == END])
     assert torch.equal(values == 0, begins)
     follows = ~begins[1:] & (torch.arange(1, len(values)) % 8 != 0)
@@ -343,13 +343,13 @@ def test_any_documents_become_rows(tmp_path_factory, texts, length, holdout):
         resets=True,
         cache=str(folder / "cache"),
     )
-    packed = prepare(config)
+    data = prepare(config)
     size = len("".join(texts).encode())
-    assert holdout * size / 2 - 4 <= packed.valid.part.bytes <= holdout * size
-    parts = texts_of(packed.train), texts_of(packed.valid)
+    assert holdout * size / 2 - 4 <= data.valid.part.bytes <= holdout * size
+    parts = texts_of(data.train), texts_of(data.valid)
     assert "".join([*parts[0], *parts[1]]) == "".join(texts)
-    for rows, part in zip((packed.train, packed.valid), parts, strict=True):
-        tokens = expected(part)
+    for rows, part in zip((data.train, data.valid), parts, strict=True):
+        tokens = tokens_with_ends(part)
         assert tokens_of(rows) == tokens
         assert len(rows) == len(tokens) // length
         for index in range(min(len(rows), 40)):
@@ -433,8 +433,8 @@ def test_streams_continue_row_by_row(batch, more, data):
     batches = list(StreamSampler(rows, batch))
     assert len(batches) == rows // batch
     assert all(len(each) == batch for each in batches)
-    for before, after in pairwise(batches):
-        assert after == [row + 1 for row in before]
+    for earlier, later in pairwise(batches):
+        assert later == [row + 1 for row in earlier]
     assert sorted(chain(*batches)) == list(range(rows - rows % batch))
     continuation = StreamSampler(rows, batch)
     count = data.draw(st.integers(0, len(batches)))
@@ -448,7 +448,7 @@ def test_a_loader_reads_streams_in_order(config):
     loader = DataLoader(rows, batch_sampler=StreamSampler(len(rows), 2))
     values = torch.cat([batch["input_ids"] for batch in loader], 1)
     half = values.shape[1]
-    assert values.flatten().tolist() == expected(TEXTS[:3])[: 2 * half]
+    assert values.flatten().tolist() == tokens_with_ends(TEXTS[:3])[: 2 * half]
 
 
 def test_impossible_orders_raise():

@@ -97,10 +97,10 @@ def a_broken_link(tmp_path):
 )
 def test_foreign_files_are_neither_replaced_nor_removed(tmp_path, make):
     folder, message = make(tmp_path)
-    before = content(tmp_path)
+    old_content = content(tmp_path)
     with pytest.raises(TrainingError, match=message):
         write(folder, ["x"])
-    assert content(tmp_path) == before
+    assert content(tmp_path) == old_content
 
 
 class Killed(BaseException):
@@ -155,13 +155,13 @@ def test_a_report_replaces_reports_only(tmp_path, record):
 def test_sums_see_every_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(sums, "BLOCK", 4)
     path = tmp_path / "a"
-    seen = set()
+    digests = set()
     texts = [b"", b"0", b"0123", b"01234567", b"0123456789", b"4567012389"]
     texts += [bytes(1 + (place == at) for place in range(9)) for at in range(9)]
     for text in texts:
         path.write_bytes(text)
-        seen.add(sums.digest(path))
-    assert len(seen) == len(texts)
+        digests.add(sums.digest(path))
+    assert len(digests) == len(texts)
     own = {name: [value] for name, value in sums.sums_of(tmp_path, ["a"]).items()}
     assert sums.damage(tmp_path, own) is None
     path.write_bytes(b"0")

@@ -41,16 +41,16 @@ class Changed(Packed):
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def whole_run(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
     run_training(config(out, keep=9), Known())
     return out
 
 
 @pytest.fixture
-def out(ended, tmp_path):
+def out(whole_run, tmp_path):
     """A run that has ended, to be changed."""
-    return shutil.copytree(ended, tmp_path / "run")
+    return shutil.copytree(whole_run, tmp_path / "run")
 
 
 def everything(folder):
@@ -62,14 +62,14 @@ def everything(folder):
     }
 
 
-def refused(capsys, *command):
+def error_of(capsys, *command):
     """The line that a command refuses by."""
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.main([*map(str, command)])
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    return said
+    assert error.value.code == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1, message
+    return message
 
 
 @pytest.mark.parametrize("to", ["thesis", "run", ".", "run/tokenizer", "run/checkpoint-3", "file"])
@@ -78,10 +78,10 @@ def test_export_takes_no_folder_of_others(out, capsys, to):
     (folder / "thesis").mkdir()
     (folder / "thesis" / "chapter.tex").write_text("mine")
     (folder / "file").write_text("mine")
-    before = everything(folder)
-    said = refused(capsys, "export", out, "--to", folder / to)
-    assert "name a folder that is new or empty" in said or "is no folder" in said
-    assert everything(folder) == before
+    old = everything(folder)
+    message = error_of(capsys, "export", out, "--to", folder / to)
+    assert "name a folder that is new or empty" in message or "is no folder" in message
+    assert everything(folder) == old
 
 
 def test_export_replaces_what_it_wrote(out, tmp_path):
@@ -105,25 +105,25 @@ def test_a_model_keeps_the_reports_in_it(out):
     same_bits(model, weights(out.parent / "seven"))
 
 
-@pytest.mark.parametrize("marked", [True, False], ids=["changed", "of another"])
-def test_a_model_that_is_not_the_run_s_own_is_said_at_once(out, marked):
+@pytest.mark.parametrize("mark", [True, False], ids=["changed", "of another"])
+def test_a_model_that_is_not_the_run_s_own_is_said_at_once(out, mark):
     (out / "model" / "config.json").write_text("{}")
-    if not marked:
+    if not mark:
         (out / "model" / ".pararnn.json").unlink()
-    before = everything(out)
-    with pytest.raises(TrainingError, match="has changed since" if marked else "is not marked"):
+    old = everything(out)
+    with pytest.raises(TrainingError, match="has changed since" if mark else "is not marked"):
         run_training(config(out, steps=9), Known())
-    assert everything(out) == before
+    assert everything(out) == old
 
 
 @pytest.mark.parametrize("name", ["checkpoint-500", "model", "log.csv", "tokenizer"])
 def test_a_folder_that_is_no_run_s_is_refused(tmp_path, name):
     (tmp_path / name).mkdir()
     (tmp_path / name / "weights").write_text("of another training")
-    before = everything(tmp_path)
+    old = everything(tmp_path)
     with pytest.raises(TrainingError, match=rf"has {name} and no config\.json"):
         run_training(config(tmp_path), Packed())
-    assert everything(tmp_path) == before
+    assert everything(tmp_path) == old
 
 
 def test_a_config_of_something_else_is_refused(tmp_path):
@@ -137,10 +137,10 @@ def test_checkpoints_of_others_are_in_the_way(out, name):
     shutil.rmtree(out / name, ignore_errors=True)
     (out / name).mkdir()
     (out / name / "weights").write_text("of another training")
-    before = everything(out)
+    old = everything(out)
     with pytest.raises(TrainingError, match=rf"{name} is not a whole checkpoint.*move it"):
         run_training(config(out, steps=9, keep=1), Known())
-    assert everything(out) == before
+    assert everything(out) == old
 
 
 def test_other_files_in_the_folder_stay(tmp_path):
@@ -171,8 +171,8 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
         stdout=subprocess.PIPE,
     )
     assert holder.stdout.readline() == b"1\n"
-    said = r"another run is at work in .*run \(process 7 on a node\): wait for its end, or give"
-    with pytest.raises(TrainingError, match=said):
+    message = r"another run is at work in .*run \(process 7 on a node\): wait for its end, or give"
+    with pytest.raises(TrainingError, match=message):
         run_training(config(out, steps=2), Packed())
     assert sorted(path.name for path in out.iterdir()) == [".run.lock"]
     holder.kill()
@@ -182,33 +182,33 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
 
 
 def test_a_run_holds_its_folder_to_its_end(tmp_path, monkeypatch):
-    held = []
+    steps = []
     log = RunTrainer.log
 
     def second(self, *args):
         log(self, *args)
         with pytest.raises(TrainingError, match=f"at work in .*process {os.getpid()} on"):
             run_training(config(tmp_path / "run"), Packed())
-        held.append(self.step)
+        steps.append(self.step)
 
     monkeypatch.setattr(RunTrainer, "log", second)
     for _ in range(2):  # the folder is new, and there
-        run_training(config(tmp_path / "run", steps=len(held) + 1, save_every=1), Packed())
-    assert held
+        run_training(config(tmp_path / "run", steps=len(steps) + 1, save_every=1), Packed())
+    assert steps
     monkeypatch.undo()
     with folder_module.claim(tmp_path / "run"):
         pass
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
-    def none(file, how):
+    def none(file, operation):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", none)
     with folder_module.claim(tmp_path):
         assert "without locks" in capsys.readouterr().out
 
-    def fails(file, how):
+    def fails(file, operation):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", fails)
@@ -236,15 +236,17 @@ def test_the_same_text_by_another_path_goes_on(tmp_path):
     lines = json.dumps({"words": TEXT}) + "\n"
     (tmp_path / "c.jsonl").write_text(lines)
     (tmp_path / "valid.txt").write_text("held out" * 9)
-    for asked in (
+    for request in (
         text_config(tmp_path / "run", tmp_path / "b" / "other.txt"),
         text_config(tmp_path / "run", tmp_path / "b"),
         text_config(tmp_path / "run", tmp_path / "c.jsonl", column="words"),
     ):
-        run_training(dataclasses.replace(asked, steps=3))
+        run_training(dataclasses.replace(request, steps=3))
         with pytest.raises(TrainingError, match=r"data\.sequence_length = 12, and this run 8"):
             run_training(
-                dataclasses.replace(asked, data=dataclasses.replace(asked.data, sequence_length=8))
+                dataclasses.replace(
+                    request, data=dataclasses.replace(request.data, sequence_length=8)
+                )
             )
     other = text_config(tmp_path / "run", tmp_path / "b", valid=str(tmp_path / "valid.txt"))
     with pytest.raises(TrainingError, match=r"data\.\w+ = "):
@@ -255,16 +257,18 @@ def test_the_same_text_by_another_path_goes_on(tmp_path):
 def test_other_text_under_the_same_path_is_refused(tmp_path, kind):
     for name in ("train", "valid"):
         (tmp_path / f"{name}.txt").write_text(TEXT)
-    asked = text_config(tmp_path / "run", tmp_path / "train.txt", valid=str(tmp_path / "valid.txt"))
-    run_training(asked)
-    before = everything(tmp_path / "run")
+    request = text_config(
+        tmp_path / "run", tmp_path / "train.txt", valid=str(tmp_path / "valid.txt")
+    )
+    run_training(request)
+    old = everything(tmp_path / "run")
     path = tmp_path / f"{kind}.txt"
     path.write_text(TEXT.replace("and", "AND"))
     with pytest.raises(TrainingError, match=rf"the data of {tmp_path}/train.txt have changed"):
-        run_training(dataclasses.replace(asked, steps=3))
-    assert everything(tmp_path / "run") == before
+        run_training(dataclasses.replace(request, steps=3))
+    assert everything(tmp_path / "run") == old
     path.write_text(TEXT)
-    run_training(dataclasses.replace(asked, steps=3))
+    run_training(dataclasses.replace(request, steps=3))
 
 
 def test_data_of_one_s_own_are_compared_as_they_say(out):
@@ -296,8 +300,8 @@ def test_a_run_of_an_earlier_version_goes_on(out):
 
 
 @pytest.mark.parametrize(("save", "valid", "log"), [(2, 1, 3), (9, 9, 9)], ids=["less", "more"])
-def test_intervals_of_a_run_that_goes_on_are_its_own(ended, tmp_path, save, valid, log):
-    out = shutil.copytree(ended, tmp_path / "run")
+def test_intervals_of_a_run_that_goes_on_are_its_own(whole_run, tmp_path, save, valid, log):
+    out = shutil.copytree(whole_run, tmp_path / "run")
     run_training(
         config(out, steps=10, keep=99, save_every=save, valid_every=valid, log_every=log), Known()
     )
@@ -305,10 +309,10 @@ def test_intervals_of_a_run_that_goes_on_are_its_own(ended, tmp_path, save, vali
     rows = [row for row in read_rows(out / "log.csv") if int(row["step"]) > 6]
     last = {10}  # is saved and validated
     assert {int(row["step"]) for row in rows if row["loss"]} == {s for s in steps if s % log == 0}
-    checked = {int(row["step"]) for row in rows if row["valid_loss"]}
-    assert checked == {s for s in steps if s % valid == 0} | last
-    saved = {step for step, _ in checkpoints.checkpoints(out) if step > 6}
-    assert saved == {s for s in steps if s % save == 0} | last
+    valid_steps = {int(row["step"]) for row in rows if row["valid_loss"]}
+    assert valid_steps == {s for s in steps if s % valid == 0} | last
+    save_steps = {step for step, _ in checkpoints.checkpoints(out) if step > 6}
+    assert save_steps == {s for s in steps if s % save == 0} | last
 
 
 PARTS = [
@@ -318,43 +322,43 @@ PARTS = [
 ]
 
 
-def flipped(path):
+def flip_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_flipped_bit_is_said_and_the_checkpoint_before_taken(out, ended, capsys, part):
-    flipped(out / "checkpoint-6" / part)
+def test_a_flipped_bit_is_said_and_the_checkpoint_before_taken(out, whole_run, capsys, part):
+    flip_bit(out / "checkpoint-6" / part)
     run_training(config(out, keep=9), Known())
-    said = [line for line in capsys.readouterr().out.splitlines() if "checkpoint" in line]
-    assert "checkpoint-6 is damaged, " in said[0]
-    assert part in said[0] or part == "complete"
-    assert said[1:] == [f"goes on from {out / 'checkpoint-3'}"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "checkpoint" in line]
+    assert "checkpoint-6 is damaged, " in lines[0]
+    assert part in lines[0] or part == "complete"
+    assert lines[1:] == [f"goes on from {out / 'checkpoint-3'}"]
     assert (out / "checkpoint-6-damaged" / part).exists()
-    same_bits(weights(out / "model"), weights(ended / "model"))
-    assert losses(out) == losses(ended)
+    same_bits(weights(out / "model"), weights(whole_run / "model"))
+    assert losses(out) == losses(whole_run)
     run_training(config(out, keep=9), Known())
     assert "damaged" not in capsys.readouterr().out
 
 
-def test_where_no_checkpoint_is_whole_a_run_starts_anew(out, ended, capsys):
+def test_where_no_checkpoint_is_whole_a_run_starts_anew(out, whole_run, capsys):
     (out / "checkpoint-3" / "trainer_state.json").unlink()
-    flipped(out / "checkpoint-6" / "rng_state.pth")
+    flip_bit(out / "checkpoint-6" / "rng_state.pth")
     run_training(config(out, keep=9), Known())
-    said = capsys.readouterr().out
-    assert "checkpoint-6 is damaged, rng_state.pth has changed" in said
-    assert "checkpoint-3 is damaged, trainer_state.json is missing" in said
-    assert "goes on from" not in said
-    same_bits(weights(out / "model"), weights(ended / "model"))
-    assert losses(out) == losses(ended)
+    message = capsys.readouterr().out
+    assert "checkpoint-6 is damaged, rng_state.pth has changed" in message
+    assert "checkpoint-3 is damaged, trainer_state.json is missing" in message
+    assert "goes on from" not in message
+    same_bits(weights(out / "model"), weights(whole_run / "model"))
+    assert losses(out) == losses(whole_run)
 
 
 def test_export_takes_a_checkpoint_whose_weights_are_whole(out, capsys):
-    flipped(out / "checkpoint-6" / "rng_state.pth")
+    flip_bit(out / "checkpoint-6" / "rng_state.pth")
     assert export_checkpoint(out).name == "model-6"
-    flipped(out / "checkpoint-6" / "state" / "__0_0.distcp")
+    flip_bit(out / "checkpoint-6" / "state" / "__0_0.distcp")
     assert export_checkpoint(out).name == "model-3"
     assert "checkpoint-6 is damaged, state/__0_0.distcp has changed" in capsys.readouterr().err
     with pytest.raises(TrainingError, match=r"no complete checkpoint of step 6; it has 3$"):
@@ -366,14 +370,14 @@ def test_a_damaged_config_is_one_line(out, capsys, content):
     (out / "config.json").write_bytes(content)
     with pytest.raises(TrainingError, match=r"config\.json (cannot be read|has model)"):
         run_training(config(out), Known())
-    assert "config.json" in refused(capsys, "export", out)
+    assert "config.json" in error_of(capsys, "export", out)
 
 
 @pytest.mark.parametrize("change", [{"steps": -1}, {"batch": "many"}, {"model": 3}])
 def test_a_config_with_impossible_values_is_one_line(out, capsys, change):
     record = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(record | change))
-    assert "config.json" in refused(capsys, "export", out)
+    assert "config.json" in error_of(capsys, "export", out)
 
 
 def test_a_damaged_record_of_the_data_is_one_line(out):
@@ -382,20 +386,20 @@ def test_a_damaged_record_of_the_data_is_one_line(out):
         run_training(config(out), Known())
 
 
-@pytest.mark.parametrize("kept", [b"half", None], ids=["half", "missing"])
+@pytest.mark.parametrize("content", [b"half", None], ids=["half", "missing"])
 @pytest.mark.parametrize("part", ["trainer_state.json", "rng_state.pth"])
-def test_without_sums_what_cannot_be_read_is_one_line(out, part, kept):
+def test_without_sums_what_cannot_be_read_is_one_line(out, part, content):
     """As in checkpoints of earlier versions."""
     path = out / "checkpoint-6" / part
-    path.unlink() if kept is None else path.write_bytes(kept)
+    path.unlink() if content is None else path.write_bytes(content)
     (out / "checkpoint-6" / checkpoints.MARKER).write_text("")
-    asked = config(out, steps=7, keep=9)
-    if (part, kept) == ("rng_state.pth", None):  # of another number of processes
-        run_training(asked, Known())
+    request = config(out, steps=7, keep=9)
+    if (part, content) == ("rng_state.pth", None):  # of another number of processes
+        run_training(request, Known())
         return
-    said = rf"{part.partition('.')[0]}.*, cannot be read: .*Remove .*checkpoint-6, then the same"
-    with pytest.raises(TrainingError, match=said):
-        run_training(asked, Known())
+    message = rf"{part.partition('.')[0]}.*, cannot be read: .*Remove .*checkpoint-6, then the same"
+    with pytest.raises(TrainingError, match=message):
+        run_training(request, Known())
 
 
 def damage_row(text):
@@ -414,12 +418,12 @@ def damage_row(text):
     ids=["row", "header", "zeros", "step"],
 )
 def test_a_damaged_log_is_one_line_and_kept(out, monkeypatch, capsys, damage, rows):
-    before = damage((out / "log.csv").read_text())
-    (out / "log.csv").write_bytes(before)
+    damaged_log = damage((out / "log.csv").read_text())
+    (out / "log.csv").write_bytes(damaged_log)
     run_training(config(out, steps=8, keep=9), Known())
-    said = [line for line in capsys.readouterr().out.splitlines() if "log.csv is damaged" in line]
-    assert len(said) == 1
-    assert (out / "log.damaged.csv").read_bytes() == before
+    lines = [line for line in capsys.readouterr().out.splitlines() if "log.csv is damaged" in line]
+    assert len(lines) == 1
+    assert (out / "log.damaged.csv").read_bytes() == damaged_log
     assert {7, 8} <= losses(out).keys()
     assert len(read_rows(out / "log.csv")) >= 2 + rows
 
@@ -439,55 +443,55 @@ def test_half_a_log_is_no_damage(tmp_path, capsys):
 
 def test_damaged_tokens_are_made_again(tmp_path, capsys):
     (tmp_path / "a.txt").write_text(TEXT)
-    asked = text_config(tmp_path / "run", tmp_path / "a.txt").data
-    first = prepare(asked)
+    request = text_config(tmp_path / "run", tmp_path / "a.txt").data
+    first = prepare(request)
     tokens = first.train.tokens.tolist()
     for name in ("train.bin", "valid.bin", "meta.json"):
         path = first.folder / name
         path.write_bytes(path.read_bytes().replace(b"1", b"2"))
-        again = prepare(asked)
+        again = prepare(request)
         assert again.train.tokens.tolist() == tokens
         assert again.content == first.content
         assert f"{name} is damaged" in capsys.readouterr().err
     for name in ("train.bin", ".pararnn.json"):
         path = first.folder / name
         path.write_bytes(b"\0" * path.stat().st_size)
-        assert prepare(asked).train.tokens.tolist() == tokens
+        assert prepare(request).train.tokens.tolist() == tokens
         assert f"{name} is damaged" in capsys.readouterr().err
     (first.folder / "valid.bin").unlink()
-    assert prepare(asked).train.tokens.tolist() == tokens
+    assert prepare(request).train.tokens.tolist() == tokens
     assert "valid.bin is damaged" in capsys.readouterr().err
-    prepare(asked)
+    prepare(request)
     assert capsys.readouterr().err == ""
 
 
 def test_a_damaged_tokenizer_is_trained_again(tmp_path, capsys):
     pytest.importorskip("tokenizers")
     (tmp_path / "a.txt").write_text(TEXT)
-    asked = text_config(tmp_path / "run", tmp_path / "a.txt", tokenizer="bpe:257").data
-    content = prepare(asked).content
+    request = text_config(tmp_path / "run", tmp_path / "a.txt", tokenizer="bpe:257").data
+    content = prepare(request).content
     (path,) = (tmp_path / "cache").glob("tokenizer-*/tokenizer.json")
-    before = path.read_bytes()
-    path.write_bytes(before + b" ")
-    assert prepare(asked).content == content
+    content_of_file = path.read_bytes()
+    path.write_bytes(content_of_file + b" ")
+    assert prepare(request).content == content
     assert f"{path} is damaged" in capsys.readouterr().err
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content_of_file
 
 
 def test_tokens_of_an_earlier_version_are_used(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
-    asked = text_config(tmp_path / "run", tmp_path / "a.txt").data
-    first = prepare(asked)
+    request = text_config(tmp_path / "run", tmp_path / "a.txt").data
+    first = prepare(request)
     (first.folder / ".pararnn.json").unlink()
-    again = prepare(asked)
+    again = prepare(request)
     assert again.content == first.content
     assert not (first.folder / ".pararnn.json").exists()
 
 
 def test_states_that_are_damaged_are_not_gone_on_from(tmp_path, monkeypatch, capsys):
-    asked = config(tmp_path, data=DataConfig(sequence_length=12, stateful=True))
-    run_until(monkeypatch, 4, asked)
-    flipped(tmp_path / "checkpoint-3" / carry.FILE)
-    run_training(asked, Packed())
+    request = config(tmp_path, data=DataConfig(sequence_length=12, stateful=True))
+    run_until(monkeypatch, 4, request)
+    flip_bit(tmp_path / "checkpoint-3" / carry.FILE)
+    run_training(request, Packed())
     assert f"checkpoint-3 is damaged, {carry.FILE} has changed" in capsys.readouterr().out
     assert torch.isfinite(weights(tmp_path / "model")["lm_head.weight"]).all()

@@ -6,7 +6,7 @@ from functools import partial
 from signal import SIGKILL
 
 import pytest
-from processes import launched
+from processes import launch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from undrawn import undrawn
 
@@ -22,7 +22,7 @@ TEXT = "".join(f"{n} times {n} is {n * n}, which {n} divides.\n" for n in range(
 
 
 def train(folder, out, device_batch):
-    asked = {
+    request = {
         "data.train": folder / "text.txt",
         "data.cache": folder / "tokens",
         "data.holdout": 0.1,
@@ -40,7 +40,7 @@ def train(folder, out, device_batch):
         "out": out,
     }
     with undrawn():
-        code = cli.main(["train", "tiny", *(f"{key}={value}" for key, value in asked.items())])
+        code = cli.main(["train", "tiny", *(f"{key}={value}" for key, value in request.items())])
     assert code == 0
 
 
@@ -57,14 +57,14 @@ def dies(folder, out):
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory):
+def runs_after_kill(tmp_path_factory):
     """The losses of a run of one process, and the folder of one of two that lost its second."""
     folder = tmp_path_factory.mktemp("lost")
     (folder / "text.txt").write_text(TEXT)
     train(folder, folder / "whole", 4)
     out = folder / "two"
     with pytest.raises(ChildFailedError):  # a run that does not end fails by its own clock
-        launched(partial(dies, folder, out), folder / "first")
+        launch(partial(dies, folder, out), folder / "first")
     assert checkpoints.last_complete(out) == (3, out / "checkpoint-3")
     assert 4 in losses(out)
     return folder, losses(folder / "whole"), out
@@ -72,13 +72,13 @@ def killed(tmp_path_factory):
 
 # Rows of a step are on other ranks and in other parts each time.
 @pytest.mark.parametrize(("ranks", "device_batch"), [(1, 2), (4, 1)])
-def test_a_killed_run_goes_on_with_other_ranks(killed, ranks, device_batch):
-    folder, expected, left = killed
+def test_a_killed_run_goes_on_with_other_ranks(runs_after_kill, ranks, device_batch):
+    folder, reference, copy = runs_after_kill
     out = folder / f"on-{ranks}"
-    shutil.copytree(left, out)
+    shutil.copytree(copy, out)
     work = partial(train, folder, out, device_batch)
-    said = launched(work, folder / f"again-{ranks}", ranks)
-    assert f"goes on from {out / 'checkpoint-3'}" in said
-    assert losses(out).keys() == expected.keys() == set(range(1, 7))
+    output = launch(work, folder / f"again-{ranks}", ranks)
+    assert f"goes on from {out / 'checkpoint-3'}" in output
+    assert losses(out).keys() == reference.keys() == set(range(1, 7))
     for step, loss in losses(out).items():
-        assert float(loss) == pytest.approx(float(expected[step]), abs=2e-5), step
+        assert float(loss) == pytest.approx(float(reference[step]), abs=2e-5), step

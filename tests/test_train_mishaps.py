@@ -11,13 +11,13 @@ from functools import partial
 from signal import SIGKILL
 
 import pytest
-from processes import launched, on_processes
+from processes import launch, on_processes
 from table import HANGS_AFTER
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 pytest.importorskip("transformers")
 
-from test_train_stateful import config, packed
+from test_train_stateful import config, make_data
 from test_train_trainer import losses, same_bits, weights
 
 from pararnn.errors import TrainingError
@@ -29,10 +29,10 @@ from pararnn.train.run import run_training
 pytestmark = pytest.mark.usefixtures("no_curves")
 KILLS = int(os.environ.get("PARARNN_KILLS", "12"))
 STEP, FILE = b"s", b"f"
-"""What a child tells of: a step, and a file of a checkpoint."""
+"""Events that a child reports: a step, and a file of a checkpoint."""
 
 
-def child(folder, out, asked, events=None):
+def child(folder, out, request, events=None):
     """Start a run that tells of its steps and of the files of its checkpoints; the process."""
     process = os.fork()
     if process:
@@ -43,7 +43,7 @@ def child(folder, out, asked, events=None):
         os.dup2(handle, 1)
         os.dup2(handle, 2)
 
-        def told(function, event):
+        def with_event(function, event):
             def telling(*args):
                 if events is not None:
                     os.write(events, event)
@@ -52,10 +52,10 @@ def child(folder, out, asked, events=None):
             return telling
 
         trainer = trainer_module.RunTrainer
-        checkpoints.flush = told(checkpoints.flush, FILE)
-        trainer.learn = told(trainer.learn, STEP)
+        checkpoints.flush = with_event(checkpoints.flush, FILE)
+        trainer.learn = with_event(trainer.learn, STEP)
         run.plot_rows = trainer_module.plot_rows = lambda *_: None
-        run_training(config(out, **asked), packed())
+        run_training(config(out, **request), make_data())
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -63,24 +63,24 @@ def child(folder, out, asked, events=None):
         os._exit(code)
 
 
-def ended(process):
+def exit_code(process):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def half_saved(out):
-    left = checkpoints.checkpoints(out / checkpoints.NEW)
-    return any(not (path / "complete").exists() for _, path in left)
+    new_checkpoints = checkpoints.checkpoints(out / checkpoints.NEW)
+    return any(not (path / "complete").exists() for _, path in new_checkpoints)
 
 
 def kill_often(folder, steps, rank):
-    asked = {"steps": steps, "save_every": 2, "valid_every": 7, "verify_every": 5}
-    asked["report_to"] = "none"
+    request = {"steps": steps, "save_every": 2, "valid_every": 7, "verify_every": 5}
+    request["report_to"] = "none"
     random.seed(5)
-    assert ended(child(folder, folder / "whole", asked | {"save_every": steps})) == 0
+    assert exit_code(child(folder, folder / "whole", request | {"save_every": steps})) == 0
     out, kills = folder / "killed", []
     while len(kills) < KILLS:
         read, write = os.pipe()
-        process = child(folder, out, asked, write)
+        process = child(folder, out, request, write)
         os.close(write)
         # A step and each file of a checkpoint is an event: some eight of them a step.
         wanted = random.choice([0, *random.choices(range(1, 46), k=5)])
@@ -93,30 +93,32 @@ def kill_often(folder, steps, rank):
         else:
             time.sleep(random.uniform(0, random.choice([0.001, 0.02]) if wanted else 0.3))
         os.kill(process, SIGKILL)
-        how = ended(process)
+        code = exit_code(process)
         os.close(read)  # not before: it would end of a broken pipe
-        found = checkpoints.last_complete(out)
-        kept, at = found[0] if found else 0, max(losses(out), default=0)
+        last = checkpoints.last_complete(out)
+        saved_step, at = last[0] if last else 0, max(losses(out), default=0)
         half = half_saved(out)
-        kills.append({"events": wanted, "ended": how, "step": at, "kept": kept, "half": half})
-    assert ended(child(folder, out, asked)) == 0
+        kills.append(
+            {"events": wanted, "ended": code, "step": at, "kept": saved_step, "half": half}
+        )
+    assert exit_code(child(folder, out, request)) == 0
     (folder / "kills.json").write_text(json.dumps(kills))
 
 
 def test_each_kill_loses_at_most_an_interval_and_changes_no_bit(tmp_path):
     steps = 6 * KILLS
     on_processes(partial(kill_often, tmp_path, steps), world=1)
-    said = (tmp_path / "output").read_text()
-    assert "Traceback" not in said, said
+    output = (tmp_path / "output").read_text()
+    assert "Traceback" not in output, output
     kills = json.loads((tmp_path / "kills.json").read_text())
     assert [kill["ended"] for kill in kills] == [-9] * KILLS
     assert all(kill["step"] - kill["kept"] <= 2 for kill in kills), kills
     assert sum(kill["half"] for kill in kills) >= KILLS // 5, kills
     assert sum(not kill["half"] for kill in kills) >= KILLS // 5, kills
     assert 0 < kills[-1]["kept"] < steps, kills
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    same_bits(weights(killed / "model"), weights(whole / "model"))
-    assert figures(killed) == figures(whole)
+    whole, other = tmp_path / "whole", tmp_path / "killed"
+    same_bits(weights(other / "model"), weights(whole / "model"))
+    assert figures(other) == figures(whole)
 
 
 def figures(out):
@@ -129,7 +131,7 @@ def figures(out):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
-    run_training(config(out), packed())
+    run_training(config(out), make_data())
     return out
 
 
@@ -140,11 +142,11 @@ class Full:
         self.size = size
 
     def __enter__(self):
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+        self.old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.old_limits[1]))
 
     def __exit__(self, *_):
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.old_limits)
 
 
 def sizes(folder):
@@ -168,9 +170,9 @@ def test_a_full_disk_keeps_the_checkpoint_before(whole, tmp_path, monkeypatch, f
         patch.setattr(trainer_module.RunTrainer, "save", full)
         wanted = r"checkpoint-6 could not be written: .*Make room .* goes on from .*checkpoint-3"
         with pytest.raises(TrainingError, match=wanted):
-            run_training(config(out), packed())
+            run_training(config(out), make_data())
     assert checkpoints.last_complete(out) == (3, out / "checkpoint-3")
-    run_training(config(out), packed())
+    run_training(config(out), make_data())
     same_bits(weights(out / "model"), weights(whole / "model"))
     assert figures(out) == figures(whole)
 
@@ -194,10 +196,10 @@ def test_other_files_that_cannot_be_written(
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, no_space)
-        said = rf"{file} could not be written: .*No space left.* goes on from .*{goes_on}"
-        with pytest.raises(TrainingError, match=said):
-            run_training(config(out), packed())
-    run_training(config(out), packed())
+        message = rf"{file} could not be written: .*No space left.* goes on from .*{goes_on}"
+        with pytest.raises(TrainingError, match=message):
+            run_training(config(out), make_data())
+    run_training(config(out), make_data())
     same_bits(weights(out / "model"), weights(whole / "model"))
     assert figures(out) == figures(whole)
 
@@ -214,9 +216,9 @@ def test_a_full_disk_in_the_middle_of_a_row_of_the_log(whole, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "append_row", full)
         with pytest.raises(TrainingError, match=r"log\.csv could not be written.*File too large"):
-            run_training(config(out), packed())
+            run_training(config(out), make_data())
     assert not (out / "log.csv").read_text().endswith("\n")
-    run_training(config(out), packed())
+    run_training(config(out), make_data())
     assert figures(out) == figures(whole)
 
 
@@ -225,11 +227,11 @@ def test_a_full_disk_while_tensorboard_writes(tmp_path, monkeypatch):
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
     monkeypatch.setattr(writer, "add_scalar", no_space)
     with pytest.raises(TrainingError, match=rf"{tmp_path} could not be written: .*No space left"):
-        run_training(config(tmp_path, report_to="tensorboard"), packed())
+        run_training(config(tmp_path, report_to="tensorboard"), make_data())
 
 
 def a_rank(out):
-    run_training(config(out, device_batch=2), packed())
+    run_training(config(out, device_batch=2), make_data())
 
 
 def dies(out):
@@ -252,11 +254,11 @@ def dies(out):
 def test_a_lost_rank_ends_the_run_and_the_same_command_goes_on(whole, tmp_path):
     """One of two processes is killed, and the launcher ends the other."""
     out = tmp_path / "run"
-    with pytest.raises(ChildFailedError) as failed:
-        launched(partial(dies, out), tmp_path / "first")
-    assert failed.value.failures[1].exitcode == -SIGKILL
-    said = launched(partial(a_rank, out), tmp_path / "again")
-    assert f"goes on from {out / 'checkpoint-3'}" in said
+    with pytest.raises(ChildFailedError) as error:
+        launch(partial(dies, out), tmp_path / "first")
+    assert error.value.failures[1].exitcode == -SIGKILL
+    output = launch(partial(a_rank, out), tmp_path / "again")
+    assert f"goes on from {out / 'checkpoint-3'}" in output
     assert losses(out).keys() == losses(whole).keys()
     for step, loss in losses(out).items():
         assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-4)

@@ -43,54 +43,54 @@ class Virtual(Dataset):
         return {"input_ids": torch.tensor([index])}
 
 
-def rows_of(asked, count, rank=0, world=1, first=0):
-    return list(StepSampler(asked, count, rank, world, first))
+def rows_of(request, count, rank=0, world=1, first=0):
+    return list(StepSampler(request, count, rank, world, first))
 
 
-def joined(lists):
+def join(lists):
     return list(itertools.chain.from_iterable(lists))
 
 
 def test_after_200_000_batches_no_row_before_is_read(tmp_path):
-    asked = config(tmp_path, steps=300_000, batch=16, device_batch=16, seed=7)
+    request = config(tmp_path, steps=300_000, batch=16, device_batch=16, seed=7)
     rows = Virtual()
-    loader = make_loader(asked, rows, 0, 1, 200_000)
+    loader = make_loader(request, rows, 0, 1, 200_000)
     got = [batch["input_ids"].flatten() for batch in itertools.islice(loader, 3)]
     assert rows.read == 3 * 16
-    order = itertools.islice(batches(asked, MANY, 0, 0), 200_000, 200_003)
+    order = itertools.islice(batches(request, MANY, 0, 0), 200_000, 200_003)
     assert torch.stack(got).tolist() == list(order)
 
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_the_order_goes_on_in_any_epoch(tmp_path, stateful):
     data = DataConfig(sequence_length=12, stateful=stateful)
-    asked = config(tmp_path, steps=17, batch=4, device_batch=2, data=data)
-    whole = rows_of(asked, 22)
+    request = config(tmp_path, steps=17, batch=4, device_batch=2, data=data)
+    whole = rows_of(request, 22)
     assert len(whole) == 17 * 2
-    assert steps_of_epoch(asked, 22) == 5
+    assert steps_of_epoch(request, 22) == 5
     for step in range(18):
-        assert rows_of(asked, 22, first=step) == whole[2 * step :]
-    epochs = [joined(whole[at : at + 10]) for at in (0, 10, 20)]
+        assert rows_of(request, 22, first=step) == whole[2 * step :]
+    epochs = [join(whole[at : at + 10]) for at in (0, 10, 20)]
     assert all(len(set(rows)) == 20 for rows in epochs)
     assert (whole[:10] == whole[10:20]) == stateful
 
 
 def test_ranks_share_each_batch_in_any_number(tmp_path):
-    asked = config(tmp_path, steps=6, batch=8, device_batch=2)
-    alone = rows_of(asked, 20)
-    batches_alone = [joined(alone[at : at + 4]) for at in range(0, 24, 4)]
+    request = config(tmp_path, steps=6, batch=8, device_batch=2)
+    single = rows_of(request, 20)
+    batches_alone = [join(single[at : at + 4]) for at in range(0, 24, 4)]
     for world in (2, 4):
-        ranks = [rows_of(asked, 20, rank, world) for rank in range(world)]
+        ranks = [rows_of(request, 20, rank, world) for rank in range(world)]
         parts = 4 // world
         for step, batch in enumerate(batches_alone):
             at = range(step * parts, step * parts + parts)
-            assert joined(ranks[r][m] for m in at for r in range(world)) == batch
+            assert join(ranks[r][m] for m in at for r in range(world)) == batch
 
 
 def test_batches_draw_nothing_from_the_global_generator(tmp_path):
-    before = torch.get_rng_state()
+    old = torch.get_rng_state()
     next(iter(make_loader(config(tmp_path), Virtual(), 0, 1, 3)))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), old)
 
 
 def test_the_epoch_is_logged_after_going_on(tmp_path):
@@ -101,18 +101,18 @@ def test_the_epoch_is_logged_after_going_on(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory):
+def logged_run(tmp_path_factory):
     out = tmp_path_factory.mktemp("watched") / "run"
     run_training(config(out, verify_every=2, report_to="auto"), Packed())
     return out
 
 
-def test_checks_of_the_solvers_are_logged_and_change_no_bit(watched, tmp_path):
+def test_checks_of_the_solvers_are_logged_and_change_no_bit(logged_run, tmp_path):
     run_training(config(tmp_path, verify_every=0), Packed())
-    same_bits(weights(watched / "model"), weights(tmp_path / "model"))
-    assert losses(watched) == losses(tmp_path)
+    same_bits(weights(logged_run / "model"), weights(tmp_path / "model"))
+    assert losses(logged_run) == losses(tmp_path)
     assert not any(row["defect"] for row in read_rows(tmp_path / "log.csv"))
-    rows = [row for row in read_rows(watched / "log.csv") if row["defect"]]
+    rows = [row for row in read_rows(logged_run / "log.csv") if row["defect"]]
     assert [int(row["step"]) for row in rows] == [2, 4, 6]
     for row in rows:
         parts = [float(part) for part in row["defect"].split()]
@@ -123,8 +123,8 @@ def test_checks_of_the_solvers_are_logged_and_change_no_bit(watched, tmp_path):
 @pytest.mark.parametrize("kind", ["lstm", "user's", "hybrid", "attention"])
 def test_any_model_is_checked_in_autocast(tmp_path, kind):
     model = LMConfig(**options(kind))
-    asked = config(tmp_path, steps=2, verify_every=1, precision="bfloat16", model=model)
-    run_training(asked, Packed())
+    request = config(tmp_path, steps=2, verify_every=1, precision="bfloat16", model=model)
+    run_training(request, Packed())
     rows = [row["defect"].split() for row in read_rows(tmp_path / "log.csv") if row["defect"]]
     recurrent = (model.mixers or ()).count("rnn")
     assert len(rows) == (2 if recurrent else 0)
@@ -133,15 +133,15 @@ def test_any_model_is_checked_in_autocast(tmp_path, kind):
         assert all(0 < float(part) <= 1 for part in row)
 
 
-def test_random_numbers_and_records_stay(watched, monkeypatch):
+def test_random_numbers_and_records_stay(logged_run, monkeypatch):
     from pararnn.lm.hf import ParaRNNForCausalLM
 
-    model = ParaRNNForCausalLM.from_pretrained(watched / "model")
+    model = ParaRNNForCausalLM.from_pretrained(logged_run / "model")
     ids = torch.arange(12)[None]
     model(ids)
-    before = [part.counts for part in model.modules() if hasattr(part, "counts")]
-    assert len(before) == 2
-    assert all(counts is not None for counts in before)
+    old_counts = [part.counts for part in model.modules() if hasattr(part, "counts")]
+    assert len(old_counts) == 2
+    assert all(counts is not None for counts in old_counts)
 
     def drawing(*args):
         torch.rand(1)
@@ -149,37 +149,37 @@ def test_random_numbers_and_records_stay(watched, monkeypatch):
 
     monkeypatch.setattr(telemetry, "defect", drawing)
     state = torch.get_rng_state()
-    found = telemetry.check_solves(model, {"input_ids": ids})
-    assert found == {"defect": [0.5, 0.5], "sweeps": [1, 1], "mended": [0, 0]}
+    results = telemetry.check_solves(model, {"input_ids": ids})
+    assert results == {"defect": [0.5, 0.5], "sweeps": [1, 1], "mended": [0, 0]}
     assert torch.equal(torch.get_rng_state(), state)
-    after = [part.counts for part in model.modules() if hasattr(part, "counts")]
-    assert all(a is b for a, b in zip(after, before, strict=True))
+    new_counts = [part.counts for part in model.modules() if hasattr(part, "counts")]
+    assert all(a is b for a, b in zip(new_counts, old_counts, strict=True))
 
 
-def test_a_wrong_state_has_a_defect(watched, monkeypatch):
+def test_a_wrong_state_has_a_defect(logged_run, monkeypatch):
     from pararnn.lm.hf import ParaRNNForCausalLM
 
     module = sys.modules["pararnn.check.verify"]  # pararnn.verify itself is the function
-    model = ParaRNNForCausalLM.from_pretrained(watched / "model")
+    model = ParaRNNForCausalLM.from_pretrained(logged_run / "model")
     solve = module.run
 
     def wrong(*call):
-        solved = solve(*call)
-        solved.states[0][0, 5, 3] *= 1 + 1e-4
-        return solved
+        solution = solve(*call)
+        solution.states[0][0, 5, 3] *= 1 + 1e-4
+        return solution
 
     checks = SimpleNamespace(passed=False, part=math.inf)
     monkeypatch.setattr(module, "run", wrong)
     monkeypatch.setattr(
         module, "_check", lambda *args: (None, None, SimpleNamespace(checks=[checks]))
     )
-    found = telemetry.check_solves(model, {"input_ids": torch.arange(12)[None]})
-    assert found["defect"] == [math.inf, math.inf]  # as the full check says, which was asked
+    results = telemetry.check_solves(model, {"input_ids": torch.arange(12)[None]})
+    assert results["defect"] == [math.inf, math.inf]  # as the full check says, which was asked
 
 
 def test_an_infinite_defect_is_logged_and_the_state_is_json(tmp_path, monkeypatch):
-    found = {"defect": [math.inf, 0.5], "sweeps": [1, 1], "mended": [0, 0]}
-    monkeypatch.setattr(trainer_module, "check_solves", lambda *_: found)
+    results = {"defect": [math.inf, 0.5], "sweeps": [1, 1], "mended": [0, 0]}
+    monkeypatch.setattr(trainer_module, "check_solves", lambda *_: results)
     run_training(config(tmp_path, steps=3, verify_every=1), Packed())
     defects = [row["defect"] for row in read_rows(tmp_path / "log.csv") if row["defect"]]
     assert defects == ["inf 0.5"] * 3
@@ -187,30 +187,30 @@ def test_an_infinite_defect_is_logged_and_the_state_is_json(tmp_path, monkeypatc
     json.loads(state, parse_constant=pytest.fail)
 
 
-def test_compiled_blocks_are_checked_too(watched):
+def test_compiled_blocks_are_checked_too(logged_run):
     from pararnn.lm.hf import ParaRNNForCausalLM
 
-    model = ParaRNNForCausalLM.from_pretrained(watched / "model")
+    model = ParaRNNForCausalLM.from_pretrained(logged_run / "model")
     for block in model.model.backbone.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     ids = torch.arange(12)[None]
     model(ids, use_cache=False)
-    found = telemetry.check_solves(model, {"input_ids": ids})
-    assert len(found["defect"]) == 2
-    assert all(0 < part <= 1 for part in found["defect"])
+    results = telemetry.check_solves(model, {"input_ids": ids})
+    assert len(results["defect"]) == 2
+    assert all(0 < part <= 1 for part in results["defect"])
 
 
-def test_tensorboard_has_the_scalars(watched):
+def test_tensorboard_has_the_scalars(logged_run):
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
-    events = event_accumulator.EventAccumulator(str(watched / "tensorboard"))
+    events = event_accumulator.EventAccumulator(str(logged_run / "tensorboard"))
     events.Reload()
     names = set(events.Tags()["scalars"])
     wanted = {"train/loss", "train/grad_norm", "train/tokens_per_second", "train/defect"}
     assert names >= wanted | {"eval/loss", "train/sweeps"}
     steps = {event.step: event.value for event in events.Scalars("train/loss")}
-    assert steps == pytest.approx({step: float(loss) for step, loss in losses(watched).items()})
+    assert steps == pytest.approx({step: float(loss) for step, loss in losses(logged_run).items()})
 
 
 def test_tensorboard_repeats_no_step_after_a_kill(tmp_path, monkeypatch):
@@ -220,21 +220,21 @@ def test_tensorboard_repeats_no_step_after_a_kill(tmp_path, monkeypatch):
     )
     log = trainer_module.RunTrainer.log
 
-    def killed(self, logs, *args):
+    def kill_in_step(self, logs, *args):
         log(self, logs, *args)
         if self.step == 5:
             raise KeyboardInterrupt
 
-    asked = config(tmp_path, report_to="tensorboard", save_every=3)
+    request = config(tmp_path, report_to="tensorboard", save_every=3)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.RunTrainer, "log", killed)
+        patch.setattr(trainer_module.RunTrainer, "log", kill_in_step)
         with pytest.raises(KeyboardInterrupt):
-            run_training(asked, Packed())
-    run_training(asked, Packed())
+            run_training(request, Packed())
+    run_training(request, Packed())
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     steps = [event.step for event in events.Scalars("train/loss")]
-    assert steps == sorted(set(steps)) == [*range(1, asked.steps + 1)]
+    assert steps == sorted(set(steps)) == [*range(1, request.steps + 1)]
 
 
 def test_without_tensorboard_auto_is_none(monkeypatch):
@@ -253,6 +253,6 @@ def test_negative_steps_between_checks_raise(tmp_path):
         config(tmp_path, verify_every=-1)
 
 
-def test_the_log_is_a_table(watched):
-    with (watched / "log.csv").open() as file:
+def test_the_log_is_a_table(logged_run):
+    with (logged_run / "log.csv").open() as file:
         assert len({len(row) for row in csv.reader(file)}) == 1

@@ -24,7 +24,7 @@ def of(path: str, config: RunConfig):
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("override", "result"),
     [
         ("steps=10", 10),
         ("steps = 20_000", 20_000),
@@ -51,22 +51,22 @@ def of(path: str, config: RunConfig):
         ('model.cell_config={"dt": 0.5}', {"dt": 0.5}),
     ],
 )
-def test_values_are_read_as_their_fields_types(override, expected):
+def test_values_are_read_as_their_fields_types(override, result):
     key = override.partition("=")[0].strip()
-    changed = resolved(RUN, [override])
-    found = of(key, changed)
-    assert found == expected
-    assert type(found) is type(expected)
+    config = resolved(RUN, [override])
+    value = of(key, config)
+    assert value == result
+    assert type(value) is type(result)
     # Nothing else has changed.
     old = dict(line.split(" = ", 1) for line in config_text(RUN).splitlines())
-    new = dict(line.split(" = ", 1) for line in config_text(changed).splitlines())
+    new = dict(line.split(" = ", 1) for line in config_text(config).splitlines())
     assert {each for each in old if old[each] != new[each]} <= {key}
 
 
 def test_the_config_itself_stays():
-    before = replace(RUN)
+    old = replace(RUN)
     assert resolved(RUN, ["steps=7", "model.cell=lstm"]) != RUN
-    assert before == RUN
+    assert old == RUN
     assert resolved(RUN, []) == RUN
     with pytest.raises(FrozenInstanceError):
         resolved(RUN, ["steps=7"]).steps = 8
@@ -109,11 +109,11 @@ def test_uniform_mixers_follow_the_blocks():
 
 
 def test_mixed_mixers_do_not_follow():
-    mixed = replace(RUN, model=replace(RUN.model, mixers=("rnn", "attention", "rnn")))
+    config = replace(RUN, model=replace(RUN.model, mixers=("rnn", "attention", "rnn")))
     with pytest.raises(ValueError, match="mixers must name one mixer for each of the 4 blocks"):
-        resolved(mixed, ["model.num_hidden_layers=4"])
-    given = ["model.num_hidden_layers=2", "model.mixers=rnn,attention"]
-    assert resolved(mixed, given).model.mixers == ("rnn", "attention")
+        resolved(config, ["model.num_hidden_layers=4"])
+    overrides = ["model.num_hidden_layers=2", "model.mixers=rnn,attention"]
+    assert resolved(config, overrides).model.mixers == ("rnn", "attention")
     with pytest.raises(ValueError, match="each of the 3 blocks, got 2"):
         resolved(RUN, ["model.mixers=rnn,rnn"])
 
@@ -183,10 +183,10 @@ def test_mixed_mixers_do_not_follow():
     ],
 )
 def test_bad_overrides_say_what_was_got_and_wanted(override, message):
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the text is asserted below)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is asserted below)
         resolved(RUN, [override])
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -213,7 +213,7 @@ def test_printed_is_what_one_would_write():
         assert line in lines
 
 
-def records(kind, **known):
+def records(kind, **values):
     """Configs of any values: by the types of fields, but for the known ones."""
     positive = st.floats(0, exclude_min=True, allow_infinity=False)
     by_type = {
@@ -225,8 +225,8 @@ def records(kind, **known):
         float | None: st.none() | positive,
     }
     hints = get_type_hints(kind)
-    rest = {name: by_type[hints[name]] for name in hints if name not in known}
-    return st.builds(kind, **(rest | known))
+    others = {name: by_type[hints[name]] for name in hints if name not in values}
+    return st.builds(kind, **(others | values))
 
 
 @st.composite

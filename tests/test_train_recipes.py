@@ -26,19 +26,19 @@ def test_there_are_the_papers_twelve_three_sizes_and_no_more():
 
 @pytest.mark.parametrize("pair", PAPER, ids="-".join)
 def test_the_papers_recipes_are_its_presets(pair):
-    found, run = preset(*pair), recipe("-".join(pair).lower())
-    assert run.model == found.model
+    values, run = preset(*pair), recipe("-".join(pair).lower())
+    assert run.model == values.model
     assert (run.steps, run.batch, run.device_batch) == (
-        found.steps,
-        found.batch,
-        found.batch_per_gpu,
+        values.steps,
+        values.batch,
+        values.batch_per_gpu,
     )
     assert run.data.sequence_length == 2048
-    assert run.steps * run.batch * run.data.sequence_length == found.training_tokens
+    assert run.steps * run.batch * run.data.sequence_length == values.training_tokens
     optimiser = run.optimiser
-    assert (optimiser.learning_rate, optimiser.z_loss) == (found.learning_rate, found.z_loss)
-    assert optimiser.weight_decay == found.weight_decay  # of a step, as the config has it
-    assert round(optimiser.warmup * run.steps) == found.warmup_steps
+    assert (optimiser.learning_rate, optimiser.z_loss) == (values.learning_rate, values.z_loss)
+    assert optimiser.weight_decay == values.weight_decay  # of a step, as the config has it
+    assert round(optimiser.warmup * run.steps) == values.warmup_steps
     assert (optimiser.final, optimiser.beta1, optimiser.beta2) == (0, 0.9, 0.95)
     assert (run.precision, run.compile) == ("bfloat16", True)
     assert (optimiser.clip, optimiser.clip_to) == ("elementwise", None)
@@ -117,9 +117,9 @@ def test_recipes_are_whole(name):
     ],
 )
 def test_unknown_names_raise_with_the_nearest(name, message):
-    with pytest.raises(ValueError, match="there is no recipe") as raised:
+    with pytest.raises(ValueError, match="there is no recipe") as error:
         recipe(name)
-    assert message in str(raised.value)
+    assert message in str(error.value)
 
 
 def test_mamba2_is_no_recipe():

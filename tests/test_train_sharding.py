@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from lm_kinds import hugging, options
-from processes import initialised, on_processes
+from processes import on_processes, with_group
 
 pytest.importorskip("transformers")
 
@@ -41,22 +41,22 @@ CASES = {
 }
 
 
-def asked(out, name, device_batch, **more):
+def config_of(out, name, device_batch, **more):
     return config(out / name, **{"device_batch": device_batch} | CASES[name] | more)
 
 
 def run_all(out, device_batch, rank=0):
     with undrawn():
         for name in CASES:
-            run_training(asked(out, name, device_batch), Packed())
+            run_training(config_of(out, name, device_batch), Packed())
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    alone, both = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
-    run_all(alone, 4)
+    single, both = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    run_all(single, 4)
     on_processes(functools.partial(run_all, both, 2))
-    return alone, both
+    return single, both
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -69,9 +69,9 @@ def test_two_processes_are_one(runs, name):
     norms = [[float(row["grad_norm"]) for row in rows_of(each)] for each in (one, two)]
     assert norms[0] == pytest.approx(norms[1], rel=3 * near)
     assert min(norms[0]) > 0.5  # so that clipping has had something to do
-    expected = weights(one / "model")
+    reference = weights(one / "model")
     for key, value in weights(two / "model").items():
-        torch.testing.assert_close(value, expected[key], rtol=0, atol=20 * near, msg=key)
+        torch.testing.assert_close(value, reference[key], rtol=0, atol=20 * near, msg=key)
 
 
 def rows_of(out):
@@ -90,13 +90,13 @@ def test_solves_are_checked_on_both(runs):
 def test_recurrent_vectors_are_clipped_on_every_process(runs, name):
     order, most = (2, 0.2) if "clipped" in name else (torch.inf, 0.05)
     model = ParaRNNForCausalLM.from_pretrained(runs[1] / name / "model")
-    found = [
+    norms = [
         vector.norm(order)
         for layer in model.model.backbone.layers
         for parameter in layer.mixer.rnn.recurrent_parameters()
         for vector in parameter.detach().reshape(-1, parameter.shape[-1])
     ]
-    assert max(found) == pytest.approx(most, abs=1e-6)
+    assert max(norms) == pytest.approx(most, abs=1e-6)
 
 
 def test_a_checkpoint_of_two_is_that_of_one(runs):
@@ -108,43 +108,45 @@ def test_a_checkpoint_of_two_is_that_of_one(runs):
 
 def test_one_goes_on_from_two_and_two_from_one(runs, tmp_path):
     one, two = (folder / "gru, clipped" for folder in runs)
-    expected = weights(one / "model"), losses(one)
+    reference = weights(one / "model"), losses(one)
     for folder in (one, two):
         shutil.rmtree(folder / "checkpoint-6")
-    run_training(asked(runs[1], "gru, clipped", 4), Packed())
+    run_training(config_of(runs[1], "gru, clipped", 4), Packed())
     on_processes(functools.partial(go_on, runs[0]))
     for folder in (one, two):
         for key, value in weights(folder / "model").items():
-            torch.testing.assert_close(value, expected[0][key], rtol=0, atol=2e-4, msg=key)
+            torch.testing.assert_close(value, reference[0][key], rtol=0, atol=2e-4, msg=key)
         for step, loss in losses(folder).items():
-            assert float(loss) == pytest.approx(float(expected[1][step]), abs=2e-5)
+            assert float(loss) == pytest.approx(float(reference[1][step]), abs=2e-5)
 
 
-@pytest.mark.parametrize("kept", [b"half", None])
-def test_a_checkpoint_that_cannot_be_read_says_what_to_do(tmp_path, kept):
+@pytest.mark.parametrize("content", [b"half", None])
+def test_a_checkpoint_that_cannot_be_read_says_what_to_do(tmp_path, content):
     run_training(config(tmp_path, steps=3), Packed())
     for path in (tmp_path / "checkpoint-3" / "state").iterdir():
-        path.unlink() if kept is None else path.write_bytes(kept)
+        path.unlink() if content is None else path.write_bytes(content)
     (tmp_path / "checkpoint-3" / checkpoints.MARKER).write_text("")  # as earlier versions had it
-    said = r"state, the weights to go on from, cannot be read: .* Remove .*checkpoint-3, then the"
-    with pytest.raises(TrainingError, match=said):
+    message = (
+        r"state, the weights to go on from, cannot be read: .* Remove .*checkpoint-3, then the"
+    )
+    with pytest.raises(TrainingError, match=message):
         run_training(config(tmp_path, steps=3), Packed())
 
 
 def go_on(out, rank):
-    run_training(asked(out, "gru, clipped", 2), Packed())
+    run_training(config_of(out, "gru, clipped", 2), Packed())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_weights_are_drawn_alike_however_they_are_spread(dtype):
-    plain = spread(None, None)
+    plain = shard_model(None, None)
     whole = checkpoints.whole_weights(plain)
     assert whole.keys() == plain.state_dict().keys()
-    on_processes(functools.partial(initialised, functools.partial(draws_alike, whole, dtype)))
+    on_processes(functools.partial(with_group, functools.partial(draws_alike, whole, dtype)))
 
 
 def draws_alike(whole, dtype, rank):
-    model = spread(dtype, True)
+    model = shard_model(dtype, True)
     assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
     for name, parameter in model.named_parameters():
         value = parameter.full_tensor()
@@ -152,10 +154,10 @@ def draws_alike(whole, dtype, rank):
         assert torch.equal(value, whole[name]), name
 
 
-def spread(dtype, sharded):
+def shard_model(dtype, use_fsdp):
     with torch.device("meta"):
         model = ParaRNNForCausalLM(ParaRNNConfig.of_lm(LMConfig(**options("hybrid"))))
-    if sharded:
+    if use_fsdp:
         shard(model, CPU, dtype=dtype, reshard=True)
     else:
         model.to_empty(device=CPU)
@@ -165,7 +167,7 @@ def spread(dtype, sharded):
 
 def test_no_buffer_is_left_without_a_value():
     """`to_empty` gives them none, and `draw_weights` draws parameters."""
-    assert not list(spread(None, False).buffers())
+    assert not list(shard_model(None, False).buffers())
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6])
@@ -196,8 +198,8 @@ def test_a_process_group_of_one_is_closed_again():
 
 
 def test_a_checkpoint_is_exported_before_its_run_has_ended(tmp_path):
-    asked = config(tmp_path / "run", model=LMConfig(**options("hybrid")))
-    run_training(asked, Packed())
+    request = config(tmp_path / "run", model=LMConfig(**options("hybrid")))
+    run_training(request, Packed())
     same_bits(weights(export_checkpoint(tmp_path / "run")), weights(tmp_path / "run" / "model"))
     folder = export_checkpoint(tmp_path / "run", 3, tmp_path / "three")
     assert folder == tmp_path / "three"
@@ -214,7 +216,7 @@ def test_a_checkpoint_is_exported_before_its_run_has_ended(tmp_path):
 
 def test_a_config_is_read_as_it_was_written(tmp_path):
     for name in RECIPES:
-        asked = recipe(name)
-        assert read_config(json.loads(json.dumps(dataclasses.asdict(asked)))) == asked
+        request = recipe(name)
+        assert read_config(json.loads(json.dumps(dataclasses.asdict(request)))) == request
     with pytest.raises(TrainingError, match=r"config\.json is of another version: .*'speed'"):
-        read_config(dataclasses.asdict(asked) | {"speed": 1})
+        read_config(dataclasses.asdict(request) | {"speed": 1})

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from data_files import TEXTS, expected, json_lines, tokens_of
+from data_files import TEXTS, json_lines, tokens_of, tokens_with_ends
 
 from pararnn.errors import MissingExtra, PararnnError
 from pararnn.train.config import DataConfig
@@ -143,8 +143,8 @@ def test_a_damaged_text_file_is_left_out_as_a_whole(tmp_path, monkeypatch):
     for name, end in {"a.txt": b"", "b.txt": b"\xff"}.items():
         (tmp_path / name).write_bytes(b"a line\n" * 99 + end)
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"short"))
-    for held in (1 << 24, 50):
-        monkeypatch.setattr(readers, "MAX_HELD", held)
+    for limit in (1 << 24, 50):
+        monkeypatch.setattr(readers, "MAX_HELD", limit)
         monkeypatch.setattr(readers, "BLOCK", 20)
         left_out = LeftOut()
         assert list(documents(str(tmp_path), left_out=left_out)) == ["a line\n" * 99, "short"]
@@ -271,12 +271,12 @@ def test_parquet_is_read_in_batches(tmp_path, parquet, monkeypatch):
     module = sys.modules["pyarrow.parquet"]
     read, batches = module.ParquetFile.iter_batches, []
 
-    def counted(*args, **options):
+    def count_batches(*args, **options):
         for batch in read(*args, **options):
             batches.append(len(batch))
             yield batch
 
-    monkeypatch.setattr(module.ParquetFile, "iter_batches", counted)
+    monkeypatch.setattr(module.ParquetFile, "iter_batches", count_batches)
     texts = documents(str(tmp_path))
     assert next(texts) == "a0"
     assert batches == [1024]
@@ -348,7 +348,7 @@ def test_a_dataset_is_packed_again_when_its_revision_changes(hub, tmp_path):
     cache = str(tmp_path / "cache")
     config = DataConfig("some/set", holdout=0.45, sequence_length=8, cache=cache)
     first = prepare(config)
-    assert tokens_of(first.train) == expected(TEXTS[:3])
+    assert tokens_of(first.train) == tokens_with_ends(TEXTS[:3])
     hub.requests.clear()
     assert prepare(config).folder == first.folder
     assert "train" not in hub.requests
@@ -367,7 +367,7 @@ def test_a_limit_ends_a_stream(hub, tmp_path):
     small = replace(config, tokens=20, sequence_length=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "CHUNK", 1)
-        assert tokens_of(prepare(small).train) == expected(TEXTS[:2])
+        assert tokens_of(prepare(small).train) == tokens_with_ends(TEXTS[:2])
 
 
 def test_a_folder_is_preferred_to_a_dataset_of_its_name(tmp_path, monkeypatch):
@@ -398,11 +398,11 @@ def test_files_that_the_system_refuses_are_named(tmp_path, monkeypatch):
     for name in READERS:
         (tmp_path / f"a{name}").write_bytes(b"")
 
-    def refused(self_or_path, *_, **__):
+    def refuse(self_or_path, *_, **__):
         raise PermissionError(13, "Permission denied", str(self_or_path))
 
-    monkeypatch.setattr("builtins.open", refused)
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     for name in READERS:
         if name == ".parquet" and "pyarrow" not in sys.modules:
             continue
@@ -411,7 +411,7 @@ def test_files_that_the_system_refuses_are_named(tmp_path, monkeypatch):
     for name in READERS.keys() - {".parquet"}:
         with pytest.raises(DataError, match=rf"cannot read .*a{name}: Permission denied"):
             list(documents(str(tmp_path / f"a{name}")))
-    monkeypatch.setattr("os.scandir", refused)
+    monkeypatch.setattr("os.scandir", refuse)
     with pytest.raises(DataError, match=r"cannot read .*: Permission denied"):
         files_of(str(tmp_path))
 
@@ -430,11 +430,11 @@ def test_long_documents_are_pieces_cut_behind_lines(tmp_path, monkeypatch, block
     assert [piece.ends for piece in results] == [False] * (len(results) - 2) + [True, True]
     assert len(results) > 3
     assert "".join(piece.text for piece in results[:-1]) == text
-    for piece, after in pairwise(results[:-1]):
+    for piece, later in pairwise(results[:-1]):
         assert sources.PIECE // 2 < len(piece.text) <= sources.PIECE
         assert piece.text.endswith(end)
         assert piece.text.removesuffix(end)[-1].isdigit()
-        assert after.text.startswith("l")
+        assert later.text.startswith("l")
     assert list(documents(str(tmp_path))) == [text, "short"]
     assert list(pieces(json_lines(tmp_path / "c.jsonl", [{"text": text}]))) == results[:-1]
 
@@ -540,11 +540,11 @@ def test_a_local_dataset_is_read_by_the_package(local_dataset):
         next(documents("own/set:valid"))
     with pytest.raises(DataError, match="'small' not found"):
         next(documents("own/set/small:train"))
-    before = dataset_builder("own/set:train").hash
-    assert dataset_builder("own/set:train").hash == before
+    old_hash = dataset_builder("own/set:train").hash
+    assert dataset_builder("own/set:train").hash == old_hash
     file = local_dataset / "train-00001-of-00002.parquet"
     file.write_bytes(file.read_bytes()[:-9])
-    assert fingerprint("own/set:train") != [["own/set:train", before]]
+    assert fingerprint("own/set:train") != [["own/set:train", old_hash]]
     with pytest.raises(DataError, match=r"cannot read the dataset own/set:train: .*Parquet"):
         list(documents("own/set:train"))
 
@@ -558,7 +558,7 @@ def files_read(monkeypatch):
     names = []
     read = hashes._hash
     monkeypatch.setattr(
-        hashes, "_hash", lambda path, how: (names.append(path.name), read(path, how))[1]
+        hashes, "_hash", lambda path, options: (names.append(path.name), read(path, options))[1]
     )
     return names
 

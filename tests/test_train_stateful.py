@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from lm_kinds import VOCABULARY, hugging, options, tokens
-from processes import launched
+from processes import launch
 
 pytest.importorskip("transformers")
 
@@ -51,15 +51,15 @@ def config(out, **more):
     return any_config(out, **{"data": data} | more)
 
 
-def packed(**more):
+def make_data(**more):
     return Packed(Stream(22, **more), Stream(6), Tokenizer())
 
 
-def carried_by(model, before=None):
+def carried_by(model, old_cache=None):
     layers = model.config.num_hidden_layers
-    if before is None:
+    if old_cache is None:
         return [CarriedCache() for _ in range(layers)]
-    return [CarriedCache(*cache.after) for cache in before]
+    return [CarriedCache(*cache.after) for cache in old_cache]
 
 
 def hidden(model, ids, cache, positions=None):
@@ -85,13 +85,13 @@ def test_rows_that_go_on_are_one_row(kind, documents):
     anew = hidden(model, ids[:, 12:], carried_by(model), places[:, 12:] if documents else None)
     begins = places[:, 12] == 0
     assert begins.any() == documents
-    apart = (anew - want[:, 12:]).abs().flatten(1).amax(1)
-    assert (apart[~begins] > 1e-3).all()
-    assert (apart[begins] < 2e-6).all()
+    distance = (anew - want[:, 12:]).abs().flatten(1).amax(1)
+    assert (distance[~begins] > 1e-3).all()
+    assert (distance[begins] < 2e-6).all()
 
 
 def test_a_document_may_begin_with_the_row():
-    """Which only its position says, where no border is within a row."""
+    """Without a border within the row, only the position says so."""
     model, ids = hugging("gru"), tokens(2, 24)
     first = carried_by(model)
     hidden(model, ids[:, :12], first)
@@ -104,17 +104,17 @@ def test_a_document_may_begin_with_the_row():
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_any_number_of_ranks_reads_what_two_wrote(tmp_path, world):
     rows = torch.arange(8.0).unsqueeze(1)  # of 8 streams of one row each, stream r carries r
-    alone = config(tmp_path, batch=8, device_batch=2, steps=1)
+    run = config(tmp_path, batch=8, device_batch=2, steps=1)
     ranks = [carry.Carry(1, 2) for _ in range(2)]
     for rank, each in enumerate(ranks):
-        parts = StepSampler(alone, 8, rank, 2, 0)
+        parts = StepSampler(run, 8, rank, 2, 0)
         each.restore({"0.states": torch.stack([rows[at] for at in parts])})
-    gathered = torch.cat([each.tensors()["0.states"] for each in ranks])
-    carry.save(ranks[0], tmp_path, lambda _: gathered, True)
+    joint = torch.cat([each.tensors()["0.states"] for each in ranks])
+    carry.save(ranks[0], tmp_path, lambda _: joint, True)
     for rank in range(world):
         own = carry.Carry(1, 4 // world)
         carry.load(own, tmp_path, rank, world, torch.device("cpu"))
-        want = list(StepSampler(alone, 8, rank, world, 0))
+        want = list(StepSampler(run, 8, rank, world, 0))
         assert own.tensors()["0.states"].flatten(1).int().tolist() == want
 
 
@@ -131,59 +131,59 @@ def test_the_gradient_is_that_of_given_states():
     loss = model(ids[:, 12:], labels=ids[:, 12:], carried=carried_by(model, first)).loss
     (grad,) = torch.autograd.grad(loss, weight)
     index = tuple(size // 2 for size in weight.shape)
-    found = []
+    results = []
     for step in (1e-4, -1e-4):
         with torch.no_grad():
             weight[index] += step
             again = model(ids[:, 12:], labels=ids[:, 12:], carried=carried_by(model, first)).loss
             weight[index] -= step
-        found.append(float(again))
-    assert float(grad[index]) == pytest.approx((found[0] - found[1]) / 2e-4, rel=1e-4)
+        results.append(float(again))
+    assert float(grad[index]) == pytest.approx((results[0] - results[1]) / 2e-4, rel=1e-4)
 
 
-def checkpointed(model):
+def with_checkpoints(model):
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
 
-def gradients(model, ids, before):
-    cache = carried_by(model, before)
+def gradients(model, ids, old_cache):
+    cache = carried_by(model, old_cache)
     loss = model(ids, labels=ids, carried=cache).loss
-    found = torch.autograd.grad(loss, list(model.parameters()))
-    return loss.detach(), found, [value for each in cache for value in each.after]
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return loss.detach(), grads, [value for each in cache for value in each.after]
 
 
-@pytest.mark.parametrize("how", ["checkpointing", "compiled", "both"])
+@pytest.mark.parametrize("way", ["checkpointing", "compiled", "both"])
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
-def test_other_ways_to_compute_carry_the_same(kind, how):
+def test_other_ways_to_compute_carry_the_same(kind, way):
     ids = tokens(3, 24)
     results = []
-    for changed in (False, True):
+    for change in (False, True):
         model = hugging(kind).train()
         first = carried_by(model)
         hidden(model, ids[:, :12], first)
-        if changed and how != "compiled":
-            checkpointed(model)
-        if changed and how != "checkpointing":
+        if change and way != "compiled":
+            with_checkpoints(model)
+        if change and way != "checkpointing":
             torch.compiler.reset()
             for block in model.model.backbone.blocks:
                 block.compile(fullgraph=True, backend="aot_eager")
         results.append(gradients(model, ids[:, 12:], first))
-    (loss, grads, after), (own_loss, own_grads, own_after) = results
+    (loss, grads, states), (own_loss, own_grads, own_after) = results
     torch.testing.assert_close(own_loss, loss)
     torch.testing.assert_close(own_grads, grads, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(own_after, after)
+    torch.testing.assert_close(own_after, states)
 
 
 def test_other_caches_are_not_read_twice():
     """A block that runs again in the backward pass would start from where it ended."""
-    found = []
+    results = []
     for again in (False, True):
         model, ids = hugging("gru").train(), tokens(2, 8)
         if again:
-            checkpointed(model)
+            with_checkpoints(model)
         loss = model(ids, labels=ids, use_cache=True).loss
-        found.append(torch.autograd.grad(loss, list(model.parameters())))
-    torch.testing.assert_close(*found)
+        results.append(torch.autograd.grad(loss, list(model.parameters())))
+    torch.testing.assert_close(*results)
 
 
 def test_what_does_not_carry_raises(tmp_path):
@@ -206,36 +206,38 @@ def resets(request):
 def whole(tmp_path_factory, resets):
     """Two epochs of five steps, with two parts of a batch each."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    asked = config(out, steps=8, device_batch=2, resets=resets, keep=9)
-    run_training(asked, packed(documents=resets))
+    request = config(out, steps=8, device_batch=2, resets=resets, keep=9)
+    run_training(request, make_data(documents=resets))
     return out
 
 
 def test_losses_are_those_of_rows_end_to_end(tmp_path):
     """With a rate of nearly 0: the third step's loss is of the third row behind the other two."""
     optimiser = OptimiserConfig(learning_rate=1e-12, weight_decay=0, z_loss=0, clip="none")
-    asked = config(tmp_path, steps=6, device_batch=2, optimiser=optimiser, save_every=1, keep=9)
-    run_training(asked, packed())
+    request = config(tmp_path, steps=6, device_batch=2, optimiser=optimiser, save_every=1, keep=9)
+    run_training(request, make_data())
     model = ParaRNNForCausalLM.from_pretrained(tmp_path / "model").train()
     text = Stream(22).tokens[: 20 * LENGTH].view(4, 5 * LENGTH)  # a stream a row
     states = model.model(text).last_hidden_state
-    found = losses(tmp_path)
+    run_losses = losses(tmp_path)
     for step in range(5):
         part = slice(step * LENGTH, (step + 1) * LENGTH)
         logits = model.lm_head(states[:, part])[:, :-1].reshape(-1, VOCABULARY)
         labels = text[:, part][:, 1:].reshape(-1)
         want = torch.nn.functional.cross_entropy(logits, labels).item()
-        assert float(found[step + 1]) == pytest.approx(want, abs=2e-6), step
-    assert float(found[6]) == pytest.approx(float(found[1]), abs=2e-6)  # from zero states again
+        assert float(run_losses[step + 1]) == pytest.approx(want, abs=2e-6), step
+    assert float(run_losses[6]) == pytest.approx(
+        float(run_losses[1]), abs=2e-6
+    )  # from zero states again
 
 
 @pytest.mark.parametrize("step", [4, 5, 7])
 def test_going_on_changes_no_bit(whole, tmp_path, monkeypatch, resets, step):
     out = tmp_path / "run"
-    asked = config(out, steps=8, device_batch=2, resets=resets)
-    monkeypatch.setattr("test_train_trainer.Packed", lambda: packed(documents=resets))
-    run_until(monkeypatch, step, asked)
-    run_training(asked, packed(documents=resets))
+    request = config(out, steps=8, device_batch=2, resets=resets)
+    monkeypatch.setattr("test_train_trainer.Packed", lambda: make_data(documents=resets))
+    run_until(monkeypatch, step, request)
+    run_training(request, make_data(documents=resets))
     same_bits(weights(out / "model"), weights(whole / "model"))
     assert losses(out) == losses(whole)
 
@@ -246,32 +248,32 @@ def test_validation_starts_from_zero_states(whole, resets):
     rows = torch.stack([Stream(6)[index]["input_ids"] for index in range(6)])
     nats = model(rows, labels=rows).loss.item()
     squares = model(rows).logits[:, :-1].logsumexp(-1).square().mean().item()
-    checked = [row for row in read_rows(whole / "log.csv") if row["valid_loss"]]
-    assert int(checked[1]["step"]) == 6
+    valid_rows = [row for row in read_rows(whole / "log.csv") if row["valid_loss"]]
+    assert int(valid_rows[1]["step"]) == 6
     want = nats - model.config.z_loss * squares
-    assert float(checked[1]["valid_loss"]) == pytest.approx(want, abs=1e-5)
+    assert float(valid_rows[1]["valid_loss"]) == pytest.approx(want, abs=1e-5)
 
 
 def test_states_that_cannot_be_read_raise(whole, tmp_path, monkeypatch, resets):
     out = tmp_path / "run"
-    asked = config(out, steps=8, device_batch=2, resets=resets)
-    monkeypatch.setattr("test_train_trainer.Packed", lambda: packed(documents=resets))
-    run_until(monkeypatch, 4, asked)
+    request = config(out, steps=8, device_batch=2, resets=resets)
+    monkeypatch.setattr("test_train_trainer.Packed", lambda: make_data(documents=resets))
+    run_until(monkeypatch, 4, request)
     (out / "checkpoint-3" / carry.FILE).write_bytes(b"half")
     (out / "checkpoint-3" / checkpoints.MARKER).write_text("")  # as an earlier version left it
     with pytest.raises(TrainingError, match=r"streams\.safetensors.*Remove .*checkpoint-3"):
-        run_training(asked, packed(documents=resets))
+        run_training(request, make_data(documents=resets))
 
 
 def a_rank(out, resets):
-    asked = config(out, steps=8, device_batch=1, resets=resets, keep=9, verify_every=4)
-    run_training(asked, packed(documents=resets))
+    request = config(out, steps=8, device_batch=1, resets=resets, keep=9, verify_every=4)
+    run_training(request, make_data(documents=resets))
 
 
 @pytest.mark.parametrize("resets", [True], indirect=True)  # two processes take seconds to start
 def test_two_ranks_are_one_and_one_goes_on_from_two(tmp_path, whole, resets):
     out = tmp_path / "run"
-    launched(partial(a_rank, out, resets), tmp_path / "logs")
+    launch(partial(a_rank, out, resets), tmp_path / "logs")
     for step, loss in losses(out).items():
         assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-5)
     checks = [row for row in read_rows(out / "log.csv") if row["defect"]]
@@ -279,14 +281,14 @@ def test_two_ranks_are_one_and_one_goes_on_from_two(tmp_path, whole, resets):
     for _, folder in checkpoints.checkpoints(out)[2:]:
         shutil.rmtree(folder)
     assert checkpoints.last_complete(out) == (6, out / "checkpoint-6")
-    run_training(config(out, steps=8, device_batch=4, resets=resets), packed(documents=resets))
+    run_training(config(out, steps=8, device_batch=4, resets=resets), make_data(documents=resets))
     assert losses(out).keys() == losses(whole).keys()
     for step in (7, 8):
         assert float(losses(out)[step]) == pytest.approx(float(losses(whole)[step]), abs=1e-4)
 
 
 def test_parts_of_a_batch_carry_their_own(whole, tmp_path, resets):
-    run_training(config(tmp_path, steps=8, resets=resets), packed(documents=resets))
+    run_training(config(tmp_path, steps=8, resets=resets), make_data(documents=resets))
     for step, loss in losses(tmp_path).items():
         assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-4)
 
@@ -295,6 +297,6 @@ def test_carried_states_count(whole, tmp_path, monkeypatch, resets):
     """Or none of these tests would say anything."""
     monkeypatch.setattr(trainer.Carry, "take", lambda self: [CarriedCache() for _ in range(2)])
     monkeypatch.setattr(carry, "save", lambda *args: None)
-    run_training(config(tmp_path, steps=3, resets=resets), packed(documents=resets))
-    apart = [abs(float(losses(tmp_path)[n]) - float(losses(whole)[n])) for n in (1, 2, 3)]
-    assert apart[0] < 1e-6 < 1e-4 < apart[1]
+    run_training(config(tmp_path, steps=3, resets=resets), make_data(documents=resets))
+    distance = [abs(float(losses(tmp_path)[n]) - float(losses(whole)[n])) for n in (1, 2, 3)]
+    assert distance[0] < 1e-6 < 1e-4 < distance[1]

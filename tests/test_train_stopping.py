@@ -53,13 +53,13 @@ def send(patch, number, step, name="log"):
     method = getattr(RunTrainer, name)
 
     def sending(self, *args, **kwargs):
-        found = method(self, *args, **kwargs)
-        if self.step == step and not sending.sent:
-            sending.sent = True
+        result = method(self, *args, **kwargs)
+        if self.step == step and not sending.is_sent:
+            sending.is_sent = True
             os.kill(os.getpid(), number)
-        return found
+        return result
 
-    sending.sent = False
+    sending.is_sent = False
     patch.setattr(RunTrainer, name, sending)
 
 
@@ -68,11 +68,11 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(whole, tmp_path, monkeypa
     handlers = [signal.getsignal(each) for each in stopping.SIGNALS]
     with monkeypatch.context() as patch:
         send(patch, number, 4)
-        said = rf"stopped by {number.name}: the same command goes on from .*checkpoint-5$"
-        with pytest.raises(Stopped, match=said) as stopped:
+        message = rf"stopped by {number.name}: the same command goes on from .*checkpoint-5$"
+        with pytest.raises(Stopped, match=message) as error:
             run_training(config(tmp_path), Packed())
-    assert stopped.value.code == 128 + number
-    assert isinstance(stopped.value, KeyboardInterrupt)
+    assert error.value.code == 128 + number
+    assert isinstance(error.value, KeyboardInterrupt)
     assert [signal.getsignal(each) for each in stopping.SIGNALS] == handlers
     assert not (tmp_path / "model").exists()
     assert losses(tmp_path).keys() == {1, 2, 3, 4, 5}
@@ -133,45 +133,45 @@ def test_a_signal_while_data_are_read_ends_the_run(tmp_path, monkeypatch):
 
 def test_ignored_signals_stay_ignored(tmp_path, monkeypatch):
     """As under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    old_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         send(monkeypatch, signal.SIGHUP, 2)
         run_training(config(tmp_path, steps=3), Packed())
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, old_handler)
     assert (tmp_path / "model").exists()
 
 
 def test_threads_have_no_signals(monkeypatch):
-    found = []
+    handlers_in_thread = []
 
     def look():
         with stopping.stopping(lambda: "the start"):
-            found.append([signal.getsignal(each) for each in stopping.SIGNALS])
+            handlers_in_thread.append([signal.getsignal(each) for each in stopping.SIGNALS])
 
     handlers = [signal.getsignal(each) for each in stopping.SIGNALS]
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert found == [handlers]
+    assert handlers_in_thread == [handlers]
 
 
-@pytest.mark.parametrize(("launched", "ends"), [(False, True), (True, False)])
-def test_a_second_ctrl_c_ends_a_run_that_is_alone(monkeypatch, launched, ends):
+@pytest.mark.parametrize(("torchrun", "ends"), [(False, True), (True, False)])
+def test_a_second_ctrl_c_ends_a_run_that_is_alone(monkeypatch, torchrun, ends):
     """A launcher sends on what its processes have got from the terminal already."""
-    sent = []
-    monkeypatch.setattr(signal, "raise_signal", sent.append)
-    monkeypatch.setattr(signal, "signal", lambda *args: sent.append(args))
-    if launched:
+    signals = []
+    monkeypatch.setattr(signal, "raise_signal", signals.append)
+    monkeypatch.setattr(signal, "signal", lambda *args: signals.append(args))
+    if torchrun:
         monkeypatch.setenv("RANK", "0")
     stop = Stop(lambda: "the start")
     stop.waits = True
     for number in (signal.SIGTERM, signal.SIGTERM):
         stop.request(number)
-    assert sent == []
+    assert signals == []
     stop.request(signal.SIGINT)
     end = [(signal.SIGINT, signal.SIG_DFL), signal.SIGINT]
-    assert sent == end * ends
+    assert signals == end * ends
     with pytest.raises(Stopped, match="SIGTERM"):
         stop.obey()
 
@@ -180,14 +180,14 @@ def two_ranks(out, rank):
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             send(patch, signal.SIGTERM, 3)
-        with pytest.raises(Stopped) as stopped:
+        with pytest.raises(Stopped) as error:
             run_training(config(out, device_batch=2), Packed())
-    assert stopped.value.code == 143
-    assert "checkpoint-5" in str(stopped.value)
+    assert error.value.code == 143
+    assert "checkpoint-5" in str(error.value)
 
 
 def test_ranks_stop_in_the_same_step(whole, tmp_path):
-    """Where one of them gets a signal: its vote of step 4 is counted in step 5."""
+    """One of them gets a signal: its vote of step 4 is counted in step 5."""
     on_processes(partial(two_ranks, tmp_path))
     assert [step for step, _ in checkpoints.checkpoints(tmp_path)] == [3, 5]
     run_training(config(tmp_path), Packed())
@@ -196,7 +196,7 @@ def test_ranks_stop_in_the_same_step(whole, tmp_path):
         assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-4)
 
 
-def blocked(others, ready):
+def block(others, ready):
     """Wait for ever where Python handles no signal, as within a collective; a child process."""
     process = os.fork()
     if process:
@@ -215,16 +215,16 @@ def ends_with_its_neighbour(rank):
     if not neighbour:
         os._exit(9)
     os.waitid(os.P_PID, neighbour, os.WEXITED | os.WNOWAIT)  # what it left stays for its launcher
-    waiting = blocked([os.getpid(), neighbour], ready)
+    waiting = block([os.getpid(), neighbour], ready)
     os.read(read, 1)
     os.kill(waiting, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 143
     os.waitpid(neighbour, 0)
-    waiting = blocked([os.getpid(), neighbour], ready)
+    waiting = block([os.getpid(), neighbour], ready)
     os.read(read, 1)
     os.kill(waiting, signal.SIGINT)
     assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 130
-    waiting = blocked([os.getpid()], ready)  # which may still end its step
+    waiting = block([os.getpid()], ready)  # which may still end its step
     os.read(read, 1)
     os.kill(waiting, signal.SIGTERM)
     os.kill(waiting, signal.SIGKILL)
@@ -252,9 +252,9 @@ def unread_run(out, rank):
         return step(*args)
 
     RunTrainer.learn = first_step
-    with pytest.raises(Stopped, match=r"stopped by SIGPIPE: .*checkpoint-2$") as stopped:
+    with pytest.raises(Stopped, match=r"stopped by SIGPIPE: .*checkpoint-2$") as error:
         run_training(config(out), Packed())
-    assert stopped.value.code == 141
+    assert error.value.code == 141
     print("still there", file=sys.stderr, flush=True)  # to nowhere
 
 
@@ -279,20 +279,20 @@ def test_output_that_nobody_reads_ends_a_command_in_silence(capfd):
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
-    ("raised", "code", "said"),
+    ("error", "code", "message"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
         (Stopped(signal.SIGTERM, "x/checkpoint-7"), 143, "stopped by SIGTERM: the same command"),
     ],
 )
-def test_a_command_that_is_stopped_says_one_line(monkeypatch, capsys, raised, code, said, rank):
-    def stopped(config):
-        raise raised
+def test_a_command_that_is_stopped_says_one_line(monkeypatch, capsys, error, code, message, rank):
+    def raise_error(config):
+        raise error
 
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(run_module, "run_training", stopped)
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(run_module, "run_training", raise_error)
+    with pytest.raises(SystemExit) as exit_error:
         cli.main(["train", "tiny"])
-    assert ended.value.code == code
+    assert exit_error.value.code == code
     err = capsys.readouterr().err
-    assert re.fullmatch("" if rank == "1" else rf"pararnn: {said}.*\n", err)
+    assert re.fullmatch("" if rank == "1" else rf"pararnn: {message}.*\n", err)

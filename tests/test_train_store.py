@@ -105,14 +105,14 @@ def test_an_earlier_failure_does_not_count(tmp_path, waiting):
     with pytest.raises(DataError, match="long ago"):
         make_once(tmp_path / "a", whole, fail, "it")
 
-    def interrupted(folder):
+    def interrupt(folder):
         began.set()
         assert waiting.wait(60)
         raise KeyboardInterrupt
 
     began = threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(make_once, tmp_path / "a", whole, interrupted, "it")
+        first = pool.submit(make_once, tmp_path / "a", whole, interrupt, "it")
         assert began.wait(60)
         second = pool.submit(make_once, tmp_path / "a", whole, lambda a: (a / "done").touch(), "it")
         assert isinstance(first.exception(60), KeyboardInterrupt)
@@ -121,7 +121,7 @@ def test_an_earlier_failure_does_not_count(tmp_path, waiting):
 
 
 def test_a_file_system_without_locks_raises(tmp_path, monkeypatch):
-    def none(file, how):
+    def none(file, operation):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", none)
@@ -140,10 +140,12 @@ def prepares(source, broken, log, cache, rank):
 
     data.pack = slow
     config = {"cache": str(cache), "holdout": 0.45, "sequence_length": 8}
-    packed = data.prepare(DataConfig(train=source, **config))
+    data_of_run = data.prepare(DataConfig(train=source, **config))
     torch.distributed.init_process_group("gloo")
     results = [None, None]
-    torch.distributed.all_gather_object(results, (str(packed.folder), packed.train.tokens.tolist()))
+    torch.distributed.all_gather_object(
+        results, (str(data_of_run.folder), data_of_run.train.tokens.tolist())
+    )
     assert results[0] == results[1], results
     with pytest.raises(DataError, match=r"b\.jsonl has 4 tokens"):
         data.prepare(DataConfig(train=str(broken), **config))

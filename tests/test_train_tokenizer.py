@@ -52,12 +52,12 @@ def test_a_tokenizer_is_trained_and_loaded(new_tokenizer, config):
         assert (copy.end, copy.vocabulary) == (tokenizer.end, tokenizer.vocabulary)
         assert copy.key == tokenizer.key
         assert [copy.tokenizer.decode(copy.encode_all([text])[0]) for text in TEXTS] == TEXTS
-    packed = prepare(replace(config, sequence_length=2, tokenizer=str(folder)))
+    data = prepare(replace(config, sequence_length=2, tokenizer=str(folder)))
     ids = [
         token for text in TEXTS[:3] for token in [*tokenizer.encode_all([text])[0], tokenizer.end]
     ]
-    assert tokens_of(packed.train) == ids
-    assert packed.folder != prepare(config).folder
+    assert tokens_of(data.train) == ids
+    assert data.folder != prepare(config).folder
 
 
 def test_words_are_those_of_gpt2_and_long_ones_are_cut(new_tokenizer):
@@ -124,11 +124,11 @@ def test_a_large_vocabulary_is_stored_in_32_bits(config, monkeypatch, vocabulary
     wide = Wide()
     wide.vocabulary = vocabulary
     monkeypatch.setattr(data_module, "load_tokenizer", lambda name: wide)
-    packed = prepare(config)
-    assert packed.train.tokens.dtype == dtype
+    data = prepare(config)
+    assert data.train.tokens.dtype == dtype
     ids = [*(wide.end - 1 - ord(letter) for letter in "".join(TEXTS[:1])), wide.end]
-    assert packed.train[0]["input_ids"].tolist() == ids[:8]
-    assert tokens_of(packed.train)[: len(ids)] == ids
+    assert data.train[0]["input_ids"].tolist() == ids[:8]
+    assert tokens_of(data.train)[: len(ids)] == ids
 
 
 @pytest.mark.parametrize("name", ["bytes", "new_tokenizer"])
@@ -194,10 +194,10 @@ def test_a_tokenizers_own_pad_token_stays(tmp_path):
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
     settings |= {"pad_token": "<pad>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    copy, saved = load_tokenizer(str(tmp_path)), tmp_path / "saved"
-    saved.mkdir()
-    copy.save(saved)
-    assert ends_of(saved) == (copy.end, copy.pad) == (256, 257)
+    copy, folder = load_tokenizer(str(tmp_path)), tmp_path / "saved"
+    folder.mkdir()
+    copy.save(folder)
+    assert ends_of(folder) == (copy.end, copy.pad) == (256, 257)
     assert ends_of(tmp_path / "none") is None
 
 
@@ -228,28 +228,28 @@ def words(config, tmp_path):
 
 
 def test_a_tokenizer_is_trained_once_on_what_is_learned(words, trainings, tmp_path):
-    packed = prepare(words)
+    data = prepare(words)
     total = len(WORDS * 20) + 1080
     assert len("".join(trainings[0])) == total - int(total * 0.2)
     assert "w" * 100 not in "".join(trainings[0])  # of which the held-out end is
-    assert 257 < packed.vocabulary <= 300
-    decode = packed.tokenizer.tokenizer.decode
-    text = decode(tokens_of(packed.train)) + decode(tokens_of(packed.valid))
+    assert 257 < data.vocabulary <= 300
+    decode = data.tokenizer.tokenizer.decode
+    text = decode(tokens_of(data.train)) + decode(tokens_of(data.valid))
     assert text.replace(ENDS[0], "") == WORDS * 20 + "z" * 300 + "y" * 300 + "w" * 480
-    assert packed.train.part.bytes == len("".join(trainings[0]))
-    assert packed.train.part.bytes_per_token > 1.5
+    assert data.train.part.bytes == len("".join(trainings[0]))
+    assert data.train.part.bytes_per_token > 1.5
     again = prepare(words)
-    assert (again.folder, again.tokenizer.key) == (packed.folder, packed.tokenizer.key)
+    assert (again.folder, again.tokenizer.key) == (data.folder, data.tokenizer.key)
     assert len(trainings) == 1
     prepare(replace(words, sequence_length=2, resets=True))
     assert len(trainings) == 1
     (tmp_path / "saved").mkdir()
-    packed.tokenizer.save(tmp_path / "saved")
-    assert load_tokenizer(str(tmp_path / "saved")).key == packed.tokenizer.key
+    data.tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).key == data.tokenizer.key
     others = [replace(words, tokenizer="bpe:301"), replace(words, holdout=0.4)]
     folders = {prepare(other).folder for other in others}
     assert len(trainings) == 3
-    assert len(folders | {packed.folder}) == 3
+    assert len(folders | {data.folder}) == 3
 
 
 def test_a_tokenizer_that_is_not_whole_is_trained_again(words, trainings, tmp_path):
@@ -272,10 +272,10 @@ def test_a_tokenizer_sees_the_first_bytes_only(words, trainings, monkeypatch, sa
 def test_a_tokenizer_sees_no_held_out_text_under_a_limit(words, trainings, tmp_path, tokens):
     texts = [f"{row} {WORDS}" for row in range(200)]
     source = json_lines(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
-    packed = prepare(replace(words, train=source, tokens=tokens))
+    data = prepare(replace(words, train=source, tokens=tokens))
     samples = "".join(trainings[0])
     assert "".join(texts).startswith(samples)
-    assert 0 < len(samples) <= packed.train.part.bytes
+    assert 0 < len(samples) <= data.train.part.bytes
     separate = prepare(replace(words, train=source, tokens=tokens, valid=words.train))
     assert 0 < len("".join(trainings[1])) <= separate.train.part.bytes
 
@@ -287,8 +287,8 @@ def test_pieces_have_the_tokens_of_the_whole_document(new_tokenizer, config, tmp
     (tmp_path / "long.txt").write_text(text)
     assert len(list(sources.pieces(str(tmp_path / "long.txt")))) > 1
     config = replace(config, train=str(tmp_path / "long.txt"), valid=config.train)
-    packed = prepare(replace(config, tokenizer=str(tmp_path / "tokenizer")))
-    assert tokens_of(packed.train) == [*tokenizer.encode_all([text])[0], tokenizer.end]
+    data = prepare(replace(config, tokenizer=str(tmp_path / "tokenizer")))
+    assert tokens_of(data.train) == [*tokenizer.encode_all([text])[0], tokenizer.end]
 
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:256", "bpe:x", "bpe:-1", "bpe:1e4"])

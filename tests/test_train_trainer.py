@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from lm_kinds import VOCABULARY, hugging, options
-from processes import started
+from processes import start
 from torch.multiprocessing import ProcessExitedException
 
 import pararnn
@@ -43,14 +43,14 @@ class Rows(torch.utils.data.Dataset):
     """Rows that count up from a token of their own; `bad` makes one of them wait for ever."""
 
     def __init__(self, count, wait_after=None):
-        self.count, self.wait_after, self.seen = count, wait_after, 0
+        self.count, self.wait_after, self.count_read = count, wait_after, 0
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
-        self.seen += 1
-        while self.wait_after is not None and self.seen > self.wait_after:
+        self.count_read += 1
+        while self.wait_after is not None and self.count_read > self.wait_after:
             time.sleep(1)
         row = (torch.arange(LENGTH) * (1 + index % 3) + index) % VOCABULARY
         return {"input_ids": row, "labels": row}
@@ -117,30 +117,30 @@ def test_a_run_learns_and_leaves_a_folder(whole):
     assert (whole / "model" / "tokenizer.json").exists()
     model = ParaRNNForCausalLM.from_pretrained(whole / "model").eval()
     assert model.config.use_cache
-    kept = hugging("gru")
-    checkpoints.load_state(whole / "checkpoint-6", kept)
-    same_bits(model.state_dict(), kept.state_dict())
+    model_of_checkpoint = hugging("gru")
+    checkpoints.load_state(whole / "checkpoint-6", model_of_checkpoint)
+    same_bits(model.state_dict(), model_of_checkpoint.state_dict())
 
 
 def test_the_log_says_what_happened(whole):
     with (whole / "log.csv").open() as file:
         rows = list(csv.DictReader(file))
-    trained = [row for row in rows if row["loss"]]
-    assert [int(row["step"]) for row in trained] == [1, 2, 3, 4, 5, 6]
-    assert [int(row["tokens"]) for row in trained] == [48 * step for step in range(1, 7)]
-    for row in trained:
+    train_rows = [row for row in rows if row["loss"]]
+    assert [int(row["step"]) for row in train_rows] == [1, 2, 3, 4, 5, 6]
+    assert [int(row["tokens"]) for row in train_rows] == [48 * step for step in range(1, 7)]
+    for row in train_rows:
         assert float(row["tokens_per_second"]) > 0
         assert float(row["grad_norm"]) > 0
         assert len(row["sweeps"].split()) == len(row["mended"].split()) == 2
-    assert float(trained[0]["learning_rate"]) == pytest.approx(1e-2)
-    checked = [row for row in rows if row["valid_loss"]]
-    assert [int(row["step"]) for row in checked] == [3, 6]
+    assert float(train_rows[0]["learning_rate"]) == pytest.approx(1e-2)
+    valid_rows = [row for row in rows if row["valid_loss"]]
+    assert [int(row["step"]) for row in valid_rows] == [3, 6]
     rows = torch.stack([Rows(6)[index]["input_ids"] for index in range(6)])
     model = ParaRNNForCausalLM.from_pretrained(whole / "model").eval()
     logits = model(rows).logits[:, :-1].flatten(0, 1)
     nats = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten()).item()
-    assert float(checked[-1]["valid_loss"]) == pytest.approx(nats, rel=1e-5)
-    bits = float(checked[-1]["valid_bits_per_byte"])
+    assert float(valid_rows[-1]["valid_loss"]) == pytest.approx(nats, rel=1e-5)
+    bits = float(valid_rows[-1]["valid_bits_per_byte"])
     assert bits == pytest.approx(nats / 0.6931471805599453 / 1.25, rel=1e-5)
 
 
@@ -172,17 +172,17 @@ def test_curves_are_drawn_on_the_way(tmp_path, monkeypatch):
 
 
 def test_curves_are_not_drawn_more_often_than_they_are_looked_at(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(trainer_module, "plot_rows", lambda rows, *_: drawn.append(len(rows)))
+    counts = []
+    monkeypatch.setattr(trainer_module, "plot_rows", lambda rows, *_: counts.append(len(rows)))
     run_training(config(tmp_path / "now", valid_every=1, steps=3), Packed())
-    assert drawn == [2]
+    assert counts == [2]
     monkeypatch.setattr(trainer_module, "DRAW_EVERY", 0.0)
     run_training(config(tmp_path / "then", valid_every=1, steps=3), Packed())
-    assert drawn == [2, 2, 4, 6]
+    assert counts == [2, 2, 4, 6]
 
 
-def shown(capfd):
-    """What a run has written to stderr, and nothing to stdout but for PyTorch 2.9 itself."""
+def shown_lines(capfd):
+    """Return what a run has written to stderr; only PyTorch 2.9 writes to stdout."""
     out, err = capfd.readouterr()
     out = "".join(line for line in out.splitlines(True) if not line.startswith("[Gloo]"))
     assert out == ""
@@ -196,8 +196,8 @@ START = [
 ]
 
 
-def told(lines):
-    """What a run says at its start, without what depends on the machine; and its other lines."""
+def split_lines(lines):
+    """Split a run's lines: its start, without the machine's values, and the others."""
     first = "\n".join(lines[:3])
     first = re.sub(r"on [^,\n]+, \d+ threads", "on CPU, N threads", first)
     return re.sub(r"into .*", "into DIR", first).splitlines(), lines[3:]
@@ -205,22 +205,22 @@ def told(lines):
 
 def test_only_lines_are_shown_in_a_file(tmp_path, capfd):
     run_training(config(tmp_path, steps=3), Packed())
-    about, lines = told(shown(capfd).splitlines())
+    about, lines = split_lines(shown_lines(capfd).splitlines())
     assert about == START
     steps = [re.fullmatch(r"step (\d) of 3: (.*)", line).groups() for line in lines]
     number = r"\d+\.\d+"
     assert [step for step, _ in steps] == ["1", "2", "3", "3"]
     for step, figures in steps[:3]:
-        left = "0 s" if step == "3" else r"\d+ s"
-        assert re.fullmatch(rf"loss {number}, tokens/s [\d,]+, {left} left", figures)
+        time = "0 s" if step == "3" else r"\d+ s"
+        assert re.fullmatch(rf"loss {number}, tokens/s [\d,]+, {time} left", figures)
     assert re.fullmatch(rf"valid {number}, bits/byte {number}", steps[3][1])
 
 
 def test_only_the_bar_is_shown_on_a_terminal(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run_training(config(tmp_path, steps=3), Packed())
-    lines = [line for line in shown(capfd).replace("\r", "\n").splitlines() if line.strip()]
-    about, lines = told(lines)
+    lines = [line for line in shown_lines(capfd).replace("\r", "\n").splitlines() if line.strip()]
+    about, lines = split_lines(lines)
     assert about == START
     assert lines
     assert all("/3 [" in line for line in lines), lines
@@ -233,7 +233,7 @@ class Killed(Exception):
     pass
 
 
-def run_until(monkeypatch, step, asked):
+def run_until(monkeypatch, step, request):
     """A run that ends right after the log row of a step, as if it were killed."""
     log = trainer_module.RunTrainer.log
 
@@ -245,7 +245,7 @@ def run_until(monkeypatch, step, asked):
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module.RunTrainer, "log", stopping)
         with pytest.raises(Killed):
-            run_training(asked, Packed())
+            run_training(request, Packed())
 
 
 @pytest.mark.parametrize("step", [2, 5])
@@ -266,10 +266,10 @@ def test_rows_of_a_second_epoch_are_the_same_after_going_on(tmp_path, monkeypatc
     results = []
     for stop in (None, 7):
         out = tmp_path / str(stop)
-        asked = config(out, steps=8)
+        request = config(out, steps=8)
         if stop:
-            run_until(monkeypatch, stop, asked)
-        run_training(asked, Packed())
+            run_until(monkeypatch, stop, request)
+        run_training(request, Packed())
         results.append(weights(out / "model"))
     same_bits(*results)
 
@@ -283,10 +283,10 @@ def test_more_steps_have_their_own_schedule(tmp_path):
 
 
 def test_a_run_that_has_ended_is_not_trained_again(whole, tmp_path):
-    before = losses(whole)
+    old_losses = losses(whole)
     model = weights(whole / "model")
     run_training(config(whole), Packed(train=Rows(20, wait_after=0)))
-    assert losses(whole) == before
+    assert losses(whole) == old_losses
     same_bits(weights(whole / "model"), model)
 
 
@@ -339,9 +339,9 @@ def test_an_unmarked_checkpoint_is_not_gone_on_from(whole, tmp_path, monkeypatch
     assert (checkpoints.scratch_of(out, 6) / "state" / ".metadata").exists()
     assert not (out / "checkpoint-6").exists()
     run_training(config(out, keep=1), Packed())
-    said = capsys.readouterr().out
-    assert "checkpoint-6 was not written to its end: removed" in said
-    assert f"goes on from {out / 'checkpoint-3'}" in said
+    message = capsys.readouterr().out
+    assert "checkpoint-6 was not written to its end: removed" in message
+    assert f"goes on from {out / 'checkpoint-3'}" in message
     same_bits(weights(out / "model"), weights(whole / "model"))
     assert [step for step, _ in checkpoints.checkpoints(out)] == [6]
 
@@ -352,11 +352,11 @@ def test_old_checkpoints_lose_their_place_first(tmp_path, monkeypatch):
         checkpoints.mark_complete(checkpoints.scratch_of(tmp_path, step), {})
         checkpoints.finish(tmp_path, step)
 
-    def killed(path):
+    def kill(path):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.shutil, "rmtree", killed)
+        patch.setattr(checkpoints.shutil, "rmtree", kill)
         with pytest.raises(Killed):
             checkpoints.remove_old(tmp_path, 1)
     assert checkpoints.checkpoints(tmp_path) == [(6, tmp_path / "checkpoint-6")]
@@ -371,8 +371,8 @@ def test_another_run_s_folder_raises(whole):
     data = DataConfig(sequence_length=LENGTH, resets=True)
     with pytest.raises(TrainingError, match=r"data\.resets = False, and this run True"):
         run_training(config(whole, data=data), Packed())
-    moved = DataConfig(sequence_length=LENGTH, cache="elsewhere")
-    run_training(config(whole, data=moved, log_every=2), Packed())
+    other_data = DataConfig(sequence_length=LENGTH, cache="elsewhere")
+    run_training(config(whole, data=other_data, log_every=2), Packed())
 
 
 def test_a_run_of_an_earlier_version_goes_on_without_the_keys_that_are_new(whole, tmp_path):
@@ -391,7 +391,7 @@ def test_a_run_of_an_earlier_version_goes_on_without_the_keys_that_are_new(whole
 def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where):
     compute = trainer_module.RunTrainer.loss
 
-    def poisoned(self, *args, **kwargs):
+    def loss_with_nan(self, *args, **kwargs):
         loss = compute(self, *args, **kwargs)
         if self.step == 4:
             nan = torch.full_like(loss, torch.nan)
@@ -400,28 +400,30 @@ def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where
             loss.register_hook(lambda grad: nan)
         return loss
 
-    monkeypatch.setattr(trainer_module.RunTrainer, "loss", poisoned)
-    asked = config(tmp_path, steps=8, log_every=4, save_every=3)
+    monkeypatch.setattr(trainer_module.RunTrainer, "loss", loss_with_nan)
+    request = config(tmp_path, steps=8, log_every=4, save_every=3)
     if where == "gradient":  # the weights are NaN before any loss is
-        asked = dataclasses.replace(asked, save_every=5, log_every=8)
-    found = "starts anew" if where == "gradient" else "goes on from .*checkpoint-3"
-    with pytest.raises(TrainingError, match=f"NaN or infinite in step 5; the same command {found}"):
-        run_training(asked, Packed())
-    kept = [step for step, _ in checkpoints.checkpoints(tmp_path)]
-    assert kept == ([] if where == "gradient" else [3])
+        request = dataclasses.replace(request, save_every=5, log_every=8)
+    advice = "starts anew" if where == "gradient" else "goes on from .*checkpoint-3"
+    with pytest.raises(
+        TrainingError, match=f"NaN or infinite in step 5; the same command {advice}"
+    ):
+        run_training(request, Packed())
+    steps = [step for step, _ in checkpoints.checkpoints(tmp_path)]
+    assert steps == ([] if where == "gradient" else [3])
 
 
 def test_a_validation_that_is_nan_stops_the_run(tmp_path, monkeypatch):
     """It stood in the log and in trainer_state.json, which was no JSON then."""
     forward = ParaRNNForCausalLM.forward
 
-    def poisoned(self, *args, **kwargs):
+    def forward_with_nan(self, *args, **kwargs):
         out = forward(self, *args, **kwargs)
         if not self.training:
             out["loss"] = out["loss"] * torch.inf
         return out
 
-    monkeypatch.setattr(ParaRNNForCausalLM, "forward", poisoned)
+    monkeypatch.setattr(ParaRNNForCausalLM, "forward", forward_with_nan)
     message = "the validation's loss is NaN or infinite in step 3; the same command starts anew"
     with pytest.raises(TrainingError, match=message):
         run_training(config(tmp_path), Packed())
@@ -434,7 +436,7 @@ def waits_for_its_sixth_batch(out, rank):
 
 def test_a_killed_process_loses_the_interval_only(whole, tmp_path):
     out = tmp_path / "run"
-    running = started(partial(waits_for_its_sixth_batch, out), world=1)
+    running = start(partial(waits_for_its_sixth_batch, out), world=1)
     end = time.monotonic() + 60
     while len(losses(out)) != 5:
         assert time.monotonic() < end
@@ -451,9 +453,9 @@ def test_a_killed_process_loses_the_interval_only(whole, tmp_path):
 @pytest.mark.parametrize("options", [{"precision": "bfloat16"}, {"checkpointing": True}])
 def test_other_ways_to_compute(whole, tmp_path, options):
     run_training(config(tmp_path, steps=3, **options), Packed())
-    found = losses(tmp_path)
-    assert float(found[1]) == pytest.approx(float(losses(whole)[1]), abs=0.05)
-    assert (float(found[1]) == float(losses(whole)[1])) == ("checkpointing" in options)
+    run_losses = losses(tmp_path)
+    assert float(run_losses[1]) == pytest.approx(float(losses(whole)[1]), abs=0.05)
+    assert (float(run_losses[1]) == float(losses(whole)[1])) == ("checkpointing" in options)
     assert {value.dtype for value in weights(tmp_path / "model").values()} == {torch.float32}
 
 
@@ -461,7 +463,7 @@ def test_decay_is_of_matrices_and_follows_the_schedule_only():
     model = hugging("hybrid")
     optimiser = OptimiserConfig(learning_rate=5e-3, weight_decay=0.01, warmup=0.5, clip="none")
     optimizer = make_adamw(model, optimiser)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    old = {name: p.detach().clone() for name, p in model.named_parameters()}
     shrunk = 1.0
     for step in range(4):
         for parameter in model.parameters():
@@ -470,12 +472,12 @@ def test_decay_is_of_matrices_and_follows_the_schedule_only():
         optimizer.step()
         shrunk *= 1 - 0.01 * share(step, 4, 0.5, 0.0)
     assert shrunk < 0.99
-    decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
+    with_decay = {id(p) for p in optimizer.param_groups[0]["params"]}
     for name, parameter in model.named_parameters():
-        factor = shrunk if id(parameter) in decayed else 1
-        torch.testing.assert_close(parameter, before[name] * factor, rtol=1e-6, atol=0, msg=name)
+        factor = shrunk if id(parameter) in with_decay else 1
+        torch.testing.assert_close(parameter, old[name] * factor, rtol=1e-6, atol=0, msg=name)
         mixes = "rnn.proj" in name or name.endswith("_proj.weight") or ".embed" in name
-        assert (id(parameter) in decayed) == (mixes or "lm_head" in name), name
+        assert (id(parameter) in with_decay) == (mixes or "lm_head" in name), name
 
 
 def test_the_schedule_rises_to_the_peak_and_falls_to_its_end():
@@ -490,12 +492,12 @@ def test_the_schedule_rises_to_the_peak_and_falls_to_its_end():
 
 
 @pytest.mark.parametrize(
-    ("given", "own"), [({"clip_to": 0.25}, 0.5), ({}, 0.25)], ids=["given", "the model's"]
+    ("options", "own"), [({"clip_to": 0.25}, 0.5), ({}, 0.25)], ids=["given", "the model's"]
 )
 @pytest.mark.parametrize("clip", ["elementwise", "norm", "none"])
-def test_recurrent_vectors_are_clipped(clip, given, own):
+def test_recurrent_vectors_are_clipped(clip, options, own):
     model = hugging("gru", recurrent_clip=own)
-    optimizer = make_adamw(model, OptimiserConfig(clip=clip, **given))
+    optimizer = make_adamw(model, OptimiserConfig(clip=clip, **options))
     vectors = [
         vector
         for part in model.modules()

@@ -15,9 +15,9 @@ class Memory(Cell):
     config = {"decay": 0.5}
 
     def step(self, state, gate, param):
-        kept = torch.sigmoid(gate.f + param.a_f * state.h)
+        keep = torch.sigmoid(gate.f + param.a_f * state.h)
         new = torch.tanh(gate.i + param.a_i * state.h)
-        c = kept * state.c + (1 - kept) * new * self.gap(gate)
+        c = keep * state.c + (1 - keep) * new * self.gap(gate)
         m = self.decay * state.m + c
         return torch.sigmoid(gate.o) * torch.tanh(c + param.b * m), c, m
 

@@ -53,8 +53,8 @@ def test_any_number_of_channels(channels, dtype):
 def test_gradients_keep_the_layout_of_the_gates(heads, width, dtype):
     cell = pararnn.LSTMCell(heads * width, num_heads=heads, device="cuda", dtype=dtype)
     by_head = torch.randn(heads, 2, 30, 3, width, device="cuda").to(dtype).permute(1, 2, 3, 0, 4)
-    unaligned = torch.randn(1 + by_head.numel(), device="cuda").to(dtype)[1:]
-    layouts = {**gate_layouts(by_head), "unaligned": unaligned.view(by_head.shape)}
+    copy = torch.randn(1 + by_head.numel(), device="cuda").to(dtype)[1:]
+    layouts = {**gate_layouts(by_head), "unaligned": copy.view(by_head.shape)}
     for name, gates in layouts.items():
         results = {}
         for backend in ("fused", "torch"):
@@ -74,11 +74,13 @@ def test_gradients_may_arrive_in_any_layout():
     gates = case.gates.requires_grad_()
     states, _ = pararnn.solve(case.cell, gates, **HOW)
     plain = torch.randn_like(states)
-    (expected,) = torch.autograd.grad(states, gates, plain, retain_graph=True)
+    (reference,) = torch.autograd.grad(states, gates, plain, retain_graph=True)
     shapes = (plain.transpose(0, 1).contiguous().transpose(0, 1), plain.mT.contiguous().mT)
     for grad in (*shapes, torch.stack([plain, plain], -1)[..., 0]):
         assert grad.stride() != plain.stride()
-        assert torch.equal(torch.autograd.grad(states, gates, grad, retain_graph=True)[0], expected)
+        assert torch.equal(
+            torch.autograd.grad(states, gates, grad, retain_graph=True)[0], reference
+        )
     (of_sum,) = torch.autograd.grad(states.sum(), gates, retain_graph=True)  # stride 0
     (of_ones,) = torch.autograd.grad(states, gates, torch.ones_like(states))
     assert torch.equal(of_sum, of_ones)
@@ -102,11 +104,11 @@ def test_bits_repeat_and_do_not_depend_on_neighbours():
     first, second = (run(case, "cuda", torch.float32) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     # One row alone runs in another variant of the kernel.
-    alone = make_case(pararnn.GRUCell, torch.float32, 301, "resets", batch=70, channels=331)
+    single = make_case(pararnn.GRUCell, torch.float32, 301, "resets", batch=70, channels=331)
     options = {"reset": case.options["reset"][:1]}
     initial = tuple(h[:1] for h in case.initial)
-    alone = alone._replace(gates=case.gates[:1], initial=initial, options=options)
-    assert torch.equal(run(alone, "cuda", torch.float32)["state 0"], first["state 0"][:1])
+    single = single._replace(gates=case.gates[:1], initial=initial, options=options)
+    assert torch.equal(run(single, "cuda", torch.float32)["state 0"], first["state 0"][:1])
 
 
 def test_sums_over_many_rows_and_steps_stay_exact():

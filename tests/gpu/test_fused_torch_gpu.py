@@ -30,8 +30,8 @@ def _grads(layer, x, run=None):
     )
 
 
-def _same(got, expected, tolerance=1e-5):
-    for a, b in zip(got, expected, strict=True):
+def _same(got, reference, tolerance=1e-5):
+    for a, b in zip(got, reference, strict=True):
         assert (a - b).abs().max() <= tolerance * b.abs().max(), (a - b).abs().max()
 
 
@@ -56,10 +56,10 @@ def test_layers_agree_with_the_loop():
 
 def test_compile_fullgraph():
     layer, x = _layer()
-    compiled = torch.compile(layer, fullgraph=True)
-    _same(_grads(layer, x, compiled), _grads(layer, x))
+    program = torch.compile(layer, fullgraph=True)
+    _same(_grads(layer, x, program), _grads(layer, x))
     with torch.no_grad():
-        _same(compiled(x[:2])[:1], layer(x[:2])[:1])
+        _same(program(x[:2])[:1], layer(x[:2])[:1])
 
 
 def test_cuda_graphs():
@@ -72,12 +72,12 @@ def test_cuda_graphs():
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = _grads(layer, static)
+        outputs = _grads(layer, static)
     for _ in range(3):
         fresh = torch.randn_like(x).requires_grad_()
         static.data.copy_(fresh)
         graph.replay()
-        _same(captured, _grads(layer, fresh), 0.0)
+        _same(outputs, _grads(layer, fresh), 0.0)
 
 
 def test_streams_order_the_work():
@@ -104,62 +104,62 @@ def test_streams_order_the_work():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_devices():
     layer, x = _layer()
-    expected = _grads(layer, x)
+    reference = _grads(layer, x)
     other = layer.to("cuda:1")
-    moved = x.detach().to("cuda:1").requires_grad_()
+    x_there = x.detach().to("cuda:1").requires_grad_()
     assert torch.cuda.current_device() == 0
-    _same([t.cpu() for t in _grads(other, moved)], [t.cpu() for t in expected], 1e-6)
+    _same([t.cpu() for t in _grads(other, x_there)], [t.cpu() for t in reference], 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype):
     layer, x = _layer()
-    expected = _grads(layer, x)
+    reference = _grads(layer, x)
     with torch.autocast("cuda", dtype):
         got = _grads(layer, x)
     assert got[0].dtype == dtype
-    _same(got, expected, 0.05)
+    _same(got, reference, 0.05)
 
 
 def test_recomputing():
     layer, x = _layer()
-    expected = _grads(layer, x)
+    reference = _grads(layer, x)
     got = _grads(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False))
-    _same(got, expected, 0.0)
+    _same(got, reference, 0.0)
     again, _ = _layer(recompute_gates=True)
-    _same(_grads(again, x), expected, 0.0)
+    _same(_grads(again, x), reference, 0.0)
 
 
 def test_recomputing_gates_keeps_less():
-    def kept(recompute):
+    def memory(recompute):
         layer = pararnn.ParaGRU(256, 256, device="cuda", recompute_gates=recompute)
         x = torch.randn(8, 512, 256, device="cuda", requires_grad=True)
-        before = torch.cuda.memory_allocated()
+        old_bytes = torch.cuda.memory_allocated()
         output, _ = layer(x)
-        held = torch.cuda.memory_allocated() - before
+        more_bytes = torch.cuda.memory_allocated() - old_bytes
         output.sum().backward()
-        return held / x.nbytes
+        return more_bytes / x.nbytes
 
-    assert kept(False) >= 4  # three gates and the states
-    assert kept(True) <= 1.1
+    assert memory(False) >= 4  # three gates and the states
+    assert memory(True) <= 1.1
 
 
 def test_no_hidden_copies():
     cell = pararnn.LSTMCell(512, num_heads=4, device="cuda", dtype=torch.bfloat16)
     gates = torch.randn(4, 8, 256, 3, 128, device="cuda", dtype=torch.bfloat16)
     gates = gates.permute(1, 2, 3, 0, 4).requires_grad_()  # as the projection leaves it
-    how = {"solver": "sequential"}
-    pararnn.solve(cell, gates, **how)[0][0].sum().backward()  # compiles
+    options = {"solver": "sequential"}
+    pararnn.solve(cell, gates, **options)[0][0].sum().backward()  # compiles
     gates.grad = None
     cell.zero_grad()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    (h, c), _ = pararnn.solve(cell, gates, **how)
+    old_bytes = torch.cuda.memory_allocated()
+    (h, c), _ = pararnn.solve(cell, gates, **options)
     outputs = h.nbytes + c.nbytes
-    assert torch.cuda.max_memory_allocated() - before <= 1.05 * outputs
+    assert torch.cuda.max_memory_allocated() - old_bytes <= 1.05 * outputs
     h.backward(torch.randn_like(h))
-    used = outputs + h.nbytes + gates.nbytes
-    assert torch.cuda.max_memory_allocated() - before <= 1.1 * used
+    size = outputs + h.nbytes + gates.nbytes
+    assert torch.cuda.max_memory_allocated() - old_bytes <= 1.1 * size
 
 
 def test_no_synchronisation_with_the_host():
@@ -184,24 +184,24 @@ def test_decoding(dtype):
     layer, x = _layer(num_layers=2, dtype=dtype)
     x = x.detach().to(dtype)
     with torch.no_grad():
-        expected, last = layer(x)
+        reference, last = layer(x)
         state, outputs = None, []
         for t in range(x.shape[1]):
             y, state = layer.step(x[:, t], state)
             outputs.append(y)
         got = torch.stack(outputs, 1)
         near = 1e-5 if dtype == torch.float32 else 3e-2
-        _same([got.float()], [expected.float()], near)
+        _same([got.float()], [reference.float()], near)
         _same(state, last, near)
         assert all(s.dtype == torch.float32 for s in state)
 
-        token, held = x[:, 0].clone(), tuple(s.clone() for s in state)
+        token, old_state = x[:, 0].clone(), tuple(s.clone() for s in state)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y, after = layer.step(token, held)
+            y, end = layer.step(token, old_state)
         token.copy_(x[:, 7])
         graph.replay()
-        _same([y, *after], [layer.step(x[:, 7], state)[0], *layer.step(x[:, 7], state)[1]], 0.0)
+        _same([y, *end], [layer.step(x[:, 7], state)[0], *layer.step(x[:, 7], state)[1]], 0.0)
 
 
 def test_demo_generates_on_the_kernels():
@@ -230,9 +230,9 @@ def test_wrong_cu_seqlens_stop_the_device():
         "pararnn.solve(cell, torch.randn(1, 9, 3, 4, device='cuda'), cu_seqlens=cuts); "
         "torch.cuda.synchronize()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "cu_seqlens must start at 0" in done.stdout + done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode != 0
+    assert "cu_seqlens must start at 0" in process.stdout + process.stderr
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
@@ -240,8 +240,8 @@ def test_wrong_cu_seqlens_stop_the_device():
 def test_sanitizer(tool):
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []  # libraries probe
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *options]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, sys.executable, str(HERE / "sanitize.py")], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert "ran" in done.stdout
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-2000:]
+    assert "ran" in process.stdout

@@ -34,26 +34,26 @@ def tokens(*size, device="cuda"):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_all_ways_agree(kind, dtype):
-    model, given, limit = make(kind, dtype), tokens(3, 300), LIMITS[dtype]
-    whole = model(given)
+    model, batch, limit = make(kind, dtype), tokens(3, 300), LIMITS[dtype]
+    whole = model(batch)
     cache = model.new_cache()
-    parts = [model(part, cache) for part in given.split([100, 1, 70, 129], 1)]
+    parts = [model(part, cache) for part in batch.split([100, 1, 70, 129], 1)]
     assert (torch.cat(parts, 1) - whole).abs().max() < limit
     cache = model.new_cache()
-    steps = [model(given[:, t : t + 1], cache) for t in range(40)]
+    steps = [model(batch[:, t : t + 1], cache) for t in range(40)]
     assert (torch.cat(steps, 1) - whole[:, :40]).abs().max() < limit
     lengths = [300, 171, 2]
-    padded, mask = torch.zeros_like(given), torch.zeros_like(given)
+    left_rows, mask = torch.zeros_like(batch), torch.zeros_like(batch)
     for row, length in enumerate(lengths):
-        padded[row, 300 - length :] = given[row, :length]
+        left_rows[row, 300 - length :] = batch[row, :length]
         mask[row, 300 - length :] = 1
-    left = model(padded, padding_mask=mask)
-    packed = torch.cat([given[row, :length] for row, length in enumerate(lengths)])[None]
+    padded_logits = model(left_rows, padding_mask=mask)
+    one_row = torch.cat([batch[row, :length] for row, length in enumerate(lengths)])[None]
     borders = torch.tensor([0, 300, 471, 473], device="cuda")
-    row_of = model(packed, cu_seq_lens=borders)[0]
+    row_of = model(one_row, cu_seq_lens=borders)[0]
     for row, length in enumerate(lengths):
         wanted = whole[row, :length]
-        assert (left[row, 300 - length :] - wanted).abs().max() < limit
+        assert (padded_logits[row, 300 - length :] - wanted).abs().max() < limit
         assert (row_of[borders[row] : borders[row + 1]] - wanted).abs().max() < limit
 
 
@@ -63,23 +63,23 @@ def test_recorded_and_called_steps_draw_the_same_tokens(kind, dtype, monkeypatch
     model, prompt, calls = make(kind, dtype), tokens(3, 9), []
     forward = Block.forward
 
-    def counted(block, *args):
+    def count(block, *args):
         calls.append(block)
         return forward(block, *args)
 
-    monkeypatch.setattr(Block, "forward", counted)
+    monkeypatch.setattr(Block, "forward", count)
 
-    def drawn():
+    def draw():
         calls.clear()
         shared = torch.Generator("cuda").manual_seed(0)
         return [sample(model, prompt, 40, t, shared) for t in (0, 1.0)]
 
-    recorded, blocks, steady = drawn(), len(model.backbone.layers), kind in ("gru", "lstm")
+    by_graph, blocks, steady = draw(), len(model.backbone.layers), kind in ("gru", "lstm")
     assert len(calls) == 2 * blocks * (3 if steady else 40)  # the prompt, a step, and its recording
     monkeypatch.setattr(replay, "replayable", lambda *_: False)
-    called = drawn()
+    by_calls = draw()
     assert len(calls) == 2 * blocks * 40
-    assert all(map(torch.equal, recorded, called))
+    assert all(map(torch.equal, by_graph, by_calls))
 
 
 GPUS = [
@@ -96,18 +96,18 @@ def test_recordings_are_freed(gpu):
     model, prompt = make("gru", torch.bfloat16, gpu), tokens(2, 9, device=gpu)
     sample(model, prompt, 40)
     torch.cuda.synchronize(gpu)
-    before = torch.cuda.memory_allocated(gpu)
+    old_bytes = torch.cuda.memory_allocated(gpu)
     for _ in range(12):
         sample(model, prompt, 40)
-    assert torch.cuda.memory_allocated(gpu) <= before
+    assert torch.cuda.memory_allocated(gpu) <= old_bytes
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_models_of_any_gpu_are_recorded(gpu, monkeypatch):
     model, prompt = make("lstm", torch.float32).to(gpu), tokens(2, 9, device=gpu)
-    recorded = sample(model, prompt, 40, 0)
+    first = sample(model, prompt, 40, 0)
     monkeypatch.setattr(replay, "replayable", lambda *_: False)
-    assert torch.equal(recorded, sample(model, prompt, 40, 0))
+    assert torch.equal(first, sample(model, prompt, 40, 0))
 
 
 def test_threads_and_streams_record_at_once():
@@ -115,7 +115,7 @@ def test_threads_and_streams_record_at_once():
     wanted = [sample(model, prompt, 40, 0) for prompt in prompts]
     torch.cuda.synchronize()
 
-    def drawn(number, on_its_own_stream):
+    def draw(number, on_its_own_stream):
         stream = torch.cuda.Stream() if on_its_own_stream else torch.cuda.default_stream()
         with torch.cuda.stream(stream):
             got = [sample(model, prompts[number], 40, 0) for _ in range(5)]
@@ -124,15 +124,15 @@ def test_threads_and_streams_record_at_once():
 
     for on_its_own_stream in (False, True):
         with ThreadPoolExecutor(4) as threads:
-            assert all(threads.map(drawn, range(4), [on_its_own_stream] * 4))
+            assert all(threads.map(draw, range(4), [on_its_own_stream] * 4))
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
 def test_growing_caches_do_not_plan_kernels(kind):
     model = make(kind, torch.bfloat16)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         sample(model, tokens(1, 7), 5, temperature=0)
-    names = {event.name for event in seen.events() if "attention" in event.name}
+    names = {event.name for event in profile.events() if "attention" in event.name}
     assert names
     assert not [name for name in names if "cudnn" in name]
 
@@ -153,14 +153,14 @@ def test_documents_of_a_row_are_independent(kind, steps):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_blocks_give_the_same_loss_and_gradients(kind):
-    model, given = make(kind, torch.float32), tokens(4, 130)
-    wanted = model.loss(given, z_loss=1e-4)
+    model, batch = make(kind, torch.float32), tokens(4, 130)
+    wanted = model.loss(batch, z_loss=1e-4)
     wanted.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     for block in model.backbone.layers:
         block.compile(fullgraph=True)
-    got = model.loss(given, z_loss=1e-4)
+    got = model.loss(batch, z_loss=1e-4)
     got.backward()
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
     for name, p in model.named_parameters():

@@ -44,8 +44,8 @@ def test_equals_all_logits_in_float64(dtype, options, autocast):
     weight = torch.randn(VOCAB, WIDTH, device="cuda", generator=generator) / WIDTH**0.5
     labels = torch.randint(VOCAB, (4, 700), device="cuda", generator=generator)
     labels[:, ::7] = -100
-    kept = torch.float32 if autocast else dtype
-    leaves = [leaf.to(kept).requires_grad_() for leaf in (hidden, weight)]
+    leaf_dtype = torch.float32 if autocast else dtype
+    leaves = [leaf.to(leaf_dtype).requires_grad_() for leaf in (hidden, weight)]
     with torch.autocast("cuda", dtype=dtype, enabled=autocast):
         value = causal_lm_loss(*leaves, labels, **options)
     got = value.detach(), *torch.autograd.grad(value * 2.5, leaves)
@@ -64,9 +64,9 @@ def test_memory_stays_below_the_logits(monkeypatch):
     weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(vocab, (tokens,), device="cuda")
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    old_bytes = torch.cuda.memory_allocated()
     causal_lm_loss(hidden, weight, labels).backward()
-    assert torch.cuda.max_memory_allocated() - before < tokens * vocab * 2 / 2
+    assert torch.cuda.max_memory_allocated() - old_bytes < tokens * vocab * 2 / 2
 
 
 def test_any_number_of_rows_is_compiled(monkeypatch):

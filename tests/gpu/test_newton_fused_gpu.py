@@ -125,8 +125,8 @@ def test_non_finite_inputs(meeting):
         for solver in ("newton", "sequential"):
             gates = case.gates.clone().requires_grad_()
             with _cut(6):
-                how = {"solver": solver, "backend": "fused"}
-                (h, c), _ = pararnn.solve(case.cell, gates, case.initial, **case.options, **how)
+                options = {"solver": solver, "backend": "fused"}
+                (h, c), _ = pararnn.solve(case.cell, gates, case.initial, **case.options, **options)
             (grad,) = torch.autograd.grad(h.sum() + c.sum(), gates)
             runs[solver] = (h, c, grad)
         for mine, loop in zip(*runs.values(), strict=True):
@@ -147,14 +147,14 @@ def test_the_same_bits_every_time_even_under_load(meeting):
             states, _ = pararnn.solve(cell, gates, **HOW)
             return states, torch.autograd.grad(states.sum(), gates)[0]
 
-        expected = solve()
+        reference = solve()
         side, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
         wrong = torch.zeros((), device="cuda", dtype=torch.bool)
         for repeat in range(5000):
             if repeat % 10 == 0:
                 with torch.cuda.stream(side):
                     noise = (noise @ noise).clamp(-1, 1)
-            for a, b in zip(solve(), expected, strict=True):
+            for a, b in zip(solve(), reference, strict=True):
                 wrong |= (a != b).any()
         assert not wrong.item()
 
@@ -170,8 +170,8 @@ def test_replays_of_a_graph(meeting):
             case.gates.normal_()
             graph.replay()
             with torch.no_grad():
-                (expected, _), _ = pararnn.solve(case.cell, case.gates, **HOW)
-            assert torch.equal(h, expected)
+                (reference, _), _ = pararnn.solve(case.cell, case.gates, **HOW)
+            assert torch.equal(h, reference)
 
 
 def test_millions_of_steps():

@@ -103,8 +103,8 @@ def test_layers_train_under_autocast():
 def test_compile_fullgraph():
     layer = pararnn.ParaGRU(16, 32, solver="newton", device="cuda")
     x = torch.randn(2, 128, 16, device="cuda")
-    compiled = torch.compile(layer, fullgraph=True)
-    assert torch.allclose(compiled(x)[0], layer(x)[0], atol=1e-5)
+    program = torch.compile(layer, fullgraph=True)
+    assert torch.allclose(program(x)[0], layer(x)[0], atol=1e-5)
 
 
 def test_demo_runs(tmp_path):

@@ -59,9 +59,9 @@ def test_a_is_broadcast(kind, pair):
 @pytest.mark.parametrize("kind", [1, 2, "complex"])
 def test_resets_lengths_and_final_states(kind):
     a, b, h = (t.detach() for t in _inputs(kind, steps=150, channels=37))
-    how = {"lengths": [150, 90], "return_final": True}
+    options = {"lengths": [150, 90], "return_final": True}
     reset = torch.rand(2, 150) < 0.05
-    expected = pararnn.scan(a, b, h, reset=reset, solver="sequential", backend="torch", **how)
-    got = pararnn.scan(a.cuda(), b.cuda(), h.cuda(), reset=reset.cuda(), **how)
-    for mine, true in zip(got, expected, strict=True):
+    reference = pararnn.scan(a, b, h, reset=reset, solver="sequential", backend="torch", **options)
+    got = pararnn.scan(a.cuda(), b.cuda(), h.cuda(), reset=reset.cuda(), **options)
+    for mine, true in zip(got, reference, strict=True):
         assert torch.allclose(mine.cpu(), true, rtol=1e-10, atol=1e-12)

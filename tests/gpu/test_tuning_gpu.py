@@ -15,9 +15,9 @@ LOOP = {"solver": "sequential", "backend": "fused"}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
 
 
-def _results(cell, gates, **how):
+def _results(cell, gates, **options):
     leaf = gates.detach().requires_grad_()
-    states, final = pararnn.solve(cell, leaf, **how)
+    states, final = pararnn.solve(cell, leaf, **options)
     grads = torch.autograd.grad(states.square().mean() + final.sum(), [leaf, *cell.parameters()])
     return (states.detach(), final.detach(), *grads)
 
@@ -25,16 +25,16 @@ def _results(cell, gates, **how):
 @pytest.fixture
 def splits(monkeypatch):
     """Return the splits of Newton's passes."""
-    seen, real = [], fused_cuda.GpuEngine.launch
+    splits_of_launches, real = [], fused_cuda.GpuEngine.launch
 
     def record(engine, *inputs):
         launch, tensors = real(engine, *inputs)
         if engine.solver == "newton":
-            seen.append(launch.plan.split)
+            splits_of_launches.append(launch.plan.split)
         return launch, tensors
 
     monkeypatch.setattr(fused_cuda.GpuEngine, "launch", record)
-    return seen
+    return splits_of_launches
 
 
 @pytest.mark.parametrize("segments", [2, 3, 16, 100, 512])
@@ -56,11 +56,11 @@ def test_more_segments_than_fit_are_reduced(splits):
     cell = pararnn.GRUCell(256, device="cuda")
     gates = torch.randn(16, 65536, 3, 256, device="cuda")
     with pararnn.using(segments=10**6, burn_in=10**6):
-        said = pararnn.explain(cell, gates.shape, **HOW).split
+        explained_split = pararnn.explain(cell, gates.shape, **HOW).split
         splits.clear()
         cut = _results(cell, gates, **HOW)
-    assert 1 < said.segments < 10**4
-    assert said == splits[0]
+    assert 1 < explained_split.segments < 10**4
+    assert explained_split == splits[0]
     for mine, other in zip(cut, _results(cell, gates, **LOOP), strict=True):
         assert relative_error(mine, other) < 4e-5
 
@@ -78,12 +78,12 @@ def test_a_backward_pass_outside_of_the_context_keeps_the_split(splits):
 
 def test_compiled_code_follows_the_context(splits):
     layer = pararnn.ParaGRU(16, 64, device="cuda", **HOW)
-    compiled = torch.compile(layer, fullgraph=True)
+    program = torch.compile(layer, fullgraph=True)
     x = torch.randn(1, 4096, 16, device="cuda", requires_grad=True)
     for segments in (4, 9, 4):
         splits.clear()
         with pararnn.using(segments=segments):
-            output, _ = compiled(x)
+            output, _ = program(x)
         output.sum().backward()
         assert {split.segments for split in splits} == {segments}
 
@@ -92,12 +92,12 @@ def test_graphs_keep_the_split(splits):
     cell = pararnn.GRUCell(64, device="cuda")
     gates = torch.randn(1, 4096, 3, 64, device="cuda")
     with torch.no_grad(), pararnn.using(segments=12):
-        expected, _ = pararnn.solve(cell, gates, **HOW)
+        reference, _ = pararnn.solve(cell, gates, **HOW)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             states, _ = pararnn.solve(cell, gates, **HOW)
     graph.replay()
-    assert torch.equal(states, expected)
+    assert torch.equal(states, reference)
     assert {split.segments for split in splits} == {12}
 
 
@@ -117,19 +117,19 @@ def test_autotune(no_records, backward, splits):
     assert sum(row.backend == "fused" and row.solver == "newton" for row in tuning.measured) >= 4
     assert (tuning.by_rule.solver, tuning.by_rule.backend) == (rule.solver, rule.backend)
     assert tuning.measured[0].ms <= 1.05 * min(row.ms for row in tuning.measured)
-    said = pararnn.explain(layer, shape)
-    assert (said.solver, said.backend) == (tuning.solver, tuning.backend)
-    assert said.why.startswith("autotune measured")
+    explanation = pararnn.explain(layer, shape)
+    assert (explanation.solver, explanation.backend) == (tuning.solver, tuning.backend)
+    assert explanation.why.startswith("autotune measured")
     splits.clear()
     x = torch.randn(shape, device="cuda")
     output, _ = layer(x)
     output.sum().backward()
-    asked = tuning.measured[0].split
-    if asked.segments is not None:
-        assert said.split == splits[0]
+    split = tuning.measured[0].split
+    if split.segments is not None:
+        assert explanation.split == splits[0]
     pararnn.clear_caches()
     assert not pararnn.autotune(layer, shape, backward=backward).anew
-    assert pararnn.explain(layer, shape) == said
+    assert pararnn.explain(layer, shape) == explanation
     assert pararnn.verify(layer, x)
 
 
@@ -153,9 +153,9 @@ def _slow(segments=SEGMENTS):
 
 def test_slow_layers_adapt_without_waiting(caplog):
     layer, x, h_0 = _slow()
-    expected, _ = layer(x, h_0)
+    reference, _ = layer(x, h_0)
     assert SWEEP_COST * layer.last_solve.sweeps.item() >= SEGMENTS
-    expected.sum().backward()
+    reference.sum().backward()
     adaptation = pararnn.adapt(layer, patience=3)
     for _ in range(10):
         torch.cuda.set_sync_debug_mode("error")
@@ -171,7 +171,7 @@ def test_slow_layers_adapt_without_waiting(caplog):
     assert "by the loop from now on" in caplog.text
     output, _ = layer(x, h_0)
     assert layer.last_solve.sweeps.item() == 0
-    assert relative_error(output, expected) < 4e-5
+    assert relative_error(output, reference) < 4e-5
     layer(x, h_0, solver="newton")
     assert layer.last_solve.sweeps.item() >= 2
     adaptation.reset()
