@@ -112,9 +112,9 @@ def main() -> None:
         return
     plain = [case for case in smoke_cases() if not case.packed]
     every = plain if args.smoke else cases(args.lengths)
-    requested = chosen(parser, args, every, lambda case: case.name)
+    selection = chosen(parser, args, every, lambda case: case.name)
     record = Record(args, FILE, KEYS)
-    for case in requested:
+    for case in selection:
         record.add(measure(case, device_of(args), not args.smoke, args.seconds))
     record.end()
 

@@ -212,7 +212,7 @@ def main() -> None:
     args = parser.parse_args()
     device = device_of(args)
     every = smoke_cases() if args.smoke else cases()
-    requested = chosen(
+    selection = chosen(
         parser,
         args,
         every,
@@ -222,7 +222,7 @@ def main() -> None:
     record = Record(args, "lm_decode.csv", KEYS)
     bandwidth = copy_bandwidth(device)
     print(f"copies {bandwidth / 1e12:.2f} TB/s", flush=True)
-    for _, group in itertools.groupby(requested, key=lambda case: case.name):
+    for _, group in itertools.groupby(selection, key=lambda case: case.name):
         same = list(group)
         torch.manual_seed(0)
         model = language_model(same[0].config, device=device, dtype=torch.bfloat16).eval()

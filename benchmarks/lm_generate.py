@@ -117,10 +117,10 @@ def curve(
         }
 
 
-def ways_of(case: Case, requested: Sequence[str]) -> list[str]:
+def ways_of(case: Case, ways: Sequence[str]) -> list[str]:
     """Return the requested ways; a recurrent model has no reason to read again."""
     both = case.name.startswith("transformer")
-    return [way for way in requested if both or way == "cache"]
+    return [way for way in ways if both or way == "cache"]
 
 
 def plot(path: Path) -> None:
@@ -175,9 +175,9 @@ def main() -> None:
         plot((args.out or RESULTS) / FILE)
         return
     tiny = [Case(case.name, case.config) for case in smoke_cases() if not case.packed]
-    requested = chosen(parser, args, tiny if args.smoke else cases(), lambda case: case.name)
+    selection = chosen(parser, args, tiny if args.smoke else cases(), lambda case: case.name)
     record = Record(args, FILE, KEYS)
-    for case in requested:
+    for case in selection:
         gc.collect()
         torch.manual_seed(0)
         model = language_model(case.config, device=device_of(args), dtype=torch.bfloat16).eval()

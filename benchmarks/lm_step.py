@@ -55,12 +55,12 @@ def cases() -> list[Case]:
         for length in LENGTHS
         if length <= tokens
     ]
-    packed = [
+    packed_cases = [
         case._replace(packed=True)
         for case in plain
         if case.length == TOKENS["400M"] and case.name.startswith(("gru", "lstm"))
     ]
-    return plain + packed
+    return plain + packed_cases
 
 
 def smoke_cases() -> list[Case]:
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5)
     args = parser.parse_args()
     every = smoke_cases() if args.smoke else cases()
-    requested = chosen(
+    selection = chosen(
         parser,
         args,
         every,
@@ -178,7 +178,7 @@ def main() -> None:
         lambda case: args.lengths is None or case.length in args.lengths,
     )
     record = Record(args, "lm_step.csv", KEYS)
-    for case in requested:
+    for case in selection:
         record.add(measure(case, device_of(args), not args.smoke, args.warmup, args.repeats))
     record.end()
 

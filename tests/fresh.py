@@ -45,13 +45,13 @@ def run_fresh(
 ) -> subprocess.CompletedProcess[str]:
     """As `python -c CODE ARGS...` on one thread; nothing but torch is imported."""
     server = _server()
-    given, answers = cast(IO[str], server.stdin), cast(IO[str], server.stdout)
+    requests, answers = cast(IO[str], server.stdin), cast(IO[str], server.stdout)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
         for file in files:
             file.touch()
         environment = {**os.environ, **(environment or {})}
-        given.write(json.dumps([code, args, environment, *map(str, files)]) + "\n")
-        given.flush()
-        ended = int(answers.readline())
-        return subprocess.CompletedProcess(["-c"], ended, *(file.read_text() for file in files))
+        requests.write(json.dumps([code, args, environment, *map(str, files)]) + "\n")
+        requests.flush()
+        status = int(answers.readline())
+        return subprocess.CompletedProcess(["-c"], status, *(file.read_text() for file in files))

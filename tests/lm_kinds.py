@@ -61,7 +61,7 @@ def documents(lengths: list[int]) -> list[torch.Tensor]:
     return [tokens(length, seed=7 + index) for index, length in enumerate(lengths)]
 
 
-def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_rows(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Make a batch of rows (T,), with random tokens at padding, and its mask."""
     longest = max(len(row) for row in rows)
     batch, mask = tokens(len(rows), longest, seed=2), torch.zeros(len(rows), longest).long()
@@ -71,7 +71,7 @@ def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Ten
     return batch, mask
 
 
-def unpadded(results: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def unpad(results: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the results of real tokens, one row after the other, (N, ...)."""
     return results[mask.bool()]
 
@@ -111,12 +111,12 @@ def trainer_of(model, folder, rows: list[dict], collator=None, **options):
 
 def cudnn_allowed(monkeypatch) -> list[bool]:
     """Return a list that gets, for each attention computed, whether cuDNN is allowed."""
-    allowed = []
+    flags = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def record(*args, **options):
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        flags.append(torch.backends.cuda.cudnn_sdp_enabled())
         return attend(*args, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    return allowed
+    return flags

@@ -69,7 +69,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
-def checked(
+def with_checks(
     case: Case, pairs: list[tuple[str, str]], segments: int, burn_in: int = 3
 ) -> list[SolveChecks]:
     """Solves by all pairs, held against the contract; (newton, fused) cuts time as said."""
@@ -214,8 +214,8 @@ def covering() -> list[Any]:
         for n, name in enumerate(pararnn.CELLS):
             turn = DTYPES.index(row.once) + n if row.once else 0
             for dtype in [DTYPES[turn % len(DTYPES)]] if row.once else DTYPES:
-                how = f"{row_name(row)}-{name}-{dtype_name(dtype)}"
-                solves.append(pytest.param(row, name, dtype, id=how))
+                label = f"{row_name(row)}-{name}-{dtype_name(dtype)}"
+                solves.append(pytest.param(row, name, dtype, id=label))
     return solves
 
 
@@ -232,9 +232,9 @@ def case_of(row: Row, name: str, dtype: torch.dtype, device: str = "cpu") -> Cas
         loss, unit, others = (min(max(scale, 1e-3), 1e3) for scale in (loss, unit, others))
     usual = pararnn.CELLS[name]
     cell_class = usual if unit == 1.0 else in_units(usual)
-    how = {"channels": row.channels, "num_heads": row.heads, "device": device}
+    sizes = {"channels": row.channels, "num_heads": row.heads, "device": device}
     length = min(row.length, LONGEST_COUPLED) if name in COUPLED else row.length
-    case = make_case(cell_class, dtype, length, row.variant, **how)
+    case = make_case(cell_class, dtype, length, row.variant, **sizes)
     case.gates[:, :, 0] -= FORGETS.get(name, 1.0) * row.shift
     gates, initial, options = case.gates * unit, case.initial, {**case.options, "loss_scale": loss}
     if row.heads > 1:
@@ -245,8 +245,8 @@ def case_of(row: Row, name: str, dtype: torch.dtype, device: str = "cpu") -> Cas
         options["fields"] = {**options["fields"], **dict(zip(names, [*units, unit], strict=True))}
         initial = tuple(h * u for h, u in zip(initial, units, strict=True))
     if row.bias:
-        drawn = torch.randn(gates.shape[2], row.channels, device=device)
-        options["bias"] = drawn.to(dtype) * unit
+        noise = torch.randn(gates.shape[2], row.channels, device=device)
+        options["bias"] = noise.to(dtype) * unit
     return Case(case.cell, gates, initial if row.initial else None, options)
 
 

@@ -25,8 +25,8 @@ def _random(structure, batch, length, channels, dtype=torch.float64):
 def _loop(structure, jacobian, rhs):
     out = [rhs[:, :1]] if rhs.shape[1] else []
     for step in range(1, rhs.shape[1]):
-        carried = structure.apply(jacobian[:, step - 1 : step], out[-1])
-        out.append(rhs[:, step : step + 1] + carried)
+        carry = structure.apply(jacobian[:, step - 1 : step], out[-1])
+        out.append(rhs[:, step : step + 1] + carry)
     return torch.cat(out, 1) if out else rhs
 
 
@@ -63,9 +63,9 @@ def test_first_step_ignores_what_comes_before():
     structure = BlockDiagonal(2)
     jacobian, rhs = _random(structure, 1, 9, 2)
     jacobian[:, 4] = 0
-    changed = rhs.clone()
-    changed[:, :5] += 1
-    same, other = affine_scan(structure, jacobian, rhs), affine_scan(structure, jacobian, changed)
+    other_rhs = rhs.clone()
+    other_rhs[:, :5] += 1
+    same, other = affine_scan(structure, jacobian, rhs), affine_scan(structure, jacobian, other_rhs)
     assert torch.equal(same[:, 5:], other[:, 5:])
     assert not torch.equal(same[:, :5], other[:, :5])
 

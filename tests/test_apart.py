@@ -21,7 +21,7 @@ def test_the_stand_in_for_gpus_outlives_the_thread(monkeypatch, gpus):
     """PyTorch built for CUDA, without a GPU, keeps that of the first thread with fake tensors."""
     threads, enter = [], FakeTensorMode.__enter__
 
-    def entered(mode):
+    def enter_and_count(mode):
         threads.append(threading.current_thread())
         return enter(mode)
 
@@ -31,7 +31,7 @@ def test_the_stand_in_for_gpus_outlives_the_thread(monkeypatch, gpus):
 
     monkeypatch.setattr(torch.version, "cuda", None if gpus is None else "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
-    monkeypatch.setattr(FakeTensorMode, "__enter__", entered)
+    monkeypatch.setattr(FakeTensorMode, "__enter__", enter_and_count)
     other, own = call_outside_modes(fake), threading.current_thread()
     assert other is not own
     assert threads == ([own, other] if gpus is False else [other])

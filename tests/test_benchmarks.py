@@ -112,14 +112,14 @@ def test_autos_choice_is_timed_on_fresh_and_trained_layers(
         return list(auto_layers.model_rows(run, config))
 
     monkeypatch.setattr(sys, "argv", ["auto_layers.py", "--out", str(tmp_path)])
-    done = gpu.run_sections("", {"gru": (rows, "auto.csv")}, 1.0, 1.0)["auto.csv"]
-    assert len(done) == 2 * 2 * 2 * 2 * 2  # stages, sizes, layers, dtypes, passes
-    assert {row["auto_of_best"] for row in done} == {1.0}  # the loop, which is said to be faster
-    assert [row["train_steps"] for row in done] == [0] * 16 + [2] * 16
-    written = [dict(row) for row in csv.DictReader((tmp_path / "auto.csv").open())]
-    assert written == [{key: str(value) for key, value in row.items()} for row in done]
-    written[0]["newton_ms"] = "0.1"
-    assert tables.TABLES["auto_layers"].markdown(written).splitlines()[2:4] == [
+    results = gpu.run_sections("", {"gru": (rows, "auto.csv")}, 1.0, 1.0)["auto.csv"]
+    assert len(results) == 2 * 2 * 2 * 2 * 2  # stages, sizes, layers, dtypes, passes
+    assert {row["auto_of_best"] for row in results} == {1.0}  # the loop, which is said to be faster
+    assert [row["train_steps"] for row in results] == [0] * 16 + [2] * 16
+    file_rows = [dict(row) for row in csv.DictReader((tmp_path / "auto.csv").open())]
+    assert file_rows == [{key: str(value) for key, value in row.items()} for row in results]
+    file_rows[0]["newton_ms"] = "0.1"
+    assert tables.TABLES["auto_layers"].markdown(file_rows).splitlines()[2:4] == [
         "| float32 | 2, 30, 8 | sequential | 2.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |",
         "| bfloat16 | 2, 30, 8 | sequential | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |",
     ]
@@ -183,17 +183,17 @@ def test_three_newton_updates_have_the_loops_states_and_gradients() -> None:
     cell = CELLS["lstm"](8)
     gates = torch.randn(2, 40, 3, 8, requires_grad=True)
     leaves = [gates, *cell.parameters()]
-    expected = cpu.pair(cell, "sequential", "torch")(gates)
-    right = torch.autograd.grad(expected.square().sum(), leaves)
+    reference = cpu.pair(cell, "sequential", "torch")(gates)
+    right = torch.autograd.grad(reference.square().sum(), leaves)
     for backend in fixed_newton.SCANS:
         with torch.compiler.set_stance("force_eager"):
             states = fixed_newton.fixed_newton(cell, backend)(gates)
             grads = torch.autograd.grad(states.square().sum(), leaves)
-        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(states, reference, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(grads, right, rtol=1e-3, atol=1e-4)
     with torch.compiler.set_stance("force_eager"):
         once = fixed_newton.fixed_newton(cell, "torch", updates=1)(gates)
-    assert float((once - expected).detach().abs().max()) > 1e-4  # the number of updates is obeyed
+    assert float((once - reference).detach().abs().max()) > 1e-4  # the number of updates is obeyed
 
 
 def test_the_papers_figures_from_the_run_to_the_picture(

@@ -46,8 +46,8 @@ def compile_once(libraries, monkeypatch):
     """Compile a source once for all tests; others copy the library."""
 
     def compile_library(source, include, output):
-        how = repr((os.environ.get("CXX"), os.environ["PATH"], compiler.flags())).encode()
-        library = libraries / hashlib.sha256(how + source.read_bytes()).hexdigest()
+        command = repr((os.environ.get("CXX"), os.environ["PATH"], compiler.flags())).encode()
+        library = libraries / hashlib.sha256(command + source.read_bytes()).hexdigest()
         if not library.exists():
             compiler.compile_library(source, include, library)
         shutil.copy(library, output)
@@ -212,8 +212,8 @@ def test_an_entry_that_cannot_be_read_now_stays(folder, builds, monkeypatch):
     monkeypatch.setattr(cache, "_UNUSABLE", set())
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", refuses)
-        expected = contextlib.nullcontext() if builds else pytest.raises(pararnn.EngineError)
-        with pytest.warns(pararnn.BackendWarning, match="in .*cache .*Permission denied"), expected:
+        context = contextlib.nullcontext() if builds else pytest.raises(pararnn.EngineError)
+        with pytest.warns(pararnn.BackendWarning, match="in .*cache .*Permission denied"), context:
             answer(builder)
     assert (_entry(folder) / cache.CPP.library).exists()
 
@@ -223,12 +223,12 @@ def test_clear_caches_leaves_nothing_of_this_process():
     workload = tuned.Workload("key", (1, 9, 6), torch.float32, torch.device("cpu"))
     tuned.remember(workload, [tuned.Measured("sequential", "torch", (None, None), 1.0)])
     with torch.no_grad():
-        expected = layer(x)[0]
+        reference = layer(x)[0]
     pararnn.clear_caches()
     for store in (cpp._KERNELS, signature.SIGNATURES, tuned._RECORDS):
         assert not store
     with torch.no_grad():
-        assert torch.allclose(layer(x)[0], expected, atol=1e-6)
+        assert torch.allclose(layer(x)[0], reference, atol=1e-6)
 
 
 def _solves_there(out, folder, rank):
@@ -359,8 +359,8 @@ def test_auto_falls_back_to_the_loop_without_a_compiler(folder, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pararnn.solve(cell, gates)
-    expected, _ = pararnn.solve(cell, gates, solver="sequential", backend="torch")
-    assert torch.equal(states, expected)
+    reference, _ = pararnn.solve(cell, gates, solver="sequential", backend="torch")
+    assert torch.equal(states, reference)
 
 
 @needs_compiler

@@ -53,18 +53,18 @@ class AlwaysHard(Hard):
 def test_a_step_may_read_its_mode(pair):
     torch.manual_seed(0)
     layer = pararnn.RecurrentLayer(Hard, 4, 8, solver=pair[0], backend=pair[1])
-    trained, _ = layer(X)
-    evaluated, h_n = layer.eval()(X)
+    in_training, _ = layer(X)
+    in_evaluation, h_n = layer.eval()(X)
     other = pararnn.RecurrentLayer(AlwaysHard, 4, 8, solver=pair[0], backend=pair[1])
     other.load_state_dict(layer.state_dict())
-    for got, wanted in zip((evaluated, h_n), other(X), strict=True):
+    for got, wanted in zip((in_evaluation, h_n), other(X), strict=True):
         torch.testing.assert_close(got, wanted)
-    torch.testing.assert_close(layer.step(X[:, 0])[0], evaluated[:, 0])
+    torch.testing.assert_close(layer.step(X[:, 0])[0], in_evaluation[:, 0])
     assert pararnn.verify(layer, X).passed
-    assert torch.equal(layer.train()(X)[0], trained)
-    assert not torch.equal(trained, evaluated)
+    assert torch.equal(layer.train()(X)[0], in_training)
+    assert not torch.equal(in_training, in_evaluation)
     for other in (copy.deepcopy(layer.eval()), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(X)[0], evaluated)
+        assert torch.equal(other(X)[0], in_evaluation)
 
 
 def test_modes_have_keys_of_their_own():
@@ -79,10 +79,10 @@ def test_modes_have_keys_of_their_own():
 def test_compiled_code_takes_notice_of_the_mode():
     torch.manual_seed(0)
     layer = pararnn.RecurrentLayer(ReadOut, 4, 8)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    program = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for mode in (True, False, True):
         layer.train(mode)
-        torch.testing.assert_close(compiled(X)[0], layer(X)[0])
+        torch.testing.assert_close(program(X)[0], layer(X)[0])
     assert torch.equal(layer.eval()(X)[0], 0.5 * layer.train()(X)[0])
 
 
@@ -99,20 +99,20 @@ class Gain(pararnn.Cell):
 def test_config_is_nobodys_to_change():
     taps = [0.9, {"gain": [0.5]}]
     layer = pararnn.RecurrentLayer(Gain, 4, 8, taps=taps)
-    before = layer(X)[0]
+    old = layer(X)[0]
     taps[0] = taps[1]["gain"][0] = 0.1
-    assert torch.equal(layer(X)[0], before)
+    assert torch.equal(layer(X)[0], old)
     assert layer.cell.taps == (0.9, {"gain": (0.5,)})
     with pytest.raises(TypeError):
         layer.cell.taps[0] = 0.1
     with pytest.raises(TypeError, match="config is immutable: make a new cell"):
         layer.cell.taps[1]["gain"] = 0.1
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(X)[0], before)
+        assert torch.equal(other(X)[0], old)
     Gain.config["taps"][0] = 0.1
     try:
         assert pararnn.RecurrentLayer(Gain, 4, 8).cell.taps[0] == 0.1
-        assert torch.equal(layer(X)[0], before)
+        assert torch.equal(layer(X)[0], old)
     finally:
         Gain.config["taps"][0] = 1.0
     for value in ({1: 2}, {1}, [torch.ones(1)], 1j):

@@ -22,14 +22,14 @@ from pararnn.train.recipes import RECIPES, recipe
 @pytest.fixture
 def configs(monkeypatch):
     """The configs that reach the demo, which is not run."""
-    seen = []
+    configs_of_runs = []
 
     def record(config):
-        seen.append(config)
+        configs_of_runs.append(config)
         return {"verified": True}
 
     monkeypatch.setattr(cli, "run_demo", record)
-    return seen
+    return configs_of_runs
 
 
 def test_options_become_the_config(configs):
@@ -60,8 +60,8 @@ def test_without_a_command_it_prints_the_help(capsys):
 
 def test_the_version_by_the_module():
     command = [sys.executable, "-m", "pararnn", "--version"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout == f"pararnn {pararnn.__version__}\n"
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert process.stdout == f"pararnn {pararnn.__version__}\n"
 
 
 def test_a_failed_verification_is_exit_code_1(monkeypatch):
@@ -114,14 +114,14 @@ def test_a_failed_verification_is_exit_code_1(monkeypatch):
     ],
 )
 def test_bad_values_give_one_line_and_exit_code_2(options, message, configs, capsys):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.main(options.split())
-    assert stopped.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("pararnn")
-    assert message in printed.err
-    assert printed.err.count("\n") == 1
+    assert error.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("pararnn")
+    assert message in output.err
+    assert output.err.count("\n") == 1
     assert configs == []
 
 
@@ -135,52 +135,52 @@ def test_bad_texts_give_one_line_and_exit_code_2(content, message, tmp_path, cap
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.main(["demo", "--text", str(path), "--out", str(tmp_path / "out")])
-    assert stopped.value.code == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
+    assert error.value.code == 2
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1
 
 
 def test_a_blocked_out_folder_gives_one_line(tmp_path, capsys):
     pytest.importorskip("tqdm")
     pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.main(["demo", "--out", str(tmp_path / "file" / "out")])
-    assert stopped.value.code == 2
+    assert error.value.code == 2
     assert "Not a directory" in capsys.readouterr().err
 
 
 def test_a_missing_extra_gives_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.main(["demo"])
-    assert stopped.value.code == 2
+    assert error.value.code == 2
     assert "pip install 'pararnn[demo]'" in capsys.readouterr().err
 
 
 @pytest.fixture
-def trained(monkeypatch, tmp_path):
+def runs(monkeypatch, tmp_path):
     """The configs that reach training, which is not run."""
-    seen = []
+    configs_of_runs = []
 
     def record(config):
-        seen.append(config)
+        configs_of_runs.append(config)
         return tmp_path / "run"
 
     module = types.ModuleType("pararnn.train.run")
     module.run_training = record
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return seen
+    return configs_of_runs
 
 
-def test_train_runs_a_recipe_with_other_values(trained, tmp_path, capsys):
+def test_train_runs_a_recipe_with_other_values(runs, tmp_path, capsys):
     options = ["data.train=my text.txt", "steps=7", "model.cell=lstm", "optimiser.clip=none"]
     assert cli.main(["train", "tiny", *options]) == 0
     tiny = recipe("tiny")
-    assert trained == [
+    assert runs == [
         replace(
             tiny,
             data=replace(tiny.data, train="my text.txt"),
@@ -196,34 +196,34 @@ def test_train_runs_a_recipe_with_other_values(trained, tmp_path, capsys):
     "options",
     ["--print tiny steps=7", "tiny --print steps=7", "tiny steps=7 --print"],
 )
-def test_train_print_trains_nothing(options, trained, capsys):
+def test_train_print_trains_nothing(options, runs, capsys):
     assert cli.main(["train", *options.split()]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert "steps = 7" in shown
-    assert resolved(recipe("gru-30m"), shown) == replace(recipe("tiny"), steps=7)
-    assert trained == []
+    lines = capsys.readouterr().out.splitlines()
+    assert "steps = 7" in lines
+    assert resolved(recipe("gru-30m"), lines) == replace(recipe("tiny"), steps=7)
+    assert runs == []
 
 
-def test_train_list_names_every_recipe_in_a_line(trained, capsys):
+def test_train_list_names_every_recipe_in_a_line(runs, capsys):
     assert cli.main(["train", "--list"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in shown] == list(RECIPES)
-    assert all(len(line.split()) > 5 for line in shown)
-    assert trained == []
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(RECIPES)
+    assert all(len(line.split()) > 5 for line in lines)
+    assert runs == []
 
 
-def test_errors_of_training_give_one_line(monkeypatch, trained, capsys):
+def test_errors_of_training_give_one_line(monkeypatch, runs, capsys):
     def fail(config):
         raise TextError("the text is empty")
 
     monkeypatch.setattr(sys.modules["pararnn.train.run"], "run_training", fail)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.main(["train", "tiny"])
-    assert stopped.value.code == 2
+    assert error.value.code == 2
     assert capsys.readouterr().err == "pararnn: error: the text is empty\n"
 
 
-def test_a_bug_in_training_is_not_taken_for_a_bad_value(monkeypatch, trained):
+def test_a_bug_in_training_is_not_taken_for_a_bad_value(monkeypatch, runs):
     def fail(config):
         raise ValueError("shapes do not fit")
 
@@ -246,39 +246,39 @@ def model(tmp_path):
     return model
 
 
-def written(options: str, folder, capsys) -> str:
+def output_of(options: str, folder, capsys) -> str:
     assert cli.main(["generate", "--model", str(folder), "--device", "cpu", *options.split()]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    return printed.out
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
 
 
 def test_generate_writes_the_prompt_and_what_follows(model, tmp_path, capsys, monkeypatch):
     prompt = "hé你"
     tokens = torch.tensor([list(prompt.encode())])
-    expected = prompt + bytes(sample(model, tokens, 30, 0)[0].tolist()).decode() + "\n"
+    reference = prompt + bytes(sample(model, tokens, 30, 0)[0].tolist()).decode() + "\n"
     greedy = "--max-new-tokens 30 --temperature 0"
-    assert written(f"--prompt {prompt} {greedy}", tmp_path, capsys) == expected
+    assert output_of(f"--prompt {prompt} {greedy}", tmp_path, capsys) == reference
     stdin = io.TextIOWrapper(io.BytesIO(prompt.encode()), "ascii")
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert written(f"--prompt - {greedy}", tmp_path, capsys) == expected
-    drawn = f"--prompt {prompt} --max-new-tokens 30"
-    assert written(f"{drawn} --top-k 1 --seed 3", tmp_path, capsys) == expected
-    assert written(f"{drawn} --top-p 1e-6", tmp_path, capsys) == expected
-    first = written(f"{drawn} --temperature 2", tmp_path, capsys)
-    assert first == written(f"{drawn} --temperature 2", tmp_path, capsys)
-    assert first != written(f"{drawn} --temperature 2 --seed 1", tmp_path, capsys)
-    assert written(f"{drawn} --dtype bfloat16", tmp_path, capsys).startswith(prompt)
+    assert output_of(f"--prompt - {greedy}", tmp_path, capsys) == reference
+    options = f"--prompt {prompt} --max-new-tokens 30"
+    assert output_of(f"{options} --top-k 1 --seed 3", tmp_path, capsys) == reference
+    assert output_of(f"{options} --top-p 1e-6", tmp_path, capsys) == reference
+    first = output_of(f"{options} --temperature 2", tmp_path, capsys)
+    assert first == output_of(f"{options} --temperature 2", tmp_path, capsys)
+    assert first != output_of(f"{options} --temperature 2 --seed 1", tmp_path, capsys)
+    assert output_of(f"{options} --dtype bfloat16", tmp_path, capsys).startswith(prompt)
 
 
 def test_generate_stops_where_the_tokenizer_alone_names_the_end(model, tmp_path, capsys):
     """As in folders of earlier versions and of other tools."""
     greedy = "--prompt a --max-new-tokens 30 --temperature 0"
-    whole = written(greedy, tmp_path, capsys)
+    whole = output_of(greedy, tmp_path, capsys)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     settings |= {"eos_token": whole[3]}  # a letter that it says
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert written(greedy, tmp_path, capsys) == whole[: whole.index(whole[3], 1)] + "\n"
+    assert output_of(greedy, tmp_path, capsys) == whole[: whole.index(whole[3], 1)] + "\n"
 
 
 @pytest.mark.parametrize(
@@ -301,13 +301,13 @@ def test_folders_without_a_model_give_one_line(name, content, message, model, tm
         (tmp_path / name).write_text(content)
     if name == "tokenizer.json":
         (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.main(["generate", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu"])
-    assert stopped.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert message in printed.err
-    assert printed.err.count("\n") == 1
+    assert error.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert message in output.err
+    assert output.err.count("\n") == 1
 
 
 def test_weights_that_are_missing_are_not_drawn(model, tmp_path, capsys):
@@ -315,41 +315,41 @@ def test_weights_that_are_missing_are_not_drawn(model, tmp_path, capsys):
     weights = torch_files.load_file(tmp_path / "model.safetensors")
     del weights["lm_head.weight"]
     torch_files.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.main(["generate", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu"])
-    assert stopped.value.code == 2
+    assert error.value.code == 2
     assert "misses the weight lm_head.weight" in capsys.readouterr().err
 
 
 def test_weights_that_the_model_has_not_are_not_left_out(model, tmp_path, capsys):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"conv_kernel_size": 1}))
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as exit_error:
         cli.main(["generate", "--model", str(tmp_path), "--prompt", "a", "--device", "cpu"])
-    assert stopped.value.code == 2
+    assert exit_error.value.code == 2
     error = capsys.readouterr().err
     assert re.search(r"holds a weight that the model has not: \S+\.conv\.bias, \d in all", error)
 
 
 def test_generate_needs_transformers(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         cli.main(["generate", "--model", "m", "--prompt", "a"])
-    assert stopped.value.code == 2
-    printed = capsys.readouterr().err
-    assert "pip install 'pararnn[hf]'" in printed
-    assert printed.count("\n") == 1
+    assert error.value.code == 2
+    output = capsys.readouterr().err
+    assert "pip install 'pararnn[hf]'" in output
+    assert output.count("\n") == 1
 
 
 def test_the_command_runs_as_a_program():
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pararnn.cli", "demo", "--cell", "gpu"],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1
     as_a_program = "import runpy; runpy.run_module('pararnn.cli', run_name='__main__')"
-    shown = run_fresh(as_a_program, "demo", "--help")
-    assert shown.returncode == 0
-    assert "--seconds" in shown.stdout
+    help_text = run_fresh(as_a_program, "demo", "--help")
+    assert help_text.returncode == 0
+    assert "--seconds" in help_text.stdout

@@ -113,16 +113,16 @@ def test_attention_reads_windows_that_overlap(kind, tmp_path):
     model, tokenizer = load(bytes_model(tmp_path, kind))
     whole = texts.score_texts(model, tokenizer, DOCUMENTS, batch=3, length=512)
     assert whole.nats == pytest.approx(float(by_hand(model)), rel=1e-6)
-    text, length, expected = DOCUMENTS[0], 8, 0.0
+    text, length, nats = DOCUMENTS[0], 8, 0.0
     ids = [256, *text.encode()]
     for token in range(1, len(ids)):
         # The first window has 8 tokens before the last of its targets, each next one 4 new ones.
         begin = max(0, (token - 1 - 4) // 4 * 4)
-        expected -= float(log_chances(model, ids[begin : token + 1])[-1])
+        nats -= float(log_chances(model, ids[begin : token + 1])[-1])
     for batch in (1, 2):
         result = texts.score_texts(model, tokenizer, [text, "x"], batch=batch, length=length)
         single = texts.score_texts(model, tokenizer, ["x"])
-        assert result.nats == pytest.approx(expected + single.nats, rel=1e-6)
+        assert result.nats == pytest.approx(nats + single.nats, rel=1e-6)
 
 
 def test_without_an_end_the_first_token_has_uniform_probability(tmp_path):
@@ -217,8 +217,8 @@ def test_accuracies_of_choices_are_right(folder, model_pair, batch, end, tmp_pat
     chances = answers(model_pair[0], rows)
     by_length = chances / [[len(each) for each in row["choices"]] for row in ARC]
     assert (chances.argmax(1) != by_length.argmax(1)).any()
-    expected = {"acc": accuracy(chances, ARC), "acc_norm": accuracy(by_length, ARC)}
-    assert result["metrics"] == expected
+    reference = {"acc": accuracy(chances, ARC), "acc_norm": accuracy(by_length, ARC)}
+    assert result["metrics"] == reference
     assert (result["task"], result["shots"], result["questions"]) == ("arc_easy", 0, 7)
 
 
@@ -335,8 +335,8 @@ def test_groups_and_tags_are_asked_as_a_whole(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "_manager", lambda: manager)
     run_evaluation(str(folder), tasks=["both", "few"], out=str(tmp_path), limit=4, shots=0)
     whole, *parts = results_of(tmp_path)["tasks"]
-    found = [(each["task"], each["questions"], each["shots"]) for each in (whole, *parts)]
-    assert found == [("both", 8, 0), ("mine", 4, 0), ("other", 4, 0)]
+    results = [(each["task"], each["questions"], each["shots"]) for each in (whole, *parts)]
+    assert results == [("both", 8, 0), ("mine", 4, 0), ("other", 4, 0)]
     assert whole["metrics"]["acc"]["value"] == parts[0]["metrics"]["acc"]["value"]
     assert whole["subtasks"] == {each["task"]: each["metrics"] for each in parts}
 

@@ -86,5 +86,5 @@ def test_torch_gru(pair, num_layers, bidirectional, layout, device):
     theirs = results(layer, x, _run(gru, layout), parameters=dict(gru.named_parameters()))
     agree(results(layer, x, _run(layer, layout)), _as_ours(layer, theirs), 1e-9)
     x = x if layer.batch_first else x.transpose(0, 1)
-    for got, expected in zip(layer(x), gru(x), strict=True):
-        assert torch.allclose(got, expected, atol=1e-10)
+    for got, reference in zip(layer(x), gru(x), strict=True):
+        assert torch.allclose(got, reference, atol=1e-10)

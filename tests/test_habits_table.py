@@ -39,5 +39,5 @@ def test_rows_are_answered_and_tested(row):
 @pytest.mark.parametrize("file", OURS)
 def test_every_test_has_a_row(file):
     links = LINK.findall("".join(ROWS["habits.md"]))
-    named = {name for name, target in links if target.endswith(file)}
-    assert _tests_in(DOCS.parent / "tests" / file) == named
+    names = {name for name, target in links if target.endswith(file)}
+    assert _tests_in(DOCS.parent / "tests" / file) == names

@@ -41,7 +41,7 @@ def _unseen_sizes(layer, run, stance="fail_on_recompile", **draw):
         agree(got, results(loop_of(layer), x, **options))
 
 
-def _compiled(layer, backend="aot_eager"):
+def _compile(layer, backend="aot_eager"):
     return torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
 
 
@@ -65,18 +65,18 @@ each_once = pytest.mark.parametrize(
 @pairs
 def test_compile(cls, pair, device):
     layer = layer_of(cls, pair, device)
-    _unseen_sizes(layer, _compiled(layer))
+    _unseen_sizes(layer, _compile(layer))
 
 
 @each_once
 def test_compile_frozen(cls, pair, device):
     layer = layer_of(cls, pair, device).requires_grad_(False)
-    x, compiled = input_of(layer), _compiled(layer)
-    got, expected = compiled(x)[0], loop_of(layer)(x)[0]
+    x, program = input_of(layer), _compile(layer)
+    got, reference = program(x)[0], loop_of(layer)(x)[0]
     assert not got.requires_grad
-    agree({"output": got}, {"output": expected})
+    agree({"output": got}, {"output": reference})
     leaf = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(loss_of(compiled(leaf)[0]), leaf)
+    (grad,) = torch.autograd.grad(loss_of(program(leaf)[0]), leaf)
     (exact,) = torch.autograd.grad(loss_of(loop_of(layer)(leaf)[0]), leaf)
     agree({"grad": grad}, {"grad": exact})
 
@@ -84,13 +84,13 @@ def test_compile_frozen(cls, pair, device):
 @each_once
 def test_compile_with_resets_in_both_directions(cls, pair, device):
     layer = layer_of(cls, pair, device, num_layers=1, bidirectional=True)
-    _unseen_sizes(layer, _compiled(layer), reset=_resets)
+    _unseen_sizes(layer, _compile(layer), reset=_resets)
 
 
 @each_once
 def test_compile_with_lengths(cls, pair, device):
     layer = layer_of(cls, pair, device, num_layers=1)
-    _unseen_sizes(layer, _compiled(layer), lengths=_lengths)
+    _unseen_sizes(layer, _compile(layer), lengths=_lengths)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def few_compilations():
 @layers
 def test_compile_by_inductor(cls, device):
     layer = layer_of(cls, FUSED, device, num_layers=1, num_heads=1)
-    _unseen_sizes(layer, _compiled(layer, "inductor"))
+    _unseen_sizes(layer, _compile(layer, "inductor"))
 
 
 class Batches(nn.Module):
@@ -124,7 +124,7 @@ class Batches(nn.Module):
 
 
 @cache
-def _exported(device):
+def _export(device):
     """Return a module, its program, which several tests share, and inputs of other sizes."""
     batch, steps = torch.export.Dim("batch"), torch.export.Dim("steps")
     sizes = {
@@ -138,21 +138,21 @@ def _exported(device):
         x = input_of(module.gru, batch, steps)
         return x, _lengths(batch, steps, x.device), _resets(batch, steps, x.device)
 
-    given = [draw(*size) for size in SIZES]
-    program = torch.export.export(module, given[0], dynamic_shapes=sizes)
+    inputs = [draw(*size) for size in SIZES]
+    program = torch.export.export(module, inputs[0], dynamic_shapes=sizes)
     assert module.gru.last_solve is None
-    return module, program, given[1:]
+    return module, program, inputs[1:]
 
 
 def test_export(tmp_path, device):
-    module, program, others = _exported(device)
+    module, program, others = _export(device)
     torch.export.save(program, tmp_path / "program.pt2")
-    loaded = torch.export.load(tmp_path / "program.pt2")
+    program_of_file = torch.export.load(tmp_path / "program.pt2")
     for inputs in others:
-        expected = module(*inputs)
-        for run in (program.module(), loaded.module()):
-            assert all(torch.equal(a, b) for a, b in zip(run(*inputs), expected, strict=True))
-    torch.save((inputs, expected), tmp_path / "case")
+        reference = module(*inputs)
+        for run in (program.module(), program_of_file.module()):
+            assert all(torch.equal(a, b) for a, b in zip(run(*inputs), reference, strict=True))
+    torch.save((inputs, reference), tmp_path / "case")
     passes_afresh(
         "import pararnn",
         "run = torch.export.load(sys.argv[1] + '/program.pt2').module()",
@@ -178,9 +178,9 @@ def test_export_of_packed_rows(device):
 
     program = torch.export.export(layer, (), draw(20, 3), dynamic_shapes=sizes).module()
     for steps, count in ((20, 3), (9, 7), (200, 2)):
-        given = draw(steps, count)
-        for got, expected in zip(program(**given), layer(**given), strict=True):
-            assert torch.equal(got, expected)
+        arguments = draw(steps, count)
+        for got, reference in zip(program(**arguments), layer(**arguments), strict=True):
+            assert torch.equal(got, reference)
 
 
 class _OneStep(torch.nn.Module):
@@ -203,11 +203,11 @@ def to_onnx(monkeypatch):
 
 @pytest.mark.usefixtures("to_onnx")
 @pytest.mark.parametrize(
-    "asked", [{}, {"solver": "newton", "backend": "fused"}], ids=["", "newton"]
+    "pair_options", [{}, {"solver": "newton", "backend": "fused"}], ids=["", "newton"]
 )
-def test_onnx(asked):
+def test_onnx(pair_options):
     """The loop is taken by itself: one scan and ATen operators, and for a step these alone."""
-    gru, x = pararnn.ParaGRU(4, 8, **asked), torch.randn(2, 5, 4)
+    gru, x = pararnn.ParaGRU(4, 8, **pair_options), torch.randn(2, 5, 4)
     one, state = _OneStep(gru), torch.randn(1, 2, 8)
     for module, inputs in ((gru, (x,)), (one, (x[:, 0], state))):
         with torch.no_grad():
@@ -243,7 +243,7 @@ def test_onnx_any_sizes():
     torch.manual_seed(0)
     module, any_size = _Packed(), torch.export.Dim.DYNAMIC
 
-    def given(batch, steps):
+    def inputs_of(batch, steps):
         state = (torch.randn(1, batch, 8), torch.randn(1, batch, 8))
         reset, lengths = torch.rand(batch, steps) < 0.2, torch.arange(batch) % steps + 1
         return torch.randn(batch, steps, 4), state, reset, lengths
@@ -251,9 +251,9 @@ def test_onnx_any_sizes():
     rows, batch = {0: any_size, 1: any_size}, {1: any_size}
     sizes = {"x": rows, "state": (batch, batch), "reset": rows, "lengths": {0: any_size}}
     with torch.no_grad():
-        program = torch.export.export(module, given(5, 6), dynamic_shapes=sizes)
+        program = torch.export.export(module, inputs_of(5, 6), dynamic_shapes=sizes)
         assert _scans_and_others(program)[0] == 1
-        for inputs in (given(5, 6), given(3, 11)):
+        for inputs in (inputs_of(5, 6), inputs_of(3, 11)):
             want, got = (tree_leaves(run(*inputs)) for run in (module, program.module()))
             for mine, own in zip(got, want, strict=True):
                 torch.testing.assert_close(mine, own)
@@ -263,13 +263,13 @@ def test_onnx_any_sizes():
 def test_aot_inductor(tmp_path, device):
     if device == "cuda":
         pytest.skip("PyTorch 2.11 crashes where it loads such a package")
-    module, program, others = _exported(device)
+    module, program, others = _export(device)
     path = str(tmp_path / "package.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=path)
     package = torch._inductor.aoti_load_package(path)
     for inputs in others:
-        for got, expected in zip(package(*inputs), module(*inputs), strict=True):
-            assert torch.allclose(got, expected, atol=1e-12)
+        for got, reference in zip(package(*inputs), module(*inputs), strict=True):
+            assert torch.allclose(got, reference, atol=1e-12)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -278,12 +278,12 @@ def test_aot_inductor(tmp_path, device):
 def test_weight_norm(cls, pair, heads, device):
     layer = layer_of(cls, pair, device, num_heads=heads)
     x = input_of(layer)
-    before = layer(x)[0]
+    old = layer(x)[0]
     for part in layer.layers:
         parametrizations.weight_norm(part.proj, "weight", dim=1)  # a length for each row of gates
         for name in type(part.cell).params:
             parametrizations.weight_norm(part.cell, name, dim=None)
-    assert torch.allclose(layer(x)[0], before)
+    assert torch.allclose(layer(x)[0], old)
     assert layer.layers[0].proj.parametrizations.weight.original0.shape == (1, 18 // heads, 1)
     agree(results(layer, x), results(loop_of(layer), x))
 
@@ -335,14 +335,14 @@ class Model(nn.Module):
     def __init__(self, rnn):
         super().__init__()
         factory = {"device": rnn.cell.a_z.device, "dtype": rnn.cell.a_z.dtype}
-        self.before = nn.Sequential(nn.Linear(5, rnn.input_size, **factory), nn.GELU())
+        self.preamble = nn.Sequential(nn.Linear(5, rnn.input_size, **factory), nn.GELU())
         self.rnn = rnn
         self.head = nn.Sequential(
             nn.LayerNorm(rnn.hidden_size, **factory), nn.Linear(rnn.hidden_size, 2, **factory)
         )
 
     def forward(self, x):
-        return self.head(self.rnn(self.before(x))[0])
+        return self.head(self.rnn(self.preamble(x))[0])
 
 
 def _model_of(layer):
@@ -355,17 +355,17 @@ def _model_of(layer):
 
 def _train(module, x):
     """The gradients of two steps, and the weights after them."""
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=0.5)
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trainable.values(), lr=0.5)
     pararnn.clip_after_step(optimizer, module)
-    seen = {}
+    tensors = {}
     for step in range(2):
         optimizer.zero_grad()
         loss_of(module(x)).backward()
-        seen |= {f"{step} {name}": p.grad.clone() for name, p in trained.items()}
-        nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        tensors |= {f"{step} {name}": p.grad.clone() for name, p in trainable.items()}
+        nn.utils.clip_grad_norm_(trainable.values(), 1.0)
         optimizer.step()
-    return seen | {name: p.detach() for name, p in module.named_parameters()}
+    return tensors | {name: p.detach() for name, p in module.named_parameters()}
 
 
 @layers
@@ -386,21 +386,21 @@ def test_lora(cls, pair, heads, device):
     peft = pytest.importorskip("peft")
     model, twin, x = _model_of(layer_of(cls, pair, device, num_heads=heads))
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["proj.weight"])
-    before, adapted = model(x), []
+    old, lora_models = model(x), []
     for each in (model, twin):
         torch.manual_seed(2)
-        adapted.append(peft.get_peft_model(each, config))
-    assert torch.equal(adapted[0](x), before)
-    loss_of(adapted[0](x)).backward()
-    with_grad = [name for name, p in adapted[0].named_parameters() if p.grad is not None]
+        lora_models.append(peft.get_peft_model(each, config))
+    assert torch.equal(lora_models[0](x), old)
+    loss_of(lora_models[0](x)).backward()
+    with_grad = [name for name, p in lora_models[0].named_parameters() if p.grad is not None]
     assert len(with_grad) == 4
     assert all("proj.lora_" in name for name in with_grad)
-    got, expected = (_train(each, x) for each in adapted)
-    got, expected = ({k: v for k, v in d.items() if v.any()} for d in (got, expected))
-    agree(got, expected, 1e-8)
-    tuned = adapted[0](x)
-    assert not torch.allclose(tuned, before)
-    assert torch.allclose(adapted[0].merge_and_unload()(x), tuned)
+    got, reference = (_train(each, x) for each in lora_models)
+    got, reference = ({k: v for k, v in d.items() if v.any()} for d in (got, reference))
+    agree(got, reference, 1e-8)
+    new_output = lora_models[0](x)
+    assert not torch.allclose(new_output, old)
+    assert torch.allclose(lora_models[0].merge_and_unload()(x), new_output)
 
 
 class Damped(pararnn.GRUCell):
@@ -419,36 +419,36 @@ class DampedLSTM(pararnn.LSTMCell):
 def test_subclassed_step(cls, pair, device):
     base = layer_of(cls, pair, device, num_layers=1)
     x = input_of(base)
-    before = results(base, x)
-    damped = Damped if cls is pararnn.ParaGRU else DampedLSTM
+    old = results(base, x)
+    cell_class = Damped if cls is pararnn.ParaGRU else DampedLSTM
 
     def own(*args, **options):
-        return pararnn.ParaRNN(damped, *args, **options)
+        return pararnn.ParaRNN(cell_class, *args, **options)
 
     layer = layer_of(own, pair, device, num_layers=1)
     layer.load_state_dict(base.state_dict())
     assert torch.allclose(layer(x[:, :1])[0], 0.5 * base(x[:, :1])[0])
     agree(results(layer, x), results(loop_of(layer), x))
-    assert not torch.allclose(layer(x)[0], before["output"])
-    same(results(base, x), before)
+    assert not torch.allclose(layer(x)[0], old["output"])
+    same(results(base, x), old)
 
 
 @layers
 @pairs
 def test_states_changed_in_place(cls, pair, device):
     layer = layer_of(cls, pair, device)
-    x, found = input_of(layer, steps=12), []
+    x, results = input_of(layer, steps=12), []
     for module in (layer, loop_of(layer)):
-        held, outputs = state_of(module), []
+        current, outputs = state_of(module), []
         for chunk in x.split(4, 1):
-            output, h_n = module(chunk, held if len(held) > 1 else held[0])
+            output, h_n = module(chunk, current if len(current) > 1 else current[0])
             loss_of(output).backward()
-            for state, new in zip(held, unpack(h_n), strict=True):
+            for state, new in zip(current, unpack(h_n), strict=True):
                 state.copy_(new.detach())
             outputs.append(output)
         grads = {name: p.grad for name, p in module.named_parameters()}
-        found.append({"output": torch.cat(outputs, 1)} | grads)
-    agree(*found)
+        results.append({"output": torch.cat(outputs, 1)} | grads)
+    agree(*results)
     output, h_n = layer(x)
     loss = loss_of(output, *unpack(h_n))
     for state in unpack(h_n):

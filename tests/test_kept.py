@@ -11,11 +11,11 @@ DAY = 24 * 3600
 def _entry(folder, name, days, size=10):
     (folder / name).mkdir()
     (folder / name / "kernels.so").write_bytes(bytes(size))
-    made = time.time() - days * DAY
-    os.utime(folder / name, (made, made))
+    birth = time.time() - days * DAY
+    os.utime(folder / name, (birth, birth))
 
 
-def _left(folder):
+def _names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -26,7 +26,7 @@ def test_old_and_unfinished_entries_are_dropped(tmp_path):
         _entry(tmp_path, f"{prefix}running", 0.5)
         _entry(tmp_path, f"{prefix}killed", 2)
     kept.prune(tmp_path)
-    assert _left(tmp_path) == [".building-running", ".dropped-running", "new", "used"]
+    assert _names_in(tmp_path) == [".building-running", ".dropped-running", "new", "used"]
 
 
 def test_the_oldest_of_too_much_is_dropped(tmp_path):
@@ -34,7 +34,7 @@ def test_the_oldest_of_too_much_is_dropped(tmp_path):
         _entry(tmp_path, f"{days} days", days, size=100_000)
     _entry(tmp_path, ".building-another", 0.9, size=100_000)
     kept.prune(tmp_path, most=350_000)
-    assert _left(tmp_path) == [".building-another", "1 days", "2 days"]
+    assert _names_in(tmp_path) == [".building-another", "1 days", "2 days"]
 
 
 def test_the_folder_is_the_users(monkeypatch):

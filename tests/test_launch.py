@@ -195,9 +195,9 @@ def test_backward_launches_depend_on_the_layout_of_gradients():
         assert not any(a == b for i, a in enumerate(launches) for b in launches[:i])
 
 
-@pytest.mark.parametrize("emulated", [False, True], ids=["cpu", "cuda"])
-def test_gradients_arrive_in_any_layout_one_after_the_other(emulated, monkeypatch):
-    if emulated:
+@pytest.mark.parametrize("emulate", [False, True], ids=["cpu", "cuda"])
+def test_gradients_arrive_in_any_layout_one_after_the_other(emulate, monkeypatch):
+    if emulate:
         install(gpu(), monkeypatch)
     cell = pararnn.GRUCell(8)
     gates = torch.randn(2, 20, 3, 8, requires_grad=True)

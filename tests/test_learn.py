@@ -48,9 +48,9 @@ def test_mixers_read_the_same_tokens_and_start_anew(corpus: Corpus) -> None:
         trainee = Trainee(learn_models.tiny()[mixer], CPU, SHAPE)
         first = list(trainee.train(job(mixer), corpus))
         again = list(trainee.train(job(mixer), corpus))
-        timed = ("seconds", "tokens_per_s")
-        assert [{**row, **dict.fromkeys(timed)} for row in first] == [
-            {**row, **dict.fromkeys(timed)} for row in again
+        time_columns = ("seconds", "tokens_per_s")
+        assert [{**row, **dict.fromkeys(time_columns)} for row in first] == [
+            {**row, **dict.fromkeys(time_columns)} for row in again
         ]
         rows += [*first, *trainee.train(job(mixer, seed=1), corpus)]
     learn.check_equal(rows)
@@ -142,15 +142,15 @@ def test_layers_of_a_trained_model_by_their_pairs(corpus: Corpus, monkeypatch) -
     trainee = Trainee(learn_models.tiny()["hybrid"], CPU, SHAPE)
     list(trainee.train(job("hybrid"), corpus))
     model = trainee.model
-    given = (model.config, model.state_dict(), corpus)
-    rows = list(learn_layers.layer_rows("hybrid", *given, until=time.time() + 1e6))
+    arguments = (model.config, model.state_dict(), corpus)
+    rows = list(learn_layers.layer_rows("hybrid", *arguments, until=time.time() + 1e6))
     assert {(row["B"], row["T"], row["D"]) for row in rows} == {(2, 32, 32), (1, 64, 32)}
     for size in (32, 64):
         for layer in (1, 2, 3):
             own = [row for row in rows if (row["T"], row["layer"]) == (size, layer)]
             assert sum(row["auto"] for row in own) <= 1
             assert min(row["of_best"] for row in own) == 1
-    assert not list(learn_layers.layer_rows("hybrid", *given, until=0))
+    assert not list(learn_layers.layer_rows("hybrid", *arguments, until=0))
 
 
 def final(mixer: str, bits: list[list[float]], speed: float) -> list[dict[str, str]]:
@@ -174,29 +174,29 @@ def final(mixer: str, bits: list[list[float]], speed: float) -> list[dict[str, s
 
 def test_results_of_mixers_that_ended_and_the_leader_on_the_way() -> None:
     early, late = final("gru", [[3.0, 2.0, 2.6]], 2.0), final("lstm", [[3.5, 2.5, 2.2]], 1.0)
-    found = learn_results.results([*early, *late])
-    assert [result.mixer for result in found] == ["lstm", "gru"]
-    assert [result.least[2] for result in found] == [2.2, 2.0]
-    assert learn_results.leaders(found) == [("gru", 64), ("lstm", 96)]
-    stopped = final("hybrid", [[3.0, 2.0], [float("nan")]], 1.0)
-    assert learn_results.results([*early, *late, *stopped]) == found
+    results = learn_results.results([*early, *late])
+    assert [result.mixer for result in results] == ["lstm", "gru"]
+    assert [result.least[2] for result in results] == [2.2, 2.0]
+    assert learn_results.leaders(results) == [("gru", 64), ("lstm", 96)]
+    diverging = final("hybrid", [[3.0, 2.0], [float("nan")]], 1.0)
+    assert learn_results.results([*early, *late, *diverging]) == results
 
 
 def test_tuners_time_nothing_before_begin(monkeypatch) -> None:
-    timed = []
+    timings = []
     testing, runtime, peer = (ModuleType(f"triton.{name}") for name in ("testing", "runtime", "p"))
-    testing.do_bench = lambda call, quantiles, **_: timed.append(call) or [2.0 for _ in quantiles]
+    testing.do_bench = lambda call, quantiles, **_: timings.append(call) or [2.0 for _ in quantiles]
     runtime.Autotuner = type("Autotuner", (), {"cache": {"key": "config"}})
     tuner = runtime.Autotuner()
     peer.kernel = SimpleNamespace(fn=tuner)
-    found = {"triton": ModuleType("triton"), "triton.testing": testing, "triton.runtime": runtime}
-    found["triton"].__spec__ = ModuleSpec("triton", None)
-    for name, module in {**found, "mamba_ssm.peer": peer}.items():
+    modules = {"triton": ModuleType("triton"), "triton.testing": testing, "triton.runtime": runtime}
+    modules["triton"].__spec__ = ModuleSpec("triton", None)
+    for name, module in {**modules, "mamba_ssm.peer": peer}.items():
         monkeypatch.setitem(sys.modules, name, module)
     tuning, calls = learn_run.Tuning(), []
     assert testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [1.0, 1.0]
-    assert (len(calls), len(timed)) == (1, 0)
+    assert (len(calls), len(timings)) == (1, 0)
     tuning.begin()
     assert not tuner.cache
     assert testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [2.0, 2.0]
-    assert (len(calls), len(timed)) == (1, 1)
+    assert (len(calls), len(timings)) == (1, 1)

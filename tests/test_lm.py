@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from fresh import run_fresh
-from lm_kinds import borders, padded, positions, tokens
+from lm_kinds import borders, pad_rows, positions, tokens
 
 from pararnn.lm import LanguageModel, LMConfig, bits_per_byte, sample, set_solver
 
@@ -32,11 +32,11 @@ def test_models_pickle_and_copy(name):
     model.loss(tokens).backward()
     model.backbone.layers[0].compile(backend="aot_eager")
     want = model(tokens)
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
     for other in (
-        torch.load(saved, weights_only=False),
+        torch.load(file, weights_only=False),
         pickle.loads(pickle.dumps(model)),
         copy.deepcopy(model),
     ):
@@ -49,8 +49,8 @@ def test_a_new_models_logits_have_unit_variance_and_all_parameters_gradients():
     # The mean of log2 sum exp of 256 Gaussian logits of variance 1 is 8 + 1 / (2 ln 2).
     assert loss.item() == pytest.approx(8 + 0.5 / math.log(2), abs=0.4)
     loss.backward()
-    without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert without == []
+    names = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert names == []
 
 
 def test_the_loss_is_that_of_the_next_tokens():
@@ -63,8 +63,8 @@ def test_bits_per_byte_is_the_mean_surprise():
     chances = torch.full((1, 2, 256), 0.5 / 255)
     chances[0, 0, 7] = chances[0, 1, 9] = 0.5
     targets = torch.tensor([[7, 8]], dtype=torch.uint8)
-    expected = (1 - math.log2(0.5 / 255)) / 2
-    assert bits_per_byte(chances.log(), targets).item() == pytest.approx(expected, rel=1e-6)
+    bits = (1 - math.log2(0.5 / 255)) / 2
+    assert bits_per_byte(chances.log(), targets).item() == pytest.approx(bits, rel=1e-6)
 
 
 def test_options_reach_the_layers():
@@ -85,23 +85,23 @@ def test_options_reach_the_layers():
 @torch.no_grad()
 def test_greedy_samples_are_the_likeliest_tokens():
     model, text = make_lm(**HYBRID), random_tokens(2, 5)
-    drawn = sample(model, text, 6, temperature=0)
-    assert drawn.dtype == torch.int64
+    samples = sample(model, text, 6, temperature=0)
+    assert samples.dtype == torch.int64
     for index in range(6):
         likeliest = model(text)[:, -1].argmax(-1)
-        assert torch.equal(drawn[:, index], likeliest)
+        assert torch.equal(samples[:, index], likeliest)
         text = torch.cat([text, likeliest.unsqueeze(1)], 1)
 
 
 def test_sampling_follows_the_generator_and_the_temperature():
     model, prompt = make_lm(), random_tokens(1, 5)
 
-    def drawn(seed, temperature):
+    def draw(seed, temperature):
         return sample(model, prompt, 40, temperature, torch.Generator().manual_seed(seed))
 
-    assert torch.equal(drawn(0, 1.0), drawn(0, 1.0))
-    assert not torch.equal(drawn(0, 1.0), drawn(1, 1.0))
-    assert torch.equal(drawn(0, 1e-4), sample(model, prompt, 40, 0))
+    assert torch.equal(draw(0, 1.0), draw(0, 1.0))
+    assert not torch.equal(draw(0, 1.0), draw(1, 1.0))
+    assert torch.equal(draw(0, 1e-4), sample(model, prompt, 40, 0))
     assert sample(model, prompt, 0).shape == (1, 0)
 
 
@@ -131,8 +131,8 @@ def test_imports_are_light_and_leave_the_import_system_alone():
         "assert parts <= set(sys.modules)\n"
         "assert not {'matplotlib', 'transformers'} & set(sys.modules)\n"
     )
-    done = run_fresh(code)
-    assert done.returncode == 0, done.stderr
+    process = run_fresh(code)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("way", ["cu_seq_lens", "position_ids", "left", "right"])
@@ -141,12 +141,12 @@ def test_no_loss_crosses_a_border(way):
     rows = [tokens(length, seed=length) for length in lengths]
     wanted = sum(model.loss(row[None]) * (len(row) - 1) for row in rows) / (sum(lengths) - 3)
     if way in ("left", "right"):
-        batch, mask = padded(rows, way)
-        found = model.loss(batch, padding_mask=mask)
+        batch, mask = pad_rows(rows, way)
+        loss = model.loss(batch, padding_mask=mask)
     else:
         where = borders(lengths) if way == "cu_seq_lens" else positions(lengths)
-        found = model.loss(torch.cat(rows)[None], **{way: where})
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+        loss = model.loss(torch.cat(rows)[None], **{way: where})
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
 
 
 def test_a_loss_may_continue_a_cache():

@@ -24,9 +24,9 @@ def check_extend(cache: PlainCache, parts: list[Tensor]) -> None:
     """Each call gives all so far; values are keys' negatives."""
     for number in range(len(parts)):
         keys, values = cache.extend(parts[number], -parts[number])
-        expected = torch.cat(parts[: number + 1], 2)
-        assert torch.equal(keys, expected)
-        assert torch.equal(values, -expected)
+        reference = torch.cat(parts[: number + 1], 2)
+        assert torch.equal(keys, reference)
+        assert torch.equal(values, -reference)
         assert cache.keys is keys
         assert cache.values is values
 
@@ -50,12 +50,12 @@ def test_most_additions_copy_no_tokens() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_copies_of_a_cache_are_independent(copied: object) -> None:
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy])
+def test_copies_of_a_cache_are_independent(copy_of: object) -> None:
     start = [tokens(3), tokens(1)]
     one = PlainCache()
     check_extend(one, start)
-    other = copied(one)  # type: ignore[operator]
+    other = copy_of(one)  # type: ignore[operator]
     for _ in range(3):
         ours, theirs = tokens(1), tokens(1)
         one.extend(ours, ours)
@@ -134,44 +134,44 @@ def model_and_record(
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_growing_caches_do_not_use_cudnn(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    model, allowed = model_and_record(monkeypatch, kind)
+    model, flags = model_and_record(monkeypatch, kind)
     row = torch.randint(61, (1, 9))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         sample(model, row, 4)
-        assert not any(allowed)
-        assert len(allowed) == 4 * MIXERS[kind].count("attention")
-        allowed.clear()
+        assert not any(flags)
+        assert len(flags) == 4 * MIXERS[kind].count("attention")
+        flags.clear()
         model(row)  # one length, which trainings repeat
         model(row, model.new_cache())  # gradients are asked for
         with torch.no_grad():
             model(row)
-        assert all(allowed)
-        assert allowed
+        assert all(flags)
+        assert flags
         assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_caches_of_a_fixed_length_may_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN's kernels read many rows' keys in less time, and are planned once."""
-    model, allowed = model_and_record(monkeypatch, "attention")
+    model, flags = model_and_record(monkeypatch, "attention")
     monkeypatch.setattr(PlainCache, "grows", False)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         sample(model, torch.randint(61, (1, 9)), 2)
-    assert all(allowed)
-    assert allowed
+    assert all(flags)
+    assert flags
 
 
 def test_a_single_allowed_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, allowed = model_and_record(monkeypatch, "attention")
+    model, flags = model_and_record(monkeypatch, "attention")
     row = torch.randint(61, (1, 9))
     with sdpa_kernel(SDPBackend.MATH):
         sample(model, row, 1)
-        assert not any(allowed)
+        assert not any(flags)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
-    allowed.clear()
+    flags.clear()
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), contextlib.suppress(RuntimeError):
         sample(model, row, 1)  # without a GPU there is no such kernel
-    assert all(allowed)
-    assert allowed
+    assert all(flags)
+    assert flags
 
 
 def test_an_error_restores_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

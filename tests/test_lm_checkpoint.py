@@ -91,12 +91,12 @@ CONFIGS = {
 def test_a_folder_rebuilds_the_model(name, tmp_path):
     model = make_lm(**CONFIGS[name])
     save_checkpoint(model, tmp_path)
-    loaded = load_checkpoint(tmp_path)
-    assert not loaded.training
-    assert loaded.config == model.config
-    assert [p.dtype for p in loaded.parameters()] == [p.dtype for p in model.parameters()]
-    assert (loaded.lm_head.weight is loaded.embed_tokens.weight) == (name == "tied")
-    assert torch.equal(loaded(tokens()), model(tokens()))
+    copy = load_checkpoint(tmp_path)
+    assert not copy.training
+    assert copy.config == model.config
+    assert [p.dtype for p in copy.parameters()] == [p.dtype for p in model.parameters()]
+    assert (copy.lm_head.weight is copy.embed_tokens.weight) == (name == "tied")
+    assert torch.equal(copy(tokens()), model(tokens()))
 
 
 @pytest.mark.parametrize("name", ["gru", "slstm", "own", "tied", "hybrid", "bfloat16"])
@@ -112,13 +112,13 @@ def test_transformers_reads_and_writes_the_same_folder(name, tmp_path):
     theirs.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
     assert not (tmp_path / "shards" / "model.safetensors").exists()
     for kind in ("theirs", "shards"):
-        loaded = load_checkpoint(tmp_path / kind)
-        assert loaded.config == model.config
-        assert torch.equal(loaded(tokens()), model(tokens()))
-    ours, written = (
+        copy = load_checkpoint(tmp_path / kind)
+        assert copy.config == model.config
+        assert torch.equal(copy(tokens()), model(tokens()))
+    ours, config_of_theirs = (
         json.loads((tmp_path / kind / "config.json").read_text()) for kind in ("ours", "theirs")
     )
-    assert ours.items() <= written.items()
+    assert ours.items() <= config_of_theirs.items()
 
 
 def test_the_byte_tokenizers_ids_are_bytes(folder):
@@ -184,9 +184,9 @@ def test_folders_without_a_model_are_refused(folder, tmp_path):
 )
 def test_folders_that_do_not_fit_are_refused_in_one_line(changes, message, folder):
     edit(folder, **changes)
-    with pytest.raises(CheckpointError, match=message) as raised:
+    with pytest.raises(CheckpointError, match=message) as error:
         load_checkpoint(folder)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
 INDEX = "model.safetensors.index.json"
@@ -230,9 +230,9 @@ def test_mixers_that_transformers_cannot_name_are_not_saved(tmp_path, monkeypatc
 
 
 def test_missing_packages_are_named(folder, monkeypatch):
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "safetensors", None)
-        without.delitem(sys.modules, "safetensors.torch")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors", None)
+        patch.delitem(sys.modules, "safetensors.torch")
         with pytest.raises(MissingExtra, match=r"safetensors .*pip install 'pararnn\[demo\]'"):
             load_checkpoint(folder)
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -272,8 +272,8 @@ for kind in {kinds!r}:
 torch.save(logits, {str(tmp_path / "logits.pt")!r})
 """
     again = tmp_path / "again"
-    done = run_fresh(code, environment={"HF_MODULES_CACHE": str(tmp_path / "modules")})
-    assert done.returncode == 0, done.stderr
+    process = run_fresh(code, environment={"HF_MODULES_CACHE": str(tmp_path / "modules")})
+    assert process.returncode == 0, process.stderr
     want = load_checkpoint(folder)(torch.arange(5)[None])
     first, *logits = torch.load(tmp_path / "logits.pt")
     torch.testing.assert_close(first, want, rtol=0, atol=1e-4)
@@ -288,8 +288,8 @@ torch.save(logits, {str(tmp_path / "logits.pt")!r})
 def test_auto_map_adds_our_classes_to_other_entries(tmp_path):
     pytest.importorskip("transformers")
     config_class = pararnn.lm.ParaRNNConfig
-    given = {"AutoConfig": f"some/where--{AUTO_MAP['AutoConfig']}", "AutoModel": "mine.Model"}
-    config = config_class(hidden_size=8, num_hidden_layers=1, auto_map=given)
+    auto_map = {"AutoConfig": f"some/where--{AUTO_MAP['AutoConfig']}", "AutoModel": "mine.Model"}
+    config = config_class(hidden_size=8, num_hidden_layers=1, auto_map=auto_map)
     assert config.auto_map == AUTO_MAP | {"AutoModel": "mine.Model"}
     config_class.register_for_auto_class()  # as transformers does when it has run the file
     config.save_pretrained(tmp_path)

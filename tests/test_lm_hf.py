@@ -9,11 +9,11 @@ from lm_kinds import (
     borders,
     documents,
     hugging,
-    padded,
+    pad_rows,
     plain,
     positions,
     tokens,
-    unpadded,
+    unpad,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -38,8 +38,8 @@ model_of = lru_cache(maxsize=None)(hugging)
 def run_in_pieces(model, batch, cuts, mask=None, cache=None):
     cache, pieces = DynamicCache(config=model.config) if cache is None else cache, []
     for start, stop in zip([0, *cuts], [*cuts, batch.shape[1]], strict=True):
-        seen = None if mask is None else mask[:, :stop]
-        out = model(batch[:, start:stop], attention_mask=seen, past_key_values=cache)
+        mask_so_far = None if mask is None else mask[:, :stop]
+        out = model(batch[:, start:stop], attention_mask=mask_so_far, past_key_values=cache)
         pieces.append(out.logits)
     assert int(cache.get_seq_length()) == batch.shape[1]
     return torch.cat(pieces, 1)
@@ -51,14 +51,14 @@ def run_in_pieces(model, batch, cuts, mask=None, cache=None):
 def test_all_ways_give_the_plain_models_logits(kind, dtype):
     model, reference, rows = model_of(kind, dtype), plain(kind, dtype), documents(LENGTHS)
     want = torch.cat([reference(row[None])[0] for row in rows])
-    batch, mask = padded(rows, "left")
-    right, right_mask = padded(rows, "right")
-    packed, last, where = torch.cat(rows)[None], LENGTHS[0], positions(LENGTHS)
+    batch, mask = pad_rows(rows, "left")
+    right, right_mask = pad_rows(rows, "right")
+    one_row, last, where = torch.cat(rows)[None], LENGTHS[0], positions(LENGTHS)
     number = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)])[None].int()
     ends, index, once = borders(LENGTHS).int(), mask.cumsum(1) - 1, {"use_cache": False}
-    collated = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 19}
-    collated |= {"max_length_k": 19, "position_ids": where, "seq_idx": number}
-    left = {
+    collator_options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 19}
+    collator_options |= {"max_length_k": 19, "position_ids": where, "seq_idx": number}
+    left_options = {
         "left padded": {},
         "left padded, no cache": once,
         "left padded, positions": {"position_ids": index.clamp_min(0)},
@@ -66,19 +66,17 @@ def test_all_ways_give_the_plain_models_logits(kind, dtype):
     }
     together = {
         "positions": {"position_ids": where},
-        "positions and ones": {"position_ids": where, "attention_mask": torch.ones_like(packed)},
+        "positions and ones": {"position_ids": where, "attention_mask": torch.ones_like(one_row)},
         "borders": {"cu_seq_lens_q": ends},
-        "all that the collator gives": collated,
+        "all that the collator gives": collator_options,
         "numbers": {"seq_idx": number},
     }
     got = {
-        name: unpadded(model(batch, attention_mask=mask, **options).logits, mask)
-        for name, options in left.items()
+        name: unpad(model(batch, attention_mask=mask, **options).logits, mask)
+        for name, options in left_options.items()
     }
-    got |= {name: model(packed, **options).logits[0] for name, options in together.items()}
-    got["right padded"] = unpadded(
-        model(right, attention_mask=right_mask, **once).logits, right_mask
-    )
+    got |= {name: model(one_row, **options).logits[0] for name, options in together.items()}
+    got["right padded"] = unpad(model(right, attention_mask=right_mask, **once).logits, right_mask)
     static = StaticCache(config=model.config, max_cache_len=24)
     for name, cuts, cache in (
         ("steps", range(1, last), None),
@@ -86,7 +84,7 @@ def test_all_ways_give_the_plain_models_logits(kind, dtype):
         ("static", (7, 17, 18), static),
     ):
         if static is not cache:
-            got[f"{name}, padded"] = unpadded(run_in_pieces(model, batch, [*cuts], mask), mask)
+            got[f"{name}, padded"] = unpad(run_in_pieces(model, batch, [*cuts], mask), mask)
         result = run_in_pieces(model, rows[0][None], [*cuts], cache=cache)[0]
         got[name] = torch.cat([result, want[last:]])
     for name, logits in got.items():
@@ -118,7 +116,7 @@ def test_generate_is_greedy_search(kind):
     model, prompts = model_of(kind), documents([7, 4, 1])
     want = torch.stack([greedy(model, prompt, 6) for prompt in prompts])
     assert len(want.unique()) > 4
-    batch, mask = padded(prompts, "left")
+    batch, mask = pad_rows(prompts, "left")
     for options in (
         {},
         {"use_cache": False},
@@ -130,11 +128,11 @@ def test_generate_is_greedy_search(kind):
     ):
         got = generate(model, batch, attention_mask=mask, **options)
         assert torch.equal(got, torch.cat([batch, want], 1)), options
-    embedded = model.model.embed_tokens(batch)
-    assert torch.equal(generate(model, inputs_embeds=embedded, attention_mask=mask), want)
+    vectors = model.model.embed_tokens(batch)
+    assert torch.equal(generate(model, inputs_embeds=vectors, attention_mask=mask), want)
     row = prompts[0][None]
     assert torch.equal(generate(model, row)[0, 7:], want[0])
-    assert torch.equal(generate(model, inputs_embeds=embedded[:1])[0], want[0])
+    assert torch.equal(generate(model, inputs_embeds=vectors[:1])[0], want[0])
 
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid"])
@@ -143,19 +141,19 @@ def test_padding_and_batches_change_no_token(kind):
     lengths = (torch.arange(46) * 7 % 23 + 1).tolist()
     prompts = documents(lengths)
     options = {"max_new_tokens": 3}
-    alone = torch.stack([generate(model, row[None], **options)[0, len(row) :] for row in prompts])
-    assert len(alone.unique()) > 10
+    single = torch.stack([generate(model, row[None], **options)[0, len(row) :] for row in prompts])
+    assert len(single.unique()) > 10
     for side in ("left", "right"):
         for size in (8, 46):
             for start in range(0, 46, size):
-                batch, mask = padded(prompts[start : start + size], side)
+                batch, mask = pad_rows(prompts[start : start + size], side)
                 got = generate(model, batch, attention_mask=mask, **options)
-                assert torch.equal(got[:, -3:], alone[start : start + size]), (side, start)
+                assert torch.equal(got[:, -3:], single[start : start + size]), (side, start)
 
 
 @pytest.mark.parametrize("kind", ["gru", "user's", "hybrid"])
 def test_beams_and_samples_are_the_same_with_any_cache(kind):
-    model, (batch, mask) = model_of(kind), padded(documents([7, 4, 1]), "left")
+    model, (batch, mask) = model_of(kind), pad_rows(documents([7, 4, 1]), "left")
     for options in (
         {"num_beams": 3},
         {"num_beams": 4, "num_return_sequences": 2},
@@ -164,9 +162,9 @@ def test_beams_and_samples_are_the_same_with_any_cache(kind):
         {"do_sample": True, "num_beams": 2, "temperature": 2.0},
     ):
         results = []
-        for cached in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+        for cache_options in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
             torch.manual_seed(0)
-            results.append(generate(model, batch, attention_mask=mask, **options, **cached))
+            results.append(generate(model, batch, attention_mask=mask, **options, **cache_options))
         assert torch.equal(results[0], results[2]), options
         assert torch.equal(results[1], results[2]), options
 
@@ -202,7 +200,7 @@ def test_streams_give_the_tokens(kind):
 
 @pytest.mark.parametrize("kind", GENERATED)
 def test_generate_goes_on_from_a_cache(kind):
-    model, (batch, mask) = model_of(kind), padded(documents([7, 4, 1]), "left")
+    model, (batch, mask) = model_of(kind), pad_rows(documents([7, 4, 1]), "left")
     more = tokens(3, 4, seed=9)
     static = StaticCache(config=model.config, max_cache_len=24)
     for options in ({}, {"prefill_chunk_size": 3}, {"past_key_values": static}):
@@ -215,14 +213,14 @@ def test_generate_goes_on_from_a_cache(kind):
             **options,
         )
         row = torch.cat([first.sequences, more], 1)
-        seen = torch.cat([mask, torch.ones(3, 7).long()], 1)
-        want = generate(model, row, attention_mask=seen, use_cache=False)
+        full_mask = torch.cat([mask, torch.ones(3, 7).long()], 1)
+        want = generate(model, row, attention_mask=full_mask, use_cache=False)
         # The last token was drawn and never read.
         assert int(first.past_key_values.get_seq_length()) == 9
         # Of a row that is known in part, or of its new tokens and the mask of all.
-        cache, known = first.past_key_values, options.get("prefill_chunk_size", 0)
-        new = row if not known else row[:, 9:]
-        got = generate(model, new, attention_mask=seen, past_key_values=cache)
+        cache, prefill = first.past_key_values, options.get("prefill_chunk_size", 0)
+        new = row if not prefill else row[:, 9:]
+        got = generate(model, new, attention_mask=full_mask, past_key_values=cache)
         assert torch.equal(got[:, new.shape[1] :], want[:, row.shape[1] :])
         cache.reset()
         if options.get("past_key_values") is static:
@@ -269,52 +267,52 @@ def test_inputs_without_padding_or_borders_make_no_mask(monkeypatch):
         {"position_ids": torch.arange(9).expand(2, 9) + 5},
         {"attention_mask": torch.ones(2, 9)},
     ):
-        for cached in (True, False):
-            got = model(row, **options, use_cache=cached).logits
+        for use_cache in (True, False):
+            got = model(row, **options, use_cache=use_cache).logits
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     assert masks == [None] * 6
     uneven = model(row, position_ids=torch.arange(9)[None] * 3, use_cache=False).logits
-    cached = model(row, position_ids=torch.arange(9)[None] * 3).logits
+    use_cache = model(row, position_ids=torch.arange(9)[None] * 3).logits
     assert (uneven - want).abs().max() > 1e-2
-    torch.testing.assert_close(cached, uneven, rtol=0, atol=1e-4)
+    torch.testing.assert_close(use_cache, uneven, rtol=0, atol=1e-4)
 
 
 def test_assistants_and_packed_rows_with_a_cache_raise():
-    model, (left, left_mask) = model_of("hybrid"), padded(documents([5, 3]), "left")
-    right, right_mask = padded(documents([5, 3]), "right")
+    model, (left_rows, left_mask) = model_of("hybrid"), pad_rows(documents([5, 3]), "left")
+    right, right_mask = pad_rows(documents([5, 3]), "right")
     with pytest.raises(ValueError, match="stateful"):
-        generate(model, left, attention_mask=left_mask, prompt_lookup_num_tokens=2)
+        generate(model, left_rows, attention_mask=left_mask, prompt_lookup_num_tokens=2)
     with pytest.raises(ValueError, match="stateful"):
-        generate(model, left[:1], assistant_model=model_of("gru"))
+        generate(model, left_rows[:1], assistant_model=model_of("gru"))
     with pytest.raises(ValueError, match=r"padded on the right.*left"):
         model(right, attention_mask=right_mask, use_cache=True)
-    alone = hugging("gru", num_hidden_layers=1)  # an assistant's cache records what was
+    small_model = hugging("gru", num_hidden_layers=1)  # an assistant's cache records what was
     with pytest.raises(RuntimeError, match="cannot go back to an earlier token"):
-        generate(model_of("attention"), left[:1], assistant_model=alone)
+        generate(model_of("attention"), left_rows[:1], assistant_model=small_model)
     with pytest.raises(ValueError, match="packed documents cannot be kept"):
-        model(left, position_ids=positions([3, 2]), use_cache=True)
+        model(left_rows, position_ids=positions([3, 2]), use_cache=True)
     with pytest.raises(ValueError, match="packed documents cannot be kept"):
-        model(left[:1], cu_seq_lens_q=borders([3, 2]), past_key_values=DynamicCache())
+        model(left_rows[:1], cu_seq_lens_q=borders([3, 2]), past_key_values=DynamicCache())
     with pytest.raises(ValueError, match=r"\(seq_idx\) must be \(2, 5\), got \(5,\)"):
-        model(left, seq_idx=torch.tensor([0, 0, 1, 1, 1]))
+        model(left_rows, seq_idx=torch.tensor([0, 0, 1, 1, 1]))
     with pytest.raises(ValueError, match="exactly one"):
         model()
     with pytest.raises(ValueError, match=r"DynamicCache\(config=model.config\)"):
-        model(left, past_key_values=DynamicCache())
+        model(left_rows, past_key_values=DynamicCache())
 
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid"])
 def test_padding_on_the_right_is_moved_or_raises(kind):
     model, prompts = model_of(kind), documents([7, 4, 1])
-    (right, mask), (left, left_mask) = padded(prompts, "right"), padded(prompts, "left")
+    (right, mask), (left_rows, left_mask) = pad_rows(prompts, "right"), pad_rows(prompts, "left")
     options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
-    want = generate(model, left, attention_mask=left_mask, **options).logits
-    embedded = model.model.embed_tokens(right)
+    want = generate(model, left_rows, attention_mask=left_mask, **options).logits
+    vectors = model.model.embed_tokens(right)
     for rows in (
         {"inputs": right},
         {"input_ids": right},
-        {"inputs_embeds": embedded},
-        {"inputs": right, "inputs_embeds": embedded},
+        {"inputs_embeds": vectors},
+        {"inputs": right, "inputs_embeds": vectors},
         {"inputs": right, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)},
         {"inputs": right, "cache_implementation": "static"},
         {"inputs": right, "use_cache": False},
@@ -360,9 +358,9 @@ def test_masks_that_do_not_fit_raise():
         ValueError, match=r"\(B, H, T, S\) with B = 2 and T = 6, got \(3, 1, 6, 6\)"
     ):
         attention(row, attention_mask=torch.ones(3, 1, 6, 6).bool())
-    packed, mask = torch.zeros(2, 6).int(), torch.ones(2, 1, 6, 6).bool()
+    numbers, mask = torch.zeros(2, 6).int(), torch.ones(2, 1, 6, 6).bool()
     with pytest.raises(ValueError, match="both say which tokens are seen"):
-        attention(row, attention_mask=mask, seq_idx=packed)
+        attention(row, attention_mask=mask, seq_idx=numbers)
 
 
 def test_a_prompt_may_end_as_rows_are_padded():
@@ -398,9 +396,9 @@ SIDES = {"both": ([3, 1, 0], [1, 4, 7]), "right": ([0, 0, 0], [2, 5, 0])}
 @pytest.mark.parametrize("kind", ["gru", "user's", "hybrid", "attention"])
 @torch.no_grad()
 def test_rows_may_end_in_padding_without_a_cache(kind, side):
-    model, (left, right) = model_of(kind), SIDES[side]
+    model, (starts, right) = model_of(kind), SIDES[side]
     mask = torch.zeros(3, 12).long()
-    for index, (start, stop) in enumerate(zip(left, right, strict=True)):
+    for index, (start, stop) in enumerate(zip(starts, right, strict=True)):
         mask[index, start : 12 - stop] = 1
     batch = tokens(3, 12, seed=4)
     for training in (False, True):
@@ -420,18 +418,18 @@ def test_rows_may_end_in_padding_without_a_cache(kind, side):
 def test_masks_by_keys_work_for_models_of_attention_only():
     model, rows = model_of("attention"), documents([5, 4])
     batch, number = torch.cat(rows)[None], torch.tensor([0] * 5 + [1] * 4)
-    seen = (number == number[:, None]).tril()[None, None]
-    added = torch.zeros(1, 1, 9, 9).masked_fill(~seen, torch.finfo(torch.float32).min)
+    bool_mask = (number == number[:, None]).tril()[None, None]
+    float_mask = torch.zeros(1, 1, 9, 9).masked_fill(~bool_mask, torch.finfo(torch.float32).min)
     where = positions([5, 4])
     want = model(batch, position_ids=where).logits
-    for mask in (seen, added, seen.expand(1, 2, 9, 9)):
+    for mask in (bool_mask, float_mask, bool_mask.expand(1, 2, 9, 9)):
         for options in ({}, {"use_cache": False}, {"output_attentions": True}):
             got = model(batch, attention_mask=mask, **{"position_ids": where} | options).logits
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     cache = DynamicCache(config=model.config)
-    first = {"position_ids": where[:, :6], "attention_mask": seen[..., :6, :6]}
+    first = {"position_ids": where[:, :6], "attention_mask": bool_mask[..., :6, :6]}
     parts = [model(batch[:, :6], past_key_values=cache, **first).logits]
-    then = {"position_ids": where[:, 6:], "attention_mask": seen[..., 6:, :]}
+    then = {"position_ids": where[:, 6:], "attention_mask": bool_mask[..., 6:, :]}
     parts.append(model(batch[:, 6:], past_key_values=cache, **then).logits)
     torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0, atol=1e-4)
 
@@ -439,9 +437,9 @@ def test_masks_by_keys_work_for_models_of_attention_only():
 @pytest.mark.parametrize("kind", ["gru", "hybrid", "attention"])
 @torch.no_grad()
 def test_eager_attention_and_its_weights(kind):
-    model, (batch, mask) = hugging(kind), padded(documents([7, 4, 1]), "left")
+    model, (batch, mask) = hugging(kind), pad_rows(documents([7, 4, 1]), "left")
     layers = model.config.layer_types.count("full_attention")
-    want = unpadded(model(batch, attention_mask=mask).logits, mask)
+    want = unpad(model(batch, attention_mask=mask).logits, mask)
     calls = []
     attend = torch.nn.functional.scaled_dot_product_attention
     with pytest.MonkeyPatch.context() as patch:
@@ -450,31 +448,31 @@ def test_eager_attention_and_its_weights(kind):
             "scaled_dot_product_attention",
             lambda *args, **options: calls.append(1) or attend(*args, **options),
         )
-        weighed = model(batch, attention_mask=mask, output_attentions=True)
+        with_weights = model(batch, attention_mask=mask, output_attentions=True)
         model.set_attn_implementation("eager")
         eager = model(batch, attention_mask=mask)
         once = model(batch, attention_mask=mask, use_cache=False)
         model.config.output_attentions = True
-        asked = model(batch, attention_mask=mask)
+        by_config = model(batch, attention_mask=mask)
         assert not calls
         model.config.output_attentions = False
         model.set_attn_implementation("sdpa")
         model(batch, attention_mask=mask)
         assert len(calls) == layers
     assert eager.attentions is None
-    for out in (weighed, eager, once, asked):
-        got = unpadded(out.logits, mask)
+    for out in (with_weights, eager, once, by_config):
+        got = unpad(out.logits, mask)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-    for out in (weighed, asked):
+    for out in (with_weights, by_config):
         assert [part.shape for part in out.attentions] == [(3, 2, 7, 7)] * layers
         for part in out.attentions:
             torch.testing.assert_close(part.sum(-1), torch.ones(3, 2, 7))
             assert (part[0].triu(1) == 0).all()
             assert (part[1, :, 3:, :3] == 0).all()
     options = {"return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 2}
-    drawn = generate(model, batch, attention_mask=mask, **options)
-    assert [len(step) for step in drawn.attentions] == [layers] * 2
-    assert torch.equal(drawn.sequences, generate(model, batch, attention_mask=mask, **options)[0])
+    out = generate(model, batch, attention_mask=mask, **options)
+    assert [len(step) for step in out.attentions] == [layers] * 2
+    assert torch.equal(out.sequences, generate(model, batch, attention_mask=mask, **options)[0])
 
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid", "attention"])
@@ -511,7 +509,7 @@ def test_models_of_attention_only_may_be_assisted():
 
 def test_configs_refuse_what_has_no_effect():
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 5}
-    refused = {
+    errors = {
         "rope_scaling": ({"rope_type": "yarn", "factor": 2.0}, "set rope_theta"),
         "num_key_value_heads": (1, "set num_attention_heads"),
         "head_dim": (16, "set hidden_size"),
@@ -522,7 +520,7 @@ def test_configs_refuse_what_has_no_effect():
         "num_head": (2, "did you mean 'num_heads'"),
         "layer_type": (["full_attention"], "did you mean 'layer_types'"),
     }
-    for name, (value, message) in refused.items():
+    for name, (value, message) in errors.items():
         with pytest.raises(ValueError, match=f"{name}.*{message}"):
             ParaRNNConfig(**sizes, **{name: value})
     harmless = {"rope_scaling": None, "num_key_value_heads": 2, "head_dim": 4, "hidden_act": "silu"}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lm_kinds import hugging, padded, tokens, trainer_of
+from lm_kinds import hugging, pad_rows, tokens, trainer_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,7 +34,7 @@ def test_rows_are_classified_by_their_last_token(kind):
     want = torch.cat([model(row[None]).logits for row in rows])
     assert want.std() > 0.1
     for side in ("left", "right"):
-        batch, mask = padded(rows, side)
+        batch, mask = pad_rows(rows, side)
         batch = batch * mask  # padding is what config.pad_token_id says
         for training in (False, True):
             got = model.train(training)(batch, attention_mask=mask).logits
@@ -86,6 +86,6 @@ def test_trainer_trains_a_reward_model(tmp_path):
     rows = [tokens(6, seed=seed) for seed in range(8)]
     data = [{"input_ids": row, "labels": float(row[-1] > 24)} for row in rows]
     trainer = trainer_of(model, tmp_path, data, max_steps=8, learning_rate=3e-2)
-    before = trainer.evaluate()["eval_loss"]
+    old_loss = trainer.evaluate()["eval_loss"]
     trainer.train()
-    assert trainer.evaluate()["eval_loss"] < 0.7 * before
+    assert trainer.evaluate()["eval_loss"] < 0.7 * old_loss

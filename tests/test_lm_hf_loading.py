@@ -28,7 +28,7 @@ def logits_of(model):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     for kind in SAVED:
         hugging(kind).save_pretrained(root / kind, max_shard_size="5KB")
@@ -36,19 +36,19 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", SAVED)
-def test_loading_gives_the_same_bits(kind, saved):
+def test_loading_gives_the_same_bits(kind, folders):
     model = hugging(kind)
-    assert len(list((saved / kind).glob("*.safetensors"))) > 2
-    loaded, info = AutoModelForCausalLM.from_pretrained(saved / kind, output_loading_info=True)
+    assert len(list((folders / kind).glob("*.safetensors"))) > 2
+    copy, info = AutoModelForCausalLM.from_pretrained(folders / kind, output_loading_info=True)
     assert not any(info.values())
-    assert isinstance(loaded, ParaRNNForCausalLM)
-    assert torch.equal(logits_of(loaded), logits_of(model))
-    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == (kind == "tied")
-    assert loaded.config.to_lm() == model.config.to_lm()
-    body = AutoModel.from_pretrained(saved / kind)
+    assert isinstance(copy, ParaRNNForCausalLM)
+    assert torch.equal(logits_of(copy), logits_of(model))
+    assert (copy.lm_head.weight is copy.model.embed_tokens.weight) == (kind == "tied")
+    assert copy.config.to_lm() == model.config.to_lm()
+    body = AutoModel.from_pretrained(folders / kind)
     assert isinstance(body, ParaRNNModel)
     with torch.no_grad():
-        assert torch.equal(loaded.lm_head(body(ROW).last_hidden_state), logits_of(model))
+        assert torch.equal(copy.lm_head(body(ROW).last_hidden_state), logits_of(model))
 
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid", "attention"])
@@ -62,8 +62,8 @@ def test_models_pickle_and_copy(kind):
 
 
 @torch.no_grad()
-def test_weights_survive_a_resize_and_post_init(saved):
-    model = AutoModelForCausalLM.from_pretrained(saved / "hybrid")
+def test_weights_survive_a_resize_and_post_init(folders):
+    model = AutoModelForCausalLM.from_pretrained(folders / "hybrid")
     model.resize_token_embeddings(60)
     want = logits_of(model)
     model.post_init()
@@ -73,8 +73,8 @@ def test_weights_survive_a_resize_and_post_init(saved):
         assert new.std().item() == pytest.approx(1 / 4, rel=0.05)  # 1/sqrt(d), as other tokens
 
 
-def test_a_missing_cell_raises_with_advice(saved):
-    config = AutoConfig.from_pretrained(saved / "user's")
+def test_a_missing_cell_raises_with_advice(folders):
+    config = AutoConfig.from_pretrained(folders / "user's")
     assert config.cell == "user_cells:Memory"
     assert config.cell_config == {"decay": 0.75}
     config.cell = "nowhere.cells:Mine"
@@ -89,7 +89,7 @@ def test_only_missing_weights_are_drawn(tmp_path):
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     block, attention = "model.backbone.layers.1", "model.backbone.layers.3"
-    fixed = {
+    constants = {
         f"{block}.mixer.rnn.bias": 0.0,
         f"{block}.mixer.conv.bias": 0.0,
         f"{block}.residual_scale": 1.0,
@@ -107,19 +107,21 @@ def test_only_missing_weights_are_drawn(tmp_path):
         "model.embed_tokens.weight": 1 / 8,
         "lm_head.weight": 1 / 8,
     }
-    for name in {**fixed, **spreads}:
+    for name in {**constants, **spreads}:
         del weights[name]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    found = dict(loaded.named_parameters())
-    assert set(found) == set(weights) | set(fixed) | set(spreads)
+    copy = AutoModelForCausalLM.from_pretrained(tmp_path)
+    parameters = dict(copy.named_parameters())
+    assert set(parameters) == set(weights) | set(constants) | set(spreads)
     for name, value in weights.items():
-        assert torch.equal(found[name], value), name
-    for name, value in fixed.items():
-        assert (found[name] == value).all(), name
-    for name, spread in spreads.items():
-        error = 4 * spread / math.sqrt(2 * found[name].numel())
-        assert found[name].std().item() == pytest.approx(spread * 0.987, abs=error + 0.02 * spread)
+        assert torch.equal(parameters[name], value), name
+    for name, value in constants.items():
+        assert (parameters[name] == value).all(), name
+    for name, sigma in spreads.items():
+        error = 4 * sigma / math.sqrt(2 * parameters[name].numel())
+        assert parameters[name].std().item() == pytest.approx(
+            sigma * 0.987, abs=error + 0.02 * sigma
+        )
 
 
 @pytest.mark.parametrize("kind", ["user's", "hybrid"])
@@ -133,19 +135,19 @@ def test_new_models_are_drawn_as_plain_ones(kind):
         empty = ParaRNNForCausalLM(config)
     assert {p.device.type for p in empty.parameters()} == {"meta"}
     theirs = AutoModelForCausalLM.from_config(config)
-    expected = {name: p.detach() for name, p in want.named_parameters()}
-    assert len(expected) == len(dict(theirs.named_parameters()))
+    reference = {name: p.detach() for name, p in want.named_parameters()}
+    assert len(reference) == len(dict(theirs.named_parameters()))
     for name, value in theirs.named_parameters():
-        other, error = expected[name.removeprefix("model.")], 6 / math.sqrt(value.numel())
-        spread = float(other.std()) if other.numel() > 1 else 1.0
-        assert value.mean().item() == pytest.approx(float(other.mean()), abs=error * spread), name
+        other, error = reference[name.removeprefix("model.")], 6 / math.sqrt(value.numel())
+        sigma = float(other.std()) if other.numel() > 1 else 1.0
+        assert value.mean().item() == pytest.approx(float(other.mean()), abs=error * sigma), name
         if value.numel() > 1:
-            assert value.std().item() == pytest.approx(spread, rel=error), name
+            assert value.std().item() == pytest.approx(sigma, rel=error), name
 
 
-def test_cells_and_states_stay_float32_in_bfloat16_models(saved):
+def test_cells_and_states_stay_float32_in_bfloat16_models(folders):
     for kind in SAVED:
-        model = AutoModelForCausalLM.from_pretrained(saved / kind, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(folders / kind, dtype=torch.bfloat16)
         for name, parameter in model.named_parameters():
             assert parameter.dtype == (torch.float32 if is_wide(name) else torch.bfloat16), name
         reference = plain(kind, torch.bfloat16)
@@ -162,13 +164,13 @@ def test_cells_and_states_stay_float32_in_bfloat16_models(saved):
     assert logits_of(new).isfinite().all()
 
 
-def test_models_load_with_a_device_map_and_offloading(saved, tmp_path):
+def test_models_load_with_a_device_map_and_offloading(folders, tmp_path):
     pytest.importorskip("accelerate")
     for kind in SAVED:
         want = logits_of(hugging(kind))
         little = {"max_memory": {"cpu": "10KB"}, "offload_folder": tmp_path / kind}
         for options in ({"device_map": {"": "cpu"}}, {"device_map": "auto", **little}):
-            model = AutoModelForCausalLM.from_pretrained(saved / kind, **options)
+            model = AutoModelForCausalLM.from_pretrained(folders / kind, **options)
             if "max_memory" in options:
                 assert "disk" in model.hf_device_map.values()
             assert torch.equal(logits_of(model), want)

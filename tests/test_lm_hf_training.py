@@ -42,9 +42,9 @@ def test_the_loss_is_that_of_the_logits(kind):
     model, labels = hugging(kind), ROW.clone()
     labels[0, :5] = labels[1, -3:] = -100
     model.config.z_loss = 0.01
-    evaluated = model(ROW, labels=labels)
-    want = direct_loss(evaluated.logits, labels, 0.01)
-    torch.testing.assert_close(evaluated.loss, want)
+    output = model(ROW, labels=labels)
+    want = direct_loss(output.logits, labels, 0.01)
+    torch.testing.assert_close(output.loss, want)
     want.backward()
     wanted = gradients(model)
     model.train()
@@ -64,14 +64,14 @@ def test_labels_may_come_shifted(head):
         linear = torch.nn.Linear(16, VOCABULARY)
         linear.weight, linear.bias.data = model.lm_head.weight, torch.zeros(VOCABULARY)
         model.lm_head = linear
-    shifted = torch.nn.functional.pad(ROW[:, 1:], (0, 1), value=-100)
+    shift_labels = torch.nn.functional.pad(ROW[:, 1:], (0, 1), value=-100)
     want = model(ROW, labels=ROW).loss
-    torch.testing.assert_close(model(ROW, labels=ROW, shift_labels=shifted).loss, want)
-    torch.testing.assert_close(model(ROW, shift_labels=shifted).loss, want)
-    shifted[:, 2:5] = -100
+    torch.testing.assert_close(model(ROW, labels=ROW, shift_labels=shift_labels).loss, want)
+    torch.testing.assert_close(model(ROW, shift_labels=shift_labels).loss, want)
+    shift_labels[:, 2:5] = -100
     logits = model(ROW).logits.flatten(0, 1)
-    want = torch.nn.functional.cross_entropy(logits, shifted.flatten())
-    torch.testing.assert_close(model(ROW, labels=ROW, shift_labels=shifted).loss, want)
+    want = torch.nn.functional.cross_entropy(logits, shift_labels.flatten())
+    torch.testing.assert_close(model(ROW, labels=ROW, shift_labels=shift_labels).loss, want)
 
 
 def test_accumulated_batches_are_one_batch():
@@ -92,23 +92,23 @@ def test_accumulated_batches_are_one_batch():
 
 
 @pytest.mark.parametrize(
-    ("kind", "compiled"),
+    ("kind", "compile"),
     [*((kind, part) for kind in KINDS for part in ("nothing", "blocks")), ("gru", "model")],
 )
-def test_checkpointing_changes_no_bit(kind, compiled):
+def test_checkpointing_changes_no_bit(kind, compile):
     # One layer where the whole model is compiled, which takes its time for each.
-    model = hugging(kind, **({"num_hidden_layers": 1} if compiled == "model" else {})).train()
+    model = hugging(kind, **({"num_hidden_layers": 1} if compile == "model" else {})).train()
     blocks, results = model.model.backbone.blocks, []
-    for part in {"nothing": [], "blocks": blocks, "model": [model]}[compiled]:
+    for part in {"nothing": [], "blocks": blocks, "model": [model]}[compile]:
         part.compile(backend="aot_eager", fullgraph=True)
     for checkpointing in (False, True):
         if checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-            calls = [] if compiled == "model" else count_calls(blocks[0].mixer)
+            calls = [] if compile == "model" else count_calls(blocks[0].mixer)
         loss = model(ROW, labels=ROW).loss
         loss.backward()
         results.append((loss.detach(), gradients(model)))
-    if compiled == "nothing":
+    if compile == "nothing":
         assert len(calls) == 2
     (loss, wanted), (again, grads) = results
     assert torch.equal(loss, again)
@@ -210,7 +210,7 @@ def test_adapters_train_merge_and_reload(kind, targets, tmp_path):
     peft = pytest.importorskip("peft")
     set_seed(0)
     base = hugging(kind)
-    before = base(ROW).logits.detach()
+    old_logits = base(ROW).logits.detach()
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, **ADAPTERS[targets])
     model = peft.get_peft_model(copy.deepcopy(base), config).train()
     assert any("lora_" in name for name, _ in model.named_parameters())
@@ -225,14 +225,14 @@ def test_adapters_train_merge_and_reload(kind, targets, tmp_path):
     model.eval()
     with torch.no_grad():
         want = model(ROW).logits
-        drawn = model.generate(input_ids=ROW, max_new_tokens=4, do_sample=False)
-        assert (want - before).abs().max() > 1e-2
+        tokens = model.generate(input_ids=ROW, max_new_tokens=4, do_sample=False)
+        assert (want - old_logits).abs().max() > 1e-2
         model.save_pretrained(tmp_path)
         again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
         assert torch.equal(again(ROW).logits, want)
-        merged = again.merge_and_unload()
-        torch.testing.assert_close(merged(ROW).logits, want, rtol=0, atol=1e-4)
-        assert torch.equal(merged.generate(ROW, max_new_tokens=4, do_sample=False), drawn)
+        merged_model = again.merge_and_unload()
+        torch.testing.assert_close(merged_model(ROW).logits, want, rtol=0, atol=1e-4)
+        assert torch.equal(merged_model.generate(ROW, max_new_tokens=4, do_sample=False), tokens)
 
 
 @pytest.mark.parametrize(
@@ -253,20 +253,20 @@ def test_adapters_of_the_head_enter_the_loss(options):
     loss = model(input_ids=ROW, labels=labels, num_items_in_batch=7).loss
     torch.testing.assert_close(loss, base(ROW, labels=labels, num_items_in_batch=7).loss)
     loss.backward()
-    learned = [p for name, p in model.named_parameters() if "lm_head" in name and p.requires_grad]
-    assert sum(parameter.grad.abs().sum() for parameter in learned) > 0
+    trainable = [p for name, p in model.named_parameters() if "lm_head" in name and p.requires_grad]
+    assert sum(parameter.grad.abs().sum() for parameter in trainable) > 0
 
 
 @pytest.mark.parametrize("kind", ["gru", "tied"])
 def test_a_resized_vocabulary_keeps_the_chunked_loss(kind, monkeypatch):
     model = hugging(kind)
-    before = model(ROW).logits.detach()
+    old_logits = model(ROW).logits.detach()
     model.resize_token_embeddings(VOCABULARY + 5)
-    after = model(ROW, labels=ROW)
-    assert torch.equal(after.logits[..., :VOCABULARY], before)
+    new_output = model(ROW, labels=ROW)
+    assert torch.equal(new_output.logits[..., :VOCABULARY], old_logits)
     monkeypatch.setattr("pararnn.lm.hf.model.logits_loss", None)  # which reads them
     loss = model.train()(ROW, labels=ROW).loss
-    torch.testing.assert_close(loss, after.loss)
+    torch.testing.assert_close(loss, new_output.loss)
     loss.backward()
     assert model.lm_head.weight.grad.shape == (VOCABULARY + 5, 16)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (kind == "tied")
@@ -281,32 +281,32 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents():
     batch = [{"input_ids": row[0].tolist(), "labels": row[0].tolist()} for row in rows]
     parts = [model(row, labels=row).loss * (row.numel() - 1) for row in rows]
     for options in ({}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}):
-        packed = DataCollatorWithFlattening(**options)(batch)
-        torch.testing.assert_close(model(**packed).loss, sum(parts) / 15)
+        one_row = DataCollatorWithFlattening(**options)(batch)
+        torch.testing.assert_close(model(**one_row).loss, sum(parts) / 15)
 
 
 class Renamed(ParaRNNForCausalLM):
     """A user's subclass."""
 
 
-def sharded(model):
+def shard(model):
     """Give a model's class the name that `fully_shard` makes of it."""
     model.__class__ = type(f"FSDP{type(model).__name__}", (type(model),), {})
     return model
 
 
-def adapted(model):
+def with_lora(model):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["in_proj"])
     return peft.get_peft_model(model, config)
 
 
-def renamed(model):
+def rename(model):
     model.__class__ = Renamed
     return model
 
 
-@pytest.mark.parametrize("change", [None, renamed, sharded, adapted])
+@pytest.mark.parametrize("change", [None, rename, shard, with_lora])
 def test_label_smoothing_in_trainer_uses_the_next_token(change, tmp_path):
     """Trainer shifts them for the classes whose names transformers knows."""
     pytest.importorskip("accelerate")
@@ -329,11 +329,11 @@ def test_trainer_trains_on_packed_rows(tmp_path):
 
     rows = [tokens(length, seed=length).tolist() for length in range(3, 27)]
     data = [{"input_ids": row, "labels": row} for row in rows]
-    model, seen = hugging("hybrid"), []
+    model, records = hugging("hybrid"), []
 
     def record(module, args, options, out):
-        packed = (options["position_ids"] == 0).sum().item()
-        seen.append((module.training, packed, out.logits is None, out.past_key_values is None))
+        count = (options["position_ids"] == 0).sum().item()
+        records.append((module.training, count, out.logits is None, out.past_key_values is None))
 
     model.register_forward_hook(record, with_kwargs=True)
     sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
@@ -342,8 +342,8 @@ def test_trainer_trains_on_packed_rows(tmp_path):
     first = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < first
-    assert seen.count((True, 4, True, True)) == 6
-    assert {entry[:2] for entry in seen} == {(True, 4), (False, 4)}
-    assert {entry[2] for entry in seen if not entry[0]} == {False}
+    assert records.count((True, 4, True, True)) == 6
+    assert {entry[:2] for entry in records} == {(True, 4), (False, 4)}
+    assert {entry[2] for entry in records if not entry[0]} == {False}
     predictions = trainer.predict(data[:1]).predictions
     assert predictions.shape == (1, 3, VOCABULARY)

@@ -107,9 +107,9 @@ def test_labels_are_not_changed_and_of_any_integer_dtype():
 
 def test_a_loss_without_labels_is_nan_or_zero():
     hidden, weight, labels = tensors(2, 30)
-    ignored = torch.full_like(labels, -100)
-    assert causal_lm_loss(hidden, weight, ignored, z_loss=1.0).isnan()
-    value, *grads = results(causal_lm_loss, hidden, weight, ignored, num_items=7, z_loss=1.0)
+    no_labels = torch.full_like(labels, -100)
+    assert causal_lm_loss(hidden, weight, no_labels, z_loss=1.0).isnan()
+    value, *grads = results(causal_lm_loss, hidden, weight, no_labels, num_items=7, z_loss=1.0)
     assert value == 0
     assert not any(grad.any() for grad in grads)
     for steps in (0, 1):  # a row of one token predicts nothing

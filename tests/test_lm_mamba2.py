@@ -99,13 +99,13 @@ def plain_backward(grad, x, dt, a, b, c, out, chunk, *, D, dt_bias, dt_softplus)
     assert chunk == mamba2.CHUNK
     inputs = [part.detach().requires_grad_() for part in (x, dt, a, b, c, D, dt_bias)]
 
-    def found():
+    def backward():
         y = plain(*inputs)
         torch.testing.assert_close(out, y.detach())
         return torch.autograd.grad(y, inputs, grad)
 
     with ThreadPoolExecutor(1) as other:  # an operator's own thread records no gradients
-        *grads, bias = other.submit(found).result()
+        *grads, bias = other.submit(backward).result()
     return *grads, None, bias, None
 
 
@@ -139,8 +139,8 @@ def test_the_operator_has_the_recurrences_gradients() -> None:
     right, y = mamba2.recurrence(*inputs), by_operator(*inputs)
     torch.testing.assert_close(y, right)
     grad = torch.randn_like(y)
-    expected = torch.autograd.grad(right, inputs, grad)
-    torch.testing.assert_close(torch.autograd.grad(y, inputs, grad), expected)
+    reference = torch.autograd.grad(right, inputs, grad)
+    torch.testing.assert_close(torch.autograd.grad(y, inputs, grad), reference)
 
 
 def test_its_blocks_compile_to_one_graph(monkeypatch, forward_calls) -> None:
@@ -149,19 +149,19 @@ def test_its_blocks_compile_to_one_graph(monkeypatch, forward_calls) -> None:
     tokens = torch.randint(50, (2, 16))
     parameters = list(model.parameters())
     right = model.loss(tokens)
-    expected = torch.autograd.grad(right, parameters)
+    reference = torch.autograd.grad(right, parameters)
     monkeypatch.setattr(mamba2, "recurrence", by_operator)
     for block in model.backbone.layers:
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     loss = model.loss(tokens)
     torch.testing.assert_close(loss, right)
-    torch.testing.assert_close(torch.autograd.grad(loss, parameters), expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), reference)
     assert len(forward_calls) == len(model.backbone.layers)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compile", [False, True])
 @torch.no_grad()
-def test_a_token_by_the_kernel(compiled: bool, monkeypatch) -> None:
+def test_a_token_by_the_kernel(compile: bool, monkeypatch) -> None:
     """The cache's states change in place, in compiled blocks too."""
     model = small_model()
     tokens = torch.randint(50, (2, 6))
@@ -179,7 +179,7 @@ def test_a_token_by_the_kernel(compiled: bool, monkeypatch) -> None:
     monkeypatch.setattr(mamba2, "advance", mamba2.advance_by_kernel)
     cache = lm_decode.cache_of(model, lm_decode.Case("", mamba2.TINY, "eager", 2, 1))
     parts = [model(tokens[:, :1], cache)]
-    if compiled:
+    if compile:
         for block in model.backbone.layers:
             block.compile(fullgraph=True, backend="aot_eager")
     states = [layer.states for layer in cache.layers]

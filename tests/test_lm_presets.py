@@ -36,11 +36,11 @@ def test_presets_are_the_papers_tables(pair):
     model = row.model if architecture == "mamba2" else row.model.to_dict()
     heads = {"transformer": "num_attention_heads"}.get(architecture, "num_heads")
     count = sum(parameter.numel() for parameter in model_of(row.model).parameters())
-    shown = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
+    text = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
     sizes = [model["num_hidden_layers"], model[heads], model["hidden_size"]]
-    values = [*sizes, f"{count:,}", shown, row.learning_rate, row.weight_decay]
+    values = [*sizes, f"{count:,}", text, row.learning_rate, row.weight_decay]
     assert list(map(str, values)) == TABLE_3[pair]
-    assert (row.name, row.params_in_paper) == (f"{architecture}-{scale}", shown)
+    assert (row.name, row.params_in_paper) == (f"{architecture}-{scale}", text)
     assert (
         row.nodes,
         row.batch_per_gpu,

@@ -15,9 +15,7 @@ from pararnn.lm import LanguageModel, LMConfig
 B, T, D = 2, 32, 64
 
 
-def kept_and_gradients(
-    config: LMConfig, *, compiled: bool = True
-) -> tuple[float, Sequence[Tensor]]:
+def kept_and_gradients(config: LMConfig, *, compile: bool = True) -> tuple[float, Sequence[Tensor]]:
     """Numbers that a block keeps of a token, by its channels, weights left out; its gradients."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -25,21 +23,21 @@ def kept_and_gradients(
     block = model.backbone.blocks[0]
     rows = model._rows(torch.zeros(B, T, dtype=torch.long), None)
     x = torch.randn(B, T, D, requires_grad=True)
-    if compiled:
+    if compile:
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     weights = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
-    kept: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         at = tensor.untyped_storage().data_ptr()
         if at not in weights:
-            kept[at] = tensor
+            tensors[at] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = block(x, rows)
     gradients = torch.autograd.grad(output.square().mean() * 1e-9, [x, *block.parameters()])
-    numbers = sum(tensor.untyped_storage().nbytes() / 4 for tensor in kept.values())
+    numbers = sum(tensor.untyped_storage().nbytes() / 4 for tensor in tensors.values())
     return numbers / (B * T * D), gradients
 
 
@@ -49,11 +47,11 @@ def test_compiled_blocks_store_only_products_and_states(cell: str, states: int) 
     """The MLP's two products and what its last one reads; x twice, as the MLP adds to it; results
     of in_proj, gate_proj and out_proj; states and, unless they are made again, gates."""
     config = LMConfig(D, 1, vocab_size=8, num_heads=4, cell=cell)
-    _, expected = kept_and_gradients(config, compiled=False)
+    _, reference = kept_and_gradients(config, compiled=False)
     wide = cast(int, config.intermediate_size) / D
     for again in (False, True):
-        kept, gradients = kept_and_gradients(replace(config, recompute_gates=again))
+        numbers, gradients = kept_and_gradients(replace(config, recompute_gates=again))
         least = 3 * wide + 2 + 3 + states
-        assert least <= kept < least + (1.5 if again else 3.5)
-        for got, want in zip(gradients, expected, strict=True):
+        assert least <= numbers < least + (1.5 if again else 3.5)
+        for got, want in zip(gradients, reference, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())

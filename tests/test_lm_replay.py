@@ -18,59 +18,59 @@ LENGTH = WORTH + 3
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+def recordings_of_run(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     """Replay as a GPU does: a step reads and writes the tensors with which it was recorded."""
-    found = []
+    recordings = []
 
     def record(model: LanguageModel, cache: LMCache, token: Tensor) -> Recording:
         token, logits = token.clone(), token.new_empty(len(token), model.config.vocab_size).float()
-        held = [layer.read() for layer in cache.layers]
+        states = [layer.read() for layer in cache.layers]
 
         def run() -> None:
             logits.copy_(next_logits(model, token.unsqueeze(1), cache))
-            for layer, before in zip(cache.layers, held, strict=True):
-                assert all(a is b for a, b in zip(layer.read(), before, strict=True))
+            for layer, old in zip(cache.layers, states, strict=True):
+                assert all(a is b for a, b in zip(layer.read(), old, strict=True))
 
-        found.append(Recording(token, run, logits))
-        return found[-1]
+        recordings.append(Recording(token, run, logits))
+        return recordings[-1]
 
     monkeypatch.setattr(replay, "record", record)
     monkeypatch.setattr(replay, "_records", lambda device: True)
-    return found
+    return recordings
 
 
 @pytest.mark.parametrize("kind", STEADY)
-def test_recorded_steps_draw_the_same_tokens(kind: str, recorded: list[Recording]) -> None:
+def test_recorded_steps_draw_the_same_tokens(kind: str, recordings_of_run: list[Recording]) -> None:
     model, prompt = plain(kind), tokens(3, 5)
 
-    def drawn(length: int, temperature: float) -> Tensor:
+    def draw(length: int, temperature: float) -> Tensor:
         return sample(model, prompt, length, temperature, torch.Generator().manual_seed(3))
 
     for temperature in (0, 1.0):
-        drawn(WORTH - 1, temperature)
-        assert not recorded
+        draw(WORTH - 1, temperature)
+        assert not recordings_of_run
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replay, "_records", lambda device: False)
-            called = drawn(LENGTH, temperature)
-        assert torch.equal(drawn(LENGTH, temperature), called)
-        assert len(recorded) == 1
-        recorded.clear()
-    assert len(called.unique()) > 3
+            by_calls = draw(LENGTH, temperature)
+        assert torch.equal(draw(LENGTH, temperature), by_calls)
+        assert len(recordings_of_run) == 1
+        recordings_of_run.clear()
+    assert len(by_calls.unique()) > 3
 
 
 def test_a_steady_cache_owns_its_memory() -> None:
     """A prompt's states may be a view of what others read."""
     inputs, states = torch.randn(2, 3, 4), torch.randn(2, 1, 3)
-    before = inputs.clone(), states.clone()
+    old_values = inputs.clone(), states.clone()
     cache = SteadyCache(inputs, states)
-    held = cache.read()
+    views = cache.read()
     cache.keep(inputs + 1, states + 1)
     cache.keep(*cache.read())  # as mixers do that change theirs in place
-    assert all(a is b for a, b in zip(cache.read(), held, strict=True))
-    assert torch.equal(held[0], before[0] + 1)
-    assert torch.equal(held[1], before[1] + 1)
-    assert torch.equal(inputs, before[0])
-    assert torch.equal(states, before[1])
+    assert all(a is b for a, b in zip(cache.read(), views, strict=True))
+    assert torch.equal(views[0], old_values[0] + 1)
+    assert torch.equal(views[1], old_values[1] + 1)
+    assert torch.equal(inputs, old_values[0])
+    assert torch.equal(states, old_values[1])
 
 
 def test_keys_that_grow_are_refused() -> None:
@@ -80,12 +80,12 @@ def test_keys_that_grow_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_with_caches_of_fixed_size_are_recorded(
-    kind: str, recorded: list[Recording]
+    kind: str, recordings_of_run: list[Recording]
 ) -> None:
     model = plain(kind)
     assert can_record(model) == (kind in STEADY)
     sample(model, tokens(1, 3), LENGTH)
-    assert len(recorded) == (kind in STEADY)
+    assert len(recordings_of_run) == (kind in STEADY)
 
 
 def test_nothing_is_recorded_on_a_cpu() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_kinds import KINDS, borders, documents, padded, plain, positions, tokens, unpadded
+from lm_kinds import KINDS, borders, documents, pad_rows, plain, positions, tokens, unpad
 
 import pararnn
 from pararnn.lm.rows import starts_of
@@ -22,8 +22,8 @@ def run_in_pieces(model, batch, cuts, mask=None):
     """Compute the logits of a batch, piece by piece, with a cache."""
     cache, pieces = model.new_cache(), []
     for start, stop in zip([0, *cuts], [*cuts, batch.shape[1]], strict=True):
-        seen = None if mask is None else mask[:, :stop]
-        pieces.append(model(batch[:, start:stop], cache, padding_mask=seen))
+        mask_so_far = None if mask is None else mask[:, :stop]
+        pieces.append(model(batch[:, start:stop], cache, padding_mask=mask_so_far))
     assert cache.length == batch.shape[1]
     return torch.cat(pieces, 1)
 
@@ -39,18 +39,18 @@ def test_all_ways_give_the_same_logits(kind, dtype):
     model, rows = model_of(kind, dtype), documents(LENGTHS)
     want = own_logits(model, rows)
     assert 2 < want.abs().max() < 8
-    left, left_mask = padded(rows, "left")
-    right, right_mask = padded(rows, "right")
-    packed, last = torch.cat(rows)[None], LENGTHS[0]
+    left_rows, left_mask = pad_rows(rows, "left")
+    right, right_mask = pad_rows(rows, "right")
+    one_row, last = torch.cat(rows)[None], LENGTHS[0]
     got = {
-        "left padded": unpadded(model(left, padding_mask=left_mask), left_mask),
-        "right padded": unpadded(model(right, padding_mask=right_mask), right_mask),
-        "borders": model(packed, cu_seq_lens=borders(LENGTHS))[0],
-        "positions": model(packed, position_ids=positions(LENGTHS))[0],
+        "left padded": unpad(model(left_rows, padding_mask=left_mask), left_mask),
+        "right padded": unpad(model(right, padding_mask=right_mask), right_mask),
+        "borders": model(one_row, cu_seq_lens=borders(LENGTHS))[0],
+        "positions": model(one_row, position_ids=positions(LENGTHS))[0],
     }
     for name, cuts in {"steps": range(1, last), "chunks": (7, 9, 18), "late": (18,)}.items():
-        result = run_in_pieces(model, left, list(cuts), left_mask)
-        got[f"{name}, padded"] = unpadded(result, left_mask)
+        result = run_in_pieces(model, left_rows, list(cuts), left_mask)
+        got[f"{name}, padded"] = unpad(result, left_mask)
         got[name] = torch.cat([run_in_pieces(model, rows[0][None], list(cuts))[0], want[last:]])
     got = {name: logits.float() for name, logits in got.items()}
     for name, logits in got.items():
@@ -72,9 +72,9 @@ def test_bfloat16_is_near_float32(kind):
 @torch.no_grad()
 def test_any_documents_in_a_row_have_their_own_logits(lengths, kind):
     model, rows = model_of(kind), documents(lengths)
-    packed, want = torch.cat(rows)[None], own_logits(model, rows)
+    one_row, want = torch.cat(rows)[None], own_logits(model, rows)
     for options in ({"cu_seq_lens": borders(lengths)}, {"position_ids": positions(lengths)}):
-        torch.testing.assert_close(model(packed, **options)[0], want, rtol=0, atol=1e-4)
+        torch.testing.assert_close(model(one_row, **options)[0], want, rtol=0, atol=1e-4)
 
 
 @given(
@@ -86,9 +86,9 @@ def test_any_documents_in_a_row_have_their_own_logits(lengths, kind):
 @torch.no_grad()
 def test_any_chunks_of_padded_rows_give_the_full_pass(cuts, lengths, kind):
     model, rows = model_of(kind), documents([*lengths, 16])
-    batch, mask = padded(rows, "left")
+    batch, mask = pad_rows(rows, "left")
     result = run_in_pieces(model, batch, sorted(cuts), mask)
-    torch.testing.assert_close(unpadded(result, mask), own_logits(model, rows), rtol=0, atol=1e-4)
+    torch.testing.assert_close(unpad(result, mask), own_logits(model, rows), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm", "user's", "attention", "hybrid"])
@@ -97,7 +97,7 @@ def test_documents_in_a_row_do_not_affect_each_other(kind):
     first = tokens(1, 17)
     second = first.clone()
     second[:, 5:13] = tokens(1, 8, seed=3)
-    kept = torch.tensor([True] * 5 + [False] * 8 + [True] * 4)
+    in_first = torch.tensor([True] * 5 + [False] * 8 + [True] * 4)
     results = []
     for row in (first, second):
         model.zero_grad()
@@ -106,12 +106,12 @@ def test_documents_in_a_row_do_not_affect_each_other(kind):
         logits = model(row, cu_seq_lens=borders(lengths))
         hook.remove()
         inputs["x"].retain_grad()
-        logits[:, kept].square().sum().backward()
-        assert not inputs["x"].grad[:, ~kept].any()
+        logits[:, in_first].square().sum().backward()
+        assert not inputs["x"].grad[:, ~in_first].any()
         # The head's and the embedding's gradients at other documents' tokens are 0 as well.
-        results.append((logits.detach()[:, kept], [p.grad.clone() for p in model.parameters()]))
-    (before, gradients), (after, others) = results
-    assert torch.equal(before, after)
+        results.append((logits.detach()[:, in_first], [p.grad.clone() for p in model.parameters()]))
+    (old_logits, gradients), (new_logits, others) = results
+    assert torch.equal(old_logits, new_logits)
     for one, other in zip(gradients, others, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
 
@@ -129,12 +129,12 @@ def test_arguments_that_do_not_fit_raise():
     for options in ({"cu_seq_lens": borders([2, 4])}, {"position_ids": positions([2, 4])}):
         with pytest.raises(ValueError, match="packed documents"):
             model(row, model.new_cache(), **options)
-    packed = {"cu_seq_lens": borders([2, 4])}
+    two_documents = {"cu_seq_lens": borders([2, 4])}
     for batch, options, message in (
         (row, {"padding_mask": torch.ones(1, 5)}, "padding mask must be"),
         (row, {"position_ids": torch.arange(5)[None]}, "position_ids must be"),
-        (tokens(2, 6), packed, "packs all documents into one row"),
-        (row, {**packed, "padding_mask": torch.ones(1, 6)}, "no padding"),
+        (tokens(2, 6), two_documents, "packs all documents into one row"),
+        (row, {**two_documents, "padding_mask": torch.ones(1, 6)}, "no padding"),
         (row[0], {}, r"tokens must be integers \(B, T\), got .* \(6,\)"),
         (row.float(), {}, r"tokens must be integers .* got torch.float32"),
     ):
@@ -151,7 +151,7 @@ def test_borders_must_be_those_of_the_tokens(cuts):
 
 @torch.no_grad()
 def test_attention_needs_a_mask_for_padding_in_a_cache():
-    batch, mask = padded(documents([6, 3]), "left")
+    batch, mask = pad_rows(documents([6, 3]), "left")
     for kind, needs_mask in (("hybrid", True), ("gru", False)):
         model = model_of(kind)
         cache = model.new_cache()
@@ -172,8 +172,8 @@ def test_compiled_blocks_take_rows_of_any_length():
     want = [model(row) for row in rows]
     for block in model.backbone.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
-    for row, expected in zip(rows, want, strict=True):
-        torch.testing.assert_close(model(row), expected, rtol=0, atol=1e-4)
+    for row, reference in zip(rows, want, strict=True):
+        torch.testing.assert_close(model(row), reference, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -199,7 +199,7 @@ def test_packed_rows_of_many_lengths_compile_a_few_times():
 
 
 @pytest.mark.parametrize(
-    ("mask", "cached", "message"),
+    ("mask", "has_cache", "message"),
     [
         ([1, 0, 1], False, "has holes.*one piece of its 3 places"),
         ([1, 0, 1], True, "has holes"),
@@ -207,9 +207,9 @@ def test_packed_rows_of_many_lengths_compile_a_few_times():
         ([0, 1, 0], True, "pad on the left"),
     ],
 )
-def test_padding_has_no_holes_and_no_cache_behind_it(mask, cached, message):
+def test_padding_has_no_holes_and_no_cache_behind_it(mask, has_cache, message):
     model = plain("gru")
-    cache = model.new_cache() if cached else None
+    cache = model.new_cache() if has_cache else None
     masks = torch.tensor([[1, 1, 1], mask])
     with pytest.raises(ValueError, match=message):
         model(tokens(2, 3), cache, padding_mask=masks)
@@ -227,9 +227,9 @@ def test_padding_may_be_on_both_sides(kind):
     want = torch.cat([model(row)[0] for row in rows])
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     weights = list(model.parameters())
-    alone = [model.loss(row) * (row.shape[1] - 1) for row in rows[:2]]
-    found = torch.autograd.grad(model.loss(batch, padding_mask=mask), weights)
-    for gradient, right in zip(found, torch.autograd.grad(sum(alone) / 12, weights), strict=True):
+    losses = [model.loss(row) * (row.shape[1] - 1) for row in rows[:2]]
+    grads = torch.autograd.grad(model.loss(batch, padding_mask=mask), weights)
+    for gradient, right in zip(grads, torch.autograd.grad(sum(losses) / 12, weights), strict=True):
         torch.testing.assert_close(gradient, right, rtol=0, atol=1e-4)
 
 
@@ -247,12 +247,12 @@ def test_starts_are_the_same_without_cummax_as_in_onnx(monkeypatch):
 def test_export_of_padded_rows():
     """For any number of rows."""
     model, free = plain("hybrid"), torch.export.Dim.DYNAMIC
-    batch, mask = padded([tokens(n, seed=n) for n in (7, 4, 2)], "left")
+    batch, mask = pad_rows([tokens(n, seed=n) for n in (7, 4, 2)], "left")
     sizes = {"tokens": {0: free}, "padding_mask": {0: free}}
     inputs = {"tokens": batch, "padding_mask": mask}
     with torch.no_grad(), pararnn.using(solver="sequential", backend="torch"):
         program = torch.export.export(model, (), inputs, dynamic_shapes=sizes, strict=False)
-        batch, mask = padded([tokens(n, seed=n) for n in (7, 5)], "left")
+        batch, mask = pad_rows([tokens(n, seed=n) for n in (7, 5)], "left")
         want = model(batch, padding_mask=mask)
     got = program.module()(tokens=batch, padding_mask=mask)
-    torch.testing.assert_close(unpadded(got, mask), unpadded(want, mask), rtol=0, atol=1e-4)
+    torch.testing.assert_close(unpad(got, mask), unpad(want, mask), rtol=0, atol=1e-4)

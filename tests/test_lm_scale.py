@@ -72,8 +72,16 @@ def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(lm_scale, "launch", stands_for_torchrun)
     names = {"tiny": "gru-1b", "mamba2-tiny": "mamba2-1b"}
     monkeypatch.setattr(lm_scale, "recipes_of", lambda args, scale: list(names.values()))
-    asked = [*SMALL, "--sections", "scaling", "--profile", "--out", str(tmp_path), "reshard=false"]
-    lm_scale.main(asked)
+    argv = [
+        *SMALL,
+        "--sections",
+        "scaling",
+        "--profile",
+        "--out",
+        str(tmp_path),
+        "reshard=false",
+    ]
+    lm_scale.main(argv)
     rows = read_rows(tmp_path / lm_scale.FILE)
     about = [(row["recipe"], row["gpus"], row["way"], row["note"]) for row in rows]
     assert about == [
@@ -85,8 +93,8 @@ def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
         ("mamba2-1b", "2", "checkpointing", ""),
     ]
     assert list(rows[0])[:4] == ["commit", "device", "torch", "python"]
-    expected = {"log_rows": "2", "tokens_per_s": "1000", "peak_GiB": "6.0"}
-    assert (expected | {"overrides": "reshard=false"}).items() <= rows[0].items()
+    reference = {"log_rows": "2", "tokens_per_s": "1000", "peak_GiB": "6.0"}
+    assert (reference | {"overrides": "reshard=false"}).items() <= rows[0].items()
     profile = read_rows(tmp_path / lm_scale.PROFILE)
     busy = [(row["class"], row["busy_ms"]) for row in profile[:2]]
     assert busy == [("recurrence", "1.0"), ("idle", "0.0")]
@@ -94,13 +102,13 @@ def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
     picture = tmp_path / "lm_scale.png"
     assert picture.stat().st_size > 0
     picture.unlink()
-    alone = tmp_path / "alone" / lm_scale.FILE
-    write_csv(alone, rows[:1])
-    lm_scale.plot(alone)  # a point is no curve
-    assert list(alone.parent.iterdir()) == [alone]
+    path = tmp_path / "alone" / lm_scale.FILE
+    write_csv(path, rows[:1])
+    lm_scale.plot(path)  # a point is no curve
+    assert list(path.parent.iterdir()) == [path]
 
     monkeypatch.setattr(lm_scale, "launch", None)  # nothing is measured again
-    lm_scale.main([*asked, "--missing"])
+    lm_scale.main([*argv, "--missing"])
 
 
 def test_what_fails_has_no_row_and_ends_with_an_error(tmp_path, monkeypatch, capsys) -> None:
@@ -116,7 +124,7 @@ def test_what_fails_has_no_row_and_ends_with_an_error(tmp_path, monkeypatch, cap
 
 def test_a_rank_is_killed_after_its_checkpoint(tmp_path, monkeypatch) -> None:
     """The runs are fakes: the whole one, the killed one, and those that resume."""
-    killed = []
+    kills = []
 
     def stands(arguments, gpus, output, seconds, meanwhile=None):
         out = out_of(arguments)
@@ -133,13 +141,13 @@ def test_a_rank_is_killed_after_its_checkpoint(tmp_path, monkeypatch) -> None:
         return lm_launch.RunEnd(int(out.name == "lost"), 1.0, "")
 
     monkeypatch.setattr(lm_lost, "launch", stands)
-    monkeypatch.setattr(lm_lost.os, "kill", lambda *asked: killed.append(asked))
+    monkeypatch.setattr(lm_lost.os, "kill", lambda *kill_arguments: kills.append(kill_arguments))
     for row in lm_lost.rows("gru-30m", [1, 2, 4], tmp_path, 1e18, []):
         add_row(tmp_path / lm_lost.FILE, {**provenance("cpu"), **row}, lm_lost.KEYS)
-    assert killed == [(99, lm_lost.SIGKILL)]
+    assert kills == [(99, lm_lost.SIGKILL)]
     rows = read_rows(tmp_path / lm_lost.FILE)
-    found = [(row["goes_on_with"], row["goes_on_from"], row["largest_difference"]) for row in rows]
-    assert found == [("4", "40", "0.0"), ("2", "40", "0.0"), ("1", "40", "1.0")]
+    fields = [(row["goes_on_with"], row["goes_on_from"], row["largest_difference"]) for row in rows]
+    assert fields == [("4", "40", "0.0"), ("2", "40", "0.0"), ("1", "40", "1.0")]
 
 
 def test_a_child_trains_by_the_command_and_ends_after_its_steps(tmp_path, monkeypatch) -> None:

@@ -105,14 +105,14 @@ def test_generation_by_the_papers_protocol(tmp_path) -> None:
 
 
 def test_first_texts_by_the_kernels_that_attention_may_take(monkeypatch) -> None:
-    allowed = cudnn_allowed(monkeypatch)
+    flags = cudnn_allowed(monkeypatch)
     case = lm_step.smoke_cases()[1]
     model, rows = mamba2.language_model(case.config).eval(), []
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         for row in lm_first_text.rows(model, 3):
             rows.append({**provenance("cpu"), "model": case.name, **row})
-            assert set(allowed) == {row["kernels"] == "PyTorch's"}
-            allowed.clear()
+            assert set(flags) == {row["kernels"] == "PyTorch's"}
+            flags.clear()
     assert all(0 < row["median_ms"] <= row["max_ms"] for row in rows)
     assert [(row["kernels"], row["text"]) for row in rows] == CHOICES_AND_TEXTS
 
@@ -169,12 +169,12 @@ def test_mamba2_trains_as_recipes_do(monkeypatch, tmp_path) -> None:
     assert train_step.config_of("gru-7b") == train_step.recipe("gru-7b")
     config = train_step.resolved(train_step.config_of("mamba2-7b"), ["data.sequence_length=16"])
     config = replace(config, device_batch=2, batch=2, steps=100, out=str(tmp_path), compile=False)
-    kept, plain = [], train_step.prepare_model
+    references, plain = [], train_step.prepare_model
 
     def prepare(*args):
-        assert all(model() is None for model in kept)
+        assert all(model() is None for model in references)
         model = plain(*args)
-        kept.append(weakref.ref(model))
+        references.append(weakref.ref(model))
         return model
 
     monkeypatch.setattr(train_step, "prepare_model", prepare)

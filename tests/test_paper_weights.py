@@ -11,13 +11,13 @@ D, INPUTS, HEADS = 6, 4, 2
 def _tensors(gates, heads=1, peepholes=0):
     torch.manual_seed(0)
     size = (gates, D, INPUTS) if heads == 1 else (gates, heads, D // heads, INPUTS // heads)
-    named = {"A": torch.randn(gates, D), "B": torch.randn(size), "b": torch.randn(gates, D)}
+    tensors = {"A": torch.randn(gates, D), "B": torch.randn(size), "b": torch.randn(gates, D)}
     if peepholes:
-        named["C"] = torch.randn(peepholes, D)
-    return {name: value.double() for name, value in named.items()}
+        tensors["C"] = torch.randn(peepholes, D)
+    return {name: value.double() for name, value in tensors.items()}
 
 
-def _projected(B, x):
+def _project(B, x):
     """B x for each gate, heads included."""
     if B.ndim == 3:
         return torch.einsum("gdi,bti->gbtd", B, x)
@@ -26,7 +26,7 @@ def _projected(B, x):
 
 
 def _gru(x, A, B, b):
-    z_in, r_in, c_in = _projected(B, x) + b[:, None, None]
+    z_in, r_in, c_in = _project(B, x) + b[:, None, None]
     h, out = torch.zeros(len(x), D, dtype=x.dtype), []
     for t in range(x.shape[1]):
         z = torch.sigmoid(A[0] * h + z_in[:, t])
@@ -38,7 +38,7 @@ def _gru(x, A, B, b):
 
 
 def _lstm(x, A, B, b, C):
-    f_in, z_in, o_in = _projected(B, x) + b[:, None, None]
+    f_in, z_in, o_in = _project(B, x) + b[:, None, None]
     h, c, out = torch.zeros(len(x), D, dtype=x.dtype), torch.zeros(len(x), D, dtype=x.dtype), []
     for t in range(x.shape[1]):
         f = torch.sigmoid(A[0] * h + f_in[:, t] + C[0] * c)

@@ -40,15 +40,15 @@ def test_autocast():
 def test_modes():
     class Dispatch(private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
+            calls.append(func)
             return func(*args, **(kwargs or {}))
 
-    seen = []
+    calls = []
     assert (private.dispatch_modes(), private.function_modes()) == (0, 0)
     with Dispatch():
         assert private.dispatch_modes() == 1
         torch.zeros(1).item()
-    assert private.local_scalar in seen
+    assert private.local_scalar in calls
     with torch.device("cpu"):
         assert private.function_modes() == 1
 
@@ -56,11 +56,11 @@ def test_modes():
 def test_tracing_and_profiling():
     results = []
 
-    def traced(x):
+    def function(x):
         results.append(bool(private.get_tracing_state()))
         return x + 1
 
-    torch.jit.trace(traced, torch.zeros(1), check_trace=False)
+    torch.jit.trace(function, torch.zeros(1), check_trace=False)
     assert results == [True]
     assert not private.get_tracing_state()
     assert not private.profiler_enabled()
@@ -86,9 +86,9 @@ def test_batched_gradients_are_recognised():
             return grad
 
     results, x = [], torch.zeros(2, requires_grad=True)
-    for batched in (False, True):
-        grad = torch.ones(3, 2) if batched else torch.ones(2)
-        torch.autograd.grad(Identity.apply(x), x, grad, is_grads_batched=batched)
+    for batch in (False, True):
+        grad = torch.ones(3, 2) if batch else torch.ones(2)
+        torch.autograd.grad(Identity.apply(x), x, grad, is_grads_batched=batch)
     assert results == [False, True]
 
 
@@ -134,8 +134,8 @@ def test_constants_in_graphs():
         calls.append(torch.get_num_threads())  # which Dynamo would break the graph for
         return 2
 
-    compiled = torch.compile(lambda x: x * constant(), backend="eager", fullgraph=True)
-    assert compiled(torch.ones(1)) == 2
+    program = torch.compile(lambda x: x * constant(), backend="eager", fullgraph=True)
+    assert program(torch.ones(1)) == 2
     assert len(calls) == 1
 
 

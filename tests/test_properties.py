@@ -11,11 +11,11 @@ from table import (
     VARIANTS,
     broken,
     case_of,
-    checked,
     covering,
     dtype_name,
     make_case,
     pairs_of,
+    with_checks,
 )
 
 import pararnn
@@ -49,7 +49,7 @@ def test_solves_obey_the_contract(name, dtype, length):
     pairs = [pair for pair in pairs_of(name) if length < LONG or pair not in NOT_LONG]
     for variant in variants_of(name, dtype, length):
         case = make_case(pararnn.CELLS[name], dtype, length, variant)
-        results = checked(case, pairs, segments=5)
+        results = with_checks(case, pairs, segments=5)
         assert not broken(results), variant
         assert not any(result.expanding for result in results), variant
 
@@ -58,7 +58,7 @@ def test_solves_obey_the_contract(name, dtype, length):
 def test_rows_obey_the_contract(row, name, dtype, monkeypatch):
     # Threads that would idle: with them (newton, scan) cuts the time of its scan, too.
     monkeypatch.setattr(fused_cpu, "_threads_as_constant", lambda: 64)
-    results = checked(case_of(row, name, dtype), pairs_of(name), row.segments)
+    results = with_checks(case_of(row, name, dtype), pairs_of(name), row.segments)
     assert not broken(results)
     # Near its smallest numbers float16 has no digits to spare, and says so as rounding that counts.
     assert dtype == torch.float16 or not any(result.expanding for result in results)

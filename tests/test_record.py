@@ -23,8 +23,8 @@ print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older PyTorch imports SymPy by itself")
 def test_elementwise_cells_of_the_library_are_traced_without_slow_imports():
-    done = run_fresh(RUN)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    process = run_fresh(RUN)
+    assert process.stdout.strip() == "[]", process.stdout + process.stderr
 
 
 def _texts(function, numbers):

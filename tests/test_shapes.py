@@ -50,10 +50,10 @@ def test_shapes_of_a_run(name, call):
     x = torch.randn(2, 20, 4, dtype=options.get("dtype"))
     other = copy.deepcopy(layer).to("meta")
     with pararnn.using(*(("sequential", "torch") if name == "fused" else ())):
-        expected = layer(x, **call)
+        reference = layer(x, **call)
     x = x.to("meta").requires_grad_()
     got = other(x, **{name: _on_meta(value) for name, value in call.items()})
-    for mine, own in zip(tree_leaves(got), tree_leaves(expected), strict=True):
+    for mine, own in zip(tree_leaves(got), tree_leaves(reference), strict=True):
         assert (mine.shape, mine.dtype, mine.device.type) == (own.shape, own.dtype, "meta")
     got[0].sum().backward()
     for leaf in (x, *other.parameters()):
@@ -66,8 +66,8 @@ def test_other_calls():
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert layer.step(x[:, 0])[0].shape == (1, 6)
     assert layer(x, cu_seqlens=torch.zeros(3, dtype=torch.int64, **where))[1].shape == (1, 2, 6)
-    packed = pack_sequence([torch.zeros(3, 4, **where), torch.zeros(2, 4, **where)])
-    assert layer(packed)[0].data.shape == (5, 6)
+    rows = pack_sequence([torch.zeros(3, 4, **where), torch.zeros(2, 4, **where)])
+    assert layer(rows)[0].data.shape == (5, 6)
     reset, states = torch.zeros(1, 20, dtype=torch.bool, **where), torch.zeros(1, 3, 6, **where)
     assert layer(x, reset=reset, reset_states=states)[0].shape == (1, 20, 6)
     assert pararnn.scan(torch.ones(3, **where), torch.ones(2, 4, 3, **where)).shape == (2, 4, 3)

@@ -73,12 +73,12 @@ class HeadBlocks(pararnn.Structure):
         """(..., N D) as (..., H, N K)."""
         return _heads(rows.unflatten(-1, (self.num_states, -1))).movedim(-2, -3).flatten(-2)
 
-    def _joined(self, blocks):
+    def _join(self, blocks):
         """(..., H, N K) as (..., N, D)."""
         return blocks.unflatten(-1, (self.num_states, HEAD)).movedim(-3, -2).flatten(-2)
 
     def apply(self, jacobian, vector):
-        return self._joined((jacobian @ self._split(vector.flatten(-2)).unsqueeze(-1)).squeeze(-1))
+        return self._join((jacobian @ self._split(vector.flatten(-2)).unsqueeze(-1)).squeeze(-1))
 
     def compose(self, later, earlier):
         return later @ earlier
@@ -124,7 +124,7 @@ KINDS = (HeadBlocks, PulledHeadBlocks)
 
 
 @pytest.fixture(autouse=True)
-def _registered():
+def _register():
     for kind in KINDS:
         pararnn.register_structure(kind, kind.name)
     yield
@@ -145,8 +145,8 @@ class HeadRNN(pararnn.Cell):
     structure = "head_blocks"
 
     def step(self, state, gate, param):
-        mixed = (_heads(state.h).unsqueeze(-2) @ param.A).squeeze(-2).flatten(-2)
-        h = torch.tanh(gate.x + mixed + param.w * state.c)
+        product = (_heads(state.h).unsqueeze(-2) @ param.A).squeeze(-2).flatten(-2)
+        h = torch.tanh(gate.x + product + param.w * state.c)
         z = torch.sigmoid(gate.z + param.g * state.h)
         return h, z * state.c + (1 - z) * h
 
@@ -162,13 +162,13 @@ class DenseHeadRNN(HeadRNN):
 CELLS = (HeadRNN, PulledHeadRNN)
 
 
-def _drawn(cls, seed=0, **options):
+def _draw(cls, seed=0, **options):
     torch.manual_seed(seed)
     return cls(12, num_heads=3, **options)
 
 
 def test_matrices_that_fit_no_number_of_heads_are_refused():
-    cell = _drawn(HeadRNN)
+    cell = _draw(HeadRNN)
     cell.A = torch.nn.Parameter(torch.randn(3, HEAD, HEAD + 1))
     message = r"A of HeadRNN must be 'H,K,K' for D = 12, got \(3, 4, 5\)"
     with pytest.raises(ValueError, match=message):
@@ -181,8 +181,8 @@ def test_operations_agree_with_matrices(kind):
     a, b = torch.randn(2, 2, 5, 3, 8, 8).unbind()
     v = torch.randn(2, 5, 2, 12)
     dense_a, dense_b = structure.to_dense(a), structure.to_dense(b)
-    applied = (dense_a @ v.flatten(2).unsqueeze(-1)).reshape(v.shape)
-    torch.testing.assert_close(structure.apply(a, v), applied)
+    product = (dense_a @ v.flatten(2).unsqueeze(-1)).reshape(v.shape)
+    torch.testing.assert_close(structure.apply(a, v), product)
     torch.testing.assert_close(structure.to_dense(structure.compose(a, b)), dense_a @ dense_b)
     assert torch.equal(structure.to_dense(structure.transpose(a)), dense_a.mT)
     assert torch.equal(structure.from_dense(dense_a), a)
@@ -191,7 +191,7 @@ def test_operations_agree_with_matrices(kind):
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("cls", CELLS)
 def test_solves_and_gradients_hold_the_contract(cls, reset):
-    cell = _drawn(cls, dtype=torch.float64)
+    cell = _draw(cls, dtype=torch.float64)
     gates = torch.randn(2, 40, 2, 12, dtype=torch.float64)
     options = {"reset": torch.rand(2, 40) < 0.1} if reset else {}
     for solver in ("sequential", "newton"):
@@ -202,14 +202,14 @@ def test_solves_and_gradients_hold_the_contract(cls, reset):
 
 def test_it_agrees_with_the_dense_structure():
     gates = torch.randn(2, 40, 2, 12, dtype=torch.float64, requires_grad=True)
-    found = []
+    results = []
     for cls in (*CELLS, DenseHeadRNN):
-        cell = _drawn(cls, dtype=torch.float64)
+        cell = _draw(cls, dtype=torch.float64)
         states = torch.stack(pararnn.solve(cell, gates, solver="newton")[0])
         grads = torch.autograd.grad(states.sin().sum(), [gates, *cell.parameters()])
-        found.append((states, *grads))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+        results.append((states, *grads))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
 
 
 def test_a_layer_has_it():
@@ -232,23 +232,23 @@ def test_a_step_that_mixes_heads_is_refused():
             return h + 0.1 * state.c.flip(-1), c
 
     with pytest.raises(pararnn.StructureError, match="does not have it"):
-        pararnn.program_of(_drawn(Mixed))
+        pararnn.program_of(_draw(Mixed))
 
 
 def test_a_head_is_finished_alone(monkeypatch):
     """One head of three expands and Newton gives it up: the other heads' states stay."""
-    seen = []
+    sizes = []
 
-    def watched(system):
-        seen.append(tuple(system.initial.shape))
+    def record(system):
+        sizes.append(tuple(system.initial.shape))
         return unroll(system)
 
-    monkeypatch.setattr("pararnn.solvers.newton.unroll", watched)
-    cell = _drawn(PulledHeadRNN)
+    monkeypatch.setattr("pararnn.solvers.newton.unroll", record)
+    cell = _draw(PulledHeadRNN)
     cell.A.data[1] = 40 * torch.randn(HEAD, HEAD)
     gates = torch.randn(2, 300, 2, 12)
     with pytest.warns(pararnn.ConvergenceWarning):
         result = check_solve(cell, gates, solver="newton")
     assert result.passed, [check for check in result.checks if not check.passed]
     assert result.mended == 2
-    assert seen == [(1, 2, 2 * HEAD)]
+    assert sizes == [(1, 2, 2 * HEAD)]

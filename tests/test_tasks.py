@@ -28,9 +28,9 @@ def check_mqar(task, row):
         assert 64 <= value < 128
         pairs[key] = value
     assert task.shuffled or list(pairs) == sorted(pairs)
-    rest = row[2 * task.kappa :]
-    assert all(token in pairs or task.keys <= token < 64 for token in rest)
-    return {2 * task.kappa + t: pairs[token] for t, token in enumerate(rest) if token in pairs}
+    tail = row[2 * task.kappa :]
+    assert all(token in pairs or task.keys <= token < 64 for token in tail)
+    return {2 * task.kappa + t: pairs[token] for t, token in enumerate(tail) if token in pairs}
 
 
 def check_hops(task, row):
@@ -88,11 +88,11 @@ def check_copying(task, row):
 
 
 def check_adding(task, row):
-    marked = [t for t, (_, mark) in enumerate(row) if mark]
-    assert len(marked) == 2
-    assert marked[0] < task.length // 2 <= marked[1]
+    marks = [t for t, (_, mark) in enumerate(row) if mark]
+    assert len(marks) == 2
+    assert marks[0] < task.length // 2 <= marks[1]
     assert all(0 <= number <= 1 and mark in (0, 1) for number, mark in row)
-    return {task.length - 1: pytest.approx(sum(row[t][0] for t in marked), abs=1e-6)}
+    return {task.length - 1: pytest.approx(sum(row[t][0] for t in marks), abs=1e-6)}
 
 
 CHECKS = {
@@ -125,10 +125,10 @@ def test_targets(task):
     batch = task.draw(20, generator_of(7))
     assert batch.targets.shape == batch.judged.shape == (20, task.length)
     assert batch.inputs.shape[:2] == (20, task.length)
-    for row, targets, judged in zip(*(part.tolist() for part in batch), strict=True):
-        answers = {t: target for t, target in enumerate(targets) if judged[t]}
+    for row, targets, mask in zip(*(part.tolist() for part in batch), strict=True):
+        answers = {t: target for t, target in enumerate(targets) if mask[t]}
         assert answers == CHECKS[type(task)](task, row)
-        assert not any(target for t, target in enumerate(targets) if not judged[t])
+        assert not any(target for t, target in enumerate(targets) if not mask[t])
 
 
 def test_recall_of_keys_in_any_order():

@@ -46,9 +46,9 @@ def test_models_are_causal(mixer, name, layers):
     model = TaskModel(task, model_config(name, mixer, layers=layers, width=16, heads=2)).double()
     inputs = task.draw(2, generator_of(0)).inputs
     inputs = inputs.double() if task.features else inputs
-    changed = inputs.clone()
-    changed[:, 20] = 1 - inputs[:, 20] if task.features else (inputs[:, 20] + 1) % task.symbols
-    one, other = model(inputs), model(changed)
+    other_tokens = inputs.clone()
+    other_tokens[:, 20] = 1 - inputs[:, 20] if task.features else (inputs[:, 20] + 1) % task.symbols
+    one, other = model(inputs), model(other_tokens)
     assert one.shape == (2, 30, task.classes)
     assert torch.allclose(one[:, :20], other[:, :20], rtol=1e-9)
     assert ((one - other)[:, 20:].abs().amax(-1) > 1e-9).float().mean() > 0.5
@@ -74,9 +74,9 @@ def test_positions():
     config = model_config("keep-nth", "gru")
     inputs = torch.zeros(1, 20, dtype=torch.int64)
     model = TaskModel(TASKS["keep-nth"], config)
-    without = TaskModel(TASKS["keep-nth"], replace(config, positions=False))
-    without.load_state_dict(model.state_dict())
-    assert not torch.allclose(model(inputs), without(inputs))
+    no_positions = TaskModel(TASKS["keep-nth"], replace(config, positions=False))
+    no_positions.load_state_dict(model.state_dict())
+    assert not torch.allclose(model(inputs), no_positions(inputs))
     transformer = TaskModel(TASKS["parity"], model_config("parity", "transformer"))
     with pytest.raises(ValueError, match="positions are learned up to 100, got 101"):
         transformer(torch.zeros(1, 101, dtype=torch.int64))
@@ -141,24 +141,24 @@ def test_mamba2_is_that_of_transformers():
 def test_folded_seeds_equal_separate_models(mixer):
     task = TASKS["2-hop"].at(20)
     config = model_config("2-hop", mixer, width=16, heads=2)
-    folded = make_folded(task, config, (3, 4), "cpu")
+    folded_seeds = make_folded(task, config, (3, 4), "cpu")
     batch = [task.draw(5, generator_of(seed)) for seed in (0, 1)]
     both = Batch(*(torch.stack(parts) for parts in zip(*batch, strict=True)))
-    outputs = folded(both.inputs)
+    outputs = folded_seeds(both.inputs)
     each_loss = losses(task, outputs, both)
     each_loss.sum().backward()
     for index, seed in enumerate((3, 4)):
         single = make_folded(task, config, (seed,), "cpu").base
         one = single(batch[index].inputs)
         assert torch.allclose(outputs[index], one, atol=1e-5)
-        judged = batch[index].judged
-        loss = F.cross_entropy(one[judged], batch[index].targets[judged])
+        mask = batch[index].judged
+        loss = F.cross_entropy(one[mask], batch[index].targets[mask])
         assert torch.allclose(each_loss[index], loss, rtol=1e-5)
         loss.backward()
         for name, weight in single.named_parameters():
-            grad = folded.weights[name].grad[index]
+            grad = folded_seeds.weights[name].grad[index]
             assert torch.allclose(grad, weight.grad, rtol=1e-3, atol=1e-6), name
-    assert torch.allclose(folded(batch[0].inputs, shared=True)[0], outputs[0], atol=1e-6)
+    assert torch.allclose(folded_seeds(batch[0].inputs, shared=True)[0], outputs[0], atol=1e-6)
 
 
 def test_a_step_is_the_papers():
@@ -166,8 +166,8 @@ def test_a_step_is_the_papers():
     task = TASKS["parity"].at(12)
     config = model_config("parity", "gru", width=16, heads=2, clip=0.1)
     options = TrainConfig(seeds=1, seed=2, rows=24, batch=8, steps=7, lr=0.01, weight_decay=0.1)
-    folded, single = (make_folded(task, config, (2,), "cpu") for _ in range(2))
-    stepper = Stepper(folded, task, options)
+    folded_seeds, single = (make_folded(task, config, (2,), "cpu") for _ in range(2))
+    stepper = Stepper(folded_seeds, task, options)
     model = single.base
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
@@ -186,8 +186,8 @@ def test_a_step_is_the_papers():
             for weight in model.mixers[0].rnn.recurrent_parameters():
                 weight.clamp_(-0.1, 0.1)
     for name, weight in model.named_parameters():
-        assert torch.allclose(folded.weights[name][0], weight, rtol=1e-3, atol=1e-5), name
-    assert folded.weights["mixers.0.rnn.cell.a_z"].abs().max() <= 0.1
+        assert torch.allclose(folded_seeds.weights[name][0], weight, rtol=1e-3, atol=1e-5), name
+    assert folded_seeds.weights["mixers.0.rnn.cell.a_z"].abs().max() <= 0.1
     assert sorted(order[:24]) == sorted(order[24:48]) == list(range(24))
 
 
@@ -205,12 +205,12 @@ def test_fresh_data_are_new_every_epoch():
 
 def test_accuracies_count_judged_positions():
     task = replace(TASKS["keep-nth"], vocab=4, n=2, judge="last").at(6)
-    folded = make_folded(task, model_config("keep-nth", "gru", width=8, heads=2), (0, 1), "cpu")
-    scores = accuracies(folded, task, 400, 1)
-    drawn = task.draw(400, generator_of(1, 0))
+    model = make_folded(task, model_config("keep-nth", "gru", width=8, heads=2), (0, 1), "cpu")
+    scores = accuracies(model, task, 400, 1)
+    batches = task.draw(400, generator_of(1, 0))
     for index, accuracy in enumerate(scores):
-        answers = folded(drawn.inputs, shared=True)[index, :, -1].argmax(-1)
-        right = (answers == drawn.inputs[:, 1]).sum().item()
+        answers = model(batches.inputs, shared=True)[index, :, -1].argmax(-1)
+        right = (answers == batches.inputs[:, 1]).sum().item()
         assert accuracy == right / 400
 
 

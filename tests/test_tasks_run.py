@@ -40,10 +40,10 @@ def test_overrides():
     assert config.train.lr == 0.01
     assert not config.model.bare
     assert config.model.mixer == "lstm"
-    timed = configured("parity", "gru", ["seconds=2.5", "test=7"], lengths=[5, 6])
-    assert timed.train.seconds == 2.5
-    assert timed.test == 7
-    assert timed.lengths == (5, 6)
+    with_seconds = configured("parity", "gru", ["seconds=2.5", "test=7"], lengths=[5, 6])
+    assert with_seconds.train.seconds == 2.5
+    assert with_seconds.test == 7
+    assert with_seconds.lengths == (5, 6)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_impossible_lengths_raise_before_training():
 
 
 def test_keys_may_follow_flags():
-    given = ["parity", "--mixer", "gru", "steps=5", "--out=a=b", "n=3"]
-    assert keys_first(given) == ["parity", "steps=5", "n=3", "--mixer", "gru", "--out=a=b"]
+    arguments = ["parity", "--mixer", "gru", "steps=5", "--out=a=b", "n=3"]
+    assert keys_first(arguments) == ["parity", "steps=5", "n=3", "--mixer", "gru", "--out=a=b"]
     assert keys_first(["--help"]) == ["--help"]
 
 
@@ -103,13 +103,13 @@ def test_results(folder):
     paths = sorted(folder.iterdir())
     assert [path.name for path in paths] == ["parity-gru.json", "parity-user_cells-Timeless.json"]
     result = json.loads(paths[0].read_text())
-    expected = {"task": "parity", "mixer": "gru", "seeds": [0, 1, 2], "steps": 30, "capped": True}
-    assert expected.items() <= result.items()
+    reference = {"task": "parity", "mixer": "gru", "seeds": [0, 1, 2], "steps": 30, "capped": True}
+    assert reference.items() <= result.items()
     assert len(result["accuracies"]) == len(result["history"]) == 3
     assert result["best"] == max(result["accuracies"])
     assert list(result["lengths"]) == ["8", "40"]
     assert result["device"] == "cpu"
-    assert all(0 < share < 1 for found in result["lengths"].values() for share in found)
+    assert all(0 < share < 1 for results in result["lengths"].values() for share in results)
     assert result["config"]["task"] == {"length": 8, "judge": "all"}
     assert result["versions"]["torch"] == torch.__version__
     assert "parity, gru: " in summary(result)
@@ -120,19 +120,19 @@ def test_results_are_repeatable_and_name_their_commit(folder, monkeypatch):
     monkeypatch.setenv("PARARNN_COMMIT", "abc")
     config = configured("parity", "gru", [*SMALL, "steps=30"], lengths=[8, 40])
     again = run_task(config)
-    before = json.loads((folder / "parity-gru.json").read_text())
-    assert again["accuracies"] == before["accuracies"]
-    assert again["lengths"] == before["lengths"]
+    old = json.loads((folder / "parity-gru.json").read_text())
+    assert again["accuracies"] == old["accuracies"]
+    assert again["lengths"] == old["lengths"]
     assert again["commit"] == "abc"
-    assert before["commit"] is None
+    assert old["commit"] is None
 
 
 def test_progress_is_shown(tmp_path, capsys, monkeypatch):
     """Nothing was said until a run was at its end."""
     monkeypatch.setattr(progress, "EVERY", 0.0)
     assert run("parity", "gru", tmp_path, "steps=20", "seeds=2", "seconds=600") == 0
-    begun, *lines = capsys.readouterr().err.splitlines()
-    assert begun == (
+    start, *lines = capsys.readouterr().err.splitlines()
+    assert start == (
         "parity, gru: 64 sequences of 8, 576 parameters, 2 seeds, on cpu; at most 20 steps of 8 or "
         "10 min 0 s"
     )
@@ -142,12 +142,12 @@ def test_progress_is_shown(tmp_path, capsys, monkeypatch):
 
 
 def test_results_that_exist_stay(folder, capsys):
-    before = (folder / "parity-gru.json").read_bytes()
+    old = (folder / "parity-gru.json").read_bytes()
     assert run("parity", "gru", folder, "--lengths", "8,40", "steps=30") == 0
     assert "parity-gru.json exists: left as it is" in capsys.readouterr().out
-    assert (folder / "parity-gru.json").read_bytes() == before
-    layered = configured("parity", "gru", ["layers=2"])
-    assert layered.file_name() == "parity-gru-2-layers.json"
+    assert (folder / "parity-gru.json").read_bytes() == old
+    two_layers = configured("parity", "gru", ["layers=2"])
+    assert two_layers.file_name() == "parity-gru-2-layers.json"
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_results_that_exist_stay(folder, capsys):
 def test_a_result_of_another_config_raises(changes, message, folder, capsys):
     """It was left as it is, and stood in the table for what had been asked."""
     lengths = [] if "--lengths" in changes else ["--lengths", "8,40"]
-    before = sorted(folder.iterdir())
+    old = sorted(folder.iterdir())
     with pytest.raises(SystemExit):
         run("parity", "lstm,gru", folder, *lengths, *changes)
     assert re.search(message, capsys.readouterr().err)
-    assert sorted(folder.iterdir()) == before  # nothing was trained
+    assert sorted(folder.iterdir()) == old  # nothing was trained
 
 
 def test_report(folder, capsys):
@@ -178,16 +178,16 @@ def test_report(folder, capsys):
     assert len(read_results(folder)) == 2
 
 
-def _result(task, mixer, best, capped=False, layers=1):
+def _result(task, mixer, best, cap=False, layers=1):
     config = {"model": {"layers": layers}}
-    named = {"task": task, "mixer": mixer, "best": best, "capped": capped}
-    return {**named, "chance": 0.1, "config": config, "lengths": {}}
+    fields_by_name = {"task": task, "mixer": mixer, "best": best, "capped": cap}
+    return {**fields_by_name, "chance": 0.1, "config": config, "lengths": {}}
 
 
 def test_table():
     results = [
         _result("parity", "lstm", 0.99999),
-        _result("2-hop", "mamba2", 0.5, capped=True),
+        _result("2-hop", "mamba2", 0.5, cap=True),
         _result("keep-nth", "gru", 1.0),
         _result("s3", "gru", 0.25, layers=2),
     ]
@@ -203,7 +203,7 @@ def test_table():
 
 
 @pytest.fixture(scope="module")
-def diverged(tmp_path_factory):
+def diverging_run(tmp_path_factory):
     """Results of runs that diverge at once, by regression and by classes, made by the command."""
     out = tmp_path_factory.mktemp("diverged")
     assert run("parity,adding", "gru", out, "--lengths", "8,40", "steps=40", "lr=1e25") == 0
@@ -211,9 +211,9 @@ def diverged(tmp_path_factory):
 
 
 @pytest.mark.parametrize("task", ["parity", "adding"])
-def test_a_run_that_diverged_has_no_accuracy(task, diverged):
+def test_a_run_that_diverged_has_no_accuracy(task, diverging_run):
     """It had that of the first class, to which argmax takes NaN, and NaN in its file."""
-    text = (diverged / f"{task}-gru.json").read_text()
+    text = (diverging_run / f"{task}-gru.json").read_text()
     result = json.loads(text, parse_constant=pytest.fail)  # JSON's standard knows no NaN
     assert result["accuracies"] == [None] * 3
     assert result["best"] is None
@@ -223,15 +223,15 @@ def test_a_run_that_diverged_has_no_accuracy(task, diverged):
     assert f"{task}, gru: none (diverged by step 10), none" in summary(result)
 
 
-def test_the_table_names_diverged_runs(diverged):
+def test_the_table_names_diverged_runs(diverging_run):
     pytest.importorskip("matplotlib")
-    assert "| gru | diverged (100) | diverged |" in write_report(diverged)
+    assert "| gru | diverged (100) | diverged |" in write_report(diverging_run)
 
 
 def test_a_diverged_seed_does_not_affect_the_others(monkeypatch):
     """Its best weights from before are tested."""
     config = configured("parity", "gru", [*SMALL, "steps=30", "seeds=2"], lengths=[16])
-    expected = run_task(config)
+    reference = run_task(config)
     step = training.Stepper.__call__
 
     def spoil(self):
@@ -242,8 +242,8 @@ def test_a_diverged_seed_does_not_affect_the_others(monkeypatch):
     monkeypatch.setattr(training.Stepper, "__call__", spoil)
     result = run_task(config)
     assert result["diverged"] == [20, None]
-    assert result["accuracies"][1] == expected["accuracies"][1]
-    assert result["history"][0] == expected["history"][0]
+    assert result["accuracies"][1] == reference["accuracies"][1]
+    assert result["history"][0] == reference["history"][0]
     assert result["history"][1][1][0] is result["history"][1][2][0] is None
     assert 0 < result["accuracies"][0] < 1
     assert " (diverged by step 20), " in summary(result)
@@ -271,9 +271,9 @@ def test_list(capsys):
 
 def test_bad_commands(capsys):
     for bad in (["run", "nope", "--mixer", "gru"], ["run", "parity", "--mixer", "gruu"]):
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(SystemExit) as error:
             main(["tasks", *bad, "--device", "cpu"])
-        assert stopped.value.code == 2
+        assert error.value.code == 2
         assert "there is no " in capsys.readouterr().err
 
 

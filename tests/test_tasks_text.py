@@ -44,11 +44,11 @@ def test_the_library_is_split_by_files_and_excludes_tests(library):
 
 
 def test_the_split_depends_on_paths_only(library):
-    before = stdlib_corpus(library)
+    early_split = stdlib_corpus(library)
     extra = library / "aaa.py"
     extra.write_text("new")
-    after = stdlib_corpus(library)
-    for old, new in ((before.train, after.train), (before.valid, after.valid)):
+    late_split = stdlib_corpus(library)
+    for old, new in ((early_split.train, late_split.train), (early_split.valid, late_split.valid)):
         assert bytes(new.tolist()).removeprefix(b"new\n") == bytes(old.tolist())
     with pytest.raises(TextError, match="no Python source"):
         stdlib_corpus(library / "test")
@@ -122,13 +122,13 @@ def test_windows_longer_than_the_data_are_refused():
 def test_unigram_baseline_by_hand():
     train, valid = as_bytes(b"aab"), as_bytes(b"xabz")
     chances = [(2 + 1) / 259, (1 + 1) / 259, 1 / 259]  # a, b and the unseen z; x is context
-    expected = -sum(math.log2(p) for p in chances) / 3
-    assert unigram_bits(train, valid) == pytest.approx(expected, rel=1e-12)
+    reference = -sum(math.log2(p) for p in chances) / 3
+    assert unigram_bits(train, valid) == pytest.approx(reference, rel=1e-12)
 
 
 def test_bigram_baseline_by_hand():
     train, valid = as_bytes(b"aabac"), as_bytes(b"abz")
     # After a: a, b, c once each. After b: a once. Unigram: b (1 + 1) / 261, z 1 / 261.
     chances = [(1 + 2 / 261) / (3 + 1), (0 + 1 / 261) / (1 + 1)]
-    expected = -sum(math.log2(p) for p in chances) / 2
-    assert bigram_bits(train, valid) == pytest.approx(expected, rel=1e-12)
+    reference = -sum(math.log2(p) for p in chances) / 2
+    assert bigram_bits(train, valid) == pytest.approx(reference, rel=1e-12)

@@ -101,10 +101,10 @@ def test_the_number_of_steps_follows_from_the_time_of_one(
     corpus, quick, monkeypatch, seconds, steps
 ):
     """A step takes a second; ten validations of five rows those of five steps."""
-    made = []
+    counts = []
 
     def run(trainer):
-        made.append(trainer.config.steps)
+        counts.append(trainer.config.steps)
         raise InterruptedError
 
     monkeypatch.setattr("pararnn.train.trainer.RunTrainer.run", run)
@@ -115,7 +115,7 @@ def test_the_number_of_steps_follows_from_the_time_of_one(
     monkeypatch.setattr(demo, "VALID_BYTES", 5 * 16)  # 5 rows, 10 validations, batches of 2
     with pytest.raises(InterruptedError):
         train_demo(config, corpus)
-    assert made == [steps]
+    assert counts == [steps]
 
 
 def test_a_run_whose_steps_get_slower_ends_in_time(corpus, quick, monkeypatch):
@@ -153,10 +153,10 @@ def test_a_short_demo_leaves_out_what_it_has_no_time_for(text_file, tmp_path, mo
     assert metrics["verified"]
     able = pairs_of(make_model(DemoConfig(**config)))
     assert len(metrics["left_out"]) == 3 * len(able) - 2  # two shapes and verify, for each pair
-    printed = capsys.readouterr().out
-    assert f"pararnn.verify of ({', '.join(first)}): PASS" in printed
-    assert "left out, as --seconds 8 has no time for it:" in printed
-    assert f"  {metrics['left_out'][-1]}\n" in printed
+    text = capsys.readouterr().out
+    assert f"pararnn.verify of ({', '.join(first)}): PASS" in text
+    assert "left out, as --seconds 8 has no time for it:" in text
+    assert f"  {metrics['left_out'][-1]}\n" in text
 
 
 @pytest.mark.parametrize(("seconds", "windows"), [(0.1, 1), (5, 10), (50, 100), (NO_LIMIT, 100)])
@@ -168,10 +168,10 @@ def test_short_budgets_evaluate_on_fewer_windows(seconds, windows):
 
 def test_only_matrices_decay():
     model = small_lm()
-    decayed, kept = make_adamw(model, OptimiserConfig(1.0, weight_decay=0.3)).param_groups
-    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0)
+    matrices, others = make_adamw(model, OptimiserConfig(1.0, weight_decay=0.3)).param_groups
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0)
     names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)] for p in decayed["params"]} == {
+    assert {names[id(p)] for p in matrices["params"]} == {
         "embed_tokens.weight",
         "backbone.layers.0.mixer.in_proj.weight",
         "backbone.layers.0.mixer.rnn.proj.weight",
@@ -182,15 +182,15 @@ def test_only_matrices_decay():
         "backbone.layers.0.mlp.down_proj.weight",
         "lm_head.weight",
     }
-    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+    assert len(matrices["params"]) + len(others["params"]) == len(names)
 
 
 def test_matrices_of_cells_decay_and_a_tied_head_once():
     model = small_lm("dense-gru", tie_word_embeddings=True)
-    decayed, kept = make_adamw(model, OptimiserConfig()).param_groups
+    matrices, others = make_adamw(model, OptimiserConfig()).param_groups
     cell = model.recurrent_layers()[0].cell
-    assert all(any(p is each for each in decayed["params"]) for p in cell.parameters())
-    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+    assert all(any(p is each for each in matrices["params"]) for p in cell.parameters())
+    assert len(matrices["params"]) + len(others["params"]) == len(list(model.parameters()))
 
 
 def test_evaluation_is_the_mean_over_all_windows(corpus):
@@ -280,6 +280,6 @@ def test_the_demo_runs_with_every_cell(cell, text_file, tmp_path, capsys):
     model = load_checkpoint(out)
     assert model.config == make_model(DemoConfig(cell=cell, **TINY)).config
     assert 6 < evaluate(model, spread_windows(valid, 4, 64)) < 9.2
-    printed = capsys.readouterr().out
-    assert "pararnn.verify of (newton, torch): PASS" in printed
-    assert f"unigram {metrics['bits_per_byte']['unigram']:.3f}" in printed
+    text = capsys.readouterr().out
+    assert "pararnn.verify of (newton, torch): PASS" in text
+    assert f"unigram {metrics['bits_per_byte']['unigram']:.3f}" in text

@@ -281,7 +281,7 @@ def _check(program: Program, args: Arguments) -> None:
 
 def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     if not engine.completes:
-        args = args.completed(program.num_states)
+        args = args.complete(program.num_states)
     if not private.autocast_enabled():
         return engine.forward(program, args)
     with without_autocast(args.gates.device):
@@ -320,7 +320,7 @@ def _backward(
     if engine.completes:
         grads = engine.backward(program, args, states, grad_states, grad_final, wanted)
         return grads.leaves(wanted)
-    full = args.completed(program.num_states)
+    full = args.complete(program.num_states)
     grads = engine.backward(program, full, states, grad_states, grad_final, wanted)
     params = tuple(map(as_dtype, grads.params, args.params))
     return grads._replace(params=params).leaves(wanted)

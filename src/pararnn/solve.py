@@ -148,7 +148,7 @@ def run_engine(
         return apply_engine(program, engine, args, source)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     with without_autocast(args.gates.device):
-        return engine.forward(program, args.completed(program.num_states))
+        return engine.forward(program, args.complete(program.num_states))
 
 
 def prepare(

@@ -9,11 +9,11 @@ from table import (
     VARIANTS,
     broken,
     case_of,
-    checked,
     covering,
     dtype_name,
     make_case,
     pairs_of,
+    with_checks,
 )
 
 import pararnn
@@ -27,13 +27,13 @@ def test_solves_obey_the_contract(name, dtype, length):
     pairs = pairs_of(name, ALL_PAIRS)
     for variant in VARIANTS:
         case = make_case(pararnn.CELLS[name], dtype, length, variant, device="cuda")
-        assert not broken(checked(case, pairs, segments=5, burn_in=8)), variant
+        assert not broken(with_checks(case, pairs, segments=5, burn_in=8)), variant
 
 
 @pytest.mark.parametrize(("row", "name", "dtype"), covering())
 def test_rows_obey_the_contract(row, name, dtype):
     case = case_of(row, name, dtype, device="cuda")
-    assert not broken(checked(case, pairs_of(name, ALL_PAIRS), row.segments, burn_in=8))
+    assert not broken(with_checks(case, pairs_of(name, ALL_PAIRS), row.segments, burn_in=8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)

@@ -111,17 +111,17 @@ def compare(
     """
     check, own = Check(name, 0.0, tolerance), np.zeros(error.shape)
     # By NumPy, whose operations cost a third of PyTorch's where tensors are small.
-    wrong, scale = _above(error, floor), size.numpy()
+    wrong, scale = _excess(error, floor), size.numpy()
     with np.errstate(all="ignore"):
         for noise in noises:
-            own = np.maximum(own, _above(noise, floor))
+            own = np.maximum(own, _excess(noise, floor))
             check = _check(name, wrong, scale, own, tolerance, what, quiet)
             if check.passed:
                 break
     return check
 
 
-def _above(values: Tensor, floor: Tensor | float) -> Array:
+def _excess(values: Tensor, floor: Tensor | float) -> Array:
     """Return by how much values exceed the floor, 0 below it."""
     return np.maximum(values.numpy() - (floor.numpy() if isinstance(floor, Tensor) else floor), 0)
 

@@ -126,7 +126,7 @@ class Oracle:
 
         The gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
         """
-        args = call.completed(len(cell.states))
+        args = call.complete(len(cell.states))
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             example = args.fields[0] if args.fields else args.gates.flatten(3)[:, :, 0]
@@ -140,7 +140,7 @@ class Oracle:
         series = [draw(example, scale).to(args.gates.dtype) for scale in read]
         ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
         without_params = replace(call, params=())
-        own = without_params.mapped(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        own = without_params.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
         return cls(Trial(copy.deepcopy(cell), own, (*series, *ends)))
 
     def run(self, solver: str, backend: str) -> Run:

@@ -51,7 +51,7 @@ class Trial:
             return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
 
         cell = copy.deepcopy(self.cell).to(dtype)
-        return replace(self, cell=cell, args=replace(self.args, params=()).mapped(leaf))
+        return replace(self, cell=cell, args=replace(self.args, params=()).map(leaf))
 
     def call(self) -> Arguments:
         """Return the record, with the cell's params."""
@@ -59,7 +59,7 @@ class Trial:
 
     def arguments(self) -> Arguments:
         """Return the record as solvers read it."""
-        return self.call().completed(len(self.cell.states))
+        return self.call().complete(len(self.cell.states))
 
     @cached_property
     def border(self) -> Border:

@@ -118,8 +118,8 @@ def defect(
     if part > 1:
         with torch.enable_grad():
             part = _check("", layer, inputs, options, 0)[2].checks[0].part
-    sweeps, mended = totals(result.info).tolist()
-    return part, int(sweeps), int(mended)
+    sweeps, redone = totals(result.info).tolist()
+    return part, int(sweeps), int(redone)
 
 
 def _call(

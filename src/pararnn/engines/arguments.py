@@ -122,7 +122,7 @@ class Arguments:
             self.gates.new_zeros(size, dtype=self.dtype) for _ in range(num_states)
         )
 
-    def completed(self, num_states: int) -> Arguments:
+    def complete(self, num_states: int) -> Arguments:
         """Return these arguments with initial states, and with params in the compute dtype."""
         dtype = self.dtype
         params = tuple(p if p.dtype == dtype else p.to(dtype) for p in self.params)
@@ -191,7 +191,7 @@ class Arguments:
         """Return the gates and the fields among tensors that are ordered as `flatten` has them."""
         return tensors[0], tensors[2 : 2 + len(self.fields)]
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Arguments:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
         """Return this record with `function` of each tensor."""
         tensors, values = self.flatten()
         return self.unflatten([None if t is None else function(t) for t in tensors], values)
@@ -288,9 +288,9 @@ class Wanted(NamedTuple):
     indices: list[int | None]
 
 
-def wanted_gradients(needed: Sequence[bool], values: Sequence[Any]) -> Wanted:
+def wanted_gradients(needs_grad: Sequence[bool], values: Sequence[Any]) -> Wanted:
     """Return the gradients to compute; `needed`: a flag for each tensor of `Arguments.flatten`."""
-    flags = Arguments.unflatten(needed, values)
+    flags = Arguments.unflatten(needs_grad, values)
     names = [name for name in LEAVES if any(_as_tuple(getattr(flags, name)))]
     indices: list[int | None] = []
     count = 0

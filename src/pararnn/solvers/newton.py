@@ -65,7 +65,7 @@ def newton(system: System, scan: Scan = affine_scan) -> NewtonResult:
         states = torch.where(end.states.isfinite(), end.states, guess)
         sweeps_by_hand = int(end.sweeps)
     end = _iterate(system, scan, states, MAX_SWEEPS)
-    sweeps, failures = sweeps_by_hand + int(end.sweeps), ~end.converged
+    sweeps, failures = sweeps_by_hand + int(end.sweeps), ~end.is_solved
     if not bool(failures.any()):
         return NewtonResult(end.states, sweeps, 0, 0.0)
     coupling = system.program.coupling
@@ -81,7 +81,7 @@ class _Iterate(NamedTuple):
 
     states: Tensor
     sweeps: Tensor
-    converged: Tensor
+    is_solved: Tensor
     defect: Tensor
 
 
@@ -91,10 +91,10 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
     assert structure is not None
     coupling = structure.coupling
     tolerance = ERROR_SHARE * FORWARD_TOLERANCE[system.dtype]
-    converged = broken = coupling.any(torch.zeros_like(states, dtype=torch.bool))
-    distance = last_size = torch.full_like(converged, float("inf"), dtype=system.dtype)
+    is_solved = broken = coupling.any(torch.zeros_like(states, dtype=torch.bool))
+    distance = last_size = torch.full_like(is_solved, float("inf"), dtype=system.dtype)
     sweeps = torch.zeros((), dtype=torch.int64, device=states.device)
-    better, keep_update = states, torch.zeros_like(converged)
+    better, keep_update = states, torch.zeros_like(is_solved)
     for sweep in range(budget + 1):
         new, jacobian = system.linearise(system.previous(states))
         residual = new - states
@@ -102,8 +102,8 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
         broken = broken | ~defect.isfinite()
         sizes = system.sizes(states)
         at_rounding = _at_rounding(coupling, residual, sizes) & ~broken
-        converged = converged | (at_rounding & (distance <= tolerance))
-        open_columns = ~(converged | broken)
+        is_solved = is_solved | (at_rounding & (distance <= tolerance))
+        open_columns = ~(is_solved | broken)
         count = int(open_columns.sum())
         if sweep == budget or count == 0:
             break
@@ -114,7 +114,7 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
             return _Iterate(
                 coupling.put(best, open_columns, end.states),
                 sweeps + end.sweeps,
-                coupling.put(converged, open_columns, end.converged),
+                coupling.put(is_solved, open_columns, end.is_solved),
                 coupling.put(defect, open_columns, end.defect),
             )
         update = scan(structure, jacobian[:, 1:], residual)
@@ -122,13 +122,13 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
         # If the defect is at rounding level and the update negligible, the column had converged
         # before: this sweep confirms it.
         confirms = open_columns & at_rounding & (size <= tolerance)
-        converged, keep_update = converged | confirms, keep_update | confirms
+        is_solved, keep_update = is_solved | confirms, keep_update | confirms
         better = torch.where(coupling.spread(confirms, states), states + update, better)
         sweeps = sweeps + (open_columns & ~confirms).any()
         rate = (size / last_size).nan_to_num(0.5).clamp(max=0.5)
         distance, last_size = size * rate / (1 - rate), size
-        states = torch.where(coupling.spread(converged, states), states, states + update)
-    return _Iterate(_best(system, states, better, keep_update), sweeps, converged, defect)
+        states = torch.where(coupling.spread(is_solved, states), states, states + update)
+    return _Iterate(_best(system, states, better, keep_update), sweeps, is_solved, defect)
 
 
 def _at_rounding(coupling: Coupling, residual: Tensor, sizes: Tensor) -> Tensor:

@@ -53,10 +53,10 @@ class System:
 
     def previous(self, states: Tensor) -> Tensor:
         """Return prev_l for all l, (B, T, N, D), of the states (B, T, N, D)."""
-        shifted = torch.cat([self.initial.unsqueeze(1), states], 1)[:, : self.length]
+        earlier = torch.cat([self.initial.unsqueeze(1), states], 1)[:, : self.length]
         if self.fresh is None or self.start is None:
-            return shifted
-        return torch.where(self.fresh.unsqueeze(2), self.start, shifted)
+            return earlier
+        return torch.where(self.fresh.unsqueeze(2), self.start, earlier)
 
     def sizes(self, states: Tensor) -> Tensor:
         """Return the largest finite |state| so far of each channel's sequence, (B, T, N, D).
@@ -140,8 +140,8 @@ class System:
     def _run(self, which: str, previous: Tensor, *cotangent: Tensor) -> tuple[object, ...]:
         graph = getattr(self.program.graphs[self.dtype], which)
         rows = self._sizes
-        pulled = [c.reshape(rows) for t in cotangent for c in t.unbind(2)]
-        return graph(*self._tensors(previous), *pulled)
+        cotangents = [c.reshape(rows) for t in cotangent for c in t.unbind(2)]
+        return graph(*self._tensors(previous), *cotangents)
 
     def _stack(self, new: Sequence[object], like: Tensor) -> Tensor:
         size, rows = self.inputs[0].shape, self._sizes

@@ -159,11 +159,11 @@ def run_all(configs: Sequence[TaskRun], out: Path) -> None:
     """
     out.mkdir(parents=True, exist_ok=True)
     paths = {out / config.file_name(): config for config in configs}
-    stored = [path for path in paths if path.exists()]
-    for path in stored:
+    old_paths = [path for path in paths if path.exists()]
+    for path in old_paths:
         check_same(path, paths[path].record(), list(paths[path].lengths))
     for path, config in paths.items():
-        if path in stored:
+        if path in old_paths:
             print(f"{path} exists: left as it is", flush=True)
             continue
         progress.say(introduction(config))

@@ -155,21 +155,21 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     }
     print_training(curves, bits, baselines)
 
-    measured = measure(model, corpus, config)
-    verified = all(report.passed for report in measured.reports.values())
-    if measured.timings:
-        print_engines(measured.timings, measured.agreement, config.timed_repeats)
-    for pair, report in measured.reports.items():
+    result = measure(model, corpus, config)
+    all_pass = all(report.passed for report in result.reports.values())
+    if result.timings:
+        print_engines(result.timings, result.agreement, config.timed_repeats)
+    for pair, report in result.reports.items():
         print(f"pararnn.verify of ({', '.join(pair)}): {report.short}")
         if not report.passed:
             print(report)
-    if measured.left_out:
+    if result.left_out:
         print(f"left out, as --seconds {config.seconds:g} has no time for it:")
-        for name in measured.left_out:
+        for name in result.left_out:
             print(f"  {name}")
 
     text = make_sample(model, corpus, config)
-    print(f"sample:\n{indented(text)}")
+    print(f"sample:\n{indent(text)}")
     title = f"{config.cell} on {corpus.name}"
     lines = {"train": curves.train, "validation": curves.valid}
     plot_curves(lines, "bits per byte", title, out / "loss.png", baselines)
@@ -189,10 +189,10 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
         "training_seconds": curves.seconds,
         "train_curve": [list(point) for point in curves.train],
         "validation_curve": [list(point) for point in curves.valid],
-        "timings": [asdict(timing) for timing in measured.timings],
-        "agreement": [asdict(each) for each in measured.agreement],
-        "left_out": measured.left_out,
-        "verified": verified,
+        "timings": [asdict(timing) for timing in result.timings],
+        "agreement": [asdict(each) for each in result.agreement],
+        "left_out": result.left_out,
+        "verified": all_pass,
         "sample": text,
     }
     write_text(out / "metrics.json", to_json(metrics))
@@ -215,20 +215,20 @@ def measure(model: LanguageModel, corpus: Corpus, config: DemoConfig) -> Measure
     """Verify and time every pair, what "auto" takes first, until the budget is spent."""
     device = torch.device(config.device)
     windows = [
-        random_windows(corpus.valid, batch, length, seeded(config)).to(device)
+        random_windows(corpus.valid, batch, length, generator_of(config)).to(device)
         for batch, length in timed_shapes(config)
     ]
     usual = auto_pair(model, config.batch, config.length)
     pairs = sorted(pairs_of(model), key=lambda pair: (pair != usual, pair != LOOP))
-    found = Measured([], [], {}, [])
+    result = Measured([], [], {}, [])
 
     def verify(pair: Pair) -> None:
         with solver_set_to(model, *pair):
-            found.reports[pair] = pararnn.verify(model, windows[0][: config.verify_batch, :-1])
+            result.reports[pair] = pararnn.verify(model, windows[0][: config.verify_batch, :-1])
 
     def compare(pair: Pair, batch: Tensor) -> None:
-        found.timings.append(time_pair(model, batch, pair, config.timed_repeats))
-        found.agreement.append(compare_to_loop(model, batch, pair))
+        result.timings.append(time_pair(model, batch, pair, config.timed_repeats))
+        result.agreement.append(compare_to_loop(model, batch, pair))
 
     verifying = [(f"pararnn.verify of ({', '.join(p)})", partial(verify, p)) for p in pairs]
     comparing = [
@@ -238,11 +238,11 @@ def measure(model: LanguageModel, corpus: Corpus, config: DemoConfig) -> Measure
     ]
     deadline = time.perf_counter() + AFTER * config.seconds
     for name, part in [verifying[0], *comparing, *verifying[1:]]:
-        if found.reports and time.perf_counter() >= deadline:
-            found.left_out.append(name)
+        if result.reports and time.perf_counter() >= deadline:
+            result.left_out.append(name)
         else:
             part()
-    return found
+    return result
 
 
 def within_budget(windows: int, config: DemoConfig) -> int:
@@ -324,7 +324,7 @@ def timed_shapes(config: DemoConfig) -> list[tuple[int, int]]:
     return [(config.batch, config.length), (config.timed_batch, config.timed_length)]
 
 
-def seeded(config: DemoConfig, device: str = "cpu") -> torch.Generator:
+def generator_of(config: DemoConfig, device: str = "cpu") -> torch.Generator:
     """Return a generator that depends on the config's seed only."""
     return torch.Generator(device).manual_seed(config.seed)
 
@@ -343,7 +343,7 @@ def describe_environment(device: torch.device) -> dict[str, str]:
 def make_sample(model: LanguageModel, corpus: Corpus, config: DemoConfig, prompt: int = 64) -> str:
     """Return the first bytes of the held-out text and the model's continuation, printable."""
     start = corpus.valid[:prompt].unsqueeze(0)
-    generator = seeded(config, config.device)
+    generator = generator_of(config, config.device)
     more = sample(model, start.to(config.device), config.sample_bytes, 0.8, generator).cpu()
     return printable(torch.cat([start, more], 1)[0])
 
@@ -354,7 +354,7 @@ def printable(data: Tensor) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
-def indented(text: str) -> str:
+def indent(text: str) -> str:
     """Text as a quotation."""
     return "\n".join(f"  | {line}" for line in text.splitlines())
 
@@ -373,12 +373,12 @@ def print_engines(timings: list[Timing], agreement: list[Agreement], repeats: in
     """Every engine against the loop: times and differences, shape by shape."""
     print(f"time of a pass in ms, forward / forward + backward, median of {repeats}:")
     loops = {(t.batch, t.length): t for t in timings if (t.solver, t.backend) == LOOP}
-    shown: set[tuple[int, int]] = set()
+    shapes: set[tuple[int, int]] = set()
     for timing, agree in zip(timings, agreement, strict=True):
         shape = (timing.batch, timing.length)
-        if shape not in shown:
+        if shape not in shapes:
             print(f"  B {timing.batch}, T {timing.length}:")
-            shown.add(shape)
+            shapes.add(shape)
         line = f"    {timing.solver + ', ' + timing.backend:18} {milliseconds(timing)}"
         loop = loops.get(shape)
         if timing is not loop:

@@ -76,8 +76,8 @@ class RunTrainer:
         self.model = make_model(config, device)
         self.model.config.use_cache = False
         self.parameters = list(self.model.parameters())
-        fused = type_of(device).accelerator
-        self.optimizer = make_adamw(self.model, config.optimiser, fused=fused)
+        on_gpu = type_of(device).accelerator
+        self.optimizer = make_adamw(self.model, config.optimiser, fused=on_gpu)
         self.parts = config.batch // (config.device_batch * self.world)
         layers = config.model.num_hidden_layers
         self.carry = Carry(layers, self.parts) if config.data.stateful else None
@@ -318,9 +318,9 @@ class RunTrainer:
             self.since += time.perf_counter() - begin
 
 
-def steps_within(remaining: float, elapsed: float, step: int) -> int:
+def steps_within(remaining: float, seconds: float, step: int) -> int:
     """Return the step that a run reaches in the remaining seconds, `step` steps in the elapsed."""
-    return step + max(0, int(remaining / max(elapsed, 1e-9) * step))
+    return step + max(0, int(remaining / max(seconds, 1e-9) * step))
 
 
 @contextmanager
