@@ -64,8 +64,8 @@ class Trial:
     @cached_property
     def border(self) -> Border:
         """Conversion of this call to a System, differentiable and the same at any states."""
-        args = self.arguments()
         with torch.enable_grad():
+            args = self.arguments()  # lifts parameters, which is part of the graph
             system, edges = to_system(program_of(self.cell), args)
         return Border(args, system, edges)
 
