@@ -47,7 +47,7 @@ def test_compiled_blocks_store_only_products_and_states(cell: str, states: int) 
     """The MLP's two products and what its last one reads; x twice, as the MLP adds to it; results
     of in_proj, gate_proj and out_proj; states and, unless they are made again, gates."""
     config = LMConfig(D, 1, vocab_size=8, num_heads=4, cell=cell)
-    _, reference = kept_and_gradients(config, compiled=False)
+    _, reference = kept_and_gradients(config, compile=False)
     wide = cast(int, config.intermediate_size) / D
     for again in (False, True):
         numbers, gradients = kept_and_gradients(replace(config, recompute_gates=again))
