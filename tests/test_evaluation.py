@@ -161,6 +161,12 @@ def test_a_text_without_text_raises(model_pair):
         texts.score_texts(*model_pair, ["", ""])
 
 
+def test_windows_overlap_as_requested():
+    assert list(texts.windows(10, 4, 0)) == [(0, 0, 4), (4, 4, 8), (8, 8, 10)]
+    assert list(texts.windows(9, 4, 2)) == [(0, 0, 4), (2, 4, 6), (4, 6, 8), (6, 8, 9)]
+    assert list(texts.windows(4, 4, 2)) == [(0, 0, 4)]
+
+
 def test_another_model_of_transformers_is_read_in_windows(tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=257,

@@ -8,6 +8,7 @@ import torch
 from fresh import run_fresh
 from lm_kinds import borders, pad_rows, positions, tokens
 
+import pararnn.lm.model as model_module
 from pararnn.lm import LanguageModel, LMConfig, bits_per_byte, sample, set_solver
 
 HYBRID = {"mixers": ("rnn", "attention")}
@@ -51,6 +52,16 @@ def test_a_new_models_logits_have_unit_variance_and_all_parameters_gradients():
     loss.backward()
     names = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert names == []
+
+
+def test_a_loss_builds_its_rows_once(monkeypatch):
+    calls = []
+    rows_of = model_module.rows_of
+    monkeypatch.setattr(
+        model_module, "rows_of", lambda *a, **k: calls.append(a) or rows_of(*a, **k)
+    )
+    make_lm(**HYBRID).loss(random_tokens(1, 12), cu_seq_lens=torch.tensor([0, 5, 12]))
+    assert len(calls) == 1
 
 
 def test_the_loss_is_that_of_the_next_tokens():

@@ -23,6 +23,7 @@ from pararnn.lm import (
 )
 from pararnn.lm.checkpoint import AUTO_MAP, CODE
 from pararnn.lm.mixers import RNNMixer
+from pararnn.lm.tokens import byte_tokenizer
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -227,6 +228,13 @@ def test_mixers_that_transformers_cannot_name_are_not_saved(tmp_path, monkeypatc
     with pytest.raises(CheckpointError, match=r"mixers may hold.*'mine'.*state_dict\(\) yourself"):
         save_checkpoint(make_lm(mixers=("mine", "rnn")), tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_every_byte_has_a_character_of_its_own():
+    vocabulary = byte_tokenizer()["model"]["vocab"]
+    assert sorted(vocabulary.values()) == list(range(256))
+    assert all(character.isprintable() and not character.isspace() for character in vocabulary)
+    assert (vocabulary["a"], vocabulary["Ġ"], vocabulary["Ċ"]) == (97, 32, 10)
 
 
 def test_missing_packages_are_named(folder, monkeypatch):

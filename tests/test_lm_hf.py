@@ -136,6 +136,21 @@ def test_generate_is_greedy_search(kind):
 
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid"])
+def test_padded_prompts_may_be_read_token_by_token(kind):
+    model, (batch, mask) = model_of(kind), pad_rows(documents([5, 1]), "left")
+    results = []
+    for options in (
+        {"use_cache": False},
+        {"prefill_chunk_size": 1},
+        {"prefill_chunk_size": 1, "cache_implementation": "static"},
+    ):
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        results.append(torch.stack(generate(model, batch, attention_mask=mask, **options).logits))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
 def test_padding_and_batches_change_no_token(kind):
     model = model_of(kind)
     lengths = (torch.arange(46) * 7 % 23 + 1).tolist()

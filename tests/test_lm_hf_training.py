@@ -159,7 +159,7 @@ def test_a_decoding_step_is_one_graph(kind):
 
 @torch.no_grad()
 def test_compiled_chunks_may_have_positions():
-    model, row = hugging("gru", num_hidden_layers=1), tokens(2, 14)
+    model, row = hugging("gru"), tokens(2, 14)
     cache = StaticCache(config=model.config, max_cache_len=16)
     got = [model(row[:, :2], past_key_values=cache).logits]
     chunk = torch.compile(model, backend="aot_eager", fullgraph=True)

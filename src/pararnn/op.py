@@ -152,13 +152,9 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        n, engine_key, values, values_and_states = (
-            ctx.num_states,
-            ctx.engine_key,
-            ctx.values,
-            ctx.saved_tensors,
-        )
-        tensors, states = values_and_states[:-n], values_and_states[-n:]
+        n, engine_key, values = ctx.num_states, ctx.engine_key, ctx.values
+        all_tensors = ctx.saved_tensors  # each look unpacks them anew
+        tensors, states = all_tensors[:-n], all_tensors[-n:]
         if ctx.source:
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
         grads, needs_grad = grads[: 2 * n], ctx.needs_input_grad[4:]

@@ -289,7 +289,7 @@ class Wanted(NamedTuple):
 
 
 def wanted_gradients(needs_grad: Sequence[bool], values: Sequence[Any]) -> Wanted:
-    """Return the gradients to compute; `needed`: a flag for each tensor of `Arguments.flatten`."""
+    """Return the gradients to compute; needs_grad: a flag for each of `Arguments.flatten`."""
     flags = Arguments.unflatten(needs_grad, values)
     names = [name for name in LEAVES if any(_as_tuple(getattr(flags, name)))]
     indices: list[int | None] = []

@@ -147,10 +147,8 @@ def program_of(cell: Cell) -> Program:
     cls = program.step.cls if program and isinstance(cell, program.step.cls) else type(cell)
     if program is None or cls is not program.step.cls or program.change():
         config, sizes = cell.config_values(), (cell.hidden_size, cell.num_heads)
-        for (
-            mode,
-            attribute,
-        ) in _PLACES.items():  # a step that does not read its mode has one Program
+        # A step that does not read its mode has one Program.
+        for mode, attribute in _PLACES.items():
             cell.__dict__[attribute] = make_program(cls, config, mode, sizes)
         program = cell.__dict__[place]
     return program

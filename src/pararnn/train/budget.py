@@ -14,10 +14,11 @@ from torch.utils.data import Dataset
 
 from pararnn.atomic import remove
 from pararnn.extras import require
-from pararnn.lm import BYTES, LanguageModel, save_byte_tokenizer
+from pararnn.lm import BYTES, LanguageModel
 from pararnn.lm.checkpoint import BODY
 from pararnn.tasks import Corpus
 from pararnn.train.config import RunConfig
+from pararnn.train.corpus.tokenizer import ByteTokenizer
 from pararnn.train.log import read_rows
 
 WARM_UP, TIMED = 2, 5
@@ -53,18 +54,9 @@ class ByteRows(Dataset[dict[str, Tensor]]):
         return {"input_ids": row, "labels": row}
 
 
-class ByteTokenizer:
-    """Tokenizer whose ids are the bytes of UTF-8."""
-
-    vocabulary = BYTES
-
-    def save(self, folder: Path) -> None:
-        save_byte_tokenizer(folder)
-
-
 @dataclass(frozen=True)
 class ByteData:
-    """A corpus as rows, see `TrainingData`."""
+    """A corpus as rows, see `TrainingData`; it has no documents that end."""
 
     train: ByteRows
     valid: ByteRows
@@ -88,7 +80,8 @@ def train_within(
     from pararnn.train.trainer import RunTrainer
 
     begin, out, length = time.perf_counter(), Path(config.out), config.data.sequence_length
-    data = ByteData(ByteRows(corpus.train, length), ByteRows(corpus.valid, length), ByteTokenizer())
+    train, valid = (ByteRows(text, length) for text in (corpus.train, corpus.valid))
+    data = ByteData(train, valid, ByteTokenizer(vocabulary=BYTES))
     remove(out)  # left by a process that was killed
     out.mkdir(parents=True)
     try:

@@ -251,7 +251,7 @@ def within_budget(windows: int, config: DemoConfig) -> int:
 
 
 def lm_config(config: DemoConfig) -> LMConfig:
-    """Return the config's model; CellError for an unknown cell."""
+    """Return the config of the demo's language model; CellError for an unknown cell."""
     cell_class = find_cell(config.cell, CELLS)
     width = default_width(cell_class) if config.width is None else config.width
     return LMConfig(
@@ -355,7 +355,7 @@ def printable(data: Tensor) -> str:
 
 
 def indent(text: str) -> str:
-    """Text as a quotation."""
+    """Return text as a quotation."""
     return "\n".join(f"  | {line}" for line in text.splitlines())
 
 

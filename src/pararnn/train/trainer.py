@@ -56,7 +56,8 @@ class RunTrainer:
 
     Needs a process group. step: steps made so far. stop: requests to stop. signal: number of the
     one that ended training, 0 for none; its last step is a checkpoint then. deadline: time by
-    `time.perf_counter` to end at, with fewer steps than `config.steps` where they take too long.
+    `time.perf_counter` to end at, with fewer steps than `config.steps` where they take too long,
+    in a process group of one: clocks of several would disagree about the last step.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class RunTrainer:
         loader = make_loader(config, rows, self.rank, self.world, self.step)
         batches = iter(loader)
         self.logged_step, self.since = self.step, time.perf_counter()
-        begin = self.since
+        begin, first = self.since, self.step
         with closing(Reports(self.report_to, config, self.model, self.step, lines)) as self.reports:
             self.model.train()
             while self.step < self.config.steps and not self.signal:
@@ -104,8 +105,8 @@ class RunTrainer:
                 self.step += 1
                 if self.deadline < math.inf:
                     now = time.perf_counter()
-                    steps = steps_within(self.deadline - now, now - begin, self.step)
-                    self.config = replace(config, steps=min(config.steps, steps))
+                    count = steps_within(self.deadline - now, now - begin, self.step - first)
+                    self.config = replace(config, steps=min(config.steps, first + count))
                 self.reports.advance(self.step)
                 self.count_votes()
                 if config.verify_every and self.step % config.verify_every == 0:
@@ -319,7 +320,7 @@ class RunTrainer:
 
 
 def steps_within(remaining: float, seconds: float, step: int) -> int:
-    """Return the step that a run reaches in the remaining seconds, `step` steps in the elapsed."""
+    """Return the step that a run reaches, having made `step` steps in `seconds`."""
     return step + max(0, int(remaining / max(seconds, 1e-9) * step))
 
 
