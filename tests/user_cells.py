@@ -34,3 +34,12 @@ class Timeless(Memory):
     @staticmethod
     def gap(gate):
         return 1.0
+
+
+class Normed(Cell):
+    """A step that mixes channels otherwise than by matrices: no kernel takes it."""
+
+    states, gates, structure = ("h",), ("x",), "dense"
+
+    def step(self, state, gate, param):
+        return torch.tanh(gate.x + state.h / (1 + state.h.square().sum(-1, keepdim=True)))

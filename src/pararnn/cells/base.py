@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.cells.constants import immutable
+from pararnn.cells.products import Matrix, Product, product, recorded_product
 from pararnn.cells.shapes import SHAPES, ParamShape
 from pararnn.errors import CellError
 from pararnn.parameters import Draw, draw_anew
@@ -33,10 +34,12 @@ OPTIONAL_METHODS = ("jacobian", "readout")
 class Param:
     """A parameter of a cell.
 
-    `shape` is "D" (per channel), "H" (per head), "" (a scalar), "D,D" (a matrix, for dense cells)
-    or a `ParamShape` of `pararnn.cells.shapes`. It is drawn from a Gaussian of standard deviation
-    `std` around `mean`; `std=None` is 1/sqrt(D), the paper's Appendix C. `recurrent` parameters are
-    the ones that `clip_after_step` clamps. `trainable=False` makes a buffer.
+    `shape` is "D" (per channel), "H" (per head), "" (a scalar), "H,K,K" (a matrix for each head of
+    K = D / H channels, by which a step multiplies: `state.h @ param.R`), "D,D" (one matrix for all
+    channels) or a `ParamShape` of `pararnn.cells.shapes`. It is drawn from a Gaussian of standard
+    deviation `std` around `mean`; `std=None` is 1/sqrt(D), the paper's Appendix C, and 1/sqrt(K)
+    for matrices of heads. `recurrent` parameters are the ones that `clip_after_step` clamps.
+    `trainable=False` makes a buffer.
     """
 
     shape: str | ParamShape = "D"
@@ -166,15 +169,16 @@ class Cell(nn.Module):
         """Return each parameter's distribution: its Param's Gaussian (paper, Appendix C: Xavier's).
 
         `recurrent_std` is that of Params with `std=None`. By default it is 1/sqrt(D): Xavier's
-        Gaussian for a matrix D x D, sqrt(2 / (D + D)), of which a vector is the diagonal. The paper
-        does not say how it reads Xavier for a vector.
+        Gaussian for a matrix D x D, sqrt(2 / (D + D)), of which a vector is the diagonal; for
+        matrices of heads, which are K x K, 1/sqrt(K). The paper does not say how it reads Xavier
+        for a vector.
         """
-        if recurrent_std is None:
-            recurrent_std = 1 / math.sqrt(self.hidden_size)
-        return {
-            name: Draw("normal", param.mean, recurrent_std if param.std is None else param.std)
-            for name, param in type(self).params.items()
-        }
+        draws = {}
+        for name, param in type(self).params.items():
+            fan_in = self.hidden_size // (self.num_heads if param.kind.by_heads else 1)
+            usual = 1 / math.sqrt(fan_in) if recurrent_std is None else recurrent_std
+            draws[name] = Draw("normal", param.mean, usual if param.std is None else param.std)
+        return draws
 
     def reset_parameters(self, recurrent_std: float | None = None) -> None:
         """Draw every parameter anew, as `draws` says."""
@@ -324,7 +328,8 @@ class Step:
     It runs the user's method on an object that holds nothing but config and `training`, so that the
     result can depend on the class, these and the arguments only. `training`: the mode, None where
     the step does not read it. `sizes`: the channels and heads that it must be traced on, if only
-    these will do. `num_rows`: of states and inputs.
+    these will do. `num_rows`: of states and inputs. `by_heads`, `matrices`: for each parameter,
+    whether it is a matrix of each head, and whether it is any matrix.
     """
 
     def __init__(
@@ -341,6 +346,9 @@ class Step:
         self.state_type = namedtuple("State", list(cls.states))  # type: ignore[misc]
         self.gate_type = namedtuple("Gate", [*cls.gates, *cls.fields])  # type: ignore[misc]
         self.param_type = namedtuple("Params", list(cls.params))  # type: ignore[misc]
+        kinds = [param.kind for param in cls.params.values()]
+        self.by_heads = [kind.by_heads for kind in kinds]
+        self.matrices = [kind.by_heads or kind is SHAPES["D,D"] for kind in kinds]
         self.num_states = len(cls.states)
         self.num_rows = len([*cls.states, *cls.gates, *cls.fields])
 
@@ -356,13 +364,34 @@ class Step:
 
     def call(self, method: str, states: Any, inputs: Any, params: Any) -> Any:
         """Call the cell's `method` (step, jacobian or readout) on flat tensors."""
+        return self._call(method, states, inputs, params, self.by_heads, product)
+
+    def _call(
+        self,
+        method: str,
+        states: Any,
+        inputs: Any,
+        params: Any,
+        matrices: Sequence[bool],
+        multiply: Product,
+    ) -> Any:
+        if True in matrices:
+            pairs = zip(params, matrices, strict=True)
+            params = [Matrix(param, multiply) if own else param for param, own in pairs]
         return getattr(self.view, method)(
             self.state_type(*states), self.gate_type(*inputs), self.param_type(*params)
         )
 
+    def recorded(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
+        """Return new states as a call does, with the op `pararnn::mix` for each product."""
+        new = self._call("step", states, inputs, params, self.matrices, recorded_product)
+        return self._checked(new)
+
     def __call__(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
         """Return new states; CellError when the step does not return one tensor a state."""
-        new = self.call("step", states, inputs, params)
+        return self._checked(self.call("step", states, inputs, params))
+
+    def _checked(self, new: Any) -> tuple[Tensor, ...]:
         new = (new,) if isinstance(new, Tensor) else new
         names = self.cls.states
         kinds = [type(item).__name__ for item in new] if isinstance(new, (tuple, list)) else new

@@ -13,12 +13,14 @@ class ParamShape:
     """The size of a parameter for D channels in H heads, and as what a step takes it.
 
     size: of D and H. lift: of the parameter, D and H; None where a step takes it as it is. Where
-    channels do not meet, it must give (D,).
+    channels do not meet, it must give (D,). by_heads: True if it is a matrix for each head, by
+    which a step multiplies states: `state.h @ param.R`.
     """
 
     name: str
     size: Callable[[int, int], tuple[int, ...]] = field(repr=False)  # whose address says nothing
     lift: Callable[[Tensor, int, int], Tensor] | None = field(default=None, repr=False)
+    by_heads: bool = False
 
     def lifted(self, value: Tensor, channels: int, heads: int) -> Tensor:
         """Return the parameter as a step takes it."""
@@ -46,5 +48,6 @@ SHAPES = {
         ParamShape("H", lambda d, h: (h,), _of_heads),
         ParamShape("", lambda d, h: (), lambda value, d, h: value.expand(d)),
         ParamShape("D,D", lambda d, h: (d, d)),
+        ParamShape("H,K,K", lambda d, h: (h, d // h, d // h), by_heads=True),
     )
 }

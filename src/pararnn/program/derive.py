@@ -109,7 +109,7 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     lead = (TRACE_ROWS,) if couples else ()
     trace = trace_rows if couples else trace_pointwise
     states = step.num_states
-    call = flat(step, step)
+    call = flat(step, step.recorded if couples else step)
     channels = channels_of(step)[0]
     tensors = example(step, lead, channels, dtype)
     both = [*tensors, *example(step, lead, channels, dtype, seed=1)[:states]]
@@ -119,7 +119,7 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
 
         @torch.enable_grad()
         def pulled_back(*t: Tensor) -> tuple[Tensor, ...]:
-            inputs = _leaves(t[:count])
+            inputs = leaves_of(t[:count])
             return gradients(call(*inputs, *t[count:-states]), inputs, t[-states:])
 
         return pulled_back
@@ -127,7 +127,7 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     @torch.enable_grad()
     def rows(*t: Tensor) -> list[Tensor]:
         """Return new states, then the Jacobian row by row, each the pull-back of one state."""
-        inputs = _leaves(t[:states])
+        inputs = leaves_of(t[:states])
         new = call(*inputs, *t[states:])
         out = list(new)
         for state in new:
@@ -277,7 +277,8 @@ def _pulled_back(
     return torch.cat([structure.from_pulled(vjp_rows(rows)) for rows in parts])
 
 
-def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors as leaves that require gradients."""
     return [t.detach().requires_grad_() for t in tensors]
 
 

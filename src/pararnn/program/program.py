@@ -30,6 +30,7 @@ from pararnn.program.derive import (
     mixing_op,
 )
 from pararnn.program.guard import SizeError
+from pararnn.program.mixing import Mixing, mixing_of
 from pararnn.program.reads import Reads, change_of, reads_mode, reads_of
 from pararnn.program.record import BranchError
 from pararnn.program.structure import STRUCTURES, Structure, make_structure
@@ -42,7 +43,9 @@ class Program:
     """A cell's step as solvers and kernels use it.
 
     `structure` is None for sequential-only steps, and `why_sequential` then says why.
-    `affine`: True if it is elementwise, with a Jacobian that depends on no state.
+    `affine`: True if it is elementwise, with a Jacobian that depends on no state. `mixing`: the
+    products and stages of a step that mixes channels, by compute dtype; empty for others, and where
+    `why_no_family` says why kernels cannot take it.
     `step` is the Python step on flat tensors, differentiable by autograd. `reads` is what it read
     outside its arguments when it was traced. `training`, `sizes` and `default_dtype` are those of
     the cell and of PyTorch that it was traced for; None where it serves all. A copy is the Program
@@ -60,6 +63,8 @@ class Program:
     affine: bool
     why_sequential: str | None
     graphs: Mapping[torch.dtype, Graphs]
+    mixing: Mapping[torch.dtype, Mixing]
+    why_no_family: str | None
     reads: Reads
     training: bool | None = None
     sizes: tuple[int, int] | None = None
@@ -111,7 +116,9 @@ class Program:
     @property
     def family(self) -> str | None:
         """Name of the family of kernels that fits its recurrence, None if none does."""
-        return None if self.couples_channels else ELEMENTWISE
+        if not self.couples_channels:
+            return ELEMENTWISE
+        return MIXING if self.mixing else None
 
 
 _BY_CLASS: dict[tuple[type[Cell], str], list[Program]] = {}
@@ -119,6 +126,8 @@ _BY_KEY: dict[str, Program] = {}
 _TRACING = threading.RLock()  # PyTorch traces for one thread at a time
 ELEMENTWISE = "elementwise"
 """The family of recurrences in which channels do not meet."""
+MIXING = "mixing"
+"""The family of recurrences in which channels meet by products with matrices inside heads."""
 MAX_STATES = 8
 """Largest number of states that generated kernels take."""
 MANY_TRACES = 8
@@ -275,16 +284,17 @@ def _build(
     mode = training if reads_mode(cls, reads) else None
     step = Step(cls, config, mode)
     try:
-        structure, why, warning, graphs = call_outside_modes(_trace, step)
+        trace = call_outside_modes(_trace, step)
     except SizeError:
         if sizes is None:
             raise
         step = Step(cls, config, mode, sizes)
-        structure, why, warning, graphs = call_outside_modes(_trace, step)
+        trace = call_outside_modes(_trace, step)
+    structure, graphs = trace.structure, trace.graphs
     affine = structure is not None and not structure.couples_channels
     affine = affine and is_affine(graphs[torch.float32], len(cls.states))
-    if warning is not None:
-        warn_user(warning, CellCostWarning)
+    if trace.warning is not None:
+        warn_user(trace.warning, CellCostWarning)
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
     names = (cls.states, cls.gates, cls.fields, tuple(cls.params))
     digest = hashlib.sha256(f"{config_text} {names}".encode())
@@ -306,8 +316,10 @@ def _build(
         step=step,
         structure=structure,
         affine=affine,
-        why_sequential=why,
+        why_sequential=trace.why_sequential,
         graphs=graphs,
+        mixing=trace.mixing,
+        why_no_family=trace.why_no_family,
         reads=reads,
         training=mode,
         sizes=step.sizes,
@@ -316,23 +328,31 @@ def _build(
 
 
 class _Trace(NamedTuple):
-    """The structure, or why there is none; a warning; the graphs by compute dtype."""
+    """The structure, or why there is none; a warning; the graphs by compute dtype; the products and
+    stages of a step that mixes channels, or why there are none."""
 
     structure: Structure | None
     why_sequential: str | None
     warning: str | None
     graphs: dict[torch.dtype, Graphs]
+    mixing: dict[torch.dtype, Mixing]
+    why_no_family: str | None
 
 
 def _trace(step: Step) -> _Trace:
     with torch.no_grad():
-        structure, why, warning = _infer(step)
+        structure, why, mixing_op = _infer(step)
         graphs = _derive_all(step, structure) if structure else {}
         if structure is not None:
             check_linear(step, graphs[torch.float64])
             if structure.couples_channels or step.has_jacobian:
                 check_structure(step, structure, graphs[torch.float64])
-    return _Trace(structure, why, warning, graphs)
+        mixing: dict[torch.dtype, Mixing] = {}
+        why_no_family = None
+        if structure is not None and structure.couples_channels:
+            mixing, why_no_family = mixing_of(step, COMPUTE_DTYPES)
+        warning = _warning(step, structure, why, mixing_op, why_no_family)
+    return _Trace(structure, why, warning, graphs, mixing, why_no_family)
 
 
 def _derive_all(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:
@@ -347,7 +367,7 @@ def _derive_all(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:
 
 
 def _infer(step: Step) -> tuple[Structure | None, str | None, str | None]:
-    """Return the structure, or None and why it is sequential-only; and a warning."""
+    """Return the structure, or None and why it is sequential-only; and the op that mixes."""
     cls = step.cls
     name, declaration, states = cls.__name__, cls.structure, len(cls.states)
     if declaration == "sequential":
@@ -360,30 +380,43 @@ def _infer(step: Step) -> tuple[Structure | None, str | None, str | None]:
                 f"{name} declares structure = {declaration!r}, but its step reads a tensor's value "
                 "in Python (a branch or .item()); use torch.where, or declare 'sequential'"
             ) from None
-        why = "its step reads a tensor's value in Python (a branch or .item())"
-        branches = (
-            f"{name} runs by the sequential solver on the torch backend only: {why}. "
-            "Use torch.where to make it parallel, or declare structure = 'sequential'"
-        )
-        return None, why, branches
+        return None, "its step reads a tensor's value in Python (a branch or .item())", None
     elementwise = "diagonal" if states == 1 else "block_diagonal"
-    warning: str | None = None
-    if declaration is None and mixing is not None:
-        warning = (
-            f"{name} mixes channels ({mixing}), so its Jacobian is dense: Newton costs D^3 a step "
-            "and (N D)^2 memory, and generated kernels cannot take it. Make the step elementwise "
-            "over channels, or declare structure = 'dense'"
-        )
-    if declaration is None and mixing is None and states > MAX_STATES:
-        warning = (
-            f"{name} has {states} states, and generated kernels take {MAX_STATES}: PyTorch runs "
-            "it, some 50 times slower. Do with fewer, or declare structure = 'block_diagonal' to "
-            "accept the cost"
-        )
     structure = make_structure(declaration or (elementwise if mixing is None else "dense"), states)
     if mixing is not None and not structure.couples_channels:
         raise StructureError(
             f"{name} declares structure = {declaration!r}, but {mixing} mixes channels; "
             "declare 'dense' or make the step elementwise"
         )
-    return structure, None, warning
+    return structure, None, mixing
+
+
+def _warning(
+    step: Step,
+    structure: Structure | None,
+    why_sequential: str | None,
+    mixing: str | None,
+    why_no_family: str | None,
+) -> str | None:
+    """Return a warning that an undeclared structure rules out the fast paths, or None."""
+    name, states = step.cls.__name__, step.num_states
+    if step.cls.structure is not None:
+        return None
+    if structure is None:
+        return (
+            f"{name} runs by the sequential solver on the torch backend only: {why_sequential}. "
+            "Use torch.where to make it parallel, or declare structure = 'sequential'"
+        )
+    if why_no_family is not None:
+        return (
+            f"{name} mixes channels ({mixing}), so its Jacobian is dense: Newton costs D^3 a step "
+            f"and (N D)^2 memory, and generated kernels cannot take it: {why_no_family}. Make the "
+            "step elementwise over channels, or declare structure = 'dense'"
+        )
+    if mixing is None and states > MAX_STATES:
+        return (
+            f"{name} has {states} states, and generated kernels take {MAX_STATES}: PyTorch runs "
+            "it, some 50 times slower. Do with fewer, or declare structure = 'block_diagonal' to "
+            "accept the cost"
+        )
+    return None

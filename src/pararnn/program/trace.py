@@ -107,9 +107,9 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     _share(graph)
     graph.eliminate_dead_code()
     _box_numbers(graph, inputs[0].dtype)
-    mixing = _mixing_ops(graph)
+    mixing = mixing_ops(graph)
     # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
-    named_ops = [op for op in _mixing_ops(raw) if not getattr(op, "is_view", True)]
+    named_ops = [op for op in mixing_ops(raw) if not getattr(op, "is_view", True)]
     name = str([*named_ops, *mixing][0]) if mixing else None
     text, defaults = canonical_text(graph), _defaults(raw)
     _keep_dtypes(graph)
@@ -134,7 +134,8 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
     module.graph.eliminate_dead_code()
     module.recompile()
     for node in module.graph.nodes:
-        if "device" in node.kwargs and node.kwargs["device"] is not None:
+        number = node.target is aten.scalar_tensor.default  # goes with tensors of any device
+        if not number and node.kwargs.get("device") is not None:
             raise CellError(
                 f"{what} creates a tensor on a fixed device ({node.target}); "
                 "use new_zeros, zeros_like or the like on a state"
@@ -347,7 +348,7 @@ def _hashable(value: Any) -> Any:
     return value if isinstance(value, fx.Node) else (type(value).__name__, repr(value))
 
 
-def _mixing_ops(graph: fx.Graph) -> list[Any]:
+def mixing_ops(graph: fx.Graph) -> list[Any]:
     """Return the ops that are neither pointwise nor constants nor identities, in order."""
     harmless = {*IDENTITIES, *CONSTANTS, *ZERO_ONE}
     return [

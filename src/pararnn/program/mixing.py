@@ -1,0 +1,408 @@
+"""From a step that mixes channels inside heads to its products and the elementwise stages between.
+
+A pass (the step, or its gradient) is a list of stages. Each computes operands of products from the
+step's inputs and from the products of the stages before it; the last one needs no more products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from pararnn.cells.base import Step
+from pararnn.cells.products import MIX, OUTER
+from pararnn.errors import CellError
+from pararnn.program.derive import channels_of, example, flat, gradients, leaves_of
+from pararnn.program.record import BranchError
+from pararnn.program.trace import Graph, aten, mixing_ops, trace_pointwise
+
+MAX_ROUNDS = 3
+"""Most products of a step of which each reads the result of the one before it."""
+
+
+class Product(NamedTuple):
+    """Product of a pass: index of its operand in the pass, and of its matrix among the params."""
+
+    operand: int
+    matrix: int
+    transposed: bool
+
+
+class Outer(NamedTuple):
+    """Term of a matrix's gradient, summed over steps: index of its matrix among the params, and of
+    the two vectors that it is the outer product of among the pass's left and right ones."""
+
+    matrix: int
+    left: int
+    right: int
+
+
+class Result(NamedTuple):
+    """Value that a stage gives.
+
+    kind: "operand" of a product, "carried" to a later stage, "new_state"; in the gradient "state",
+    "gate", "field" and "param", gradients of these, and "left" and "right", see Outer. number:
+    its index among those of its kind.
+    """
+
+    kind: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Elementwise part of a pass.
+
+    graph: a function of the pass's inputs, of all its products and of all carried values, of which
+    it reads some; it returns `results`. products: those that follow it, adjacent in the pass.
+    """
+
+    graph: Graph
+    results: tuple[Result, ...]
+    products: tuple[Product, ...]
+
+    def count(self, kind: str) -> int:
+        """Return how many results of a kind it gives."""
+        return sum(result.kind == kind for result in self.results)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Stages in order.
+
+    inputs: how many of each kind its stages read: states, gates, fields and params with one value a
+    channel, and in the gradient cotangents of states. recomputed: number of its first stages, and
+    of the rounds of products after them, that need no cotangent: they can run for many steps at
+    once. carried: how many values stages give to later ones.
+    """
+
+    stages: tuple[Stage, ...]
+    inputs: Mapping[str, int]
+    recomputed: int
+    carried: int
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """All products, in order."""
+        return tuple(product for stage in self.stages for product in stage.products)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """A step's products and stages in one compute dtype.
+
+    outers: terms of the gradients of matrices. matrices: indices of these among the params;
+    channel_params: those of the others, which have one value a channel.
+    """
+
+    forward: Pass
+    backward: Pass
+    outers: tuple[Outer, ...]
+    matrices: tuple[int, ...]
+    channel_params: tuple[int, ...]
+
+    @property
+    def lefts(self) -> int:
+        """Number of left vectors of outer products."""
+        return 1 + max((outer.left for outer in self.outers), default=-1)
+
+    @property
+    def rights(self) -> int:
+        """Number of right vectors of outer products."""
+        return 1 + max((outer.right for outer in self.outers), default=-1)
+
+
+class _Unable(Exception):
+    """A step that the family cannot take; its text is the reason."""
+
+
+def mixing_of(
+    step: Step, dtypes: Iterable[torch.dtype]
+) -> tuple[dict[torch.dtype, Mixing], str | None]:
+    """Return a step's products and stages by compute dtype, or the reason why there are none."""
+    try:
+        _check_params(step)
+        return {dtype: _mixing(step, dtype) for dtype in dtypes}, None
+    except _Unable as error:
+        return {}, f"{step.cls.__name__} mixes channels, and {error}"
+
+
+def _check_params(step: Step) -> None:
+    params = step.cls.params.items()
+    matrices = [param for (_, param), own in zip(params, step.matrices, strict=True) if own]
+    if len({param.kind.name for param in matrices}) > 1:
+        raise _Unable("it has matrices 'D,D' and 'H,K,K': kernels take one kind")
+    for (name, param), matrix in zip(params, step.matrices, strict=True):
+        channels, heads = 8, 2
+        example = torch.empty(param.size(channels, heads))
+        if not matrix and param.kind.lifted(example, channels, heads).shape != (channels,):
+            raise _Unable(
+                f"its Param {name!r} is neither a matrix 'H,K,K' or 'D,D' nor one value a channel"
+            )
+
+
+def _mixing(step: Step, dtype: torch.dtype) -> Mixing:
+    name, states, params = step.cls.__name__, step.num_states, len(step.matrices)
+    graphs = []
+    for channels in channels_of(step):
+        tensors = example(step, (), channels, dtype)
+        cotangents = example(step, (), channels, dtype, seed=1)[:states]
+        graphs.append(
+            (
+                _traced(flat(step, step.recorded), tensors, f"{name}.step"),
+                _traced(_pull_back(step), [*tensors, *cotangents], f"{name}'s gradient"),
+            )
+        )
+    if any(own.text != other.text for own, other in zip(*graphs[:2], strict=True)):
+        raise _Unable("its step depends on the number of channels (it reads a shape)")
+    (forward, backward), rows = graphs[0], step.num_rows
+    matrices = [i for i in range(params) if step.matrices[i]]
+    channel_params = [i for i in range(params) if not step.matrices[i]]
+    sizes = {
+        "state": states,
+        "gate": len(step.cls.gates),
+        "field": len(step.cls.fields),
+        "param": len(channel_params),
+    }
+    new_states = {Result("new_state", i): v for i, v in enumerate(_outputs(forward))}
+    cut = _Cut(forward, rows, matrices, params)
+    _check_products(cut, cut.inputs[:states])
+    own = cut.stages(new_states, sizes)
+
+    cut = _Cut(backward, rows, matrices, params)
+    grads = _outputs(backward)
+    results = {
+        Result(kind, i): value
+        for kind, values in (
+            ("state", grads[:states]),
+            ("gate", grads[states : states + sizes["gate"]]),
+            ("field", grads[states + sizes["gate"] : rows]),
+            ("param", [grads[rows + i] for i in channel_params]),
+        )
+        for i, value in enumerate(values)
+    }
+    left: dict[fx.Node, int] = {}
+    right: dict[fx.Node, int] = {}
+    outers = []
+    for matrix in matrices:
+        for x, y in _outer_products(grads[rows + matrix], step, matrix):
+            pair = (left.setdefault(x, len(left)), right.setdefault(y, len(right)))
+            outers.append(Outer(matrix, *pair))
+    results |= {Result("left", i): node for node, i in left.items()}
+    results |= {Result("right", i): node for node, i in right.items()}
+    pulled = cut.stages(results, {**sizes, "cotangent": states})
+    return Mixing(own, pulled, tuple(outers), tuple(matrices), tuple(channel_params))
+
+
+def _pull_back(step: Step) -> Any:
+    call, states = flat(step, step.recorded), step.num_states
+
+    @torch.enable_grad()
+    def pulled_back(*t: Tensor) -> tuple[Tensor, ...]:
+        inputs = leaves_of(t[:-states])
+        return gradients(call(*inputs), inputs, t[-states:])
+
+    return pulled_back
+
+
+def _traced(function: Any, tensors: Sequence[Tensor], what: str) -> Graph:
+    try:
+        graph = trace_pointwise(function, tensors, what)
+    except (BranchError, CellError) as error:
+        raise _Unable(f"it cannot be traced by single rows: {error}") from error
+    for op in mixing_ops(graph.module.graph):
+        if op not in (MIX, OUTER):
+            raise _Unable(
+                f"it uses {op}: kernels take elementwise ops, and products `x @ param.R` with a "
+                "Param 'H,K,K' or 'D,D'"
+            )
+    return graph
+
+
+def _outputs(graph: Graph) -> Sequence[Any]:
+    (values,) = (node.args[0] for node in graph.module.graph.nodes if node.op == "output")
+    return values
+
+
+def _check_products(cut: _Cut, states: Sequence[fx.Node]) -> None:
+    """Raise _Unable for products of what no state decides, and for too many rounds."""
+    dependent = set(states)
+    for node in cut.nodes:
+        if not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+        if node.target is MIX and node.args[0] not in dependent:
+            raise _Unable(
+                "it multiplies a gate by a matrix, which no state decides: give the layer's "
+                "projection that product, for all steps at once"
+            )
+    rounds = max((cut.level[node] for node in cut.nodes if node.target is MIX), default=0)
+    if rounds > MAX_ROUNDS:
+        raise _Unable(
+            f"its step has {rounds} products of which each reads the one before: kernels take "
+            f"{MAX_ROUNDS}"
+        )
+
+
+def _outer_products(grad: Any, step: Step, matrix: int) -> list[tuple[fx.Node, fx.Node]]:
+    """Return the pairs of vectors whose outer products add up to a matrix's gradient."""
+    if not isinstance(grad, fx.Node):
+        if grad == 0:
+            return []
+    elif grad.target is OUTER:
+        x, y, _ = grad.args
+        if isinstance(x, fx.Node) and isinstance(y, fx.Node):
+            return [(x, y)]
+    elif grad.target is aten.add.Tensor and not grad.kwargs:
+        return [pair for term in grad.args for pair in _outer_products(term, step, matrix)]
+    name = list(step.cls.params)[matrix]
+    raise _Unable(f"it does more with {name!r} than multiply by it")
+
+
+class _Cut:
+    """A traced pass, to be cut at its products.
+
+    inputs: states, gates, fields and params with one value a channel. cotangents: the rest of the
+    placeholders. level: rounds of products that a node's value needs; in a gradient, what depends
+    on a cotangent comes after all that does not.
+    """
+
+    def __init__(self, graph: Graph, rows: int, matrices: Sequence[int], params: int) -> None:
+        self.nodes = [node for node in graph.module.graph.nodes if node.op != "output"]
+        given = [node for node in self.nodes if node.op == "placeholder"]
+        self.matrices = {given[rows + i]: i for i in matrices}
+        self.inputs = [node for node in given[: rows + params] if node not in self.matrices]
+        self.cotangents = given[rows + params :]
+        for node in self.nodes:
+            for other in node.all_input_nodes:
+                reads = node.target is MIX and other is not node.args[0]
+                shapes = node.target is OUTER and other not in node.args[:2]
+                if other in self.matrices and not (reads or shapes):
+                    raise _Unable(
+                        f"it does more with a matrix than to multiply by it: {node.target}"
+                    )
+            if node.target is MIX and not (
+                isinstance(node.args[0], fx.Node) and node.args[1] in self.matrices
+            ):
+                raise _Unable("it multiplies by a matrix that is not a Param's own")
+        self.dependent = set(self.cotangents)
+        for node in self.nodes:
+            if not self.dependent.isdisjoint(node.all_input_nodes):
+                self.dependent.add(node)
+        self.level: dict[fx.Node, int] = {}
+        self.recomputed = 0
+        for dependent in (False, True):
+            for node in self.nodes:
+                if (node in self.dependent) == dependent:
+                    before = [self.level[n] for n in node.all_input_nodes]
+                    own = max(before, default=0) + (node.target is MIX)
+                    self.level[node] = max(own, self.recomputed if dependent else 0)
+            if not dependent and self.cotangents:
+                # Products that only the step's own results need are not the gradient's.
+                self.recomputed = max(self.level.values(), default=0)
+
+    def stages(self, results: Mapping[Result, Any], sizes: Mapping[str, int]) -> Pass:
+        """Return the pass that gives `results`."""
+        live = self._live(results.values())
+        mixes = [node for node in self.nodes if node in live and node.target is MIX]
+        ends = [self._level(value) for value in results.values()]
+        count = 1 + max([*ends, *(self.level[node] for node in mixes), self.recomputed])
+        given: list[dict[Result, Any]] = [{} for _ in range(count)]
+        for result, value in results.items():
+            given[max(self._level(value), self.recomputed)][result] = value
+        products: list[list[Product]] = [[] for _ in range(count)]
+        number: dict[fx.Node, int] = {}
+        operands: dict[tuple[int, Any], int] = {}
+        for stage in range(count):
+            own = [node for node in mixes if self.level[node] == stage + 1]
+            for node in own:  # products of one operand are adjacent
+                operands.setdefault((stage, node.args[0]), len(operands))
+            for node in sorted(own, key=lambda n: operands[stage, n.args[0]]):
+                operand = operands[stage, node.args[0]]
+                given[stage][Result("operand", operand)] = node.args[0]
+                matrix, transposed = self.matrices[node.args[1]], bool(node.args[2])
+                number[node] = sum(map(len, products))
+                products[stage].append(Product(operand, matrix, transposed))
+        at = self._stages_of(live, given)
+        carried: dict[fx.Node, int] = {}
+        for user, stage in [
+            *((user, stage) for user, stage in at.items()),
+            *((value, stage) for stage, own in enumerate(given) for value in own.values()),
+        ]:
+            reads = user.all_input_nodes if user in at and at[user] == stage else []
+            for node in [*reads, user]:
+                if isinstance(node, fx.Node) and node in at and at[node] < stage:
+                    carried.setdefault(node, len(carried))
+        for node, index in carried.items():
+            given[at[node]][Result("carried", index)] = node
+        made = [
+            Stage(self._graph(stage, at, given[stage], number, carried), tuple(given[stage]), own)
+            for stage, own in enumerate(map(tuple, products))
+        ]
+        return Pass(tuple(made), sizes, self.recomputed, len(carried))
+
+    def _level(self, value: Any) -> int:
+        return self.level[value] if isinstance(value, fx.Node) else 0
+
+    def _live(self, values: Iterable[Any]) -> set[fx.Node]:
+        live = {value for value in values if isinstance(value, fx.Node)}
+        for node in reversed(self.nodes):
+            if node in live:
+                live.update(node.all_input_nodes)
+        return live
+
+    def _stages_of(
+        self, live: set[fx.Node], given: Sequence[Mapping[Result, Any]]
+    ) -> dict[fx.Node, int]:
+        """Return the stage that computes each op's value: the first one that needs it."""
+        first: dict[fx.Node, int] = {}
+        for stage, own in reversed(list(enumerate(given))):
+            first |= {value: stage for value in own.values() if isinstance(value, fx.Node)}
+        at = {}
+        for node in reversed(self.nodes):
+            if node not in live or not _is_computed(node):
+                continue
+            at[node] = first[node]
+            for other in node.all_input_nodes:
+                first[other] = min(first.get(other, at[node]), at[node])
+        return at
+
+    def _graph(
+        self,
+        stage: int,
+        at: Mapping[fx.Node, int],
+        results: Mapping[Result, Any],
+        number: Mapping[fx.Node, int],
+        carried: Mapping[fx.Node, int],
+    ) -> Graph:
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for kind, nodes in (
+            ("input", [*self.inputs, *self.cotangents]),
+            ("product", number),
+            ("carried", carried),
+        ):
+            for i, node in enumerate(nodes):
+                given = graph.placeholder(f"{kind}_{i}")
+                if node not in at or at[node] < stage:
+                    copies[node] = given
+
+        def copy(node: fx.Node) -> fx.Node:
+            if node not in copies:  # a constant, which every stage makes
+                copies[node] = graph.node_copy(node)
+            return copies[node]
+
+        for node in self.nodes:
+            if at.get(node) == stage:
+                copies[node] = graph.node_copy(node, copy)
+        graph.output(fx.node.map_arg(tuple(results.values()), copy))
+        return Graph(fx.GraphModule(nn.Module(), graph), None, "")
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Check whether a node is an op of a stage: no input, product or number."""
+    number = aten.scalar_tensor.default
+    return node.op == "call_function" and node.target not in (MIX, OUTER, number)

@@ -1,0 +1,160 @@
+"""Steps cut at products: stages that make up the step and its gradient, and what is refused."""
+
+import re
+
+import pytest
+import torch
+from mixing_cells import CELLS, Dense, HeadGRU, HeadLSTM, matrices
+
+import pararnn
+from pararnn import Cell, Param
+from pararnn.program.derive import example, flat, gradients, leaves_of
+from pararnn.program.mixing import MAX_ROUNDS
+from pararnn.program.program import program_of
+
+
+def _mixing(cell_class, dtype=torch.float64):
+    return program_of(cell_class(8, num_heads=2)).mixing[dtype]
+
+
+def _run(own, inputs, params):
+    """Run a pass's stages and products by PyTorch; returns its results."""
+    products, carried, operands, results = [], [None] * own.carried, {}, {}
+    for stage in own.stages:
+        blank = [torch.zeros(())] * (len(own.products) - len(products))
+        known = [torch.zeros(()) if c is None else c for c in carried]
+        values = stage.graph.module(*inputs, *products, *blank, *known)
+        for result, value in zip(stage.results, values, strict=True):
+            if result.kind == "carried":
+                carried[result.number] = value
+            elif result.kind == "operand":
+                operands[result.number] = value
+            else:
+                results[result] = value
+        for product in stage.products:
+            matrix = params[product.matrix]
+            x = torch.as_tensor(operands[product.operand]).expand(inputs[0].shape)
+            products.append(pararnn.cells.products.product(x, matrix, product.transposed))
+    return results
+
+
+def _own_inputs(mixing, step, tensors):
+    rows, params = tensors[: step.num_rows], tensors[step.num_rows :]
+    return [*rows, *(params[i] for i in mixing.channel_params)], params
+
+
+@pytest.mark.parametrize("cell_class", [*CELLS, Dense], ids=lambda c: c.__name__)
+def test_stages_make_up_the_step_and_its_gradient(cell_class):
+    mixing, step = _mixing(cell_class), program_of(cell_class(8, num_heads=2)).step
+    tensors = [t - 0.7 for t in example(step, (), 24, torch.float64, heads=3)]
+    cotangents = example(step, (), 24, torch.float64, seed=1)[: step.num_states]
+    leaves = leaves_of(tensors)
+    expected = flat(step, step)(*leaves)
+    grads = gradients(expected, leaves, cotangents)
+    inputs, params = _own_inputs(mixing, step, tensors)
+    results = _run(mixing.forward, inputs, params)
+    for n, new in enumerate(expected):
+        torch.testing.assert_close(results["new_state", n], new.detach())
+    results = _run(mixing.backward, [*inputs, *cotangents], params)
+    kinds = [
+        *(("state", i) for i in range(step.num_states)),
+        *(("gate", i) for i in range(len(cell_class.gates))),
+        *(("field", i) for i in range(len(cell_class.fields))),
+    ]
+    for key, grad in zip(kinds, grads, strict=False):
+        torch.testing.assert_close(torch.as_tensor(results[key]).double(), grad)
+    for i, at in enumerate(mixing.channel_params):
+        torch.testing.assert_close(results["param", i], grads[step.num_rows + at])
+    for at in mixing.matrices:
+        own = [outer for outer in mixing.outers if outer.matrix == at]
+        pairs = [(results["left", o.left], results["right", o.right]) for o in own]
+        whole = sum(pararnn.cells.products.outer(*pair, params[at]) for pair in pairs)
+        torch.testing.assert_close(whole, grads[step.num_rows + at])
+
+
+def test_rounds_of_a_gru_with_the_reset_before_the_product():
+    mixing = _mixing(HeadGRU)
+    assert [len(stage.products) for stage in mixing.forward.stages] == [2, 1, 0]
+    backward = mixing.backward
+    assert backward.recomputed == 2
+    assert [len(stage.products) for stage in backward.stages] == [2, 1, 2, 1, 0]
+    assert [p.transposed for p in backward.products] == [False] * 3 + [True] * 3
+    assert len(mixing.outers) == 3
+
+
+def test_products_of_one_operand_are_adjacent_and_read_it_once():
+    (first, last) = _mixing(HeadLSTM).forward.stages
+    assert [product.operand for product in first.products] == [0] * 4
+    assert first.count("operand") == 1
+    assert last.count("new_state") == 2
+
+
+def _cell(step, **parts):
+    namespace = {"states": ("h",), "gates": ("x",), "params": matrices("R"), "structure": "dense"}
+    return type("Own", (Cell,), {**namespace, **parts, "step": step})
+
+
+def _of_a_gate(self, state, gate, param):
+    return torch.tanh(state.h + gate.x @ param.R)
+
+
+def _four_rounds(self, state, gate, param):
+    h = state.h
+    for _ in range(MAX_ROUNDS + 1):
+        h = torch.tanh(gate.x + h @ param.R)
+    return h
+
+
+def _sum(self, state, gate, param):
+    return torch.tanh(gate.x + state.h @ param.R) / (1 + state.h.square().sum(-1, keepdim=True))
+
+
+def _scaled(self, state, gate, param):
+    return torch.tanh(gate.x + state.h @ (2 * param.R))
+
+
+def _by_hand(self, state, gate, param):
+    return torch.tanh(gate.x + torch.einsum("...i,ij->...j", state.h, param.R))
+
+
+def _two_kinds(self, state, gate, param):
+    return torch.tanh(gate.x + state.h @ param.R + state.h @ param.S)
+
+
+DENSE = {"params": {"R": Param("D,D")}}
+
+
+@pytest.mark.parametrize(
+    ("step", "parts", "why"),
+    [
+        (_of_a_gate, {}, "which no state decides"),
+        (_four_rounds, {}, "4 products of which each reads the one before"),
+        (_sum, {}, "it uses aten.sum"),
+        (_scaled, DENSE, "it uses aten.mm|more with a matrix|it uses aten"),
+        (_by_hand, DENSE, "it uses aten"),
+        (_two_kinds, {"params": {**matrices("R"), "S": Param("D,D")}}, "one kind"),
+    ],
+)
+def test_what_cannot_be_taken_has_a_reason(step, parts, why):
+    cell = _cell(step, **parts)(8, num_heads=1 if "params" in parts else 2)
+    program = program_of(cell)
+    assert program.family is None
+    assert not program.mixing
+    assert re.search(why, program.why_no_family)
+    with pytest.raises(pararnn.EngineError, match="mixes channels, and"):
+        pararnn.solve(cell, torch.zeros(1, 2, 1, 8), backend="fused")
+
+
+def test_families():
+    assert program_of(HeadGRU(8, num_heads=2)).family == "mixing"
+    assert program_of(pararnn.GRUCell(8)).family == "elementwise"
+    assert program_of(pararnn.GRUCell(8)).why_no_family is None
+    assert program_of(Dense(8)).family == "mixing"
+
+
+def test_a_mixing_step_warns_of_nothing(recwarn):
+    class Quiet(HeadGRU):
+        pass
+
+    program_of(Quiet(8, num_heads=2))
+    assert not recwarn.list
