@@ -21,7 +21,7 @@ from pararnn.codegen.compiler import (
     flags,
     target_identity,
 )
-from pararnn.codegen.families import FAMILIES
+from pararnn.codegen.families import FAMILIES, family_of
 from pararnn.codegen.source import IO_TYPES, source_file
 from pararnn.errors import EngineError
 from pararnn.program.program import Program
@@ -66,7 +66,7 @@ def usual(
     """Return the jobs that compile a cell's kernels, by key. Kernels serve all sizes."""
     return {
         (program.key, dtype, solver): partial(kernels_of, program, dtype, solver)
-        for solver in SOLVERS
+        for solver in family_of(program).solvers
     }
 
 

@@ -59,11 +59,11 @@ def emit_elementwise(program: Program, dtype: torch.dtype) -> str:
     Raises EngineError for ops that have no spelling.
     """
     graphs = program.graphs[dtype]
-    state = _arguments("state", program.states)
-    gate = _arguments("gate", program.gates)
-    field = _arguments("field", program.fields)
-    param = _arguments("param", program.params)
-    cotangent = _arguments("cotangent", program.states)
+    state = arguments("state", program.states)
+    gate = arguments("gate", program.gates)
+    field = arguments("field", program.fields)
+    param = arguments("param", program.params)
+    cotangent = arguments("cotangent", program.states)
     inputs = [*state, *gate, *field, *param]
     new = [f"new_state[{n}]" for n in range(program.num_states)]
     entries = [f"jacobian[{n}]" for n in range(program.num_states**2)]
@@ -82,14 +82,15 @@ def emit_elementwise(program: Program, dtype: torch.dtype) -> str:
         f"num_fields = {len(field)}, num_params = {len(param)};\n"
     )
     step = list(graphs.step.module.graph.nodes)
-    return "\n".join([sizes, *(_function(program, step, *function) for function in functions)])
+    return "\n".join([sizes, *(emit_function(program, step, *function) for function in functions)])
 
 
-def _arguments(kind: str, names: Sequence[str]) -> Arguments:
+def arguments(kind: str, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the arguments that are an array's entries, by their names."""
     return [(f"{kind}_{name}", f"{kind}[{i}]") for i, name in enumerate(names)]
 
 
-def _function(
+def emit_function(
     program: Program,
     step: Sequence[fx.Node],
     name: str,
@@ -98,6 +99,8 @@ def _function(
     inputs: Arguments,
     outputs: Sequence[str],
 ) -> str:
+    """Emit one graph as a function. `step`: nodes of the step's own graph, by which calls are fused
+    (see chain.py); empty for none."""
     lines = [f"PARARNN_FUNCTION void {name}({', '.join(parameters)}) {{"]
     body = _Body(f"{program.cell_name}'s {name}")
     nodes = list(graph.module.graph.nodes)

@@ -1,6 +1,6 @@
 """Families of recurrences that kernels are generated for, one record each.
 
-A second family needs a record here, and headers in a folder of its name (see `headers`).
+Another family needs a record here, and headers in a folder of its name (see `headers`).
 """
 
 from __future__ import annotations
@@ -11,26 +11,32 @@ from functools import cache, lru_cache
 
 import torch
 
-from pararnn.codegen.emit import emit_elementwise
+from pararnn.codegen.emit import emit_elementwise, jumps
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
+from pararnn.codegen.stages import emit_mixing
 from pararnn.errors import EngineError
-from pararnn.program.program import ELEMENTWISE, MAX_STATES, Program
+from pararnn.program.program import ELEMENTWISE, MAX_STATES, MIXING, Program
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
     """Recurrences whose kernels share solvers, functions, launch structs and headers.
 
-    name: `Program.family`, and the folder of its headers. solvers: each has a header of its name.
-    why_not(program): the reason why the family has no kernels for a program, or None.
-    functions(program, dtype): emitted C++ in a compute dtype. structs(target, solver): fields by
-    struct; ForwardLaunch and BackwardLaunch are the arguments of kernels.
+    name: `Program.family`, and the folder of its headers. takes: the steps that it is for.
+    solvers: each has a header of its name. targets: those with headers. why_not(program): the
+    reason why the family has no kernels for a program, or None. functions(program, dtype): emitted
+    C++ in a compute dtype. constants(program, dtype): lines of C++ in front of them, which depend
+    on the gates' dtype. structs(target, solver): fields by struct; ForwardLaunch and BackwardLaunch
+    are the arguments of kernels.
     """
 
     name: str
+    takes: str
     solvers: tuple[str, ...]
+    targets: tuple[str, ...]
     why_not: Callable[[Program], str | None]
     functions: Callable[[Program, torch.dtype], str]
+    constants: Callable[[Program, torch.dtype], list[str]]
     structs: Callable[[str, str], Structs]
 
 
@@ -141,7 +147,11 @@ def _elementwise_structs(target: str, solver: str) -> Structs:
     return {**_PASSES[target], **segments, **launches}
 
 
-def _why_not_elementwise(program: Program) -> str | None:
+def _elementwise_constants(program: Program, dtype: torch.dtype) -> list[str]:
+    return [f"constexpr bool jumps = {str(jumps(program, dtype)).lower()};"]
+
+
+def _why_too_many_states(program: Program) -> str | None:
     if program.num_states > MAX_STATES:
         return f"{program.cell_name} has {program.num_states} states; kernels take {MAX_STATES}"
     return None
@@ -149,12 +159,42 @@ def _why_not_elementwise(program: Program) -> str | None:
 
 _ELEMENTWISE = Family(
     ELEMENTWISE,
+    "elementwise steps",
     ("sequential", "newton"),
-    _why_not_elementwise,
+    ("cpp", "cuda"),
+    _why_too_many_states,
     emit_elementwise,
+    _elementwise_constants,
     _elementwise_structs,
 )
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (_ELEMENTWISE,)}
+
+
+@cache
+def _mixing_structs(target: str, solver: str) -> Structs:
+    own = {name: _PASSES[target][name] for name in ("GateStrides", "Inputs", "ForwardProblem")}
+    vectors = "(vector, head, row, time, channel of the head), or null: not wanted"
+    return {
+        **own,
+        "BackwardProblem": (
+            *_PASSES[target]["BackwardProblem"],
+            Field("scalar*", "left", vectors),
+            Field("scalar*", "right", vectors),
+        ),
+        **{f"{name}Launch": (Field(f"{name}Problem", "pass"),) for name in ("Forward", "Backward")},
+    }
+
+
+_MIXING = Family(
+    MIXING,
+    "steps that mix channels inside heads",
+    ("sequential",),
+    ("cpp",),
+    _why_too_many_states,
+    emit_mixing,
+    lambda program, dtype: ["struct Product { int operand, matrix, transposed; };"],
+    _mixing_structs,
+)
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (_ELEMENTWISE, _MIXING)}
 """Families by name, which is `Program.family`."""
 
 
@@ -166,13 +206,26 @@ def family_of(program: Program) -> Family:
     return FAMILIES[program.family]
 
 
-def why_no_kernels(program: Program) -> str | None:
-    """Return the reason why no kernels can be generated for a cell on any machine, or None."""
+def why_no_kernels(
+    program: Program, target: str | None = None, solver: str | None = None
+) -> str | None:
+    """Return the reason why no kernels can be generated for a cell, or None.
+
+    `target`, `solver`: None for any.
+    """
     if program.structure is None:
         return f"{program.cell_name} is sequential-only: {program.why_sequential}"
     if program.family is None:
-        return f"{program.cell_name} mixes channels; kernels are generated for elementwise steps"
-    return FAMILIES[program.family].why_not(program)
+        return program.why_no_family
+    family = FAMILIES[program.family]
+    reason = family.why_not(program)
+    for value, values, what in (
+        (target, family.targets, "in {} there are no kernels"),
+        (solver, family.solvers, "the solver {!r} has no kernels"),
+    ):
+        if reason is None and value is not None and value not in values:
+            reason = f"{program.cell_name}: {what.format(value)} for {family.takes}"
+    return reason
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pararnn.cells.base import Cell
-from pararnn.codegen.emit import jumps
 from pararnn.codegen.families import family_of, interface_of
 from pararnn.codegen.headers import LANGUAGES
 from pararnn.errors import EngineError
@@ -60,7 +59,7 @@ def source_file(
         "",
         "namespace pararnn {",
         "",
-        f"constexpr bool jumps = {str(jumps(program, dtype)).lower()};",
+        *family.constants(program, dtype),
         *constants,
         family.functions(program, compute),
         interface_of(program, target, solver).declaration(),

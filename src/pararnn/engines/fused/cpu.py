@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from pararnn.codegen.cpp import SOLVERS, Kernel, kernels_of
 from pararnn.codegen.families import interface_of
-from pararnn.codegen.interface import Values, Words
+from pararnn.codegen.interface import Interface, Values, Words
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.launch import (
     Address,
     Addresses,
+    Conversion,
     Conversions,
     Template,
     adjoint_values,
@@ -37,7 +38,8 @@ from pararnn.engines.rule import Size
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, plan_split
 from pararnn.numerics import compute_dtype
 from pararnn.private import constant_in_graphs
-from pararnn.program.program import Program
+from pararnn.program.mixing import Outer
+from pararnn.program.program import MIXING, Program
 
 MIN_HEAD_CHANNELS = 16
 """Channels of a head below which vector lanes would be idle: gates are then copied without heads"""
@@ -54,6 +56,8 @@ MIN_SIZE = 256
 
 class CpuEngine(FusedEngine):
     """Compiled C++ for one solver."""
+
+    language = "cpp"
 
     def build(self, program: Program, dtype: torch.dtype) -> None:
         """Compile the kernels. Raises EngineError where that fails."""
@@ -76,20 +80,24 @@ class CpuEngine(FusedEngine):
         idle = _threads_as_constant() // max(1, _columns(size, wide))
         return min(idle, _plan(size, wide).segments)
 
-    def written_layout(self, gates: Tensor) -> Tensor:
-        """Return gates with adjacent channels, narrow heads without a dimension of their own."""
-        return _to_layout(gates)
+    def written_layout(self, args: Arguments, gates: Tensor) -> Tensor:
+        """Return gates with adjacent channels, in the heads that kernels have: those of matrices,
+        else those given unless they are narrow."""
+        return _layout_of(args)(gates)
 
     def launch(
         self, program: Program, args: Arguments, adjoint: Adjoint | None = None
-    ) -> tuple[Launch, list[Tensor | None]]:
+    ) -> tuple[Launch | MixingLaunch, list[Tensor | None]]:
         """Return the cached launch of a pass, and the call's tensors in kernel layout."""
         strides = None
         if adjoint is not None:
             arriving = tuple(map(row_and_time, adjoint.arriving))
             strides = AdjointStrides(adjoint.grad_gates.stride(), arriving)
         key = self.solver, program, torch.get_num_threads(), _openmp(), strides
-        launch = args.signature.cache(key, make_launch, *key, args)
+        make: Callable[..., Launch | MixingLaunch] = make_launch
+        if program.family == MIXING:
+            make = make_mixing_launch
+        launch = args.signature.cache(key, make, *key, args)
         return launch, to_kernel_layout(args, launch.conversions)
 
 
@@ -154,7 +162,123 @@ def make_launch(
     """Pack the words of a pass on calls of a signature."""
     interface, addresses = interface_of(program, "cpp", solver), Addresses()
     signature, counts = args.signature, interface.counts
-    conversions = conversions_for(args, _to_layout, signature.dtype)
+    batch, _, channels = signature.size
+    own = _pass_words(interface, addresses, program, threads, openmp, adjoint, args)
+    parts: dict[str, Words] = {"pass": interface.pack(f"{own.direction}Problem", own.values)}
+    kernel = getattr(kernels_of(program, args.gates.dtype, solver), own.direction.lower())
+    spans = batch
+    starts: tuple[int, ...] = ()
+    products: tuple[int, ...] = ()
+    if solver == "newton":
+        split = _plan(signature.size, signature.dtype, args.split)
+        shooting = {name: addresses.next() for name in TEMPORARIES}
+        parts["shooting"] = interface.pack("ShootingWords", {**split._asdict(), **shooting})
+        spans *= split.segments
+        starts = (batch, split.segments, counts.states, channels)
+        products = (batch, split.segments, counts.states**2, channels)
+    template = template_of(interface.pack(f"{own.direction}Launch", parts))
+    return Launch(own.conversions, kernel, template, spans, starts, products)
+
+
+class MixingLaunch(NamedTuple):
+    """Pass of a step that mixes channels, on calls of one signature.
+
+    outers, vectors: its outer products, and the sizes of their left and right vectors: see
+    mixing/backward.h.
+    """
+
+    conversions: Conversions
+    kernel: Kernel
+    template: Template
+    spans: int
+    outers: tuple[Outer, ...]
+    vectors: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def new_info(self, gates: Tensor) -> Tensor:
+        """Allocate the counts of a forward pass."""
+        return gates.new_zeros((1, 2), dtype=torch.int64)
+
+    def new_weights(self, args: Arguments, gates: int) -> tuple[Tensor, list[Tensor]]:
+        """Allocate the gradients of bias and params: those of matrices are summed later."""
+        new, dtype, channels = args.gates.new_empty, args.signature.dtype, args.signature.size[2]
+        grads = [new(p.shape, dtype=dtype) for p in args.params]
+        for grad in grads:
+            if grad.ndim > 1:
+                grad.zero_()
+        return new((gates, channels), dtype=dtype), grads
+
+    def forward(self, tensors: list[Tensor | None], info: Tensor) -> None:
+        """Launch a forward pass."""
+        self.kernel(self.template.fill(tensors))
+
+    def backward(
+        self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
+    ) -> None:
+        """Launch a backward pass, and multiply what it leaves into the gradients of matrices."""
+        sums = tensors[-1]
+        assert sums is not None
+        vectors: list[Tensor] = []
+        if "params" in wanted and self.outers:
+            vectors = [sums.new_empty(size) for size in self.vectors]
+        self.kernel(self.template.fill([*tensors, *weights, *(vectors or (None, None))]))
+        if not vectors:
+            return
+        left, right = (own.flatten(2, 3) for own in vectors)
+        for outer in self.outers:
+            grad = weights[1 + outer.matrix]
+            assert grad is not None
+            own = grad.view(-1, *grad.shape[-2:])  # of one head: (1, D, D)
+            own.baddbmm_(left[outer.left].mT, right[outer.right])
+
+
+def make_mixing_launch(
+    solver: str,
+    program: Program,
+    threads: int,
+    openmp: int,
+    adjoint: AdjointStrides | None,
+    args: Arguments,
+) -> MixingLaunch:
+    """Pack the words of a pass of a step that mixes channels, on calls of a signature."""
+    interface, addresses = interface_of(program, "cpp", solver), Addresses()
+    (batch, steps, channels), dtype = args.signature.size, args.signature.dtype
+    own = _pass_words(interface, addresses, program, threads, openmp, adjoint, args)
+    mixing = program.mixing[dtype]
+    if adjoint is not None:
+        gates = len(program.gates)  # biases come first, then params
+        summed = [own.weights[gates + i] for i in mixing.channel_params]
+        none = [0] * len(mixing.matrices)
+        own.values["grad_weights"] = [*own.weights[:gates], *summed, *none]
+        own.values.update(left=addresses.next(), right=addresses.next())
+    parts = {"pass": interface.pack(f"{own.direction}Problem", own.values)}
+    kernel = getattr(kernels_of(program, args.gates.dtype, solver), own.direction.lower())
+    template = template_of(interface.pack(f"{own.direction}Launch", parts))
+    heads = heads_of_matrices(args) or 1
+    size = (heads, batch, steps, channels // heads)
+    vectors = (mixing.lefts, *size), (mixing.rights, *size)
+    return MixingLaunch(own.conversions, kernel, template, batch, mixing.outers, vectors)
+
+
+class PassWords(NamedTuple):
+    """Words of the problem of a pass, by field; weights: those of the weights' gradients."""
+
+    direction: str
+    conversions: Conversions
+    values: dict[str, Words]
+    weights: list[int]
+
+
+def _pass_words(
+    interface: Interface,
+    addresses: Addresses,
+    program: Program,
+    threads: int,
+    openmp: int,
+    adjoint: AdjointStrides | None,
+    args: Arguments,
+) -> PassWords:
+    signature, counts = args.signature, interface.counts
+    conversions = conversions_for(args, _layout_of(args), signature.dtype, signature.dtype)
     own = Arguments.unflatten(to_kernel_layout(args, conversions), args.flatten()[1])
     (batch, steps, channels), (heads, width) = signature.size, heads_of(own.gates.shape)
     strides = head_strides(own.gates.shape, own.gates.stride())
@@ -171,34 +295,20 @@ def make_launch(
         "openmp": openmp,
     }
     values: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
-    kernels = kernels_of(program, args.gates.dtype, solver)
     if adjoint is None:
-        direction, kernel = "Forward", kernels.forward
         values |= {
             "states": addresses.array(counts.states),
             "final": addresses.array(counts.states),
         }
-    else:
-        direction, kernel = "Backward", kernels.backward
-        values |= adjoint_values(addresses, adjoint.arriving, counts.fields)
-        layout = head_strides(own.gates.shape, adjoint.gates)
-        values["grad_gate_strides"] = gate_strides(interface, layout)
-        bias, row = addresses.next(), channels * signature.dtype.itemsize
-        rows = [Address(bias.tensor, g * row) for g in range(counts.gates)]
-        values["grad_weights"] = [*rows, *addresses.array(counts.params)]
-    parts: dict[str, Words] = {"pass": interface.pack(f"{direction}Problem", values)}
-    spans = batch
-    starts: tuple[int, ...] = ()
-    products: tuple[int, ...] = ()
-    if solver == "newton":
-        split = _plan(signature.size, signature.dtype, args.split)
-        shooting = {name: addresses.next() for name in TEMPORARIES}
-        parts["shooting"] = interface.pack("ShootingWords", {**split._asdict(), **shooting})
-        spans *= split.segments
-        starts = (batch, split.segments, counts.states, channels)
-        products = (batch, split.segments, counts.states**2, channels)
-    template = template_of(interface.pack(f"{direction}Launch", parts))
-    return Launch(conversions, kernel, template, spans, starts, products)
+        return PassWords("Forward", conversions, values, [])
+    values |= adjoint_values(addresses, adjoint.arriving, counts.fields)
+    layout = head_strides(own.gates.shape, adjoint.gates)
+    values["grad_gate_strides"] = gate_strides(interface, layout)
+    bias, row = addresses.next(), channels * signature.dtype.itemsize
+    rows = [Address(bias.tensor, g * row) for g in range(counts.gates)]
+    weights = [*rows, *addresses.array(counts.params)]
+    values["grad_weights"] = weights
+    return PassWords("Backward", conversions, values, weights)
 
 
 def _plan(size: Size, dtype: torch.dtype, request: SplitRequest = NO_REQUEST) -> Split:
@@ -216,6 +326,24 @@ def _columns(size: Size, dtype: torch.dtype) -> int:
 @constant_in_graphs
 def _threads_as_constant() -> int:
     return torch.get_num_threads()
+
+
+def heads_of_matrices(args: Arguments) -> int | None:
+    """Return the heads of a call's matrices; None if it has none."""
+    return next((p.shape[0] if p.ndim == 3 else 1 for p in args.params if p.ndim > 1), None)
+
+
+def _layout_of(args: Arguments) -> Conversion:
+    heads = heads_of_matrices(args)
+    return _to_layout if heads is None else partial(_in_heads, heads=heads)
+
+
+def _in_heads(gates: Tensor, heads: int) -> Tensor:
+    """Return gates (B, T, G, H, K) in the heads of a call's matrices, with adjacent channels."""
+    if gates.ndim == 5 and gates.shape[3] != heads:
+        gates = gates.flatten(3)
+    gates = unit_stride(gates)
+    return gates if gates.ndim == 5 else gates.unflatten(3, (heads, -1))
 
 
 def _to_layout(gates: Tensor) -> Tensor:

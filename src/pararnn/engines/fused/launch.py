@@ -31,10 +31,15 @@ def to_kernel_layout(args: Arguments, conversions: Conversions) -> list[Tensor |
     return tensors
 
 
-def conversions_for(args: Arguments, gates: Conversion, weights: torch.dtype) -> Conversions:
+def conversions_for(
+    args: Arguments,
+    gates: Conversion,
+    weights: torch.dtype,
+    matrices: torch.dtype | None = None,
+) -> Conversions:
     """Return the conversions of calls with this signature: bias and params (D,) to `weights`, other
-    params to the gates' dtype, states and fields to the compute dtype."""
-    dtypes = (weights, args.gates.dtype, args.dtype)
+    params to `matrices` (None: the gates' dtype), states and fields to the compute dtype."""
+    dtypes = (weights, matrices or args.gates.dtype, args.dtype)
     of_weight, of_matrix, of_state = (partial(contiguous_as, dtype=dtype) for dtype in dtypes)
     each: Any = {
         "gates": gates,

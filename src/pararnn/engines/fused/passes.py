@@ -59,6 +59,8 @@ class FusedEngine(Engine):
     backend = "fused"
     completes = True
     builds = True
+    language: str
+    """The target whose kernels it runs, by its folder of headers."""
 
     def __init__(self, solver: str) -> None:
         self.solver = solver
@@ -66,7 +68,7 @@ class FusedEngine(Engine):
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why there are no kernels for a cell, or None."""
-        return why_no_kernels(program)
+        return why_no_kernels(program, self.language, self.solver)
 
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
@@ -80,7 +82,7 @@ class FusedEngine(Engine):
         """Return how many segments of gates of `dtype` run at once on otherwise idle hardware."""
         raise NotImplementedError
 
-    def written_layout(self, gates: Tensor) -> Tensor:
+    def written_layout(self, args: Arguments, gates: Tensor) -> Tensor:
         """Return gates, or their gradient, in the layout in which kernels write the latter."""
         return unit_stride(gates)
 
@@ -109,7 +111,7 @@ class FusedEngine(Engine):
     ) -> Gradients:
         """Return the gradients by one kernel, on a GPU and a small sum."""
         grad_gates = torch.empty_like(args.gates)
-        kernel_gates = self.written_layout(grad_gates)
+        kernel_gates = self.written_layout(args, grad_gates)
         state_copies = [s.contiguous() for s in states]
         arriving = [None if g is None else unit_stride(g) for g in grad_states]
         launch, tensors = self.launch(program, args, Adjoint(kernel_gates, state_copies, arriving))

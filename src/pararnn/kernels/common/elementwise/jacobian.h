@@ -1,7 +1,7 @@
 // Jacobians of one step or of a run of steps: num_states x num_states, row-major. Pointers are to the entries
 // of a Jacobian, or to one number per state.
 #pragma once
-#include "sizes.h"
+#include "../sizes.h"
 
 namespace pararnn {
 

@@ -1,6 +1,6 @@
 // Tiles: the channels of a task, as vectors, and the inputs of their steps.
 #pragma once
-#include "problem.h"
+#include "../problem.h"
 
 namespace pararnn {
 

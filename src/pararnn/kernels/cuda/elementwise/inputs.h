@@ -6,7 +6,7 @@
 // length - 1 - j in the backward one.
 #pragma once
 #include "ring.h"
-#include "../../common/elementwise/sizes.h"
+#include "../../common/sizes.h"
 
 namespace pararnn {
 

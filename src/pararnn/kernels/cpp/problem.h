@@ -4,10 +4,10 @@
 // Channels d = head * channels + j are contiguous in all tensors except gates, whose heads have a stride.
 // Times t are in the caller's order; steps l are in processing order.
 #pragma once
-#include "../functions.h"
-#include "../memory.h"
-#include "../parallel.h"
-#include "../../common/elementwise/sizes.h"
+#include "functions.h"
+#include "memory.h"
+#include "parallel.h"
+#include "../common/sizes.h"
 
 namespace pararnn {
 

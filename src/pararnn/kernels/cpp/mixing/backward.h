@@ -1,0 +1,278 @@
+// The backward pass of a group: the adjoint, from the last step to the first. The products that only the step
+// needs are computed anew for a chunk of steps at once, from the saved states.
+#pragma once
+#include "../sums.h"
+#include "group.h"
+
+namespace pararnn {
+
+constexpr int backward_operands = backward_first_operand[backward_stages];
+constexpr int backward_count = backward_first_product[backward_stages];
+constexpr int recomputed_operands = backward_first_operand[backward_recomputed];
+constexpr int recomputed_count = backward_first_product[backward_recomputed];
+constexpr int pulled_count = backward_count - recomputed_count;
+constexpr int64 chunk_bytes = 1 << 17;  // of recomputed products: they stay in the cache
+constexpr int64 max_chunk = 16;
+
+struct BackwardPass : BackwardProblem {
+  Problem problem;
+  Packed packed;
+
+  explicit BackwardPass(const BackwardProblem& words)
+      : BackwardProblem(words), problem{words.in}, packed(problem, backward_products, backward_count) {}
+
+  void run() const {
+    const Groups groups(problem, backward_count);
+    run_tasks(groups.count(), groups.threads, problem.openmp, [&](int64 i) { run(groups[i]); });
+  }
+
+ private:
+  static int64 chunk_of(const Group& group) {
+    const int64 bytes = group.rows * group.padded() * (recomputed_count + 1) * sizeof(scalar);
+    return std::max<int64>(1, std::min(max_chunk, chunk_bytes / bytes));
+  }
+
+  // Numbers that a group holds. Of a chunk: recomputed operands, products, carried values. Of a step: the rest.
+  struct Numbers {
+    int64 chunk, size, steps_size;  // of one number a row and channel, and of one a step of the chunk
+    Storage memory, vectors;
+    scalar *adjoint, *next, *operand, *pulled, *recomputed_operand, *product;
+    real *weights, *carried, *recent, *total;
+
+    explicit Numbers(const Group& group)
+        : chunk(chunk_of(group)), size(group.rows * group.padded()), steps_size(chunk * size),
+          memory(((2 * num_states + backward_operands - recomputed_operands + pulled_count) * size +
+                  (recomputed_operands + recomputed_count) * steps_size) * sizeof(scalar)),
+          vectors((group.vectors * num_weights +
+                   (backward_carried * steps_size + 2 * num_weights * size) / lanes) * sizeof(real)) {
+      adjoint = memory.as<scalar>();
+      next = adjoint + num_states * size;
+      operand = next + num_states * size;
+      pulled = operand + (backward_operands - recomputed_operands) * size;
+      recomputed_operand = pulled + pulled_count * size;
+      product = recomputed_operand + recomputed_operands * steps_size;
+      weights = vectors.as<real>();
+      carried = weights + group.vectors * num_weights;
+      recent = carried + backward_carried * steps_size / lanes;
+      total = recent + num_weights * size / lanes;
+      group.load_weights(weights);
+    }
+  };
+
+  // Loads the states before a row's step.
+  struct Previous {
+    const io* rows[num_states];
+    const scalar* initial[num_states];
+
+    Previous(const BackwardPass& pass, const Group& group, int64 row, int64 l) {
+      const Problem& p = pass.problem;
+      const int64 sequence = p.sequence(row, l);
+      const bool reset = p.is_reset(row, l), begins = sequence != p.sequence(row, l - 1);
+      for (int n = 0; n < num_states; ++n) {
+        rows[n] = reset || begins ? nullptr : pass.states[n] + p.index(row, l - 1) + group.offset();
+        initial[n] = reset || p.initial[n] == nullptr
+                         ? nullptr
+                         : p.initial[n] + sequence * p.width() + group.offset();
+      }
+    }
+
+    template <class Count> void load_vector(int v, Count count, real* state) const {
+      for (int n = 0; n < num_states; ++n)
+        state[n] = rows[n] != nullptr      ? load(rows[n] + v * lanes, count)
+                   : initial[n] != nullptr ? load(initial[n] + v * lanes, count)
+                                           : real{};
+    }
+  };
+
+  void run(const Group& group) const {
+    const Problem& p = problem;
+    Numbers own(group);
+    for (int64 end = p.length; end > 0;) {
+      const int64 begin = std::max<int64>(0, end - own.chunk);
+      if constexpr (backward_recomputed > 0) recompute<0>(group, own, begin, end);
+      for (int64 l = end - 1; l >= begin; --l) {
+        arrive(group, own, l);
+        pull<backward_recomputed>(group, own, l, l - begin);
+        leave(group, own, l);
+      }
+      end = begin;
+    }
+    group.for_each_vector([&](int v, int count) {
+      for (int m = 0; m < group.rows; ++m)
+        for (int i = 0; i < num_weights; ++i) {
+          const int64 at = (m * group.vectors + v) * num_weights + i;
+          store(partial + ((group.first + m) * num_weights + i) * p.width() + group.offset() + v * lanes,
+                own.total[at] + own.recent[at], count);
+        }
+    });
+  }
+
+  template <int stage> void recompute(const Group& group, Numbers& own, int64 begin, int64 end) const {
+    const Problem& p = problem;
+    const int64 padded = group.padded();
+    for (int64 l = begin; l < end; ++l)
+      for (int m = 0; m < group.rows; ++m) {
+        const int64 row = group.first + m, index = (l - begin) * group.rows + m;
+        if (p.sequence(row, l) < 0) continue;
+        const RowInputs inputs(group, row, p.time(l));
+        const Previous previous(*this, group, row, l);
+        group.for_each_vector([&](int v, auto count) PARARNN_INLINE {
+          const real* weights = own.weights + v * num_weights;
+          real state[num_states], gate[num_gates], field[num_fields + 1], product[backward_count + 1];
+          real operand[backward_operands + 1];
+          previous.load_vector(v, count, state);
+          inputs.load_vector(v, count, weights, gate, field);
+          for (int i = 0; i < backward_first_product[stage]; ++i)
+            product[i] = load_as(own.product + (index * recomputed_count + i) * padded + v * lanes);
+          backward_stage<stage>(state, gate, field, weights + num_gates, product, nullptr,
+                                own.carried + (index * group.vectors + v) * backward_carried, operand,
+                                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
+          for (int i = backward_first_operand[stage]; i < backward_first_operand[stage + 1]; ++i)
+            store_as(own.recomputed_operand + i * own.steps_size + index * padded + v * lanes, operand[i]);
+        });
+      }
+    multiply_round(group, packed, backward_products, backward_first_product, stage,
+                   (end - begin) * group.rows, own.recomputed_operand, own.steps_size, own.product, 0,
+                   recomputed_count);
+    if constexpr (stage + 1 < backward_recomputed) recompute<stage + 1>(group, own, begin, end);
+  }
+
+  // Adds the gradients that arrive at a step's states.
+  void arrive(const Group& group, Numbers& own, int64 l) const {
+    const Problem& p = problem;
+    const int64 padded = group.padded(), t = p.time(l);
+    for (int m = 0; m < group.rows; ++m) {
+      const int64 row = group.first + m, sequence = p.sequence(row, l);
+      const bool ends = sequence != p.sequence(row, l + 1);
+      for (int n = 0; n < num_states; ++n) {
+        scalar* adjoint = own.adjoint + n * own.size + m * padded;
+        const io* later = sequence < 0 || grad_states[n] == nullptr
+                              ? nullptr
+                              : grad_states[n] + row * grad_row[n] + t * grad_time[n] + group.offset();
+        const scalar* at_end = sequence < 0 || grad_final[n] == nullptr
+                                   ? nullptr
+                                   : grad_final[n] + sequence * p.width() + group.offset();
+        if (later == nullptr && !ends) continue;
+        group.for_each_vector([&](int v, auto count) {
+          real sum = !ends               ? load_as(adjoint + v * lanes)
+                     : at_end != nullptr ? load(at_end + v * lanes, count)
+                                         : real{};
+          if (later != nullptr) sum += load(later + v * lanes, count);
+          store_as(adjoint + v * lanes, sum);
+        });
+      }
+    }
+  }
+
+  template <int stage> void pull(const Group& group, Numbers& own, int64 l, int64 step) const {
+    const Problem& p = problem;
+    const int64 padded = group.padded(), t = p.time(l);
+    for (int m = 0; m < group.rows; ++m) {
+      const int64 row = group.first + m, index = step * group.rows + m;
+      if (p.sequence(row, l) < 0) continue;
+      const RowInputs inputs(group, row, t);
+      const Previous previous(*this, group, row, l);
+      io* to_gates[num_gates];
+      for (int g = 0; g < num_gates; ++g)
+        to_gates[g] = grad_gates + group.gate_offset(grad_gate_strides, row, g, t);
+      const int64 in_row = row * p.length + t;
+      const int64 steps = p.rows * p.length;
+      group.for_each_vector([&](int v, auto count) PARARNN_INLINE {
+        const int64 at = m * padded + v * lanes;
+        const real* weights = own.weights + v * num_weights;
+        real state[num_states], gate[num_gates], field[num_fields + 1], product[backward_count + 1];
+        real cotangent[num_states], operand[backward_operands + 1], grad_state[num_states];
+        real grad_gate[num_gates], grad_field[num_fields + 1], grad_param[num_params + 1];
+        real left_of[num_lefts + 1], right_of[num_rights + 1];
+        previous.load_vector(v, count, state);
+        inputs.load_vector(v, count, weights, gate, field);
+        for (int n = 0; n < num_states; ++n) cotangent[n] = load_as(own.adjoint + n * own.size + at);
+        for (int i = 0; i < recomputed_count; ++i)
+          product[i] = load_as(own.product + (index * recomputed_count + i) * padded + v * lanes);
+        for (int i = recomputed_count; i < backward_first_product[stage]; ++i)
+          product[i] = load_as(own.pulled + (m * pulled_count + i - recomputed_count) * padded + v * lanes);
+        backward_stage<stage>(state, gate, field, weights + num_gates, product, cotangent,
+                              own.carried + (index * group.vectors + v) * backward_carried, operand,
+                              grad_state, grad_gate, grad_field, grad_param, left_of, right_of);
+        for (int i = backward_first_operand[stage]; i < backward_first_operand[stage + 1]; ++i)
+          store_as(own.operand + (i - recomputed_operands) * own.size + at, operand[i]);
+        for (int n = 0; n < num_states; ++n)
+          if (backward_stage_of_state[n] == stage) store_as(own.next + n * own.size + at, grad_state[n]);
+        real* recent = own.recent + (m * group.vectors + v) * num_weights;
+        for (int g = 0; g < num_gates; ++g)
+          if (backward_stage_of_gate[g] == stage) {
+            recent[g] += grad_gate[g];
+            store(to_gates[g] + v * lanes, grad_gate[g], count);
+          }
+        for (int i = 0; i < num_params; ++i)
+          if (backward_stage_of_param[i] == stage) recent[num_gates + i] += grad_param[i];
+        for (int f = 0; f < num_fields; ++f)
+          if (backward_stage_of_field[f] == stage)
+            store(grad_fields[f] + in_row * p.width() + group.offset() + v * lanes, grad_field[f], count);
+        if (left == nullptr) return;
+        for (int i = 0; i < num_lefts; ++i)
+          if (backward_stage_of_left[i] == stage)
+            store(left + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes,
+                  left_of[i], count);
+        for (int i = 0; i < num_rights; ++i)
+          if (backward_stage_of_right[i] == stage)
+            store(right + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes,
+                  right_of[i], count);
+      });
+    }
+    if constexpr (stage + 1 < backward_stages) {
+      multiply_round(group, packed, backward_products, backward_first_product, stage, group.rows,
+                     own.operand - recomputed_operands * own.size, own.size, own.pulled, recomputed_count,
+                     pulled_count);
+      pull<stage + 1>(group, own, l, step);
+    }
+  }
+
+  // Hands the gradients of the states before a step on to the step before, or to the initial states.
+  void leave(const Group& group, Numbers& own, int64 l) const {
+    const Problem& p = problem;
+    const int64 padded = group.padded(), t = p.time(l);
+    std::swap(own.adjoint, own.next);
+    for (int m = 0; m < group.rows; ++m) {
+      const int64 row = group.first + m, sequence = p.sequence(row, l);
+      const bool begins = sequence >= 0 && sequence != p.sequence(row, l - 1);
+      const bool sums = l % sum_block == 0;
+      scalar* adjoint = own.adjoint + m * padded;
+      if (sequence < 0) blank(group, row, t);
+      if (sequence < 0 || p.is_reset(row, l))
+        for (int n = 0; n < num_states; ++n)
+          std::memset(adjoint + n * own.size, 0, padded * sizeof(scalar));
+      if (!begins && !sums) continue;
+      group.for_each_vector([&](int v, int count) {
+        if (begins)
+          for (int n = 0; n < num_states && grad_initial[n] != nullptr; ++n)
+            store(grad_initial[n] + sequence * p.width() + group.offset() + v * lanes,
+                  load_as(adjoint + n * own.size + v * lanes), count);
+        for (int i = 0; sums && i < num_weights; ++i) {
+          const int64 at = (m * group.vectors + v) * num_weights + i;
+          own.total[at] += own.recent[at];
+          own.recent[at] = real{};
+        }
+      });
+    }
+  }
+
+  // Writes zeros for a step that is padding.
+  void blank(const Group& group, int64 row, int64 t) const {
+    const Problem& p = problem;
+    const int64 in_row = row * p.length + t, steps = p.rows * p.length;
+    group.for_each_vector([&](int v, int count) {
+      for (int g = 0; g < num_gates; ++g)
+        store(grad_gates + group.gate_offset(grad_gate_strides, row, g, t) + v * lanes, real{}, count);
+      for (int f = 0; f < num_fields; ++f)
+        store(grad_fields[f] + in_row * p.width() + group.offset() + v * lanes, real{}, count);
+      if (left == nullptr) return;
+      for (int i = 0; i < num_lefts; ++i)
+        store(left + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes, real{}, count);
+      for (int i = 0; i < num_rights; ++i)
+        store(right + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes, real{}, count);
+    });
+  }
+};
+
+}  // namespace pararnn

@@ -1,0 +1,117 @@
+// The forward pass of a group: from the first step to the last, stage by stage.
+#pragma once
+#include "group.h"
+
+namespace pararnn {
+
+constexpr int forward_operands = forward_first_operand[forward_stages];
+constexpr int forward_count = forward_first_product[forward_stages];
+
+struct ForwardPass : ForwardProblem {
+  Problem problem;
+  Packed packed;
+
+  explicit ForwardPass(const ForwardProblem& words)
+      : ForwardProblem(words), problem{words.in}, packed(problem, forward_products, forward_count) {}
+
+  void run() const {
+    const Groups groups(problem, forward_count);
+    run_tasks(groups.count(), groups.threads, problem.openmp, [&](int64 i) { run(groups[i]); });
+  }
+
+ private:
+  // Numbers that a group holds: those of its rows' states, operands and products.
+  struct Numbers {
+    int64 size;  // of one number a row and channel
+    Storage memory, vectors;
+    scalar *state, *next, *operand, *product;
+    real *weights, *carried;
+    int64 sequence[max_rows];
+
+    explicit Numbers(const Group& group)
+        : size(group.rows * group.padded()),
+          memory((2 * num_states + forward_operands + forward_count) * size * sizeof(scalar)),
+          vectors((group.vectors * num_weights + forward_carried * size / lanes) * sizeof(real)) {
+      state = memory.as<scalar>();
+      next = state + num_states * size;
+      operand = next + num_states * size;
+      product = operand + forward_operands * size;
+      weights = vectors.as<real>();
+      carried = weights + group.vectors * num_weights;
+      group.load_weights(weights);
+    }
+  };
+
+  void run(const Group& group) const {
+    const Problem& p = problem;
+    Numbers own(group);
+    const int64 padded = group.padded();
+    for (int64 l = 0; l < p.length; ++l) {
+      for (int m = 0; m < group.rows; ++m) {
+        const int64 row = group.first + m, sequence = p.sequence(row, l);
+        const bool zero = sequence < 0 || p.is_reset(row, l);
+        own.sequence[m] = sequence;
+        if (!zero && sequence == p.sequence(row, l - 1)) continue;
+        group.for_each_vector([&](int v, int count) {
+          for (int n = 0; n < num_states; ++n)
+            store_as(own.state + n * own.size + m * padded + v * lanes,
+                     zero || p.initial[n] == nullptr
+                         ? real{}
+                         : load(p.initial[n] + sequence * p.width() + group.offset() + v * lanes, count));
+        });
+      }
+      run_stages<0>(group, own, l);
+      std::swap(own.state, own.next);
+      for (int m = 0; m < group.rows; ++m) {
+        const int64 row = group.first + m, sequence = own.sequence[m];
+        if (sequence >= 0 && sequence == p.sequence(row, l + 1)) continue;
+        group.for_each_vector([&](int v, int count) {
+          for (int n = 0; n < num_states; ++n) {
+            const int64 at = group.offset() + v * lanes;
+            if (sequence >= 0)
+              store(final[n] + sequence * p.width() + at,
+                    load_as(own.state + n * own.size + m * padded + v * lanes), count);
+            else
+              store(states[n] + p.index(row, l) + at, real{}, count);
+          }
+        });
+      }
+    }
+  }
+
+  template <int stage> void run_stages(const Group& group, Numbers& own, int64 l) const {
+    const Problem& p = problem;
+    const int64 padded = group.padded();
+    for (int m = 0; m < group.rows; ++m) {
+      if (own.sequence[m] < 0) continue;
+      const int64 row = group.first + m, out = p.index(row, l) + group.offset();
+      const RowInputs inputs(group, row, p.time(l));
+      group.for_each_vector([&](int v, auto count) PARARNN_INLINE {
+        const int64 at = m * padded + v * lanes;
+        const real* weights = own.weights + v * num_weights;
+        real state[num_states], gate[num_gates], field[num_fields + 1], product[forward_count + 1];
+        real operand[forward_operands + 1], next[num_states];
+        for (int n = 0; n < num_states; ++n) state[n] = load_as(own.state + n * own.size + at);
+        inputs.load_vector(v, count, weights, gate, field);
+        for (int i = 0; i < forward_first_product[stage]; ++i)
+          product[i] = load_as(own.product + (m * forward_count + i) * padded + v * lanes);
+        forward_stage<stage>(state, gate, field, weights + num_gates, product,
+                             own.carried + (m * group.vectors + v) * forward_carried, operand, next);
+        for (int i = forward_first_operand[stage]; i < forward_first_operand[stage + 1]; ++i)
+          store_as(own.operand + i * own.size + at, operand[i]);
+        for (int n = 0; n < num_states; ++n)
+          if (forward_stage_of_new_state[n] == stage) {
+            store_as(own.next + n * own.size + at, next[n]);
+            store(states[n] + out + v * lanes, next[n], count);
+          }
+      });
+    }
+    if constexpr (stage + 1 < forward_stages) {
+      multiply_round(group, packed, forward_products, forward_first_product, stage, group.rows, own.operand,
+                     own.size, own.product, 0, forward_count);
+      run_stages<stage + 1>(group, own, l);
+    }
+  }
+};
+
+}  // namespace pararnn

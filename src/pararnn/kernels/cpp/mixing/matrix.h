@@ -1,0 +1,135 @@
+// Products of rows with a matrix of a head, packed once a launch.
+//
+// A packed matrix has its columns in vectors: [vector][row of the matrix][lane], the last vector filled up with
+// zeros. Rows are multiplied in blocks whose sums stay in registers, so that a matrix is read once for several
+// rows. A sum runs over the matrix's rows in order, whatever the block: bits do not depend on it.
+#pragma once
+#include <cstdlib>
+#include <new>
+
+#include "../problem.h"
+
+namespace pararnn {
+
+// Zeroed memory, aligned for vectors.
+struct Storage {
+  void* start = nullptr;
+  explicit Storage(int64 bytes) {
+    const size_t size = ((size_t)bytes + 63) / 64 * 64 + 64;
+    if (posix_memalign(&start, 64, size) != 0) throw std::bad_alloc();
+    std::memset(start, 0, size);
+  }
+  ~Storage() { std::free(start); }
+  Storage(const Storage&) = delete;
+  Storage& operator=(const Storage&) = delete;
+  template <class T> T* as() const { return (T*)start; }
+};
+
+// Rows of a block and vectors side by side: their sums, the vectors of the matrix and one factor fit in registers.
+#if PARARNN_VECTOR_BYTES == 64
+constexpr int block_rows = 8, block_vectors = 3;
+#else
+constexpr int block_rows = 6, block_vectors = 2;
+#endif
+
+// y[row][vector] = sum over i of x[row][i] matrix[vector][i].
+template <int rows, int vectors>
+inline void multiply_block(const scalar* x, int64 x_stride, const scalar* matrix, int64 depth, scalar* y,
+                           int64 y_stride) {
+  real sums[rows][vectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < vectors; ++v) sums[r][v] = real{};
+  for (int64 i = 0; i < depth; ++i) {
+    real column[vectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < vectors; ++v) column[v] = load_as(matrix + (v * depth + i) * lanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) {
+      const real factor = x[r * x_stride + i] - real{};
+#pragma GCC unroll 16
+      for (int v = 0; v < vectors; ++v) sums[r][v] = multiply_add(factor, column[v], sums[r][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < vectors; ++v) store_as(y + r * y_stride + v * lanes, sums[r][v]);
+}
+
+template <int vectors>
+inline void multiply_rows(int rows, const scalar* x, int64 x_stride, const scalar* matrix, int64 depth, scalar* y,
+                          int64 y_stride) {
+  switch (rows) {
+#define PARARNN_ROWS(n) \
+  case n: return multiply_block<n, vectors>(x, x_stride, matrix, depth, y, y_stride);
+    PARARNN_ROWS(1) PARARNN_ROWS(2) PARARNN_ROWS(3) PARARNN_ROWS(4) PARARNN_ROWS(5) PARARNN_ROWS(6)
+#if PARARNN_VECTOR_BYTES == 64
+    PARARNN_ROWS(7) PARARNN_ROWS(8)
+#endif
+#undef PARARNN_ROWS
+  }
+}
+
+// Few rows need more vectors side by side, to hide the latency of a sum.
+template <int vectors>
+inline void multiply_few(int rows, const scalar* x, int64 x_stride, const scalar* matrix, int64 depth, scalar* y,
+                         int64 y_stride) {
+  if (rows == 1) return multiply_block<1, vectors>(x, x_stride, matrix, depth, y, y_stride);
+  return multiply_block<2, vectors>(x, x_stride, matrix, depth, y, y_stride);
+}
+
+// Multiplies `rows` rows of x by a packed matrix of `depth` rows and `vectors` vectors of columns.
+inline void multiply(int64 rows, const scalar* x, int64 x_stride, const scalar* matrix, int64 depth, int64 vectors,
+                     scalar* y, int64 y_stride) {
+  constexpr int most = 4;
+  int64 v = 0;
+  if (rows <= 2)
+    for (; v + most <= vectors; v += most)
+      multiply_few<most>((int)rows, x, x_stride, matrix + v * depth * lanes, depth, y + v * lanes, y_stride);
+  const int64 blocks = (rows + block_rows - 1) / block_rows;
+  const auto columns = [&](auto count) PARARNN_INLINE {
+    for (int64 b = 0; b < blocks; ++b) {
+      const int64 first = rows * b / blocks, end = rows * (b + 1) / blocks;
+      multiply_rows<decltype(count)::value>((int)(end - first), x + first * x_stride, x_stride,
+                                            matrix + v * depth * lanes, depth, y + first * y_stride + v * lanes,
+                                            y_stride);
+    }
+  };
+  for (; v + block_vectors <= vectors; v += block_vectors)
+    columns(std::integral_constant<int, block_vectors>());
+  for (; v < vectors; ++v) columns(std::integral_constant<int, 1>());
+}
+
+// Packs a matrix (size, size), or its transpose.
+inline void pack(const scalar* matrix, bool transposed, int64 size, scalar* packed) {
+  for (int64 first = 0; first < size; first += lanes)
+    for (int64 i = 0; i < size; ++i, packed += lanes)
+      for (int64 j = 0; j < lanes; ++j) {
+        const int64 column = first + j;
+        packed[j] = column >= size ? 0 : transposed ? matrix[column * size + i] : matrix[i * size + column];
+      }
+}
+
+// The matrices of a pass's products, packed: [head][product][vector][row][lane].
+struct Packed {
+  int64 products, one;
+  Storage memory;
+
+  Packed(const Problem& p, const Product* list, int count)
+      : products(count), one((p.channels + lanes - 1) / lanes * p.channels * lanes),
+        memory(p.heads * count * one * sizeof(scalar)) {
+    const int64 work = p.heads * count * p.channels * p.channels;
+    run_tasks(p.heads * count, threads_for(p, work), p.openmp, [&](int64 i) {
+      const Product& product = list[i % count];
+      const scalar* matrix = p.params[product.matrix] + i / count * p.channels * p.channels;
+      pack(matrix, product.transposed != 0, p.channels, memory.as<scalar>() + i * one);
+    });
+  }
+  const scalar* of(int64 head, int product) const {
+    return memory.as<scalar>() + (head * products + product) * one;
+  }
+};
+
+}  // namespace pararnn

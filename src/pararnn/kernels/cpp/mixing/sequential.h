@@ -1,0 +1,27 @@
+// The sequential solver, and the entry points of its library: a task runs a group of rows of one head from the
+// first step to the last.
+#pragma once
+#include "backward.h"
+#include "forward.h"
+
+extern "C" {
+
+__attribute__((visibility("default"))) void forward(const pararnn::ForwardLaunch* launch) {
+  using namespace pararnn;
+  const ForwardPass pass(launch->pass);
+  const Problem& p = pass.problem;
+  for (int n = 0; n < num_states; ++n)
+    expect_writes(pass.states[n], p.rows * p.length * p.width() * sizeof(io));
+  pass.run();
+}
+
+__attribute__((visibility("default"))) void backward(const pararnn::BackwardLaunch* launch) {
+  using namespace pararnn;
+  const BackwardPass pass(launch->pass);
+  const Problem& p = pass.problem;
+  expect_writes(pass.grad_gates, p.rows * p.length * num_gates * p.width() * sizeof(io));
+  pass.run();
+  sum_weights(pass, p.rows);
+}
+
+}  // extern "C"

@@ -1,0 +1,257 @@
+"""Kernels of steps that mix channels inside heads, on a CPU: contract, layouts, rows, threads."""
+
+import shutil
+
+import pytest
+import torch
+from mixing_cells import CELLS, Coupled, Dense, Elman, HeadGRU, HeadLSTM, ResetAfter
+from table import DTYPES, FUSED, PLAIN, by_head, dtype_name, gate_layouts, make_case, needs_compiler
+
+import pararnn
+from pararnn.check.contract import check_solve
+from pararnn.codegen import headers
+
+pytestmark = needs_compiler
+
+HOW = {"solver": FUSED[0], "backend": FUSED[1]}
+LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
+
+
+def _name(value):
+    return value.__name__ if isinstance(value, type) else str(value)
+
+
+def _outputs(case, gates, how):
+    states, final = pararnn.solve(case.cell, gates, case.initial, **case.options, **how)
+    return [
+        *(states if isinstance(states, tuple) else (states,)),
+        *(final if isinstance(final, tuple) else (final,)),
+    ]
+
+
+def _run(case, how):
+    """Outputs, and gradients of gates, fields, initial states and parameters."""
+    gates = case.gates.detach().requires_grad_()
+    initial = tuple(h.detach().requires_grad_() for h in case.initial or ())
+    case = case._replace(initial=initial or None)
+    outputs = _outputs(case, gates, how)
+    torch.manual_seed(1)
+    cotangents = [torch.randn_like(o) for o in outputs]
+    leaves = [gates, *initial, *(p for p in case.cell.parameters() if p.requires_grad)]
+    return (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
+
+
+def _agree(case, tolerance=1e-12):
+    for own, expected in zip(_run(case, HOW), _run(case, LOOP), strict=True):
+        assert own.shape == expected.shape
+        assert own.dtype == expected.dtype
+        scale = expected.abs().amax().clamp(min=1e-30) if expected.numel() else 1
+        assert ((own - expected).abs() / scale <= tolerance).all()
+
+
+SIZES = [(16, 1, 3), (64, 4, 2), (66, 2, 5)]
+"""Channels, heads, rows."""
+
+
+@pytest.mark.parametrize("variant", ["plain", "resets", "packed", "reverse"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("cell_class", [*CELLS, Dense], ids=_name)
+def test_kernels_obey_the_contract(cell_class, dtype, variant):
+    channels, heads, batch = SIZES[["plain", "resets", "packed", "reverse"].index(variant) % 3]
+    case = make_case(
+        cell_class, dtype, 37, variant, batch=batch, channels=channels, num_heads=heads
+    )
+    result = check_solve(case.cell, case.gates, case.initial, **HOW, **case.options)
+    assert result.passed, result
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 70])
+@pytest.mark.parametrize("cell_class", CELLS, ids=_name)
+def test_any_length(cell_class, length):
+    for variant in ("initial", "packed"):
+        _agree(make_case(cell_class, torch.float64, length, variant, channels=24, num_heads=3))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 16, 17, 37])
+def test_any_number_of_rows(batch):
+    for cell_class in (HeadGRU, HeadLSTM):
+        _agree(
+            make_case(
+                cell_class, torch.float64, 5, "initial", batch=batch, channels=20, num_heads=2
+            )
+        )
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 15, 16, 33, 64])
+def test_any_width_of_a_head(width):
+    for cell_class in (ResetAfter, Coupled):
+        _agree(make_case(cell_class, torch.float64, 6, "initial", channels=2 * width, num_heads=2))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_rows_of_a_batch_end_at_their_own_steps(reverse):
+    torch.manual_seed(0)
+    how = {"num_heads": 2, "dtype": torch.float64, "bidirectional": reverse, "batch_first": True}
+    layer = pararnn.ParaRNN(HeadLSTM, 4, 16, **how)
+    x = torch.randn(4, 9, 4, dtype=torch.float64, requires_grad=True)
+    reset = torch.rand(4, 9) < 0.2
+
+    def run(how):
+        with pararnn.using(**how):
+            out, final = layer(x, lengths=[9, 1, 4, 2], reset=reset)
+        loss = out.sin().sum() + sum(s.sin().sum() for s in final)
+        return [out, *final, *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+    for own, expected in zip(run(HOW), run(LOOP), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_layouts_of_gates(heads):
+    """Heads of the projection that are not those of the matrices, too."""
+    case = make_case(HeadGRU, torch.float64, 7, batch=2, channels=32, num_heads=heads)
+    expected = _run(case, HOW)
+    for name, gates in gate_layouts(by_head(case.gates, 4)).items():
+        if name == "expanded":
+            continue
+        own = _run(case._replace(gates=gates), HOW)
+        for a, b in zip(own, expected, strict=True):
+            torch.testing.assert_close(a.reshape(b.shape), b, msg=name, rtol=1e-13, atol=1e-13)
+
+
+def test_bits_of_states_do_not_depend_on_threads_or_rows():
+    case = make_case(HeadLSTM, torch.float32, 40, "initial", batch=19, channels=96, num_heads=2)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(_outputs(case, case.gates, HOW))
+    finally:
+        torch.set_num_threads(threads)
+    part = case._replace(initial=tuple(h[3:4] for h in case.initial))
+    results.append(_outputs(part, case.gates[3:4], HOW))
+    for other in results[1:3]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert all(torch.equal(a[3:4], b) for a, b in zip(results[0], results[3], strict=True))
+
+
+def test_non_finite_inputs_spread_as_in_the_loop():
+    case = make_case(HeadGRU, torch.float32, 8, batch=3, channels=24, num_heads=3)
+    case.gates[1, 4, 0, 2] = torch.nan
+    case.gates[2, 2, 1, 9] = torch.inf
+    own, expected = (_outputs(case, case.gates, how) for how in (HOW, LOOP))
+    for a, b in zip(own, expected, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert a[0].isfinite().all()
+
+
+def test_frozen_parameters_leave_other_gradients_alone():
+    case = make_case(ResetAfter, torch.float64, 6, "initial", channels=16, num_heads=2)
+    whole = _run(case, HOW)
+    case.cell.R_z.requires_grad_(False)
+    _agree(case)
+    for param in case.cell.parameters():
+        param.requires_grad_(False)
+    for own, expected in zip(_run(case, HOW), whole, strict=False):
+        torch.testing.assert_close(own, expected)
+
+
+def test_auto_takes_the_kernels_and_says_why():
+    case = make_case(HeadGRU, torch.float32, 5, channels=16, num_heads=2)
+    program = pararnn.program_of(case.cell)
+    choice = pararnn.engines.table.choose(
+        program, (2, 5, 16), torch.float32, torch.device("cpu"), "auto", "auto"
+    )
+    assert choice.pair == FUSED
+    cuda = pararnn.engines.table.why_never(program, FUSED, torch.device("cuda"))
+    assert cuda == "HeadGRU: in cuda there are no kernels for steps that mix channels inside heads"
+    with pytest.raises(pararnn.EngineError, match="'newton' has no kernels"):
+        pararnn.solve(case.cell, case.gates, solver="newton", backend="fused")
+
+
+@pytest.mark.parametrize("cell_class", [HeadGRU, HeadLSTM, Coupled], ids=_name)
+def test_layers_take_mixing_cells(cell_class):
+    torch.manual_seed(0)
+    how = {"num_heads": 4, "dtype": torch.float64}
+    layer = pararnn.RecurrentLayer(cell_class, 8, 32, **how)
+    again = pararnn.RecurrentLayer(cell_class, 8, 32, recompute_gates=True, **how)
+    again.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 11, 8, dtype=torch.float64, requires_grad=True)
+    fields = {name: torch.rand(3, 11, dtype=torch.float64) for name in cell_class.fields}
+    own = [
+        torch.autograd.grad(
+            module(x, fields=fields or None)[0].sin().sum(), [x, *module.parameters()]
+        )
+        for module in (layer, again)
+    ]
+    for a, b in zip(*own, strict=True):
+        torch.testing.assert_close(a, b)
+    assert layer.choice.pair == FUSED
+    with pararnn.using(**LOOP):
+        loop = torch.autograd.grad(
+            layer(x, fields=fields or None)[0].sin().sum(), [x, *layer.parameters()]
+        )
+    for a, b in zip(own[0], loop, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_layer_steps_and_compiles():
+    torch.manual_seed(0)
+    layer = pararnn.RecurrentLayer(HeadLSTM, 6, 16, num_heads=2, dtype=torch.float64)
+    x = torch.randn(2, 6, 6, dtype=torch.float64)
+    whole, _ = layer(x)
+    state = None
+    for t in range(6):
+        out, state = layer.step(x[:, t], state)
+        torch.testing.assert_close(out, whole[:, t])
+    torch.compiler.reset()
+    for how in (HOW, LOOP):
+        with pararnn.using(**how):
+            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(compiled(x)[0], whole)
+
+
+MUTANTS = {
+    "a transposed matrix": ("mixing/matrix.h", "transposed ? matrix", "!transposed ? matrix"),
+    "a vector too few": (
+        "mixing/matrix.h", "for (; v < vectors; ++v)", "for (; v + 1 < vectors; ++v)"
+    ),
+    "no reset": ("mixing/forward.h", "sequence < 0 || p.is_reset(row, l)", "sequence < 0"),
+    "an adjoint through a reset": (
+        "mixing/backward.h", "if (sequence < 0 || p.is_reset(row, l))", "if (sequence < 0)"
+    ),
+    "a chunk of states too late": ("mixing/backward.h", "l - begin);", "0);"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_seen(name, monkeypatch, tmp_path):
+    """The agreement that the tests above rest on fails for a kernel that is wrong."""
+    file, right, wrong = MUTANTS[name]
+    shutil.copytree(headers.KERNELS, tmp_path / "kernels")
+    path = tmp_path / "kernels" / "cpp" / file
+    text = path.read_text()
+    assert right in text
+    path.write_text(text.replace(right, wrong))
+    monkeypatch.setattr(headers, "KERNELS", tmp_path / "kernels")
+    headers.text.cache_clear()
+    pararnn.clear_caches()
+    case = make_case(HeadGRU, torch.float64, 30, "resets", batch=3, channels=18, num_heads=2)
+    try:
+        with pytest.raises(AssertionError):
+            _agree(case, 1e-6)
+    finally:
+        monkeypatch.undo()
+        headers.text.cache_clear()
+        pararnn.clear_caches()
+
+
+def test_a_cell_of_narrow_heads_is_one_vector():
+    _agree(make_case(Elman, torch.float64, 12, "resets", channels=6, num_heads=6))
+
+
+def test_emitted_source_has_stages():
+    source = pararnn.emitted(HeadGRU(8, num_heads=2))
+    assert "void forward_2(" in source
+    assert "void backward_4(" in source
