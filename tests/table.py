@@ -162,7 +162,7 @@ CELLS = list(pararnn.CELLS.items())
 
 def pairs_of(name: str, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[str, str]]:
     """The pairs that take a cell."""
-    return [pair for pair in pairs if name not in COUPLED or pair not in KERNEL_PAIRS]
+    return [pair for pair in pairs if name not in COUPLED or pair not in (SCAN, NEWTON_FUSED)]
 
 
 ROWS = [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from table import needs_compiler
+from user_cells import Normed
 
 import pararnn
 from pararnn.codegen import emit, headers, spelling
@@ -173,10 +174,8 @@ def test_wrong_requests():
         pararnn.register_spelling("erfinv", "{0}")
     with pytest.raises(pararnn.EngineError, match="unknown target 'metal'; known: cpp, cuda"):
         pararnn.emitted(pararnn.GRUCell(4), "metal")
-    with pytest.raises(
-        pararnn.EngineError, match="no code can be generated: DenseGRUCell mixes channels"
-    ):
-        pararnn.emitted(pararnn.DenseGRUCell(4))
+    with pytest.raises(pararnn.EngineError, match="no code can be generated: Normed mixes"):
+        pararnn.emitted(Normed(4))
     with pytest.raises(TypeError, match="dtype must have one of the dtypes"):
         pararnn.emitted(pararnn.GRUCell(4), dtype=torch.int8)
 

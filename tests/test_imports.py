@@ -26,6 +26,7 @@ FLOW = [
     ["program/follow"],
     ["program/reads", "program/trace"],
     ["program/derive"],
+    ["program/mixing"],
     ["program/program"],
     ["solvers"],
     ["codegen"],
