@@ -109,7 +109,7 @@ def test_a_backend_alone_finds_its_solver():
     chosen = run(program_of(case.cell), prepare(case.cell, case.gates), "auto", "scan").choice
     assert chosen.pair == ("newton", "scan")
     layer = pararnn.ParaRNN(pararnn.DenseGRUCell, 3, 4, backend="scan")
-    can = r"Pairs that can: \(sequential, torch\), \(newton, torch\)$"
+    can = r"Pairs that can: \(sequential, torch\), \(newton, torch\), \(sequential, fused\)$"
     with pytest.raises(pararnn.EngineError, match=rf"\(auto, scan\) cannot run .*{can}"):
         layer(torch.randn(2, 20, 3))
 

@@ -13,7 +13,7 @@ from pararnn.codegen import headers
 
 pytestmark = needs_compiler
 
-HOW = {"solver": FUSED[0], "backend": FUSED[1]}
+KERNELS = {"solver": FUSED[0], "backend": FUSED[1]}
 LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
 
 
@@ -21,20 +21,20 @@ def _name(value):
     return value.__name__ if isinstance(value, type) else str(value)
 
 
-def _outputs(case, gates, how):
-    states, final = pararnn.solve(case.cell, gates, case.initial, **case.options, **how)
+def _outputs(case, gates, pair):
+    states, final = pararnn.solve(case.cell, gates, case.initial, **case.options, **pair)
     return [
         *(states if isinstance(states, tuple) else (states,)),
         *(final if isinstance(final, tuple) else (final,)),
     ]
 
 
-def _run(case, how):
+def _run(case, pair):
     """Outputs, and gradients of gates, fields, initial states and parameters."""
     gates = case.gates.detach().requires_grad_()
     initial = tuple(h.detach().requires_grad_() for h in case.initial or ())
     case = case._replace(initial=initial or None)
-    outputs = _outputs(case, gates, how)
+    outputs = _outputs(case, gates, pair)
     torch.manual_seed(1)
     cotangents = [torch.randn_like(o) for o in outputs]
     leaves = [gates, *initial, *(p for p in case.cell.parameters() if p.requires_grad)]
@@ -42,11 +42,11 @@ def _run(case, how):
 
 
 def _agree(case, tolerance=1e-12):
-    for own, expected in zip(_run(case, HOW), _run(case, LOOP), strict=True):
-        assert own.shape == expected.shape
-        assert own.dtype == expected.dtype
-        scale = expected.abs().amax().clamp(min=1e-30) if expected.numel() else 1
-        assert ((own - expected).abs() / scale <= tolerance).all()
+    for own, truth in zip(_run(case, KERNELS), _run(case, LOOP), strict=True):
+        assert own.shape == truth.shape
+        assert own.dtype == truth.dtype
+        scale = truth.abs().amax().clamp(min=1e-30) if truth.numel() else 1
+        assert ((own - truth).abs() / scale <= tolerance).all()
 
 
 SIZES = [(16, 1, 3), (64, 4, 2), (66, 2, 5)]
@@ -61,7 +61,7 @@ def test_kernels_obey_the_contract(cell_class, dtype, variant):
     case = make_case(
         cell_class, dtype, 37, variant, batch=batch, channels=channels, num_heads=heads
     )
-    result = check_solve(case.cell, case.gates, case.initial, **HOW, **case.options)
+    result = check_solve(case.cell, case.gates, case.initial, **KERNELS, **case.options)
     assert result.passed, result
 
 
@@ -91,31 +91,31 @@ def test_any_width_of_a_head(width):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_rows_of_a_batch_end_at_their_own_steps(reverse):
     torch.manual_seed(0)
-    how = {"num_heads": 2, "dtype": torch.float64, "bidirectional": reverse, "batch_first": True}
-    layer = pararnn.ParaRNN(HeadLSTM, 4, 16, **how)
+    options = {"num_heads": 2, "dtype": torch.float64, "bidirectional": reverse}
+    layer = pararnn.ParaRNN(HeadLSTM, 4, 16, batch_first=True, **options)
     x = torch.randn(4, 9, 4, dtype=torch.float64, requires_grad=True)
     reset = torch.rand(4, 9) < 0.2
 
-    def run(how):
-        with pararnn.using(**how):
+    def run(pair):
+        with pararnn.using(**pair):
             out, final = layer(x, lengths=[9, 1, 4, 2], reset=reset)
         loss = out.sin().sum() + sum(s.sin().sum() for s in final)
         return [out, *final, *torch.autograd.grad(loss, [x, *layer.parameters()])]
 
-    for own, expected in zip(run(HOW), run(LOOP), strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-11, atol=1e-12)
+    for own, truth in zip(run(KERNELS), run(LOOP), strict=True):
+        torch.testing.assert_close(own, truth, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_layouts_of_gates(heads):
     """Heads of the projection that are not those of the matrices, too."""
     case = make_case(HeadGRU, torch.float64, 7, batch=2, channels=32, num_heads=heads)
-    expected = _run(case, HOW)
+    truth = _run(case, KERNELS)
     for name, gates in gate_layouts(by_head(case.gates, 4)).items():
         if name == "expanded":
             continue
-        own = _run(case._replace(gates=gates), HOW)
-        for a, b in zip(own, expected, strict=True):
+        own = _run(case._replace(gates=gates), KERNELS)
+        for a, b in zip(own, truth, strict=True):
             torch.testing.assert_close(a.reshape(b.shape), b, msg=name, rtol=1e-13, atol=1e-13)
 
 
@@ -126,11 +126,11 @@ def test_bits_of_states_do_not_depend_on_threads_or_rows():
         results = []
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            results.append(_outputs(case, case.gates, HOW))
+            results.append(_outputs(case, case.gates, KERNELS))
     finally:
         torch.set_num_threads(threads)
     part = case._replace(initial=tuple(h[3:4] for h in case.initial))
-    results.append(_outputs(part, case.gates[3:4], HOW))
+    results.append(_outputs(part, case.gates[3:4], KERNELS))
     for other in results[1:3]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     assert all(torch.equal(a[3:4], b) for a, b in zip(results[0], results[3], strict=True))
@@ -140,21 +140,21 @@ def test_non_finite_inputs_spread_as_in_the_loop():
     case = make_case(HeadGRU, torch.float32, 8, batch=3, channels=24, num_heads=3)
     case.gates[1, 4, 0, 2] = torch.nan
     case.gates[2, 2, 1, 9] = torch.inf
-    own, expected = (_outputs(case, case.gates, how) for how in (HOW, LOOP))
-    for a, b in zip(own, expected, strict=True):
+    own, truth = (_outputs(case, case.gates, pair) for pair in (KERNELS, LOOP))
+    for a, b in zip(own, truth, strict=True):
         assert torch.equal(a.isnan(), b.isnan())
         assert a[0].isfinite().all()
 
 
 def test_frozen_parameters_leave_other_gradients_alone():
     case = make_case(ResetAfter, torch.float64, 6, "initial", channels=16, num_heads=2)
-    whole = _run(case, HOW)
+    whole = _run(case, KERNELS)
     case.cell.R_z.requires_grad_(False)
     _agree(case)
     for param in case.cell.parameters():
         param.requires_grad_(False)
-    for own, expected in zip(_run(case, HOW), whole, strict=False):
-        torch.testing.assert_close(own, expected)
+    for own, truth in zip(_run(case, KERNELS), whole, strict=False):
+        torch.testing.assert_close(own, truth)
 
 
 def test_auto_takes_the_kernels_and_says_why():
@@ -173,9 +173,9 @@ def test_auto_takes_the_kernels_and_says_why():
 @pytest.mark.parametrize("cell_class", [HeadGRU, HeadLSTM, Coupled], ids=_name)
 def test_layers_take_mixing_cells(cell_class):
     torch.manual_seed(0)
-    how = {"num_heads": 4, "dtype": torch.float64}
-    layer = pararnn.RecurrentLayer(cell_class, 8, 32, **how)
-    again = pararnn.RecurrentLayer(cell_class, 8, 32, recompute_gates=True, **how)
+    options = {"num_heads": 4, "dtype": torch.float64}
+    layer = pararnn.RecurrentLayer(cell_class, 8, 32, **options)
+    again = pararnn.RecurrentLayer(cell_class, 8, 32, recompute_gates=True, **options)
     again.load_state_dict(layer.state_dict())
     x = torch.randn(3, 11, 8, dtype=torch.float64, requires_grad=True)
     fields = {name: torch.rand(3, 11, dtype=torch.float64) for name in cell_class.fields}
@@ -206,10 +206,10 @@ def test_a_layer_steps_and_compiles():
         out, state = layer.step(x[:, t], state)
         torch.testing.assert_close(out, whole[:, t])
     torch.compiler.reset()
-    for how in (HOW, LOOP):
-        with pararnn.using(**how):
-            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-            torch.testing.assert_close(compiled(x)[0], whole)
+    for pair in (KERNELS, LOOP):
+        with pararnn.using(**pair):
+            compiled_layer = torch.compile(layer, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(compiled_layer(x)[0], whole)
 
 
 MUTANTS = {

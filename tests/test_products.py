@@ -17,23 +17,23 @@ def _draw(dense=False, lead=(2, 5)):
     return x.requires_grad_(), matrix.requires_grad_()
 
 
-def _by_blocks(x, matrix, transposed=False):
+def _by_blocks(x, matrix, transpose=False):
     whole = matrix if matrix.ndim == 2 else torch.block_diag(*matrix)
-    return x @ (whole.mT if transposed else whole)
+    return x @ (whole.mT if transpose else whole)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("multiply", [product, recorded_product])
-def test_a_product_is_that_of_the_block_diagonal_matrix(multiply, dense, transposed):
+def test_a_product_is_that_of_the_block_diagonal_matrix(multiply, dense, transpose):
     x, matrix = _draw(dense)
-    own, expected = multiply(x, matrix, transposed), _by_blocks(x, matrix, transposed)
-    torch.testing.assert_close(own, expected)
+    own, truth = multiply(x, matrix, transpose), _by_blocks(x, matrix, transpose)
+    torch.testing.assert_close(own, truth)
     cotangent = torch.randn_like(own)
-    grads = [torch.autograd.grad(y, (x, matrix), cotangent) for y in (own, expected)]
+    grads = [torch.autograd.grad(y, (x, matrix), cotangent) for y in (own, truth)]
     torch.testing.assert_close(*grads)
-    assert torch.autograd.gradcheck(lambda *t: multiply(*t, transposed), (x, matrix))
-    assert torch.autograd.gradgradcheck(lambda *t: multiply(*t, transposed), (x, matrix))
+    assert torch.autograd.gradcheck(lambda *t: multiply(*t, transpose), (x, matrix))
+    assert torch.autograd.gradgradcheck(lambda *t: multiply(*t, transpose), (x, matrix))
 
 
 def test_a_matrix_in_a_step_reads_as_the_user_writes_it():
@@ -63,22 +63,20 @@ def test_a_recording_has_one_node_for_each_product_and_its_gradients():
     assert own.count(OUTER) == 1
 
 
-@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (1, 2)])
-def test_copies_of_a_product(mapped):
+@pytest.mark.parametrize("dims", [(0, None), (None, 0), (1, 2)])
+def test_copies_of_a_product(dims):
     many = 3
     x, matrix = (t.detach() for t in _draw())
-    x = x if mapped[0] is None else torch.stack([x * n for n in range(many)], mapped[0])
-    matrix = (
-        matrix if mapped[1] is None else torch.stack([matrix + n for n in range(many)], mapped[1])
-    )
-    own = torch.func.vmap(recorded_product, mapped)(x, matrix)
-    torch.testing.assert_close(own, torch.func.vmap(product, mapped)(x, matrix))
+    x = x if dims[0] is None else torch.stack([x * n for n in range(many)], dims[0])
+    matrix = matrix if dims[1] is None else torch.stack([matrix + n for n in range(many)], dims[1])
+    own = torch.func.vmap(recorded_product, dims)(x, matrix)
+    torch.testing.assert_close(own, torch.func.vmap(product, dims)(x, matrix))
 
     def grads(multiply):
         def loss(x, matrix):
             return multiply(x, matrix).sin().sum()
 
-        return torch.func.vmap(torch.func.grad(loss, (0, 1)), mapped)(x, matrix)
+        return torch.func.vmap(torch.func.grad(loss, (0, 1)), dims)(x, matrix)
 
     torch.testing.assert_close(grads(recorded_product), grads(product))
 
@@ -86,17 +84,17 @@ def test_copies_of_a_product(mapped):
 def test_the_op_and_a_step_compile():
     x, matrix = _draw()
     torch.compiler.reset()
-    compiled = torch.compile(recorded_product, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, matrix), product(x, matrix))
-    (grad,) = torch.autograd.grad(compiled(x, matrix).sin().sum(), matrix)
+    compiled_product = torch.compile(recorded_product, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled_product(x, matrix), product(x, matrix))
+    (grad,) = torch.autograd.grad(compiled_product(x, matrix).sin().sum(), matrix)
     torch.testing.assert_close(grad, outer(x, product(x, matrix).cos(), matrix))
 
     def step(x, matrix):
         own = Matrix(matrix, product)
         return torch.tanh(x @ own) @ own.mT
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, matrix), step(x, matrix))
+    compiled_step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled_step(x, matrix), step(x, matrix))
 
 
 def test_matrices_of_heads_are_drawn_for_their_width():

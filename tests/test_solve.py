@@ -212,7 +212,9 @@ def test_auto_depends_on_sizes_and_cell_only():
     assert chosen(program, 1, 2048, 64, backend="torch") == ("newton", "torch")
     assert chosen(program, 8, 512, 256, backend="torch") == ("sequential", "torch")
     assert chosen(program, 1, 8, 64, backend="torch") == ("sequential", "torch")
-    assert chosen(dense, 1, 2048, 256) == ("sequential", "torch")
+    assert chosen(dense, 1, 2048, 256) == ("sequential", "fused")
+    assert chosen(dense, 1, 2048, 256, backend="torch") == ("sequential", "torch")
+    assert chosen(dense, 1, 2048, 8, backend="torch") == ("newton", "torch")
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (1, 2048, 8), (1, 65536, 64), (64, 512, 256)])

@@ -382,16 +382,16 @@ class Step:
             self.state_type(*states), self.gate_type(*inputs), self.param_type(*params)
         )
 
-    def recorded(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
+    def by_ops(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
         """Return new states as a call does, with the op `pararnn::mix` for each product."""
         new = self._call("step", states, inputs, params, self.matrices, recorded_product)
-        return self._checked(new)
+        return self._check_states(new)
 
     def __call__(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
         """Return new states; CellError when the step does not return one tensor a state."""
-        return self._checked(self.call("step", states, inputs, params))
+        return self._check_states(self.call("step", states, inputs, params))
 
-    def _checked(self, new: Any) -> tuple[Tensor, ...]:
+    def _check_states(self, new: Any) -> tuple[Tensor, ...]:
         new = (new,) if isinstance(new, Tensor) else new
         names = self.cls.states
         kinds = [type(item).__name__ for item in new] if isinstance(new, (tuple, list)) else new

@@ -1,4 +1,4 @@
-"""A GRU with full recurrent matrices: the dense case, for comparison and small sizes."""
+"""A GRU with full recurrent matrices: the dense case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pararnn.cells.base import Cell, Param
 class DenseGRUCell(Cell):
     """Gated recurrent unit with full matrices A (Cho et al. 2014; paper, eq. GRU).
 
-    Channels mix, so the Jacobian is dense: Newton costs D^3 a step, on the torch backend only.
+    All channels mix, as one head. Kernels solve it step after step; Newton, on the torch backend
+    only, composes dense Jacobians, D^3 a step.
     """
 
     states = ("h",)

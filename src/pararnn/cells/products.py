@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 Product = Callable[[Tensor, Tensor, bool], Tensor]
-"""Function of x (..., D), a matrix, and whether it is transposed: returns (..., D)."""
+"""Function of x (..., D), a matrix, and whether its transpose is meant: returns (..., D)."""
 
 
-def product(x: Tensor, matrix: Tensor, transposed: bool = False) -> Tensor:
+def product(x: Tensor, matrix: Tensor, transpose: bool = False) -> Tensor:
     """Return x (..., D) times the matrix of each head, or times its transpose."""
-    own = matrix.mT if transposed else matrix
+    own = matrix.mT if transpose else matrix
     if own.ndim == 2:
         return x @ own
     heads = x.unflatten(-1, (own.shape[0], own.shape[1]))
@@ -34,11 +34,11 @@ def outer(x: Tensor, y: Tensor, matrix: Tensor) -> Tensor:
 
 
 _LIBRARY = torch.library.Library("pararnn", "FRAGMENT")
-_LIBRARY.define("mix(Tensor x, Tensor matrix, bool transposed) -> Tensor")
+_LIBRARY.define("mix(Tensor x, Tensor matrix, bool transpose) -> Tensor")
 _LIBRARY.define("outer(Tensor x, Tensor y, Tensor matrix) -> Tensor")
 # An op returns memory of its own, and of the usual strides, which compilers rely on.
 _LIBRARY.impl(
-    "mix", lambda x, m, transposed: product(x, m, transposed).clone(), "CompositeExplicitAutograd"
+    "mix", lambda x, m, transpose: product(x, m, transpose).clone(), "CompositeExplicitAutograd"
 )
 _LIBRARY.impl("outer", lambda x, y, m: outer(x, y, m).clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("pararnn::mix", lambda x, m, t: x.new_empty(x.shape), lib=_LIBRARY)
@@ -48,9 +48,9 @@ MIX = torch.ops.pararnn.mix.default
 OUTER = torch.ops.pararnn.outer.default
 
 
-def recorded_product(x: Tensor, matrix: Tensor, transposed: bool = False) -> Tensor:
+def recorded_product(x: Tensor, matrix: Tensor, transpose: bool = False) -> Tensor:
     """Return `product` by the op `pararnn::mix`, whose derivatives are such ops again."""
-    result: Tensor = _Mix.apply(x, matrix, transposed)
+    result: Tensor = _Mix.apply(x, matrix, transpose)
     return result
 
 
@@ -58,32 +58,32 @@ class _Mix(torch.autograd.Function):
     """The op `mix` with its derivatives."""
 
     @staticmethod
-    def forward(x: Tensor, matrix: Tensor, transposed: bool) -> Tensor:
-        return torch.ops.pararnn.mix(x, matrix, transposed)
+    def forward(x: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
+        return torch.ops.pararnn.mix(x, matrix, transpose)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, matrix, ctx.transposed = inputs
+        x, matrix, ctx.transpose = inputs
         ctx.save_for_backward(x, matrix)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, matrix = ctx.saved_tensors
         of_x, of_matrix = ctx.needs_input_grad[:2]
-        pair = (grad, x) if ctx.transposed else (x, grad)
+        pair = (grad, x) if ctx.transpose else (x, grad)
         return (
-            _Mix.apply(grad, matrix, not ctx.transposed) if of_x else None,
+            _Mix.apply(grad, matrix, not ctx.transpose) if of_x else None,
             _Outer.apply(*pair, matrix) if of_matrix else None,
             None,
         )
 
     @staticmethod
-    def vmap(info: Any, dims: Any, x: Tensor, matrix: Tensor, transposed: bool) -> Any:
+    def vmap(info: Any, dims: Any, x: Tensor, matrix: Tensor, transpose: bool) -> Any:
         """Compute copies of a matrix as more heads of one."""
         if dims[1] is None:
-            return _Mix.apply(x.movedim(dims[0], 0), matrix, transposed), 0
+            return _Mix.apply(x.movedim(dims[0], 0), matrix, transpose), 0
         size = info.batch_size
-        out = _Mix.apply(_as_heads(x, dims[0], size), _as_heads_of(matrix, dims[1]), transposed)
+        out = _Mix.apply(_as_heads(x, dims[0], size), _as_heads_of(matrix, dims[1]), transpose)
         return out.unflatten(-1, (size, -1)), out.ndim - 1
 
 
@@ -126,8 +126,8 @@ def _as_heads(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 def _as_heads_of(matrix: Tensor, dim: int) -> Tensor:
     """Return copies of a matrix as heads of one, (size H, K, K)."""
-    moved = matrix.movedim(dim, 0)
-    return moved if moved.ndim == 3 else moved.flatten(0, 1)
+    whole = matrix.movedim(dim, 0)
+    return whole if whole.ndim == 3 else whole.flatten(0, 1)
 
 
 class Matrix:
@@ -136,13 +136,13 @@ class Matrix:
     To all other functions of PyTorch it is the tensor.
     """
 
-    def __init__(self, tensor: Tensor, product: Product, transposed: bool = False) -> None:
-        self._tensor, self._product, self._transposed = tensor, product, transposed
+    def __init__(self, tensor: Tensor, product: Product, transpose: bool = False) -> None:
+        self._tensor, self._product, self._transpose = tensor, product, transpose
 
     @property
     def mT(self) -> Matrix:
         """The transpose of each head's matrix."""
-        return Matrix(self._tensor, self._product, not self._transposed)
+        return Matrix(self._tensor, self._product, not self._transpose)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return _multiply(x, self)
@@ -187,7 +187,7 @@ for _name in ("neg", "getitem", "len", "iter"):
 def _plain(value: Any) -> Any:
     """Return the tensor behind a matrix; of lists, tuples and dicts that of each entry."""
     if isinstance(value, Matrix):
-        return value._tensor.mT if value._transposed else value._tensor
+        return value._tensor.mT if value._transpose else value._tensor
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return {name: _plain(v) for name, v in value.items()} if type(value) is dict else value
@@ -198,4 +198,4 @@ def _multiply(x: Any, matrix: Matrix) -> Any:
     channels = tensor.shape[-1] * (tensor.shape[0] if tensor.ndim == 3 else 1)
     if isinstance(x, Matrix) or x.shape[-1:] != (channels,):  # not of a state
         return _plain(x) @ _plain(matrix)
-    return matrix._product(x, tensor, matrix._transposed)
+    return matrix._product(x, tensor, matrix._transpose)

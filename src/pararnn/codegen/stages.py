@@ -55,8 +55,8 @@ def _pass(
     operands = [stage.count("operand") for stage in own.stages]
     products = [len(stage.products) for stage in own.stages]
     lines = [
-        f"constexpr int {name}_stages = {len(own.stages)}, {name}_recomputed = {own.recomputed}, "
-        f"{name}_carried = {own.carried};",
+        f"constexpr int {name}_stages = {len(own.stages)}, "
+        f"{name}_recomputed = {own.recomputed_stages}, {name}_carried = {own.num_carried};",
         f"constexpr int {name}_first_operand[] = {_array(_starts(operands))};",
         f"constexpr int {name}_first_product[] = {_array(_starts(products))};",
         f"constexpr Product {name}_products[] = "
@@ -80,7 +80,7 @@ def _pass(
         inputs += arguments("cotangent", program.states)
         read.append("const real* cotangent")
     inputs += [(f"product_{i}", f"product[{i}]") for i in range(len(own.products))]
-    inputs += [(f"carried_{i}", f"carried[{i}]") for i in range(own.carried)]
+    inputs += [(f"carried_{i}", f"carried[{i}]") for i in range(own.num_carried)]
     kinds = ["operand", *(f"{_prefix(kind, prefix)}{kind}" for kind, _ in results)]
     parameters = [*read, "real* carried", *(f"real* {kind}" for kind in kinds)]
     for s, stage in enumerate(own.stages):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from pararnn.cells.base import Cell, Step
 from pararnn.errors import CellError, StructureError
 from pararnn.program.coupling import expand_entry
 from pararnn.program.structure import Structure
-from pararnn.program.trace import Graph, ancestors, trace_pointwise, trace_rows
+from pararnn.program.trace import (
+    Graph,
+    ancestors,
+    canonical_text,
+    trace_pointwise,
+    trace_rows,
+)
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6
@@ -109,7 +115,7 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     lead = (TRACE_ROWS,) if couples else ()
     trace = trace_rows if couples else trace_pointwise
     states = step.num_states
-    call = flat(step, step.recorded if couples else step)
+    call = flat(step, step.by_ops if couples else step)
     channels = channels_of(step)[0]
     tensors = example(step, lead, channels, dtype)
     both = [*tensors, *example(step, lead, channels, dtype, seed=1)[:states]]
@@ -156,6 +162,39 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
                 "declare structure = 'dense'"
             )
     return graphs
+
+
+def graphs_of_rows(step: Step, own: Graph, gradient: Graph) -> Graphs:
+    """Return the graphs over rows (R, D) of a step traced on single ones (D,).
+
+    own, gradient: graphs of elementwise ops and of products inside heads, which take leading
+    dimensions; gradient: with cotangents, of all arguments. Gradients of parameters with one value
+    a channel are summed over rows, as the ops sum those of matrices.
+    """
+    states, rows = step.num_states, step.num_rows
+
+    def sums(graph: fx.Graph, grads: Sequence[Any]) -> list[Any]:
+        pairs = zip(grads[rows:], step.matrices, strict=True)
+        return [*grads[:rows], *(g if matrix else _sum(graph, g) for g, matrix in pairs)]
+
+    jacobian = _with_outputs(gradient, lambda graph, grads: grads[:states])
+    return Graphs(own, jacobian, _with_outputs(gradient, sums))
+
+
+def _sum(graph: fx.Graph, gradient: Any) -> Any:
+    """Return the sum over rows of a gradient; numbers are zeros."""
+    if not isinstance(gradient, fx.Node):
+        return gradient
+    return graph.call_function(torch.ops.aten.sum.dim_IntList, (gradient, [0]))
+
+
+def _with_outputs(graph: Graph, outputs_of: Callable[[fx.Graph, Any], Sequence[Any]]) -> Graph:
+    """Return a copy of a graph with other outputs, computed from its own."""
+    copy = fx.Graph()
+    outputs = copy.graph_copy(graph.module.graph, {})
+    copy.output(tuple(outputs_of(copy, outputs)))
+    copy.eliminate_dead_code()
+    return replace(graph, module=fx.GraphModule(nn.Module(), copy), text=canonical_text(copy))
 
 
 def linearise(

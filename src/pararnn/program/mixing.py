@@ -29,16 +29,16 @@ class Product(NamedTuple):
 
     operand: int
     matrix: int
-    transposed: bool
+    transpose: bool
 
 
 class Outer(NamedTuple):
     """Term of a matrix's gradient, summed over steps: index of its matrix among the params, and of
-    the two vectors that it is the outer product of among the pass's left and right ones."""
+    its two vectors among the pass's left and right ones."""
 
     matrix: int
-    left: int
-    right: int
+    left_vector: int
+    right_vector: int
 
 
 class Result(NamedTuple):
@@ -75,15 +75,15 @@ class Pass:
     """Stages in order.
 
     inputs: how many of each kind its stages read: states, gates, fields and params with one value a
-    channel, and in the gradient cotangents of states. recomputed: number of its first stages, and
-    of the rounds of products after them, that need no cotangent: they can run for many steps at
-    once. carried: how many values stages give to later ones.
+    channel, and in the gradient cotangents of states. recomputed_stages: number of its first
+    stages, and of the rounds of products after them, that need no cotangent: they can run for many
+    steps at once. num_carried: how many values stages give to later ones.
     """
 
     stages: tuple[Stage, ...]
     inputs: Mapping[str, int]
-    recomputed: int
-    carried: int
+    recomputed_stages: int
+    num_carried: int
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -95,10 +95,13 @@ class Pass:
 class Mixing:
     """A step's products and stages in one compute dtype.
 
-    outers: terms of the gradients of matrices. matrices: indices of these among the params;
-    channel_params: those of the others, which have one value a channel.
+    step, gradient: the whole graphs of rows (D,): new states, and with cotangents of these the
+    gradients of all arguments. outers: terms of the gradients of matrices. matrices: indices of
+    these among the params; channel_params: those of the others, which have one value a channel.
     """
 
+    step: Graph
+    gradient: Graph
     forward: Pass
     backward: Pass
     outers: tuple[Outer, ...]
@@ -108,12 +111,12 @@ class Mixing:
     @property
     def lefts(self) -> int:
         """Number of left vectors of outer products."""
-        return 1 + max((outer.left for outer in self.outers), default=-1)
+        return 1 + max((outer.left_vector for outer in self.outers), default=-1)
 
     @property
     def rights(self) -> int:
         """Number of right vectors of outer products."""
-        return 1 + max((outer.right for outer in self.outers), default=-1)
+        return 1 + max((outer.right_vector for outer in self.outers), default=-1)
 
 
 class _Unable(Exception):
@@ -126,7 +129,10 @@ def mixing_of(
     """Return a step's products and stages by compute dtype, or the reason why there are none."""
     try:
         _check_params(step)
-        return {dtype: _mixing(step, dtype) for dtype in dtypes}, None
+        first, *others = dtypes
+        counts = channels_of(step)
+        mixing = {first: _mixing(step, first, counts)}  # dtypes do not change what reads a size
+        return mixing | {dtype: _mixing(step, dtype, counts[:1]) for dtype in others}, None
     except _Unable as error:
         return {}, f"{step.cls.__name__} mixes channels, and {error}"
 
@@ -145,19 +151,19 @@ def _check_params(step: Step) -> None:
             )
 
 
-def _mixing(step: Step, dtype: torch.dtype) -> Mixing:
+def _mixing(step: Step, dtype: torch.dtype, channel_counts: Iterable[int]) -> Mixing:
     name, states, params = step.cls.__name__, step.num_states, len(step.matrices)
     graphs = []
-    for channels in channels_of(step):
+    for channels in channel_counts:
         tensors = example(step, (), channels, dtype)
         cotangents = example(step, (), channels, dtype, seed=1)[:states]
         graphs.append(
             (
-                _traced(flat(step, step.recorded), tensors, f"{name}.step"),
-                _traced(_pull_back(step), [*tensors, *cotangents], f"{name}'s gradient"),
+                _trace(flat(step, step.by_ops), tensors, f"{name}.step"),
+                _trace(_pull_back(step), [*tensors, *cotangents], f"{name}'s gradient"),
             )
         )
-    if any(own.text != other.text for own, other in zip(*graphs[:2], strict=True)):
+    if any(own.text != other.text for own, other in zip(graphs[0], graphs[-1], strict=True)):
         raise _Unable("its step depends on the number of channels (it reads a shape)")
     (forward, backward), rows = graphs[0], step.num_rows
     matrices = [i for i in range(params) if step.matrices[i]]
@@ -185,21 +191,22 @@ def _mixing(step: Step, dtype: torch.dtype) -> Mixing:
         )
         for i, value in enumerate(values)
     }
-    left: dict[fx.Node, int] = {}
-    right: dict[fx.Node, int] = {}
+    lefts: dict[fx.Node, int] = {}
+    rights: dict[fx.Node, int] = {}
     outers = []
     for matrix in matrices:
         for x, y in _outer_products(grads[rows + matrix], step, matrix):
-            pair = (left.setdefault(x, len(left)), right.setdefault(y, len(right)))
+            pair = (lefts.setdefault(x, len(lefts)), rights.setdefault(y, len(rights)))
             outers.append(Outer(matrix, *pair))
-    results |= {Result("left", i): node for node, i in left.items()}
-    results |= {Result("right", i): node for node, i in right.items()}
-    pulled = cut.stages(results, {**sizes, "cotangent": states})
-    return Mixing(own, pulled, tuple(outers), tuple(matrices), tuple(channel_params))
+    results |= {Result("left", i): node for node, i in lefts.items()}
+    results |= {Result("right", i): node for node, i in rights.items()}
+    gradient_pass = cut.stages(results, {**sizes, "cotangent": states})
+    indices = tuple(matrices), tuple(channel_params)
+    return Mixing(forward, backward, own, gradient_pass, tuple(outers), *indices)
 
 
 def _pull_back(step: Step) -> Any:
-    call, states = flat(step, step.recorded), step.num_states
+    call, states = flat(step, step.by_ops), step.num_states
 
     @torch.enable_grad()
     def pulled_back(*t: Tensor) -> tuple[Tensor, ...]:
@@ -209,7 +216,7 @@ def _pull_back(step: Step) -> Any:
     return pulled_back
 
 
-def _traced(function: Any, tensors: Sequence[Tensor], what: str) -> Graph:
+def _trace(function: Any, tensors: Sequence[Tensor], what: str) -> Graph:
     try:
         graph = trace_pointwise(function, tensors, what)
     except (BranchError, CellError) as error:
@@ -272,10 +279,10 @@ class _Cut:
 
     def __init__(self, graph: Graph, rows: int, matrices: Sequence[int], params: int) -> None:
         self.nodes = [node for node in graph.module.graph.nodes if node.op != "output"]
-        given = [node for node in self.nodes if node.op == "placeholder"]
-        self.matrices = {given[rows + i]: i for i in matrices}
-        self.inputs = [node for node in given[: rows + params] if node not in self.matrices]
-        self.cotangents = given[rows + params :]
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        self.matrices = {placeholders[rows + i]: i for i in matrices}
+        self.inputs = [node for node in placeholders[: rows + params] if node not in self.matrices]
+        self.cotangents = placeholders[rows + params :]
         for node in self.nodes:
             for other in node.all_input_nodes:
                 reads = node.target is MIX and other is not node.args[0]
@@ -293,26 +300,26 @@ class _Cut:
             if not self.dependent.isdisjoint(node.all_input_nodes):
                 self.dependent.add(node)
         self.level: dict[fx.Node, int] = {}
-        self.recomputed = 0
+        self.recomputed_stages = 0
         for dependent in (False, True):
             for node in self.nodes:
                 if (node in self.dependent) == dependent:
-                    before = [self.level[n] for n in node.all_input_nodes]
-                    own = max(before, default=0) + (node.target is MIX)
-                    self.level[node] = max(own, self.recomputed if dependent else 0)
+                    levels = [self.level[n] for n in node.all_input_nodes]
+                    own = max(levels, default=0) + (node.target is MIX)
+                    self.level[node] = max(own, self.recomputed_stages if dependent else 0)
             if not dependent and self.cotangents:
                 # Products that only the step's own results need are not the gradient's.
-                self.recomputed = max(self.level.values(), default=0)
+                self.recomputed_stages = max(self.level.values(), default=0)
 
     def stages(self, results: Mapping[Result, Any], sizes: Mapping[str, int]) -> Pass:
         """Return the pass that gives `results`."""
         live = self._live(results.values())
         mixes = [node for node in self.nodes if node in live and node.target is MIX]
         ends = [self._level(value) for value in results.values()]
-        count = 1 + max([*ends, *(self.level[node] for node in mixes), self.recomputed])
-        given: list[dict[Result, Any]] = [{} for _ in range(count)]
+        count = 1 + max([*ends, *(self.level[node] for node in mixes), self.recomputed_stages])
+        stage_results: list[dict[Result, Any]] = [{} for _ in range(count)]
         for result, value in results.items():
-            given[max(self._level(value), self.recomputed)][result] = value
+            stage_results[max(self._level(value), self.recomputed_stages)][result] = value
         products: list[list[Product]] = [[] for _ in range(count)]
         number: dict[fx.Node, int] = {}
         operands: dict[tuple[int, Any], int] = {}
@@ -322,27 +329,31 @@ class _Cut:
                 operands.setdefault((stage, node.args[0]), len(operands))
             for node in sorted(own, key=lambda n: operands[stage, n.args[0]]):
                 operand = operands[stage, node.args[0]]
-                given[stage][Result("operand", operand)] = node.args[0]
-                matrix, transposed = self.matrices[node.args[1]], bool(node.args[2])
+                stage_results[stage][Result("operand", operand)] = node.args[0]
+                matrix, transpose = self.matrices[node.args[1]], bool(node.args[2])
                 number[node] = sum(map(len, products))
-                products[stage].append(Product(operand, matrix, transposed))
-        at = self._stages_of(live, given)
-        carried: dict[fx.Node, int] = {}
+                products[stage].append(Product(operand, matrix, transpose))
+        at = self._stages_of(live, stage_results)
+        carries: dict[fx.Node, int] = {}
         for user, stage in [
             *((user, stage) for user, stage in at.items()),
-            *((value, stage) for stage, own in enumerate(given) for value in own.values()),
+            *((value, stage) for stage, own in enumerate(stage_results) for value in own.values()),
         ]:
             reads = user.all_input_nodes if user in at and at[user] == stage else []
             for node in [*reads, user]:
                 if isinstance(node, fx.Node) and node in at and at[node] < stage:
-                    carried.setdefault(node, len(carried))
-        for node, index in carried.items():
-            given[at[node]][Result("carried", index)] = node
-        made = [
-            Stage(self._graph(stage, at, given[stage], number, carried), tuple(given[stage]), own)
+                    carries.setdefault(node, len(carries))
+        for node, index in carries.items():
+            stage_results[at[node]][Result("carried", index)] = node
+        stages = [
+            Stage(
+                self._graph(stage, at, stage_results[stage], number, carries),
+                tuple(stage_results[stage]),
+                own,
+            )
             for stage, own in enumerate(map(tuple, products))
         ]
-        return Pass(tuple(made), sizes, self.recomputed, len(carried))
+        return Pass(tuple(stages), sizes, self.recomputed_stages, len(carries))
 
     def _level(self, value: Any) -> int:
         return self.level[value] if isinstance(value, fx.Node) else 0
@@ -355,11 +366,11 @@ class _Cut:
         return live
 
     def _stages_of(
-        self, live: set[fx.Node], given: Sequence[Mapping[Result, Any]]
+        self, live: set[fx.Node], stage_results: Sequence[Mapping[Result, Any]]
     ) -> dict[fx.Node, int]:
         """Return the stage that computes each op's value: the first one that needs it."""
         first: dict[fx.Node, int] = {}
-        for stage, own in reversed(list(enumerate(given))):
+        for stage, own in reversed(list(enumerate(stage_results))):
             first |= {value: stage for value in own.values() if isinstance(value, fx.Node)}
         at = {}
         for node in reversed(self.nodes):
@@ -376,19 +387,19 @@ class _Cut:
         at: Mapping[fx.Node, int],
         results: Mapping[Result, Any],
         number: Mapping[fx.Node, int],
-        carried: Mapping[fx.Node, int],
+        carries: Mapping[fx.Node, int],
     ) -> Graph:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for kind, nodes in (
             ("input", [*self.inputs, *self.cotangents]),
             ("product", number),
-            ("carried", carried),
+            ("carried", carries),
         ):
             for i, node in enumerate(nodes):
-                given = graph.placeholder(f"{kind}_{i}")
+                placeholder = graph.placeholder(f"{kind}_{i}")
                 if node not in at or at[node] < stage:
-                    copies[node] = given
+                    copies[node] = placeholder
 
         def copy(node: fx.Node) -> fx.Node:
             if node not in copies:  # a constant, which every stage makes

@@ -26,6 +26,7 @@ from pararnn.program.derive import (
     check_linear,
     check_structure,
     derive,
+    graphs_of_rows,
     is_affine,
     mixing_op,
 )
@@ -342,15 +343,21 @@ class _Trace(NamedTuple):
 def _trace(step: Step) -> _Trace:
     with torch.no_grad():
         structure, why, mixing_op = _infer(step)
-        graphs = _derive_all(step, structure) if structure else {}
-        if structure is not None:
-            check_linear(step, graphs[torch.float64])
-            if structure.couples_channels or step.has_jacobian:
-                check_structure(step, structure, graphs[torch.float64])
         mixing: dict[torch.dtype, Mixing] = {}
         why_no_family = None
         if structure is not None and structure.couples_channels:
             mixing, why_no_family = mixing_of(step, COMPUTE_DTYPES)
+        graphs: dict[torch.dtype, Graphs] = {}
+        if mixing and not step.has_jacobian:
+            graphs = {
+                dtype: graphs_of_rows(step, own.step, own.gradient) for dtype, own in mixing.items()
+            }
+        elif structure is not None:
+            graphs = _derive_all(step, structure)
+        if structure is not None:
+            check_linear(step, graphs[torch.float64])
+            if structure.couples_channels or step.has_jacobian:
+                check_structure(step, structure, graphs[torch.float64])
         warning = _warning(step, structure, why, mixing_op, why_no_family)
     return _Trace(structure, why, warning, graphs, mixing, why_no_family)
 

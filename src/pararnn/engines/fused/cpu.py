@@ -223,12 +223,12 @@ class MixingLaunch(NamedTuple):
         self.kernel(self.template.fill([*tensors, *weights, *(vectors or (None, None))]))
         if not vectors:
             return
-        left, right = (own.flatten(2, 3) for own in vectors)
+        lefts, rights = (own.flatten(2, 3) for own in vectors)
         for outer in self.outers:
             grad = weights[1 + outer.matrix]
             assert grad is not None
             own = grad.view(-1, *grad.shape[-2:])  # of one head: (1, D, D)
-            own.baddbmm_(left[outer.left].mT, right[outer.right])
+            own.baddbmm_(lefts[outer.left_vector].mT, rights[outer.right_vector])
 
 
 def make_mixing_launch(
@@ -246,9 +246,9 @@ def make_mixing_launch(
     mixing = program.mixing[dtype]
     if adjoint is not None:
         gates = len(program.gates)  # biases come first, then params
-        summed = [own.weights[gates + i] for i in mixing.channel_params]
+        sums = [own.weights[gates + i] for i in mixing.channel_params]
         none = [0] * len(mixing.matrices)
-        own.values["grad_weights"] = [*own.weights[:gates], *summed, *none]
+        own.values["grad_weights"] = [*own.weights[:gates], *sums, *none]
         own.values.update(left=addresses.next(), right=addresses.next())
     parts = {"pass": interface.pack(f"{own.direction}Problem", own.values)}
     kernel = getattr(kernels_of(program, args.gates.dtype, solver), own.direction.lower())
