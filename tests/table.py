@@ -157,7 +157,13 @@ def in_units(cell_class: type[Cell]) -> type[Cell]:
     return InUnits
 
 
-CELLS = list(pararnn.CELLS.items())
+CELLS = {
+    name: cell
+    for name, cell in pararnn.CELLS.items()
+    if not any(param.kind.by_heads for param in cell.params.values())
+}
+"""The library's cells but those that mix channels inside heads, whose table is mixing_cells.py."""
+ELEMENTWISE = [name for name in CELLS if name not in COUPLED]
 
 
 def pairs_of(name: str, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[str, str]]:
@@ -167,7 +173,7 @@ def pairs_of(name: str, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[str,
 
 ROWS = [
     pytest.param(name, pair, id="-".join((name, *pair)))
-    for name in pararnn.CELLS
+    for name in CELLS
     for pair in pairs_of(name)
 ]
 
@@ -211,7 +217,7 @@ def covering() -> list[Any]:
     """(row, cell, dtype) of every solve of the rows, for parametrize."""
     solves = []
     for row in COVERING:
-        for n, name in enumerate(pararnn.CELLS):
+        for n, name in enumerate(CELLS):
             turn = DTYPES.index(row.once) + n if row.once else 0
             for dtype in [DTYPES[turn % len(DTYPES)]] if row.once else DTYPES:
                 label = f"{row_name(row)}-{name}-{dtype_name(dtype)}"

@@ -4,13 +4,11 @@ import re
 
 import pytest
 import torch
-from table import needs_compiler
+from table import ELEMENTWISE, needs_compiler
 
 import pararnn
 from pararnn import Param
 from pararnn.codegen import emit
-
-ELEMENTWISE = [name for name in pararnn.CELLS if name != "dense-gru"]
 
 # Latency of a call after each argument, in a GPU's sums. A special function takes four; a sigmoid
 # is a multiplication, a power of two, a sum and a reciprocal.

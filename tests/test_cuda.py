@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from table import COUPLED, there
+from table import ELEMENTWISE, there
 
 import pararnn
 from pararnn import cache
@@ -26,7 +26,6 @@ from pararnn.engines import table
 from pararnn.engines.table import choose
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
-CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
 MAX_REGISTERS = 168  # three warps a scheduler hide the latency of memory
 
 
@@ -80,7 +79,7 @@ def _resources(program, variant, arch):
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_kernels_compile_without_spills(name, dtype, arch):
     program = _program(name)
     for direction, kernels in KERNELS.items():
@@ -163,7 +162,7 @@ def test_newton_kernels_compile(name, dtype, arch):
 
 
 def test_rings_fit_in_shared_memory():
-    for name in CELLS:
+    for name in ELEMENTWISE:
         program = _program(name)
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             for variant in usual_variants(program, dtype, 1024, 256):

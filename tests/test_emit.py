@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from table import needs_compiler
+from table import ELEMENTWISE, needs_compiler
 from user_cells import Normed
 
 import pararnn
@@ -17,7 +17,6 @@ from pararnn.program.derive import expand_entry
 
 GOLDENS = Path(__file__).parent / "goldens"
 TORCH = "2.13"  # traced graphs may differ in the order of ops between versions
-ELEMENTWISE = [name for name in pararnn.CELLS if name != "dense-gru"]
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

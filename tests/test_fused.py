@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_cells import random_cell, recipes
 from table import (
-    COUPLED,
     DTYPES,
+    ELEMENTWISE,
     FUSED,
     NEWTON_FUSED,
     PLAIN,
@@ -27,7 +27,6 @@ from pararnn.engines.fused import cpu as fused_cpu
 
 pytestmark = needs_compiler
 
-ELEMENTWISE = [name for name in pararnn.CELLS if name not in COUPLED]
 HOW = {"solver": FUSED[0], "backend": FUSED[1]}
 LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
 

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from table import CELLS
 from torch import nn
 
 import pararnn
-from pararnn.cells import CELLS
 
 
 def _fields(layer, *size):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table import PAIRS
+from table import CELLS, PAIRS
 from torch.nn.utils.rnn import (
     PackedSequence,
     pack_padded_sequence,
@@ -188,7 +188,7 @@ def test_unbatched(device, pair):
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(state, last, strict=True))
 
 
-@pytest.mark.parametrize("name", list(pararnn.CELLS))
+@pytest.mark.parametrize("name", list(CELLS))
 def test_chunks_equal_one_run(device, name):
     layer = _layer(device, bidirectional=False, cell=pararnn.CELLS[name])
     x = torch.randn(2, 30, 4, dtype=torch.float64, device=device, requires_grad=True)

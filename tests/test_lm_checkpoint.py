@@ -8,6 +8,7 @@ import pytest
 import torch
 from fresh import run_fresh
 from lm_kinds import hugging
+from table import CELLS
 from torch import Tensor
 
 import pararnn
@@ -79,7 +80,7 @@ def edit(folder, **changes) -> None:
 
 
 CONFIGS = {
-    **{cell: {"cell": cell} for cell in pararnn.CELLS},
+    **{cell: {"cell": cell} for cell in CELLS},
     "config": {"cell": "lem", "cell_config": {"dt": 0.25}},
     "own": {"cell": OWN, "cell_config": {"rate": 0.25}},
     "tied": {"tie_word_embeddings": True},

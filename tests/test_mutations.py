@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from table import COUPLED, DTYPES, dtype_name, make_case
+from table import CELLS, COUPLED, DTYPES, dtype_name, make_case
 from torch import Tensor
 
 import pararnn
@@ -98,7 +98,7 @@ GRID = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", pararnn.CELLS)
+@pytest.mark.parametrize("name", CELLS)
 def test_mutants_fail(name, dtype):
     for weights, loss_scale in GRID[dtype]:
         length = SHORT if name in COUPLED else LENGTH

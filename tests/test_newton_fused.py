@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from oracle import failures
-from table import COUPLED, NEWTON_FUSED, dtype_name, make_case, needs_compiler, with_latches
+from table import NEWTON_FUSED, dtype_name, make_case, needs_compiler, with_latches
 
 import pararnn
 from pararnn.check.contract import check_solve
@@ -15,7 +15,6 @@ pytestmark = needs_compiler
 
 HOW = {"solver": NEWTON_FUSED[0], "backend": NEWTON_FUSED[1]}
 LOOP = {"solver": "sequential", "backend": "fused"}
-CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
 
 
 def cut(segments, burn_in=16):

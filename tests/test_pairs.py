@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from table import DTYPES, dtype_name
+from table import CELLS, DTYPES, dtype_name
 
 import pararnn
 from pararnn import Param
@@ -56,7 +56,7 @@ def runs(cell, pair, device="cpu"):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", pararnn.CELLS)
+@pytest.mark.parametrize("name", CELLS)
 def test_pairs_that_can_run_a_cell_do(name, dtype):
     cell = pararnn.CELLS[name](6, dtype=dtype)
     for pair in pairs_for(program_of(cell), dtype, torch.device("cpu")):

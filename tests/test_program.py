@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fresh import run_fresh
+from table import CELLS
 
 import pararnn
 from pararnn.check.contract import check_solve
@@ -47,7 +48,7 @@ def test_structures_of_the_librarys_cells():
         "lrc": Diagonal(1),
         "dense-gru": Dense(1),
     }
-    for name, cell in pararnn.CELLS.items():
+    for name, cell in CELLS.items():
         assert pararnn.program_of(cell(4)).structure == reference[name]
 
 
@@ -369,7 +370,7 @@ def test_tracing_ignores_the_callers_modes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", list(pararnn.CELLS))
+@pytest.mark.parametrize("name", list(CELLS))
 def test_graphs_keep_their_dtype(name, dtype):
     cell = pararnn.CELLS[name](4)
     program = pararnn.program_of(cell)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from table import (
+    CELLS,
     DTYPES,
     LENGTHS,
     NEWTON_FUSED,
@@ -35,7 +36,7 @@ def variants_of(name, dtype, length):
     """
     if length <= SHORT:
         return VARIANTS
-    turn = list(pararnn.CELLS).index(name) + DTYPES.index(dtype)
+    turn = list(CELLS).index(name) + DTYPES.index(dtype)
     if length == LONG:
         return [("packed", "reverse")[turn % 2]]
     first = 2 * turn + LENGTHS.index(length)
@@ -44,7 +45,7 @@ def variants_of(name, dtype, length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", pararnn.CELLS)
+@pytest.mark.parametrize("name", CELLS)
 def test_solves_obey_the_contract(name, dtype, length):
     pairs = [pair for pair in pairs_of(name) if length < LONG or pair not in NOT_LONG]
     for variant in variants_of(name, dtype, length):

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch._dynamo
-from table import FUSED, PAIRS
+from table import CELLS, FUSED, PAIRS
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import pararnn
 from pararnn import RecurrentLayer
-from pararnn.cells import CELLS
 from pararnn.parameters import Draw, draw
 from pararnn.sequences import Sequences, of_lengths
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from table import CELLS
 
-from pararnn.cells import CELLS
 from pararnn.errors import CellError
 from pararnn.lm.rows import Rows
 from pararnn.tasks import TASKS, Batch, generator_of

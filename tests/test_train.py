@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from table import FUSED, PAIRS
+from table import CELLS, FUSED, PAIRS
 from table import pairs_of as pairs_of_cell
 from user_cells import Timeless
 
@@ -264,7 +264,7 @@ def test_default_widths_follow_the_structure():
     assert make_model(DemoConfig(cell="dense-gru")).config.hidden_size == 32
 
 
-@pytest.mark.parametrize("cell", pararnn.CELLS)
+@pytest.mark.parametrize("cell", CELLS)
 def test_the_demo_runs_with_every_cell(cell, text_file, tmp_path, capsys):
     for module in EXTRAS:
         pytest.importorskip(module)

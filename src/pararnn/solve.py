@@ -177,17 +177,18 @@ def arguments_of(
     options: Options,
     fields: Fields | None = None,
     bias: Tensor | None = None,
+    params: tuple[Tensor, ...] | None = None,
 ) -> Arguments:
     """Return the record of a call; gates have passed `check_gates`.
 
-    Errors as `solve`, except for the checks of `run`: that parameters and initial states fit the
-    gates.
+    params: the cell's as a program takes them, None for its own. Errors as `solve`, except for the
+    checks of `run`: that parameters and initial states fit the gates.
     """
     return Arguments(
         gates=gates,
         bias=bias,
         fields=_fields(cell, gates, fields or {}),
-        params=call_cell(cell),
+        params=call_cell(cell) if params is None else params,
         initial=() if initial_state is None else _initial(cell, initial_state),
         sequences=sequences.total,
         seq=sequences.seq,

@@ -6,13 +6,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import HOW, failures, run
 from random_cells import random_cell, recipes
-from table import COUPLED, DTYPES, VARIANTS, Sum, dtype_name, gate_layouts, make_case
+from table import DTYPES, ELEMENTWISE, VARIANTS, Sum, dtype_name, gate_layouts, make_case
 from test_ops import GROUPS, check_ops
 
 import pararnn
 from pararnn.check.contract import check_solve
 
-CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
 LONGEST = 65536
 
 
@@ -23,14 +22,14 @@ def _check(case):
 
 @pytest.mark.parametrize("length", [100, 1000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_agrees_with_the_cpu_in_float64(name, dtype, length):
     for variant in VARIANTS:
         assert not failures(make_case(pararnn.CELLS[name], dtype, length, variant)), variant
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_long_sequences_with_ragged_resets(name, dtype):
     case = make_case(pararnn.CELLS[name], dtype, LONGEST, "resets", batch=2, channels=4)
     case.options["reset"] = torch.rand(2, LONGEST) < torch.tensor([[1e-2], [2e-4]])

@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 from oracle import failures, run
-from table import COUPLED, DTYPES, VARIANTS, dtype_name, make_case, with_latches
+from table import DTYPES, ELEMENTWISE, VARIANTS, dtype_name, make_case, with_latches
 
 import pararnn
 from pararnn.check.contract import check_solve
 from pararnn.engines.fused import plan as plan_cuda
 
 HOW = {"solver": "newton", "backend": "fused"}
-CELLS = [name for name in pararnn.CELLS if name not in COUPLED]
 LONGEST = 65536
 
 
@@ -38,7 +37,7 @@ def meeting(request, monkeypatch):
 
 @pytest.mark.parametrize("segments", [2, 7, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_agrees_with_the_cpu_in_float64(name, dtype, segments):
     for variant in VARIANTS:
         with _cut(segments, burn_in=32 * (segments % 2)):
@@ -47,7 +46,7 @@ def test_agrees_with_the_cpu_in_float64(name, dtype, segments):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_long_sequences_with_ragged_resets(name, dtype):
     case = make_case(pararnn.CELLS[name], dtype, LONGEST - 3, "resets", batch=2, channels=4)
     case.options["reset"] = torch.rand(2, LONGEST - 3) < torch.tensor([[1e-2], [2e-4]])
@@ -102,7 +101,7 @@ def test_latches_are_mended_and_counted(meeting):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_few_channels_are_mended(name, dtype):
     """Two channels of a tile remember, or expand, and are mended with lanes over time."""
     for variant in ("plain", "initial"):

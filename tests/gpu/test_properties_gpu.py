@@ -22,7 +22,7 @@ from pararnn.check.contract import check_solve
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 17, 100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", pararnn.CELLS)
+@pytest.mark.parametrize("name", CELLS)
 def test_solves_obey_the_contract(name, dtype, length):
     pairs = pairs_of(name, ALL_PAIRS)
     for variant in VARIANTS:
@@ -37,7 +37,7 @@ def test_rows_obey_the_contract(row, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
-@pytest.mark.parametrize(("name", "cell_class"), CELLS, ids=[name for name, _ in CELLS])
+@pytest.mark.parametrize(("name", "cell_class"), CELLS.items(), ids=CELLS)
 def test_long_sequences(name, cell_class, dtype):
     channels = 8 if name == "dense-gru" else 64
     case = make_case(cell_class, dtype, 1000, "resets", channels=channels, device="cuda")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pararnn.cells.base import unwrap
 from pararnn.check.claims import finite
 from pararnn.check.contract import SolveChecks
 from pararnn.check.oracle import Oracle
@@ -107,7 +106,7 @@ def defect(
     Where they exceed it, the sequential run's own defects count too: `verify`'s loops are run.
     """
     args, pair = _call(layer, inputs, options)
-    cell = unwrap(layer.cell)
+    cell = layer.cell_with(options.get("weights"))
     result = run(program_of(cell), args.with_options(output_only=False), *pair)
     exact = Trial(cell, args, ()).to(torch.float64)
     at = forward_order(args, result.states, torch.float64)
@@ -138,7 +137,7 @@ def _check(
     name: str, layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any], seed: int
 ) -> tuple[str, str, SolveChecks]:
     args, pair = _call(layer, inputs, options)
-    cell = unwrap(layer.cell)
+    cell = layer.cell_with(options.get("weights"))
     scale = 1 / max(math.prod(args.size), 1)
     oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=scale)
     ran = oracle.run(*pair)

@@ -3,10 +3,16 @@
 from pararnn.layers.clip import clip_after_step
 from pararnn.layers.paper import load_paper_weights, paper_weights
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
-from pararnn.layers.rnn import ParaGRU, ParaLSTM, ParaRNN
+from pararnn.layers.rnn import SLSTM, BlockGRU, ParaGRU, ParaLSTM, ParaRNN
+from pararnn.layers.torch_nn import GRU, LSTM, RNN
 from pararnn.tensors import States
 
 __all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "SLSTM",
+    "BlockGRU",
     "ParaGRU",
     "ParaLSTM",
     "ParaRNN",

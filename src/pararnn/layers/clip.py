@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from pararnn.layers.recurrent import RecurrentLayer
+from pararnn.layers.recurrent import Clipping
 from pararnn.parameters import CLIPS
 
 _HOOKS = "_optimizer_step_post_hooks"
@@ -49,9 +49,9 @@ class _Clip:
     by: str
     to: float | None
 
-    def layers(self) -> list[RecurrentLayer]:
+    def layers(self) -> list[Clipping]:
         """Return the layers that are in the module now."""
-        return [part for part in self.module.modules() if isinstance(part, RecurrentLayer)]
+        return [part for part in self.module.modules() if isinstance(part, Clipping)]
 
     def __call__(self, *_: Any) -> None:
         for layer in self.layers():

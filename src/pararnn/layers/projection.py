@@ -130,6 +130,21 @@ def _check(x: Tensor, weight: Tensor) -> None:
         )
 
 
+def project(x: Tensor, weight: Tensor, gates: int) -> Tensor:
+    """Return `headwise_gates`, within `record_projections` with a record of it.
+
+    Raises ValueError for an input that does not fit the weight.
+    """
+    _check(x, weight)
+    record = None if torch.compiler.is_compiling() else _RECORD.get()
+    if record is None:
+        return headwise_gates(x, weight, gates)
+    x, weight = _to_autocast(x, weight)  # as autograd saves them
+    result = headwise_gates(x, weight, gates)
+    record.append(Projection(result, result._version, x, weight))
+    return result
+
+
 class HeadwiseLinear(nn.Module):
     """The input projection B: one dense map a head, (B, T, input) to gates (B, T, G, H, D/H).
 
@@ -172,15 +187,7 @@ class HeadwiseLinear(nn.Module):
         draw_anew(self, self.draws(gain))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        _check(x, weight)
-        record = None if torch.compiler.is_compiling() else _RECORD.get()
-        if record is None:
-            return headwise_gates(x, weight, self.num_gates)
-        x, weight = _to_autocast(x, weight)  # as autograd saves them
-        gates = headwise_gates(x, weight, self.num_gates)
-        record.append(Projection(gates, gates._version, x, weight))
-        return gates
+        return project(x, self.weight, self.num_gates)
 
     def extra_repr(self) -> str:
         heads, outputs, inputs = self.weight.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
-from pararnn.layers.projection import HeadwiseLinear, record_projections
+from pararnn.layers.projection import HeadwiseLinear, project, record_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
 from pararnn.layers.resets import split_at_resets
@@ -37,7 +38,52 @@ class SolveInfo(NamedTuple):
     mended: Tensor
 
 
-class RecurrentLayer(nn.Module):
+class Weights(NamedTuple):
+    """Weights of a layer in one direction that its stack holds, such as `pararnn.LSTM`.
+
+    projection: (1, G*D, input). bias: (G, D) or None. params: the cell's, as a program takes them.
+    """
+
+    projection: Tensor
+    bias: Tensor | None
+    params: tuple[Tensor, ...]
+
+
+class Clipping:
+    """Base of modules whose recurrent parameters `clip_after_step` bounds."""
+
+    recurrent_clip: float | None
+
+    def recurrent_parameters(self) -> list[Tensor]:
+        """Return the parameters that are clipped.
+
+        Raises ValueError for one that a parametrisation or a hook computes: it cannot be clamped.
+        """
+        raise NotImplementedError
+
+    def clip_bound(self, to: float | None = None) -> float | None:
+        """Return the bound of recurrent parameters, `to` or the layer's own; None for none.
+
+        Raises ValueError for a negative one, and NaN: clamping would make all of them one number.
+        """
+        bound = self.recurrent_clip if to is None else to
+        if bound is not None and not bound >= 0:
+            raise ValueError(f"recurrent parameters are clipped to 0 or more, got {bound}")
+        return bound
+
+    @torch.no_grad()
+    def clip_recurrent(self, by: str = "elementwise", to: float | None = None) -> None:
+        """Clip the recurrent parameters, see `pararnn.clip_after_step`.
+
+        Raises ValueError as `recurrent_parameters` and `clip_bound`.
+        """
+        bound = self.clip_bound(to)
+        if bound is not None:
+            for parameter in self.recurrent_parameters():
+                CLIPS[by](parameter, bound)
+
+
+class RecurrentLayer(Clipping, nn.Module):
     """One layer in one direction: `ParaRNN` stacks them, and models put them into their blocks.
 
     Args:
@@ -93,11 +139,6 @@ class RecurrentLayer(nn.Module):
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
-        if input_size % num_heads or hidden_size % num_heads:
-            raise ValueError(
-                f"input_size and hidden_size must be multiples of num_heads = {num_heads}, got "
-                f"{input_size} and {hidden_size}"
-            )
         pair = request(solver, backend, mode)
         self.solver, self.backend = pair.solver or "auto", pair.backend or "auto"
         self.on_failure, self.recurrent_clip = on_failure, recurrent_clip
@@ -107,18 +148,27 @@ class RecurrentLayer(nn.Module):
         self.projection_gain, self.recurrent_std = projection_gain, recurrent_std
         self.counts: Tensor | None = None  # of the last eager call: see `pararnn.solve.Solved`
         self.choice: Choice | None = None
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        gates = len(cell_class.gates)
-        self.proj = HeadwiseLinear(
-            input_size, gates, hidden_size, num_heads, gain=projection_gain, **factory
-        )
-        size = (gates, hidden_size)
-        self.bias = nn.Parameter(torch.zeros(size, **factory)) if bias else None
-        self.cell = cell_class(hidden_size, num_heads=num_heads, **factory, **config)
-        if recurrent_std is not None:
-            self.cell.reset_parameters(recurrent_std)
+        self._make_weights(cell_class, bias, {"device": device, "dtype": dtype}, config)
         program_of(self.cell)  # now, because tracing cannot happen inside a compiled region
         check_readout(self.cell)
+
+    def _make_weights(
+        self, cell_class: type[Cell], bias: bool, factory: dict[str, Any], config: dict[str, Any]
+    ) -> None:
+        """Make the projection, the bias and the cell."""
+        heads, gates, size = self.num_heads, len(cell_class.gates), self.hidden_size
+        if self.input_size % heads or size % heads:
+            raise ValueError(
+                f"input_size and hidden_size must be multiples of num_heads = {heads}, got "
+                f"{self.input_size} and {size}"
+            )
+        self.proj = HeadwiseLinear(
+            self.input_size, gates, size, heads, gain=self.projection_gain, **factory
+        )
+        self.bias = nn.Parameter(torch.zeros((gates, size), **factory)) if bias else None
+        self.cell = cell_class(size, num_heads=heads, **factory, **config)
+        if self.recurrent_std is not None:
+            self.cell.reset_parameters(self.recurrent_std)
 
     @property
     def last_solve(self) -> SolveInfo | None:
@@ -140,6 +190,7 @@ class RecurrentLayer(nn.Module):
         cu_seqlens: ArrayLike | None = None,
         sequences: Sequences | None = None,
         all_states: bool = False,
+        weights: Weights | None = None,
         solver: str | None = None,
         backend: str | None = None,
         mode: str | None = None,
@@ -161,6 +212,7 @@ class RecurrentLayer(nn.Module):
                 each step's sequence, int32 (B, T), -1 at padding, and their number. x must be
                 finite at padding.
             all_states: return all states at all steps too.
+            weights: those to run with, of a stack that holds them; None for the layer's own.
             solver, backend, mode: for this call; else those of `using`, else the layer's own.
 
         Returns:
@@ -181,19 +233,19 @@ class RecurrentLayer(nn.Module):
         if recomputes and compiling:
 
             def whole(x: Tensor, initial: States | None) -> Results:
-                args = self._arguments(cell, x, initial, sequences, options, fields)
+                args = self._arguments(cell, x, initial, sequences, options, fields, weights)
                 _, engine, args = plan_solve(program, args, *pair)
                 return solve_and_read(program, engine, args)
 
             output, states, final, counts = recompute_compiled(whole, x, initial)
         elif recomputes and eager:
             with record_projections() as projections:
-                args = self._arguments(cell, x, initial, sequences, options, fields)
+                args = self._arguments(cell, x, initial, sequences, options, fields, weights)
             choice, engine, args = plan_solve(program, args, *pair)
             source = gate_source(args.gates, projections)
             output, states, final, counts = solve_without_gates(program, engine, args, source)
         else:  # transforms of torch.func know no checkpoints
-            args = self._arguments(cell, x, initial, sequences, options, fields)
+            args = self._arguments(cell, x, initial, sequences, options, fields, weights)
             choice, engine, args = plan_solve(program, args, *pair)
             output, states, final, counts = solve_and_read(program, engine, args)
         if eager:
@@ -214,13 +266,23 @@ class RecurrentLayer(nn.Module):
         fields: Fields | None = None,
         reset_states: States | None = None,
         all_states: bool = False,
+        weights: Weights | None = None,
         **where: Any,
     ) -> Arguments:
         """Return the record of the solve that `forward` runs for these."""
         cell = unwrap(self.cell)
         x, initial, sequences = self._split(x, initial, reset_states, **where)
         options = self._options(cell, all_states)
-        return self._arguments(cell, x, initial, sequences, options, fields)
+        return self._arguments(cell, x, initial, sequences, options, fields, weights)
+
+    def cell_with(self, weights: Weights | None = None) -> Cell:
+        """Return the layer's cell; for weights of a stack a copy that holds their values."""
+        cell = unwrap(self.cell)
+        if weights is not None:
+            cell = copy.deepcopy(cell)
+            for name, value in zip(type(cell).params, weights.params, strict=True):
+                cell.register_parameter(name, nn.Parameter(value.detach().clone()))
+        return cell
 
     def requested_pair(
         self, solver: str | None = None, backend: str | None = None, mode: str | None = None
@@ -269,10 +331,17 @@ class RecurrentLayer(nn.Module):
         sequences: Sequences,
         options: Options,
         fields: Fields | None,
+        weights: Weights | None,
     ) -> Arguments:
-        gates = self.proj(x)
+        bias: Tensor | None = self.bias
+        params = None
+        if weights is None:
+            gates = self.proj(x)
+        else:
+            gates = project(x, weights.projection, len(cell.gates))
+            bias, params = weights.bias, weights.params
         check_gates(cell, gates)
-        return arguments_of(cell, gates, initial, sequences, options, fields, self.bias)
+        return arguments_of(cell, gates, initial, sequences, options, fields, bias, params)
 
     def step(
         self,
@@ -282,6 +351,7 @@ class RecurrentLayer(nn.Module):
         fields: Fields | None = None,
         reset: ArrayLike | None = None,
         reset_states: States | None = None,
+        weights: Weights | None = None,
     ) -> tuple[Tensor, States]:
         """Run one time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
@@ -311,6 +381,7 @@ class RecurrentLayer(nn.Module):
             fields=fields,
             reset=reset,
             reset_states=reset_states,
+            weights=weights,
             solver=solver,
             backend=backend,
         )
@@ -331,27 +402,6 @@ class RecurrentLayer(nn.Module):
                     f"the {owner} bound it"
                 )
         return list(cell.recurrent_parameters())
-
-    def clip_bound(self, to: float | None = None) -> float | None:
-        """Return the bound of recurrent parameters, `to` or the layer's own; None for none.
-
-        Raises ValueError for a negative one, and NaN: clamping would make all of them one number.
-        """
-        bound = self.recurrent_clip if to is None else to
-        if bound is not None and not bound >= 0:
-            raise ValueError(f"recurrent parameters are clipped to 0 or more, got {bound}")
-        return bound
-
-    @torch.no_grad()
-    def clip_recurrent(self, by: str = "elementwise", to: float | None = None) -> None:
-        """Clip the recurrent parameters, see `pararnn.clip_after_step`.
-
-        Raises ValueError as `recurrent_parameters` and `clip_bound`.
-        """
-        bound = self.clip_bound(to)
-        if bound is not None:
-            for parameter in self.recurrent_parameters():
-                CLIPS[by](parameter, bound)
 
     def draws(self) -> dict[str, Draw]:
         """Return how the layer's own parameter is drawn: biases are zero. Its parts have theirs."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pararnn.cells import Cell, GRUCell, LSTMCell
+from pararnn.cells import BlockGRUCell, Cell, GRUCell, HeadSLSTMCell, LSTMCell
 from pararnn.cells.base import unwrap
 from pararnn.engines.arguments import totals
 from pararnn.errors import warn_user
@@ -44,7 +44,7 @@ def _shared(name: str) -> Any:
 
 _NOT_OURS = (
     "are of torch.nn: full recurrent matrices fit no diagonal recurrence, so the layer keeps its "
-    "weights, and must be trained from the start"
+    "weights, and must be trained from the start; pararnn.LSTM, GRU and RNN take them"
 )
 
 
@@ -74,6 +74,7 @@ class ParaRNN(nn.Module):
     solver, backend or mode.
     """
 
+    layer_class: type[RecurrentLayer] = RecurrentLayer
     proj_size = 0  # for what looks for it in a torch.nn.LSTM
     solver, backend = _shared("solver"), _shared("backend")
     on_failure, recurrent_clip = _shared("on_failure"), _shared("recurrent_clip")
@@ -112,7 +113,7 @@ class ParaRNN(nn.Module):
         self.bidirectional, self.bias = bidirectional, bias
 
         def part(index: int, reverse: bool) -> RecurrentLayer:
-            return RecurrentLayer(
+            return self.layer_class(
                 cell_class,
                 hidden_size * (1 + bidirectional) if index else input_size,
                 hidden_size,
@@ -136,7 +137,7 @@ class ParaRNN(nn.Module):
     @property
     def mode(self) -> str:
         """The cell's name as in torch.nn.RNNBase, "GRU" or "LSTM"; else that of its class."""
-        return type(self.cell).__name__.removesuffix("Cell")
+        return self._mode()
 
     @mode.setter
     def mode(self, value: Any) -> None:
@@ -238,7 +239,7 @@ class ParaRNN(nn.Module):
         for first in range(0, len(parts), directions):
             read = self._drop(output) if first else output
             own = [
-                parts[i](read, initial[i], reset_states=starts[i], **options)
+                parts[i](read, initial[i], reset_states=starts[i], **options, **self._with(i))
                 for i in range(first, first + directions)
             ]
             last = first + directions == len(parts)
@@ -290,9 +291,17 @@ class ParaRNN(nn.Module):
                 fields=fields,
                 reset=reset,
                 reset_states=starts[i],
+                **self._with(i),
             )
             finals.append(final)
         return output if has_batch else output.squeeze(0), stack_states(finals, has_batch)
+
+    def _mode(self) -> str:
+        return type(self.cell).__name__.removesuffix("Cell")
+
+    def _with(self, index: int) -> dict[str, Any]:
+        """Return what else the call of a layer takes, in the order of `_parts`."""
+        return {}
 
     def _drop(self, output: Tensor) -> Tensor:
         """Apply the dropout between layers."""
@@ -358,7 +367,8 @@ class ParaRNN(nn.Module):
         self, initial: States | None, size: tuple[int, ...], reset_states: States | None
     ) -> tuple[ByLayer, ByLayer]:
         """Return the initial states and those that resets start from, by layer."""
-        stack = self._name, self.cell.states, len(self._parts())
+        parts = self._parts()
+        stack = self._name, unwrap(parts[0].cell).states, len(parts)
         by_layer = initial_states(*stack, initial, size)
         return by_layer, states_at_resets(*stack, reset_states, self.hidden_size)
 
@@ -401,3 +411,23 @@ class ParaLSTM(ParaRNN):
 
     def __init__(self, input_size: int, hidden_size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(LSTMCell, input_size, hidden_size, *args, **kwargs)
+
+
+class SLSTM(ParaRNN):
+    """xLSTM's sLSTM layer, with a recurrent matrix a gate and head; arguments as in `ParaRNN`.
+
+    The output is h, the states are (h, c, n): see `HeadSLSTMCell`.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(HeadSLSTMCell, input_size, hidden_size, *args, **kwargs)
+
+
+class BlockGRU(ParaRNN):
+    """Dreamer's block GRU layer, num_heads being its blocks; arguments as in `ParaRNN`.
+
+    See `BlockGRUCell`.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(BlockGRUCell, input_size, hidden_size, *args, **kwargs)

@@ -1,0 +1,294 @@
+"""pararnn.LSTM, GRU and RNN are torch.nn's: results, gradients, weights, arguments."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from table import needs_compiler
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import pararnn
+
+pytestmark = needs_compiler
+
+PAIRS = {
+    "LSTM": (pararnn.LSTM, nn.LSTM),
+    "GRU": (pararnn.GRU, nn.GRU),
+    "RNN": (pararnn.RNN, nn.RNN),
+}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
+VARIANTS = {
+    "plain": {},
+    "two layers in both directions": {"num_layers": 2, "bidirectional": True, "dropout": 0.5},
+    "no bias, batch first": {"bias": False, "batch_first": True},
+    "initial states": {"initial": True, "bidirectional": True},
+    "unbatched": {"batch": None, "initial": True},
+    "packed": {"lengths": [3, 9, 1, 9], "batch": 4, "bidirectional": True, "initial": True},
+    "packed, sorted": {"lengths": [9, 4, 4], "sort": True, "num_layers": 2},
+    "one step": {"steps": 1},
+}
+"""Arguments of the layers, and of `_inputs`."""
+
+
+def _pair(name, dtype=torch.float64, inputs=5, width=12, **options):
+    """Our layer and torch.nn's, in evaluation, with the same weights."""
+    torch.manual_seed(0)
+    ours, theirs = (cls(inputs, width, dtype=dtype, **options).eval() for cls in PAIRS[name])
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def _inputs(layer, dtype, batch=3, steps=9, initial=False, lengths=None, sort=False):
+    """Return an input and initial states, leaves."""
+    size = (steps, layer.input_size) if batch is None else (steps, batch, layer.input_size)
+    if layer.batch_first:
+        size = (batch, steps, layer.input_size)
+    x = torch.randn(size, dtype=dtype, requires_grad=True)
+    hx = None
+    if initial:
+        count = layer.num_layers * (1 + layer.bidirectional)
+        size = (count, layer.hidden_size) if batch is None else (count, batch, layer.hidden_size)
+        hx = [torch.randn(size, dtype=dtype, requires_grad=True)]
+        hx = tuple([*hx, torch.randn_like(hx[0], requires_grad=True)][: 1 + (layer.mode == "LSTM")])
+    return x, hx, None if lengths is None else (lengths, sort)
+
+
+def _run(layer, x, hx, packing):
+    """Outputs, and gradients of the input, the initial states and all weights in their order."""
+    data = x
+    if packing is not None:
+        data = pack_padded_sequence(x, packing[0], enforce_sorted=packing[1])
+    out, final = layer(data, hx if hx is None or len(hx) > 1 else hx[0])
+    if packing is not None:
+        out, lengths = pad_packed_sequence(out)
+        assert lengths.tolist() == packing[0]
+    results = [out, *(final if isinstance(final, tuple) else (final,))]
+    torch.manual_seed(1)
+    noise = [torch.randn(result.shape, dtype=result.dtype) for result in results]
+    loss = sum((own * result).sum() for own, result in zip(noise, results, strict=True))
+    return [*results, *torch.autograd.grad(loss, [x, *(hx or ()), *layer.parameters()])]
+
+
+def _differences(own, reference):
+    assert len(own) == len(reference)
+    for a, b in zip(own, reference, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    return [
+        float((a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1e-30))
+        for a, b in zip(own, reference, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_results_and_gradients_are_those_of_torch_nn(name, variant, dtype):
+    options = dict(VARIANTS[variant])
+    kinds = ("batch", "steps", "initial", "lengths", "sort")
+    inputs = {kind: options.pop(kind) for kind in kinds if kind in options}
+    ours, theirs = _pair(name, dtype, **options)
+    case = _inputs(ours, dtype, **inputs)
+    assert max(_differences(_run(ours, *case), _run(theirs, *case))) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
+def test_nonlinearities_of_rnn(nonlinearity):
+    """As the fourth argument, where torch.nn.RNN has it."""
+    ours, theirs = (cls(5, 12, 1, nonlinearity, dtype=torch.float64) for cls in PAIRS["RNN"])
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.mode == theirs.mode
+    case = _inputs(ours, torch.float64)
+    assert max(_differences(_run(ours, *case), _run(theirs, *case))) <= 1e-12
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_another_order_of_gates_is_seen(name):
+    """The comparison above fails if gates, a matrix's sides or biases change places."""
+    ours, theirs = _pair(name)
+    case = _inputs(ours, torch.float64)
+    reference = _run(theirs, *case)
+    weights = theirs.state_dict()
+    gates = len(weights["weight_hh_l0"]) // 12
+    others = [{"weight_hh_l0": weights["weight_hh_l0"].T.contiguous()}] if gates == 1 else []
+    for first in range(gates - 1):
+        order = torch.arange(gates)
+        order[[first, first + 1]] = order[[first + 1, first]]
+        others += [
+            {key: weights[key].unflatten(0, (gates, 12))[order].flatten(0, 1)}
+            for key in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0")
+        ]
+    if name == "GRU":
+        exchange = {"bias_ih_l0": weights["bias_hh_l0"], "bias_hh_l0": weights["bias_ih_l0"]}
+        others.append(exchange)
+    assert others
+    for other in others:
+        ours.load_state_dict({**weights, **other})
+        assert max(_differences(_run(ours, *case)[:2], reference[:2])) > 1e-3
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_heads_are_layers_of_their_own(name):
+    """Head i has the recurrent matrix weight_hh_l0[i], of a torch.nn layer of its channels."""
+    torch.manual_seed(0)
+    heads, width = 3, 8
+    ours = PAIRS[name][0](5, heads * width, dtype=torch.float64, num_heads=heads)
+    assert ours.weight_hh_l0.shape == (heads, len(ours.weight_ih_l0) // heads, width)
+    assert ours.weight_hh_l0.abs().max() <= width**-0.5
+    assert ours.weight_hh_l0.abs().max() > (heads * width) ** -0.5
+    x = torch.randn(7, 2, 5, dtype=torch.float64)
+    out, _ = ours(x)
+    for head in range(heads):
+        theirs = PAIRS[name][1](5, width, dtype=torch.float64)
+
+        def rows(weight, head=head):
+            return weight.detach().unflatten(0, (-1, heads, width))[:, head].flatten(0, 1)
+
+        theirs.load_state_dict(
+            {
+                "weight_ih_l0": rows(ours.weight_ih_l0),
+                "weight_hh_l0": ours.weight_hh_l0[head],
+                "bias_ih_l0": rows(ours.bias_ih_l0),
+                "bias_hh_l0": rows(ours.bias_hh_l0),
+            }
+        )
+        own = out[..., head * width : (head + 1) * width]
+        torch.testing.assert_close(own, theirs(x)[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_weights_are_those_of_torch_nn(name):
+    """Names, their order, shapes and, from a seed, values; they load both ways."""
+    options = {"num_layers": 2, "bidirectional": True}
+    layers = []
+    for cls in PAIRS[name]:
+        torch.manual_seed(3)
+        layers.append(cls(5, 12, **options))
+    own, reference = (layer.state_dict() for layer in layers)
+    assert list(own) == list(reference)
+    assert [n for n, _ in layers[0].named_parameters()] == [*reference]
+    assert all(torch.equal(own[key], reference[key]) for key in reference)
+    for a, b in zip(layers[0].all_weights, layers[1].all_weights, strict=True):
+        assert [w.shape for w in a] == [w.shape for w in b]
+    layers[0].reset_parameters()
+    assert not torch.equal(layers[0].weight_hh_l1, layers[1].weight_hh_l1)
+    layers[1].load_state_dict(layers[0].state_dict())
+    assert torch.equal(layers[0].weight_hh_l1, layers[1].weight_hh_l1)
+    layers[0].flatten_parameters()
+
+
+def test_attributes_are_those_of_torch_nn():
+    for ours, theirs in PAIRS.values():
+        own, reference = ours(5, 12, 2), theirs(5, 12, 2)
+        for name in ("mode", "input_size", "hidden_size", "num_layers", "bias", "batch_first"):
+            assert getattr(own, name) == getattr(reference, name)
+        for name in ("dropout", "bidirectional", "proj_size"):
+            assert getattr(own, name) == getattr(reference, name)
+
+
+def test_dropout_is_between_layers_in_training_only():
+    ours, _ = _pair("GRU", num_layers=2, dropout=1.0)
+    x = torch.randn(6, 2, 5, dtype=torch.float64)
+    evaluation = ours(x)[0]
+    ours.train()
+    silent = ours(x)[0]
+    assert not torch.allclose(silent, evaluation)
+    torch.testing.assert_close(silent, ours(x + 1)[0])  # the second layer sees zeros
+    whole = copy.deepcopy(ours).eval()
+    torch.testing.assert_close(whole(x)[0], evaluation)
+
+
+def test_what_is_not_supported_says_so():
+    with pytest.raises(ValueError, match=r"proj_size must be 0, got 3.*torch\.nn\.LSTM"):
+        pararnn.LSTM(5, 12, proj_size=3)
+    with pytest.raises(ValueError, match="hidden_size must be a multiple of num_heads = 5, got 12"):
+        pararnn.GRU(5, 12, num_heads=5)
+    with pytest.raises(TypeError, match="RNN has no recurrent_std"):
+        pararnn.RNN(5, 12, recurrent_std=0.1)
+    layer = pararnn.GRU(5, 12)
+    with pytest.raises(TypeError, match="hold no weights: call the whole"):
+        layer.layers[0](torch.randn(2, 3, 5))
+
+
+def test_calls_of_pararnn_work_too():
+    """Steps, resets, lengths, all states, recomputed gates, requests of solvers."""
+    torch.manual_seed(0)
+    options = {"num_layers": 2, "batch_first": True, "dtype": torch.float64, "num_heads": 2}
+    layer = pararnn.LSTM(5, 12, **options)
+    x = torch.randn(3, 7, 5, dtype=torch.float64)
+    reset = torch.zeros(3, 7, dtype=torch.bool)
+    reset[:, 4] = True
+    out, final, states = layer(x, reset=reset, all_states=True)
+    torch.testing.assert_close(out[:, 4:], layer(x[:, 4:])[0])
+    assert torch.equal(states[1][0], out)
+    state, outputs = None, []
+    for t in range(7):
+        own, state = layer.step(x[:, t], state, reset=reset[:, t])
+        outputs.append(own)
+    torch.testing.assert_close(torch.stack(outputs, 1), out)
+    torch.testing.assert_close(state, final)
+    loop = layer(x, reset=reset, solver="sequential", backend="torch")[0]
+    torch.testing.assert_close(loop, out)
+    assert layer.layers[0].choice.pair == ("sequential", "torch")
+    _, last = layer(x, lengths=[7, 2, 5])
+    torch.testing.assert_close(last[0][1, 1], layer(x[1:2, :2])[0][0, -1])
+    frugal = pararnn.LSTM(5, 12, recompute_gates=True, **options)
+    frugal.load_state_dict(layer.state_dict())
+    for own, reference in zip(*(_grads(m, x) for m in (frugal, layer)), strict=True):
+        torch.testing.assert_close(own, reference)
+
+
+def _grads(module, x):
+    return torch.autograd.grad(module(x)[0].sin().sum(), list(module.parameters()))
+
+
+def test_tools_take_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(pararnn.GRU(5, 12, 2, num_heads=2, bidirectional=True))
+    report = pararnn.verify(model, torch.randn(6, 2, 5))
+    assert report.passed, report
+    assert len(report.layers) == 4
+    layer = model[0]
+    assert pararnn.explain(layer, (6, 2, 5)).size == (2, 6, 12)
+    assert torch.equal(layer.cell.R_z[1], layer.weight_hh_l0[1, 6:12])
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    pararnn.clip_after_step(optimizer, model, to=0.1)
+    optimizer.step()
+    assert layer.weight_hh_l1_reverse.abs().max() <= 0.1 < layer.weight_ih_l0.abs().max()
+
+
+def test_modules_are_copied_stored_moved_and_compiled():
+    ours, _ = _pair("LSTM", bidirectional=True)
+    x = torch.randn(6, 2, 5, dtype=torch.float64)
+    reference = ours(x)[0]
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    others = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+    others.append(torch.load(buffer, weights_only=False))
+    with torch.no_grad():
+        ours.weight_hh_l0.zero_()
+    assert not torch.allclose(ours(x)[0], reference)
+    for other in others:
+        assert torch.equal(other(x)[0], reference)
+    other = others[0]
+    weights = {n: p.detach() * 0 for n, p in other.named_parameters()}
+    assert not torch.func.functional_call(other, weights, (x,))[0].any()
+    torch.compiler.reset()
+    whole = torch.compile(other, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(x)[0], reference)
+    torch.nn.utils.parametrizations.weight_norm(other, "weight_hh_l0")
+    torch.testing.assert_close(other(x)[0], reference)
+    with pytest.raises(ValueError, match="weight_hh_l0 is computed by a parametrisation"):
+        other.clip_recurrent(to=0.1)
+    half = others[1].to(torch.bfloat16)
+    out, (h_n, c_n) = half(x.bfloat16())
+    assert {t.dtype for t in (out, h_n, c_n)} == {torch.bfloat16}
+    with torch.device("meta"):
+        empty = pararnn.LSTM(5, 12, bidirectional=True, dtype=torch.float64)
+    empty.load_state_dict(others[2].state_dict(), assign=True)
+    assert torch.equal(empty(x)[0], reference)
