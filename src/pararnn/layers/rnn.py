@@ -109,7 +109,10 @@ class ParaRNN(nn.Module):
                 "the recurrence, which could not run in parallel then; put a Linear behind it"
             )
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
-        self.num_heads, self.batch_first, self.dropout = num_heads, batch_first, dropout
+        self.num_heads, self.batch_first = num_heads, batch_first
+        # No float where there is none: with dynamic sizes torch.compile takes it for an input, and
+        # compiles all again once it finds that it is a constant.
+        self.dropout: float = dropout or 0
         self.bidirectional, self.bias = bidirectional, bias
 
         def part(index: int, reverse: bool) -> RecurrentLayer:
