@@ -124,7 +124,11 @@ class OtherRounding(TorchDispatchMode):
         super().__init__()
         self.dtype, self.eps = dtype, max(torch.finfo(dtype).eps, at_least)
         self.generator = torch.Generator().manual_seed(seed)
-        self.factors = torch.empty(0, dtype=dtype, device="cpu")
+        self.factors, self.used = torch.empty(0, dtype=dtype, device="cpu"), 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # its guard takes as long as an op of a small step
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -133,16 +137,19 @@ class OtherRounding(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not _pointwise(func) or getattr(out, "dtype", None) != self.dtype:
             return out
-        return out * self._factor(out.numel()).view(out.shape).to(out.device)
+        factor = self._factor(out.numel()).view(out.shape)
+        return out * (factor if out.is_cpu else factor.to(out.device))
 
     def _factor(self, count: int) -> Tensor:
         """Return the next numbers of 1 + eps * U(-1, 1)."""
-        if count > len(self.factors):
-            more = max(count - len(self.factors), DRAWN)
+        left = self.factors.shape[0] - self.used
+        if count > left:
+            more = max(count - left, DRAWN)
             noise = torch.rand(more, generator=self.generator, dtype=self.dtype, device="cpu")
-            self.factors = torch.cat([self.factors, 1 + self.eps * (2 * noise - 1)])
-        factor, self.factors = self.factors[:count], self.factors[count:]
-        return factor
+            new = 1 + self.eps * (2 * noise - 1)
+            self.factors, self.used = torch.cat([self.factors[self.used :], new]), 0
+        self.used += count
+        return self.factors[self.used - count : self.used]
 
 
 @cache
