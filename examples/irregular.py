@@ -31,7 +31,7 @@ class Classifier(torch.nn.Module):
         return self.head(self.rnn(x, fields={"dt": dt})[0].mean(1))
 
 
-def accuracy(dt_of, steps=400):
+def accuracy(dt_of, steps=200):
     """Train a classifier whose dt is `dt_of(gaps)`; return its accuracy on new waves."""
     torch.manual_seed(0)
     model = Classifier()
