@@ -10,7 +10,9 @@ from torch import Tensor
 import pararnn
 from pararnn.check.oracle import Oracle, Run
 
-LENGTH, SHORT = 128, 32  # dense cells take longest
+LENGTH, SHORT = 64, 16  # dense cells take longest
+LONGER = 128
+"""Steps in bfloat16, where a few percent of a gradient show in long sequences only."""
 SCALED = {torch.float64: 1.01, torch.float32: 1.01, torch.bfloat16: 1.04, torch.float16: 1.01}
 # A sum of many contributions says little of a few percent, where 16 bits may be off by 2e-3 of it.
 SCALED_SUM = {torch.float64: 1.01, torch.float32: 1.01, torch.bfloat16: 2.0, torch.float16: 2.0}
@@ -101,7 +103,8 @@ GRID = {
 @pytest.mark.parametrize("name", CELLS)
 def test_mutants_fail(name, dtype):
     for weights, loss_scale in GRID[dtype]:
-        length = SHORT if name in COUPLED else LENGTH
+        length = LONGER if dtype == torch.bfloat16 else LENGTH
+        length = SHORT if name in COUPLED else length
         survivors = _survivors(_oracle(name, dtype, weights, loss_scale, length))
         assert not survivors, (weights, loss_scale)
 
