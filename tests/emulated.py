@@ -17,7 +17,7 @@ from pathlib import Path
 from pararnn import cache as disk
 from pararnn.codegen import headers, targets
 from pararnn.codegen.compiler import compiler_command, compiler_identity, cpu_identity
-from pararnn.codegen.cuda import KERNELS, SOLVERS, Variant, source_of
+from pararnn.codegen.cuda import SOLVERS, AnyVariant, blocks_of, source_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
 from pararnn.device import CPU
@@ -36,7 +36,9 @@ FLAGS += ["-U_FORTIFY_SOURCE"]
 class Kernel:
     """Stands in for nvrtc.Kernel."""
 
-    def __init__(self, library: ctypes.CDLL, name: str, block: tuple[int, int]) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, name: str, block: tuple[int, int], shared: int = 0
+    ) -> None:
         self.run = getattr(library, f"launch_{name}")
         self.run.restype = ctypes.c_char_p
         self.block = block
@@ -81,15 +83,15 @@ def _launcher(name: str) -> str:
 
 
 @cache
-def kernels_of(program, variant: Variant, capability: tuple[int, int]) -> dict[str, Kernel]:
+def kernels_of(program, variant: AnyVariant, capability: tuple[int, int]) -> dict[str, Kernel]:
     """Stands in for codegen.cuda.kernels_of."""
-    blocks = KERNELS[variant.direction]
+    blocks = blocks_of(program, variant)
     source = source_of(program, variant) + "".join(_launcher(name) for name in blocks)
     own = "\n".join(file.read_text() for file in sorted(EMULATOR.glob("*.h")))
     machine = (compiler_identity(*compiler_command()), *FLAGS, cpu_identity())
-    key = "\n".join((source, headers.text("cuda"), own, *machine))
+    key = "\n".join((source, headers.text("cuda", program.family), own, *machine))
     library = disk.load(disk.CPP, f"emulated-{program.cell_name}", key, source, _build)
-    return {name: Kernel(library, name, block) for name, block in blocks.items()}
+    return {name: Kernel(library, name, *block) for name, block in blocks.items()}
 
 
 class Emulated(fused_cuda.GpuEngine):

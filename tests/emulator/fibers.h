@@ -3,6 +3,7 @@
 // not meet, copies without a wait, messages to a block that has ended, no progress.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -17,7 +18,7 @@
 #include <ucontext.h>
 
 struct Index { int x = 0, y = 0; };
-static thread_local Index threadIdx, blockIdx;
+static thread_local Index threadIdx, blockIdx, gridDim;
 
 namespace emulator {
 
@@ -52,7 +53,7 @@ struct Fiber {
   ucontext_t context;  // entry
   jmp_buf resume_at;        // where to resume: needs no system call
   bool started = false;
-  uint64_t meetings = 0, cluster_arrivals = 0;
+  uint64_t meetings = 0, warp_meetings = 0, cluster_arrivals = 0;
   bool returned = false;
   std::vector<std::vector<Copy>> copies{1};  // in flight, by group; the last one is open
 };
@@ -63,12 +64,14 @@ struct Block {
   const int number;  // in the gang
   std::vector<Fiber> fibers;
   std::vector<uint64_t> slots[2];  // values that threads exchange, for two meetings
+  std::vector<std::array<uint32_t, 6>> fragments[2];  // the same inside warps
   ucontext_t home;
   int current = 0, polls = 0;
 
   Block(Gang& gang, Index size, int number)
       : gang(gang), size(size), number(number), fibers(size.x * size.y) {
     for (auto& each : slots) each.resize(fibers.size());
+    for (auto& each : fragments) each.resize(fibers.size());
   }
 };
 
@@ -142,6 +145,21 @@ template <class T> const uint64_t* show(T value) {
   return block->slots[meeting % 2].data() + block->current / warp * warp;
 }
 
+// The threads of a warp meet and exchange fragments. Returns the warp's.
+inline const std::array<uint32_t, 6>* show_fragments(const std::array<uint32_t, 6>& own) {
+  const uint64_t meeting = ++fiber().warp_meetings;
+  const int first = block->current / warp * warp;
+  auto& all = block->fragments[meeting % 2];
+  all[block->current] = own;
+  for (int i = first; i < first + warp;) {
+    const Fiber& other = block->fibers[i];
+    if (other.warp_meetings >= meeting) ++i;
+    else if (other.returned) fail("a thread has returned that others wait for");
+    else pause();
+  }
+  return all.data() + first;
+}
+
 template <class T> T read(uint64_t slot) {
   T value;
   std::memcpy(&value, &slot, sizeof value);
@@ -165,10 +183,11 @@ inline void wait_for_all(std::atomic<int>& count, int all) {
   for (++count; count < all;) std::this_thread::sleep_for(std::chrono::microseconds(50));
 }
 
-inline void run_block(Gang& gang, Index index, Index size, int number) {
+inline void run_block(Gang& gang, Index grid, Index index, Index size, int number) {
   Block own(gang, size, number);
   block = &own;
   blockIdx = index;
+  gridDim = grid;
   gang.anchors[number] = &anchor;
   wait_for_all(gang.started, gang.blocks);
   const size_t bytes = own.fibers.size() * stack_bytes;
@@ -213,7 +232,7 @@ const char* launch(void (*kernel)(Problem), const void* problem, Index grid, Ind
         entry = kernel;
         body = [](const void* p) { entry(*static_cast<const std::decay_t<Problem>*>(p)); };
         argument = problem;
-        run_block(gang, {(first + i) % grid.x, (first + i) / grid.x}, size, i);
+        run_block(gang, grid, {(first + i) % grid.x, (first + i) / grid.x}, size, i);
       });
     for (auto& thread : threads) thread.join();
     if (gang.failure) return gang.failure;

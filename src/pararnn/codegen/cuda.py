@@ -17,6 +17,12 @@ from pararnn.codegen import headers
 from pararnn.codegen.board import LANES, board_of
 from pararnn.codegen.emit import reads_gates
 from pararnn.codegen.families import FAMILIES
+from pararnn.codegen.mixing_cuda import (
+    Launchable,
+    MixingVariant,
+    kernels_in,
+    source_of_mixing,
+)
 from pararnn.codegen.nvrtc import (
     CLUSTERS,
     OLDEST,
@@ -83,6 +89,10 @@ class Variant(NamedTuple):
     cluster: bool = False
 
 
+AnyVariant = Variant | MixingVariant
+"""Specialisation of a kernel of either family."""
+
+
 class Ring(NamedTuple):
     """Ring of shared memory that feeds a warp: steps of a stage, and stages."""
 
@@ -125,8 +135,11 @@ _FLAGS = ("adjacent_gates", "reverse", "events")
 """Fields of a variant that are constants of the same name in kernels."""
 
 
-def source_of(program: Program, variant: Variant) -> str:
-    """Return the CUDA file of a variant. Raises EngineError as `ring_of` and `source_file`."""
+def source_of(program: Program, variant: AnyVariant) -> str:
+    """Return the CUDA file of a variant. Raises EngineError as `ring_of`, `tiles_of` and
+    `source_file`."""
+    if isinstance(variant, MixingVariant):
+        return source_of_mixing(program, variant)
     backward = variant.direction == "backward"
     constants: dict[str, int | tuple[bool, ...]] = {
         **{name: getattr(variant, name) for name in _INTEGERS},
@@ -151,6 +164,13 @@ def source_of(program: Program, variant: Variant) -> str:
     return source_file(
         program, variant.dtype, "cuda", variant.solver, defines=defines, constants=[*lines, ""]
     )
+
+
+def blocks_of(program: Program, variant: AnyVariant) -> Mapping[str, Launchable]:
+    """Return the kernels of a pass by name: the size of a block, and its shared memory."""
+    if isinstance(variant, MixingVariant):
+        return kernels_in(program, variant)
+    return {name: Launchable(block) for name, block in KERNELS[variant.direction].items()}
 
 
 def _constant(name: str, value: int | tuple[bool, ...]) -> str:
@@ -227,7 +247,7 @@ def usual(
     return jobs
 
 
-Make = Callable[[Program, Variant, tuple[int, int]], object]
+Make = Callable[[Program, AnyVariant, tuple[int, int]], object]
 """Function that compiles the kernels of a pass for a compute capability: `kernels_of`, or one that
 only fills its cache on disk."""
 
@@ -262,12 +282,12 @@ def chunk_of(*offsets: int) -> int:
     return bits & -bits
 
 
-_KERNELS: dict[tuple[str, Variant, tuple[int, int]], dict[str, Kernel] | EngineError] = {}
+_KERNELS: dict[tuple[str, AnyVariant, tuple[int, int]], dict[str, Kernel] | EngineError] = {}
 disk.on_clear(lambda: _KERNELS.clear())
 
 
 def kernels_of(
-    program: Program, variant: Variant, capability: tuple[int, int]
+    program: Program, variant: AnyVariant, capability: tuple[int, int]
 ) -> dict[str, Kernel]:
     """Return the kernels of a pass by name, compiled at the first use and cached on disk.
 
@@ -277,23 +297,23 @@ def kernels_of(
 
     def build() -> dict[str, Kernel]:
         module = load_module(_code_of(program, variant, capability))
-        blocks = KERNELS[variant.direction]
-        return {name: Kernel(module, name, block) for name, block in blocks.items()}
+        blocks = blocks_of(program, variant)
+        return {name: Kernel(module, name, *block) for name, block in blocks.items()}
 
     return disk.cached_or_error(_KERNELS, (program.key, variant, capability), build)
 
 
-def _code_of(program: Program, variant: Variant, capability: tuple[int, int]) -> bytes:
+def _code_of(program: Program, variant: AnyVariant, capability: tuple[int, int]) -> bytes:
     return cubin_of(program, variant, architecture(capability))
 
 
-def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:
+def cubin_of(program: Program, variant: AnyVariant, arch: str) -> bytes:
     """Return the device code of a variant. Raises EngineError as `kernels_of`."""
     source = source_of(program, variant)
     name = (
         f"{program.cell_name}-{variant.solver}-{variant.direction}-{IO_TYPES[variant.dtype]}-{arch}"
     )
-    key = "\n".join((source, headers.text("cuda"), arch))
+    key = "\n".join((source, headers.text("cuda", program.family), arch))
 
     def build(file: Path, out: Path) -> None:
         _LOG.warning(

@@ -173,6 +173,8 @@ _ELEMENTWISE = Family(
 def _mixing_structs(target: str, solver: str) -> Structs:
     own = {name: _PASSES[target][name] for name in ("GateStrides", "Inputs", "ForwardProblem")}
     vectors = "(vector, head, row, time, channel of the head), or null: not wanted"
+    if target == "cuda":
+        return _mixing_structs_of_cuda(own)
     return {
         **own,
         "BackwardProblem": (
@@ -184,11 +186,34 @@ def _mixing_structs(target: str, solver: str) -> Structs:
     }
 
 
+def _mixing_structs_of_cuda(own: Structs) -> Structs:
+    packed = Field("const unsigned*", "packed", "see products.h")
+    vectors = "(head, row, time, vector, channel of the head), or null: not wanted"
+    return {
+        **own,
+        "ForwardProblem": (*_FORWARD, packed),
+        "BackwardProblem": (
+            *_BACKWARD,
+            Field("GateStrides", "grad_gate_strides"),
+            packed,
+            packed._replace(name="packed_step", note="of the recomputed products"),
+            Field("scalar*", "recomputed", "(product, row, time, channel)"),
+            Field("vector_io*", "left", vectors),
+            Field("vector_io*", "right", vectors),
+        ),
+        "PackProblem": (
+            Field("const weight_io*", "params", each="params"),
+            Field("unsigned*", "packed"),
+        ),
+        "SumProblem": _PASSES["cuda"]["SumProblem"],
+    }
+
+
 _MIXING = Family(
     MIXING,
     "steps that mix channels inside heads",
     ("sequential",),
-    ("cpp",),
+    ("cpp", "cuda"),
     _why_too_many_states,
     emit_mixing,
     lambda program, dtype: ["struct Product { int operand, matrix, transposed; };"],

@@ -19,7 +19,12 @@ def folder(target: str) -> Path:
 
 
 @cache
-def text(target: str) -> str:
-    """Return the text of all headers that a target's code may include, as part of cache keys."""
-    files = [file for part in (target, "common") for file in sorted(folder(part).rglob("*.h"))]
-    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+def text(target: str, family: str | None = None) -> str:
+    """Return the text of all headers that a target's code may include, as part of cache keys.
+
+    `family`: None for those of all families.
+    """
+    parts = [folder(part) for part in (target, "common")]
+    pattern = "**/*.h" if family is None else f"{family}/*.h"
+    files = {file for part in parts for glob in ("*.h", pattern) for file in part.glob(glob)}
+    return "\n".join(file.read_text(encoding="utf-8") for file in sorted(files))

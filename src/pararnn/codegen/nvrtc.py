@@ -20,6 +20,8 @@ OLDEST = (8, 0)
 """Oldest compute capability for the kernels: the first one with asynchronous copies."""
 CLUSTERS = (9, 0)
 """Oldest compute capability with clusters of blocks."""
+DEFAULT_SHARED = 48 * 1024
+"""Shared memory in bytes that a block may have without a request."""
 MAX_CLUSTER = 16
 """Largest number of blocks in a cluster on any GPU."""
 
@@ -147,9 +149,9 @@ def resources(report: str) -> dict[str, dict[str, int]]:
 class Kernel:
     """Kernel on a GPU."""
 
-    def __init__(self, module: Any, name: str, block: tuple[int, int]) -> None:
+    def __init__(self, module: Any, name: str, block: tuple[int, int], shared: int = 0) -> None:
         _, self.driver = toolchain()
-        self.name, self.block = name, block
+        self.name, self.block, self.shared = name, block, shared
         self.module = module  # keeps the code loaded
         self.kernel = module.get_kernel(name)
         self.function = self.driver.CUfunction(int(self.kernel.handle))
@@ -172,13 +174,15 @@ class Kernel:
         argument = array("q", words)  # an array of ctypes takes longer to make than the launch
         arguments = array("Q", [argument.buffer_info()[0]])
         address = arguments.buffer_info()[0]
+        if self.shared > DEFAULT_SHARED:
+            self._allow_shared(*current_gpus())
         if cluster:
             config = self._cluster_config(grid, cluster, stream)
             call = functools.partial(
                 self.driver.cuLaunchKernelEx, config, self.function, address, 0
             )
         else:
-            launch = (self.function, *grid, 1, *self.block, 1, 0, stream, address)
+            launch = (self.function, *grid, 1, *self.block, 1, self.shared, stream, address)
             call = functools.partial(self.driver.cuLaunchCooperativeKernel, *launch)
             if not together:
                 call = functools.partial(self.driver.cuLaunchKernel, *launch, 0)
@@ -193,7 +197,18 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = *self.block, 1
         config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
+        config.sharedMemBytes = self.shared
         return config
+
+    @functools.cache  # noqa: B019 - kernels live as long as the process
+    def _allow_shared(self, device: int) -> None:
+        """Allow a block more shared memory on a device than it has without a request."""
+        attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        kernel = self.driver.CUkernel(int(self.kernel.handle))
+        allow = functools.partial(
+            self.driver.cuKernelSetAttribute, attribute, self.shared, kernel, device
+        )
+        self._in_context(allow, f"allowing the {self.name} kernel {self.shared} bytes of memory")
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def most_in_cluster(self, device: int) -> int:
@@ -214,7 +229,7 @@ class Kernel:
         """Return the number of blocks that a multiprocessor of the current device holds at once."""
         threads = self.block[0] * self.block[1]
         occupancy = self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-        call = functools.partial(occupancy, self.function, threads, 0)
+        call = functools.partial(occupancy, self.function, threads, self.shared)
         return int(self._in_context(call, f"asking for the {self.name} kernel's occupancy")[0])
 
     def _in_context(self, call: Any, action: str) -> Any:

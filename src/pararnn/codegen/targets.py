@@ -38,7 +38,7 @@ class Gpu(devices.Gpu):
     none.
     """
 
-    kernels: Callable[[Program, cuda.Variant, tuple[int, int]], Mapping[str, Any]]
+    kernels: Callable[[Program, cuda.AnyVariant, tuple[int, int]], Mapping[str, Any]]
 
 
 CUDA = Gpu(**vars(devices.CUDA), kernels=cuda.kernels_of)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.launch import (
     Address,
     Addresses,
-    Conversion,
     Conversions,
     Template,
     adjoint_values,
@@ -30,6 +29,8 @@ from pararnn.engines.fused.layout import (
     gate_strides,
     head_strides,
     heads_of,
+    heads_of_matrices,
+    in_matrix_heads,
     row_and_time,
     unit_stride,
 )
@@ -83,7 +84,7 @@ class CpuEngine(FusedEngine):
     def written_layout(self, args: Arguments, gates: Tensor) -> Tensor:
         """Return gates with adjacent channels, in the heads that kernels have: those of matrices,
         else those given unless they are narrow."""
-        return _layout_of(args)(gates)
+        return in_matrix_heads(args, _to_layout)(gates)
 
     def launch(
         self, program: Program, args: Arguments, adjoint: Adjoint | None = None
@@ -278,7 +279,9 @@ def _pass_words(
     args: Arguments,
 ) -> PassWords:
     signature, counts = args.signature, interface.counts
-    conversions = conversions_for(args, _layout_of(args), signature.dtype, signature.dtype)
+    conversions = conversions_for(
+        args, in_matrix_heads(args, _to_layout), signature.dtype, signature.dtype
+    )
     own = Arguments.unflatten(to_kernel_layout(args, conversions), args.flatten()[1])
     (batch, steps, channels), (heads, width) = signature.size, heads_of(own.gates.shape)
     strides = head_strides(own.gates.shape, own.gates.stride())
@@ -326,24 +329,6 @@ def _columns(size: Size, dtype: torch.dtype) -> int:
 @constant_in_graphs
 def _threads_as_constant() -> int:
     return torch.get_num_threads()
-
-
-def heads_of_matrices(args: Arguments) -> int | None:
-    """Return the heads of a call's matrices; None if it has none."""
-    return next((p.shape[0] if p.ndim == 3 else 1 for p in args.params if p.ndim > 1), None)
-
-
-def _layout_of(args: Arguments) -> Conversion:
-    heads = heads_of_matrices(args)
-    return _to_layout if heads is None else partial(_in_heads, heads=heads)
-
-
-def _in_heads(gates: Tensor, heads: int) -> Tensor:
-    """Return gates (B, T, G, H, K) in the heads of a call's matrices, with adjacent channels."""
-    if gates.ndim == 5 and gates.shape[3] != heads:
-        gates = gates.flatten(3)
-    gates = unit_stride(gates)
-    return gates if gates.ndim == 5 else gates.unflatten(3, (heads, -1))
 
 
 def _to_layout(gates: Tensor) -> Tensor:

@@ -36,9 +36,11 @@ from pararnn.engines.fused.layout import (
     gate_strides,
     head_strides,
     heads_of,
+    in_matrix_heads,
     row_and_time,
     unit_stride,
 )
+from pararnn.engines.fused.mixing_cuda import MixingLaunch, make_mixing_launch, mixing_layouts
 from pararnn.engines.fused.passes import Adjoint, FusedEngine
 from pararnn.engines.fused.plan import Plan, plan_pass, shared_of
 from pararnn.engines.rule import Size
@@ -51,7 +53,7 @@ from pararnn.engines.split import (
 )
 from pararnn.errors import EngineError
 from pararnn.private import constant_in_graphs
-from pararnn.program.program import Program
+from pararnn.program.program import MIXING, Program
 
 MAX_LENGTH = 2**30
 MAX_BLOCKS = 2**31 - 1
@@ -93,14 +95,20 @@ class GpuEngine(FusedEngine):
         columns = batch * _tiles(channels, most_per_lane(dtype))
         return useful_segments(steps, columns, _cores_as_constant(device))
 
+    def written_layout(self, args: Arguments, gates: Tensor) -> Tensor:
+        """Return gates with adjacent channels, in the heads of a call's matrices if it has any."""
+        return in_matrix_heads(args)(gates)
+
     def launch(
         self, program: Program, args: Arguments, adjoint: Adjoint | None = None
-    ) -> tuple[Launch, list[Tensor | None]]:
+    ) -> tuple[Launch | MixingLaunch, list[Tensor | None]]:
         """Return the launch of a pass, and the call's tensors in kernel layout.
 
         It is cached for calls with this signature whose tensors are aligned alike. Raises
         EngineError for sizes that kernels do not support.
         """
+        if program.family == MIXING:
+            return self._launch_mixing(program, args, adjoint)
         weights, signature = _weight_dtype(args), args.signature
         layout = unit_stride if adjoint is None else _as_gradient
         key = layout, weights
@@ -114,6 +122,20 @@ class GpuEngine(FusedEngine):
             layouts = layouts._replace(arriving=arriving, adjoint_chunk=chunk)
         parts = (self.gpu, self.solver, program, weights, layouts)
         return signature.cache(parts, make_launch, *parts, args, tensors), tensors
+
+    def _launch_mixing(
+        self, program: Program, args: Arguments, adjoint: Adjoint | None
+    ) -> tuple[MixingLaunch, list[Tensor | None]]:
+        weights, signature = _weight_dtype(args), args.signature
+        matrices = {param.dtype for param in args.params if param.ndim > 1}
+        key = in_matrix_heads, weights, matrices.pop() if len(matrices) == 1 else signature.dtype
+        conversions = signature.cache(key, conversions_for, args, in_matrix_heads(args), *key[1:])
+        tensors = to_kernel_layout(args, conversions)
+        layouts = mixing_layouts(tensors)
+        if adjoint is not None:
+            layouts = mixing_layouts(tensors, adjoint.grad_gates, adjoint.states, adjoint.arriving)
+        parts = (self.gpu, program, weights, layouts)
+        return signature.cache(parts, make_mixing_launch, *parts, args, tensors), tensors
 
 
 class Layouts(NamedTuple):

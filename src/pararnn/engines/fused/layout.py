@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,6 +74,27 @@ def row_and_time(tensor: Tensor | None) -> tuple[int, int]:
 def heads_of(shape: Sequence[int]) -> tuple[int, int]:
     """Return the heads of gates of a shape, and the channels of one."""
     return (shape[3], shape[4]) if len(shape) == 5 else (1, shape[3])
+
+
+def heads_of_matrices(args: Arguments) -> int | None:
+    """Return the heads of a call's matrices; None if it has none."""
+    return next((p.shape[0] if p.ndim == 3 else 1 for p in args.params if p.ndim > 1), None)
+
+
+def in_matrix_heads(
+    args: Arguments, otherwise: Callable[[Tensor], Tensor] = unit_stride
+) -> Callable[[Tensor], Tensor]:
+    """Return the conversion of gates to kernel layout: (B, T, G, H, K) in the heads of a call's
+    matrices, with adjacent channels; `otherwise` for a call without matrices."""
+    heads = heads_of_matrices(args)
+    return otherwise if heads is None else partial(_in_heads, heads=heads)
+
+
+def _in_heads(gates: Tensor, heads: int) -> Tensor:
+    if gates.ndim == 5 and gates.shape[3] != heads:
+        gates = gates.flatten(3)
+    gates = unit_stride(gates)
+    return gates if gates.ndim == 5 else gates.unflatten(3, (heads, -1))
 
 
 def head_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:

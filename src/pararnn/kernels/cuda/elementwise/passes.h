@@ -3,7 +3,7 @@
 
 #if PARARNN_BACKWARD
 #include "backward.h"
-#include "sum.h"
+#include "../sum.h"
 namespace pararnn { using Pass = BackwardPass; }
 #else
 #include "forward.h"

@@ -1,6 +1,6 @@
 // Gradients of weights: sums the spans' sums over time over rows.
 #pragma once
-#include "linear.h"
+#include "registers.h"
 
 namespace pararnn {
 

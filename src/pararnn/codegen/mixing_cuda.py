@@ -1,0 +1,219 @@
+"""Kernels for GPUs of steps that mix channels inside heads: variants, and the tiles of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from pararnn.codegen.source import IO_TYPES, source_file
+from pararnn.errors import EngineError
+from pararnn.numerics import compute_dtype
+from pararnn.program.mixing import Pass
+from pararnn.program.program import Program
+
+COLUMNS = 8
+"""Rows of a batch that a block runs."""
+MAX_WARPS = 16
+REGISTERS = 2**16
+"""Registers of a multiprocessor."""
+MAX_REGISTERS = 255
+"""Registers of a thread."""
+OTHER_REGISTERS = 88
+"""Registers of a thread that hold no matrices."""
+SHARED_BYTES = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+"""Shared memory of a block in KiB, by compute capability; 99 for others."""
+MAX_STEPS_AHEAD = 7
+PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
+"""Numbers in bfloat16 that add up to one of a dtype, to the last bit that counts."""
+VECTOR_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float64: torch.float64}
+"""Dtypes of the vectors whose outer products are gradients of matrices; float32 for other gates:
+float16 has no room for small gradients."""
+
+
+def vector_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the vectors of outer products, for gates of a dtype."""
+    return VECTOR_DTYPES.get(dtype, torch.float32)
+
+
+class MixingVariant(NamedTuple):
+    """Specialisation of a kernel, in addition to the cell: see cuda/mixing/block.h.
+
+    direction: "forward" or "backward". chunk: bytes that all rows are aligned to, 16 at most.
+    matrix_dtype: of the matrices in memory. events, broadcast, arriving: see `cuda.Variant`.
+    shared: bytes of shared memory that a block may have.
+    """
+
+    direction: str
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    matrix_dtype: torch.dtype
+    heads: int
+    head_width: int
+    chunk: int = 16
+    reverse: bool = False
+    events: bool = False
+    broadcast: tuple[bool, ...] = ()
+    arriving: tuple[bool, ...] = ()
+    shared: int = SHARED_BYTES[9, 0] * 1024
+    solver: str = "sequential"
+
+
+class Tiles(NamedTuple):
+    """Tiles of a block: see cuda/mixing/block.h and products.h.
+
+    resident: True if registers hold the matrices for the whole sequence. words: of one head's
+    packed matrices, and step_words of those of the recomputed products. shared_bytes,
+    recompute_bytes: shared memory of a block.
+    """
+
+    units: int
+    warp_tiles: int
+    warps: int
+    operand_parts: int
+    matrix_parts: int
+    resident: bool
+    steps_ahead: int
+    words: int
+    step_words: int
+    shared_bytes: int
+    recompute_bytes: int
+
+
+def shared_bytes_of(capability: tuple[int, int]) -> int:
+    """Return the shared memory that a block may have."""
+    return SHARED_BYTES.get(capability, 99) * 1024
+
+
+def _matrix_tiles(own: Pass, units: int, first: int, last: int) -> int:
+    """Return the tiles of matrices of a pass's stages from `first` to `last` - 1."""
+    count = 0
+    for stage in own.stages[first:last]:
+        operands = [product.operand for product in stage.products]
+        each = [operands.count(operand) for operand in dict.fromkeys(operands)]
+        count += sum(-(-n // (16 // units)) for n in each)
+    return count
+
+
+def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
+    """Plan the tiles of a block. Raises EngineError for cells that do not fit."""
+    dtype, width = variant.dtype, variant.head_width
+    compute = compute_dtype(dtype)
+    mixing, backward = program.mixing[compute], variant.direction == "backward"
+    own = mixing.backward if backward else mixing.forward
+    first, last = (own.recomputed, len(own.stages)) if backward else (0, len(own.stages))
+    wide = compute == torch.float64
+    operand_parts = 1 if wide else max(2, PARTS[dtype])
+    matrix_parts = 1 if wide else min(PARTS[variant.matrix_dtype], max(2, PARTS[dtype]))
+    units = 8 if width <= 8 * MAX_WARPS else 16
+    tiles = -(-width // units)
+    warp_tiles = -(-tiles // MAX_WARPS)
+    warps = -(-tiles // warp_tiles)
+    depth = -(-width // 16)
+    count = max(_matrix_tiles(own, units, first, last), _matrix_tiles(own, units, 0, first))
+    held = warp_tiles * count * depth * matrix_parts * 4
+    resident = held + OTHER_REGISTERS <= min(MAX_REGISTERS, REGISTERS // (warps * 32))
+
+    def words(begin: int, end: int) -> int:
+        pieces = warp_tiles * _matrix_tiles(own, units, begin, end) * depth
+        return 0 if wide else warps * pieces * matrix_parts * 32 * 4
+
+    operands = max(stage.count("operand") for stage in own.stages)
+    number_bytes = 8 if wide else 2 * operand_parts
+    operand_bytes = 2 * operands * COLUMNS * (depth * 16 + 8) * number_bytes
+    numbers = len(program.gates) * dtype.itemsize
+    if backward:
+        recomputed = sum(len(stage.products) for stage in own.stages[:first])
+        numbers += 2 * program.num_states * dtype.itemsize + recomputed * compute.itemsize
+    step_bytes = warps * numbers * COLUMNS * warp_tiles * units
+    steps_ahead = min(MAX_STEPS_AHEAD, (variant.shared - operand_bytes) // step_bytes - 1)
+    if steps_ahead < 1:
+        raise EngineError(
+            f"{program.cell_name} with heads of {width} channels needs "
+            f"{operand_bytes + 2 * step_bytes:,} bytes of shared memory in its "
+            f"{variant.direction} pass; this GPU has {variant.shared:,}. Use more heads, or "
+            "backend='torch'"
+        )
+    return Tiles(
+        units=units,
+        warp_tiles=warp_tiles,
+        warps=warps,
+        operand_parts=operand_parts,
+        matrix_parts=matrix_parts,
+        resident=resident,
+        steps_ahead=steps_ahead,
+        words=words(first, last),
+        step_words=words(0, first) if backward else 0,
+        shared_bytes=operand_bytes + (steps_ahead + 1) * step_bytes,
+        recompute_bytes=operand_bytes,
+    )
+
+
+class Launchable(NamedTuple):
+    """Size of a kernel's block, and its shared memory in bytes."""
+
+    block: tuple[int, int]
+    shared: int = 0
+
+
+def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable]:
+    """Return the kernels of a pass, by name."""
+    tiles = tiles_of(program, variant)
+    kernels = {"run": Launchable((tiles.warps * 32, 1), tiles.shared_bytes)}
+    if tiles.words:
+        kernels["pack"] = Launchable((256, 1))
+    if variant.direction == "backward":
+        kernels["sum_weights"] = Launchable((32, 8))
+        kernels["recompute"] = Launchable((tiles.warps * 32, 1), tiles.recompute_bytes)
+        if tiles.step_words:
+            kernels["pack_steps"] = Launchable((256, 1))
+    return kernels
+
+
+_TILES = ("units", "warp_tiles", "warps", "operand_parts", "matrix_parts", "steps_ahead",
+          "shared_bytes", "recompute_bytes")  # fmt: skip
+"""Fields of `Tiles` that are constants of the same name in kernels."""
+
+
+def source_of_mixing(program: Program, variant: MixingVariant) -> str:
+    """Return the CUDA file of a variant. Raises EngineError as `tiles_of` and `source_file`."""
+    tiles, backward = tiles_of(program, variant), variant.direction == "backward"
+    numbers = {name: getattr(tiles, name) for name in _TILES}
+    numbers |= {
+        "heads": variant.heads,
+        "head_width": variant.head_width,
+        "chunk": variant.chunk,
+        "per_lane": tiles.warp_tiles * tiles.units // 4,
+    }
+    flags = {
+        "resident": tiles.resident,
+        "reverse": variant.reverse,
+        "events": variant.events,
+    }
+    arrays = {"broadcast": variant.broadcast, "arriving": variant.arriving}
+    types = {
+        "weight_io": variant.weight_dtype,
+        "matrix_io": variant.matrix_dtype,
+        "vector_io": vector_dtype(variant.dtype),
+    }
+    lines = [
+        *(f"using {name} = {IO_TYPES[dtype]};" for name, dtype in types.items()),
+        *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
+        *(f"constexpr bool {name}[] = {{{_flags(value)}}};" for name, value in arrays.items()),
+        "",
+    ]
+    defines = {
+        "BACKWARD": int(backward),
+        "CLUSTER": 0,
+        "APPROXIMATE": int(variant.dtype == torch.bfloat16),
+        "REFINED": int(variant.dtype == torch.float32 and backward),
+    }
+    return source_file(
+        program, variant.dtype, "cuda", variant.solver, defines=defines, constants=lines
+    )
+
+
+def _flags(values: Sequence[bool]) -> str:
+    return ", ".join(str(value).lower() for value in values) or "false"

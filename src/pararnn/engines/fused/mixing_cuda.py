@@ -1,0 +1,307 @@
+"""Passes on a GPU of steps that mix channels inside heads: kernels, and products after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.codegen.cuda import chunk_of
+from pararnn.codegen.families import interface_of
+from pararnn.codegen.interface import Interface, Values, Words
+from pararnn.codegen.mixing_cuda import (
+    COLUMNS,
+    MixingVariant,
+    Tiles,
+    shared_bytes_of,
+    tiles_of,
+    vector_dtype,
+)
+from pararnn.codegen.targets import Gpu
+from pararnn.engines.arguments import Arguments
+from pararnn.engines.fused.launch import (
+    Addresses,
+    Template,
+    adjoint_values,
+    input_values,
+    template_of,
+)
+from pararnn.engines.fused.layout import gate_strides, head_strides, heads_of, row_and_time
+from pararnn.errors import EngineError
+from pararnn.program.mixing import Mixing
+from pararnn.program.program import Program
+
+MAX_BLOCKS = 2**31 - 1
+PACK_THREADS = 256
+RECOMPUTE_WAVES = 2
+"""Blocks a multiprocessor that compute products for all steps at once."""
+
+
+class MixingLayouts(NamedTuple):
+    """Layouts on which a pass depends in addition to a call's signature.
+
+    chunk: bytes that may be copied at once by the addresses of all that a ring reads. gates:
+    strides of the gates' gradient, None in the forward pass. arriving: strides (B, T) of the
+    gradients that arrive, None for an absent one.
+    """
+
+    chunk: int
+    gates: tuple[int, ...] | None = None
+    arriving: tuple[tuple[int, int] | None, ...] = ()
+
+
+class MixingLaunch(NamedTuple):
+    """Pass on calls of one signature. Without blocks there is nothing to launch.
+
+    params: the slice of the params among a call's tensors. compute: the compute dtype. templates:
+    words of each kernel, by its name. spans: blocks of a head. outers: (heads, steps of all rows,
+    channels of a head) of the outer products. device_cores: multiprocessors.
+    """
+
+    gpu: Gpu
+    weights: torch.dtype
+    compute: torch.dtype
+    gates: torch.dtype
+    params: slice
+    mixing: Mixing
+    blocks: int = 0
+    spans: int = 0
+    cores: int = 1
+    tiles: Tiles | None = None
+    kernels: Mapping[str, Any] | None = None
+    templates: Mapping[str, Template] | None = None
+    size: tuple[int, int, int] = (0, 0, 0)
+    recompute_blocks: int = 0
+
+    def new_info(self, gates: Tensor) -> Tensor:
+        """Allocate the counts of a forward pass."""
+        return gates.new_zeros((1, 2), dtype=torch.int64)
+
+    def new_weights(self, args: Arguments, gates: int) -> tuple[Tensor | None, list[Tensor]]:
+        """Allocate the gradients of bias and params; zero where sums are added to them."""
+        new = args.gates.new_empty if self.blocks else args.gates.new_zeros
+        grad_bias = None if args.bias is None else new(args.bias.shape, dtype=self.weights)
+        return grad_bias, [
+            new(p.shape, dtype=self.weights)
+            if p.ndim == 1
+            else args.gates.new_zeros(p.shape, dtype=self.compute)
+            for p in args.params
+        ]
+
+    def forward(self, tensors: list[Tensor | None], info: Tensor) -> None:
+        """Launch a forward pass."""
+        if self.blocks and self.tiles is not None:
+            packed = self._pack("pack", tensors, self.tiles.words)
+            self._call("run", (self.blocks, 1), [*tensors, packed])
+
+    def backward(
+        self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
+    ) -> None:
+        """Launch a backward pass, and add up the gradients of weights if wanted."""
+        gates, tiles = tensors[0], self.tiles
+        if not self.blocks or tiles is None or gates is None:
+            return
+        mixing, (heads, steps, width) = self.mixing, self.size
+        packed = self._pack("pack", tensors, tiles.words)
+        packed_steps = self._pack("pack_steps", tensors, tiles.step_words)
+        count = sum(len(s.products) for s in mixing.backward.stages[: mixing.backward.recomputed])
+        recomputed = gates.new_empty((count, steps, heads * width), dtype=self.compute)
+        left = right = None
+        if "params" in wanted and mixing.outers:
+            dtype = vector_dtype(self.gates)
+            left, right = (
+                gates.new_empty((heads, steps, n, width), dtype=dtype)
+                for n in (mixing.lefts, mixing.rights)
+            )
+        partial = tensors[-1]
+        operands = [*tensors, packed, packed_steps, recomputed, left, right]
+        if count:
+            self._call("recompute", (self.recompute_blocks, 1), operands)
+        self._call("run", (self.blocks, 1), operands)
+        if "bias" in wanted or "params" in wanted:
+            channels = heads * width
+            num_weights = 0 if partial is None else partial.shape[1]
+            if num_weights:
+                grid = (-(-channels // 32), num_weights)
+                self._call("sum_weights", grid, [partial, *weights])
+        if left is not None and right is not None:
+            self._add_outers(weights[1:], left, right)
+
+    def _pack(self, kernel: str, tensors: Sequence[Tensor | None], words: int) -> Tensor | None:
+        """Return the matrices as the products of a pass read them; None for none."""
+        gates = tensors[0]
+        if not words or gates is None or self.tiles is None:
+            return None
+        heads = self.size[0]
+        packed = gates.new_empty(heads * words, dtype=torch.int32)
+        lanes = heads * words // (4 * self.tiles.matrix_parts)
+        self._call(kernel, (-(-lanes // PACK_THREADS), 1), [*tensors[self.params], packed])
+        return packed
+
+    def _call(self, name: str, grid: tuple[int, int], tensors: Sequence[Tensor | None]) -> None:
+        assert self.kernels is not None
+        assert self.templates is not None
+        device = next(t.device for t in tensors if t is not None)
+        words = self.templates[name].fill(tensors)
+        self.gpu.call(device, self.kernels[name], grid, words, self.gpu.stream(device))
+
+    def _add_outers(self, grads: Sequence[Tensor | None], left: Tensor, right: Tensor) -> None:
+        """Add the outer products of vectors (heads, steps, vector, K) to matrices' gradients."""
+        heads, steps, width = self.size
+        chunks = 1  # of steps: a product for each keeps more of the GPU busy
+        while heads * chunks < self.cores and steps % (2 * chunks) == 0 and steps > 128 * chunks:
+            chunks *= 2
+        multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm
+        if left.dtype != self.compute:
+            multiply = _bmm_on_gpu if left.is_cuda else _bmm_on_cpu
+        for index in range(left.shape[2]):
+            outers = [outer for outer in self.mixing.outers if outer.left == index]
+            first = min(outer.right for outer in outers)
+            last = 1 + max(outer.right for outer in outers)
+            x = left[:, :, index].reshape(heads * chunks, steps // chunks, width)
+            y = right[:, :, first:last].reshape(heads * chunks, steps // chunks, -1)
+            product = multiply(x.mT, y).view(heads, chunks, width, last - first, width)
+            sums = product.sum(1)
+            for outer in outers:
+                grad = grads[outer.matrix]
+                assert grad is not None
+                grad.view(heads, width, width).add_(sums[:, :, outer.right - first])
+
+
+def _bmm_on_gpu(x: Tensor, y: Tensor) -> Tensor:
+    return torch.bmm(x, y, torch.float32)
+
+
+def _bmm_on_cpu(x: Tensor, y: Tensor) -> Tensor:
+    """Return what `_bmm_on_gpu` does, where the emulator runs kernels."""
+    return torch.bmm(x.float(), y.float())
+
+
+def make_mixing_launch(
+    gpu: Gpu,
+    program: Program,
+    weight_dtype: torch.dtype,
+    layouts: MixingLayouts,
+    args: Arguments,
+    tensors: Sequence[Tensor | None],
+) -> MixingLaunch:
+    """Plan a pass on calls of a signature, and pack its words; `tensors` are in kernel layout."""
+    args = Arguments.unflatten(tensors, args.flatten()[1])
+    gates, backward = args.gates, layouts.gates is not None
+    (rows, length, channels), (heads, width) = args.size, heads_of(gates.shape)
+    dtype, device, compute = gates.dtype, gates.device, args.dtype
+    groups = -(-rows // COLUMNS)
+    blocks = groups * heads if length else 0
+    if blocks > MAX_BLOCKS:
+        raise EngineError(
+            f"kernels take at most {MAX_BLOCKS} blocks of {COLUMNS} rows and a head, got "
+            f"B = {rows} and {heads} heads; split the batch"
+        )
+    start = 2 + len(args.fields)
+    params = slice(start, start + len(args.params))
+    mixing = program.mixing[compute]
+    empty = MixingLaunch(gpu, weight_dtype, compute, dtype, params, mixing)
+    if not blocks:
+        return empty
+    strides = head_strides(gates.shape, gates.stride())
+    size = dtype.itemsize
+    offsets = [layouts.chunk, width * size, channels * size, *[s * size for s in strides]]
+    arriving = [stride or (0, 0) for stride in layouts.arriving]
+    offsets += [s * size for stride in arriving for s in stride]
+    capability = gpu.capability(device)
+    matrix_dtypes = {args.params[i].dtype for i in mixing.matrices}
+    variant = MixingVariant(
+        direction="backward" if backward else "forward",
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        matrix_dtype=matrix_dtypes.pop() if matrix_dtypes else compute,
+        heads=heads,
+        head_width=width,
+        chunk=chunk_of(*offsets),
+        reverse=args.options.reverse,
+        events=args.seq is not None or args.reset is not None,
+        broadcast=tuple(f.shape[-1] < channels for f in args.fields),
+        arriving=tuple(stride is not None for stride in layouts.arriving),
+        shared=shared_bytes_of(capability),
+    )
+    kernels = gpu.kernels(program, variant, capability)
+    interface, addresses = interface_of(program, "cuda", "sequential"), Addresses()
+    counts = interface.counts
+    inputs: Values = {
+        "rows": rows,
+        "length": length,
+        "gate_strides": gate_strides(interface, strides),
+        **input_values(addresses, counts, args, args.fields),
+    }
+    values: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
+    templates: dict[str, Template] = {}
+    if layouts.gates is None:
+        values |= {
+            "states": addresses.array(counts.states),
+            "final": addresses.array(counts.states),
+            "packed": addresses.next(),
+        }
+        templates["run"] = template_of(interface.pack("ForwardProblem", values))
+    else:
+        values |= adjoint_values(addresses, arriving, counts.fields)
+        names = ("packed", "packed_step", "recomputed", "left", "right")
+        values |= {name: addresses.next() for name in names}
+        written = head_strides(gates.shape, layouts.gates)
+        values["grad_gate_strides"] = gate_strides(interface, written)
+        templates["run"] = template_of(interface.pack("BackwardProblem", values))
+        templates["recompute"] = templates["run"]
+        templates["sum_weights"] = _sums_of(interface, mixing, groups)
+    templates["pack"] = templates["pack_steps"] = _pack_of(interface)
+    cores = gpu.cores(device)
+    columns = rows * -(-length // COLUMNS)
+    return empty._replace(
+        blocks=blocks,
+        spans=groups,
+        cores=cores,
+        tiles=tiles_of(program, variant),
+        kernels=kernels,
+        templates=templates,
+        size=(heads, rows * length, width),
+        recompute_blocks=heads * min(columns, -(-RECOMPUTE_WAVES * cores // heads)),
+    )
+
+
+def _pack_of(interface: Interface) -> Template:
+    addresses = Addresses()
+    values: Values = {
+        "params": addresses.array(interface.counts.params),
+        "packed": addresses.next(),
+    }
+    return template_of(interface.pack("PackProblem", values))
+
+
+def _sums_of(interface: Interface, mixing: Mixing, spans: int) -> Template:
+    """Pack the words of the kernel that adds up gradients of bias and params (D,) of all spans."""
+    addresses = Addresses()
+    partial, bias = addresses.next(), addresses.next()
+    params = addresses.array(interface.counts.params)
+    own = [params[i] for i in mixing.channel_params]
+    values: Values = {
+        "rows": spans,
+        "partial": partial,
+        "bias": bias,
+        "params": own + [0] * (len(params) - len(own)),
+    }
+    return template_of(interface.pack("SumProblem", values))
+
+
+def mixing_layouts(
+    tensors: Sequence[Tensor | None],
+    gates: Tensor | None = None,
+    states: Sequence[Tensor] = (),
+    arriving: Sequence[Tensor | None] = (),
+) -> MixingLayouts:
+    """Return the layouts of a call's tensors in kernel layout, and of those of a backward pass."""
+    copied = [tensors[0], *states, *arriving]
+    chunk = chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in copied])
+    if gates is None:
+        return MixingLayouts(chunk)
+    strides = tuple([None if g is None else row_and_time(g) for g in arriving])
+    return MixingLayouts(chunk, gates.stride(), strides)

@@ -1,0 +1,43 @@
+// Instructions on 8 x 8 tiles of 16-bit numbers, and memory that a launch sizes.
+//
+// A fragment is a warp's share of a tile: lane i holds numbers 2 (i % 4) and the next of row i / 4, in one word.
+#pragma once
+#include "machine.h"
+
+#define PARARNN_LAUNCH_MEMORY(name) extern __shared__ __align__(16) char name[]
+
+namespace pararnn {
+
+// Loads two fragments, of tiles next to each other whose rows are `row_bytes` apart.
+PARARNN_FUNCTION void load_tiles(unsigned tiles, int row_bytes, unsigned (&fragment)[2]) {
+  const int lane = threadIdx.x % 32;
+  const unsigned row = tiles + lane % 8 * row_bytes + lane / 8 % 2 * 16;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(fragment[0]), "=r"(fragment[1]) : "r"(row) : "memory");
+}
+
+// Stores a fragment as the columns of a tile whose rows are `row_bytes` apart.
+PARARNN_FUNCTION void store_transposed(unsigned tile, int row_bytes, unsigned fragment) {
+  const int lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(tile + lane % 8 * row_bytes),
+               "r"(fragment) : "memory");
+#else
+  const unsigned first = tile + lane % 4 * 2 * row_bytes + lane / 4 * 2;
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(first), "h"((unsigned short)fragment) : "memory");
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(first + row_bytes), "h"((unsigned short)(fragment >> 16))
+               : "memory");
+#endif
+}
+
+// Adds a product of bfloat16 matrices: (16, 16) in four fragments (rows 0-7, rows 8-15, then columns 8-15 of
+// both) by (16, 8), whose columns are the rows of two fragments. A lane's sums: two columns of row i / 4, then
+// of row 8 + i / 4.
+PARARNN_FUNCTION void add_product(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+               "{%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace pararnn

@@ -1,0 +1,214 @@
+// The backward pass: the adjoint, from the last step to the first. A block runs 8 rows of a head. What only
+// the step needs has been computed for all steps at once, see recompute.h.
+#pragma once
+#include "recompute.h"
+
+namespace pararnn {
+
+struct BackwardPass {
+  using Problem = BackwardProblem;
+  using Gates = Stream<io, num_gates>;
+  using States = Stream<io, num_states>;
+  using Steps = Stream<scalar, recomputed_products>;
+  using Arriving = Stream<io, 1>;
+  static constexpr int arriving_start = Gates::bytes + States::bytes + Steps::bytes;
+  static constexpr int ring_bytes = arriving_start + num_states * Arriving::bytes;  // of a warp
+  static constexpr int bytes = AdjointProducts::bytes + warps * ring_bytes;
+
+  const BackwardProblem& p;
+  const Place place;
+  const Weights weights;
+  AdjointProducts products;
+  Fragment<num_states> previous, cotangent, adjoint, next;
+  Fragment<num_gates> gate, grad_gate;
+  Fragment<num_weights + 1> recent, total;
+  real field[per_lane][field_slots], carried[per_lane][backward_carried + 1];
+  real grad_field[per_lane][field_slots];
+  real product[backward_products_count + 1][per_lane];
+  real left[num_lefts + 1][per_lane], right[num_rights + 1][per_lane];
+  bool live[per_lane];  // numbers of a row's step that is no padding
+
+  PARARNN_FUNCTION BackwardPass(const BackwardProblem& p, char* memory)
+      : p(p), place(blockIdx.x), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
+
+  // Runs a stage and those after it. `recomputes`: one whose products are there already.
+  template <int stage> PARARNN_FUNCTION void run_stages() {
+    constexpr bool recomputes = stage < backward_recomputed;
+    constexpr int first = backward_first_operand[stage], count = backward_first_operand[stage + 1] - first;
+    Numbers operand[count + 1];
+    each<per_lane>([&](int c) {
+      const auto own_state = previous.column(c);
+      const auto own_gate = gate.column(c);
+      const auto own_param = weights.params.column(c);
+      const auto own_cotangent = cotangent.column(c);
+      real own_product[backward_products_count + 1], own_operand[backward_operands_count + 1];
+      each<backward_products_count>([&](int i) { own_product[i] = product[i][c]; });
+      auto own_next = next.column(c);
+      auto own_grad_gate = grad_gate.column(c);
+      real own_grad_param[param_slots], own_left[num_lefts + 1], own_right[num_rights + 1];
+      backward_stage<stage>(own_state, own_gate, field[c], own_param, own_product, own_cotangent, carried[c],
+                            own_operand, own_next, own_grad_gate, grad_field[c], own_grad_param, own_left,
+                            own_right);
+      next.set_column(c, own_next);
+      grad_gate.set_column(c, own_grad_gate);
+      each<num_params>([&](int i) {
+        if (backward_stage_of_param[i] == stage && live[c]) recent[num_gates + i][c] += own_grad_param[i];
+      });
+      each<num_lefts>([&](int i) {
+        if (backward_stage_of_left[i] == stage) left[i][c] = own_left[i];
+      });
+      each<num_rights>([&](int i) {
+        if (backward_stage_of_right[i] == stage) right[i][c] = own_right[i];
+      });
+      each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
+    });
+    if constexpr (stage + 1 < backward_stages) {
+      if constexpr (!recomputes) {
+        each<count>([&](int i) { products.write(i, operand[i]); });
+        products.template multiply<stage>(product);
+      }
+      run_stages<stage + 1>();
+    }
+  }
+
+  PARARNN_FUNCTION void run(char* ring) {
+    const Inputs& in = p.in;
+    const int64 length = in.length, step = reverse ? 1 : -1, steps = in.rows * length;
+    const int64 gate_time = step * in.gate_strides.time * (int64)sizeof(io);
+    const int64 state_time = step * channels * (int64)sizeof(io), product_time = step * channels * (int64)sizeof(real);
+    Gates gates;
+    States states;
+    Arriving arriving_states[num_states];
+    Steps step_products;
+    const int64 last = time_of(in, length - 1), before_last = time_of(in, length - 2);
+    const auto row_of = [&](int column) { return place.first_row + column; };
+    const int offset = place.head * head_width;
+    gates.start(ring, [&](int g, int column, int unit) -> const io* {
+      return row_of(column) < in.rows ? gate_address(in, place.head, row_of(column), g, last, unit) : nullptr;
+    });
+    states.start(ring + Gates::bytes, [&](int n, int column, int unit) -> const io* {
+      return row_of(column) < in.rows
+                 ? p.states[n] + (row_of(column) * length + before_last) * channels + offset + unit
+                 : nullptr;
+    });
+    each<num_states>([&](int n) {
+      if (arriving[n])
+        arriving_states[n].start(ring + arriving_start + n * Arriving::bytes, [&](int, int column, int unit) -> const io* {
+          return row_of(column) < in.rows
+                     ? p.grad_states[n] + row_of(column) * p.grad_row[n] + last * p.grad_time[n] + offset + unit
+                     : nullptr;
+        });
+    });
+    step_products.start(ring + Gates::bytes + States::bytes, [&](int i, int column, int unit) -> const scalar* {
+      return row_of(column) < in.rows
+                 ? p.recomputed + ((i * in.rows + row_of(column)) * length + last) * channels + offset + unit
+                 : nullptr;
+    });
+    __syncwarp();
+    const auto copy = [&](int slot, int64 j) {
+      if (j < length) {
+        gates.copy(slot, gate_time);
+        if (j + 1 < length) states.copy(slot, state_time);
+        each<num_states>([&](int n) {
+          if (arriving[n]) arriving_states[n].copy(slot, step * p.grad_time[n] * (int64)sizeof(io));
+        });
+        step_products.copy(slot, product_time);
+      }
+      end_group_of_copies();
+    };
+    for (int j = 0; j < steps_ahead; ++j) copy(j, j);
+    Events event(in, place, -1);
+    recent.fill(constant(0));
+    total.fill(constant(0));
+    each<per_lane>([&](int c) {
+      each<num_states>([&](int n) { adjoint[n][c] = next[n][c] = constant(0); });
+      const int64 row = place.row(side_of(c));
+      if (!events && row < in.rows) load_states(adjoint, p.grad_final, row, place, c);
+      each<num_gates>([&](int g) { grad_gate[g][c] = constant(0); });
+    });
+    int slot = 0, free_slot = steps_ahead;
+    for (int64 j = 0; j < length; ++j) {
+      const int64 l = length - 1 - j, t = time_of(in, l);
+      wait_for_step();
+      each<num_gates>([&](int g) {
+        gates.read(slot, g, gate[g]);
+        each<per_lane>([&](int c) { gate[g][c] += weights.bias[g][c]; });
+      });
+      each<num_states>([&](int n) {
+        Numbers own;
+        states.read(slot, n, previous[n]);
+        if (arriving[n]) arriving_states[n].read(slot, 0, own);
+        each<per_lane>([&](int c) {
+          if (events && event.end(side_of(c)) && !event.pad(side_of(c)))
+            adjoint[n][c] = load_or(p.grad_final[n] + event.now[side_of(c)] * channels + place.channel(c),
+                                    p.grad_final[n] != nullptr && exists(c), constant(0));
+          cotangent[n][c] = arriving[n] ? adjoint[n][c] + own[c] : adjoint[n][c];
+        });
+      });
+      each<recomputed_products>([&](int i) { step_products.read(slot, i, product[i]); });
+      copy(free_slot, j + steps_ahead);
+      slot = slot == steps_ahead ? 0 : slot + 1;
+      free_slot = free_slot == steps_ahead ? 0 : free_slot + 1;
+      each<per_lane>([&](int c) {
+        const int side = side_of(c);
+        const int64 row = place.row(side);
+        load_fields(in, place, row, t, c, row < in.rows && exists(c), field[c]);
+        live[c] = row < in.rows && exists(c) && !(events && event.pad(side));
+        if (l == 0 || (events && (event.begin(side) || event.reset(side))))
+          load_previous(previous, p, place, row, l, c);
+      });
+      run_stages<0>();
+      each<per_lane>([&](int c) {
+        const int side = side_of(c);
+        const int64 row = place.row(side);
+        if (row >= in.rows || !exists(c)) return;
+        const bool pad = events && event.pad(side);
+        each<num_gates>([&](int g) {
+          const real own = pad ? constant(0) : grad_gate[g][c];
+          recent[g][c] += own;
+          p.grad_gates[gate_offset(p.grad_gate_strides, place.head, row, g, t, unit_of(c))] = narrow<io>(own);
+        });
+        const int64 index = row * length + t;
+        each<num_fields>([&](int f) {
+          p.grad_fields[f][index * channels + place.channel(c)] = pad ? constant(0) : grad_field[c][f];
+        });
+        if (p.left != nullptr) {
+          const int64 at = (place.head * steps + index) * head_width;
+          each<num_lefts>([&](int i) {
+            p.left[(at * num_lefts) + i * head_width + unit_of(c)] = narrow<vector_io>(pad ? constant(0) : left[i][c]);
+          });
+          each<num_rights>([&](int i) {
+            p.right[(at * num_rights) + i * head_width + unit_of(c)] = narrow<vector_io>(pad ? constant(0) : right[i][c]);
+          });
+        }
+        const bool begins = events ? event.begin(side) && !pad : l == 0;
+        const bool stops = events && (event.reset(side) || pad);
+        each<num_states>([&](int n) { adjoint[n][c] = stops ? constant(0) : next[n][c]; });
+        if (begins) store_states(p.grad_initial, adjoint, events ? event.now[side] : row, place, c);
+      });
+      if (j % sum_block == 0) {
+        each<num_weights>([&](int i) {
+          each<per_lane>([&](int c) {
+            total[i][c] += recent[i][c];
+            recent[i][c] = constant(0);
+          });
+        });
+      }
+      if (events) event.next(l);
+    }
+    wait_for_copies<0>();
+    // Sums over the block's rows, always in the same order.
+    const int64 span = blockIdx.x / heads;
+    each<num_weights>([&](int i) {
+      each<per_lane / 2>([&](int pair) {
+        const int c = pair * 2;
+        real sum = (total[i][c] + recent[i][c]) + (total[i][c + 1] + recent[i][c + 1]);
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (lane() % 4 == 0 && exists(c)) p.partial[(span * num_weights + i) * channels + place.channel(c)] = sum;
+      });
+    });
+  }
+};
+
+}  // namespace pararnn

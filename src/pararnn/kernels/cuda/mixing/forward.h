@@ -1,0 +1,120 @@
+// The forward pass: a block runs 8 rows of a head from the first step to the last.
+#pragma once
+#include "inputs.h"
+#include "products.h"
+
+namespace pararnn {
+
+struct ForwardTables {
+  static constexpr int stages = forward_stages;
+  static constexpr const int* first_operand = forward_first_operand;
+  static constexpr const int* first_product = forward_first_product;
+  static constexpr const Product* products = forward_products;
+};
+using ForwardProducts = Products<ForwardTables, 0, forward_stages>;
+
+constexpr int forward_products_count = forward_first_product[forward_stages];
+constexpr int forward_operands_count = forward_first_operand[forward_stages];
+
+struct ForwardPass {
+  using Problem = ForwardProblem;
+  using Gates = Stream<io, num_gates>;
+  static constexpr int ring_bytes = Gates::bytes;  // of a warp
+  static constexpr int bytes = ForwardProducts::bytes + warps * ring_bytes;
+
+  const ForwardProblem& p;
+  const Place place;
+  const Weights weights;
+  ForwardProducts products;
+  Fragment<num_states> state, next;
+  Fragment<num_gates> gate;
+  real field[per_lane][field_slots], carried[per_lane][forward_carried + 1];
+  real product[forward_products_count + 1][per_lane];
+
+  PARARNN_FUNCTION ForwardPass(const ForwardProblem& p, char* memory)
+      : p(p), place(blockIdx.x), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
+
+  template <int stage> PARARNN_FUNCTION void run_stages() {
+    constexpr int first = forward_first_operand[stage], count = forward_first_operand[stage + 1] - first;
+    Numbers operand[count + 1];
+    each<per_lane>([&](int c) {
+      const auto own_state = state.column(c);
+      const auto own_gate = gate.column(c);
+      const auto own_param = weights.params.column(c);
+      real own_product[forward_products_count + 1], own_operand[forward_operands_count + 1];
+      each<forward_products_count>([&](int i) { own_product[i] = product[i][c]; });
+      auto own_next = next.column(c);
+      forward_stage<stage>(own_state, own_gate, field[c], own_param, own_product, carried[c], own_operand,
+                           own_next);
+      next.set_column(c, own_next);
+      each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
+    });
+    if constexpr (stage + 1 < forward_stages) {
+      each<count>([&](int i) { products.write(i, operand[i]); });
+      products.template multiply<stage>(product);
+      run_stages<stage + 1>();
+    }
+  }
+
+  PARARNN_FUNCTION void run(char* ring) {
+    const Inputs& in = p.in;
+    const int64 length = in.length, step = reverse ? -1 : 1;
+    const int64 time_bytes = step * in.gate_strides.time * (int64)sizeof(io);
+    Gates gates;
+    gates.start(ring, [&](int g, int column, int unit) -> const io* {
+      const int64 row = place.first_row + column;
+      return row < in.rows ? gate_address(in, place.head, row, g, time_of(in, 0), unit) : nullptr;
+    });
+    __syncwarp();
+    for (int j = 0; j < steps_ahead; ++j) {
+      if (j < length) gates.copy(j, time_bytes);
+      end_group_of_copies();
+    }
+    Events event(in, place, 1);
+    each<per_lane>([&](int c) {
+      each<num_states>([&](int n) { state[n][c] = next[n][c] = constant(0); });
+      const int64 row = place.row(side_of(c));
+      if (!events && row < in.rows) load_states(state, in.initial, row, place, c);
+    });
+    int64 index[2];  // of the lane's rows and units in the states
+    each<2>([&](int side) {
+      index[side] = (place.row(side) * length + time_of(in, 0)) * channels + place.head * head_width;
+    });
+    int slot = 0, free_slot = steps_ahead;
+    for (int64 l = 0; l < length; ++l) {
+      wait_for_step();
+      each<num_gates>([&](int g) {
+        gates.read(slot, g, gate[g]);
+        each<per_lane>([&](int c) { gate[g][c] += weights.bias[g][c]; });
+      });
+      if (l + steps_ahead < length) gates.copy(free_slot, time_bytes);
+      end_group_of_copies();
+      slot = slot == steps_ahead ? 0 : slot + 1;
+      free_slot = free_slot == steps_ahead ? 0 : free_slot + 1;
+      each<per_lane>([&](int c) {
+        const int side = side_of(c);
+        const int64 row = place.row(side);
+        load_fields(in, place, row, time_of(in, l), c, row < in.rows && exists(c), field[c]);
+        if (!events) return;
+        if (event.pad(side) || event.reset(side)) each<num_states>([&](int n) { state[n][c] = constant(0); });
+        else if (event.begin(side)) load_states(state, in.initial, event.now[side], place, c);
+      });
+      run_stages<0>();
+      each<per_lane>([&](int c) {
+        const int side = side_of(c);
+        if (place.row(side) >= in.rows || !exists(c)) return;
+        each<num_states>([&](int n) {
+          state[n][c] = events && event.pad(side) ? constant(0) : next[n][c];
+          p.states[n][index[side] + unit_of(c)] = narrow<io>(state[n][c]);
+        });
+        if (events ? event.end(side) && !event.pad(side) : l + 1 == length)
+          store_states(p.final, state, events ? event.now[side] : place.row(side), place, c);
+      });
+      each<2>([&](int side) { index[side] += step * channels; });
+      if (events) event.next(l);
+    }
+    wait_for_copies<0>();
+  }
+};
+
+}  // namespace pararnn

@@ -1,0 +1,113 @@
+// Inputs of a step: gates through a ring, fields and events one step ahead in registers.
+//
+// Times t are in the caller's order; l counts the steps of the recurrence.
+#pragma once
+#include "ring.h"
+
+namespace pararnn {
+
+// The head and the columns of a block.
+struct Place {
+  int head;
+  int64 first_row;
+
+  PARARNN_FUNCTION explicit Place(int64 index) : head((int)(index % heads)), first_row(index / heads * columns) {}
+  PARARNN_FUNCTION int channel(int c) const { return head * head_width + unit_of(c); }
+  PARARNN_FUNCTION int64 row(int side) const { return first_row + column_of_side(side); }
+};
+
+PARARNN_FUNCTION int64 time_of(const Inputs& in, int64 l) { return reverse ? in.length - 1 - l : l; }
+
+PARARNN_FUNCTION int64 gate_offset(const GateStrides& strides, int head, int64 row, int gate, int64 t, int unit) {
+  return row * strides.row + t * strides.time + gate * strides.gate + head * strides.head + unit;
+}
+PARARNN_FUNCTION const io* gate_address(const Inputs& in, int head, int64 row, int gate, int64 t, int unit) {
+  return in.gates + gate_offset(in.gate_strides, head, row, gate, t, unit);
+}
+
+struct Weights {
+  Fragment<num_gates> bias;
+  Fragment<param_slots> params;
+
+  PARARNN_FUNCTION Weights(const Inputs& in, const Place& place) {
+    each<per_lane>([&](int c) {
+      each<num_gates>([&](int g) {  // x + -0 is x, also for -0
+        bias[g][c] = in.bias == nullptr ? constant(-0.0)
+                                        : load_or(in.bias + g * channels + place.channel(c), exists(c), constant(0));
+      });
+      each<num_params>([&](int i) {
+        params[i][c] = load_or(in.params[channel_params[i]] + place.channel(c), exists(c), constant(0));
+      });
+    });
+  }
+};
+
+PARARNN_FUNCTION void load_fields(const Inputs& in, const Place& place, int64 row, int64 t, int c, bool there,
+                                  real (&field)[field_slots]) {
+  each<num_fields>([&](int f) {
+    const scalar* source = in.fields[f] + row * in.field_row[f] + t * in.field_time[f];
+    field[f] = load_or(source + (broadcast[f] ? 0 : place.channel(c)), there, constant(0));
+  });
+}
+
+// Loads row `number` of each state's tensor, (sequence, channel), into a lane's number; null is zero.
+PARARNN_FUNCTION void load_states(Fragment<num_states>& x, const scalar* const* source, int64 number,
+                                  const Place& place, int c) {
+  each<num_states>([&](int n) {
+    x[n][c] = load_or(source[n] + number * channels + place.channel(c), source[n] != nullptr && exists(c),
+                      constant(0));
+  });
+}
+PARARNN_FUNCTION void store_states(scalar* const* target, const Fragment<num_states>& x, int64 number,
+                                   const Place& place, int c) {
+  each<num_states>([&](int n) {
+    if (target[n] != nullptr && exists(c)) target[n][number * channels + place.channel(c)] = x[n][c];
+  });
+}
+
+// The sequence of a row's step, and what happens there; both columns of a lane.
+struct Events {
+  const Inputs& in;
+  const Place& place;
+  int64 steps;
+  int order;                         // of processing: 1 if step j is l = j, otherwise -1
+  int before[2], now[2], after[2];   // numbers of sequences: of the steps l - 1, l, l + 1
+  bool resets[2], next_resets[2];
+
+  PARARNN_FUNCTION Events(const Inputs& in, const Place& place, int order)
+      : in(in), place(place), steps(in.length), order(order) {
+    const int64 l = order > 0 ? 0 : steps - 1;
+    each<2>([&](int side) {
+      (order > 0 ? before : after)[side] = -2;
+      now[side] = number(side, l);
+      (order > 0 ? after : before)[side] = number(side, l + order);
+      resets[side] = is_reset(side, l);
+      next_resets[side] = is_reset(side, l + order);
+    });
+  }
+  PARARNN_FUNCTION int number(int side, int64 l) const {
+    const int64 row = place.row(side);
+    if (l < 0 || l >= steps || row >= in.rows) return -2;
+    return in.seq == nullptr ? (int)row : in.seq[row * steps + time_of(in, l)];
+  }
+  PARARNN_FUNCTION bool is_reset(int side, int64 l) const {
+    const int64 row = place.row(side);
+    return in.reset != nullptr && l >= 0 && l < steps && row < in.rows && in.reset[row * steps + time_of(in, l)];
+  }
+  // Goes on from step l to the next one.
+  PARARNN_FUNCTION void next(int64 l) {
+    each<2>([&](int side) {
+      (order > 0 ? before : after)[side] = now[side];
+      now[side] = (order > 0 ? after : before)[side];
+      (order > 0 ? after : before)[side] = number(side, l + 2 * order);
+      resets[side] = next_resets[side];
+      next_resets[side] = is_reset(side, l + 2 * order);
+    });
+  }
+  PARARNN_FUNCTION bool pad(int side) const { return now[side] < 0; }
+  PARARNN_FUNCTION bool begin(int side) const { return now[side] != before[side]; }
+  PARARNN_FUNCTION bool end(int side) const { return now[side] != after[side]; }
+  PARARNN_FUNCTION bool reset(int side) const { return resets[side]; }
+};
+
+}  // namespace pararnn

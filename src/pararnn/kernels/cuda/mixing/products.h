@@ -1,0 +1,235 @@
+// Products of a head's matrices with the operands of 8 columns.
+//
+// An operand goes through shared memory: (column, unit). In single precision it is split into bfloat16 numbers
+// that add up to it, as matrices are, and the matrix units multiply these: operand_parts and matrix_parts say
+// how many, and products of parts i and j count where i + j < the larger number. All parts have the range of a
+// float. In double precision every lane multiplies its own units.
+#pragma once
+#include "block.h"
+
+namespace pararnn {
+
+constexpr int depth = (head_width + 15) / 16;  // tiles of 16 units that a sum runs over
+constexpr int operand_row = depth * 16 + 8;    // numbers of a column in memory: without bank conflicts
+constexpr int matrix_words = matrix_parts * lanes * 4;  // of a tile of 16 x 16
+
+// A tile of matrices: 16 units of one product, or 8 units of one or two products of the same operand.
+struct Item {
+  int product, halves, operand;
+};
+
+template <class Tables> struct Tiling {
+  static constexpr int stages = Tables::stages, count = Tables::first_product[stages];
+  struct List {
+    Item items[count + 1];
+    int first[stages + 1], most_operands;
+  };
+  static constexpr List make() {
+    List list{};
+    int next = 0;
+    for (int s = 0; s < stages; ++s) {
+      list.first[s] = next;
+      const int operands = Tables::first_operand[s + 1] - Tables::first_operand[s];
+      if (operands > list.most_operands) list.most_operands = operands;
+      for (int p = Tables::first_product[s]; p < Tables::first_product[s + 1]; ++next) {
+        const int operand = Tables::products[p].operand;
+        const bool pair = units == 8 && p + 1 < Tables::first_product[s + 1] &&
+                          Tables::products[p + 1].operand == operand;
+        list.items[next] = {p, pair ? 2 : 1, operand};
+        p += pair ? 2 : 1;
+      }
+    }
+    list.first[stages] = next;
+    return list;
+  }
+  static constexpr List list = make();
+};
+
+template <class Tables> PARARNN_FUNCTION constexpr int tiles_before(int stage) {
+  return Tiling<Tables>::list.first[stage];
+}
+
+// The stages of a pass from `first` on, to `last` - 1, whose products a kernel computes.
+template <class Tables, int first, int last> struct Products {
+  static constexpr int tiles = tiles_before<Tables>(last) - tiles_before<Tables>(first);
+  static constexpr int words = warp_tiles * tiles * depth * matrix_words;  // of a warp's matrices
+  static constexpr int operand_slots = Tiling<Tables>::list.most_operands;
+  static constexpr int number_bytes = wide ? (int)sizeof(real) : 2;
+  static constexpr int part_bytes = columns * operand_row * number_bytes;
+  static constexpr int operand_bytes = (wide ? 1 : operand_parts) * part_bytes;
+  static constexpr int bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
+  static constexpr int registers = resident && !wide ? warp_tiles * tiles * depth * matrix_parts : 1;
+
+  const Inputs& in;
+  const int head;
+  char* memory;  // operands
+  const unsigned* source;
+  unsigned matrix[registers][4];
+  int round = 0;
+
+  PARARNN_FUNCTION Products(const Inputs& in, int head, const unsigned* packed, char* memory)
+      : in(in), head(head), memory(memory),
+        source(packed + ((int64)head * warps + warp()) * words + lane() * 4) {
+    if constexpr (resident && !wide) {
+      each<registers>([&](int i) { load(i, matrix[i]); });
+    }
+    for (int i = threadIdx.x * 4; i < bytes; i += warps * lanes * 4) *reinterpret_cast<int*>(memory + i) = 0;
+    __syncthreads();
+  }
+
+  // Loads fragments of a tile's part: [tile of the warp][tile of the stages][depth][part].
+  PARARNN_FUNCTION void load(int index, unsigned (&fragments)[4]) const {
+    const Pack<unsigned, 4> pack = *reinterpret_cast<const Pack<unsigned, 4>*>(source + (int64)index * lanes * 4);
+    each<4>([&](int i) { fragments[i] = pack.items[i]; });
+  }
+
+  PARARNN_FUNCTION char* slot(int operand) const {
+    return memory + (round % 2 * operand_slots + operand) * operand_bytes;
+  }
+
+  // Writes an operand of a stage, by its number in the stage.
+  PARARNN_FUNCTION void write(int operand, const Numbers& x) const {
+    if constexpr (wide) {
+      real* target = reinterpret_cast<real*>(slot(operand));
+      each<per_lane>([&](int c) {
+        if (exists(c)) target[column_of_side(side_of(c)) * operand_row + unit_of(c)] = x[c];
+      });
+    } else {
+      Numbers left;
+      each<per_lane>([&](int c) { left[c] = exists(c) ? x[c] : constant(0); });
+      const unsigned target = shared_address(slot(operand));
+      each<operand_parts>([&](int part) {
+        each<per_lane / 2>([&](int pair) {
+          const int c = pair * 2;
+          const unsigned word = to_bfloat16s((float)left[c], (float)left[c + 1]);
+          const int unit = first_unit(tile_of(c)) + c % numbers_of_tile / 2 * 8;
+          if (unit < depth * 16) store_transposed(target + part * part_bytes + unit * 2, operand_row * 2, word);
+          left[c] = rest(left[c], word << 16);
+          left[c + 1] = rest(left[c + 1], word & 0xffff0000u);
+        });
+      });
+    }
+  }
+
+  // The rest of a number after its first part; none of infinity.
+  static PARARNN_FUNCTION real rest(real x, unsigned first_part) {
+    const float left = (float)x - __uint_as_float(first_part);
+    return left == left ? left : 0.0f;
+  }
+
+  // Multiplies the operands of a stage, which all warps have written.
+  template <int stage, int count> PARARNN_FUNCTION void multiply(real (&product)[count][per_lane]) {
+    __syncthreads();
+    if constexpr (wide) multiply_wide<stage>(product);
+    else multiply_parts<stage>(product);
+    ++round;
+  }
+
+  template <int stage, int count> PARARNN_FUNCTION void multiply_wide(real (&product)[count][per_lane]) {
+    constexpr int begin = Tables::first_product[stage], own = Tables::first_product[stage + 1] - begin;
+    each<own>([&](int i) {
+      const Product& one = Tables::products[begin + i];
+      const real* x = reinterpret_cast<const real*>(slot(one.operand - Tables::first_operand[stage]));
+      const matrix_io* m = reinterpret_cast<const matrix_io*>(in.params[one.matrix]) +
+                           (int64)head * head_width * head_width;
+      const int down = one.transposed ? 1 : head_width, right = one.transposed ? head_width : 1;
+      each<per_lane>([&](int c) { product[begin + i][c] = constant(0); });
+      for (int k = 0; k < head_width; ++k)
+        each<per_lane>([&](int c) {
+          const real factor = load_or(m + k * down + unit_of(c) * right, exists(c), constant(0));
+          product[begin + i][c] = multiply_add(factor, x[column_of_side(side_of(c)) * operand_row + k],
+                                               product[begin + i][c]);
+        });
+    });
+  }
+
+  template <int stage, int count> PARARNN_FUNCTION void multiply_parts(real (&product)[count][per_lane]) {
+    constexpr int begin = tiles_before<Tables>(stage), own = tiles_before<Tables>(stage + 1) - begin;
+    constexpr int skipped = begin - tiles_before<Tables>(first);
+    constexpr int most = matrix_parts > operand_parts ? matrix_parts : operand_parts;
+    constexpr int chains = most > 1 ? 2 : 1;  // of sums, which do not wait for each other
+    float sum[own * warp_tiles][chains][4];
+    each<own * warp_tiles>([&](int i) {
+      each<chains>([&](int chain) { each<4>([&](int j) { sum[i][chain][j] = 0.0f; }); });
+    });
+    constexpr int operands = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
+    const auto multiply_tile = [&](int k) {
+      unsigned x[operands][operand_parts][2];
+      each<operands>([&](int o) {
+        each<operand_parts>([&](int part) {
+          load_tiles(shared_address(slot(o)) + part * part_bytes + k * 32, operand_row * 2, x[o][part]);
+        });
+      });
+      each<own>([&](int i) {
+        each<warp_tiles>([&](int tile) {
+          const int at = ((tile * tiles + skipped + i) * depth + k) * matrix_parts;
+          const int o = Tiling<Tables>::list.items[begin + i].operand - Tables::first_operand[stage];
+          each<matrix_parts>([&](int part) {
+            unsigned streamed[4];
+            if constexpr (!resident) load(at + part, streamed);
+            each<operand_parts>([&](int other) {
+              if (part + other >= most) return;
+              float(&target)[4] = sum[i * warp_tiles + tile][part + other == 0 ? 0 : chains - 1];
+              if constexpr (resident) add_product(target, matrix[at + part], x[o][other]);
+              else add_product(target, streamed, x[o][other]);
+            });
+          });
+        });
+      });
+    };
+    if constexpr (resident) {
+      each<depth>(multiply_tile);
+    } else {
+#pragma unroll 2
+      for (int k = 0; k < depth; ++k) multiply_tile(k);
+    }
+    each<own>([&](int i) {
+      const Item& item = Tiling<Tables>::list.items[begin + i];
+      each<warp_tiles>([&](int tile) {
+        each<4>([&](int j) {
+          real total = sum[i * warp_tiles + tile][0][j];
+          if constexpr (chains == 2) total += sum[i * warp_tiles + tile][1][j];
+          const int half = units == 8 ? j / 2 : 0, number = units == 8 ? j % 2 : j;
+          if (half < item.halves) product[item.product + half][tile * numbers_of_tile + number] = total;
+        });
+      });
+    });
+  }
+};
+
+// Packs the matrices of a kernel's stages: [head][warp][tile of the warp][tile][depth][part][lane][word].
+template <class Tables, int first, int last> PARARNN_FUNCTION void pack(const PackProblem& p) {
+  using Own = Products<Tables, first, last>;
+  const int64 count = (int64)heads * warps * Own::words / (matrix_parts * 4);
+  for (int64 i = (int64)blockIdx.x * 256 + threadIdx.x; i < count; i += (int64)gridDim.x * 256) {
+    const int own_lane = i % lanes, k = i / lanes % depth;
+    const int item = i / lanes / depth % Own::tiles, tile = i / lanes / depth / Own::tiles % warp_tiles;
+    const int owner = i / lanes / depth / Own::tiles / warp_tiles % warps;
+    const int head = i / lanes / depth / Own::tiles / warp_tiles / warps;
+    const Item own = Tiling<Tables>::list.items[tiles_before<Tables>(first) + item];
+    unsigned* target = p.packed + (i / lanes * matrix_parts * lanes + own_lane) * 4;
+    for (int word = 0; word < 4; ++word) {
+      const int row = own_lane / 4 + word % 2 * 8, column = k * 16 + own_lane % 4 * 2 + word / 2 * 8;
+      const int half = units == 8 ? row / 8 : 0;
+      const int unit = (owner * warp_tiles + tile) * units + (units == 8 ? row % 8 : row);
+      float left[2];
+      for (int j = 0; j < 2; ++j) {
+        const bool there = half < own.halves && unit < head_width && column + j < head_width;
+        const Product one = Tables::products[own.product + (there ? half : 0)];
+        const matrix_io* m = reinterpret_cast<const matrix_io*>(p.params[one.matrix]) +
+                             (int64)head * head_width * head_width;
+        const int64 index = one.transposed ? (int64)unit * head_width + column + j
+                                           : (int64)(column + j) * head_width + unit;
+        left[j] = there ? (float)widen(m[index]) : 0.0f;
+      }
+      for (int part = 0; part < matrix_parts; ++part) {
+        const unsigned bits = to_bfloat16s(left[0], left[1]);
+        target[part * lanes * 4 + word] = bits;
+        left[0] = (float)Own::rest(left[0], bits << 16);
+        left[1] = (float)Own::rest(left[1], bits & 0xffff0000u);
+      }
+    }
+  }
+}
+
+}  // namespace pararnn

@@ -1,0 +1,106 @@
+// Products that only the step needs, for all steps at once: their operands follow from the saved states. A
+// block runs 8 steps of a row as its columns.
+#pragma once
+#include "inputs.h"
+#include "products.h"
+
+namespace pararnn {
+
+struct BackwardTables {
+  static constexpr int stages = backward_stages;
+  static constexpr const int* first_operand = backward_first_operand;
+  static constexpr const int* first_product = backward_first_product;
+  static constexpr const Product* products = backward_products;
+};
+using StepProducts = Products<BackwardTables, 0, backward_recomputed>;
+using AdjointProducts = Products<BackwardTables, backward_recomputed, backward_stages>;
+
+constexpr int backward_products_count = backward_first_product[backward_stages];
+constexpr int backward_operands_count = backward_first_operand[backward_stages];
+constexpr int recomputed_products = backward_first_product[backward_recomputed];
+
+// Loads the state before a step of a row into a lane's number.
+PARARNN_FUNCTION void load_previous(Fragment<num_states>& x, const BackwardProblem& p, const Place& place, int64 row,
+                                    int64 l, int c) {
+  const Inputs& in = p.in;
+  const int64 t = time_of(in, l), before = time_of(in, l - 1), at = row * in.length;
+  const bool there = row < in.rows && l < in.length && exists(c);
+  each<num_states>([&](int n) { x[n][c] = constant(0); });
+  if (!there) return;
+  int64 sequence = row;
+  bool begins = l == 0;
+  if (events) {
+    if (in.reset != nullptr && in.reset[at + t]) return;
+    if (in.seq != nullptr) {
+      sequence = in.seq[at + t];
+      if (sequence < 0) return;
+      begins = begins || in.seq[at + before] != sequence;
+    }
+  }
+  if (begins) load_states(x, in.initial, sequence, place, c);
+  else each<num_states>([&](int n) { x[n][c] = widen(p.states[n][(at + before) * channels + place.channel(c)]); });
+}
+
+struct Recompute {
+  static constexpr int bytes = StepProducts::bytes;
+
+  const BackwardProblem& p;
+  const Place place;  // its rows are not used: columns are steps
+  const Weights weights;
+  StepProducts products;
+  Fragment<num_states> state;
+  Fragment<num_gates> gate;
+  real field[per_lane][field_slots], carried[per_lane][backward_carried + 1];
+  real product[backward_products_count + 1][per_lane];
+
+  PARARNN_FUNCTION Recompute(const BackwardProblem& p, char* memory)
+      : p(p), place(blockIdx.x % heads), weights(p.in, place),
+        products(p.in, place.head, p.packed_step, memory) {}
+
+  template <int stage> PARARNN_FUNCTION void run_stages() {
+    constexpr int first = backward_first_operand[stage], count = backward_first_operand[stage + 1] - first;
+    Numbers operand[count + 1];
+    each<per_lane>([&](int c) {
+      const auto own_state = state.column(c);
+      const auto own_gate = gate.column(c);
+      const auto own_param = weights.params.column(c);
+      real own_product[backward_products_count + 1], own_operand[backward_operands_count + 1];
+      each<recomputed_products>([&](int i) { own_product[i] = product[i][c]; });
+      backward_stage<stage>(own_state, own_gate, field[c], own_param, own_product, nullptr, carried[c],
+                            own_operand, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
+      each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
+    });
+    each<count>([&](int i) { products.write(i, operand[i]); });
+    products.template multiply<stage>(product);
+    if constexpr (stage + 1 < backward_recomputed) run_stages<stage + 1>();
+  }
+
+  PARARNN_FUNCTION void run() {
+    const Inputs& in = p.in;
+    const int64 tiles = (in.length + columns - 1) / columns, all = in.rows * tiles;
+    for (int64 tile = blockIdx.x / heads; tile < all; tile += gridDim.x / heads) {
+      const int64 row = tile / tiles, begin = tile % tiles * columns;
+      each<per_lane>([&](int c) {
+        const int64 l = begin + column_of_side(side_of(c)), t = time_of(in, l);
+        const bool there = l < in.length && exists(c);
+        load_previous(state, p, place, row, l, c);
+        each<num_gates>([&](int g) {
+          gate[g][c] = weights.bias[g][c] +
+                       load_or(gate_address(in, place.head, row, g, t, unit_of(c)), there, constant(0));
+        });
+        load_fields(in, place, row, t, c, there, field[c]);
+      });
+      run_stages<0>();
+      each<per_lane>([&](int c) {
+        const int64 l = begin + column_of_side(side_of(c));
+        if (l >= in.length || !exists(c)) return;
+        const int64 index = (row * in.length + time_of(in, l)) * channels + place.channel(c);
+        each<recomputed_products>([&](int i) {
+          p.recomputed[i * in.rows * in.length * channels + index] = product[i][c];
+        });
+      });
+    }
+  }
+};
+
+}  // namespace pararnn
