@@ -107,6 +107,7 @@ inline unsigned short to_float16(float x) {
   if (std::isnan(x)) return 0x7fff;
   const float size = std::fabs(x);
   if (size >= 65520.0f) return sign | 0x7c00;
+  if (size == 0.0f) return sign;
   int exponent;
   std::frexp(size, &exponent);  // size < 2^exponent
   const int unit = max(exponent - 11, -24);

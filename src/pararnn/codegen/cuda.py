@@ -22,6 +22,7 @@ from pararnn.codegen.mixing_cuda import (
     MixingVariant,
     kernels_in,
     source_of_mixing,
+    usual_mixing_variants,
 )
 from pararnn.codegen.nvrtc import (
     CLUSTERS,
@@ -38,7 +39,7 @@ from pararnn.codegen.nvrtc import (
 from pararnn.codegen.source import IO_TYPES, source_file
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
-from pararnn.program.program import Program
+from pararnn.program.program import MIXING, Program
 
 SHARED_BYTES = 48 * 1024
 """Shared memory of a block without a request for more."""
@@ -236,6 +237,14 @@ def usual(
         if capability < OLDEST:
             raise ToolchainError(too_old("the requested GPU", capability))
     jobs = dict[object, Callable[[], object]]()
+    if program.family == MIXING:
+        heads = next((p.shape[0] for p in cell.parameters() if p.ndim == 3), 1)
+        variants = usual_mixing_variants(
+            program, dtype, heads, cell.hidden_size // heads, weight_dtype, capability
+        )
+        jobs = {(program.key, own): partial(make, program, own, capability) for own in variants}
+        check = partial(check_buildable, program, dtype, capability, "sequential", make)
+        return {(program.key, dtype, "sequential"): check, **jobs}
     size, clusters = cell.hidden_size, capability >= CLUSTERS
     width = size // cell.num_heads
     for solver in SOLVERS:
@@ -260,6 +269,10 @@ def check_buildable(
     make: Make | None = None,
 ) -> None:
     """Compile kernels of a small size, which fail if any does. Raises EngineError."""
+    if program.family == MIXING:
+        for own in usual_mixing_variants(program, dtype, 1, LANES, None, capability):
+            (make or kernels_of)(program, own, capability)
+        return
     variants = usual_variants(program, dtype, LANES, LANES, solver=solver)
     for variant in variants:  # with many gates only some fit: the largest must
         backward = variant.direction == "backward"

@@ -60,6 +60,34 @@ class MixingVariant(NamedTuple):
     solver: str = "sequential"
 
 
+def usual_mixing_variants(
+    program: Program,
+    dtype: torch.dtype,
+    heads: int,
+    head_width: int,
+    weight_dtype: torch.dtype | None,
+    capability: tuple[int, int],
+) -> list[MixingVariant]:
+    """Return the variants of a layer's training and decoding without resets."""
+    weight_dtype = weight_dtype or compute_dtype(dtype)
+    bits = 16 | head_width * dtype.itemsize
+    return [
+        MixingVariant(
+            direction,
+            dtype,
+            weight_dtype,
+            weight_dtype,
+            heads,
+            head_width,
+            chunk=bits & -bits,
+            broadcast=(False,) * len(program.fields),
+            arriving=tuple(n == 0 for n in range(program.num_states) if direction == "backward"),
+            shared=shared_bytes_of(capability),
+        )
+        for direction in ("forward", "backward")
+    ]
+
+
 class Tiles(NamedTuple):
     """Tiles of a block: see cuda/mixing/block.h and products.h.
 
@@ -96,6 +124,29 @@ def _matrix_tiles(own: Pass, units: int, first: int, last: int) -> int:
     return count
 
 
+class _Fit(NamedTuple):
+    """Tiles of a size. products: of tiles of matrices and operands, a step and 16 numbers."""
+
+    units: int
+    warp_tiles: int
+    warps: int
+    resident: bool
+    products: int
+
+
+def _fit(own: Pass, split: tuple[int, int], width: int, units: int, registers: int) -> _Fit:
+    """Return the tiles for heads of a width; `registers`: of a tile of matrices."""
+    first, last = split
+    tiles = -(-width // units)
+    warp_tiles = -(-tiles // MAX_WARPS)
+    warps = -(-tiles // warp_tiles)
+    count = _matrix_tiles(own, units, first, last)
+    most = max(count, _matrix_tiles(own, units, 0, first))
+    there = min(MAX_REGISTERS, REGISTERS // (warps * 32))
+    resident = warp_tiles * most * registers + OTHER_REGISTERS <= there
+    return _Fit(units, warp_tiles, warps, resident, tiles * count)
+
+
 def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     """Plan the tiles of a block. Raises EngineError for cells that do not fit."""
     dtype, width = variant.dtype, variant.head_width
@@ -106,14 +157,11 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     wide = compute == torch.float64
     operand_parts = 1 if wide else max(2, PARTS[dtype])
     matrix_parts = 1 if wide else min(PARTS[variant.matrix_dtype], max(2, PARTS[dtype]))
-    units = 8 if width <= 8 * MAX_WARPS else 16
-    tiles = -(-width // units)
-    warp_tiles = -(-tiles // MAX_WARPS)
-    warps = -(-tiles // warp_tiles)
-    depth = -(-width // 16)
-    count = max(_matrix_tiles(own, units, first, last), _matrix_tiles(own, units, 0, first))
-    held = warp_tiles * count * depth * matrix_parts * 4
-    resident = held + OTHER_REGISTERS <= min(MAX_REGISTERS, REGISTERS // (warps * 32))
+    depth, split = -(-width // 16), (first, last)
+    options = [_fit(own, split, width, units, depth * matrix_parts * 4) for units in (8, 16)]
+    # Registers first, then the fewest products of tiles; narrow tiles have more warps.
+    fit = min(options, key=lambda fit: (not fit.resident, fit.products))
+    units, warp_tiles, warps, resident, _ = fit
 
     def words(begin: int, end: int) -> int:
         pieces = warp_tiles * _matrix_tiles(own, units, begin, end) * depth

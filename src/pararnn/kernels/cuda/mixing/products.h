@@ -134,6 +134,7 @@ template <class Tables, int first, int last> struct Products {
                            (int64)head * head_width * head_width;
       const int down = one.transposed ? 1 : head_width, right = one.transposed ? head_width : 1;
       each<per_lane>([&](int c) { product[begin + i][c] = constant(0); });
+#pragma unroll 4
       for (int k = 0; k < head_width; ++k)
         each<per_lane>([&](int c) {
           const real factor = load_or(m + k * down + unit_of(c) * right, exists(c), constant(0));
