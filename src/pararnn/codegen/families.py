@@ -196,7 +196,6 @@ def _mixing_structs_of_cuda(own: Structs) -> Structs:
             *_BACKWARD,
             Field("GateStrides", "grad_gate_strides"),
             packed,
-            packed._replace(name="packed_step", note="of the recomputed products"),
             Field("scalar*", "recomputed", "(product, row, time, channel)"),
             Field("vector_io*", "left", vectors),
             Field("vector_io*", "right", vectors),

@@ -13,8 +13,6 @@ from pararnn.numerics import compute_dtype
 from pararnn.program.mixing import Pass
 from pararnn.program.program import Program
 
-COLUMNS = 8
-"""Rows of a batch that a block runs."""
 MAX_WARPS = 16
 REGISTERS = 2**16
 """Registers of a multiprocessor."""
@@ -40,7 +38,9 @@ def vector_dtype(dtype: torch.dtype) -> torch.dtype:
 class MixingVariant(NamedTuple):
     """Specialisation of a kernel, in addition to the cell: see cuda/mixing/block.h.
 
-    direction: "forward" or "backward". chunk: bytes that all rows are aligned to, 16 at most.
+    direction: "forward", "backward", or "recompute" for the products that only the step needs, of
+    all steps at once. sides: a block runs 4 or 8 columns. gate_gap: elements between gates, 0 if a
+    launch says. chunk: bytes that all rows are aligned to, 16 at most.
     matrix_dtype: of the matrices in memory. events, broadcast, arriving: see `cuda.Variant`.
     shared: bytes of shared memory that a block may have.
     """
@@ -51,6 +51,8 @@ class MixingVariant(NamedTuple):
     matrix_dtype: torch.dtype
     heads: int
     head_width: int
+    sides: int = 2
+    gate_gap: int = 0
     chunk: int = 16
     reverse: bool = False
     events: bool = False
@@ -71,29 +73,43 @@ def usual_mixing_variants(
     """Return the variants of a layer's training and decoding without resets."""
     weight_dtype = weight_dtype or compute_dtype(dtype)
     bits = 16 | head_width * dtype.itemsize
+    own = MixingVariant(
+        "forward",
+        dtype,
+        weight_dtype,
+        weight_dtype,
+        heads,
+        head_width,
+        gate_gap=head_width,
+        chunk=bits & -bits,
+        broadcast=(False,) * len(program.fields),
+        shared=shared_bytes_of(capability),
+    )
+    arriving = tuple(n == 0 for n in range(program.num_states))
     return [
-        MixingVariant(
-            direction,
-            dtype,
-            weight_dtype,
-            weight_dtype,
-            heads,
-            head_width,
-            chunk=bits & -bits,
-            broadcast=(False,) * len(program.fields),
-            arriving=tuple(n == 0 for n in range(program.num_states) if direction == "backward"),
-            shared=shared_bytes_of(capability),
-        )
-        for direction in ("forward", "backward")
+        variant
+        for sides in (1, 2)
+        for forward in [own._replace(sides=sides)]
+        for variant in variants_of_pass(program, forward)
+        + variants_of_pass(program, forward._replace(direction="backward", arriving=arriving))
     ]
+
+
+def variants_of_pass(program: Program, variant: MixingVariant) -> list[MixingVariant]:
+    """Return the variants whose kernels a pass runs: its own, and in the backward pass the one that
+    computes the step's own products first, if there are any."""
+    own = program.mixing[compute_dtype(variant.dtype)].backward
+    if variant.direction == "forward" or not own.recomputed:
+        return [variant]
+    first = variant._replace(direction="recompute", sides=2, arriving=())
+    return [variant, first]
 
 
 class Tiles(NamedTuple):
     """Tiles of a block: see cuda/mixing/block.h and products.h.
 
     resident: True if registers hold the matrices for the whole sequence. words: of one head's
-    packed matrices, and step_words of those of the recomputed products. shared_bytes,
-    recompute_bytes: shared memory of a block.
+    packed matrices. shared_bytes: shared memory of a block.
     """
 
     units: int
@@ -104,9 +120,7 @@ class Tiles(NamedTuple):
     resident: bool
     steps_ahead: int
     words: int
-    step_words: int
     shared_bytes: int
-    recompute_bytes: int
 
 
 def shared_bytes_of(capability: tuple[int, int]) -> int:
@@ -136,14 +150,12 @@ class _Fit(NamedTuple):
 
 def _fit(own: Pass, split: tuple[int, int], width: int, units: int, registers: int) -> _Fit:
     """Return the tiles for heads of a width; `registers`: of a tile of matrices."""
-    first, last = split
     tiles = -(-width // units)
     warp_tiles = -(-tiles // MAX_WARPS)
     warps = -(-tiles // warp_tiles)
-    count = _matrix_tiles(own, units, first, last)
-    most = max(count, _matrix_tiles(own, units, 0, first))
+    count = _matrix_tiles(own, units, *split)
     there = min(MAX_REGISTERS, REGISTERS // (warps * 32))
-    resident = warp_tiles * most * registers + OTHER_REGISTERS <= there
+    resident = warp_tiles * count * registers + OTHER_REGISTERS <= there
     return _Fit(units, warp_tiles, warps, resident, tiles * count)
 
 
@@ -151,31 +163,36 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     """Plan the tiles of a block. Raises EngineError for cells that do not fit."""
     dtype, width = variant.dtype, variant.head_width
     compute = compute_dtype(dtype)
-    mixing, backward = program.mixing[compute], variant.direction == "backward"
-    own = mixing.backward if backward else mixing.forward
-    first, last = (own.recomputed, len(own.stages)) if backward else (0, len(own.stages))
+    mixing = program.mixing[compute]
+    own = mixing.forward if variant.direction == "forward" else mixing.backward
+    split = {
+        "forward": (0, len(own.stages)),
+        "backward": (own.recomputed, len(own.stages)),
+        "recompute": (0, own.recomputed),
+    }[variant.direction]
     wide = compute == torch.float64
     operand_parts = 1 if wide else max(2, PARTS[dtype])
     matrix_parts = 1 if wide else min(PARTS[variant.matrix_dtype], max(2, PARTS[dtype]))
-    depth, split = -(-width // 16), (first, last)
+    depth = -(-width // 16)
     options = [_fit(own, split, width, units, depth * matrix_parts * 4) for units in (8, 16)]
     # Registers first, then the fewest products of tiles; narrow tiles have more warps.
     fit = min(options, key=lambda fit: (not fit.resident, fit.products))
     units, warp_tiles, warps, resident, _ = fit
-
-    def words(begin: int, end: int) -> int:
-        pieces = warp_tiles * _matrix_tiles(own, units, begin, end) * depth
-        return 0 if wide else warps * pieces * matrix_parts * 32 * 4
+    count = _matrix_tiles(own, units, *split)
 
     operands = max(stage.count("operand") for stage in own.stages)
     number_bytes = 8 if wide else 2 * operand_parts
-    operand_bytes = 2 * operands * COLUMNS * (depth * 16 + 8) * number_bytes
-    numbers = len(program.gates) * dtype.itemsize
-    if backward:
-        recomputed = sum(len(stage.products) for stage in own.stages[:first])
+    operand_bytes = 2 * operands * 8 * (depth * 16 + 8) * number_bytes
+    numbers = 0  # of bytes a step, channel and row, that come through the ring
+    if variant.direction != "recompute":
+        numbers = len(program.gates) * dtype.itemsize
+    if variant.direction == "backward":
+        recomputed = sum(len(stage.products) for stage in own.stages[: own.recomputed])
         numbers += 2 * program.num_states * dtype.itemsize + recomputed * compute.itemsize
-    step_bytes = warps * numbers * COLUMNS * warp_tiles * units
-    steps_ahead = min(MAX_STEPS_AHEAD, (variant.shared - operand_bytes) // step_bytes - 1)
+    step_bytes = warps * numbers * 4 * variant.sides * warp_tiles * units
+    steps_ahead = MAX_STEPS_AHEAD
+    if step_bytes:
+        steps_ahead = min(steps_ahead, (variant.shared - operand_bytes) // step_bytes - 1)
     if steps_ahead < 1:
         raise EngineError(
             f"{program.cell_name} with heads of {width} channels needs "
@@ -191,10 +208,8 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         matrix_parts=matrix_parts,
         resident=resident,
         steps_ahead=steps_ahead,
-        words=words(first, last),
-        step_words=words(0, first) if backward else 0,
+        words=0 if wide else warps * warp_tiles * count * depth * matrix_parts * 32 * 4,
         shared_bytes=operand_bytes + (steps_ahead + 1) * step_bytes,
-        recompute_bytes=operand_bytes,
     )
 
 
@@ -213,26 +228,25 @@ def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable
         kernels["pack"] = Launchable((256, 1))
     if variant.direction == "backward":
         kernels["sum_weights"] = Launchable((32, 8))
-        kernels["recompute"] = Launchable((tiles.warps * 32, 1), tiles.recompute_bytes)
-        if tiles.step_words:
-            kernels["pack_steps"] = Launchable((256, 1))
     return kernels
 
 
 _TILES = ("units", "warp_tiles", "warps", "operand_parts", "matrix_parts", "steps_ahead",
-          "shared_bytes", "recompute_bytes")  # fmt: skip
+          "shared_bytes")  # fmt: skip
 """Fields of `Tiles` that are constants of the same name in kernels."""
 
 
 def source_of_mixing(program: Program, variant: MixingVariant) -> str:
     """Return the CUDA file of a variant. Raises EngineError as `tiles_of` and `source_file`."""
-    tiles, backward = tiles_of(program, variant), variant.direction == "backward"
+    tiles, backward = tiles_of(program, variant), variant.direction != "forward"
     numbers = {name: getattr(tiles, name) for name in _TILES}
     numbers |= {
         "heads": variant.heads,
         "head_width": variant.head_width,
+        "sides": variant.sides,
+        "gate_gap": variant.gate_gap,
         "chunk": variant.chunk,
-        "per_lane": tiles.warp_tiles * tiles.units // 4,
+        "per_lane": tiles.warp_tiles * tiles.units // 8 * variant.sides,
     }
     flags = {
         "resident": tiles.resident,
@@ -254,6 +268,7 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
     ]
     defines = {
         "BACKWARD": int(backward),
+        "RECOMPUTE": int(variant.direction == "recompute"),
         "CLUSTER": 0,
         "APPROXIMATE": int(variant.dtype == torch.bfloat16),
         "REFINED": int(variant.dtype == torch.float32 and backward),

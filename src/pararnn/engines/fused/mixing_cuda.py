@@ -12,11 +12,11 @@ from pararnn.codegen.cuda import chunk_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Interface, Values, Words
 from pararnn.codegen.mixing_cuda import (
-    COLUMNS,
     MixingVariant,
     Tiles,
     shared_bytes_of,
     tiles_of,
+    variants_of_pass,
     vector_dtype,
 )
 from pararnn.codegen.targets import Gpu
@@ -34,8 +34,9 @@ from pararnn.program.mixing import Mixing
 from pararnn.program.program import Program
 
 MAX_BLOCKS = 2**31 - 1
-PACK_THREADS = 256
-RECOMPUTE_WAVES = 2
+PACK_THREADS, SUM_CHANNELS = 256, 32
+"""Threads of a block that packs matrices; channels of one that adds up sums."""
+RECOMPUTE_BLOCKS = 8
 """Blocks a multiprocessor that compute products for all steps at once."""
 
 
@@ -52,12 +53,20 @@ class MixingLayouts(NamedTuple):
     arriving: tuple[tuple[int, int] | None, ...] = ()
 
 
+class Kernels(NamedTuple):
+    """Kernels of a variant by name, and its tiles."""
+
+    kernels: Mapping[str, Any]
+    tiles: Tiles
+
+
 class MixingLaunch(NamedTuple):
     """Pass on calls of one signature. Without blocks there is nothing to launch.
 
-    params: the slice of the params among a call's tensors. compute: the compute dtype. templates:
-    words of each kernel, by its name. spans: blocks of a head. outers: (heads, steps of all rows,
-    channels of a head) of the outer products. device_cores: multiprocessors.
+    weights, compute, gates: dtypes of the weights' gradients, of computations, and of the gates.
+    params: the slice of the params among a call's tensors. size: heads, steps of all rows, and
+    channels of a head. spans: blocks of a head. cores: multiprocessors. run, first: the kernels
+    along time, and those before them, which run in `first_blocks`. templates: words of each kernel.
     """
 
     gpu: Gpu
@@ -66,14 +75,14 @@ class MixingLaunch(NamedTuple):
     gates: torch.dtype
     params: slice
     mixing: Mixing
+    size: tuple[int, int, int] = (0, 0, 0)
     blocks: int = 0
     spans: int = 0
     cores: int = 1
-    tiles: Tiles | None = None
-    kernels: Mapping[str, Any] | None = None
+    run: Kernels | None = None
+    first: Kernels | None = None
+    first_blocks: int = 0
     templates: Mapping[str, Template] | None = None
-    size: tuple[int, int, int] = (0, 0, 0)
-    recompute_blocks: int = 0
 
     def new_info(self, gates: Tensor) -> Tensor:
         """Allocate the counts of a forward pass."""
@@ -92,60 +101,64 @@ class MixingLaunch(NamedTuple):
 
     def forward(self, tensors: list[Tensor | None], info: Tensor) -> None:
         """Launch a forward pass."""
-        if self.blocks and self.tiles is not None:
-            packed = self._pack("pack", tensors, self.tiles.words)
-            self._call("run", (self.blocks, 1), [*tensors, packed])
+        if self.run is not None:
+            self._launch(self.run, self.blocks, tensors, [])
 
     def backward(
         self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
     ) -> None:
         """Launch a backward pass, and add up the gradients of weights if wanted."""
-        gates, tiles = tensors[0], self.tiles
-        if not self.blocks or tiles is None or gates is None:
+        gates, partial = tensors[0], tensors[-1]
+        if self.run is None or gates is None or partial is None:
             return
         mixing, (heads, steps, width) = self.mixing, self.size
-        packed = self._pack("pack", tensors, tiles.words)
-        packed_steps = self._pack("pack_steps", tensors, tiles.step_words)
-        count = sum(len(s.products) for s in mixing.backward.stages[: mixing.backward.recomputed])
-        recomputed = gates.new_empty((count, steps, heads * width), dtype=self.compute)
-        left = right = None
+        recomputed = left = right = None
+        if self.first is not None:
+            stages = mixing.backward.stages[: mixing.backward.recomputed]
+            count = sum(len(stage.products) for stage in stages)
+            recomputed = gates.new_empty((count, steps, heads * width), dtype=self.compute)
+            self._launch(self.first, self.first_blocks, tensors, [recomputed, None, None])
         if "params" in wanted and mixing.outers:
             dtype = vector_dtype(self.gates)
             left, right = (
                 gates.new_empty((heads, steps, n, width), dtype=dtype)
                 for n in (mixing.lefts, mixing.rights)
             )
-        partial = tensors[-1]
-        operands = [*tensors, packed, packed_steps, recomputed, left, right]
-        if count:
-            self._call("recompute", (self.recompute_blocks, 1), operands)
-        self._call("run", (self.blocks, 1), operands)
-        if "bias" in wanted or "params" in wanted:
-            channels = heads * width
-            num_weights = 0 if partial is None else partial.shape[1]
-            if num_weights:
-                grid = (-(-channels // 32), num_weights)
-                self._call("sum_weights", grid, [partial, *weights])
+        self._launch(self.run, self.blocks, tensors, [recomputed, left, right])
+        if ("bias" in wanted or "params" in wanted) and partial.shape[1]:
+            grid = (-(-heads * width // SUM_CHANNELS), partial.shape[1])
+            self._call(self.run, "sum_weights", grid, [partial, *weights])
         if left is not None and right is not None:
             self._add_outers(weights[1:], left, right)
 
-    def _pack(self, kernel: str, tensors: Sequence[Tensor | None], words: int) -> Tensor | None:
-        """Return the matrices as the products of a pass read them; None for none."""
-        gates = tensors[0]
-        if not words or gates is None or self.tiles is None:
-            return None
-        heads = self.size[0]
-        packed = gates.new_empty(heads * words, dtype=torch.int32)
-        lanes = heads * words // (4 * self.tiles.matrix_parts)
-        self._call(kernel, (-(-lanes // PACK_THREADS), 1), [*tensors[self.params], packed])
-        return packed
+    def _launch(
+        self,
+        kernels: Kernels,
+        blocks: int,
+        tensors: Sequence[Tensor | None],
+        others: Sequence[Tensor | None],
+    ) -> None:
+        """Launch a kernel along time, or along all steps at once, with its packed matrices."""
+        gates, heads, packed = tensors[0], self.size[0], None
+        if kernels.tiles.words and gates is not None:
+            words = heads * kernels.tiles.words
+            packed = gates.new_empty(words, dtype=torch.int32)
+            threads = words // (4 * kernels.tiles.matrix_parts)
+            grid = (-(-threads // PACK_THREADS), 1)
+            self._call(kernels, "pack", grid, [*tensors[self.params], packed])
+        self._call(kernels, "run", (blocks, 1), [*tensors, packed, *others])
 
-    def _call(self, name: str, grid: tuple[int, int], tensors: Sequence[Tensor | None]) -> None:
-        assert self.kernels is not None
+    def _call(
+        self,
+        kernels: Kernels,
+        name: str,
+        grid: tuple[int, int],
+        tensors: Sequence[Tensor | None],
+    ) -> None:
         assert self.templates is not None
         device = next(t.device for t in tensors if t is not None)
         words = self.templates[name].fill(tensors)
-        self.gpu.call(device, self.kernels[name], grid, words, self.gpu.stream(device))
+        self.gpu.call(device, kernels.kernels[name], grid, words, self.gpu.stream(device))
 
     def _add_outers(self, grads: Sequence[Tensor | None], left: Tensor, right: Tensor) -> None:
         """Add the outer products of vectors (heads, steps, vector, K) to matrices' gradients."""
@@ -192,11 +205,14 @@ def make_mixing_launch(
     gates, backward = args.gates, layouts.gates is not None
     (rows, length, channels), (heads, width) = args.size, heads_of(gates.shape)
     dtype, device, compute = gates.dtype, gates.device, args.dtype
-    groups = -(-rows // COLUMNS)
+    cores = gpu.cores(device)
+    # Few blocks: half the columns in twice as many take less time.
+    sides = 1 if -(-rows // 4) * heads <= cores else 2
+    groups = -(-rows // (4 * sides))
     blocks = groups * heads if length else 0
     if blocks > MAX_BLOCKS:
         raise EngineError(
-            f"kernels take at most {MAX_BLOCKS} blocks of {COLUMNS} rows and a head, got "
+            f"kernels take at most {MAX_BLOCKS} blocks of 8 rows and a head, got "
             f"B = {rows} and {heads} heads; split the batch"
         )
     start = 2 + len(args.fields)
@@ -210,6 +226,9 @@ def make_mixing_launch(
     offsets = [layouts.chunk, width * size, channels * size, *[s * size for s in strides]]
     arriving = [stride or (0, 0) for stride in layouts.arriving]
     offsets += [s * size for stride in arriving for s in stride]
+    gaps = {strides[2]}
+    if layouts.gates is not None:
+        gaps.add(head_strides(gates.shape, layouts.gates)[2])
     capability = gpu.capability(device)
     matrix_dtypes = {args.params[i].dtype for i in mixing.matrices}
     variant = MixingVariant(
@@ -219,6 +238,8 @@ def make_mixing_launch(
         matrix_dtype=matrix_dtypes.pop() if matrix_dtypes else compute,
         heads=heads,
         head_width=width,
+        sides=sides,
+        gate_gap=width if gaps == {width} else 0,
         chunk=chunk_of(*offsets),
         reverse=args.options.reverse,
         events=args.seq is not None or args.reset is not None,
@@ -226,7 +247,10 @@ def make_mixing_launch(
         arriving=tuple(stride is not None for stride in layouts.arriving),
         shared=shared_bytes_of(capability),
     )
-    kernels = gpu.kernels(program, variant, capability)
+    each = [
+        Kernels(gpu.kernels(program, own, capability), tiles_of(program, own))
+        for own in variants_of_pass(program, variant)
+    ]
     interface, addresses = interface_of(program, "cuda", "sequential"), Addresses()
     counts = interface.counts
     inputs: Values = {
@@ -246,25 +270,23 @@ def make_mixing_launch(
         templates["run"] = template_of(interface.pack("ForwardProblem", values))
     else:
         values |= adjoint_values(addresses, arriving, counts.fields)
-        names = ("packed", "packed_step", "recomputed", "left", "right")
+        names = ("packed", "recomputed", "left", "right")
         values |= {name: addresses.next() for name in names}
         written = head_strides(gates.shape, layouts.gates)
         values["grad_gate_strides"] = gate_strides(interface, written)
         templates["run"] = template_of(interface.pack("BackwardProblem", values))
-        templates["recompute"] = templates["run"]
         templates["sum_weights"] = _sums_of(interface, mixing, groups)
-    templates["pack"] = templates["pack_steps"] = _pack_of(interface)
-    cores = gpu.cores(device)
-    columns = rows * -(-length // COLUMNS)
+    templates["pack"] = _pack_of(interface)
+    tiles = rows * -(-length // 8)  # of 8 steps of a row
     return empty._replace(
+        size=(heads, rows * length, width),
         blocks=blocks,
         spans=groups,
         cores=cores,
-        tiles=tiles_of(program, variant),
-        kernels=kernels,
+        run=each[0],
+        first=each[1] if len(each) > 1 else None,
+        first_blocks=heads * min(tiles, -(-RECOMPUTE_BLOCKS * cores // heads)),
         templates=templates,
-        size=(heads, rows * length, width),
-        recompute_blocks=heads * min(columns, -(-RECOMPUTE_WAVES * cores // heads)),
     )
 
 

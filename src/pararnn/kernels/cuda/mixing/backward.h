@@ -73,6 +73,7 @@ struct BackwardPass {
 
   PARARNN_FUNCTION void run(char* ring) {
     const Inputs& in = p.in;
+    const bool vectors = p.left != nullptr;
     const int64 length = in.length, step = reverse ? 1 : -1, steps = in.rows * length;
     const int64 gate_time = step * in.gate_strides.time * (int64)sizeof(io);
     const int64 state_time = step * channels * (int64)sizeof(io), product_time = step * channels * (int64)sizeof(real);
@@ -126,6 +127,20 @@ struct BackwardPass {
       if (!events && row < in.rows) load_states(adjoint, p.grad_final, row, place, c);
       each<num_gates>([&](int g) { grad_gate[g][c] = constant(0); });
     });
+    // Where the lane's first number of each column goes.
+    const int own = unit_of(0);
+    const int64 grad_time = step * p.grad_gate_strides.time, gap = gap_of(p.grad_gate_strides);
+    io* to_gates[sides];
+    vector_io *to_left[sides], *to_right[sides];
+    int64 index[sides];  // of the row's step
+    each<sides>([&](int side) {
+      const int64 row = place.row(side);
+      index[side] = row * length + last;
+      to_gates[side] = p.grad_gates + gate_offset(p.grad_gate_strides, place.head, row, 0, last, own);
+      const int64 at = (place.head * steps + index[side]) * head_width;
+      to_left[side] = p.left + at * num_lefts + own;
+      to_right[side] = p.right + at * num_rights + own;
+    });
     int slot = 0, free_slot = steps_ahead;
     for (int64 j = 0; j < length; ++j) {
       const int64 l = length - 1 - j, t = time_of(in, l);
@@ -163,28 +178,33 @@ struct BackwardPass {
         const int64 row = place.row(side);
         if (row >= in.rows || !exists(c)) return;
         const bool pad = events && event.pad(side);
+        const int offset = tile_of(c) * units + half_of(c);
         each<num_gates>([&](int g) {
-          const real own = pad ? constant(0) : grad_gate[g][c];
-          recent[g][c] += own;
-          p.grad_gates[gate_offset(p.grad_gate_strides, place.head, row, g, t, unit_of(c))] = narrow<io>(own);
+          const real grad = pad ? constant(0) : grad_gate[g][c];
+          recent[g][c] += grad;
+          to_gates[side][g * gap + offset] = narrow<io>(grad);
         });
-        const int64 index = row * length + t;
         each<num_fields>([&](int f) {
-          p.grad_fields[f][index * channels + place.channel(c)] = pad ? constant(0) : grad_field[c][f];
+          p.grad_fields[f][index[side] * channels + place.channel(c)] = pad ? constant(0) : grad_field[c][f];
         });
-        if (p.left != nullptr) {
-          const int64 at = (place.head * steps + index) * head_width;
+        if (vectors) {
           each<num_lefts>([&](int i) {
-            p.left[(at * num_lefts) + i * head_width + unit_of(c)] = narrow<vector_io>(pad ? constant(0) : left[i][c]);
+            to_left[side][i * head_width + offset] = narrow<vector_io>(pad ? constant(0) : left[i][c]);
           });
           each<num_rights>([&](int i) {
-            p.right[(at * num_rights) + i * head_width + unit_of(c)] = narrow<vector_io>(pad ? constant(0) : right[i][c]);
+            to_right[side][i * head_width + offset] = narrow<vector_io>(pad ? constant(0) : right[i][c]);
           });
         }
         const bool begins = events ? event.begin(side) && !pad : l == 0;
         const bool stops = events && (event.reset(side) || pad);
         each<num_states>([&](int n) { adjoint[n][c] = stops ? constant(0) : next[n][c]; });
         if (begins) store_states(p.grad_initial, adjoint, events ? event.now[side] : row, place, c);
+      });
+      each<sides>([&](int side) {
+        index[side] += step;
+        to_gates[side] += grad_time;
+        to_left[side] += step * num_lefts * head_width;
+        to_right[side] += step * num_rights * head_width;
       });
       if (j % sum_block == 0) {
         each<num_weights>([&](int i) {
@@ -200,9 +220,10 @@ struct BackwardPass {
     // Sums over the block's rows, always in the same order.
     const int64 span = blockIdx.x / heads;
     each<num_weights>([&](int i) {
-      each<per_lane / 2>([&](int pair) {
-        const int c = pair * 2;
-        real sum = (total[i][c] + recent[i][c]) + (total[i][c + 1] + recent[i][c + 1]);
+      each<per_lane / sides>([&](int pair) {
+        const int c = pair * sides;
+        real sum = total[i][c] + recent[i][c];
+        if (sides == 2) sum += total[i][c + sides - 1] + recent[i][c + sides - 1];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         if (lane() % 4 == 0 && exists(c)) p.partial[(span * num_weights + i) * channels + place.channel(c)] = sum;

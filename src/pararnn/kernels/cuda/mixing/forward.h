@@ -76,9 +76,12 @@ struct ForwardPass {
       const int64 row = place.row(side_of(c));
       if (!events && row < in.rows) load_states(state, in.initial, row, place, c);
     });
-    int64 index[2];  // of the lane's rows and units in the states
-    each<2>([&](int side) {
-      index[side] = (place.row(side) * length + time_of(in, 0)) * channels + place.head * head_width;
+    const int own = place.head * head_width + unit_of(0);
+    io* out[num_states][sides];  // where the lane's first number of each column goes
+    each<num_states>([&](int n) {
+      each<sides>([&](int side) {
+        out[n][side] = p.states[n] + (place.row(side) * length + time_of(in, 0)) * channels + own;
+      });
     });
     int slot = 0, free_slot = steps_ahead;
     for (int64 l = 0; l < length; ++l) {
@@ -105,12 +108,12 @@ struct ForwardPass {
         if (place.row(side) >= in.rows || !exists(c)) return;
         each<num_states>([&](int n) {
           state[n][c] = events && event.pad(side) ? constant(0) : next[n][c];
-          p.states[n][index[side] + unit_of(c)] = narrow<io>(state[n][c]);
+          out[n][side][tile_of(c) * units + half_of(c)] = narrow<io>(state[n][c]);
         });
         if (events ? event.end(side) && !event.pad(side) : l + 1 == length)
           store_states(p.final, state, events ? event.now[side] : place.row(side), place, c);
       });
-      each<2>([&](int side) { index[side] += step * channels; });
+      each<num_states>([&](int n) { each<sides>([&](int side) { out[n][side] += step * channels; }); });
       if (events) event.next(l);
     }
     wait_for_copies<0>();

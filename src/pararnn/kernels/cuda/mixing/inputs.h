@@ -21,6 +21,8 @@ PARARNN_FUNCTION int64 time_of(const Inputs& in, int64 l) { return reverse ? in.
 PARARNN_FUNCTION int64 gate_offset(const GateStrides& strides, int head, int64 row, int gate, int64 t, int unit) {
   return row * strides.row + t * strides.time + gate * strides.gate + head * strides.head + unit;
 }
+PARARNN_FUNCTION int64 gap_of(const GateStrides& strides) { return gate_gap > 0 ? gate_gap : strides.gate; }
+
 PARARNN_FUNCTION const io* gate_address(const Inputs& in, int head, int64 row, int gate, int64 t, int unit) {
   return in.gates + gate_offset(in.gate_strides, head, row, gate, t, unit);
 }
@@ -71,13 +73,13 @@ struct Events {
   const Place& place;
   int64 steps;
   int order;                         // of processing: 1 if step j is l = j, otherwise -1
-  int before[2], now[2], after[2];   // numbers of sequences: of the steps l - 1, l, l + 1
-  bool resets[2], next_resets[2];
+  int before[sides], now[sides], after[sides];  // numbers of sequences: of the steps l - 1, l, l + 1
+  bool resets[sides], next_resets[sides];
 
   PARARNN_FUNCTION Events(const Inputs& in, const Place& place, int order)
       : in(in), place(place), steps(in.length), order(order) {
     const int64 l = order > 0 ? 0 : steps - 1;
-    each<2>([&](int side) {
+    each<sides>([&](int side) {
       (order > 0 ? before : after)[side] = -2;
       now[side] = number(side, l);
       (order > 0 ? after : before)[side] = number(side, l + order);
@@ -96,7 +98,7 @@ struct Events {
   }
   // Goes on from step l to the next one.
   PARARNN_FUNCTION void next(int64 l) {
-    each<2>([&](int side) {
+    each<sides>([&](int side) {
       (order > 0 ? before : after)[side] = now[side];
       now[side] = (order > 0 ? after : before)[side];
       (order > 0 ? after : before)[side] = number(side, l + 2 * order);

@@ -55,7 +55,7 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int words = warp_tiles * tiles * depth * matrix_words;  // of a warp's matrices
   static constexpr int operand_slots = Tiling<Tables>::list.most_operands;
   static constexpr int number_bytes = wide ? (int)sizeof(real) : 2;
-  static constexpr int part_bytes = columns * operand_row * number_bytes;
+  static constexpr int part_bytes = 8 * operand_row * number_bytes;
   static constexpr int operand_bytes = (wide ? 1 : operand_parts) * part_bytes;
   static constexpr int bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
   static constexpr int registers = resident && !wide ? warp_tiles * tiles * depth * matrix_parts : 1;
@@ -99,13 +99,12 @@ template <class Tables, int first, int last> struct Products {
       each<per_lane>([&](int c) { left[c] = exists(c) ? x[c] : constant(0); });
       const unsigned target = shared_address(slot(operand));
       each<operand_parts>([&](int part) {
-        each<per_lane / 2>([&](int pair) {
-          const int c = pair * 2;
-          const unsigned word = to_bfloat16s((float)left[c], (float)left[c + 1]);
-          const int unit = first_unit(tile_of(c)) + c % numbers_of_tile / 2 * 8;
+        each<per_lane / sides>([&](int pair) {
+          const int c = pair * sides, unit = first_unit(tile_of(c)) + half_of(c);
+          const unsigned word = to_bfloat16s((float)left[c], sides == 2 ? (float)left[c + sides - 1] : 0.0f);
           if (unit < depth * 16) store_transposed(target + part * part_bytes + unit * 2, operand_row * 2, word);
           left[c] = rest(left[c], word << 16);
-          left[c + 1] = rest(left[c + 1], word & 0xffff0000u);
+          if (sides == 2) left[c + 1] = rest(left[c + 1], word & 0xffff0000u);
         });
       });
     }
@@ -190,8 +189,9 @@ template <class Tables, int first, int last> struct Products {
         each<4>([&](int j) {
           real total = sum[i * warp_tiles + tile][0][j];
           if constexpr (chains == 2) total += sum[i * warp_tiles + tile][1][j];
-          const int half = units == 8 ? j / 2 : 0, number = units == 8 ? j % 2 : j;
-          if (half < item.halves) product[item.product + half][tile * numbers_of_tile + number] = total;
+          const int half = units == 8 ? j / 2 : 0, side = j % 2;
+          const int number = tile * numbers_of_tile + (units == 8 ? 0 : j / 2 * sides) + side;
+          if (half < item.halves && side < sides) product[item.product + half][number] = total;
         });
       });
     });

@@ -42,7 +42,8 @@ PARARNN_FUNCTION void load_previous(Fragment<num_states>& x, const BackwardProbl
 }
 
 struct Recompute {
-  static constexpr int bytes = StepProducts::bytes;
+  using Problem = BackwardProblem;
+  static constexpr int ring_bytes = 0, bytes = StepProducts::bytes;
 
   const BackwardProblem& p;
   const Place place;  // its rows are not used: columns are steps
@@ -55,7 +56,7 @@ struct Recompute {
 
   PARARNN_FUNCTION Recompute(const BackwardProblem& p, char* memory)
       : p(p), place(blockIdx.x % heads), weights(p.in, place),
-        products(p.in, place.head, p.packed_step, memory) {}
+        products(p.in, place.head, p.packed, memory) {}
 
   template <int stage> PARARNN_FUNCTION void run_stages() {
     constexpr int first = backward_first_operand[stage], count = backward_first_operand[stage + 1] - first;
@@ -75,7 +76,7 @@ struct Recompute {
     if constexpr (stage + 1 < backward_recomputed) run_stages<stage + 1>();
   }
 
-  PARARNN_FUNCTION void run() {
+  PARARNN_FUNCTION void run(char*) {
     const Inputs& in = p.in;
     const int64 tiles = (in.length + columns - 1) / columns, all = in.rows * tiles;
     for (int64 tile = blockIdx.x / heads; tile < all; tile += gridDim.x / heads) {

@@ -46,8 +46,7 @@ template <class T, int items> struct Stream {
   PARARNN_FUNCTION void read(int slot, int item, Numbers& x) const {
     const char* own = memory + slot * step_bytes + item * columns * row_bytes;
     each<per_lane>([&](int c) {
-      const int unit = tile_of(c) * units + c % numbers_of_tile / 2 * 8 + lane() / 4;
-      x[c] = widen(reinterpret_cast<const T*>(own + column_of_side(side_of(c)) * row_bytes)[unit]);
+      x[c] = widen(reinterpret_cast<const T*>(own + column_of_side(side_of(c)) * row_bytes)[own_unit_of(c)]);
     });
   }
 };

@@ -1,7 +1,14 @@
 // The sequential solver: kernels that run a pass from its first step to its last, and those before and after
-// it. PARARNN_BACKWARD (0 or 1) selects the pass.
+// it. PARARNN_BACKWARD (0 or 1) selects the pass; PARARNN_RECOMPUTE (0 or 1) what comes before the backward one.
 #pragma once
-#if PARARNN_BACKWARD
+#if PARARNN_RECOMPUTE
+#include "recompute.h"
+namespace pararnn {
+using Pass = Recompute;
+using PassTables = BackwardTables;
+constexpr int first_stage = 0, last_stage = backward_recomputed;
+}  // namespace pararnn
+#elif PARARNN_BACKWARD
 #include "backward.h"
 
 #include "../sum.h"
@@ -28,26 +35,7 @@ pack(const __grid_constant__ pararnn::PackProblem problem) {
 
 extern "C" __global__ void __launch_bounds__(32 * pararnn::warps)
 run(const __grid_constant__ pararnn::Pass::Problem problem) {
-  using namespace pararnn;
   PARARNN_LAUNCH_MEMORY(memory);
-  Pass pass(problem, memory);
-  pass.run(memory + Pass::bytes - (warps - warp()) * Pass::ring_bytes);
+  pararnn::Pass pass(problem, memory);
+  pass.run(memory + pararnn::Pass::bytes - (pararnn::warps - pararnn::warp()) * pararnn::Pass::ring_bytes);
 }
-
-#if PARARNN_BACKWARD
-extern "C" __global__ void __launch_bounds__(256)
-pack_steps(const __grid_constant__ pararnn::PackProblem problem) {
-  pararnn::pack<pararnn::PassTables, 0, pararnn::first_stage>(problem);
-}
-
-extern "C" __global__ void __launch_bounds__(32 * pararnn::warps)
-recompute(const __grid_constant__ pararnn::BackwardProblem problem) {
-  using namespace pararnn;
-  PARARNN_LAUNCH_MEMORY(memory);
-  if constexpr (recomputed_products > 0) {
-    static_assert(Recompute::bytes == recompute_bytes);
-    Recompute pass(problem, memory);
-    pass.run();
-  }
-}
-#endif
