@@ -98,7 +98,7 @@ def test_rounds_of_a_gru_with_the_reset_before_the_product():
     assert [len(stage.products) for stage in mixing.forward.stages] == [2, 1, 0]
     backward = mixing.backward
     assert backward.recomputed_stages == 2
-    assert [len(stage.products) for stage in backward.stages] == [2, 1, 2, 1, 0]
+    assert [len(stage.products) for stage in backward.stages] == [2, 1, 0, 2, 1, 0]
     assert [p.transpose for p in backward.products] == [False] * 3 + [True] * 3
     assert len(mixing.outers) == 3
 

@@ -99,7 +99,7 @@ def variants_of_pass(program: Program, variant: MixingVariant) -> list[MixingVar
     """Return the variants whose kernels a pass runs: its own, and in the backward pass the one that
     computes the step's own products first, if there are any."""
     own = program.mixing[compute_dtype(variant.dtype)].backward
-    if variant.direction == "forward" or not own.recomputed:
+    if variant.direction == "forward" or not own.recomputed_stages:
         return [variant]
     first = variant._replace(direction="recompute", sides=2, arriving=())
     return [variant, first]
@@ -167,8 +167,8 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     own = mixing.forward if variant.direction == "forward" else mixing.backward
     split = {
         "forward": (0, len(own.stages)),
-        "backward": (own.recomputed, len(own.stages)),
-        "recompute": (0, own.recomputed),
+        "backward": (own.recomputed_stages, len(own.stages)),
+        "recompute": (0, own.recomputed_stages),
     }[variant.direction]
     wide = compute == torch.float64
     operand_parts = 1 if wide else max(2, PARTS[dtype])
@@ -187,7 +187,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     if variant.direction != "recompute":
         numbers = len(program.gates) * dtype.itemsize
     if variant.direction == "backward":
-        recomputed = sum(len(stage.products) for stage in own.stages[: own.recomputed])
+        recomputed = sum(len(stage.products) for stage in own.stages[: own.recomputed_stages])
         numbers += 2 * program.num_states * dtype.itemsize + recomputed * compute.itemsize
     step_bytes = warps * numbers * 4 * variant.sides * warp_tiles * units
     steps_ahead = MAX_STEPS_AHEAD

@@ -77,7 +77,8 @@ class Pass:
     inputs: how many of each kind its stages read: states, gates, fields and params with one value a
     channel, and in the gradient cotangents of states. recomputed_stages: number of its first
     stages, and of the rounds of products after them, that need no cotangent: they can run for many
-    steps at once. num_carried: how many values stages give to later ones.
+    steps at once. The stage after them needs none either, and has no products after it; the others
+    follow from the cotangents. num_carried: how many values stages give to later ones.
     """
 
     stages: tuple[Stage, ...]
@@ -273,8 +274,8 @@ class _Cut:
     """A traced pass, to be cut at its products.
 
     inputs: states, gates, fields and params with one value a channel. cotangents: the rest of the
-    placeholders. level: rounds of products that a node's value needs; in a gradient, what depends
-    on a cotangent comes after all that does not.
+    placeholders. level: the first stage that can compute a node's value; in a gradient, what
+    depends on a cotangent comes after all that does not.
     """
 
     def __init__(self, graph: Graph, rows: int, matrices: Sequence[int], params: int) -> None:
@@ -306,7 +307,7 @@ class _Cut:
                 if (node in self.dependent) == dependent:
                     levels = [self.level[n] for n in node.all_input_nodes]
                     own = max(levels, default=0) + (node.target is MIX)
-                    self.level[node] = max(own, self.recomputed_stages if dependent else 0)
+                    self.level[node] = max(own, self.recomputed_stages + 1 if dependent else 0)
             if not dependent and self.cotangents:
                 # Products that only the step's own results need are not the gradient's.
                 self.recomputed_stages = max(self.level.values(), default=0)
@@ -368,7 +369,8 @@ class _Cut:
     def _stages_of(
         self, live: set[fx.Node], stage_results: Sequence[Mapping[Result, Any]]
     ) -> dict[fx.Node, int]:
-        """Return the stage that computes each op's value: the first one that needs it."""
+        """Return the stage that computes each op's value: the first one that needs it, before all
+        that depends on a cotangent if it does not."""
         first: dict[fx.Node, int] = {}
         for stage, own in reversed(list(enumerate(stage_results))):
             first |= {value: stage for value in own.values() if isinstance(value, fx.Node)}
@@ -377,6 +379,8 @@ class _Cut:
             if node not in live or not _is_computed(node):
                 continue
             at[node] = first[node]
+            if self.cotangents and node not in self.dependent:
+                at[node] = min(at[node], self.recomputed_stages)
             for other in node.all_input_nodes:
                 first[other] = min(first.get(other, at[node]), at[node])
         return at

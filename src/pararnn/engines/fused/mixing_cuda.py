@@ -114,7 +114,7 @@ class MixingLaunch(NamedTuple):
         mixing, (heads, steps, width) = self.mixing, self.size
         recomputed = left = right = None
         if self.first is not None:
-            stages = mixing.backward.stages[: mixing.backward.recomputed]
+            stages = mixing.backward.stages[: mixing.backward.recomputed_stages]
             count = sum(len(stage.products) for stage in stages)
             recomputed = gates.new_empty((count, steps, heads * width), dtype=self.compute)
             self._launch(self.first, self.first_blocks, tensors, [recomputed, None, None])
@@ -170,9 +170,9 @@ class MixingLaunch(NamedTuple):
         if left.dtype != self.compute:
             multiply = _bmm_on_gpu if left.is_cuda else _bmm_on_cpu
         for index in range(left.shape[2]):
-            outers = [outer for outer in self.mixing.outers if outer.left == index]
-            first = min(outer.right for outer in outers)
-            last = 1 + max(outer.right for outer in outers)
+            outers = [outer for outer in self.mixing.outers if outer.left_vector == index]
+            first = min(outer.right_vector for outer in outers)
+            last = 1 + max(outer.right_vector for outer in outers)
             x = left[:, :, index].reshape(heads * chunks, steps // chunks, width)
             y = right[:, :, first:last].reshape(heads * chunks, steps // chunks, -1)
             product = multiply(x.mT, y).view(heads, chunks, width, last - first, width)
@@ -180,7 +180,7 @@ class MixingLaunch(NamedTuple):
             for outer in outers:
                 grad = grads[outer.matrix]
                 assert grad is not None
-                grad.view(heads, width, width).add_(sums[:, :, outer.right - first])
+                grad.view(heads, width, width).add_(sums[:, :, outer.right_vector - first])
 
 
 def _bmm_on_gpu(x: Tensor, y: Tensor) -> Tensor:

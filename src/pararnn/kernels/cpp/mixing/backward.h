@@ -164,7 +164,11 @@ struct BackwardPass : BackwardProblem {
     }
   }
 
+  // Runs a stage and those after it. The first one, which needs no cotangent, has no products after it: it runs
+  // together with the next.
   template <int stage> void pull(const Group& group, Numbers& own, int64 l, int64 step) const {
+    constexpr int last = stage == backward_recomputed && stage + 1 < backward_stages ? stage + 1 : stage;
+    constexpr auto runs = [](int result_stage) { return result_stage == stage || result_stage == last; };
     const Problem& p = problem;
     const int64 padded = group.padded(), t = p.time(l);
     for (int m = 0; m < group.rows; ++m) {
@@ -191,40 +195,43 @@ struct BackwardPass : BackwardProblem {
           product[i] = load_as(own.product + (index * recomputed_count + i) * padded + v * lanes);
         for (int i = recomputed_count; i < backward_first_product[stage]; ++i)
           product[i] = load_as(own.pulled + (m * pulled_count + i - recomputed_count) * padded + v * lanes);
-        backward_stage<stage>(state, gate, field, weights + num_gates, product, cotangent,
-                              own.carried + (index * group.vectors + v) * backward_carried, operand,
+        real* carried = own.carried + (index * group.vectors + v) * backward_carried;
+        backward_stage<stage>(state, gate, field, weights + num_gates, product, cotangent, carried, operand,
                               grad_state, grad_gate, grad_field, grad_param, left_of, right_of);
-        for (int i = backward_first_operand[stage]; i < backward_first_operand[stage + 1]; ++i)
+        if constexpr (last > stage)
+          backward_stage<last>(state, gate, field, weights + num_gates, product, cotangent, carried, operand,
+                               grad_state, grad_gate, grad_field, grad_param, left_of, right_of);
+        for (int i = backward_first_operand[last]; i < backward_first_operand[last + 1]; ++i)
           store_as(own.operand + (i - recomputed_operands) * own.size + at, operand[i]);
         for (int n = 0; n < num_states; ++n)
-          if (backward_stage_of_state[n] == stage) store_as(own.next + n * own.size + at, grad_state[n]);
+          if (runs(backward_stage_of_state[n])) store_as(own.next + n * own.size + at, grad_state[n]);
         real* recent = own.recent + (m * group.vectors + v) * num_weights;
         for (int g = 0; g < num_gates; ++g)
-          if (backward_stage_of_gate[g] == stage) {
+          if (runs(backward_stage_of_gate[g])) {
             recent[g] += grad_gate[g];
             store(to_gates[g] + v * lanes, grad_gate[g], count);
           }
         for (int i = 0; i < num_params; ++i)
-          if (backward_stage_of_param[i] == stage) recent[num_gates + i] += grad_param[i];
+          if (runs(backward_stage_of_param[i])) recent[num_gates + i] += grad_param[i];
         for (int f = 0; f < num_fields; ++f)
-          if (backward_stage_of_field[f] == stage)
+          if (runs(backward_stage_of_field[f]))
             store(grad_fields[f] + in_row * p.width() + group.offset() + v * lanes, grad_field[f], count);
         if (left == nullptr) return;
         for (int i = 0; i < num_lefts; ++i)
-          if (backward_stage_of_left[i] == stage)
+          if (runs(backward_stage_of_left[i]))
             store(left + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes,
                   left_of[i], count);
         for (int i = 0; i < num_rights; ++i)
-          if (backward_stage_of_right[i] == stage)
+          if (runs(backward_stage_of_right[i]))
             store(right + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes,
                   right_of[i], count);
       });
     }
-    if constexpr (stage + 1 < backward_stages) {
-      multiply_round(group, packed, backward_products, backward_first_product, stage, group.rows,
+    if constexpr (last + 1 < backward_stages) {
+      multiply_round(group, packed, backward_products, backward_first_product, last, group.rows,
                      own.operand - recomputed_operands * own.size, own.size, own.pulled, recomputed_count,
                      pulled_count);
-      pull<stage + 1>(group, own, l, step);
+      pull<last + 1>(group, own, l, step);
     }
   }
 

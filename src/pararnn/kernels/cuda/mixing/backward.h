@@ -1,5 +1,6 @@
-// The backward pass: the adjoint, from the last step to the first. A block runs 8 rows of a head. What only
-// the step needs has been computed for all steps at once, see recompute.h.
+// The backward pass: the adjoint, from the last step to the first. A block runs its rows of a head. What only
+// the step needs has been computed for all steps at once, see recompute.h; what needs no cotangent is computed
+// one step ahead.
 #pragma once
 #include "recompute.h"
 
@@ -14,60 +15,91 @@ struct BackwardPass {
   static constexpr int arriving_start = Gates::bytes + States::bytes + Steps::bytes;
   static constexpr int ring_bytes = arriving_start + num_states * Arriving::bytes;  // of a warp
   static constexpr int bytes = AdjointProducts::bytes + warps * ring_bytes;
+  static constexpr int first_pulled = backward_recomputed + 1;  // the first stage that needs cotangents
+
+  // A step, with all that follows without cotangents.
+  struct Step {
+    StepInputs inputs;
+    Fragment<num_states> previous, arriving;
+    real product[recomputed_products + 1][per_lane], carried[per_lane][backward_carried + 1];
+    real left[num_lefts + 1][per_lane], right[num_rights + 1][per_lane];
+    bool live[per_lane];  // numbers of a row's step that is no padding
+  };
 
   const BackwardProblem& p;
   const Place place;
   const Weights weights;
   AdjointProducts products;
-  Fragment<num_states> previous, cotangent, adjoint, next;
-  Fragment<num_gates> gate, grad_gate;
+  Fragment<num_states> cotangent, adjoint, next;
+  Fragment<num_gates> grad_gate;
   Fragment<num_weights + 1> recent, total;
-  real field[per_lane][field_slots], carried[per_lane][backward_carried + 1];
   real grad_field[per_lane][field_slots];
   real product[backward_products_count + 1][per_lane];
-  real left[num_lefts + 1][per_lane], right[num_rights + 1][per_lane];
-  bool live[per_lane];  // numbers of a row's step that is no padding
+  Step now, ahead;
 
   PARARNN_FUNCTION BackwardPass(const BackwardProblem& p, char* memory)
       : p(p), place(blockIdx.x), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
 
-  // Runs a stage and those after it. `recomputes`: one whose products are there already.
-  template <int stage> PARARNN_FUNCTION void run_stages() {
-    constexpr bool recomputes = stage < backward_recomputed;
+  // Runs one stage of a step for a lane's number.
+  template <int stage>
+  PARARNN_FUNCTION void run_stage(Step& step, int c, real (&operand)[backward_operands_count + 1]) {
+    const auto own_state = step.previous.column(c);
+    const auto own_gate = step.inputs.gate.column(c);
+    const auto own_param = weights.params.column(c);
+    const auto own_cotangent = cotangent.column(c);
+    real own_product[backward_products_count + 1];
+    each<backward_products_count>([&](int i) {
+      own_product[i] = i < recomputed_products ? step.product[i < recomputed_products ? i : 0][c] : product[i][c];
+    });
+    auto own_next = next.column(c);
+    auto own_grad_gate = grad_gate.column(c);
+    real own_grad_param[param_slots], own_left[num_lefts + 1], own_right[num_rights + 1];
+    backward_stage<stage>(own_state, own_gate, step.inputs.field[c], own_param, own_product, own_cotangent,
+                          step.carried[c], operand, own_next, own_grad_gate, grad_field[c], own_grad_param,
+                          own_left, own_right);
+    next.set_column(c, own_next);
+    grad_gate.set_column(c, own_grad_gate);
+    each<num_params>([&](int i) {
+      if (backward_stage_of_param[i] == stage && step.live[c]) recent[num_gates + i][c] += own_grad_param[i];
+    });
+    each<num_lefts>([&](int i) {
+      if (backward_stage_of_left[i] == stage) step.left[i][c] = own_left[i];
+    });
+    each<num_rights>([&](int i) {
+      if (backward_stage_of_right[i] == stage) step.right[i][c] = own_right[i];
+    });
+  }
+
+  // Runs the stages that need no cotangent, on products that have been computed.
+  template <int stage> PARARNN_FUNCTION void prepare() {
+    each<per_lane>([&](int c) {
+      real operand[backward_operands_count + 1];
+      run_stage<stage>(ahead, c, operand);
+    });
+    if constexpr (stage + 1 < first_pulled) prepare<stage + 1>();
+  }
+
+  // Runs a stage and those after it. `store(stage)` stores the results of a stage; `meanwhile`: work for the time
+  // of the first products.
+  template <int stage, class Store, class Work>
+  PARARNN_FUNCTION void pull(const Store& store, const Work& meanwhile) {
     constexpr int first = backward_first_operand[stage], count = backward_first_operand[stage + 1] - first;
     Numbers operand[count + 1];
     each<per_lane>([&](int c) {
-      const auto own_state = previous.column(c);
-      const auto own_gate = gate.column(c);
-      const auto own_param = weights.params.column(c);
-      const auto own_cotangent = cotangent.column(c);
-      real own_product[backward_products_count + 1], own_operand[backward_operands_count + 1];
-      each<backward_products_count>([&](int i) { own_product[i] = product[i][c]; });
-      auto own_next = next.column(c);
-      auto own_grad_gate = grad_gate.column(c);
-      real own_grad_param[param_slots], own_left[num_lefts + 1], own_right[num_rights + 1];
-      backward_stage<stage>(own_state, own_gate, field[c], own_param, own_product, own_cotangent, carried[c],
-                            own_operand, own_next, own_grad_gate, grad_field[c], own_grad_param, own_left,
-                            own_right);
-      next.set_column(c, own_next);
-      grad_gate.set_column(c, own_grad_gate);
-      each<num_params>([&](int i) {
-        if (backward_stage_of_param[i] == stage && live[c]) recent[num_gates + i][c] += own_grad_param[i];
-      });
-      each<num_lefts>([&](int i) {
-        if (backward_stage_of_left[i] == stage) left[i][c] = own_left[i];
-      });
-      each<num_rights>([&](int i) {
-        if (backward_stage_of_right[i] == stage) right[i][c] = own_right[i];
-      });
+      real own_operand[backward_operands_count + 1];
+      run_stage<stage>(now, c, own_operand);
       each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
     });
     if constexpr (stage + 1 < backward_stages) {
-      if constexpr (!recomputes) {
-        each<count>([&](int i) { products.write(i, operand[i]); });
-        products.template multiply<stage>(product);
-      }
-      run_stages<stage + 1>();
+      each<count>([&](int i) { products.write(i, operand[i]); });
+      products.template multiply<stage>(product, [&] {
+        store(stage);
+        meanwhile();
+      });
+      pull<stage + 1>(store, [] {});
+    } else {
+      store(stage);
+      if constexpr (stage == first_pulled) meanwhile();
     }
   }
 
@@ -128,7 +160,7 @@ struct BackwardPass {
       each<num_gates>([&](int g) { grad_gate[g][c] = constant(0); });
     });
     // Where the lane's first number of each column goes.
-    const int own = unit_of(0);
+    const int first_unit = unit_of(0);
     const int64 grad_time = step * p.grad_gate_strides.time, gap = gap_of(p.grad_gate_strides);
     io* to_gates[sides];
     vector_io *to_left[sides], *to_right[sides];
@@ -136,69 +168,92 @@ struct BackwardPass {
     each<sides>([&](int side) {
       const int64 row = place.row(side);
       index[side] = row * length + last;
-      to_gates[side] = p.grad_gates + gate_offset(p.grad_gate_strides, place.head, row, 0, last, own);
+      to_gates[side] = p.grad_gates + gate_offset(p.grad_gate_strides, place.head, row, 0, last, first_unit);
       const int64 at = (place.head * steps + index[side]) * head_width;
-      to_left[side] = p.left + at * num_lefts + own;
-      to_right[side] = p.right + at * num_rights + own;
+      to_left[side] = p.left + at * num_lefts + first_unit;
+      to_right[side] = p.right + at * num_rights + first_unit;
     });
-    int slot = 0, free_slot = steps_ahead;
-    for (int64 j = 0; j < length; ++j) {
-      const int64 l = length - 1 - j, t = time_of(in, l);
-      wait_for_step();
-      each<num_gates>([&](int g) {
-        gates.read(slot, g, gate[g]);
-        each<per_lane>([&](int c) { gate[g][c] += weights.bias[g][c]; });
-      });
-      each<num_states>([&](int n) {
-        Numbers own;
-        states.read(slot, n, previous[n]);
-        if (arriving[n]) arriving_states[n].read(slot, 0, own);
-        each<per_lane>([&](int c) {
-          if (events && event.end(side_of(c)) && !event.pad(side_of(c)))
-            adjoint[n][c] = load_or(p.grad_final[n] + event.now[side_of(c)] * channels + place.channel(c),
-                                    p.grad_final[n] != nullptr && exists(c), constant(0));
-          cotangent[n][c] = arriving[n] ? adjoint[n][c] + own[c] : adjoint[n][c];
-        });
-      });
-      each<recomputed_products>([&](int i) { step_products.read(slot, i, product[i]); });
-      copy(free_slot, j + steps_ahead);
-      slot = slot == steps_ahead ? 0 : slot + 1;
-      free_slot = free_slot == steps_ahead ? 0 : free_slot + 1;
+    const auto store = [&](int stage) {
+      // Results that need no cotangent are stored with the first ones that do.
+      const auto is_now = [&](int other) { return other == stage || (stage == first_pulled && other < stage); };
       each<per_lane>([&](int c) {
-        const int side = side_of(c);
-        const int64 row = place.row(side);
-        load_fields(in, place, row, t, c, row < in.rows && exists(c), field[c]);
-        live[c] = row < in.rows && exists(c) && !(events && event.pad(side));
-        if (l == 0 || (events && (event.begin(side) || event.reset(side))))
-          load_previous(previous, p, place, row, l, c);
-      });
-      run_stages<0>();
-      each<per_lane>([&](int c) {
-        const int side = side_of(c);
-        const int64 row = place.row(side);
-        if (row >= in.rows || !exists(c)) return;
-        const bool pad = events && event.pad(side);
-        const int offset = tile_of(c) * units + half_of(c);
+        const int side = side_of(c), offset = tile_of(c) * units + half_of(c);
+        if (place.row(side) >= in.rows || !exists(c)) return;
         each<num_gates>([&](int g) {
-          const real grad = pad ? constant(0) : grad_gate[g][c];
+          if (!is_now(backward_stage_of_gate[g])) return;
+          const real grad = now.live[c] ? grad_gate[g][c] : constant(0);
           recent[g][c] += grad;
           to_gates[side][g * gap + offset] = narrow<io>(grad);
         });
         each<num_fields>([&](int f) {
-          p.grad_fields[f][index[side] * channels + place.channel(c)] = pad ? constant(0) : grad_field[c][f];
+          if (is_now(backward_stage_of_field[f]))
+            p.grad_fields[f][index[side] * channels + place.channel(c)] = now.live[c] ? grad_field[c][f] : constant(0);
         });
-        if (vectors) {
-          each<num_lefts>([&](int i) {
-            to_left[side][i * head_width + offset] = narrow<vector_io>(pad ? constant(0) : left[i][c]);
-          });
-          each<num_rights>([&](int i) {
-            to_right[side][i * head_width + offset] = narrow<vector_io>(pad ? constant(0) : right[i][c]);
-          });
+        if (!vectors) return;
+        each<num_lefts>([&](int i) {
+          if (is_now(backward_stage_of_left[i]))
+            to_left[side][i * head_width + offset] = narrow<vector_io>(now.live[c] ? now.left[i][c] : constant(0));
+        });
+        each<num_rights>([&](int i) {
+          if (is_now(backward_stage_of_right[i]))
+            to_right[side][i * head_width + offset] = narrow<vector_io>(now.live[c] ? now.right[i][c] : constant(0));
+        });
+      });
+    };
+    const auto read_ahead = [&](int slot, int64 l) {
+      wait_for_step();
+      each<num_gates>([&](int g) {
+        gates.read(slot, g, ahead.inputs.gate[g]);
+        each<per_lane>([&](int c) { ahead.inputs.gate[g][c] += weights.bias[g][c]; });
+      });
+      each<num_states>([&](int n) {
+        states.read(slot, n, ahead.previous[n]);
+        if (arriving[n]) arriving_states[n].read(slot, 0, ahead.arriving[n]);
+      });
+      each<recomputed_products>([&](int i) { step_products.read(slot, i, ahead.product[i]); });
+      load_fields(in, place, l, ahead.inputs);
+      each<per_lane>([&](int c) {
+        const int side = side_of(c);
+        const int64 row = place.row(side);
+        ahead.live[c] = row < in.rows && exists(c);
+        bool begins = l == 0;
+        if (events && l >= 0) {
+          const int number = event.number(side, l);
+          ahead.live[c] = ahead.live[c] && number >= 0;
+          begins = begins || number != event.number(side, l - 1) || event.is_reset(side, l);
         }
-        const bool begins = events ? event.begin(side) && !pad : l == 0;
-        const bool stops = events && (event.reset(side) || pad);
+        if (begins) load_previous(ahead.previous, p, place, row, l, c);
+      });
+      prepare<0>();
+    };
+    int slot = 0, free_slot = steps_ahead;
+    read_ahead(slot, length - 1);
+    for (int64 j = 0; j < length; ++j) {
+      const int64 l = length - 1 - j;
+      now = ahead;
+      each<num_states>([&](int n) {
+        each<per_lane>([&](int c) {
+          const int side = side_of(c);
+          if (events && event.end(side) && !event.pad(side))
+            adjoint[n][c] = load_or(p.grad_final[n] + event.now[side] * channels + place.channel(c),
+                                    p.grad_final[n] != nullptr && exists(c), constant(0));
+          cotangent[n][c] = arriving[n] ? adjoint[n][c] + now.arriving[n][c] : adjoint[n][c];
+        });
+      });
+      pull<first_pulled>(store, [&] {
+        copy(free_slot, j + steps_ahead);
+        slot = slot == steps_ahead ? 0 : slot + 1;
+        free_slot = free_slot == steps_ahead ? 0 : free_slot + 1;
+        read_ahead(slot, l - 1);
+      });
+      each<per_lane>([&](int c) {
+        const int side = side_of(c);
+        const int64 row = place.row(side);
+        const bool pad = events && event.pad(side), stops = pad || (events && event.reset(side));
         each<num_states>([&](int n) { adjoint[n][c] = stops ? constant(0) : next[n][c]; });
-        if (begins) store_states(p.grad_initial, adjoint, events ? event.now[side] : row, place, c);
+        const bool begins = events ? event.begin(side) && !pad : l == 0;
+        if (begins && row < in.rows)
+          store_states(p.grad_initial, adjoint, events ? event.now[side] : row, place, c);
       });
       each<sides>([&](int side) {
         index[side] += step;

@@ -44,12 +44,29 @@ struct Weights {
   }
 };
 
+// Inputs of a step: pre-activations with their biases, and fields.
+struct StepInputs {
+  Fragment<num_gates> gate;
+  real field[per_lane][field_slots];
+};
+
+// Loads the fields of a lane's number at a step of a row.
 PARARNN_FUNCTION void load_fields(const Inputs& in, const Place& place, int64 row, int64 t, int c, bool there,
                                   real (&field)[field_slots]) {
   each<num_fields>([&](int f) {
     const scalar* source = in.fields[f] + row * in.field_row[f] + t * in.field_time[f];
     field[f] = load_or(source + (broadcast[f] ? 0 : place.channel(c)), there, constant(0));
   });
+}
+// Loads those of all numbers of a lane at step l, zero after the last one.
+PARARNN_FUNCTION void load_fields(const Inputs& in, const Place& place, int64 l, StepInputs& inputs) {
+  if constexpr (num_fields > 0) {
+    each<per_lane>([&](int c) {
+      const int64 row = place.row(side_of(c));
+      const bool there = row < in.rows && exists(c) && l >= 0 && l < in.length;
+      load_fields(in, place, row, time_of(in, l), c, there, inputs.field[c]);
+    });
+  }
 }
 
 // Loads row `number` of each state's tensor, (sequence, channel), into a lane's number; null is zero.

@@ -116,11 +116,17 @@ template <class Tables, int first, int last> struct Products {
     return left == left ? left : 0.0f;
   }
 
-  // Multiplies the operands of a stage, which all warps have written.
-  template <int stage, int count> PARARNN_FUNCTION void multiply(real (&product)[count][per_lane]) {
+  // Multiplies the operands of a stage, which all warps have written. `meanwhile`: other work, for the time that
+  // matrix units need.
+  template <int stage, int count, class Work>
+  PARARNN_FUNCTION void multiply(real (&product)[count][per_lane], const Work& meanwhile) {
     __syncthreads();
-    if constexpr (wide) multiply_wide<stage>(product);
-    else multiply_parts<stage>(product);
+    if constexpr (wide) {
+      meanwhile();
+      multiply_wide<stage>(product);
+    } else {
+      multiply_parts<stage>(product, meanwhile);
+    }
     ++round;
   }
 
@@ -143,7 +149,8 @@ template <class Tables, int first, int last> struct Products {
     });
   }
 
-  template <int stage, int count> PARARNN_FUNCTION void multiply_parts(real (&product)[count][per_lane]) {
+  template <int stage, int count, class Work>
+  PARARNN_FUNCTION void multiply_parts(real (&product)[count][per_lane], const Work& meanwhile) {
     constexpr int begin = tiles_before<Tables>(stage), own = tiles_before<Tables>(stage + 1) - begin;
     constexpr int skipped = begin - tiles_before<Tables>(first);
     constexpr int most = matrix_parts > operand_parts ? matrix_parts : operand_parts;
@@ -183,6 +190,7 @@ template <class Tables, int first, int last> struct Products {
 #pragma unroll 2
       for (int k = 0; k < depth; ++k) multiply_tile(k);
     }
+    meanwhile();
     each<own>([&](int i) {
       const Item& item = Tiling<Tables>::list.items[begin + i];
       each<warp_tiles>([&](int tile) {

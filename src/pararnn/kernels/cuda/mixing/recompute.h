@@ -72,7 +72,7 @@ struct Recompute {
       each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
     });
     each<count>([&](int i) { products.write(i, operand[i]); });
-    products.template multiply<stage>(product);
+    products.template multiply<stage>(product, [] {});
     if constexpr (stage + 1 < backward_recomputed) run_stages<stage + 1>();
   }
 
