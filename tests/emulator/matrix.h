@@ -14,6 +14,12 @@ inline void load_tiles(unsigned tiles, int row_bytes, unsigned (&fragment)[2]) {
     std::memcpy(&fragment[i], shared_bytes_at(tiles + lane / 4 * row_bytes + i * 16 + lane % 4 * 4), 4);
 }
 
+inline void load_pairs(unsigned tiles, int row_bytes, int pair_bytes, unsigned (&first)[2],
+                       unsigned (&second)[2]) {
+  load_tiles(tiles, row_bytes, first);
+  load_tiles(tiles + pair_bytes, row_bytes, second);
+}
+
 inline void store_transposed(unsigned tile, int row_bytes, unsigned fragment) {
   const int lane = emulated_lane();
   for (int i = 0; i < 2; ++i) {

@@ -40,8 +40,8 @@ class MixingVariant(NamedTuple):
 
     direction: "forward", "backward", or "recompute" for the products that only the step needs, of
     all steps at once. sides: a block runs 4 or 8 columns. gate_gap: elements between gates, 0 if a
-    launch says. chunk: bytes that all rows are aligned to, 16 at most.
-    matrix_dtype: of the matrices in memory. events, broadcast, arriving: see `cuda.Variant`.
+    launch says. whole: all columns of all blocks are rows. chunk: bytes that all rows are aligned
+    to, 16 at most. matrix_dtype: of the matrices in memory. events, broadcast, arriving: see `cuda.Variant`.
     shared: bytes of shared memory that a block may have.
     """
 
@@ -53,6 +53,7 @@ class MixingVariant(NamedTuple):
     head_width: int
     sides: int = 2
     gate_gap: int = 0
+    whole: bool = False
     chunk: int = 16
     reverse: bool = False
     events: bool = False
@@ -175,8 +176,8 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     matrix_parts = 1 if wide else min(PARTS[variant.matrix_dtype], max(2, PARTS[dtype]))
     depth = -(-width // 16)
     options = [_fit(own, split, width, units, depth * matrix_parts * 4) for units in (8, 16)]
-    # Registers first, then the fewest products of tiles; narrow tiles have more warps.
-    fit = min(options, key=lambda fit: (not fit.resident, fit.products))
+    # Registers first. Few blocks need many warps, which narrow tiles have; many the fewest products.
+    fit = min(options, key=lambda fit: (not fit.resident, variant.sides == 2 and fit.products))
     units, warp_tiles, warps, resident, _ = fit
     count = _matrix_tiles(own, units, *split)
 
@@ -250,6 +251,7 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
     }
     flags = {
         "resident": tiles.resident,
+        "whole": variant.whole,
         "reverse": variant.reverse,
         "events": variant.events,
     }

@@ -239,6 +239,7 @@ def make_mixing_launch(
         heads=heads,
         head_width=width,
         sides=sides,
+        whole=rows % (4 * sides) == 0,
         gate_gap=width if gaps == {width} else 0,
         chunk=chunk_of(*offsets),
         reverse=args.options.reverse,

@@ -16,6 +16,15 @@ PARARNN_FUNCTION void load_tiles(unsigned tiles, int row_bytes, unsigned (&fragm
                : "=r"(fragment[0]), "=r"(fragment[1]) : "r"(row) : "memory");
 }
 
+// Loads those of two such pairs of tiles, `pair_bytes` apart.
+PARARNN_FUNCTION void load_pairs(unsigned tiles, int row_bytes, int pair_bytes, unsigned (&first)[2],
+                                 unsigned (&second)[2]) {
+  const int lane = threadIdx.x % 32;
+  const unsigned row = tiles + lane % 8 * row_bytes + lane / 8 % 2 * 16 + lane / 16 * pair_bytes;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(first[0]), "=r"(first[1]), "=r"(second[0]), "=r"(second[1]) : "r"(row) : "memory");
+}
+
 // Stores a fragment as the columns of a tile whose rows are `row_bytes` apart.
 PARARNN_FUNCTION void store_transposed(unsigned tile, int row_bytes, unsigned fragment) {
   const int lane = threadIdx.x % 32;

@@ -178,34 +178,32 @@ struct BackwardPass {
       const auto is_now = [&](int other) { return other == stage || (stage == first_pulled && other < stage); };
       each<per_lane>([&](int c) {
         const int side = side_of(c), offset = tile_of(c) * units + half_of(c);
-        if (place.row(side) >= in.rows || !exists(c)) return;
+        if (!place.exists(in, c)) return;
+        const bool live = !events || now.live[c];
         each<num_gates>([&](int g) {
           if (!is_now(backward_stage_of_gate[g])) return;
-          const real grad = now.live[c] ? grad_gate[g][c] : constant(0);
+          const real grad = live ? grad_gate[g][c] : constant(0);
           recent[g][c] += grad;
           to_gates[side][g * gap + offset] = narrow<io>(grad);
         });
         each<num_fields>([&](int f) {
           if (is_now(backward_stage_of_field[f]))
-            p.grad_fields[f][index[side] * channels + place.channel(c)] = now.live[c] ? grad_field[c][f] : constant(0);
+            p.grad_fields[f][index[side] * channels + place.channel(c)] = live ? grad_field[c][f] : constant(0);
         });
         if (!vectors) return;
         each<num_lefts>([&](int i) {
           if (is_now(backward_stage_of_left[i]))
-            to_left[side][i * head_width + offset] = narrow<vector_io>(now.live[c] ? now.left[i][c] : constant(0));
+            to_left[side][i * head_width + offset] = narrow<vector_io>(live ? now.left[i][c] : constant(0));
         });
         each<num_rights>([&](int i) {
           if (is_now(backward_stage_of_right[i]))
-            to_right[side][i * head_width + offset] = narrow<vector_io>(now.live[c] ? now.right[i][c] : constant(0));
+            to_right[side][i * head_width + offset] = narrow<vector_io>(live ? now.right[i][c] : constant(0));
         });
       });
     };
     const auto read_ahead = [&](int slot, int64 l) {
       wait_for_step();
-      each<num_gates>([&](int g) {
-        gates.read(slot, g, ahead.inputs.gate[g]);
-        each<per_lane>([&](int c) { ahead.inputs.gate[g][c] += weights.bias[g][c]; });
-      });
+      each<num_gates>([&](int g) { gates.read(slot, g, ahead.inputs.gate[g]); });
       each<num_states>([&](int n) {
         states.read(slot, n, ahead.previous[n]);
         if (arriving[n]) arriving_states[n].read(slot, 0, ahead.arriving[n]);
@@ -215,7 +213,7 @@ struct BackwardPass {
       each<per_lane>([&](int c) {
         const int side = side_of(c);
         const int64 row = place.row(side);
-        ahead.live[c] = row < in.rows && exists(c);
+        ahead.live[c] = place.exists(in, c);
         bool begins = l == 0;
         if (events && l >= 0) {
           const int number = event.number(side, l);
@@ -224,6 +222,7 @@ struct BackwardPass {
         }
         if (begins) load_previous(ahead.previous, p, place, row, l, c);
       });
+      add_bias(ahead.inputs.gate, weights.bias);
       prepare<0>();
     };
     int slot = 0, free_slot = steps_ahead;

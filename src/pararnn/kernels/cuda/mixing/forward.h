@@ -86,7 +86,7 @@ struct ForwardPass {
     });
     const auto store_step = [&] {
       each<per_lane>([&](int c) {
-        if (place.row(side_of(c)) >= in.rows || !exists(c)) return;
+        if (!place.exists(in, c)) return;
         each<num_states>([&](int n) {
           out[n][side_of(c)][tile_of(c) * units + half_of(c)] = narrow<io>(state[n][c]);
         });
@@ -95,16 +95,14 @@ struct ForwardPass {
     };
     const auto read_ahead = [&](int slot, int64 l) {
       wait_for_step();
-      each<num_gates>([&](int g) {
-        gates.read(slot, g, ahead.gate[g]);
-        each<per_lane>([&](int c) { ahead.gate[g][c] += weights.bias[g][c]; });
-      });
+      each<num_gates>([&](int g) { gates.read(slot, g, ahead.gate[g]); });
       load_fields(in, place, l, ahead);
     };
     int slot = 0, free_slot = steps_ahead;
     read_ahead(slot, 0);
     for (int64 l = 0; l < length; ++l) {
       inputs = ahead;
+      add_bias(inputs.gate, weights.bias);
       if (events) each<per_lane>([&](int c) {
         const int side = side_of(c);
         if (event.pad(side) || event.reset(side)) each<num_states>([&](int n) { state[n][c] = constant(0); });

@@ -14,7 +14,16 @@ struct Place {
   PARARNN_FUNCTION explicit Place(int64 index) : head((int)(index % heads)), first_row(index / heads * columns) {}
   PARARNN_FUNCTION int channel(int c) const { return head * head_width + unit_of(c); }
   PARARNN_FUNCTION int64 row(int side) const { return first_row + column_of_side(side); }
+  // Returns true if a lane's number is one of a row and a unit.
+  PARARNN_FUNCTION bool exists(const Inputs& in, int c) const {
+    return (whole || row(side_of(c)) < in.rows) && pararnn::exists(c);
+  }
 };
+
+// Adds the biases of gates.
+PARARNN_FUNCTION void add_bias(Fragment<num_gates>& gate, const Fragment<num_gates>& bias) {
+  each<num_gates>([&](int g) { each<per_lane>([&](int c) { gate[g][c] += bias[g][c]; }); });
+}
 
 PARARNN_FUNCTION int64 time_of(const Inputs& in, int64 l) { return reverse ? in.length - 1 - l : l; }
 
@@ -63,7 +72,7 @@ PARARNN_FUNCTION void load_fields(const Inputs& in, const Place& place, int64 l,
   if constexpr (num_fields > 0) {
     each<per_lane>([&](int c) {
       const int64 row = place.row(side_of(c));
-      const bool there = row < in.rows && exists(c) && l >= 0 && l < in.length;
+      const bool there = place.exists(in, c) && l >= 0 && l < in.length;
       load_fields(in, place, row, time_of(in, l), c, there, inputs.field[c]);
     });
   }

@@ -163,9 +163,12 @@ template <class Tables, int first, int last> struct Products {
     const auto multiply_tile = [&](int k) {
       unsigned x[operands][operand_parts][2];
       each<operands>([&](int o) {
-        each<operand_parts>([&](int part) {
-          load_tiles(shared_address(slot(o)) + part * part_bytes + k * 32, operand_row * 2, x[o][part]);
+        const unsigned tiles = shared_address(slot(o)) + k * 32;
+        each<operand_parts / 2>([&](int pair) {
+          load_pairs(tiles + pair * 2 * part_bytes, operand_row * 2, part_bytes, x[o][pair * 2], x[o][pair * 2 + 1]);
         });
+        constexpr int last = operand_parts - 1;
+        if (operand_parts % 2 == 1) load_tiles(tiles + last * part_bytes, operand_row * 2, x[o][last]);
       });
       each<own>([&](int i) {
         each<warp_tiles>([&](int tile) {
