@@ -182,7 +182,8 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     count = _matrix_tiles(own, units, *split)
 
     operands = max(stage.count("operand") for stage in own.stages)
-    number_bytes = 8 if wide else 2 * operand_parts
+    layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
+    number_bytes = 8 if wide else 2 * layers
     operand_bytes = 2 * operands * 8 * (depth * 16 + 8) * number_bytes
     numbers = 0  # of bytes a step, channel and row, that come through the ring
     if variant.direction != "recompute":

@@ -11,7 +11,10 @@ namespace pararnn {
 
 constexpr int depth = (head_width + 15) / 16;  // tiles of 16 units that a sum runs over
 constexpr int operand_row = depth * 16 + 8;    // numbers of a column in memory: without bank conflicts
+constexpr int layers = sides == 2 ? operand_parts : (operand_parts + 1) / 2;  // tiles of an operand
 constexpr int matrix_words = matrix_parts * lanes * 4;  // of a tile of 16 x 16
+
+template <int n> struct Count { static constexpr int value = n; };
 
 // A tile of matrices: 16 units of one product, or 8 units of one or two products of the same operand.
 struct Item {
@@ -55,8 +58,8 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int words = warp_tiles * tiles * depth * matrix_words;  // of a warp's matrices
   static constexpr int operand_slots = Tiling<Tables>::list.most_operands;
   static constexpr int number_bytes = wide ? (int)sizeof(real) : 2;
-  static constexpr int part_bytes = 8 * operand_row * number_bytes;
-  static constexpr int operand_bytes = (wide ? 1 : operand_parts) * part_bytes;
+  static constexpr int layer_bytes = 8 * operand_row * number_bytes;
+  static constexpr int operand_bytes = (wide ? 1 : layers) * layer_bytes;
   static constexpr int bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
   static constexpr int registers = resident && !wide ? warp_tiles * tiles * depth * matrix_parts : 1;
 
@@ -98,12 +101,14 @@ template <class Tables, int first, int last> struct Products {
       Numbers left;
       each<per_lane>([&](int c) { left[c] = exists(c) ? x[c] : constant(0); });
       const unsigned target = shared_address(slot(operand));
-      each<operand_parts>([&](int part) {
+      each<layers>([&](int layer) {
         each<per_lane / sides>([&](int pair) {
           const int c = pair * sides, unit = first_unit(tile_of(c)) + half_of(c);
-          const unsigned word = to_bfloat16s((float)left[c], sides == 2 ? (float)left[c + sides - 1] : 0.0f);
-          if (unit < depth * 16) store_transposed(target + part * part_bytes + unit * 2, operand_row * 2, word);
-          left[c] = rest(left[c], word << 16);
+          const real second = sides == 2 ? left[c + sides - 1] : rest(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
+          const unsigned word = to_bfloat16s((float)left[c], (float)second);
+          if (unit < depth * 16) store_transposed(target + layer * layer_bytes + unit * 2, operand_row * 2, word);
+          if (layer + 1 == layers) return;
+          left[c] = rest(sides == 2 ? left[c] : second, sides == 2 ? word << 16 : word & 0xffff0000u);
           if (sides == 2) left[c + 1] = rest(left[c + 1], word & 0xffff0000u);
         });
       });
@@ -154,45 +159,51 @@ template <class Tables, int first, int last> struct Products {
     constexpr int begin = tiles_before<Tables>(stage), own = tiles_before<Tables>(stage + 1) - begin;
     constexpr int skipped = begin - tiles_before<Tables>(first);
     constexpr int most = matrix_parts > operand_parts ? matrix_parts : operand_parts;
-    constexpr int chains = most > 1 ? 2 : 1;  // of sums, which do not wait for each other
+    constexpr int chains = matrix_parts > 1 || layers > 1 ? 2 : 1;  // of sums, which do not wait for each other
     float sum[own * warp_tiles][chains][4];
     each<own * warp_tiles>([&](int i) {
       each<chains>([&](int chain) { each<4>([&](int j) { sum[i][chain][j] = 0.0f; }); });
     });
     constexpr int operands = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
-    const auto multiply_tile = [&](int k) {
-      unsigned x[operands][operand_parts][2];
+    constexpr int parts_of_layer = 3 - sides;
+    // Multiplies `together` tiles of 16 units, from tile k on.
+    const auto multiply_tiles = [&](int k, auto together) {
+      constexpr int tiles_of_units = decltype(together)::value;
+      unsigned x[operands][layers][tiles_of_units][2];
       each<operands>([&](int o) {
-        const unsigned tiles = shared_address(slot(o)) + k * 32;
-        each<operand_parts / 2>([&](int pair) {
-          load_pairs(tiles + pair * 2 * part_bytes, operand_row * 2, part_bytes, x[o][pair * 2], x[o][pair * 2 + 1]);
+        each<layers>([&](int layer) {
+          const unsigned tile = shared_address(slot(o)) + layer * layer_bytes + k * 32;
+          if constexpr (tiles_of_units == 2) load_pairs(tile, operand_row * 2, 32, x[o][layer][0], x[o][layer][1]);
+          else load_tiles(tile, operand_row * 2, x[o][layer][0]);
         });
-        constexpr int last = operand_parts - 1;
-        if (operand_parts % 2 == 1) load_tiles(tiles + last * part_bytes, operand_row * 2, x[o][last]);
       });
-      each<own>([&](int i) {
-        each<warp_tiles>([&](int tile) {
-          const int at = ((tile * tiles + skipped + i) * depth + k) * matrix_parts;
-          const int o = Tiling<Tables>::list.items[begin + i].operand - Tables::first_operand[stage];
-          each<matrix_parts>([&](int part) {
-            unsigned streamed[4];
-            if constexpr (!resident) load(at + part, streamed);
-            each<operand_parts>([&](int other) {
-              if (part + other >= most) return;
-              float(&target)[4] = sum[i * warp_tiles + tile][part + other == 0 ? 0 : chains - 1];
-              if constexpr (resident) add_product(target, matrix[at + part], x[o][other]);
-              else add_product(target, streamed, x[o][other]);
+      each<tiles_of_units>([&](int extra) {
+        each<own>([&](int i) {
+          each<warp_tiles>([&](int tile) {
+            const int at = ((tile * tiles + skipped + i) * depth + k + extra) * matrix_parts;
+            const int o = Tiling<Tables>::list.items[begin + i].operand - Tables::first_operand[stage];
+            each<matrix_parts>([&](int part) {
+              unsigned streamed[4];
+              if constexpr (!resident) load(at + part, streamed);
+              each<layers>([&](int layer) {
+                const int order = part + layer * parts_of_layer;
+                if (order >= most) return;
+                float(&target)[4] = sum[i * warp_tiles + tile][order == 0 ? 0 : chains - 1];
+                if constexpr (resident) add_product(target, matrix[at + part], x[o][layer][extra]);
+                else add_product(target, streamed, x[o][layer][extra]);
+              });
             });
           });
         });
       });
     };
     if constexpr (resident) {
-      each<depth>(multiply_tile);
+      each<depth / 2>([&](int pair) { multiply_tiles(pair * 2, Count<2>()); });
     } else {
-#pragma unroll 2
-      for (int k = 0; k < depth; ++k) multiply_tile(k);
+#pragma unroll 1
+      for (int k = 0; k + 1 < depth; k += 2) multiply_tiles(k, Count<2>());
     }
+    if constexpr (depth % 2 == 1) multiply_tiles(depth - 1, Count<1>());
     meanwhile();
     each<own>([&](int i) {
       const Item& item = Tiling<Tables>::list.items[begin + i];
@@ -201,8 +212,10 @@ template <class Tables, int first, int last> struct Products {
           real total = sum[i * warp_tiles + tile][0][j];
           if constexpr (chains == 2) total += sum[i * warp_tiles + tile][1][j];
           const int half = units == 8 ? j / 2 : 0, side = j % 2;
-          const int number = tile * numbers_of_tile + (units == 8 ? 0 : j / 2 * sides) + side;
-          if (half < item.halves && side < sides) product[item.product + half][number] = total;
+          const int number = tile * numbers_of_tile + (units == 8 ? 0 : j / 2 * sides) + (sides == 2 ? side : 0);
+          if (half >= item.halves) return;
+          real& result = product[item.product + half][number];
+          result = sides == 2 || side == 0 ? total : result + total;
         });
       });
     });
