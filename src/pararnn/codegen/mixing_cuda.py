@@ -22,7 +22,8 @@ OTHER_REGISTERS = 88
 """Registers of a thread that hold no matrices."""
 SHARED_BYTES = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 """Shared memory of a block in KiB, by compute capability; 99 for others."""
-MAX_STEPS_AHEAD = 7
+MIN_STEPS_AHEAD, MAX_STEPS_AHEAD = 3, 7
+"""Steps that the ring is ahead: with matrices in shared memory, and at most."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
 """Numbers in bfloat16 that add up to one of a dtype, to the last bit that counts."""
 VECTOR_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float64: torch.float64}
@@ -30,8 +31,10 @@ VECTOR_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float64: torch.float64}
 float16 has no room for small gradients."""
 
 
-def vector_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the vectors of outer products, for gates of a dtype."""
+def vector_dtype(dtype: torch.dtype, matrix_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the vectors of outer products, for gates and matrices of these dtypes."""
+    if dtype == torch.bfloat16 and matrix_dtype != dtype:
+        return torch.float32
     return VECTOR_DTYPES.get(dtype, torch.float32)
 
 
@@ -41,8 +44,8 @@ class MixingVariant(NamedTuple):
     direction: "forward", "backward", or "recompute" for the products that only the step needs, of
     all steps at once. sides: a block runs 4 or 8 columns. gate_gap: elements between gates, 0 if a
     launch says. whole: all columns of all blocks are rows. chunk: bytes that all rows are aligned
-    to, 16 at most. matrix_dtype: of the matrices in memory. events, broadcast, arriving: see `cuda.Variant`.
-    shared: bytes of shared memory that a block may have.
+    to, 16 at most. matrix_dtype: of the matrices in memory. events, broadcast, arriving: see
+    `cuda.Variant`. shared: bytes of shared memory that a block may have.
     """
 
     direction: str
@@ -109,7 +112,8 @@ def variants_of_pass(program: Program, variant: MixingVariant) -> list[MixingVar
 class Tiles(NamedTuple):
     """Tiles of a block: see cuda/mixing/block.h and products.h.
 
-    resident: True if registers hold the matrices for the whole sequence. words: of one head's
+    resident, shared_matrices: True if registers, or shared memory, hold the matrices for the whole
+    sequence. words: of one head's
     packed matrices. shared_bytes: shared memory of a block.
     """
 
@@ -119,6 +123,7 @@ class Tiles(NamedTuple):
     operand_parts: int
     matrix_parts: int
     resident: bool
+    shared_matrices: bool
     steps_ahead: int
     words: int
     shared_bytes: int
@@ -139,25 +144,45 @@ def _matrix_tiles(own: Pass, units: int, first: int, last: int) -> int:
     return count
 
 
+IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
+"""Ranks of where a block has its matrices: the faster the later."""
+
+
 class _Fit(NamedTuple):
-    """Tiles of a size. products: of tiles of matrices and operands, a step and 16 numbers."""
+    """Tiles of a size. rank: where matrices are. words: of one head's matrices. matrix_bytes: of
+    those in shared memory. step_bytes: of a step in the ring. products: of tiles, a step.
+    """
 
     units: int
     warp_tiles: int
     warps: int
-    resident: bool
+    rank: int
+    words: int
+    matrix_bytes: int
+    step_bytes: int
     products: int
 
 
-def _fit(own: Pass, split: tuple[int, int], width: int, units: int, registers: int) -> _Fit:
-    """Return the tiles for heads of a width; `registers`: of a tile of matrices."""
+def _fit(
+    count: int, width: int, units: int, lane_words: int, number_bytes: int, shared: int
+) -> _Fit:
+    """Return the tiles of a size for heads of a width.
+
+    `count`: tiles of matrices next to each other. `lane_words`: of a lane and one of these.
+    `number_bytes`: of a step and unit in the ring. `shared`: bytes of memory.
+    """
     tiles = -(-width // units)
     warp_tiles = -(-tiles // MAX_WARPS)
     warps = -(-tiles // warp_tiles)
-    count = _matrix_tiles(own, units, *split)
-    there = min(MAX_REGISTERS, REGISTERS // (warps * 32))
-    resident = warp_tiles * count * registers + OTHER_REGISTERS <= there
-    return _Fit(units, warp_tiles, warps, resident, tiles * count)
+    words = warps * warp_tiles * count * lane_words * 32
+    step_bytes = warps * warp_tiles * units * number_bytes
+    registers = min(MAX_REGISTERS, REGISTERS // (warps * 32))
+    rank, matrix_bytes = IN_MEMORY, 0
+    if warp_tiles * count * lane_words + OTHER_REGISTERS <= registers:
+        rank = IN_REGISTERS
+    elif words * 4 + (MIN_STEPS_AHEAD + 1) * step_bytes <= shared:
+        rank, matrix_bytes = IN_SHARED_MEMORY, words * 4
+    return _Fit(units, warp_tiles, warps, rank, words, matrix_bytes, step_bytes, tiles * count)
 
 
 def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
@@ -175,43 +200,52 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     operand_parts = 1 if wide else max(2, PARTS[dtype])
     matrix_parts = 1 if wide else min(PARTS[variant.matrix_dtype], max(2, PARTS[dtype]))
     depth = -(-width // 16)
-    options = [_fit(own, split, width, units, depth * matrix_parts * 4) for units in (8, 16)]
-    # Registers first. Few blocks need many warps, which narrow tiles have; many the fewest products.
-    fit = min(options, key=lambda fit: (not fit.resident, variant.sides == 2 and fit.products))
-    units, warp_tiles, warps, resident, _ = fit
-    count = _matrix_tiles(own, units, *split)
-
-    operands = max(stage.count("operand") for stage in own.stages)
     layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
-    number_bytes = 8 if wide else 2 * layers
-    operand_bytes = 2 * operands * 8 * (depth * 16 + 8) * number_bytes
+    operands = max(stage.count("operand") for stage in own.stages)
+    operand_bytes = 2 * operands * 8 * (depth * 16 + 8) * (8 if wide else 2 * layers)
     numbers = 0  # of bytes a step, channel and row, that come through the ring
     if variant.direction != "recompute":
         numbers = len(program.gates) * dtype.itemsize
     if variant.direction == "backward":
         recomputed = sum(len(stage.products) for stage in own.stages[: own.recomputed_stages])
         numbers += 2 * program.num_states * dtype.itemsize + recomputed * compute.itemsize
-    step_bytes = warps * numbers * 4 * variant.sides * warp_tiles * units
+    words = 0 if wide else depth * matrix_parts * 4  # of a lane and a tile of matrices
+    fits = [
+        _fit(
+            _matrix_tiles(own, units, *split),
+            width,
+            units,
+            words,
+            numbers * 4 * variant.sides,
+            variant.shared - operand_bytes,
+        )
+        for units in (8, 16)
+    ]
+    # Registers first. Few blocks need many warps, which narrow tiles have; others few products.
+    narrow = variant.sides == 1 and any(fit.rank == IN_REGISTERS for fit in fits)
+    fit = max(fits, key=lambda fit: (fit.rank, fit.warps if narrow else -fit.products))
+    ring = variant.shared - operand_bytes - fit.matrix_bytes
     steps_ahead = MAX_STEPS_AHEAD
-    if step_bytes:
-        steps_ahead = min(steps_ahead, (variant.shared - operand_bytes) // step_bytes - 1)
-    if steps_ahead < 1:
+    if fit.step_bytes:
+        steps_ahead = max(0, min(steps_ahead, ring // fit.step_bytes - 1))
+    ring_bytes = (steps_ahead + 1) * fit.step_bytes if steps_ahead else 0
+    if ring < 0:
         raise EngineError(
-            f"{program.cell_name} with heads of {width} channels needs "
-            f"{operand_bytes + 2 * step_bytes:,} bytes of shared memory in its "
-            f"{variant.direction} pass; this GPU has {variant.shared:,}. Use more heads, or "
-            "backend='torch'"
+            f"{program.cell_name} with heads of {width} channels needs {operand_bytes:,} bytes of "
+            f"shared memory in its {variant.direction} pass; this GPU has {variant.shared:,}. Use "
+            "more heads, or backend='torch'"
         )
     return Tiles(
-        units=units,
-        warp_tiles=warp_tiles,
-        warps=warps,
+        units=fit.units,
+        warp_tiles=fit.warp_tiles,
+        warps=fit.warps,
         operand_parts=operand_parts,
         matrix_parts=matrix_parts,
-        resident=resident,
+        resident=fit.rank == IN_REGISTERS,
+        shared_matrices=fit.rank == IN_SHARED_MEMORY,
         steps_ahead=steps_ahead,
-        words=0 if wide else warps * warp_tiles * count * depth * matrix_parts * 32 * 4,
-        shared_bytes=operand_bytes + (steps_ahead + 1) * step_bytes,
+        words=fit.words,
+        shared_bytes=operand_bytes + fit.matrix_bytes + ring_bytes,
     )
 
 
@@ -252,6 +286,7 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
     }
     flags = {
         "resident": tiles.resident,
+        "shared_matrices": tiles.shared_matrices,
         "whole": variant.whole,
         "reverse": variant.reverse,
         "events": variant.events,
@@ -260,7 +295,7 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
     types = {
         "weight_io": variant.weight_dtype,
         "matrix_io": variant.matrix_dtype,
-        "vector_io": vector_dtype(variant.dtype),
+        "vector_io": vector_dtype(variant.dtype, variant.matrix_dtype),
     }
     lines = [
         *(f"using {name} = {IO_TYPES[dtype]};" for name, dtype in types.items()),

@@ -33,7 +33,7 @@ from pararnn.errors import EngineError
 from pararnn.program.mixing import Mixing
 from pararnn.program.program import Program
 
-MAX_BLOCKS = 2**31 - 1
+MAX_LENGTH, MAX_BLOCKS = 2**30, 2**31 - 1
 PACK_THREADS, SUM_CHANNELS = 256, 32
 """Threads of a block that packs matrices; channels of one that adds up sums."""
 RECOMPUTE_BLOCKS = 8
@@ -63,7 +63,8 @@ class Kernels(NamedTuple):
 class MixingLaunch(NamedTuple):
     """Pass on calls of one signature. Without blocks there is nothing to launch.
 
-    weights, compute, gates: dtypes of the weights' gradients, of computations, and of the gates.
+    weights, compute, gates, matrices: dtypes of the weights' gradients, of computations, and of the
+    arguments.
     params: the slice of the params among a call's tensors. size: heads, steps of all rows, and
     channels of a head. spans: blocks of a head. cores: multiprocessors. run, first: the kernels
     along time, and those before them, which run in `first_blocks`. templates: words of each kernel.
@@ -73,6 +74,7 @@ class MixingLaunch(NamedTuple):
     weights: torch.dtype
     compute: torch.dtype
     gates: torch.dtype
+    matrices: torch.dtype
     params: slice
     mixing: Mixing
     size: tuple[int, int, int] = (0, 0, 0)
@@ -119,7 +121,7 @@ class MixingLaunch(NamedTuple):
             recomputed = gates.new_empty((count, steps, heads * width), dtype=self.compute)
             self._launch(self.first, self.first_blocks, tensors, [recomputed, None, None])
         if "params" in wanted and mixing.outers:
-            dtype = vector_dtype(self.gates)
+            dtype = vector_dtype(self.gates, self.matrices)
             left, right = (
                 gates.new_empty((heads, steps, n, width), dtype=dtype)
                 for n in (mixing.lefts, mixing.rights)
@@ -210,15 +212,17 @@ def make_mixing_launch(
     sides = 1 if -(-rows // 4) * heads <= cores else 2
     groups = -(-rows // (4 * sides))
     blocks = groups * heads if length else 0
-    if blocks > MAX_BLOCKS:
+    if length >= MAX_LENGTH or blocks > MAX_BLOCKS:
         raise EngineError(
-            f"kernels take at most {MAX_BLOCKS} blocks of 8 rows and a head, got "
-            f"B = {rows} and {heads} heads; split the batch"
+            f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS} blocks of 8 rows and a "
+            f"head, got T = {length}, B = {rows} and {heads} heads; split the sequence, or the "
+            "batch"
         )
     start = 2 + len(args.fields)
     params = slice(start, start + len(args.params))
     mixing = program.mixing[compute]
-    empty = MixingLaunch(gpu, weight_dtype, compute, dtype, params, mixing)
+    matrix_dtype = next((args.params[i].dtype for i in mixing.matrices), compute)
+    empty = MixingLaunch(gpu, weight_dtype, compute, dtype, matrix_dtype, params, mixing)
     if not blocks:
         return empty
     strides = head_strides(gates.shape, gates.stride())
@@ -230,12 +234,11 @@ def make_mixing_launch(
     if layouts.gates is not None:
         gaps.add(head_strides(gates.shape, layouts.gates)[2])
     capability = gpu.capability(device)
-    matrix_dtypes = {args.params[i].dtype for i in mixing.matrices}
     variant = MixingVariant(
         direction="backward" if backward else "forward",
         dtype=dtype,
         weight_dtype=weight_dtype,
-        matrix_dtype=matrix_dtypes.pop() if matrix_dtypes else compute,
+        matrix_dtype=matrix_dtype,
         heads=heads,
         head_width=width,
         sides=sides,

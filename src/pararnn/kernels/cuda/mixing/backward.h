@@ -99,14 +99,18 @@ struct BackwardPass {
       pull<stage + 1>(store, [] {});
     } else {
       store(stage);
-      if constexpr (stage == first_pulled) meanwhile();
+      if constexpr (stage == first_pulled) {
+        __syncwarp();
+        meanwhile();
+      }
     }
   }
 
   PARARNN_FUNCTION void run(char* ring) {
     const Inputs& in = p.in;
     const bool vectors = p.left != nullptr;
-    const int64 length = in.length, step = reverse ? 1 : -1, steps = in.rows * length;
+    const int length = (int)in.length;
+    const int64 step = reverse ? 1 : -1, steps = in.rows * length;
     const int64 gate_time = step * in.gate_strides.time * (int64)sizeof(io);
     const int64 state_time = step * channels * (int64)sizeof(io), product_time = step * channels * (int64)sizeof(real);
     Gates gates;
@@ -137,13 +141,14 @@ struct BackwardPass {
                  ? p.recomputed + ((i * in.rows + row_of(column)) * length + last) * channels + offset + unit
                  : nullptr;
     });
+    const auto arriving_time = [&](int n) { return step * p.grad_time[n] * (int64)sizeof(io); };
     __syncwarp();
-    const auto copy = [&](int slot, int64 j) {
+    const auto copy = [&](int slot, int j) {
       if (j < length) {
         gates.copy(slot, gate_time);
         if (j + 1 < length) states.copy(slot, state_time);
         each<num_states>([&](int n) {
-          if (arriving[n]) arriving_states[n].copy(slot, step * p.grad_time[n] * (int64)sizeof(io));
+          if (arriving[n]) arriving_states[n].copy(slot, arriving_time(n));
         });
         step_products.copy(slot, product_time);
       }
@@ -201,14 +206,17 @@ struct BackwardPass {
         });
       });
     };
-    const auto read_ahead = [&](int slot, int64 l) {
+    const auto read_ahead = [&](int slot, int l) {
       wait_for_step();
-      each<num_gates>([&](int g) { gates.read(slot, g, ahead.inputs.gate[g]); });
-      each<num_states>([&](int n) {
-        states.read(slot, n, ahead.previous[n]);
-        if (arriving[n]) arriving_states[n].read(slot, 0, ahead.arriving[n]);
-      });
-      each<recomputed_products>([&](int i) { step_products.read(slot, i, ahead.product[i]); });
+      const int j = length - 1 - l;  // steps so far
+      if (j < length) {
+        each<num_gates>([&](int g) { gates.read(slot, g, ahead.inputs.gate[g], j * gate_time); });
+        each<num_states>([&](int n) {
+          if (steps_ahead > 0 || l > 0) states.read(slot, n, ahead.previous[n], j * state_time);
+          if (arriving[n]) arriving_states[n].read(slot, 0, ahead.arriving[n], j * arriving_time(n));
+        });
+        each<recomputed_products>([&](int i) { step_products.read(slot, i, ahead.product[i], j * product_time); });
+      }
       load_fields(in, place, l, ahead.inputs);
       each<per_lane>([&](int c) {
         const int side = side_of(c);
@@ -227,8 +235,8 @@ struct BackwardPass {
     };
     int slot = 0, free_slot = steps_ahead;
     read_ahead(slot, length - 1);
-    for (int64 j = 0; j < length; ++j) {
-      const int64 l = length - 1 - j;
+    for (int j = 0; j < length; ++j) {
+      const int l = length - 1 - j;
       now = ahead;
       each<num_states>([&](int n) {
         each<per_lane>([&](int c) {

@@ -59,7 +59,8 @@ struct ForwardPass {
 
   PARARNN_FUNCTION void run(char* ring) {
     const Inputs& in = p.in;
-    const int64 length = in.length, step = reverse ? -1 : 1;
+    const int length = (int)in.length;
+    const int64 step = reverse ? -1 : 1;
     const int64 time_bytes = step * in.gate_strides.time * (int64)sizeof(io);
     Gates gates;
     gates.start(ring, [&](int g, int column, int unit) -> const io* {
@@ -93,14 +94,14 @@ struct ForwardPass {
       });
       each<num_states>([&](int n) { each<sides>([&](int side) { out[n][side] += step * channels; }); });
     };
-    const auto read_ahead = [&](int slot, int64 l) {
+    const auto read_ahead = [&](int slot, int l) {
       wait_for_step();
-      each<num_gates>([&](int g) { gates.read(slot, g, ahead.gate[g]); });
+      if (l < length) each<num_gates>([&](int g) { gates.read(slot, g, ahead.gate[g], l * time_bytes); });
       load_fields(in, place, l, ahead);
     };
     int slot = 0, free_slot = steps_ahead;
     read_ahead(slot, 0);
-    for (int64 l = 0; l < length; ++l) {
+    for (int l = 0; l < length; ++l) {
       inputs = ahead;
       add_bias(inputs.gate, weights.bias);
       if (events) each<per_lane>([&](int c) {

@@ -25,7 +25,7 @@ PARARNN_FUNCTION void add_bias(Fragment<num_gates>& gate, const Fragment<num_gat
   each<num_gates>([&](int g) { each<per_lane>([&](int c) { gate[g][c] += bias[g][c]; }); });
 }
 
-PARARNN_FUNCTION int64 time_of(const Inputs& in, int64 l) { return reverse ? in.length - 1 - l : l; }
+PARARNN_FUNCTION int64 time_of(const Inputs& in, int l) { return reverse ? (int)in.length - 1 - l : l; }
 
 PARARNN_FUNCTION int64 gate_offset(const GateStrides& strides, int head, int64 row, int gate, int64 t, int unit) {
   return row * strides.row + t * strides.time + gate * strides.gate + head * strides.head + unit;
@@ -68,11 +68,11 @@ PARARNN_FUNCTION void load_fields(const Inputs& in, const Place& place, int64 ro
   });
 }
 // Loads those of all numbers of a lane at step l, zero after the last one.
-PARARNN_FUNCTION void load_fields(const Inputs& in, const Place& place, int64 l, StepInputs& inputs) {
+PARARNN_FUNCTION void load_fields(const Inputs& in, const Place& place, int l, StepInputs& inputs) {
   if constexpr (num_fields > 0) {
     each<per_lane>([&](int c) {
       const int64 row = place.row(side_of(c));
-      const bool there = place.exists(in, c) && l >= 0 && l < in.length;
+      const bool there = place.exists(in, c) && l >= 0 && l < (int)in.length;
       load_fields(in, place, row, time_of(in, l), c, there, inputs.field[c]);
     });
   }
@@ -97,14 +97,14 @@ PARARNN_FUNCTION void store_states(scalar* const* target, const Fragment<num_sta
 struct Events {
   const Inputs& in;
   const Place& place;
-  int64 steps;
+  int steps;
   int order;                         // of processing: 1 if step j is l = j, otherwise -1
   int before[sides], now[sides], after[sides];  // numbers of sequences: of the steps l - 1, l, l + 1
   bool resets[sides], next_resets[sides];
 
   PARARNN_FUNCTION Events(const Inputs& in, const Place& place, int order)
-      : in(in), place(place), steps(in.length), order(order) {
-    const int64 l = order > 0 ? 0 : steps - 1;
+      : in(in), place(place), steps((int)in.length), order(order) {
+    const int l = order > 0 ? 0 : steps - 1;
     each<sides>([&](int side) {
       (order > 0 ? before : after)[side] = -2;
       now[side] = number(side, l);
@@ -113,17 +113,17 @@ struct Events {
       next_resets[side] = is_reset(side, l + order);
     });
   }
-  PARARNN_FUNCTION int number(int side, int64 l) const {
+  PARARNN_FUNCTION int number(int side, int l) const {
     const int64 row = place.row(side);
     if (l < 0 || l >= steps || row >= in.rows) return -2;
     return in.seq == nullptr ? (int)row : in.seq[row * steps + time_of(in, l)];
   }
-  PARARNN_FUNCTION bool is_reset(int side, int64 l) const {
+  PARARNN_FUNCTION bool is_reset(int side, int l) const {
     const int64 row = place.row(side);
     return in.reset != nullptr && l >= 0 && l < steps && row < in.rows && in.reset[row * steps + time_of(in, l)];
   }
   // Goes on from step l to the next one.
-  PARARNN_FUNCTION void next(int64 l) {
+  PARARNN_FUNCTION void next(int l) {
     each<sides>([&](int side) {
       (order > 0 ? before : after)[side] = now[side];
       now[side] = (order > 0 ? after : before)[side];

@@ -57,16 +57,19 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int tiles = tiles_before<Tables>(last) - tiles_before<Tables>(first);
   static constexpr int words = warp_tiles * tiles * depth * matrix_words;  // of a warp's matrices
   static constexpr int operand_slots = Tiling<Tables>::list.most_operands;
+  static constexpr bool fits = warps * warp_tiles * units <= depth * 16;  // no warp has tiles beyond a head
   static constexpr int number_bytes = wide ? (int)sizeof(real) : 2;
   static constexpr int layer_bytes = 8 * operand_row * number_bytes;
   static constexpr int operand_bytes = (wide ? 1 : layers) * layer_bytes;
-  static constexpr int bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
+  static constexpr int operands_bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
+  static constexpr int matrix_bytes = shared_matrices && !wide ? warps * words * 4 : 0;
+  static constexpr int bytes = operands_bytes + matrix_bytes;
   static constexpr int registers = resident && !wide ? warp_tiles * tiles * depth * matrix_parts : 1;
 
   const Inputs& in;
   const int head;
   char* memory;  // operands
-  const unsigned* source;
+  const unsigned* source;  // the warp's packed matrices, from this lane's words on
   unsigned matrix[registers][4];
   int round = 0;
 
@@ -76,7 +79,16 @@ template <class Tables, int first, int last> struct Products {
     if constexpr (resident && !wide) {
       each<registers>([&](int i) { load(i, matrix[i]); });
     }
-    for (int i = threadIdx.x * 4; i < bytes; i += warps * lanes * 4) *reinterpret_cast<int*>(memory + i) = 0;
+    if constexpr (matrix_bytes > 0) {
+      unsigned* copy = reinterpret_cast<unsigned*>(memory + operands_bytes) + warp() * words + lane() * 4;
+      for (int i = 0; i < words / (lanes * 4); ++i) {
+        unsigned fragments[4];
+        load(i, fragments);
+        each<4>([&](int j) { copy[i * lanes * 4 + j] = fragments[j]; });
+      }
+      source = copy;
+    }
+    for (int i = threadIdx.x * 4; i < operands_bytes; i += warps * lanes * 4) *reinterpret_cast<int*>(memory + i) = 0;
     __syncthreads();
   }
 
@@ -106,7 +118,7 @@ template <class Tables, int first, int last> struct Products {
           const int c = pair * sides, unit = first_unit(tile_of(c)) + half_of(c);
           const real second = sides == 2 ? left[c + sides - 1] : rest(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
           const unsigned word = to_bfloat16s((float)left[c], (float)second);
-          if (unit < depth * 16) store_transposed(target + layer * layer_bytes + unit * 2, operand_row * 2, word);
+          if (fits || unit < depth * 16) store_transposed(target + layer * layer_bytes + unit * 2, operand_row * 2, word);
           if (layer + 1 == layers) return;
           left[c] = rest(sides == 2 ? left[c] : second, sides == 2 ? word << 16 : word & 0xffff0000u);
           if (sides == 2) left[c + 1] = rest(left[c + 1], word & 0xffff0000u);

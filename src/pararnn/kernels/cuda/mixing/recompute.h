@@ -21,7 +21,7 @@ constexpr int recomputed_products = backward_first_product[backward_recomputed];
 
 // Loads the state before a step of a row into a lane's number.
 PARARNN_FUNCTION void load_previous(Fragment<num_states>& x, const BackwardProblem& p, const Place& place, int64 row,
-                                    int64 l, int c) {
+                                    int l, int c) {
   const Inputs& in = p.in;
   const int64 t = time_of(in, l), before = time_of(in, l - 1), at = row * in.length;
   const bool there = row < in.rows && l < in.length && exists(c);
@@ -78,12 +78,15 @@ struct Recompute {
 
   PARARNN_FUNCTION void run(char*) {
     const Inputs& in = p.in;
-    const int64 tiles = (in.length + columns - 1) / columns, all = in.rows * tiles;
+    const int length = (int)in.length;
+    const int64 tiles = (length + columns - 1) / columns, all = in.rows * tiles;
     for (int64 tile = blockIdx.x / heads; tile < all; tile += gridDim.x / heads) {
-      const int64 row = tile / tiles, begin = tile % tiles * columns;
+      const int64 row = tile / tiles;
+      const int begin = (int)(tile % tiles) * columns;
       each<per_lane>([&](int c) {
-        const int64 l = begin + column_of_side(side_of(c)), t = time_of(in, l);
-        const bool there = l < in.length && exists(c);
+        const int l = begin + column_of_side(side_of(c));
+        const int64 t = time_of(in, l);
+        const bool there = l < length && exists(c);
         load_previous(state, p, place, row, l, c);
         each<num_gates>([&](int g) {
           gate[g][c] = weights.bias[g][c] +
@@ -93,8 +96,8 @@ struct Recompute {
       });
       run_stages<0>();
       each<per_lane>([&](int c) {
-        const int64 l = begin + column_of_side(side_of(c));
-        if (l >= in.length || !exists(c)) return;
+        const int l = begin + column_of_side(side_of(c));
+        if (l >= length || !exists(c)) return;
         const int64 index = (row * in.length + time_of(in, l)) * channels + place.channel(c);
         each<recomputed_products>([&](int i) {
           p.recomputed[i * in.rows * in.length * channels + index] = product[i][c];
