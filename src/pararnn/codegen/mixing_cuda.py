@@ -22,6 +22,9 @@ OTHER_REGISTERS = 88
 """Registers of a thread that hold no matrices."""
 SHARED_BYTES = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 """Shared memory of a block in KiB, by compute capability; 99 for others."""
+MAX_WIDTH_OF_TWO_SIDES = 512
+"""Largest head whose products are recomputed for 8 steps at once: operands of 8 take twice the
+memory of 4."""
 MIN_STEPS_AHEAD, MAX_STEPS_AHEAD = 3, 7
 """Steps that the ring is ahead: with matrices in shared memory, and at most."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
@@ -105,7 +108,8 @@ def variants_of_pass(program: Program, variant: MixingVariant) -> list[MixingVar
     own = program.mixing[compute_dtype(variant.dtype)].backward
     if variant.direction == "forward" or not own.recomputed_stages:
         return [variant]
-    first = variant._replace(direction="recompute", sides=2, arriving=())
+    sides = 2 if variant.head_width <= MAX_WIDTH_OF_TWO_SIDES else 1
+    first = variant._replace(direction="recompute", sides=sides, whole=False, arriving=())
     return [variant, first]
 
 

@@ -281,7 +281,7 @@ def make_mixing_launch(
         templates["run"] = template_of(interface.pack("BackwardProblem", values))
         templates["sum_weights"] = _sums_of(interface, mixing, groups)
     templates["pack"] = _pack_of(interface)
-    tiles = rows * -(-length // 8)  # of 8 steps of a row
+    tiles = rows * -(-length // 4)  # of 4 steps of a row, or 8
     return empty._replace(
         size=(heads, rows * length, width),
         blocks=blocks,

@@ -209,7 +209,7 @@ struct BackwardPass {
     const auto read_ahead = [&](int slot, int l) {
       wait_for_step();
       const int j = length - 1 - l;  // steps so far
-      if (j < length) {
+      if (steps_ahead > 0 || j < length) {
         each<num_gates>([&](int g) { gates.read(slot, g, ahead.inputs.gate[g], j * gate_time); });
         each<num_states>([&](int n) {
           if (steps_ahead > 0 || l > 0) states.read(slot, n, ahead.previous[n], j * state_time);

@@ -96,7 +96,8 @@ struct ForwardPass {
     };
     const auto read_ahead = [&](int slot, int l) {
       wait_for_step();
-      if (l < length) each<num_gates>([&](int g) { gates.read(slot, g, ahead.gate[g], l * time_bytes); });
+      if (steps_ahead > 0 || l < length)
+        each<num_gates>([&](int g) { gates.read(slot, g, ahead.gate[g], l * time_bytes); });
       load_fields(in, place, l, ahead);
     };
     int slot = 0, free_slot = steps_ahead;
