@@ -47,8 +47,9 @@ class MixingVariant(NamedTuple):
     direction: "forward", "backward", or "recompute" for the products that only the step needs, of
     all steps at once. sides: a block runs 4 or 8 columns. gate_gap: elements between gates, 0 if a
     launch says. whole: all columns of all blocks are rows. chunk: bytes that all rows are aligned
-    to, 16 at most. matrix_dtype: of the matrices in memory. events, broadcast, arriving: see
-    `cuda.Variant`. shared: bytes of shared memory that a block may have.
+    to, 16 at most. matrix_dtype: of the matrices in memory. vectors: those of outer products are
+    wanted. events, broadcast, arriving: see `cuda.Variant`. shared: bytes of shared memory that a
+    block may have.
     """
 
     direction: str
@@ -61,6 +62,7 @@ class MixingVariant(NamedTuple):
     gate_gap: int = 0
     whole: bool = False
     chunk: int = 16
+    vectors: bool = True
     reverse: bool = False
     events: bool = False
     broadcast: tuple[bool, ...] = ()
@@ -206,7 +208,8 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     depth = -(-width // 16)
     layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
     operands = max(stage.count("operand") for stage in own.stages)
-    operand_bytes = 2 * operands * 8 * (depth * 16 + 8) * (8 if wide else 2 * layers)
+    number_bytes = 8 * 4 * variant.sides if wide else 8 * 2 * layers  # of all columns
+    operand_bytes = 2 * operands * (depth * 16 + 8) * number_bytes
     numbers = 0  # of bytes a step, channel and row, that come through the ring
     if variant.direction != "recompute":
         numbers = len(program.gates) * dtype.itemsize
@@ -292,6 +295,7 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
         "resident": tiles.resident,
         "shared_matrices": tiles.shared_matrices,
         "whole": variant.whole,
+        "vectors": variant.vectors,
         "reverse": variant.reverse,
         "events": variant.events,
     }

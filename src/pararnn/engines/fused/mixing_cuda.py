@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,8 @@ class MixingLaunch(NamedTuple):
     arguments.
     params: the slice of the params among a call's tensors. size: heads, steps of all rows, and
     channels of a head. spans: blocks of a head. cores: multiprocessors. run, first: the kernels
-    along time, and those before them, which run in `first_blocks`. templates: words of each kernel.
+    along time, and those before them, which run in `first_blocks`. without_vectors: builds the
+    kernels along time that write no vectors of outer products. templates: words of each kernel.
     """
 
     gpu: Gpu
@@ -84,6 +86,7 @@ class MixingLaunch(NamedTuple):
     run: Kernels | None = None
     first: Kernels | None = None
     first_blocks: int = 0
+    without_vectors: Callable[[], Kernels] | None = None
     templates: Mapping[str, Template] | None = None
 
     def new_info(self, gates: Tensor) -> Tensor:
@@ -115,6 +118,7 @@ class MixingLaunch(NamedTuple):
             return
         mixing, (heads, steps, width) = self.mixing, self.size
         recomputed = left = right = None
+        kernels = self.run
         if self.first is not None:
             stages = mixing.backward.stages[: mixing.backward.recomputed_stages]
             count = sum(len(stage.products) for stage in stages)
@@ -126,7 +130,9 @@ class MixingLaunch(NamedTuple):
                 gates.new_empty((heads, steps, n, width), dtype=dtype)
                 for n in (mixing.lefts, mixing.rights)
             )
-        self._launch(self.run, self.blocks, tensors, [recomputed, left, right])
+        elif self.without_vectors is not None:
+            kernels = self.without_vectors()
+        self._launch(kernels, self.blocks, tensors, [recomputed, left, right])
         if ("bias" in wanted or "params" in wanted) and partial.shape[1]:
             grid = (-(-heads * width // SUM_CHANNELS), partial.shape[1])
             self._call(self.run, "sum_weights", grid, [partial, *weights])
@@ -251,10 +257,11 @@ def make_mixing_launch(
         arriving=tuple(stride is not None for stride in layouts.arriving),
         shared=shared_bytes_of(capability),
     )
-    each = [
-        Kernels(gpu.kernels(program, own, capability), tiles_of(program, own))
-        for own in variants_of_pass(program, variant)
-    ]
+
+    def kernels_of(own: MixingVariant) -> Kernels:
+        return Kernels(gpu.kernels(program, own, capability), tiles_of(program, own))
+
+    run, *first = variants_of_pass(program, variant)
     interface, addresses = interface_of(program, "cuda", "sequential"), Addresses()
     counts = interface.counts
     inputs: Values = {
@@ -287,8 +294,9 @@ def make_mixing_launch(
         blocks=blocks,
         spans=groups,
         cores=cores,
-        run=each[0],
-        first=each[1] if len(each) > 1 else None,
+        run=kernels_of(run),
+        first=kernels_of(first[0]) if first else None,
+        without_vectors=partial(kernels_of, run._replace(vectors=False)) if backward else None,
         first_blocks=heads * min(tiles, -(-RECOMPUTE_BLOCKS * cores // heads)),
         templates=templates,
     )

@@ -108,7 +108,6 @@ struct BackwardPass {
 
   PARARNN_FUNCTION void run(char* ring) {
     const Inputs& in = p.in;
-    const bool vectors = p.left != nullptr;
     const int length = (int)in.length;
     const int64 step = reverse ? 1 : -1, steps = in.rows * length;
     const int64 gate_time = step * in.gate_strides.time * (int64)sizeof(io);
@@ -144,14 +143,13 @@ struct BackwardPass {
     const auto arriving_time = [&](int n) { return step * p.grad_time[n] * (int64)sizeof(io); };
     __syncwarp();
     const auto copy = [&](int slot, int j) {
-      if (j < length) {
-        gates.copy(slot, gate_time);
-        if (j + 1 < length) states.copy(slot, state_time);
-        each<num_states>([&](int n) {
-          if (arriving[n]) arriving_states[n].copy(slot, arriving_time(n));
-        });
-        step_products.copy(slot, product_time);
-      }
+      const bool more = j + 1 < length;
+      gates.copy(slot, gate_time, more);
+      if (length > 1) states.copy(slot, state_time, j + 2 < length);
+      each<num_states>([&](int n) {
+        if (arriving[n]) arriving_states[n].copy(slot, arriving_time(n), more);
+      });
+      step_products.copy(slot, product_time, more);
       end_group_of_copies();
     };
     for (int j = 0; j < steps_ahead; ++j) copy(j, j);
@@ -206,6 +204,8 @@ struct BackwardPass {
         });
       });
     };
+    Fragment<num_states> initial;
+    if (!events) each<per_lane>([&](int c) { load_previous(initial, p, place, place.row(side_of(c)), 0, c); });
     const auto read_ahead = [&](int slot, int l) {
       wait_for_step();
       const int j = length - 1 - l;  // steps so far
@@ -222,11 +222,12 @@ struct BackwardPass {
         const int side = side_of(c);
         const int64 row = place.row(side);
         ahead.live[c] = place.exists(in, c);
-        bool begins = l == 0;
+        if (!events && l == 0) each<num_states>([&](int n) { ahead.previous[n][c] = initial[n][c]; });
+        bool begins = false;
         if (events && l >= 0) {
           const int number = event.number(side, l);
           ahead.live[c] = ahead.live[c] && number >= 0;
-          begins = begins || number != event.number(side, l - 1) || event.is_reset(side, l);
+          begins = l == 0 || number != event.number(side, l - 1) || event.is_reset(side, l);
         }
         if (begins) load_previous(ahead.previous, p, place, row, l, c);
       });
@@ -255,12 +256,9 @@ struct BackwardPass {
       });
       each<per_lane>([&](int c) {
         const int side = side_of(c);
-        const int64 row = place.row(side);
         const bool pad = events && event.pad(side), stops = pad || (events && event.reset(side));
         each<num_states>([&](int n) { adjoint[n][c] = stops ? constant(0) : next[n][c]; });
-        const bool begins = events ? event.begin(side) && !pad : l == 0;
-        if (begins && row < in.rows)
-          store_states(p.grad_initial, adjoint, events ? event.now[side] : row, place, c);
+        if (events && event.begin(side) && !pad) store_states(p.grad_initial, adjoint, event.now[side], place, c);
       });
       each<sides>([&](int side) {
         index[side] += step;
@@ -279,6 +277,10 @@ struct BackwardPass {
       if (events) event.next(l);
     }
     wait_for_copies<0>();
+    if (!events) each<per_lane>([&](int c) {
+      const int64 row = place.row(side_of(c));
+      if (row < in.rows) store_states(p.grad_initial, adjoint, row, place, c);
+    });
     // Sums over the block's rows, always in the same order.
     const int64 span = blockIdx.x / heads;
     each<num_weights>([&](int i) {

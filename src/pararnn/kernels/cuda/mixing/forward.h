@@ -69,7 +69,7 @@ struct ForwardPass {
     });
     __syncwarp();
     for (int l = 0; l < steps_ahead; ++l) {
-      if (l < length) gates.copy(l, time_bytes);
+      gates.copy(l, time_bytes, l + 1 < length);
       end_group_of_copies();
     }
     Events event(in, place, 1);
@@ -112,7 +112,7 @@ struct ForwardPass {
       });
       run_stages<0>([&] {
         if (!events && l > 0) store_step();
-        if (l + steps_ahead < length) gates.copy(free_slot, time_bytes);
+        gates.copy(free_slot, time_bytes, l + steps_ahead + 1 < length);
         end_group_of_copies();
         slot = slot == steps_ahead ? 0 : slot + 1;
         free_slot = free_slot == steps_ahead ? 0 : free_slot + 1;

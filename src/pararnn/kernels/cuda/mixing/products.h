@@ -59,7 +59,7 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int operand_slots = Tiling<Tables>::list.most_operands;
   static constexpr bool fits = warps * warp_tiles * units <= depth * 16;  // no warp has tiles beyond a head
   static constexpr int number_bytes = wide ? (int)sizeof(real) : 2;
-  static constexpr int layer_bytes = 8 * operand_row * number_bytes;
+  static constexpr int layer_bytes = (wide ? columns : 8) * operand_row * number_bytes;
   static constexpr int operand_bytes = (wide ? 1 : layers) * layer_bytes;
   static constexpr int operands_bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
   static constexpr int matrix_bytes = shared_matrices && !wide ? warps * words * 4 : 0;

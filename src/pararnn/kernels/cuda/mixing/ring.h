@@ -46,12 +46,13 @@ template <class T, int items> struct Stream {
     });
     for (int i = lane() * 4; i < bytes; i += lanes * 4) *reinterpret_cast<int*>(ring + i) = 0;
   }
-  PARARNN_FUNCTION void copy(int slot, int64 time_bytes) {
+  // Copies a step. The last one is copied again by calls after it: fewer branches.
+  PARARNN_FUNCTION void copy(int slot, int64 time_bytes, bool more) {
     each<parts>([&](int part) {
       if (!all_exist && source[part] == nullptr) return;
       copy_async<own_chunk>(shared_address(memory) + slot * step_bytes + (part * lanes + lane()) * own_chunk,
                             source[part]);
-      source[part] += time_bytes;
+      source[part] += more ? time_bytes : 0;
     });
   }
   // Reads the numbers of an item. Without a ring, `offset`: bytes from those of the first step on.
