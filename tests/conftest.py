@@ -57,6 +57,7 @@ SLOW = [
     "lm_hf_training",
     "lm_recompute",
     "lm_rows",
+    "mixing_emulated",
     "mutations",
     "newton_fused",
     "op",

@@ -1,0 +1,325 @@
+"""CUDA kernels of steps that mix channels inside heads, compiled for a CPU."""
+
+import copy
+import dataclasses
+import shutil
+from typing import NamedTuple
+
+import emulated
+import pytest
+import torch
+from emulated import gpu, install
+from mixing_cells import CELLS, Elman, HeadGRU, HeadLSTM, HeadSLSTM, ResetAfter
+from table import DTYPES, FUSED, PLAIN, by_head, dtype_name, gate_layouts, make_case, needs_compiler
+
+import pararnn
+from pararnn.check.contract import check_solve
+from pararnn.codegen import headers, mixing_cuda
+from pararnn.numerics import FORWARD_TOLERANCE
+
+pytestmark = needs_compiler
+
+KERNELS = {"solver": FUSED[0], "backend": FUSED[1]}
+LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
+MANY_CORES, ONE_CORE = 64, 1
+"""Multiprocessors of a GPU where a block runs 4 rows, and 8 rows."""
+
+
+class Row(NamedTuple):
+    """Size of a case whose kernels are compiled once, and how it runs."""
+
+    kind: str
+    width: int
+    heads: int
+    batch: int
+    cores: int
+
+
+ROWS = {
+    "plain": Row("plain", 16, 2, 3, MANY_CORES),
+    "events": Row("events", 20, 2, 5, MANY_CORES),
+    "reverse": Row("reverse", 5, 3, 1, ONE_CORE),
+    "strided": Row("strided", 33, 2, 9, ONE_CORE),
+}
+WIDTHS = (16, 5, 33, 20, 1, 3)
+
+
+def _table():
+    """Return (cell, dtype, row): each cell and dtype has all kinds, each dtype all widths."""
+    table = []
+    for c, cell_class in enumerate(CELLS):
+        for d, dtype in enumerate(DTYPES):
+            kind, width = list(ROWS)[(c + d) % len(ROWS)], WIDTHS[(c + 2 * d + 1) % len(WIDTHS)]
+            name = f"{cell_class.__name__}-{dtype_name(dtype)}-{kind}-{width}"
+            row = ROWS[kind]._replace(width=width)
+            table.append(pytest.param(cell_class, dtype, row, id=name))
+    return table
+
+
+def _check(case, **options):
+    result = check_solve(
+        case.cell, case.gates, case.initial, **KERNELS, **{**case.options, **options}
+    )
+    assert result.passed, [check for check in result.checks if not check.passed]
+
+
+def _with_channels(case):
+    """Return the case with fields of a number for each channel."""
+    names, shape = case.cell.fields, (*case.gates.shape[:2], case.gates.shape[-1])
+    fields = {name: torch.rand(shape).to(case.gates.dtype) for name in names}
+    return case._replace(options={**case.options, "fields": fields} if names else case.options)
+
+
+@pytest.mark.parametrize(("cell_class", "dtype", "row"), _table())
+def test_kernels_obey_the_contract(cell_class, dtype, row, monkeypatch):
+    install(gpu(cores=row.cores), monkeypatch)
+    sizes = {"channels": row.width * row.heads, "num_heads": row.heads, "batch": row.batch}
+
+    def case_of(length, variant):
+        return make_case(cell_class, dtype, length, variant, **sizes)
+
+    bias = torch.randn(len(cell_class.gates), sizes["channels"]).to(dtype)
+    if row.kind == "plain":
+        for length in (0, 1, 2):
+            _agree(case_of(length, "initial"), FORWARD_TOLERANCE[dtype])
+        _check(case_of(9, "plain"), loss_scale=1e-3 if dtype == torch.float16 else 1e-9, bias=bias)
+    elif row.kind == "events":
+        _check(case_of(9, "resets"), bias=bias)
+        _agree(case_of(1, "resets"), FORWARD_TOLERANCE[dtype])
+        _check(case_of(9, "packed"))
+    elif row.kind == "reverse":
+        _check(case_of(9, "reverse"))
+        packed = case_of(8, "packed")
+        _check(packed, reverse=True)
+    else:
+        case = _with_channels(case_of(9, "initial"))
+        layouts = gate_layouts(by_head(case.gates, row.heads))
+        _check(case._replace(gates=layouts["time first"]))
+        if dtype == torch.float32:
+            _check(case._replace(gates=layouts["channels not adjacent"]), bias=bias)
+
+
+def _case(cell_class, dtype=torch.float32, length=9, variant="resets", **sizes):
+    sizes = {"channels": 40, "num_heads": 2, "batch": 3, **sizes}
+    return make_case(cell_class, dtype, length, variant, **sizes)
+
+
+def _run(case, dtype, how, arriving=None):
+    """Return outputs, and gradients of gates, fields, initial states and parameters.
+
+    `arriving`: indices of the outputs that get a gradient, all by default; no gradients if empty.
+    """
+    cell = copy.deepcopy(case.cell).to(dtype)
+    leaves = [case.gates, *case.options.get("fields", {}).values(), *(case.initial or ())]
+    leaves = [leaf.detach().to(dtype, copy=True).requires_grad_() for leaf in leaves]
+    count = 1 + len(cell.fields)
+    options = dict(case.options)
+    if cell.fields:
+        options["fields"] = dict(zip(cell.fields, leaves[1:count], strict=True))
+    results = pararnn.solve(cell, leaves[0], tuple(leaves[count:]) or None, **options, **how)
+    outputs = [
+        x for result in results for x in (result if isinstance(result, tuple) else (result,))
+    ]
+    generator = torch.Generator().manual_seed(1)
+    noise = [torch.randn(x.shape, generator=generator) for x in outputs]
+    indices = range(len(outputs)) if arriving is None else arriving
+    if not indices:
+        return outputs
+    leaves += [parameter for parameter in cell.parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(
+        [outputs[i] for i in indices], leaves, [noise[i].to(outputs[i].dtype) for i in indices]
+    )
+    return [*outputs, *grads]
+
+
+def _agree(case, tolerance=2e-6, **options):
+    """Check that outputs and gradients are those of a loop in float64.
+
+    `options`: see `_run`.
+    """
+    own = _run(case, case.gates.dtype, KERNELS, **options)
+    exact = _run(case, torch.float64, LOOP, **options)
+    for value, expected in zip(own, exact, strict=True):
+        assert value.shape == expected.shape
+        if not value.numel():
+            continue
+        scale = expected.abs().amax().clamp(min=1e-30)
+        assert ((value - expected).abs() / scale).amax() <= tolerance
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=str)
+def test_older_gpus_run_the_same_kernels(capability, monkeypatch):
+    install(gpu(capability, MANY_CORES), monkeypatch)
+    _agree(_case(HeadGRU))
+
+
+def test_gradients_arrive_at_some_states_only(monkeypatch):
+    install(gpu(cores=MANY_CORES), monkeypatch)
+    case = _case(HeadLSTM)
+    for arriving in ([1, 2], [0, 3]):  # c and the last h; h and the last c
+        _agree(case, arriving=arriving)
+
+
+def test_frozen_parameters_leave_other_gradients_alone(monkeypatch):
+    install(gpu(cores=MANY_CORES), monkeypatch)
+    case = _case(HeadGRU)
+    whole = _run(case, torch.float32, KERNELS)
+    case.cell.R_z.requires_grad_(False)
+    _agree(case)
+    for parameter in case.cell.parameters():
+        parameter.requires_grad_(False)
+    for own, expected in zip(_run(case, torch.float32, KERNELS), whole, strict=False):
+        assert torch.equal(own, expected)
+
+
+def test_a_launch_serves_calls_of_one_signature(monkeypatch):
+    install(gpu(cores=MANY_CORES), monkeypatch)
+    for seed in (1, 2):
+        _agree(_case(HeadGRU, seed=seed))
+
+
+def test_non_finite_inputs_spread_as_in_the_loop(monkeypatch):
+    install(gpu(cores=MANY_CORES), monkeypatch)
+    case = _case(HeadGRU)
+    case.gates[1, 4, 0, 2] = torch.nan
+    case.gates[2, 2, 1, 9] = torch.inf
+    case.gates[2, 3, 2, 30] = -torch.inf
+    states, expected = (
+        pararnn.solve(case.cell, case.gates, case.initial, **how)[0] for how in (KERNELS, LOOP)
+    )
+    assert torch.equal(states.isnan(), expected.isnan())
+    assert states.isnan().any()
+    assert states[0].isfinite().all()
+    assert torch.allclose(states, expected, atol=1e-5, equal_nan=True)
+
+
+def test_matrices_in_single_precision_with_gates_in_bfloat16(monkeypatch):
+    install(gpu(cores=MANY_CORES), monkeypatch)
+    case = _case(HeadSLSTM, torch.bfloat16)
+    case.cell.float()
+    with torch.no_grad():
+        for parameter in case.cell.parameters():
+            parameter.mul_(1.001)  # no numbers of bfloat16
+    _check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
+    monkeypatch.setattr(mixing_cuda, "MAX_REGISTERS", 90)
+    monkeypatch.setattr(emulated, "kernels_of", emulated.kernels_of.__wrapped__)
+    install(gpu(cores=ONE_CORE), monkeypatch)
+    seen, plan = set(), mixing_cuda.tiles_of
+
+    def tiles_of(program, variant):
+        tiles = plan(program, variant)
+        seen.add((tiles.resident, tiles.units))
+        return tiles
+
+    monkeypatch.setattr(mixing_cuda, "tiles_of", tiles_of)
+    _check(_case(HeadGRU, dtype, variant="initial", channels=34))
+    assert {resident for resident, _ in seen} == {False}
+
+
+def test_a_head_that_is_too_wide_is_named_with_the_cure(monkeypatch):
+    install(gpu((8, 6)), monkeypatch)
+    case = make_case(Elman, torch.float64, 1, channels=1024, batch=1)
+    with pytest.raises(
+        pararnn.EngineError,
+        match=r"Elman with heads of 1024 channels needs [\d,]+ bytes of shared memory in its "
+        r"forward pass; this GPU has 101,376. Use more heads, or backend='torch'",
+    ):
+        pararnn.solve(case.cell, case.gates, **KERNELS)
+
+
+class Mutant(NamedTuple):
+    """Replacement in a header, and the case that must see it."""
+
+    direction: str
+    file: str
+    right: str
+    wrong: str
+    cell_class: type = HeadGRU
+    variant: str = "resets"
+
+
+MUTANTS = {
+    "a product of parts is left out": Mutant(
+        "forward", "products.h", "part + other >= most", "part + other >= most - 1"
+    ),
+    "a half of a tile is the other one": Mutant(
+        "forward", "products.h", "units == 8 ? j / 2 : 0", "units == 8 ? 1 - j / 2 : 0", HeadLSTM
+    ),
+    "rows of a tile are the other half's": Mutant(
+        "forward", "products.h", "j / 2 * sides) + side", "(1 - j / 2) * sides) + side", Elman
+    ),
+    "a matrix is transposed": Mutant(
+        "backward", "products.h", "one.transposed ? (int64)unit", "!one.transposed ? (int64)unit"
+    ),
+    "an operand is read before it is written": Mutant(
+        "forward", "products.h", "    __syncthreads();\n    if constexpr (wide)",
+        "    if constexpr (wide)"
+    ),
+    "a reset does not reset": Mutant(
+        "forward", "forward.h", "event.pad(side) || event.reset(side)", "event.pad(side)"
+    ),
+    "an adjoint crosses a reset": Mutant(
+        "backward", "backward.h", "pad || (events && event.reset(side))", "pad"
+    ),
+    "a state before a reset is read": Mutant(
+        "recompute", "recompute.h", "if (in.reset != nullptr && in.reset[at + t]) return;", ""
+    ),
+    "a ring's slot is another one": Mutant(
+        "forward", "forward.h", "free_slot = steps_ahead;", "free_slot = steps_ahead - 1;"
+    ),
+    "a step is read before it arrives": Mutant(
+        "forward", "ring.h", "wait_for_copies<steps_ahead - 1>", "wait_for_copies<steps_ahead>"
+    ),
+    "rows are left out of a sum": Mutant(
+        "backward", "backward.h", "sum += __shfl_xor_sync(~0u, sum, 2);", "", ResetAfter
+    ),
+    "the last state of a row is not stored": Mutant(
+        "forward", "forward.h", "row < in.rows) store", "row < 2) store", Elman, "initial"
+    ),
+}  # fmt: skip
+
+
+def _mutant_of(name, tmp_path, monkeypatch):
+    """Return a GPU whose kernels of one direction are compiled from a header with a fault."""
+    mutant, folder = MUTANTS[name], tmp_path / "kernels"
+    shutil.copytree(headers.KERNELS, folder)
+    path = folder / "cuda" / "mixing" / mutant.file
+    text = path.read_text()
+    assert mutant.right in text
+    path.write_text(text.replace(mutant.right, mutant.wrong))
+    usual, device = emulated.kernels_of, gpu(cores=MANY_CORES)
+
+    def kernels_of(program, variant, capability):
+        if variant.direction != mutant.direction:
+            return usual(program, variant, capability)
+        with monkeypatch.context() as patch:
+            patch.setattr(headers, "KERNELS", folder)
+            headers.text.cache_clear()
+            try:
+                return usual.__wrapped__(program, variant, capability)
+            finally:
+                headers.text.cache_clear()
+
+    return dataclasses.replace(device, kernels=kernels_of)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_seen(name, tmp_path, monkeypatch):
+    """The agreement that the tests above rest on fails for a kernel that is wrong."""
+    mutant = MUTANTS[name]
+    case = _case(mutant.cell_class, variant=mutant.variant)
+    install(_mutant_of(name, tmp_path, monkeypatch), monkeypatch)
+    with pytest.raises(AssertionError):
+        _agree(case, arriving=[] if mutant.direction == "forward" else None)
+
+
+@pytest.mark.parametrize(
+    "cell_class", [HeadGRU, HeadLSTM, Elman, ResetAfter], ids=lambda c: c.__name__
+)
+def test_kernels_without_a_fault_agree(cell_class, monkeypatch):
+    install(gpu(cores=MANY_CORES), monkeypatch)
+    _agree(_case(cell_class, variant="resets"))
