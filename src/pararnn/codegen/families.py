@@ -23,17 +23,16 @@ class Family:
     """Recurrences whose kernels share solvers, functions, launch structs and headers.
 
     name: `Program.family`, and the folder of its headers. takes: the steps that it is for.
-    solvers: each has a header of its name. targets: those with headers. why_not(program): the
-    reason why the family has no kernels for a program, or None. functions(program, dtype): emitted
-    C++ in a compute dtype. constants(program, dtype): lines of C++ in front of them, which depend
-    on the gates' dtype. structs(target, solver): fields by struct; ForwardLaunch and BackwardLaunch
-    are the arguments of kernels.
+    solvers: each has a header of its name. why_not(program): the reason why the family has no
+    kernels for a program, or None. functions(program, dtype): emitted C++ in a compute dtype.
+    constants(program, dtype): lines of C++ in front of them, which depend on the gates' dtype.
+    structs(target, solver): fields by struct; in C++, ForwardLaunch and BackwardLaunch are the
+    arguments of kernels.
     """
 
     name: str
     takes: str
     solvers: tuple[str, ...]
-    targets: tuple[str, ...]
     why_not: Callable[[Program], str | None]
     functions: Callable[[Program, torch.dtype], str]
     constants: Callable[[Program, torch.dtype], list[str]]
@@ -161,7 +160,6 @@ _ELEMENTWISE = Family(
     ELEMENTWISE,
     "elementwise steps",
     ("sequential", "newton"),
-    ("cpp", "cuda"),
     _why_too_many_states,
     emit_elementwise,
     _elementwise_constants,
@@ -212,7 +210,6 @@ _MIXING = Family(
     MIXING,
     "steps that mix channels inside heads",
     ("sequential",),
-    ("cpp", "cuda"),
     _why_too_many_states,
     emit_mixing,
     lambda program, dtype: ["struct Product { int operand, matrix, transposed; };"],
@@ -230,12 +227,10 @@ def family_of(program: Program) -> Family:
     return FAMILIES[program.family]
 
 
-def why_no_kernels(
-    program: Program, target: str | None = None, solver: str | None = None
-) -> str | None:
+def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
     """Return the reason why no kernels can be generated for a cell, or None.
 
-    `target`, `solver`: None for any.
+    `solver`: None for any.
     """
     if program.structure is None:
         return f"{program.cell_name} is sequential-only: {program.why_sequential}"
@@ -243,12 +238,8 @@ def why_no_kernels(
         return program.why_no_family
     family = FAMILIES[program.family]
     reason = family.why_not(program)
-    for value, values, what in (
-        (target, family.targets, "in {} there are no kernels"),
-        (solver, family.solvers, "the solver {!r} has no kernels"),
-    ):
-        if reason is None and value is not None and value not in values:
-            reason = f"{program.cell_name}: {what.format(value)} for {family.takes}"
+    if reason is None and solver is not None and solver not in family.solvers:
+        return f"{program.cell_name}: the solver {solver!r} has no kernels for {family.takes}"
     return reason
 
 

@@ -58,8 +58,6 @@ MIN_SIZE = 256
 class CpuEngine(FusedEngine):
     """Compiled C++ for one solver."""
 
-    language = "cpp"
-
     def build(self, program: Program, dtype: torch.dtype) -> None:
         """Compile the kernels. Raises EngineError where that fails."""
         kernels_of(program, dtype, self.solver)

@@ -59,8 +59,6 @@ class FusedEngine(Engine):
     backend = "fused"
     completes = True
     builds = True
-    language: str
-    """The target whose kernels it runs, by its folder of headers."""
 
     def __init__(self, solver: str) -> None:
         self.solver = solver
@@ -68,7 +66,7 @@ class FusedEngine(Engine):
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why there are no kernels for a cell, or None."""
-        return why_no_kernels(program, self.language, self.solver)
+        return why_no_kernels(program, self.solver)
 
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
