@@ -208,16 +208,16 @@ def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
     monkeypatch.setattr(mixing_cuda, "MAX_REGISTERS", 90)
     monkeypatch.setattr(emulated, "kernels_of", emulated.kernels_of.__wrapped__)
     install(gpu(cores=ONE_CORE), monkeypatch)
-    seen, plan = set(), mixing_cuda.tiles_of
+    sizes_in_use, plan = set(), mixing_cuda.tiles_of
 
     def tiles_of(program, variant):
         tiles = plan(program, variant)
-        seen.add((tiles.resident, tiles.units))
+        sizes_in_use.add((tiles.resident, tiles.units))
         return tiles
 
     monkeypatch.setattr(mixing_cuda, "tiles_of", tiles_of)
     _check(_case(HeadGRU, dtype, variant="initial", channels=34))
-    assert {resident for resident, _ in seen} == {False}
+    assert {resident for resident, _ in sizes_in_use} == {False}
 
 
 def test_a_head_that_is_too_wide_is_named_with_the_cure(monkeypatch):

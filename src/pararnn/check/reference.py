@@ -142,9 +142,9 @@ class OtherRounding(TorchDispatchMode):
 
     def _factor(self, count: int) -> Tensor:
         """Return the next numbers of 1 + eps * U(-1, 1)."""
-        left = self.factors.shape[0] - self.used
-        if count > left:
-            more = max(count - left, DRAWN)
+        remainder = self.factors.shape[0] - self.used
+        if count > remainder:
+            more = max(count - remainder, DRAWN)
             noise = torch.rand(more, generator=self.generator, dtype=self.dtype, device="cpu")
             new = 1 + self.eps * (2 * noise - 1)
             self.factors, self.used = torch.cat([self.factors[self.used :], new]), 0

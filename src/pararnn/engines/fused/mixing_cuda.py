@@ -117,27 +117,27 @@ class MixingLaunch(NamedTuple):
         if self.run is None or gates is None or partial is None:
             return
         mixing, (heads, steps, width) = self.mixing, self.size
-        recomputed = left = right = None
+        step_products = left_vectors = right_vectors = None
         kernels = self.run
         if self.first is not None:
             stages = mixing.backward.stages[: mixing.backward.recomputed_stages]
             count = sum(len(stage.products) for stage in stages)
-            recomputed = gates.new_empty((count, steps, heads * width), dtype=self.compute)
-            self._launch(self.first, self.first_blocks, tensors, [recomputed, None, None])
+            step_products = gates.new_empty((count, steps, heads * width), dtype=self.compute)
+            self._launch(self.first, self.first_blocks, tensors, [step_products, None, None])
         if "params" in wanted and mixing.outers:
             dtype = vector_dtype(self.gates, self.matrices)
-            left, right = (
+            left_vectors, right_vectors = (
                 gates.new_empty((heads, steps, n, width), dtype=dtype)
                 for n in (mixing.lefts, mixing.rights)
             )
         elif self.without_vectors is not None:
             kernels = self.without_vectors()
-        self._launch(kernels, self.blocks, tensors, [recomputed, left, right])
+        self._launch(kernels, self.blocks, tensors, [step_products, left_vectors, right_vectors])
         if ("bias" in wanted or "params" in wanted) and partial.shape[1]:
             grid = (-(-heads * width // SUM_CHANNELS), partial.shape[1])
             self._call(self.run, "sum_weights", grid, [partial, *weights])
-        if left is not None and right is not None:
-            self._add_outers(weights[1:], left, right)
+        if left_vectors is not None and right_vectors is not None:
+            self._add_outers(weights[1:], left_vectors, right_vectors)
 
     def _launch(
         self,
@@ -147,14 +147,14 @@ class MixingLaunch(NamedTuple):
         others: Sequence[Tensor | None],
     ) -> None:
         """Launch a kernel along time, or along all steps at once, with its packed matrices."""
-        gates, heads, packed = tensors[0], self.size[0], None
+        gates, heads, packed_matrices = tensors[0], self.size[0], None
         if kernels.tiles.words and gates is not None:
             words = heads * kernels.tiles.words
-            packed = gates.new_empty(words, dtype=torch.int32)
+            packed_matrices = gates.new_empty(words, dtype=torch.int32)
             threads = words // (4 * kernels.tiles.matrix_parts)
             grid = (-(-threads // PACK_THREADS), 1)
-            self._call(kernels, "pack", grid, [*tensors[self.params], packed])
-        self._call(kernels, "run", (blocks, 1), [*tensors, packed, *others])
+            self._call(kernels, "pack", grid, [*tensors[self.params], packed_matrices])
+        self._call(kernels, "run", (blocks, 1), [*tensors, packed_matrices, *others])
 
     def _call(
         self,
@@ -168,21 +168,23 @@ class MixingLaunch(NamedTuple):
         words = self.templates[name].fill(tensors)
         self.gpu.call(device, kernels.kernels[name], grid, words, self.gpu.stream(device))
 
-    def _add_outers(self, grads: Sequence[Tensor | None], left: Tensor, right: Tensor) -> None:
+    def _add_outers(
+        self, grads: Sequence[Tensor | None], left_vectors: Tensor, right_vectors: Tensor
+    ) -> None:
         """Add the outer products of vectors (heads, steps, vector, K) to matrices' gradients."""
         heads, steps, width = self.size
         chunks = 1  # of steps: a product for each keeps more of the GPU busy
         while heads * chunks < self.cores and steps % (2 * chunks) == 0 and steps > 128 * chunks:
             chunks *= 2
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm
-        if left.dtype != self.compute:
-            multiply = _bmm_on_gpu if left.is_cuda else _bmm_on_cpu
-        for index in range(left.shape[2]):
+        if left_vectors.dtype != self.compute:
+            multiply = _bmm_on_gpu if left_vectors.is_cuda else _bmm_on_cpu
+        for index in range(left_vectors.shape[2]):
             outers = [outer for outer in self.mixing.outers if outer.left_vector == index]
             first = min(outer.right_vector for outer in outers)
             last = 1 + max(outer.right_vector for outer in outers)
-            x = left[:, :, index].reshape(heads * chunks, steps // chunks, width)
-            y = right[:, :, first:last].reshape(heads * chunks, steps // chunks, -1)
+            x = left_vectors[:, :, index].reshape(heads * chunks, steps // chunks, width)
+            y = right_vectors[:, :, first:last].reshape(heads * chunks, steps // chunks, -1)
             product = multiply(x.mT, y).view(heads, chunks, width, last - first, width)
             sums = product.sum(1)
             for outer in outers:
@@ -196,7 +198,7 @@ def _bmm_on_gpu(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _bmm_on_cpu(x: Tensor, y: Tensor) -> Tensor:
-    """Return what `_bmm_on_gpu` does, where the emulator runs kernels."""
+    """Return the product that `_bmm_on_gpu` does, where the emulator runs kernels."""
     return torch.bmm(x.float(), y.float())
 
 
@@ -283,8 +285,8 @@ def make_mixing_launch(
         values |= adjoint_values(addresses, arriving, counts.fields)
         names = ("packed", "recomputed", "left", "right")
         values |= {name: addresses.next() for name in names}
-        written = head_strides(gates.shape, layouts.gates)
-        values["grad_gate_strides"] = gate_strides(interface, written)
+        grad_strides = head_strides(gates.shape, layouts.gates)
+        values["grad_gate_strides"] = gate_strides(interface, grad_strides)
         templates["run"] = template_of(interface.pack("BackwardProblem", values))
         templates["sum_weights"] = _sums_of(interface, mixing, groups)
     templates["pack"] = _pack_of(interface)
@@ -333,8 +335,8 @@ def mixing_layouts(
     arriving: Sequence[Tensor | None] = (),
 ) -> MixingLayouts:
     """Return the layouts of a call's tensors in kernel layout, and of those of a backward pass."""
-    copied = [tensors[0], *states, *arriving]
-    chunk = chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in copied])
+    sources = [tensors[0], *states, *arriving]
+    chunk = chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in sources])
     if gates is None:
         return MixingLayouts(chunk)
     strides = tuple([None if g is None else row_and_time(g) for g in arriving])
