@@ -91,6 +91,7 @@ struct BackwardPass : BackwardProblem {
       const int64 begin = std::max<int64>(0, end - own.chunk);
       if constexpr (backward_recomputed > 0) recompute<0>(group, own, begin, end);
       for (int64 l = end - 1; l >= begin; --l) {
+        if (l > 0) prefetch_step(group, l - 1);
         arrive(group, own, l);
         pull<backward_recomputed>(group, own, l, l - begin);
         leave(group, own, l);
@@ -135,6 +136,21 @@ struct BackwardPass : BackwardProblem {
                    (end - begin) * group.rows, own.recomputed_operand, own.steps_size, own.product, 0,
                    recomputed_count);
     if constexpr (stage + 1 < backward_recomputed) recompute<stage + 1>(group, own, begin, end);
+  }
+
+  // Fetches what a step reads: its gates and fields, the states before it, and the gradients that arrive.
+  void prefetch_step(const Group& group, int64 l) const {
+    const Problem& p = problem;
+    const int64 t = p.time(l);
+    for (int m = 0; m < group.rows; ++m) {
+      const int64 row = group.first + m;
+      RowInputs(group, row, t).prefetch_channels(group.channels);
+      for (int n = 0; n < num_states; ++n) {
+        if (l > 0) prefetch(states[n] + p.index(row, l - 1) + group.offset(), group.channels);
+        if (grad_states[n] != nullptr)
+          prefetch(grad_states[n] + row * grad_row[n] + t * grad_time[n] + group.offset(), group.channels);
+      }
+    }
   }
 
   // Adds the gradients that arrive at a step's states.

@@ -60,6 +60,9 @@ struct ForwardPass : ForwardProblem {
                          : load(p.initial[n] + sequence * p.width() + group.offset() + v * lanes, count));
         });
       }
+      if (l + 1 < p.length)
+        for (int m = 0; m < group.rows; ++m)
+          RowInputs(group, group.first + m, p.time(l + 1)).prefetch_channels(group.channels);
       run_stages<0>(group, own, l);
       std::swap(own.state, own.next);
       for (int m = 0; m < group.rows; ++m) {
