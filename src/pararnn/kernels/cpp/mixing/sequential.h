@@ -20,6 +20,11 @@ __attribute__((visibility("default"))) void backward(const pararnn::BackwardLaun
   const BackwardPass pass(launch->pass);
   const Problem& p = pass.problem;
   expect_writes(pass.grad_gates, p.rows * p.length * num_gates * p.width() * sizeof(io));
+  if (pass.left != nullptr) {
+    const int64 bytes = p.rows * p.length * p.width() * sizeof(scalar);
+    expect_writes(pass.left, num_lefts * bytes);
+    expect_writes(pass.right, num_rights * bytes);
+  }
   pass.run();
   sum_weights(pass, p.rows);
 }
