@@ -29,7 +29,7 @@ def loss_on(model, low, high, size=32, steps=100):
     return (model(waves[:, :-1]) - waves[:, 1:]).square().mean()
 
 
-def train(model, low, high, steps=300):
+def train(model, low, high, steps=200):
     """Train the parameters that are trainable."""
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(steps):
