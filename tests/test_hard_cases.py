@@ -10,7 +10,7 @@ import pararnn
 from pararnn.check.contract import check_solve, check_solves
 from pararnn.engines import newton_torch
 
-LONG = 512
+LONG = 256
 # A loop does nothing else at one scale than at another, and one scan nothing else than another.
 SCALES = {FUSED: (1, 8), SCAN: (2,)}
 

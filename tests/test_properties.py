@@ -22,7 +22,7 @@ from table import (
 import pararnn
 from pararnn.engines.fused import cpu as fused_cpu
 
-LONG = 400
+LONG = LENGTHS[-1]
 # (newton, scan) is (newton, torch) with another scan: what is longer repeats that one's rows.
 # (newton, fused) has long sequences in test_newton_fused.py.
 NOT_LONG = (SCAN, NEWTON_FUSED)
