@@ -76,6 +76,12 @@ def quick(tmp_path):
     return DemoConfig(**TINY, out=str(tmp_path))
 
 
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Let runs validate on few rows, which would take most of a short run's time."""
+    monkeypatch.setattr(demo, "VALID_BYTES", 20 * 16)
+
+
 def test_training_learns_more_than_counting(corpus, quick):
     config = replace(quick, width=16, num_layers=1, steps=150, batch=8, length=24, seconds=1000)
     model, curves = train_demo(replace(config, learning_rate=2e-2), corpus)
@@ -90,6 +96,7 @@ def test_training_learns_more_than_counting(corpus, quick):
     assert model.recurrent_layers()[0].cell.a_z.abs().max() <= 0.5
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_a_run_makes_its_steps_validates_ten_times_and_leaves_no_folder(corpus, quick):
     _, curves = train_demo(replace(quick, steps=20), corpus)
     assert curves.steps == 20
@@ -134,6 +141,7 @@ def test_the_number_of_steps_follows_from_the_time_of_those_made(step):
     assert trainer.steps_within(-1, 60, step) == step
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_runs_repeat_with_their_seed(corpus, quick):
     curves = [train_demo(replace(quick, seed=seed), corpus)[1].train for seed in (0, 0, 1)]
     assert curves[0] == curves[1] != curves[2]
@@ -264,6 +272,7 @@ def test_default_widths_follow_the_structure():
     assert make_model(DemoConfig(cell="dense-gru")).config.hidden_size == 32
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_demo_runs_with_every_cell(cell, text_file, tmp_path, capsys):
     for module in EXTRAS:
