@@ -27,7 +27,7 @@ from pararnn.train import trainer as trainer_module
 from pararnn.train.run import run_training
 
 pytestmark = pytest.mark.usefixtures("no_curves")
-KILLS = int(os.environ.get("PARARNN_KILLS", "12"))
+KILLS = int(os.environ.get("PARARNN_KILLS", "8"))
 STEP, FILE = b"s", b"f"
 """Events that a child reports: a step, and a file of a checkpoint."""
 
