@@ -124,7 +124,7 @@ class OtherRounding(TorchDispatchMode):
         super().__init__()
         self.dtype, self.eps = dtype, max(torch.finfo(dtype).eps, at_least)
         self.generator = torch.Generator().manual_seed(seed)
-        self.factors, self.used = torch.empty(0, dtype=dtype, device="cpu"), 0
+        self.factors, self.position = torch.empty(0, dtype=dtype, device="cpu"), 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -142,14 +142,14 @@ class OtherRounding(TorchDispatchMode):
 
     def _factor(self, count: int) -> Tensor:
         """Return the next numbers of 1 + eps * U(-1, 1)."""
-        remainder = self.factors.shape[0] - self.used
+        remainder = self.factors.shape[0] - self.position
         if count > remainder:
             more = max(count - remainder, DRAWN)
             noise = torch.rand(more, generator=self.generator, dtype=self.dtype, device="cpu")
             new = 1 + self.eps * (2 * noise - 1)
-            self.factors, self.used = torch.cat([self.factors[self.used :], new]), 0
-        self.used += count
-        return self.factors[self.used - count : self.used]
+            self.factors, self.position = torch.cat([self.factors[self.position :], new]), 0
+        self.position += count
+        return self.factors[self.position - count : self.position]
 
 
 @cache
