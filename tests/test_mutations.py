@@ -111,7 +111,7 @@ def test_mutants_fail(name, dtype):
 
 @pytest.mark.parametrize(("name", "weights"), [("gru", 8), ("lstm", 8), ("slstm", 8), ("lem", 4)])
 def test_mutants_fail_where_rounding_moves_everything(name, weights):
-    oracle = _oracle(name, torch.float32, weights, 1.0, 1024)
+    oracle = _oracle(name, torch.float32, weights, 1.0, 512)
     # What is left of an initial state's or a parameter's gradient is known to a few percent.
     assert not _survivors(oracle, 1.3)
 
