@@ -1,7 +1,8 @@
 """The CPU: layers that mix channels inside heads, one dense head and several, beside torch.nn's.
 
 Whole layers, forward and forward + backward, float32; torch.nn's have the dense layer's weights.
-Layers take turns, on inputs that take turns too. Writes results/mixing_cpu.csv.
+The input projection is dense, of a ParaRNN by heads as the recurrence is. Layers take turns, on
+inputs that take turns too. Writes results/mixing_cpu.csv.
 
     python benchmarks/mixing_cpu.py [--budget 20] [--threads 1 2] [--heads 1 8]
 """
@@ -21,7 +22,10 @@ from torch import Tensor, nn
 import pararnn
 
 BATCH, STEPS, CHANNELS = 16, 256, 512
-LAYERS = {"lstm": (pararnn.LSTM, nn.LSTM), "gru": (pararnn.GRU, nn.GRU)}
+LAYERS = {
+    "lstm": (pararnn.LSTM, nn.LSTM, pararnn.HeadLSTMCell),
+    "gru": (pararnn.GRU, nn.GRU, pararnn.HeadGRUCell),
+}
 
 
 def calls_of(layer: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[Callable[[], object]]:
@@ -48,7 +52,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 8])
     args = parser.parse_args()
     rows = []
-    for threads, (name, (ours, theirs)) in itertools.product(args.threads, LAYERS.items()):
+    for threads, (name, (ours, theirs, cell)) in itertools.product(args.threads, LAYERS.items()):
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         peer = theirs(CHANNELS, CHANNELS, batch_first=True)
@@ -58,6 +62,9 @@ def main() -> None:
             if heads == 1:
                 own.load_state_dict(peer.state_dict())
             layers[f"pararnn.{ours.__name__}, heads {heads}"] = own
+            if heads > 1:
+                by_heads = pararnn.ParaRNN(cell, CHANNELS, CHANNELS, num_heads=heads)
+                layers[f"ParaRNN({cell.__name__}), heads {heads}"] = by_heads
         inputs = inputs_of(BATCH, STEPS, CHANNELS)
         assert len(inputs) == INPUTS
         calls = [calls_of(layer, inputs) for layer in layers.values()]
@@ -72,7 +79,7 @@ def main() -> None:
                 row[f"{step}_speedup"] = round(median[0] / median[i], 2)
             rows.append(row)
             print(
-                f"{threads} threads {label:24} forward {row['forward_ms']:8.2f} ms "
+                f"{threads} threads {label:32} forward {row['forward_ms']:8.2f} ms "
                 f"({row['forward_speedup']:5.2f} x), forward + backward {row['both_ms']:8.2f} ms "
                 f"({row['both_speedup']:5.2f} x)",
                 flush=True,

@@ -127,3 +127,21 @@ def test_fsdp_of_a_layer():
 
 def test_fsdp_of_a_cell_alone_says_what_to_shard():
     on_processes(partial(with_group, _fsdp_of_parts))
+
+
+def _fsdp_of_torch_nn(rank):
+    """Weights are the stack's: its layers hold none, and may be sharded or not."""
+    for each in (True, False):
+        torch.manual_seed(0)
+        options = {"recurrent_clip": 0.5, "batch_first": True, "dtype": torch.float64}
+        single = pararnn.LSTM(4, 6, 2, bidirectional=True, num_heads=2, **options)
+        shared = copy.deepcopy(single)
+        for part in (*shared.layers, *shared.reverse_layers) if each else ():
+            fully_shard(part, mesh=_mesh())
+        fully_shard(shared, mesh=_mesh())
+        assert all(hasattr(p, "full_tensor") for p in shared.parameters())
+        _train_alike(rank, single, shared, shared)
+
+
+def test_fsdp_of_layers_with_the_weights_of_torch_nn():
+    on_processes(partial(with_group, _fsdp_of_torch_nn))

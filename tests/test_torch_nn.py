@@ -281,6 +281,9 @@ def test_modules_are_copied_stored_moved_and_compiled():
     torch.compiler.reset()
     whole = torch.compile(other, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(whole(x)[0], reference)
+    dims = ({0: torch.export.Dim("steps"), 1: torch.export.Dim("batch")},)
+    program = torch.export.export(other, (x,), dynamic_shapes=dims)
+    torch.testing.assert_close(program.module()(x.repeat(2, 3, 1)), other(x.repeat(2, 3, 1)))
     torch.nn.utils.parametrizations.weight_norm(other, "weight_hh_l0")
     torch.testing.assert_close(other(x)[0], reference)
     with pytest.raises(ValueError, match="weight_hh_l0 is computed by a parametrisation"):
