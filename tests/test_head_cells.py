@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from table import CELLS, needs_compiler
+from table import CELLS, DTYPES, FUSED, make_case, needs_compiler
 from torch import nn
 
 import pararnn
+from pararnn.check.contract import check_solve
 from pararnn.lm import LanguageModel, LMConfig
 from pararnn.tasks import TASKS
 from pararnn.tasks.models import ModelConfig, TaskModel
@@ -83,6 +84,21 @@ def test_a_gru_may_reset_before_the_product():
         h = (1 - z) * n + z * h
         outputs.append(h)
     torch.testing.assert_close(states, _by_channel(outputs), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_obey_the_contract(name):
+    """In float64, and in another dtype in turn."""
+    others = DTYPES[1:]
+    for dtype, variant in (
+        (torch.float64, "resets"),
+        (others[NAMES.index(name) % 3], "packed"),
+        (others[NAMES.index(name) % 3], "reverse"),
+    ):
+        case = make_case(pararnn.CELLS[name], dtype, 37, variant, channels=24, num_heads=3)
+        pair = dict(zip(("solver", "backend"), FUSED, strict=True))
+        result = check_solve(case.cell, case.gates, case.initial, **pair, **case.options)
+        assert result.passed, result
 
 
 @pytest.mark.parametrize(("layer", "count"), [(pararnn.SLSTM, 3), (pararnn.BlockGRU, 1)])
