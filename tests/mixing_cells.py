@@ -1,4 +1,4 @@
-"""Cells that mix channels inside heads, for tests: of the literature, and two of nobody's."""
+"""Cells that mix channels inside heads, for tests: of the literature, and as users write them."""
 
 import torch
 
@@ -85,7 +85,29 @@ class Coupled(Cell):
         return a, b
 
 
-CELLS = [HeadGRU, HeadLSTM, ResetAfter, Elman, HeadSLSTM, Coupled]
+class Mixture(Cell):
+    """A user's: three states, products of two of them and of their transposes, parameters of every
+    kind, a constant, a field, functions that jump, and a state that no product reads."""
+
+    states, gates, fields = ("h", "c", "trace"), ("i", "f"), ("gap",)
+    params = {
+        **matrices("R", "S"),
+        "a": Param("D"),
+        "b": Param("H", mean=0.5),
+        "scale": Param("", mean=0.3, trainable=False),
+    }
+    config = {"decay": 0.5}
+
+    def step(self, state, gate, param):
+        drive = state.h @ param.R + state.c @ param.S.mT
+        keep = torch.sigmoid(gate.f + drive * gate.gap)
+        new = torch.relu(gate.i + param.a * state.h + (keep * state.c) @ param.R.mT)
+        c = keep * state.c + (1 - keep) * torch.tanh(new)
+        trace = self.decay * state.trace + param.scale * torch.where(c > 0.2, c, 0.1 * c)
+        return torch.tanh(c + param.b * trace), c, trace
+
+
+CELLS = [HeadGRU, HeadLSTM, ResetAfter, Elman, HeadSLSTM, Coupled, Mixture]
 
 
 class Dense(HeadGRU):

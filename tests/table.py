@@ -7,9 +7,11 @@ cover it: see `Row`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import mixing_cells
 import pytest
 import torch
 from torch import Tensor
@@ -51,7 +53,11 @@ ALL_PAIRS = [PLAIN, ("newton", "torch"), *KERNEL_PAIRS]
 PAIRS = [pair for pair in ALL_PAIRS if pair not in KERNEL_PAIRS or has_compiler()]  # on a CPU
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 OPS = [pair for pair in PAIRS if pair != PLAIN]  # those behind the operator
-COUPLED = ["dense-gru"]
+MIXING = {cell.__name__: cell for cell in (*mixing_cells.CELLS, mixing_cells.Dense)}
+"""Cells with products inside heads, by name: of the tests, the library has its own."""
+COUPLED = ["dense-gru", *MIXING]
+FAST_PAIRS = [pair for pair in PAIRS if pair == FUSED]
+"""Pairs that solve the tests' mixing cells in every test; others do as for `dense-gru`."""
 LONGEST_COUPLED = 256
 """Steps of the longest row for cells whose channels mix: their oracle goes step by step."""
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -166,6 +172,11 @@ CELLS = {
 ELEMENTWISE = [name for name in CELLS if name not in COUPLED]
 
 
+def cell_of(name: str) -> type[Cell]:
+    """Return a cell of the library, or one of the tests that mixes channels."""
+    return MIXING.get(name) or pararnn.CELLS[name]
+
+
 def pairs_of(name: str, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[str, str]]:
     """The pairs that take a cell."""
     return [pair for pair in pairs if name not in COUPLED or pair not in (SCAN, NEWTON_FUSED)]
@@ -173,8 +184,8 @@ def pairs_of(name: str, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[str,
 
 ROWS = [
     pytest.param(name, pair, id="-".join((name, *pair)))
-    for name in CELLS
-    for pair in pairs_of(name)
+    for name in (*CELLS, *MIXING)
+    for pair in (pairs_of(name) if name in CELLS else FAST_PAIRS)
 ]
 
 
@@ -182,11 +193,13 @@ class Row(NamedTuple):
     """Conditions of one solve; what a row does not name is as usual.
 
     `unit`: of the gates and of the first state; `others`: of the other states.
-    `shift`: how much more the first gate keeps. `once`: each cell meets the row in one dtype, the
-    first cell in this one and the others in the next, in turn; None: in all.
+    `shift`: how much more the first gate keeps. `weights`: factor of the recurrent parameters.
+    `once`: each cell meets the row in one dtype, the first cell in this one and the others in the
+    next, in turn; None: in all.
     """
 
     length: int
+    batch: int = BATCH
     channels: int = CHANNELS
     heads: int = 1
     bias: bool = False
@@ -196,6 +209,7 @@ class Row(NamedTuple):
     unit: float = 1.0
     others: float = 1.0
     shift: float = 0.0
+    weights: float = 1.0
     segments: int = 5
     once: torch.dtype | None = None
 
@@ -210,14 +224,43 @@ COVERING = [
     Row(40, heads=2, bias=True, loss=1e9, once=torch.float32, **SLOW, **HUGE),
     Row(1024, channels=33, loss=1e-9, initial=False, segments=16, once=torch.float64, **SLOW),
 ]
-FORGETS = {"lstm": -1.0}  # where it is the larger first gate that forgets less
+F64, F32, BF16, F16 = DTYPES
+MIXING_COVERING = [
+    Row(0, batch=3, channels=32, heads=2, variant="resets", once=F64),
+    Row(1, batch=5, channels=48, heads=3, bias=True, once=F16),
+    Row(1, channels=32, heads=2, variant="packed", once=F32),
+    Row(2, batch=17, channels=20, heads=2, loss=1e-9, once=BF16),
+    Row(37, batch=3, channels=16, variant="plain", once=F32),
+    Row(37, channels=64, heads=4, variant="resets", bias=True, loss=1e9, once=F16),
+    Row(37, channels=66, heads=2, variant="packed", loss=1e-6, once=BF16),
+    Row(37, batch=5, channels=24, heads=3, variant="reverse", bias=True, once=F64),
+    Row(70, batch=1, channels=96, heads=6, initial=False, once=BF16, **SLOW),
+    Row(24, batch=7, channels=33, heads=11, variant="packed", weights=4.0, once=F32),
+    Row(24, batch=2, channels=32, heads=2, variant="resets", weights=3.0, once=F64),
+    Row(40, batch=3, channels=10, heads=2, loss=1e-9, variant="resets", once=F16, **TINY),
+    Row(40, channels=8, heads=2, bias=True, loss=1e9, variant="reverse", once=F32, **SLOW, **HUGE),
+    Row(9, batch=3, channels=256, heads=2, variant="resets", once=F64),
+    Row(5, batch=19, channels=512, heads=2, once=F32),
+    Row(4, batch=2, channels=512, once=BF16),
+]
+"""Rows that mixing cells meet, each in one dtype: heads of 2 to 512 channels."""
+FORGETS = {"lstm": -1.0, "HeadLSTM": -1.0}  # where it is the larger first gate that forgets less
 
 
 def covering() -> list[Any]:
     """(row, cell, dtype) of every solve of the rows, for parametrize."""
+    return _solves(COVERING, CELLS)
+
+
+def mixing_covering() -> list[Any]:
+    """(row, cell, dtype) of every solve of the rows of mixing cells, for parametrize."""
+    return _solves(MIXING_COVERING, MIXING)
+
+
+def _solves(rows: Sequence[Row], names: Iterable[str]) -> list[Any]:
     solves = []
-    for row in COVERING:
-        for n, name in enumerate(CELLS):
+    for row in rows:
+        for n, name in enumerate(names):
             turn = DTYPES.index(row.once) + n if row.once else 0
             for dtype in [DTYPES[turn % len(DTYPES)]] if row.once else DTYPES:
                 label = f"{row_name(row)}-{name}-{dtype_name(dtype)}"
@@ -236,12 +279,16 @@ def case_of(row: Row, name: str, dtype: torch.dtype, device: str = "cpu") -> Cas
     loss, unit, others = row.loss, row.unit, row.others
     if dtype == torch.float16:
         loss, unit, others = (min(max(scale, 1e-3), 1e3) for scale in (loss, unit, others))
-    usual = pararnn.CELLS[name]
+    usual = cell_of(name)
     cell_class = usual if unit == 1.0 else in_units(usual)
     sizes = {"channels": row.channels, "num_heads": row.heads, "device": device}
+    sizes["batch"] = row.batch
     length = min(row.length, LONGEST_COUPLED) if name in COUPLED else row.length
     case = make_case(cell_class, dtype, length, row.variant, **sizes)
     case.gates[:, :, 0] -= FORGETS.get(name, 1.0) * row.shift
+    with torch.no_grad():
+        for parameter in case.cell.recurrent_parameters():
+            parameter.mul_(row.weights)
     gates, initial, options = case.gates * unit, case.initial, {**case.options, "loss_scale": loss}
     if row.heads > 1:
         gates = by_head(gates, row.heads)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mixing_cells import Coupled, HeadLSTM, Mixture, ResetAfter
 from table import ELEMENTWISE, needs_compiler
 from user_cells import Normed
 
@@ -17,23 +18,37 @@ from pararnn.program.derive import expand_entry
 
 GOLDENS = Path(__file__).parent / "goldens"
 TORCH = "2.13"  # traced graphs may differ in the order of ops between versions
+MIXING = {"dense-gru": pararnn.DenseGRUCell} | {
+    f"mixing-{cell.__name__}": cell for cell in (HeadLSTM, ResetAfter, Coupled, Mixture)
+}
+
+
+def _is_golden(name, text):
+    if not torch.__version__.startswith(TORCH):
+        pytest.skip(f"goldens are of torch {TORCH}")
+    golden = GOLDENS / f"{name}.cpp"
+    if os.environ.get("PARARNN_WRITE_GOLDENS"):
+        golden.write_text(text, encoding="utf-8")
+    return text == golden.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_goldens(name):
     """PARARNN_WRITE_GOLDENS=1 rewrites goldens: read the difference."""
-    if not torch.__version__.startswith(TORCH):
-        pytest.skip(f"goldens are of torch {TORCH}")
     text, cuda = (pararnn.emitted(pararnn.CELLS[name](4), target) for target in headers.LANGUAGES)
     assert text == cuda
-    golden = GOLDENS / f"{name}.cpp"
-    if os.environ.get("PARARNN_WRITE_GOLDENS"):
-        golden.write_text(text, encoding="utf-8")
-    assert text == golden.read_text(encoding="utf-8")
+    assert _is_golden(name, text)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_goldens_of_cells_that_mix_channels(name):
+    """The stages between products, and the tables of products."""
+    assert _is_golden(name, pararnn.emitted(MIXING[name](4, num_heads=2), "cpp"))
 
 
 def test_every_golden_has_a_cell():
-    assert {path.name for path in GOLDENS.iterdir()} == {f"{name}.cpp" for name in ELEMENTWISE}
+    names = {path.name for path in GOLDENS.iterdir()}
+    assert names == {f"{name}.cpp" for name in (*ELEMENTWISE, *MIXING)}
 
 
 def test_sums_fuse_the_later_product():

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from table import FUSED, OPS, PAIRS, PLAIN, ROWS, SCAN, make_case
+from table import FUSED, OPS, PAIRS, PLAIN, ROWS, SCAN, cell_of, make_case
 
 import pararnn
 from pararnn.check.contract import check_solve, check_solves
@@ -85,7 +85,7 @@ def test_raise_on_failure():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize(("name", "pair"), ROWS)
 def test_non_finite_inputs_spread_no_further_than_in_the_loop(name, pair, value):
-    case = make_case(pararnn.CELLS[name], torch.float32, 100, "resets", channels=5)
+    case = make_case(cell_of(name), torch.float32, 100, "resets", channels=5)
     case.gates[0, 40, 0, 2] = value
     case.gates[1, 7, -1, 0] = value
     runs = {}
@@ -150,7 +150,7 @@ def test_overflowing_jacobians_are_redone_in_the_backward_pass():
 @pytest.mark.parametrize(("name", "pair"), ROWS)
 def test_empty_batches_and_sequences(name, size, pair):
     batch, length = size
-    case = make_case(pararnn.CELLS[name], torch.float32, length, "initial", batch=batch)
+    case = make_case(cell_of(name), torch.float32, length, "initial", batch=batch)
     gates = case.gates.requires_grad_()
     initial = [h.requires_grad_() for h in case.initial]
     solver, backend = pair
@@ -173,7 +173,7 @@ def test_empty_batches_and_sequences(name, size, pair):
 )
 @pytest.mark.parametrize(("name", "pair"), ROWS)
 def test_what_no_step_made_still_has_gradients(name, length, cuts, initial, pair):
-    case = make_case(pararnn.CELLS[name], torch.float32, length, batch=1)
+    case = make_case(cell_of(name), torch.float32, length, batch=1)
     sequences = 1 if cuts is None else len(cuts) - 1
     where = {} if cuts is None else {"cu_seqlens": torch.tensor(cuts)}
     gates = case.gates.requires_grad_()
@@ -193,7 +193,7 @@ def test_what_no_step_made_still_has_gradients(name, length, cuts, initial, pair
 @pytest.mark.parametrize(("name", "pair"), ROWS)
 def test_one_channel_and_odd_lengths(name, pair):
     for length in (1, 5, 31, 33, 63, 65):
-        case = make_case(pararnn.CELLS[name], torch.float64, length, "resets", channels=1)
+        case = make_case(cell_of(name), torch.float64, length, "resets", channels=1)
         result = check_solve(
             case.cell, case.gates, case.initial, solver=pair[0], backend=pair[1], **case.options
         )

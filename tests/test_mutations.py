@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from table import CELLS, COUPLED, DTYPES, dtype_name, make_case
+from table import CELLS, COUPLED, DTYPES, MIXING, cell_of, dtype_name, make_case
 from torch import Tensor
 
 import pararnn
@@ -19,7 +19,7 @@ SCALED_SUM = {torch.float64: 1.01, torch.float32: 1.01, torch.bfloat16: 2.0, tor
 
 
 def _oracle(name: str, dtype: torch.dtype, weights: float, loss_scale: float, length: int):
-    case = make_case(pararnn.CELLS[name], dtype, length, "initial", channels=8)
+    case = make_case(cell_of(name), dtype, length, "initial", channels=8)
     with torch.no_grad():
         for parameter in case.cell.recurrent_parameters():
             parameter.copy_(torch.randn_like(parameter) * weights)
@@ -107,6 +107,11 @@ def test_mutants_fail(name, dtype):
         length = SHORT if name in COUPLED else length
         survivors = _survivors(_oracle(name, dtype, weights, loss_scale, length))
         assert not survivors, (weights, loss_scale)
+
+
+@pytest.mark.parametrize("name", [name for name in MIXING if name != "Dense"])
+def test_mutants_of_mixing_cells_fail(name):
+    assert not _survivors(_oracle(name, torch.float32, 1, 1e-7, SHORT))
 
 
 @pytest.mark.parametrize(("name", "weights"), [("gru", 8), ("lstm", 8), ("slstm", 8), ("lem", 4)])

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from table import OPS, PAIRS, PLAIN, make_case
+from table import OPS, PAIRS, PLAIN, cell_of, make_case, pairs_of
+from user_cells import Normed
 
 import pararnn
 from pararnn.sequences import Sequences
@@ -68,10 +69,17 @@ def test_several_gradients_at_once(case, pair, create_graph):
         torch.func.vmap(lambda one: torch.autograd.grad(h, gates, one, **options))(many)
 
 
-@pytest.mark.parametrize("name", ["lstm", "slstm", "lrc"])
+@pytest.mark.parametrize(
+    ("name", "pair"),
+    [
+        (name, pair)
+        for name in ("lstm", "slstm", "lrc", "Coupled", "ResetAfter", "Dense")
+        for pair in pairs_of(name, OPS)
+    ],
+)
 def test_vmap_over_weights(name, pair):
     """Stacked layers are separate ones, with their gradients; fields and states too."""
-    cell_class = pararnn.CELLS[name]
+    cell_class = cell_of(name)
     options = {"num_heads": 2, "solver": pair[0], "backend": pair[1], "dtype": torch.float64}
     layers = [pararnn.RecurrentLayer(cell_class, 4, 6, **options) for _ in range(3)]
     stack, _ = torch.func.stack_module_state(layers)
@@ -96,10 +104,10 @@ def test_vmap_over_weights(name, pair):
 
 
 def test_vmap_says_what_it_cannot():
-    dense = make_case(pararnn.DenseGRUCell, torch.float64, 6, "initial")
+    mixing = make_case(Normed, torch.float64, 6, "initial")
     options = {"solver": "newton", "backend": "torch"}
     with pytest.raises(NotImplementedError, match=r"mixes channels.*solver='sequential'"):
-        torch.func.vmap(lambda g: pararnn.solve(dense.cell, g, **options)[0])(dense.gates[None])
+        torch.func.vmap(lambda g: pararnn.solve(mixing.cell, g, **options)[0])(mixing.gates[None])
     cell, gates = pararnn.GRUCell(4), torch.randn(2, 1, 6, 3, 4)
     starts = torch.zeros(2, 1, 6, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match=r"sequences start.*solver='sequential'"):

@@ -5,16 +5,21 @@ import torch
 from table import (
     CELLS,
     DTYPES,
+    FAST_PAIRS,
     LENGTHS,
+    MIXING,
     NEWTON_FUSED,
     ROWS,
     SCAN,
     VARIANTS,
     broken,
     case_of,
+    cell_of,
     covering,
     dtype_name,
     make_case,
+    mixing_covering,
+    needs_compiler,
     pairs_of,
     with_checks,
 )
@@ -63,10 +68,17 @@ def test_rows_obey_the_contract(row, name, dtype, monkeypatch):
     assert dtype == torch.float16 or not any(result.expanding for result in results)
 
 
+@needs_compiler
+@pytest.mark.parametrize(("row", "name", "dtype"), mixing_covering())
+def test_rows_of_mixing_cells_obey_the_contract(row, name, dtype):
+    assert not broken(with_checks(case_of(row, name, dtype), FAST_PAIRS, row.segments))
+
+
 @pytest.mark.parametrize(("name", "pair"), ROWS)
 def test_gradcheck(name, pair):
     solver, backend = pair
-    case = make_case(pararnn.CELLS[name], torch.float64, 5, "resets", batch=2, channels=2)
+    sizes = {"channels": 4, "num_heads": 2} if name in MIXING else {"channels": 2}
+    case = make_case(cell_of(name), torch.float64, 5, "resets", batch=2, **sizes)
     fields = case.options.pop("fields", {})
     names, params = list(fields), dict(case.cell.named_parameters())
     leaves = [case.gates, *case.initial, *fields.values(), *params.values()]

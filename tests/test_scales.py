@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from table import PLAIN, in_units, make_case, pairs_of
+from table import FUSED, MIXING, PLAIN, in_units, make_case, needs_compiler, pairs_of
 
 import pararnn
 
@@ -82,6 +82,35 @@ def test_units_of_states_scale_states(name, dtype):
         for other in results[1:]:
             for one, two in zip(results[0], other, strict=True):
                 assert torch.equal(one, two), pair
+
+
+def _mixing_case(cell_class):
+    case = make_case(cell_class, F32, 24, channels=10, num_heads=2)
+    case.gates[:, :, 0] += 1.0
+    return case
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MIXING)
+def test_kernels_of_mixing_cells_know_no_scale(name):
+    """They have no tolerance, and no order of sums that sizes of numbers decide."""
+    usual = MIXING[name]
+    case = _mixing_case(usual)
+    grads = [solve_case(case, FUSED, scale)[1] for scale in (1.0, 2.0**-30, 2.0**30)]
+    for one, small, large in zip(*grads, strict=True):
+        assert torch.equal(one * 2.0**-30, small)
+        assert torch.equal(one * 2.0**30, large)
+    cell_class, results = in_units(usual), []
+    names = cell_class.fields[len(usual.fields) :]
+    for exponents in UNITS:
+        units = [2.0**e for e in exponents[: len(usual.states)]]
+        case = _mixing_case(cell_class)
+        case.options["fields"] |= dict(zip(names, [*units, 1.0], strict=True))
+        states, grads = solve_case(case, FUSED, 1.0, units)
+        results.append([*(s.double() / u for s, u in zip(states, units, strict=True)), *grads])
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert torch.equal(one, two)
 
 
 class Running(pararnn.Cell):

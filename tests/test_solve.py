@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from table import PAIRS, ROWS, VARIANTS, make_case, needs_compiler
+from table import PAIRS, ROWS, VARIANTS, cell_of, make_case, needs_compiler
 
 import pararnn
 
@@ -13,7 +13,7 @@ def _tuple(value):
 
 @pytest.mark.parametrize(("name", "pair"), ROWS)
 def test_packed_sequences_equal_separate_ones(name, pair):
-    case = make_case(pararnn.CELLS[name], torch.float64, 40, batch=1)
+    case = make_case(cell_of(name), torch.float64, 40, batch=1)
     lengths = [13, 0, 1, 20]  # and 6 steps of padding
     cuts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     initial = tuple(torch.randn(4, 4, dtype=torch.float64) for _ in case.cell.states)

@@ -185,10 +185,11 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, engine_key: EngineKey, values: Any, *inputs: Any) -> Any:
-        """Run copies of a cell as one cell of more channels, which do not mix."""
+        """Run copies of a cell as one cell of more channels, or heads, which do not mix."""
         args = Arguments.unflatten(inputs[2:], values)
         dims: Any = Arguments.unflatten(in_dims[4:], values)
-        if program_by_key(engine_key.key).couples_channels:
+        program = program_by_key(engine_key.key)
+        if program.family is None:
             raise NotImplementedError(f"vmap over a solve of a cell that mixes channels: {_PLAIN}")
         if dims.seq is not None or dims.reset is not None:
             raise NotImplementedError(f"vmap over where sequences start: {_PLAIN}")
@@ -199,12 +200,19 @@ class _Solve(torch.autograd.Function):
         def wide(tensor: Tensor, dim: int | None) -> Tensor:
             return _move_or_repeat(tensor, dim, size, -2).flatten(-2)
 
+        def wide_param(tensor: Tensor, dim: int | None) -> Tensor:
+            dims_of_one = tensor.ndim - (dim is not None)
+            if dims_of_one < 2:
+                return wide(tensor, dim)
+            copies = _move_or_repeat(tensor, dim, size, -1 - dims_of_one)
+            return copies if dims_of_one == 2 else copies.flatten(0, 1)
+
         own = replace(
             args,
             gates=gates.flatten(-3, -2) if heads else gates,
             bias=None if args.bias is None else wide(args.bias, dims.bias),
             fields=tuple(map(wide, args.fields, dims.fields)),
-            params=tuple(map(wide, args.params, dims.params)),
+            params=tuple(map(wide_param, args.params, dims.params)),
             initial=tuple(map(wide, args.initial, dims.initial)),
         )
         out = apply_function(_Solve, engine_key, values, None, None, *own.flatten()[0])

@@ -85,7 +85,8 @@ def _clamp(parameter: Tensor, bound: float) -> None:
 
 
 def _scale_down(parameter: Tensor, bound: float) -> None:
-    norm = torch.linalg.vector_norm(parameter)
+    of_each_head = (-2, -1) if parameter.ndim > 1 else None
+    norm = torch.linalg.vector_norm(parameter, dim=of_each_head, keepdim=True)
     parameter.mul_(bound / norm.clamp(min=bound))
 
 

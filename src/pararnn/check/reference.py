@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import Cell
+from pararnn.cells.products import MIX, OUTER
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import Edges, final_states, output_states, to_system
 from pararnn.private import TorchDispatchMode
@@ -113,10 +114,15 @@ DRAWN = 1 << 14
 """Numbers of noise that are drawn at once: steps are small, and many."""
 
 
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, MIX, OUTER)
+
+
 class OtherRounding(TorchDispatchMode):
     """Rounds results of pointwise ops in `dtype` otherwise: noise of one epsilon, from a seed.
 
-    Of the gradients' ops too: what a rounded gate leaves of 1 - gate^2 is most of their error.
+    Of matrix products, which may sum their terms in any order, it is one epsilon of the sum of
+    |terms|. Of the gradients' ops too: what a rounded gate leaves of 1 - gate^2 is most of their
+    error.
     `at_least`: the size of the noise, where that is more.
     """
 
@@ -135,10 +141,18 @@ class OtherRounding(TorchDispatchMode):
     ) -> Any:
         """Run an op, and shake what it returns."""
         out = func(*args, **(kwargs or {}))
+        if func in PRODUCTS and out.dtype == self.dtype:
+            terms = func(args[0].abs(), args[1].abs(), *args[2:])
+            return out + self._signs(out.numel()).view(out.shape).to(out.device) * terms
         if not _pointwise(func) or getattr(out, "dtype", None) != self.dtype:
             return out
         factor = self._factor(out.numel()).view(out.shape)
         return out * (factor if out.is_cpu else factor.to(out.device))
+
+    def _signs(self, count: int) -> Tensor:
+        """Return one epsilon with random signs: a small draw would make a limit by chance."""
+        signs = torch.randint(0, 2, (count,), generator=self.generator, device="cpu")
+        return ((2 * signs - 1) * torch.finfo(self.dtype).eps).to(self.dtype)
 
     def _factor(self, count: int) -> Tensor:
         """Return the next numbers of 1 + eps * U(-1, 1)."""

@@ -24,8 +24,10 @@ def clip_after_step(
 
     optimizer: PyTorch's, or one that wraps it in its attribute `optimizer`, as accelerate's do; a
     copy or a pickle of it clips the copies of the layers. by: "elementwise" clamps to
-    [-bound, bound], "norm" scales a parameter whose vector norm is larger down to the bound. to:
-    the bound; None is each layer's `recurrent_clip` (paper, Appendix C: 0.5), where None means no
+    [-bound, bound], "norm" scales a parameter whose vector norm is larger down to the bound, a
+    matrix of heads head by head. With "norm" no product with a matrix makes a vector longer than
+    bound times its length; clamped entries bound no such factor. to: the bound; None is each
+    layer's `recurrent_clip` (paper, Appendix C: 0.5), where None means no
     clipping. Sharded parameters (FSDP2) are clipped as whole ones are. Returns the hook's
     handle, whose `remove()` ends the clipping. Raises TypeError for what is no optimiser,
     ValueError for another `by`; and, now or after a step, for a negative bound and for a recurrent

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pararnn.cells.base import Cell, Step, resolve_config
+from pararnn.cells.shapes import SHAPES
 from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.coupling import TOGETHER, Coupling
@@ -104,13 +105,16 @@ class Program:
 
     def check_param(self, name: str, param: torch.Tensor, channels: int) -> None:
         """Check the size of a parameter as the step takes it: (D,) where channels do not meet, else
-        as the cell shapes it. Raises ValueError.
+        as the cell shapes it; a matrix also as (H, K, K), which copies by vmap have. Raises
+        ValueError.
         """
         shape, size = self.step.cls.params[name].kind, tuple(param.shape)
         if not self.couples_channels:
             fits, size_text = size == (channels,), str((channels,))
         else:
             fits, size_text = shape.fits(size, channels), f"{shape.name!r} for D = {channels}"
+            if self.mixing and self.step.matrices[self.params.index(name)]:
+                fits = fits or SHAPES["H,K,K"].fits(size, channels)
         if not fits:
             raise ValueError(f"{name} of {self.cell_name} must be {size_text}, got {size}")
 

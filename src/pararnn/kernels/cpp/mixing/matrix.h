@@ -2,7 +2,8 @@
 //
 // A packed matrix has its columns in vectors: [vector][row of the matrix][lane], the last vector filled up with
 // zeros. Rows are multiplied in blocks whose sums stay in registers, so that a matrix is read once for several
-// rows. A sum runs over the matrix's rows in order, whatever the block: bits do not depend on it.
+// rows. A sum runs over the matrix's rows in order, whatever the block, and over partial_rows of them before it is added
+// to the others: bits do not depend on the block, and rounding grows with the root of the sizes of both.
 #pragma once
 #include <cstdlib>
 #include <new>
@@ -32,30 +33,37 @@ constexpr int block_rows = 8, block_vectors = 3;
 constexpr int block_rows = 6, block_vectors = 2;
 #endif
 
+constexpr int64 partial_rows = 32;
+
 // y[row][vector] = sum over i of x[row][i] matrix[vector][i].
 template <int rows, int vectors>
 inline void multiply_block(const scalar* x, int64 x_stride, const scalar* matrix, int64 depth, scalar* y,
                            int64 y_stride) {
-  real sums[rows][vectors];
+  for (int64 begin = 0; begin == 0 || begin < depth; begin += partial_rows) {
+    real sums[rows][vectors];
 #pragma GCC unroll 16
-  for (int r = 0; r < rows; ++r)
+    for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < vectors; ++v) sums[r][v] = real{};
-  for (int64 i = 0; i < depth; ++i) {
-    real column[vectors];
+      for (int v = 0; v < vectors; ++v) sums[r][v] = real{};
+    for (int64 i = begin, end = std::min(depth, begin + partial_rows); i < end; ++i) {
+      real column[vectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < vectors; ++v) column[v] = load_as(matrix + (v * depth + i) * lanes);
+      for (int v = 0; v < vectors; ++v) column[v] = load_as(matrix + (v * depth + i) * lanes);
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) {
-      const real factor = x[r * x_stride + i] - real{};
+      for (int r = 0; r < rows; ++r) {
+        const real factor = x[r * x_stride + i] - real{};
 #pragma GCC unroll 16
-      for (int v = 0; v < vectors; ++v) sums[r][v] = multiply_add(factor, column[v], sums[r][v]);
+        for (int v = 0; v < vectors; ++v) sums[r][v] = multiply_add(factor, column[v], sums[r][v]);
+      }
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < vectors; ++v) {
+        scalar* const total = y + r * y_stride + v * lanes;
+        store_as(total, begin == 0 ? sums[r][v] : load_as(total) + sums[r][v]);
+      }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < vectors; ++v) store_as(y + r * y_stride + v * lanes, sums[r][v]);
 }
 
 template <int vectors>

@@ -1,0 +1,224 @@
+constexpr int num_states = 3, num_gates = 2, num_fields = 1, num_params = 3, num_lefts = 3, num_rights = 3;
+constexpr int channel_params[] = {2, 3, 4};
+
+constexpr int forward_stages = 3, forward_recomputed = 0, forward_carried = 2;
+constexpr int forward_first_operand[] = {0, 2, 3, 3};
+constexpr int forward_first_product[] = {0, 2, 3, 3};
+constexpr Product forward_products[] = {{0, 0, 0}, {1, 1, 1}, {2, 0, 1}};
+constexpr int forward_stage_of_new_state[] = {2, 2, 2};
+
+PARARNN_FUNCTION void forward_0(const real* state, const real* gate, const real* field, const real* param, const real* product, real* carried, real* operand, real* new_state) {
+  const real state_h = state[0];
+  const real state_c = state[1];
+  operand[0] = state_h;
+  operand[1] = state_c;
+}
+
+PARARNN_FUNCTION void forward_1(const real* state, const real* gate, const real* field, const real* param, const real* product, real* carried, real* operand, real* new_state) {
+  const real state_c = state[1];
+  const real gate_f = gate[1];
+  const real field_gap = field[0];
+  const real product_0 = product[0];
+  const real product_1 = product[1];
+  const real t5 = product_0 + product_1;
+  const real t6 = t5 * field_gap;
+  const real t7 = gate_f + t6;
+  const real t8 = sigmoid(t7);
+  const real t9 = t8 * state_c;
+  operand[2] = t9;
+  carried[0] = t9;
+  carried[1] = t8;
+}
+
+PARARNN_FUNCTION void forward_2(const real* state, const real* gate, const real* field, const real* param, const real* product, real* carried, real* operand, real* new_state) {
+  const real state_h = state[0];
+  const real state_trace = state[2];
+  const real gate_i = gate[0];
+  const real param_a = param[0];
+  const real param_b = param[1];
+  const real param_scale = param[2];
+  const real product_2 = product[2];
+  const real carried_0 = carried[0];
+  const real carried_1 = carried[1];
+  const real t9 = param_a * state_h;
+  const real t10 = gate_i + t9;
+  const real t11 = t10 + product_2;
+  const real t12 = relu(t11);
+  const real t13 = constant(1.0) - carried_1;
+  const real t14 = tanh(t12);
+  const real t15 = t13 * t14;
+  const real t16 = carried_0 + t15;
+  const real t17 = state_trace * constant(0.5);
+  const mask t18 = t16 > constant(0.2);
+  const real t19 = t16 * constant(0.1);
+  const real t20 = select(t18, t16, t19);
+  const real t21 = multiply_add(param_scale, t20, t17);
+  const real t22 = param_b * t21;
+  const real t23 = t16 + t22;
+  const real t24 = tanh(t23);
+  new_state[0] = t24;
+  new_state[1] = t16;
+  new_state[2] = t21;
+}
+
+template <int stage>
+PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const real* field, const real* param, const real* product, real* carried, real* operand, real* new_state) {
+  if constexpr (stage == 0) forward_0(state, gate, field, param, product, carried, operand, new_state);
+  if constexpr (stage == 1) forward_1(state, gate, field, param, product, carried, operand, new_state);
+  if constexpr (stage == 2) forward_2(state, gate, field, param, product, carried, operand, new_state);
+}
+
+constexpr int backward_stages = 5, backward_recomputed = 2, backward_carried = 7;
+constexpr int backward_first_operand[] = {0, 2, 3, 4, 5, 5};
+constexpr int backward_first_product[] = {0, 2, 3, 4, 6, 6};
+constexpr Product backward_products[] = {{0, 0, 0}, {1, 1, 1}, {2, 0, 1}, {3, 0, 0}, {4, 1, 0}, {4, 0, 1}};
+constexpr int backward_stage_of_state[] = {4, 4, 2};
+constexpr int backward_stage_of_gate[] = {2, 3};
+constexpr int backward_stage_of_field[] = {3};
+constexpr int backward_stage_of_param[] = {2, 2, 2};
+constexpr int backward_stage_of_left[] = {2, 2, 3};
+constexpr int backward_stage_of_right[] = {2, 3, 2};
+
+PARARNN_FUNCTION void backward_0(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
+  const real state_h = state[0];
+  const real state_c = state[1];
+  operand[0] = state_h;
+  operand[1] = state_c;
+}
+
+PARARNN_FUNCTION void backward_1(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
+  const real state_c = state[1];
+  const real gate_f = gate[1];
+  const real field_gap = field[0];
+  const real product_0 = product[0];
+  const real product_1 = product[1];
+  const real t5 = product_0 + product_1;
+  const real t6 = t5 * field_gap;
+  const real t7 = gate_f + t6;
+  const real t8 = sigmoid(t7);
+  const real t9 = t8 * state_c;
+  operand[2] = t9;
+  carried[0] = t5;
+  carried[1] = t8;
+  carried[6] = t9;
+}
+
+PARARNN_FUNCTION void backward_2(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
+  const real state_h = state[0];
+  const real state_c = state[1];
+  const real state_trace = state[2];
+  const real gate_i = gate[0];
+  const real param_a = param[0];
+  const real param_b = param[1];
+  const real param_scale = param[2];
+  const real cotangent_h = cotangent[0];
+  const real cotangent_c = cotangent[1];
+  const real cotangent_trace = cotangent[2];
+  const real product_2 = product[2];
+  const real carried_1 = carried[1];
+  const real carried_6 = carried[6];
+  const real t13 = param_a * state_h;
+  const real t14 = gate_i + t13;
+  const real t15 = t14 + product_2;
+  const real t16 = relu(t15);
+  const real t17 = constant(1.0) - carried_1;
+  const real t18 = tanh(t16);
+  const real t19 = t17 * t18;
+  const real t20 = carried_6 + t19;
+  const real t21 = state_trace * constant(0.5);
+  const mask t22 = t20 > constant(0.2);
+  const real t23 = t20 * constant(0.1);
+  const real t24 = select(t22, t20, t23);
+  const real t25 = multiply_add(param_scale, t24, t21);
+  const real t26 = param_b * t25;
+  const real t27 = t20 + t26;
+  const real t28 = tanh(t27);
+  const real t29 = t28 * t28;
+  const real t30 = constant(1.0) - t29;
+  const real t31 = cotangent_h * t30;
+  const real t32 = cotangent_c + t31;
+  const real t33 = t31 * param_b;
+  const real t34 = t31 * t25;
+  const real t35 = cotangent_trace + t33;
+  const real t36 = t35 * param_scale;
+  const real t37 = t35 * t24;
+  const real t38 = select(t22, constant(0.0), t36);
+  const real t39 = select(t22, t36, constant(0.0));
+  const real t40 = t32 + t39;
+  const real t41 = t38 * constant(0.1);
+  const real t42 = t40 + t41;
+  const real t43 = t35 * constant(0.5);
+  const real t44 = t42 * t17;
+  const real t45 = t18 * t18;
+  const real t46 = constant(1.0) - t45;
+  const real t47 = t44 * t46;
+  const mask t48 = t16 <= constant(0.0);
+  const real t49 = select(t48, constant(0.0), t47);
+  const real t50 = t49 * state_h;
+  grad_state[2] = t43;
+  grad_gate[0] = t49;
+  grad_param[0] = t50;
+  grad_param[1] = t34;
+  grad_param[2] = t37;
+  left[0] = t49;
+  left[1] = state_h;
+  right[0] = carried_6;
+  right[2] = state_c;
+  operand[3] = t49;
+  carried[2] = t17;
+  carried[3] = t49;
+  carried[4] = t42;
+  carried[5] = t18;
+}
+
+PARARNN_FUNCTION void backward_3(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
+  const real state_c = state[1];
+  const real field_gap = field[0];
+  const real product_3 = product[3];
+  const real carried_0 = carried[0];
+  const real carried_1 = carried[1];
+  const real carried_2 = carried[2];
+  const real carried_4 = carried[4];
+  const real carried_5 = carried[5];
+  const real t8 = carried_4 * carried_5;
+  const real t9 = -t8;
+  const real t10 = carried_4 * state_c;
+  const real t11 = t9 + t10;
+  const real t12 = product_3 * state_c;
+  const real t13 = t11 + t12;
+  const real t14 = carried_1 * carried_2;
+  const real t15 = t13 * t14;
+  const real t16 = t15 * carried_0;
+  const real t17 = t15 * field_gap;
+  grad_gate[1] = t15;
+  grad_field[0] = t16;
+  left[2] = t17;
+  right[1] = t17;
+  operand[4] = t17;
+}
+
+PARARNN_FUNCTION void backward_4(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
+  const real param_a = param[0];
+  const real product_3 = product[3];
+  const real product_4 = product[4];
+  const real product_5 = product[5];
+  const real carried_1 = carried[1];
+  const real carried_3 = carried[3];
+  const real carried_4 = carried[4];
+  const real t7 = carried_4 * carried_1;
+  const real t8 = multiply_add(product_3, carried_1, t7);
+  const real t9 = carried_3 * param_a;
+  const real t10 = t8 + product_4;
+  const real t11 = t9 + product_5;
+  grad_state[0] = t11;
+  grad_state[1] = t10;
+}
+
+template <int stage>
+PARARNN_FUNCTION void backward_stage(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
+  if constexpr (stage == 0) backward_0(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
+  if constexpr (stage == 1) backward_1(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
+  if constexpr (stage == 2) backward_2(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
+  if constexpr (stage == 3) backward_3(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
+  if constexpr (stage == 4) backward_4(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
+}
