@@ -235,7 +235,7 @@ MIXING_COVERING = [
     Row(37, channels=66, heads=2, variant="packed", loss=1e-6, once=BF16),
     Row(37, batch=5, channels=24, heads=3, variant="reverse", bias=True, once=F64),
     Row(70, batch=1, channels=96, heads=6, initial=False, once=BF16, **SLOW),
-    Row(24, batch=7, channels=33, heads=11, variant="packed", weights=4.0, once=F32),
+    Row(64, channels=33, heads=11, variant="packed", weights=2.0, once=F32),
     Row(24, batch=2, channels=32, heads=2, variant="resets", weights=3.0, once=F64),
     Row(40, batch=3, channels=10, heads=2, loss=1e-9, variant="resets", once=F16, **TINY),
     Row(40, channels=8, heads=2, bias=True, loss=1e9, variant="reverse", once=F32, **SLOW, **HUGE),
