@@ -45,15 +45,15 @@ PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const r
   if constexpr (stage == 2) forward_2(state, gate, field, param, product, carried, operand, new_state);
 }
 
-constexpr int backward_stages = 5, backward_recomputed = 2, backward_carried = 3;
-constexpr int backward_first_operand[] = {0, 1, 2, 4, 5, 5};
-constexpr int backward_first_product[] = {0, 2, 3, 5, 6, 6};
+constexpr int backward_stages = 6, backward_recomputed = 2, backward_carried = 8;
+constexpr int backward_first_operand[] = {0, 1, 2, 2, 4, 5, 5};
+constexpr int backward_first_product[] = {0, 2, 3, 3, 5, 6, 6};
 constexpr Product backward_products[] = {{0, 0, 1}, {0, 1, 1}, {1, 2, 1}, {2, 2, 0}, {3, 0, 0}, {4, 1, 0}};
-constexpr int backward_stage_of_state[] = {4};
-constexpr int backward_stage_of_gate[] = {2, 3, 2};
+constexpr int backward_stage_of_state[] = {5};
+constexpr int backward_stage_of_gate[] = {3, 4, 3};
 constexpr int backward_stage_of_field[] = {-1};
 constexpr int backward_stage_of_param[] = {-1};
-constexpr int backward_stage_of_left[] = {2, 3, 2};
+constexpr int backward_stage_of_left[] = {3, 4, 3};
 constexpr int backward_stage_of_right[] = {2, 2};
 
 PARARNN_FUNCTION void backward_0(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
@@ -69,66 +69,80 @@ PARARNN_FUNCTION void backward_1(const real* state, const real* gate, const real
   const real t4 = sigmoid(t3);
   const real t5 = state_h * t4;
   operand[1] = t5;
-  carried[0] = t4;
-  carried[2] = t5;
+  carried[2] = t4;
+  carried[7] = t5;
 }
 
 PARARNN_FUNCTION void backward_2(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
   const real state_h = state[0];
   const real gate_z = gate[0];
   const real gate_c = gate[2];
-  const real cotangent_h = cotangent[0];
   const real product_0 = product[0];
   const real product_2 = product[2];
   const real carried_2 = carried[2];
+  const real carried_7 = carried[7];
   const real t7 = gate_z + product_0;
   const real t8 = sigmoid(t7);
   const real t9 = gate_c + product_2;
   const real t10 = tanh(t9);
   const real t11 = constant(1.0) - t8;
-  const real t12 = cotangent_h * t8;
-  const real t13 = cotangent_h * t10;
-  const real t14 = cotangent_h * state_h;
-  const real t15 = -t14;
-  const real t16 = t13 + t15;
-  const real t17 = t10 * t10;
-  const real t18 = constant(1.0) - t17;
-  const real t19 = t12 * t18;
-  const real t20 = t8 * t11;
-  const real t21 = t16 * t20;
-  grad_gate[0] = t21;
-  grad_gate[2] = t19;
-  left[0] = t21;
-  left[2] = t19;
+  const real t12 = t10 * t10;
+  const real t13 = constant(1.0) - t12;
+  const real t14 = constant(1.0) - carried_2;
+  const real t15 = carried_2 * t14;
+  const real t16 = t8 * t11;
   right[0] = state_h;
-  right[1] = carried_2;
-  operand[2] = t19;
-  operand[3] = t21;
-  carried[1] = t11;
+  right[1] = carried_7;
+  carried[0] = t16;
+  carried[1] = t15;
+  carried[3] = t13;
+  carried[4] = t11;
+  carried[5] = t10;
+  carried[6] = t8;
 }
 
 PARARNN_FUNCTION void backward_3(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
   const real state_h = state[0];
-  const real product_3 = product[3];
+  const real cotangent_h = cotangent[0];
   const real carried_0 = carried[0];
-  const real t3 = product_3 * state_h;
-  const real t4 = constant(1.0) - carried_0;
-  const real t5 = carried_0 * t4;
-  const real t6 = t3 * t5;
-  grad_gate[1] = t6;
-  left[1] = t6;
-  operand[4] = t6;
+  const real carried_3 = carried[3];
+  const real carried_5 = carried[5];
+  const real carried_6 = carried[6];
+  const real t6 = cotangent_h * carried_6;
+  const real t7 = cotangent_h * carried_5;
+  const real t8 = cotangent_h * state_h;
+  const real t9 = -t8;
+  const real t10 = t7 + t9;
+  const real t11 = t6 * carried_3;
+  const real t12 = t10 * carried_0;
+  grad_gate[0] = t12;
+  grad_gate[2] = t11;
+  left[0] = t12;
+  left[2] = t11;
+  operand[2] = t11;
+  operand[3] = t12;
 }
 
 PARARNN_FUNCTION void backward_4(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
+  const real state_h = state[0];
+  const real product_3 = product[3];
+  const real carried_1 = carried[1];
+  const real t3 = product_3 * state_h;
+  const real t4 = t3 * carried_1;
+  grad_gate[1] = t4;
+  left[1] = t4;
+  operand[4] = t4;
+}
+
+PARARNN_FUNCTION void backward_5(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
   const real cotangent_h = cotangent[0];
   const real product_3 = product[3];
   const real product_4 = product[4];
   const real product_5 = product[5];
-  const real carried_0 = carried[0];
-  const real carried_1 = carried[1];
-  const real t6 = cotangent_h * carried_1;
-  const real t7 = multiply_add(product_3, carried_0, t6);
+  const real carried_2 = carried[2];
+  const real carried_4 = carried[4];
+  const real t6 = cotangent_h * carried_4;
+  const real t7 = multiply_add(product_3, carried_2, t6);
   const real t8 = t7 + product_5;
   const real t9 = t8 + product_4;
   grad_state[0] = t9;
@@ -141,4 +155,5 @@ PARARNN_FUNCTION void backward_stage(const real* state, const real* gate, const 
   if constexpr (stage == 2) backward_2(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
   if constexpr (stage == 3) backward_3(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
   if constexpr (stage == 4) backward_4(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
+  if constexpr (stage == 5) backward_5(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
 }

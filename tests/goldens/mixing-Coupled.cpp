@@ -46,16 +46,16 @@ PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const r
   if constexpr (stage == 2) forward_2(state, gate, field, param, product, carried, operand, new_state);
 }
 
-constexpr int backward_stages = 5, backward_recomputed = 2, backward_carried = 3;
-constexpr int backward_first_operand[] = {0, 1, 2, 3, 4, 4};
-constexpr int backward_first_product[] = {0, 1, 2, 3, 4, 4};
+constexpr int backward_stages = 6, backward_recomputed = 2, backward_carried = 6;
+constexpr int backward_first_operand[] = {0, 1, 2, 2, 3, 4, 4};
+constexpr int backward_first_product[] = {0, 1, 2, 2, 3, 4, 4};
 constexpr Product backward_products[] = {{0, 0, 0}, {1, 1, 1}, {2, 1, 0}, {3, 0, 1}};
-constexpr int backward_stage_of_state[] = {3, 4};
-constexpr int backward_stage_of_gate[] = {3, 2};
-constexpr int backward_stage_of_field[] = {3};
-constexpr int backward_stage_of_param[] = {3};
-constexpr int backward_stage_of_left[] = {2, 2};
-constexpr int backward_stage_of_right[] = {3, 2};
+constexpr int backward_stage_of_state[] = {4, 5};
+constexpr int backward_stage_of_gate[] = {4, 3};
+constexpr int backward_stage_of_field[] = {4};
+constexpr int backward_stage_of_param[] = {4};
+constexpr int backward_stage_of_left[] = {2, 3};
+constexpr int backward_stage_of_right[] = {4, 2};
 
 PARARNN_FUNCTION void backward_0(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
   const real state_b = state[1];
@@ -75,56 +75,67 @@ PARARNN_FUNCTION void backward_1(const real* state, const real* gate, const real
   const real t9 = relu(field_dt);
   const real t10 = t8 * t9;
   operand[1] = t10;
-  carried[0] = t8;
-  carried[1] = t9;
-  carried[2] = t10;
+  carried[1] = t8;
+  carried[3] = t9;
+  carried[5] = t10;
 }
 
 PARARNN_FUNCTION void backward_2(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
   const real state_b = state[1];
   const real gate_y = gate[1];
-  const real cotangent_b = cotangent[1];
   const real product_1 = product[1];
-  const real carried_2 = carried[2];
-  const real t5 = gate_y + product_1;
-  const real t6 = tanh(t5);
-  const real t7 = t6 * t6;
-  const real t8 = constant(1.0) - t7;
-  const real t9 = cotangent_b * t8;
-  grad_gate[1] = t9;
+  const real carried_1 = carried[1];
+  const real carried_3 = carried[3];
+  const real carried_5 = carried[5];
+  const real t6 = gate_y + product_1;
+  const real t7 = tanh(t6);
+  const real t8 = t7 * t7;
+  const real t9 = constant(1.0) - t8;
+  const mask t10 = carried_3 <= constant(0.0);
+  const real t11 = carried_1 * carried_1;
+  const real t12 = constant(1.0) - t11;
   left[0] = state_b;
-  left[1] = t9;
-  right[1] = carried_2;
-  operand[2] = t9;
+  right[1] = carried_5;
+  carried[0] = t12;
+  carried[2] = number(t10);
+  carried[4] = t9;
 }
 
 PARARNN_FUNCTION void backward_3(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
+  const real cotangent_b = cotangent[1];
+  const real carried_4 = carried[4];
+  const real t2 = cotangent_b * carried_4;
+  grad_gate[1] = t2;
+  left[1] = t2;
+  operand[2] = t2;
+}
+
+PARARNN_FUNCTION void backward_4(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
   const real state_a = state[0];
   const real param_leak = param[0];
   const real cotangent_a = cotangent[0];
   const real product_2 = product[2];
   const real carried_0 = carried[0];
   const real carried_1 = carried[1];
-  const real t6 = product_2 * carried_0;
-  const real t7 = product_2 * carried_1;
-  const real t8 = cotangent_a + t7;
-  const mask t9 = carried_1 <= constant(0.0);
-  const real t10 = select(t9, constant(0.0), t6);
-  const real t11 = carried_0 * carried_0;
-  const real t12 = constant(1.0) - t11;
-  const real t13 = t8 * t12;
-  const real t14 = -t13;
-  const real t15 = t14 * param_leak;
-  const real t16 = t14 * state_a;
-  grad_state[0] = t15;
-  grad_gate[0] = t13;
-  grad_field[0] = t10;
-  grad_param[0] = t16;
-  right[0] = t13;
-  operand[3] = t13;
+  const real carried_2 = carried[2];
+  const real carried_3 = carried[3];
+  const real t8 = product_2 * carried_1;
+  const real t9 = product_2 * carried_3;
+  const real t10 = cotangent_a + t9;
+  const real t11 = select(truth(carried_2), constant(0.0), t8);
+  const real t12 = t10 * carried_0;
+  const real t13 = -t12;
+  const real t14 = t13 * param_leak;
+  const real t15 = t13 * state_a;
+  grad_state[0] = t14;
+  grad_gate[0] = t12;
+  grad_field[0] = t11;
+  grad_param[0] = t15;
+  right[0] = t12;
+  operand[3] = t12;
 }
 
-PARARNN_FUNCTION void backward_4(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
+PARARNN_FUNCTION void backward_5(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
   const real cotangent_b = cotangent[1];
   const real product_3 = product[3];
   const real t2 = cotangent_b * constant(0.5);
@@ -139,4 +150,5 @@ PARARNN_FUNCTION void backward_stage(const real* state, const real* gate, const 
   if constexpr (stage == 2) backward_2(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
   if constexpr (stage == 3) backward_3(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
   if constexpr (stage == 4) backward_4(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
+  if constexpr (stage == 5) backward_5(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
 }

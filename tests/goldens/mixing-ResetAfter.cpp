@@ -41,16 +41,16 @@ PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const r
   if constexpr (stage == 1) forward_1(state, gate, field, param, product, carried, operand, new_state);
 }
 
-constexpr int backward_stages = 3, backward_recomputed = 1, backward_carried = 1;
-constexpr int backward_first_operand[] = {0, 1, 4, 4};
-constexpr int backward_first_product[] = {0, 3, 6, 6};
+constexpr int backward_stages = 4, backward_recomputed = 1, backward_carried = 8;
+constexpr int backward_first_operand[] = {0, 1, 1, 4, 4};
+constexpr int backward_first_product[] = {0, 3, 3, 6, 6};
 constexpr Product backward_products[] = {{0, 0, 0}, {0, 1, 0}, {0, 2, 0}, {1, 2, 1}, {2, 1, 1}, {3, 0, 1}};
-constexpr int backward_stage_of_state[] = {2};
-constexpr int backward_stage_of_gate[] = {1, 1, 1};
+constexpr int backward_stage_of_state[] = {3};
+constexpr int backward_stage_of_gate[] = {2, 2, 2};
 constexpr int backward_stage_of_field[] = {-1};
-constexpr int backward_stage_of_param[] = {1};
+constexpr int backward_stage_of_param[] = {2};
 constexpr int backward_stage_of_left[] = {1};
-constexpr int backward_stage_of_right[] = {1, 1, 1};
+constexpr int backward_stage_of_right[] = {2, 2, 2};
 
 PARARNN_FUNCTION void backward_0(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
   const real state_h = state[0];
@@ -63,55 +63,73 @@ PARARNN_FUNCTION void backward_1(const real* state, const real* gate, const real
   const real gate_z = gate[1];
   const real gate_n = gate[2];
   const real param_b_n = param[0];
-  const real cotangent_h = cotangent[0];
   const real product_0 = product[0];
   const real product_1 = product[1];
   const real product_2 = product[2];
-  const real t9 = gate_r + product_0;
-  const real t10 = sigmoid(t9);
-  const real t11 = gate_z + product_1;
-  const real t12 = sigmoid(t11);
-  const real t13 = product_2 + param_b_n;
-  const real t14 = t10 * t13;
-  const real t15 = gate_n + t14;
-  const real t16 = tanh(t15);
-  const real t17 = constant(1.0) - t12;
-  const real t18 = cotangent_h * state_h;
-  const real t19 = cotangent_h * t17;
-  const real t20 = cotangent_h * t16;
-  const real t21 = -t20;
-  const real t22 = t18 + t21;
-  const real t23 = t16 * t16;
-  const real t24 = constant(1.0) - t23;
-  const real t25 = t19 * t24;
-  const real t26 = t25 * t10;
-  const real t27 = t25 * t13;
-  const real t28 = t12 * t17;
-  const real t29 = t22 * t28;
-  const real t30 = constant(1.0) - t10;
-  const real t31 = t10 * t30;
-  const real t32 = t27 * t31;
-  grad_gate[0] = t32;
-  grad_gate[1] = t29;
-  grad_gate[2] = t25;
-  grad_param[0] = t26;
+  const real t8 = gate_r + product_0;
+  const real t9 = sigmoid(t8);
+  const real t10 = gate_z + product_1;
+  const real t11 = sigmoid(t10);
+  const real t12 = product_2 + param_b_n;
+  const real t13 = t9 * t12;
+  const real t14 = gate_n + t13;
+  const real t15 = tanh(t14);
+  const real t16 = constant(1.0) - t11;
+  const real t17 = t15 * t15;
+  const real t18 = constant(1.0) - t17;
+  const real t19 = t11 * t16;
+  const real t20 = constant(1.0) - t9;
+  const real t21 = t9 * t20;
   left[0] = state_h;
-  right[0] = t32;
-  right[1] = t29;
-  right[2] = t26;
-  operand[1] = t26;
-  operand[2] = t29;
-  operand[3] = t32;
-  carried[0] = t12;
+  carried[0] = t21;
+  carried[1] = t19;
+  carried[2] = t12;
+  carried[3] = t9;
+  carried[4] = t18;
+  carried[5] = t15;
+  carried[6] = t16;
+  carried[7] = t11;
 }
 
 PARARNN_FUNCTION void backward_2(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
+  const real state_h = state[0];
+  const real cotangent_h = cotangent[0];
+  const real carried_0 = carried[0];
+  const real carried_1 = carried[1];
+  const real carried_2 = carried[2];
+  const real carried_3 = carried[3];
+  const real carried_4 = carried[4];
+  const real carried_5 = carried[5];
+  const real carried_6 = carried[6];
+  const real t9 = cotangent_h * state_h;
+  const real t10 = cotangent_h * carried_6;
+  const real t11 = cotangent_h * carried_5;
+  const real t12 = -t11;
+  const real t13 = t9 + t12;
+  const real t14 = t10 * carried_4;
+  const real t15 = t14 * carried_3;
+  const real t16 = t14 * carried_2;
+  const real t17 = t13 * carried_1;
+  const real t18 = t16 * carried_0;
+  grad_gate[0] = t18;
+  grad_gate[1] = t17;
+  grad_gate[2] = t14;
+  grad_param[0] = t15;
+  right[0] = t18;
+  right[1] = t17;
+  right[2] = t15;
+  operand[1] = t15;
+  operand[2] = t17;
+  operand[3] = t18;
+}
+
+PARARNN_FUNCTION void backward_3(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
   const real cotangent_h = cotangent[0];
   const real product_3 = product[3];
   const real product_4 = product[4];
   const real product_5 = product[5];
-  const real carried_0 = carried[0];
-  const real t5 = cotangent_h * carried_0;
+  const real carried_7 = carried[7];
+  const real t5 = cotangent_h * carried_7;
   const real t6 = t5 + product_3;
   const real t7 = t6 + product_4;
   const real t8 = t7 + product_5;
@@ -123,4 +141,5 @@ PARARNN_FUNCTION void backward_stage(const real* state, const real* gate, const 
   if constexpr (stage == 0) backward_0(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
   if constexpr (stage == 1) backward_1(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
   if constexpr (stage == 2) backward_2(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
+  if constexpr (stage == 3) backward_3(state, gate, field, param, product, cotangent, carried, operand, grad_state, grad_gate, grad_field, grad_param, left, right);
 }
