@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pararnn.check.reference import running
+from pararnn.cells.products import OUTER, product, recorded_product
+from pararnn.check.reference import OtherRounding, running
 
 
 def _by_steps(values, cut):
@@ -24,3 +25,25 @@ def test_running_ends_with_a_sequence(part, inner, channels, length):
     assert torch.equal(running(values, cut), _by_steps(values, cut))
     if not part:
         assert torch.equal(running(values, None), _by_steps(values, cut))
+
+
+@pytest.mark.parametrize("kind", ["matrix", "heads", "op", "outer"])
+def test_other_roundings_of_a_product_are_those_of_its_terms(kind):
+    """A result that is small by chance rounds by its terms, in the gradients' products too."""
+    torch.manual_seed(0)
+    x, matrix = torch.randn(3, 8), torch.randn(2, 4, 4)
+    run, *operands = {
+        "matrix": (torch.matmul, x, torch.randn(8, 8)),
+        "heads": (product, x, matrix),
+        "op": (recorded_product, x, matrix),
+        "outer": (lambda x, y: OUTER(x, y, matrix), x, torch.randn(3, 8)),
+    }[kind]
+    terms = run(*(operand.abs() for operand in operands))
+    truth = run(*operands)
+    with OtherRounding(torch.float32, 0):
+        shaken = run(*operands)
+    noise = (shaken - truth).abs() / (torch.finfo(torch.float32).eps * terms)
+    assert noise.mean() > 0.5
+    assert noise.max() < 2.6  # with the rounding of sums, and the noise of a copy
+    with OtherRounding(torch.float64, 0):
+        assert torch.equal(run(*operands), truth)

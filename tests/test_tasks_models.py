@@ -244,7 +244,7 @@ def test_folding_does_not_change_the_global_generator():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_cells_that_mix_channels_are_folded_by_the_plain_loop():
+def test_cells_that_mix_channels_are_folded_too():
     task = TASKS["parity"].at(6)
     config = model_config("parity", "dense-gru", width=8, heads=2)
     outputs = FoldedModel([TaskModel(task, config) for _ in range(2)], "cpu")(
