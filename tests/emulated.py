@@ -90,8 +90,7 @@ def _build(file: Path, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         include = Path(folder)
         shutil.copytree(headers.KERNELS, include, dirs_exist_ok=True)
-        for own in EMULATOR.glob("*.h"):
-            shutil.copy(own, include / "cuda")
+        shutil.copytree(EMULATOR, include / "cuda", dirs_exist_ok=True)
         _run("-shared", "-include", system, f"-I{include / 'cuda'}", file, "-o", out)
 
 
@@ -108,7 +107,7 @@ def kernels_of(program, variant: AnyVariant, capability: tuple[int, int]) -> dic
     """Stands in for codegen.cuda.kernels_of."""
     blocks = blocks_of(program, variant)
     source = source_of(program, variant) + "".join(_launcher(name) for name in blocks)
-    own = "\n".join(file.read_text() for file in sorted(EMULATOR.glob("*.h")))
+    own = "\n".join(file.read_text() for file in sorted(EMULATOR.rglob("*.h")))
     machine = (compiler_identity(*compiler_command()), *FLAGS, cpu_identity())
     key = "\n".join((source, headers.text("cuda", program.family), own, *machine))
     library = disk.load(disk.CPP, f"emulated-{program.cell_name}", key, source, _build)

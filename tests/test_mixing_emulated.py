@@ -89,8 +89,8 @@ def test_kernels_obey_the_contract(cell_class, dtype, row, monkeypatch):
         _check(case_of(9, "packed"))
     elif row.kind == "reverse":
         _check(case_of(9, "reverse"))
-        packed = case_of(8, "packed")
-        _check(packed, reverse=True)
+        rows_in_one = case_of(8, "packed")
+        _check(rows_in_one, reverse=True)
     else:
         case = _with_channels(case_of(9, "initial"))
         layouts = gate_layouts(by_head(case.gates, row.heads))
@@ -139,12 +139,12 @@ def _agree(case, tolerance=2e-6, **options):
     """
     own = _run(case, case.gates.dtype, KERNELS, **options)
     exact = _run(case, torch.float64, LOOP, **options)
-    for value, expected in zip(own, exact, strict=True):
-        assert value.shape == expected.shape
+    for value, reference in zip(own, exact, strict=True):
+        assert value.shape == reference.shape
         if not value.numel():
             continue
-        scale = expected.abs().amax().clamp(min=1e-30)
-        assert ((value - expected).abs() / scale).amax() <= tolerance
+        scale = reference.abs().amax().clamp(min=1e-30)
+        assert ((value - reference).abs() / scale).amax() <= tolerance
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=str)
@@ -168,8 +168,8 @@ def test_frozen_parameters_leave_other_gradients_alone(monkeypatch):
     _agree(case)
     for parameter in case.cell.parameters():
         parameter.requires_grad_(False)
-    for own, expected in zip(_run(case, torch.float32, KERNELS), whole, strict=False):
-        assert torch.equal(own, expected)
+    for own, reference in zip(_run(case, torch.float32, KERNELS), whole, strict=False):
+        assert torch.equal(own, reference)
 
 
 def test_a_launch_serves_calls_of_one_signature(monkeypatch):
@@ -184,13 +184,13 @@ def test_non_finite_inputs_spread_as_in_the_loop(monkeypatch):
     case.gates[1, 4, 0, 2] = torch.nan
     case.gates[2, 2, 1, 9] = torch.inf
     case.gates[2, 3, 2, 30] = -torch.inf
-    states, expected = (
+    states, reference = (
         pararnn.solve(case.cell, case.gates, case.initial, **how)[0] for how in (KERNELS, LOOP)
     )
-    assert torch.equal(states.isnan(), expected.isnan())
+    assert torch.equal(states.isnan(), reference.isnan())
     assert states.isnan().any()
     assert states[0].isfinite().all()
-    assert torch.allclose(states, expected, atol=1e-5, equal_nan=True)
+    assert torch.allclose(states, reference, atol=1e-5, equal_nan=True)
 
 
 def test_matrices_in_single_precision_with_gates_in_bfloat16(monkeypatch):

@@ -185,15 +185,15 @@ def _mixing_structs(target: str, solver: str) -> Structs:
 
 
 def _mixing_structs_of_cuda(own: Structs) -> Structs:
-    packed = Field("const unsigned*", "packed", "see products.h")
+    matrices = Field("const unsigned*", "packed", "see products.h")
     vectors = "(head, row, time, vector, channel of the head), or null: not wanted"
     return {
         **own,
-        "ForwardProblem": (*_FORWARD, packed),
+        "ForwardProblem": (*_FORWARD, matrices),
         "BackwardProblem": (
             *_BACKWARD,
             Field("GateStrides", "grad_gate_strides"),
-            packed,
+            matrices,
             Field("scalar*", "recomputed", "(product, row, time, channel)"),
             Field("vector_io*", "left", vectors),
             Field("vector_io*", "right", vectors),

@@ -214,8 +214,8 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     if variant.direction != "recompute":
         numbers = len(program.gates) * dtype.itemsize
     if variant.direction == "backward":
-        recomputed = sum(len(stage.products) for stage in own.stages[: own.recomputed_stages])
-        numbers += 2 * program.num_states * dtype.itemsize + recomputed * compute.itemsize
+        step_products = sum(len(stage.products) for stage in own.stages[: own.recomputed_stages])
+        numbers += 2 * program.num_states * dtype.itemsize + step_products * compute.itemsize
     words = 0 if wide else depth * matrix_parts * 4  # of a lane and a tile of matrices
     fits = [
         _fit(

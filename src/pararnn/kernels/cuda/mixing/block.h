@@ -10,7 +10,7 @@
 // broadcast, arriving, weight_io, matrix_io, vector_io, and the parts of numbers in products (products.h).
 #pragma once
 #include "../../common/sizes.h"
-#include "../matrix.h"
+#include "matrix.h"
 #include "../registers.h"
 
 namespace pararnn {
