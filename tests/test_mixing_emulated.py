@@ -26,7 +26,7 @@ MANY_CORES, ONE_CORE = 64, 1
 
 
 class Row(NamedTuple):
-    """Size of a case whose kernels are compiled once, and how it runs."""
+    """Size of a case whose kernels are compiled once, and engine it runs."""
 
     kind: str
     width: int
@@ -104,7 +104,7 @@ def _case(cell_class, dtype=torch.float32, length=9, variant="resets", **sizes):
     return make_case(cell_class, dtype, length, variant, **sizes)
 
 
-def _run(case, dtype, how, arriving=None):
+def _run(case, dtype, engine, arriving=None):
     """Return outputs, and gradients of gates, fields, initial states and parameters.
 
     `arriving`: indices of the outputs that get a gradient, all by default; no gradients if empty.
@@ -116,7 +116,7 @@ def _run(case, dtype, how, arriving=None):
     options = dict(case.options)
     if cell.fields:
         options["fields"] = dict(zip(cell.fields, leaves[1:count], strict=True))
-    results = pararnn.solve(cell, leaves[0], tuple(leaves[count:]) or None, **options, **how)
+    results = pararnn.solve(cell, leaves[0], tuple(leaves[count:]) or None, **options, **engine)
     outputs = [
         x for result in results for x in (result if isinstance(result, tuple) else (result,))
     ]
@@ -185,7 +185,7 @@ def test_non_finite_inputs_spread_as_in_the_loop(monkeypatch):
     case.gates[2, 2, 1, 9] = torch.inf
     case.gates[2, 3, 2, 30] = -torch.inf
     states, reference = (
-        pararnn.solve(case.cell, case.gates, case.initial, **how)[0] for how in (KERNELS, LOOP)
+        pararnn.solve(case.cell, case.gates, case.initial, **engine)[0] for engine in (KERNELS, LOOP)
     )
     assert torch.equal(states.isnan(), reference.isnan())
     assert states.isnan().any()
