@@ -1,6 +1,5 @@
 """CUDA kernels of steps that mix channels inside heads, compiled for a CPU."""
 
-import copy
 import dataclasses
 import shutil
 from typing import NamedTuple
@@ -10,7 +9,8 @@ import pytest
 import torch
 from emulated import gpu, install
 from mixing_cells import CELLS, Elman, HeadGRU, HeadLSTM, HeadSLSTM, ResetAfter
-from table import DTYPES, FUSED, PLAIN, by_head, dtype_name, gate_layouts, make_case, needs_compiler
+from mixing_runs import KERNELS, LOOP, check_agreement, run_case
+from table import DTYPES, by_head, dtype_name, gate_layouts, make_case, needs_compiler
 
 import pararnn
 from pararnn.check.contract import check_solve
@@ -19,8 +19,6 @@ from pararnn.numerics import FORWARD_TOLERANCE
 
 pytestmark = needs_compiler
 
-KERNELS = {"solver": FUSED[0], "backend": FUSED[1]}
-LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
 MANY_CORES, ONE_CORE = 64, 1
 """Multiprocessors of a GPU where a block runs 4 rows, and 8 rows."""
 
@@ -81,11 +79,11 @@ def test_kernels_obey_the_contract(cell_class, dtype, row, monkeypatch):
     bias = torch.randn(len(cell_class.gates), sizes["channels"]).to(dtype)
     if row.kind == "plain":
         for length in (0, 1, 2):
-            _agree(case_of(length, "initial"), FORWARD_TOLERANCE[dtype])
+            check_agreement(case_of(length, "initial"), FORWARD_TOLERANCE[dtype])
         _check(case_of(9, "plain"), loss_scale=1e-3 if dtype == torch.float16 else 1e-9, bias=bias)
     elif row.kind == "events":
         _check(case_of(9, "resets"), bias=bias)
-        _agree(case_of(1, "resets"), FORWARD_TOLERANCE[dtype])
+        check_agreement(case_of(1, "resets"), FORWARD_TOLERANCE[dtype])
         _check(case_of(9, "packed"))
     elif row.kind == "reverse":
         _check(case_of(9, "reverse"))
@@ -104,78 +102,35 @@ def _case(cell_class, dtype=torch.float32, length=9, variant="resets", **sizes):
     return make_case(cell_class, dtype, length, variant, **sizes)
 
 
-def _run(case, dtype, engine, arriving=None):
-    """Return outputs, and gradients of gates, fields, initial states and parameters.
-
-    `arriving`: indices of the outputs that get a gradient, all by default; no gradients if empty.
-    """
-    cell = copy.deepcopy(case.cell).to(dtype)
-    leaves = [case.gates, *case.options.get("fields", {}).values(), *(case.initial or ())]
-    leaves = [leaf.detach().to(dtype, copy=True).requires_grad_() for leaf in leaves]
-    count = 1 + len(cell.fields)
-    options = dict(case.options)
-    if cell.fields:
-        options["fields"] = dict(zip(cell.fields, leaves[1:count], strict=True))
-    results = pararnn.solve(cell, leaves[0], tuple(leaves[count:]) or None, **options, **engine)
-    outputs = [
-        x for result in results for x in (result if isinstance(result, tuple) else (result,))
-    ]
-    generator = torch.Generator().manual_seed(1)
-    noise = [torch.randn(x.shape, generator=generator) for x in outputs]
-    indices = range(len(outputs)) if arriving is None else arriving
-    if not indices:
-        return outputs
-    leaves += [parameter for parameter in cell.parameters() if parameter.requires_grad]
-    grads = torch.autograd.grad(
-        [outputs[i] for i in indices], leaves, [noise[i].to(outputs[i].dtype) for i in indices]
-    )
-    return [*outputs, *grads]
-
-
-def _agree(case, tolerance=2e-6, **options):
-    """Check that outputs and gradients are those of a loop in float64.
-
-    `options`: see `_run`.
-    """
-    own = _run(case, case.gates.dtype, KERNELS, **options)
-    exact = _run(case, torch.float64, LOOP, **options)
-    for value, reference in zip(own, exact, strict=True):
-        assert value.shape == reference.shape
-        if not value.numel():
-            continue
-        scale = reference.abs().amax().clamp(min=1e-30)
-        assert ((value - reference).abs() / scale).amax() <= tolerance
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=str)
 def test_older_gpus_run_the_same_kernels(capability, monkeypatch):
     install(gpu(capability, MANY_CORES), monkeypatch)
-    _agree(_case(HeadGRU))
+    check_agreement(_case(HeadGRU))
 
 
 def test_gradients_arrive_at_some_states_only(monkeypatch):
     install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadLSTM)
     for arriving in ([1, 2], [0, 3]):  # c and the last h; h and the last c
-        _agree(case, arriving=arriving)
+        check_agreement(case, arriving=arriving)
 
 
 def test_frozen_parameters_leave_other_gradients_alone(monkeypatch):
     install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadGRU)
-    whole = _run(case, torch.float32, KERNELS)
+    whole = run_case(case, torch.float32, KERNELS)
     case.cell.R_z.requires_grad_(False)
-    _agree(case)
+    check_agreement(case)
     for parameter in case.cell.parameters():
         parameter.requires_grad_(False)
-    for own, reference in zip(_run(case, torch.float32, KERNELS), whole, strict=False):
+    for own, reference in zip(run_case(case, torch.float32, KERNELS), whole, strict=False):
         assert torch.equal(own, reference)
 
 
 def test_a_launch_serves_calls_of_one_signature(monkeypatch):
     install(gpu(cores=MANY_CORES), monkeypatch)
     for seed in (1, 2):
-        _agree(_case(HeadGRU, seed=seed))
+        check_agreement(_case(HeadGRU, seed=seed))
 
 
 def test_non_finite_inputs_spread_as_in_the_loop(monkeypatch):
@@ -185,7 +140,8 @@ def test_non_finite_inputs_spread_as_in_the_loop(monkeypatch):
     case.gates[2, 2, 1, 9] = torch.inf
     case.gates[2, 3, 2, 30] = -torch.inf
     states, reference = (
-        pararnn.solve(case.cell, case.gates, case.initial, **engine)[0] for engine in (KERNELS, LOOP)
+        pararnn.solve(case.cell, case.gates, case.initial, **engine)[0]
+        for engine in (KERNELS, LOOP)
     )
     assert torch.equal(states.isnan(), reference.isnan())
     assert states.isnan().any()
@@ -314,12 +270,12 @@ def test_a_wrong_kernel_is_seen(name, tmp_path, monkeypatch):
     case = _case(mutant.cell_class, variant=mutant.variant)
     install(_mutant_of(name, tmp_path, monkeypatch), monkeypatch)
     with pytest.raises(AssertionError):
-        _agree(case, arriving=[] if mutant.direction == "forward" else None)
+        check_agreement(case, arriving=[] if mutant.direction == "forward" else None)
 
 
 @pytest.mark.parametrize(
     "cell_class", [HeadGRU, HeadLSTM, Elman, ResetAfter], ids=lambda c: c.__name__
 )
-def test_kernels_without_a_fault_agree(cell_class, monkeypatch):
+def test_kernels_without_a_faultcheck_agreement(cell_class, monkeypatch):
     install(gpu(cores=MANY_CORES), monkeypatch)
-    _agree(_case(cell_class, variant="resets"))
+    check_agreement(_case(cell_class, variant="resets"))

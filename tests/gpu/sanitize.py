@@ -1,6 +1,8 @@
-"""A small case of each kernel and layout, for compute-sanitizer."""
+"""A small case of each kernel and layout, for compute-sanitizer: `sanitize.py [mixing]`."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import torch
 
@@ -11,7 +13,7 @@ SOLVERS = ("sequential", "newton")
 SIZES = ((2, 21, 66), (1, 5, 33), (3, 70, 256))
 
 
-def main():
+def run_elementwise():
     count = 0
     for name, dtype in (("gru", torch.float32), ("lrc", torch.bfloat16), ("lstm", torch.float64)):
         for rows, length, channels in SIZES:
@@ -27,15 +29,37 @@ def main():
                 leaf = gates.clone().requires_grad_()
                 with pararnn.using(solver, "fused", segments=3, burn_in=4):
                     states, final = pararnn.solve(cell, leaf, fields=fields, **options)
-                outputs = [
-                    t
-                    for pair in (states, final)
-                    for t in (pair if isinstance(pair, tuple) else (pair,))
-                ]
-                torch.autograd.grad([o.sum() for o in outputs], [leaf, *cell.parameters()])
+                _differentiate(states, final, [leaf, *cell.parameters()])
                 count += 1
-    torch.cuda.synchronize()
-    print("ran", count)
+    return count
 
 
-main()
+def _differentiate(states, final, leaves):
+    outputs = [
+        t for pair in (states, final) for t in (pair if isinstance(pair, tuple) else (pair,))
+    ]
+    torch.autograd.grad([o.sum() for o in outputs], leaves)
+
+
+def run_mixing():
+    """Run heads that fit into registers and one that does not, and rows that fill no block."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from mixing_cells import HeadGRU, HeadLSTM
+
+    count = 0
+    sizes = [(HeadGRU, torch.float32, 5, 40, 2), (HeadLSTM, torch.bfloat16, 3, 66, 2)]
+    sizes += [(HeadGRU, torch.float64, 2, 20, 1), (HeadGRU, torch.bfloat16, 2, 256, 1)]
+    for cell_class, dtype, rows, channels, heads in sizes:
+        cell = cell_class(channels, num_heads=heads, device="cuda", dtype=dtype)
+        gates = torch.randn(rows, 11, len(cell.gates), channels, device="cuda").to(dtype)
+        reset = torch.rand(rows, 11, device="cuda") < 0.2
+        with pararnn.using("sequential", "fused"):
+            states, final = pararnn.solve(cell, gates.requires_grad_(), reset=reset)
+        _differentiate(states, final, [gates, *cell.parameters()])
+        count += 1
+    return count
+
+
+count = run_mixing() if sys.argv[1:] == ["mixing"] else run_elementwise()
+torch.cuda.synchronize()
+print("ran", count)

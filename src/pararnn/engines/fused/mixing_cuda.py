@@ -216,22 +216,12 @@ def make_mixing_launch(
     (rows, length, channels), (heads, width) = args.size, heads_of(gates.shape)
     dtype, device, compute = gates.dtype, gates.device, args.dtype
     cores = gpu.cores(device)
-    # Few blocks: half the columns in twice as many take less time.
-    sides = 1 if -(-rows // 4) * heads <= cores else 2
-    groups = -(-rows // (4 * sides))
-    blocks = groups * heads if length else 0
-    if length >= MAX_LENGTH or blocks > MAX_BLOCKS:
-        raise EngineError(
-            f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS} blocks of 8 rows and a "
-            f"head, got T = {length}, B = {rows} and {heads} heads; split the sequence, or the "
-            "batch"
-        )
     start = 2 + len(args.fields)
     params = slice(start, start + len(args.params))
     mixing = program.mixing[compute]
     matrix_dtype = next((args.params[i].dtype for i in mixing.matrices), compute)
     empty = MixingLaunch(gpu, weight_dtype, compute, dtype, matrix_dtype, params, mixing)
-    if not blocks:
+    if not rows or not length:
         return empty
     strides = head_strides(gates.shape, gates.stride())
     size = dtype.itemsize
@@ -249,8 +239,6 @@ def make_mixing_launch(
         matrix_dtype=matrix_dtype,
         heads=heads,
         head_width=width,
-        sides=sides,
-        whole=rows % (4 * sides) == 0,
         gate_gap=width if gaps == {width} else 0,
         chunk=chunk_of(*offsets),
         reverse=args.options.reverse,
@@ -259,6 +247,17 @@ def make_mixing_launch(
         arriving=tuple(stride is not None for stride in layouts.arriving),
         shared=shared_bytes_of(capability),
     )
+
+    sides = _sides_of(program, variant, -(-rows // 4) * heads <= cores)
+    variant = variant._replace(sides=sides, whole=rows % (4 * sides) == 0)
+    groups = -(-rows // (4 * sides))
+    blocks = groups * heads
+    if length >= MAX_LENGTH or blocks > MAX_BLOCKS:
+        raise EngineError(
+            f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS} blocks of 8 rows and a "
+            f"head, got T = {length}, B = {rows} and {heads} heads; split the sequence, or the "
+            "batch"
+        )
 
     def kernels_of(own: MixingVariant) -> Kernels:
         return Kernels(gpu.kernels(program, own, capability), tiles_of(program, own))
@@ -302,6 +301,17 @@ def make_mixing_launch(
         first_blocks=heads * min(tiles, -(-RECOMPUTE_BLOCKS * cores // heads)),
         templates=templates,
     )
+
+
+def _sides_of(program: Program, variant: MixingVariant, few: bool) -> int:
+    """Return the columns of a lane: one where blocks are few, as twice as many of half the rows
+    take less time, and where two do not fit. Raises EngineError where neither fits."""
+    if not few:
+        try:
+            tiles_of(program, variant._replace(sides=2))
+        except EngineError:
+            return 1
+    return 1 if few else 2
 
 
 def _pack_of(interface: Interface) -> Template:
