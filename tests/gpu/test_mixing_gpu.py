@@ -92,7 +92,7 @@ def test_batches_that_fill_the_gpu():
     check_agreement(_case(HeadLSTM, BF16, 30, "resets", **sizes), FORWARD_TOLERANCE[BF16])
 
 
-def _trained(cell_class, dtype, length=300):
+def _train_like(cell_class, dtype, length=300):
     """Return a case with large recurrent weights, and channels that never forget."""
     case = _case(cell_class, dtype, length)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def _trained(cell_class, dtype, length=300):
 @pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=dtype_name)
 @pytest.mark.parametrize("cell_class", [HeadLSTM, ResetAfter, HeadSLSTM], ids=_name)
 def test_weights_as_trained(cell_class, dtype):
-    _check(_trained(cell_class, dtype))
+    _check(_train_like(cell_class, dtype))
 
 
 def test_matrices_in_single_precision_with_gates_in_bfloat16():
@@ -205,13 +205,13 @@ def test_layers_agree_with_the_loop(bidirectional):
     layer, x = _layer(num_layers=2, bidirectional=bidirectional, dtype=F64)
     reset = torch.rand(3, 50, device="cuda") < 0.1
     data = [torch.randn(n, 32, device="cuda", dtype=F64) for n in (50, 9, 31)]
-    packed = pack_sequence(data, enforce_sorted=False)
-    packed.data.requires_grad_()
+    sequences = pack_sequence(data, enforce_sorted=False)
+    sequences.data.requires_grad_()
     calls = [
         (x, {}),
         (x, {"reset": reset}),
         (x, {"lengths": [50, 7, 1], "reset": reset}),
-        (packed, {}),
+        (sequences, {}),
     ]
     for inputs, options in calls:
         values = _grads(layer, inputs, **options)
