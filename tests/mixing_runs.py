@@ -35,7 +35,7 @@ def run_case(case, dtype, pair, arriving=None):
     noise = [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in outputs]
     leaves += [parameter for parameter in cell.parameters() if parameter.requires_grad]
     grads = torch.autograd.grad([outputs[i] for i in indices], leaves, [noise[i] for i in indices])
-    return [*outputs, *grads]
+    return [x.detach() for x in (*outputs, *grads)]
 
 
 def check_agreement(case, tolerance=2e-6, **options):
