@@ -21,6 +21,7 @@ import pararnn
 from pararnn import cache
 from pararnn.codegen import cuda, headers, nvrtc
 from pararnn.codegen.cuda import KERNELS, chunk_of, ring_of, source_of, usual_variants
+from pararnn.codegen.mixing_cuda import usual_mixing_variants
 from pararnn.device import CUDA
 from pararnn.engines import table
 from pararnn.engines.table import choose
@@ -71,7 +72,7 @@ def _resources(program, variant, arch):
         output.write_text(report)
 
     source = source_of(program, variant)
-    key = "\n".join((source, headers.text("cuda"), _compiler(), arch))
+    key = "\n".join((source, headers.text("cuda", program.family), _compiler(), arch))
     name = f"report-{program.cell_name}-{arch}"
     return nvrtc.resources(cache.load(REPORT, name, key, source, build))
 
@@ -122,6 +123,34 @@ def test_fields_and_other_dtypes_compile(dtype):
         for broadcast in (True, False):
             variant = _variant(program, direction, dtype, broadcast=(broadcast,))
             assert _resources(program, variant, "sm_80")
+
+
+MIXING = [
+    ("head-lstm", torch.bfloat16, 12, 64, "sm_90"),
+    ("head-gru", torch.float32, 3, 20, "sm_80"),
+    ("head-gru-reset-first", torch.float64, 1, 16, "sm_80"),
+    ("head-slstm", torch.float16, 1, 256, "sm_90"),  # matrices do not fit into registers
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("name", "dtype", "heads", "width", "arch"), MIXING, ids=str)
+def test_kernels_of_steps_that_mix_compile(name, dtype, heads, width, arch):
+    """Both passes, and what comes before and after them, in blocks of 4 rows."""
+    program = pararnn.program_of(pararnn.CELLS[name](heads * width, num_heads=heads))
+    capability = (9, 0) if arch == "sm_90" else (8, 0)
+    variants = usual_mixing_variants(program, dtype, heads, width, dtype, capability)
+    directions = set()
+    for variant in [variant for variant in variants if variant.sides == 1]:
+        report = _resources(program, variant, arch)
+        kernels = cuda.blocks_of(program, variant)
+        assert set(report) >= set(kernels)
+        # Warps of wide heads have 128 registers a thread.
+        assert report["run"]["spilled"] <= (16 if width == 256 else 0), report
+        threads = kernels["run"].block[0]
+        assert report["run"]["registers"] * threads <= 2**16
+        directions.add(variant.direction)
+    assert directions >= {"forward", "backward"}
 
 
 def test_only_bfloat16_uses_coarse_functions():

@@ -178,10 +178,10 @@ def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
 
 def test_a_head_that_is_too_wide_is_named_with_the_cure(monkeypatch):
     install(gpu((8, 6)), monkeypatch)
-    case = make_case(Elman, torch.float64, 1, channels=1024, batch=1)
+    case = make_case(Elman, torch.float64, 1, channels=2048, batch=1)
     with pytest.raises(
         pararnn.EngineError,
-        match=r"Elman with heads of 1024 channels needs [\d,]+ bytes of shared memory in its "
+        match=r"Elman with heads of 2048 channels needs [\d,]+ bytes of shared memory in its "
         r"forward pass; this GPU has 101,376. Use more heads, or backend='torch'",
     ):
         pararnn.solve(case.cell, case.gates, **KERNELS)

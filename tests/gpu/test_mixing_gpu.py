@@ -351,8 +351,8 @@ def test_steps_agree_with_sequences():
 
 
 def test_a_head_that_is_too_wide_is_named_with_the_cure():
-    case = make_case(Elman, F64, 2, channels=2048, batch=1, device="cuda")
-    message = "Elman with heads of 2048 channels needs .* Use more heads, or backend='torch'"
+    case = make_case(Elman, F64, 2, channels=4096, batch=1, device="cuda")
+    message = "Elman with heads of 4096 channels needs .* Use more heads, or backend='torch'"
     with pytest.raises(pararnn.EngineError, match=message):
         pararnn.solve(case.cell, case.gates, **KERNELS)
 
