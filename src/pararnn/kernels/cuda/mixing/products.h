@@ -178,6 +178,8 @@ template <class Tables, int first, int last> struct Products {
     });
     constexpr int operands = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
     constexpr int parts_of_layer = 3 - sides;
+    // Matrix units truncate as they add: sums of float32 gates are added up outside of them.
+    constexpr bool outside = operand_parts > 2;
     // Multiplies `together` tiles of 16 units, from tile k on.
     const auto multiply_tiles = [&](int k, auto together) {
       constexpr int tiles_of_units = decltype(together)::value;
@@ -189,6 +191,8 @@ template <class Tables, int first, int last> struct Products {
           else load_tiles(tile, operand_row * 2, x[o][layer][0]);
         });
       });
+      float part_sum[outside ? own * warp_tiles : 1][4];
+      each<outside ? own * warp_tiles : 1>([&](int i) { each<4>([&](int j) { part_sum[i][j] = 0.0f; }); });
       each<tiles_of_units>([&](int extra) {
         each<own>([&](int i) {
           each<warp_tiles>([&](int tile) {
@@ -200,7 +204,8 @@ template <class Tables, int first, int last> struct Products {
               each<layers>([&](int layer) {
                 const int order = part + layer * parts_of_layer;
                 if (order >= most) return;
-                float(&target)[4] = sum[i * warp_tiles + tile][order == 0 ? 0 : chains - 1];
+                float(&target)[4] = outside && order == 0 ? part_sum[outside ? i * warp_tiles + tile : 0]
+                                                          : sum[i * warp_tiles + tile][order == 0 ? 0 : chains - 1];
                 if constexpr (resident) add_product(target, matrix[at + part], x[o][layer][extra]);
                 else add_product(target, streamed, x[o][layer][extra]);
               });
@@ -208,6 +213,8 @@ template <class Tables, int first, int last> struct Products {
           });
         });
       });
+      if constexpr (outside)
+        each<own * warp_tiles>([&](int i) { each<4>([&](int j) { sum[i][0][j] += part_sum[i][j]; }); });
     };
     if constexpr (resident) {
       each<depth / 2>([&](int pair) { multiply_tiles(pair * 2, Count<2>()); });
