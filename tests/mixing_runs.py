@@ -30,7 +30,7 @@ def run_case(case, dtype, pair, arriving=None):
     ]
     indices = range(len(outputs)) if arriving is None else arriving
     if not indices:
-        return outputs
+        return [x.detach() for x in outputs]
     generator = torch.Generator().manual_seed(1)
     noise = [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in outputs]
     leaves += [parameter for parameter in cell.parameters() if parameter.requires_grad]
