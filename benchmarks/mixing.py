@@ -261,29 +261,31 @@ def compile_all(cases: Sequence[Case], processes: int) -> None:
     own = [case for case in cases if case.way in ("kernels", "layer")]
     first = [case for case in own if case.batch == min(c.batch for c in own)]
     last = [case for case in own if case.batch == max(c.batch for c in own) and case not in first]
-    rest = [case for case in own if case not in first and case not in last]
+    others = [case for case in own if case not in first and case not in last]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for cases_at_once in (first, last, rest):
+        for cases_at_once in (first, last, others):
             list(pool.map(compile_case, cases_at_once))
 
 
 def expected_seconds(cases: Sequence[Case], processes: int) -> float:
     """Return about how long a run takes: timings, and compilations by several processes."""
-    compiled = {(c.cell, c.head, c.dtype, c.batch > 16) for c in cases if c.way == "kernels"}
+    sizes = {(c.cell, c.head, c.dtype, c.batch > 16) for c in cases if c.way == "kernels"}
     timings = sum(SECONDS.get(case.way, 60) for case in cases)
-    return timings + COMPILATION * len(compiled) / processes
+    return timings + COMPILATION * len(sizes) / processes
 
 
 def picture(rows: Sequence[Strings], path: Path, batch: int = 16) -> None:
     """Draw the times over the size of heads, a panel a cell and pass."""
-    shown = [row for row in rows if row["B"] == str(batch) and row["way"] not in ("layer", "loop")]
+    rows_of_batch = [
+        row for row in rows if row["B"] == str(batch) and row["way"] not in ("layer", "loop")
+    ]
     steps = {"forward": "forward", "both": "forward + backward"}
     figure = new_figure(4.0 * len(CELLS), 7.0)
     panels = figure.subplots(len(steps), len(CELLS), squeeze=False)
     for line, (step, title) in zip(panels, steps.items(), strict=True):
         for axes, cell in zip(line, CELLS, strict=True):
             curves: dict[str, list[tuple[int, float]]] = {}
-            for row in shown:
+            for row in rows_of_batch:
                 if (row["cell"], row["pass"]) == (cell, step):
                     point = (int(row["head"]), float(row["median_ms"]))
                     curves.setdefault(title_of(row), []).append(point)
@@ -293,7 +295,7 @@ def picture(rows: Sequence[Strings], path: Path, batch: int = 16) -> None:
                 axes.set_yscale("log")
             axes.set_title(f"{cell.upper()}, {title}")
     size = f"B = {batch}, T = {LENGTH:,}, width {WIDTH} (512 where the head is)"
-    caption(figure, shown, size)
+    caption(figure, rows_of_batch, size)
     figure.savefig(path, dpi=150)
 
 

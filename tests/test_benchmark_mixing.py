@@ -52,7 +52,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     current: list[Case] = []
     way_of = mixing.way_of
 
-    def noted(case: Case) -> mixing.Way:
+    def remember_way(case: Case) -> mixing.Way:
         current[:] = [case]
         return way_of(case)
 
@@ -62,7 +62,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name, value in {
         "DEVICE": "cpu",
         "all_cases": lambda: small,
-        "way_of": noted,
+        "way_of": remember_way,
         "times_of": times_of,
         "compile_all": lambda *args: None,
         "cache_bytes": lambda: 0,
@@ -107,9 +107,9 @@ def test_rows_have_sizes_limits_and_ratios(
 
 def test_a_part_of_a_run_leaves_other_rows(on_cpu: Path) -> None:
     mixing.main(["--out", str(on_cpu)])
-    before = read_rows(on_cpu / "mixing.csv")
+    old_rows = read_rows(on_cpu / "mixing.csv")
     mixing.main(["--out", str(on_cpu), "--only", "^cudnn", "--quick"])
-    assert read_rows(on_cpu / "mixing.csv") == before
+    assert read_rows(on_cpu / "mixing.csv") == old_rows
 
 
 def test_the_picture_shows_what_ran(tmp_path: Path) -> None:
