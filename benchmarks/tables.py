@@ -20,6 +20,7 @@ from learn_results import learn
 from markdown_tables import Row, Table, digits, number, single, size
 from tables_claims import claims
 from tables_lm import lm_ratios
+from tables_mixing import mixing
 from tables_readme import performance
 from tables_tasks import tasks
 
@@ -96,6 +97,7 @@ def rate_and_memory(row: Row) -> str:
 
 
 TABLES: dict[str, Table] = {
+    "mixing": mixing,
     "demo": Table(
         "demo.csv",
         "Bits per byte after {training_seconds} s of training",

@@ -43,10 +43,13 @@ WIDTHS = (16, 5, 33, 20, 1, 3)
 
 
 def _table():
-    """Return (cell, dtype, row): each cell and dtype has all kinds, each dtype all widths."""
+    """Return (cell, dtype, row): each cell has two dtypes, and each kind meets all dtypes.
+
+    All cells have all dtypes on a GPU (tests/gpu/test_mixing_gpu.py); here compilers take long.
+    """
     table = []
     for c, cell_class in enumerate(CELLS):
-        for d, dtype in enumerate(DTYPES):
+        for d, dtype in list(enumerate(DTYPES))[c // 2 % 2 :: 2]:
             kind, width = list(ROWS)[(c + d) % len(ROWS)], WIDTHS[(c + 2 * d + 1) % len(WIDTHS)]
             name = f"{cell_class.__name__}-{dtype_name(dtype)}-{kind}-{width}"
             row = ROWS[kind]._replace(width=width)

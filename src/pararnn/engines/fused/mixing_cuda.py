@@ -37,6 +37,9 @@ from pararnn.program.program import Program
 MAX_LENGTH, MAX_BLOCKS = 2**30, 2**31 - 1
 PACK_THREADS, SUM_CHANNELS = 256, 32
 """Threads of a block that packs matrices; channels of one that adds up sums."""
+FEW_WARPS, MIN_UNITS = 8, 8
+"""Warps a multiprocessor, of 8 units and 4 rows each, up to which blocks of 4 rows take less time
+than half as many of 8."""
 RECOMPUTE_BLOCKS = 8
 """Blocks a multiprocessor that compute products for all steps at once."""
 
@@ -248,7 +251,8 @@ def make_mixing_launch(
         shared=shared_bytes_of(capability),
     )
 
-    sides = _sides_of(program, variant, -(-rows // 4) * heads <= cores)
+    warps = -(-rows // 4) * heads * -(-width // MIN_UNITS)
+    sides = _sides_of(program, variant, warps <= FEW_WARPS * cores)
     variant = variant._replace(sides=sides, whole=rows % (4 * sides) == 0)
     groups = -(-rows // (4 * sides))
     blocks = groups * heads
