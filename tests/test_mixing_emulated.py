@@ -43,7 +43,7 @@ WIDTHS = (16, 5, 33, 20, 1, 3)
 
 
 def _table():
-    """Return (cell, dtype, row): each cell has two dtypes, and each kind meets all dtypes.
+    """Return (cell, dtype, row): each cell has two dtypes, and a kind of its own with each.
 
     All cells have all dtypes on a GPU (tests/gpu/test_mixing_gpu.py); here compilers take long.
     """

@@ -21,6 +21,7 @@ from pararnn.codegen.mixing_cuda import (
     vector_dtype,
 )
 from pararnn.codegen.targets import Gpu
+from pararnn.device import type_of
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.launch import (
     Addresses,
@@ -181,7 +182,8 @@ class MixingLaunch(NamedTuple):
             chunks *= 2
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm
         if left_vectors.dtype != self.compute:
-            multiply = _bmm_on_gpu if left_vectors.is_cuda else _bmm_on_cpu
+            on_gpu = type_of(left_vectors.device).accelerator
+            multiply = _bmm_on_gpu if on_gpu else _bmm_on_cpu
         for index in range(left_vectors.shape[2]):
             outers = [outer for outer in self.mixing.outers if outer.left_vector == index]
             first = min(outer.right_vector for outer in outers)
