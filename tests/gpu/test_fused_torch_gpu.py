@@ -43,9 +43,9 @@ def test_auto_takes_the_kernels():
     program = pararnn.program_of(cell)
     engine = choose(program, (2, 9, 8), gates.dtype, gates.device, "auto", "auto").engine()
     assert (engine.solver, engine.backend) == ("sequential", "fused")
-    normed = Normed(8, device="cuda")
+    cell = Normed(8, device="cuda")
     with pytest.raises(pararnn.EngineError, match="mixes channels"):
-        pararnn.solve(normed, gates[:, :, :1], backend="fused")
+        pararnn.solve(cell, gates[:, :, :1], backend="fused")
 
 
 def test_layers_agree_with_the_loop():
