@@ -3,7 +3,8 @@
 // An operand goes through shared memory: (column, unit). In single precision it is split into bfloat16 numbers
 // that add up to it, as matrices are, and the matrix units multiply these: operand_parts and matrix_parts say
 // how many, and products of parts i and j count where i + j < the larger number. All parts have the range of a
-// float. In double precision every lane multiplies its own units.
+// float. A block of 4 rows has two parts of an operand as columns of one tile. In double precision every lane
+// multiplies its own units.
 #pragma once
 #include "block.h"
 
