@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from mixing_cells import CELLS, Coupled, Elman, HeadGRU, HeadLSTM, HeadSLSTM, ResetAfter
+from mixing_cells import (
+    CELLS,
+    Coupled,
+    Elman,
+    HeadGRU,
+    HeadLSTM,
+    HeadSLSTM,
+    Mixture,
+    ResetAfter,
+)
 from mixing_runs import KERNELS, LOOP, check_agreement, run_case
 from oracle import failures
 from table import DTYPES, by_head, dtype_name, gate_layouts, make_case
@@ -20,6 +29,8 @@ from pararnn.numerics import FORWARD_TOLERANCE
 
 F64, F32, BF16, F16 = DTYPES
 WIDTHS, BATCHES = (16, 33, 64, 128, 20, 32), (1, 3, 8, 17, 67)
+SMOOTH_CELLS = [cell_class for cell_class in CELLS if cell_class is not Mixture]
+"""Cells without jumps, where rounding would decide a step's branch, and so its gradient."""
 VARIANTS = ("plain", "resets", "packed", "reverse")
 
 
@@ -57,7 +68,7 @@ def test_kernels_obey_the_contract(cell_class, dtype):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=dtype_name)
-@pytest.mark.parametrize("cell_class", CELLS, ids=_name)
+@pytest.mark.parametrize("cell_class", SMOOTH_CELLS, ids=_name)
 def test_long_sequences_agree_with_the_cpu_in_float64(cell_class, dtype):
     sizes = {"channels": 128, "num_heads": 2, "device": "cpu"}
     assert not failures(_case(cell_class, dtype, 1000, "resets", **sizes))
