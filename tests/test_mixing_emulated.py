@@ -15,6 +15,7 @@ from table import DTYPES, by_head, dtype_name, gate_layouts, make_case, needs_co
 import pararnn
 from pararnn.check.contract import check_solve
 from pararnn.codegen import headers, mixing_cuda
+from pararnn.engines.fused import mixing_cuda as fused_mixing
 from pararnn.numerics import FORWARD_TOLERANCE
 
 pytestmark = needs_compiler
@@ -40,6 +41,13 @@ ROWS = {
     "strided": Row("strided", 33, 2, 9, ONE_CORE),
 }
 WIDTHS = (16, 5, 33, 20, 1, 3)
+
+
+def _install(device, monkeypatch):
+    """Run CUDA kernels on a CPU as on this device; with one core by blocks of 8 rows."""
+    install(device, monkeypatch)
+    if device.cores(torch.device("cpu")) == ONE_CORE:
+        monkeypatch.setattr(fused_mixing, "FEW_WARPS", 0)
 
 
 def _table():
@@ -73,7 +81,7 @@ def _with_channels(case):
 
 @pytest.mark.parametrize(("cell_class", "dtype", "row"), _table())
 def test_kernels_obey_the_contract(cell_class, dtype, row, monkeypatch):
-    install(gpu(cores=row.cores), monkeypatch)
+    _install(gpu(cores=row.cores), monkeypatch)
     sizes = {"channels": row.width * row.heads, "num_heads": row.heads, "batch": row.batch}
 
     def case_of(length, variant):
@@ -107,19 +115,19 @@ def _case(cell_class, dtype=torch.float32, length=9, variant="resets", **sizes):
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=str)
 def test_older_gpus_run_the_same_kernels(capability, monkeypatch):
-    install(gpu(capability, MANY_CORES), monkeypatch)
+    _install(gpu(capability, MANY_CORES), monkeypatch)
     check_agreement(_case(HeadGRU))
 
 
 def test_gradients_arrive_at_some_states_only(monkeypatch):
-    install(gpu(cores=MANY_CORES), monkeypatch)
+    _install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadLSTM)
     for arriving in ([1, 2], [0, 3]):  # c and the last h; h and the last c
         check_agreement(case, arriving=arriving)
 
 
 def test_frozen_parameters_leave_other_gradients_alone(monkeypatch):
-    install(gpu(cores=MANY_CORES), monkeypatch)
+    _install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadGRU)
     whole = run_case(case, torch.float32, KERNELS)
     case.cell.R_z.requires_grad_(False)
@@ -131,13 +139,13 @@ def test_frozen_parameters_leave_other_gradients_alone(monkeypatch):
 
 
 def test_a_launch_serves_calls_of_one_signature(monkeypatch):
-    install(gpu(cores=MANY_CORES), monkeypatch)
+    _install(gpu(cores=MANY_CORES), monkeypatch)
     for seed in (1, 2):
         check_agreement(_case(HeadGRU, seed=seed))
 
 
 def test_non_finite_inputs_spread_as_in_the_loop(monkeypatch):
-    install(gpu(cores=MANY_CORES), monkeypatch)
+    _install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadGRU)
     case.gates[1, 4, 0, 2] = torch.nan
     case.gates[2, 2, 1, 9] = torch.inf
@@ -153,7 +161,7 @@ def test_non_finite_inputs_spread_as_in_the_loop(monkeypatch):
 
 
 def test_matrices_in_single_precision_with_gates_in_bfloat16(monkeypatch):
-    install(gpu(cores=MANY_CORES), monkeypatch)
+    _install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadSLSTM, torch.bfloat16)
     case.cell.float()
     with torch.no_grad():
@@ -166,7 +174,7 @@ def test_matrices_in_single_precision_with_gates_in_bfloat16(monkeypatch):
 def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
     monkeypatch.setattr(mixing_cuda, "MAX_REGISTERS", 90)
     monkeypatch.setattr(emulated, "kernels_of", emulated.kernels_of.__wrapped__)
-    install(gpu(cores=ONE_CORE), monkeypatch)
+    _install(gpu(cores=ONE_CORE), monkeypatch)
     sizes_in_use, plan = set(), mixing_cuda.tiles_of
 
     def tiles_of(program, variant):
@@ -180,7 +188,7 @@ def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
 
 
 def test_a_head_that_is_too_wide_is_named_with_the_cure(monkeypatch):
-    install(gpu((8, 6)), monkeypatch)
+    _install(gpu((8, 6)), monkeypatch)
     case = make_case(Elman, torch.float64, 1, channels=2048, batch=1)
     with pytest.raises(
         pararnn.EngineError,
@@ -273,7 +281,7 @@ def test_a_wrong_kernel_is_seen(name, tmp_path, monkeypatch):
     """The agreement that the tests above rest on fails for a kernel that is wrong."""
     mutant = MUTANTS[name]
     case = _case(mutant.cell_class, variant=mutant.variant)
-    install(_mutant_of(name, tmp_path, monkeypatch), monkeypatch)
+    _install(_mutant_of(name, tmp_path, monkeypatch), monkeypatch)
     with pytest.raises(AssertionError):
         check_agreement(case, arriving=[] if mutant.direction == "forward" else None)
 
@@ -282,5 +290,5 @@ def test_a_wrong_kernel_is_seen(name, tmp_path, monkeypatch):
     "cell_class", [HeadGRU, HeadLSTM, Elman, ResetAfter], ids=lambda c: c.__name__
 )
 def test_kernels_without_a_fault_agree(cell_class, monkeypatch):
-    install(gpu(cores=MANY_CORES), monkeypatch)
+    _install(gpu(cores=MANY_CORES), monkeypatch)
     check_agreement(_case(cell_class, variant="resets"))
