@@ -20,8 +20,9 @@ from table import ELEMENTWISE, there
 import pararnn
 from pararnn import cache
 from pararnn.codegen import cuda, headers, nvrtc
-from pararnn.codegen.cuda import KERNELS, chunk_of, ring_of, source_of, usual_variants
-from pararnn.codegen.mixing_cuda import usual_mixing_variants
+from pararnn.codegen.cuda import KERNELS, ring_of, source_of, usual_variants
+from pararnn.codegen.mixing_cuda import mixing_variants
+from pararnn.codegen.source import chunk_of
 from pararnn.device import CUDA
 from pararnn.engines import table
 from pararnn.engines.table import choose
@@ -139,9 +140,8 @@ def test_kernels_of_steps_that_mix_compile(name, dtype, heads, width, arch):
     """Both passes, and what comes before and after them, in blocks of 4 rows."""
     program = pararnn.program_of(pararnn.CELLS[name](heads * width, num_heads=heads))
     capability = (9, 0) if arch == "sm_90" else (8, 0)
-    variants = usual_mixing_variants(program, dtype, heads, width, dtype, capability)
     directions = set()
-    for variant in [variant for variant in variants if variant.sides == 1]:
+    for variant in mixing_variants(program, dtype, heads, width, dtype, capability):
         report = _resources(program, variant, arch)
         kernels = cuda.blocks_of(program, variant)
         assert set(report) >= set(kernels)

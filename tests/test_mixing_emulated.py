@@ -144,6 +144,24 @@ def test_a_launch_serves_calls_of_one_signature(monkeypatch):
         check_agreement(_case(HeadGRU, seed=seed))
 
 
+@pytest.mark.parametrize(("batch", "cores"), [(4, MANY_CORES), (3, MANY_CORES), (8, ONE_CORE)])
+def test_training_launches_the_variants_that_are_compiled_ahead(batch, cores, monkeypatch):
+    device, variants = gpu(cores=cores), []
+
+    def kernels_of(program, variant, capability):
+        variants.append(variant)
+        return emulated.kernels_of(program, variant, capability)
+
+    _install(dataclasses.replace(device, kernels=kernels_of), monkeypatch)
+    layer = pararnn.RecurrentLayer(ResetAfter, 4, 32, num_heads=2, backend="fused")
+    layer(torch.randn(batch, 3, 4))[0].sum().backward()
+    program = pararnn.program_of(layer.cell)
+    float32, newest = torch.float32, (9, 0)
+    usual = mixing_cuda.usual_mixing_variants(program, float32, 2, 16, float32, newest)
+    assert {variant.direction for variant in variants} == {"forward", "backward", "recompute"}
+    assert set(variants) <= set(usual)
+
+
 def test_non_finite_inputs_spread_as_in_the_loop(monkeypatch):
     _install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadGRU)

@@ -21,6 +21,7 @@ from pararnn.codegen.mixing_cuda import (
     Launchable,
     MixingVariant,
     kernels_in,
+    mixing_variants,
     source_of_mixing,
     usual_mixing_variants,
 )
@@ -36,7 +37,7 @@ from pararnn.codegen.nvrtc import (
     load_module,
     too_old,
 )
-from pararnn.codegen.source import IO_TYPES, source_file
+from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
 from pararnn.program.program import MIXING, Program
@@ -155,7 +156,7 @@ def source_of(program: Program, variant: AnyVariant) -> str:
     if backward:
         constants["arriving"] = variant.arriving
     lines = [f"using weight_io = {IO_TYPES[variant.weight_dtype]};"]
-    lines += [_constant(name, value) for name, value in constants.items()]
+    lines += [constant_line(name, value) for name, value in constants.items()]
     defines = {
         "BACKWARD": int(backward),
         "CLUSTER": int(variant.cluster),
@@ -172,14 +173,6 @@ def blocks_of(program: Program, variant: AnyVariant) -> Mapping[str, Launchable]
     if isinstance(variant, MixingVariant):
         return kernels_in(program, variant)
     return {name: Launchable(block) for name, block in KERNELS[variant.direction].items()}
-
-
-def _constant(name: str, value: int | tuple[bool, ...]) -> str:
-    if isinstance(value, tuple):
-        flags = ", ".join(str(flag).lower() for flag in value)
-        return f"constexpr bool {name}[] = {{{flags or 'false'}}};"
-    kind = "bool" if isinstance(value, bool) else "int"
-    return f"constexpr {kind} {name} = {str(value).lower()};"
 
 
 def usual_variants(
@@ -239,9 +232,8 @@ def usual(
     jobs = dict[object, Callable[[], object]]()
     if program.family == MIXING:
         heads = next((p.shape[0] for p in cell.parameters() if p.ndim == 3), 1)
-        variants = usual_mixing_variants(
-            program, dtype, heads, cell.hidden_size // heads, weight_dtype, capability
-        )
+        width = cell.hidden_size // heads
+        variants = usual_mixing_variants(program, dtype, heads, width, weight_dtype, capability)
         jobs = {(program.key, own): partial(make, program, own, capability) for own in variants}
         check = partial(check_buildable, program, dtype, capability, "sequential", make)
         return {(program.key, dtype, "sequential"): check, **jobs}
@@ -270,9 +262,8 @@ def check_buildable(
 ) -> None:
     """Compile kernels of a small size, which fail if any does. Raises EngineError."""
     if program.family == MIXING:
-        for own in usual_mixing_variants(program, dtype, 1, LANES, None, capability):
-            if own.sides == 1 or own.direction == "recompute":
-                (make or kernels_of)(program, own, capability)
+        for own in mixing_variants(program, dtype, 1, LANES, None, capability):
+            (make or kernels_of)(program, own, capability)
         return
     variants = usual_variants(program, dtype, LANES, LANES, solver=solver)
     for variant in variants:  # with many gates only some fit: the largest must
@@ -286,14 +277,6 @@ def check_buildable(
 def most_per_lane(dtype: torch.dtype) -> int:
     """Return the channels of a lane if there are enough of them: two words of memory at most."""
     return 1 if dtype.itemsize == 8 else 2
-
-
-def chunk_of(*offsets: int) -> int:
-    """Return the bytes that may be copied at once for addresses and strides, 16 at most."""
-    bits = 16
-    for offset in offsets:
-        bits |= offset
-    return bits & -bits
 
 
 _KERNELS: dict[tuple[str, AnyVariant, tuple[int, int]], dict[str, Kernel] | EngineError] = {}

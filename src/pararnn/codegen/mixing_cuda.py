@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from pararnn.codegen.source import IO_TYPES, source_file
+from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
 from pararnn.program.mixing import Pass
@@ -71,6 +70,38 @@ class MixingVariant(NamedTuple):
     solver: str = "sequential"
 
 
+def mixing_variants(
+    program: Program,
+    dtype: torch.dtype,
+    heads: int,
+    head_width: int,
+    weight_dtype: torch.dtype | None,
+    capability: tuple[int, int],
+    sides: int = 1,
+    whole: bool = False,
+) -> list[MixingVariant]:
+    """Return the variants of a layer's training and decoding without resets, for one size of
+    blocks."""
+    weight_dtype = weight_dtype or compute_dtype(dtype)
+    forward = MixingVariant(
+        "forward",
+        dtype,
+        weight_dtype,
+        weight_dtype,
+        heads,
+        head_width,
+        sides,
+        gate_gap=head_width,
+        whole=whole,
+        chunk=chunk_of(head_width * dtype.itemsize),
+        broadcast=(False,) * len(program.fields),
+        shared=shared_bytes_of(capability),
+    )
+    arriving = tuple(n == 0 for n in range(program.num_states))
+    backward = forward._replace(direction="backward", arriving=arriving)
+    return [forward, *variants_of_pass(program, backward)]
+
+
 def usual_mixing_variants(
     program: Program,
     dtype: torch.dtype,
@@ -79,28 +110,13 @@ def usual_mixing_variants(
     weight_dtype: torch.dtype | None,
     capability: tuple[int, int],
 ) -> list[MixingVariant]:
-    """Return the variants of a layer's training and decoding without resets."""
-    weight_dtype = weight_dtype or compute_dtype(dtype)
-    bits = 16 | head_width * dtype.itemsize
-    own = MixingVariant(
-        "forward",
-        dtype,
-        weight_dtype,
-        weight_dtype,
-        heads,
-        head_width,
-        gate_gap=head_width,
-        chunk=bits & -bits,
-        broadcast=(False,) * len(program.fields),
-        shared=shared_bytes_of(capability),
-    )
-    arriving = tuple(n == 0 for n in range(program.num_states))
+    """Return `mixing_variants` for all batch sizes."""
+    layer = program, dtype, heads, head_width, weight_dtype, capability
     return [
         variant
         for sides in (1, 2)
-        for forward in [own._replace(sides=sides)]
-        for variant in variants_of_pass(program, forward)
-        + variants_of_pass(program, forward._replace(direction="backward", arriving=arriving))
+        for whole in (False, True)
+        for variant in mixing_variants(*layer, sides, whole)
     ]
 
 
@@ -119,8 +135,7 @@ class Tiles(NamedTuple):
     """Tiles of a block: see cuda/mixing/block.h and products.h.
 
     resident, shared_matrices: True if registers, or shared memory, hold the matrices for the whole
-    sequence. words: of one head's
-    packed matrices. shared_bytes: shared memory of a block.
+    sequence. words: of one head's packed matrices. shared_bytes: shared memory of a block.
     """
 
     units: int
@@ -305,11 +320,10 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
         "matrix_io": variant.matrix_dtype,
         "vector_io": vector_dtype(variant.dtype, variant.matrix_dtype),
     }
+    constants = {**numbers, **flags, **arrays}
     lines = [
         *(f"using {name} = {IO_TYPES[dtype]};" for name, dtype in types.items()),
-        *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
-        *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
-        *(f"constexpr bool {name}[] = {{{_flags(value)}}};" for name, value in arrays.items()),
+        *(constant_line(name, value) for name, value in constants.items()),
         "",
     ]
     defines = {
@@ -322,7 +336,3 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
     return source_file(
         program, variant.dtype, "cuda", variant.solver, defines=defines, constants=lines
     )
-
-
-def _flags(values: Sequence[bool]) -> str:
-    return ", ".join(str(value).lower() for value in values) or "false"

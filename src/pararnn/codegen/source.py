@@ -69,3 +69,20 @@ def source_file(
         "",
     ]
     return "\n".join(lines)
+
+
+def constant_line(name: str, value: int | tuple[bool, ...]) -> str:
+    """Return the C++ of a constant: a number, a flag or an array of flags."""
+    if isinstance(value, tuple):
+        flags = ", ".join(str(flag).lower() for flag in value)
+        return f"constexpr bool {name}[] = {{{flags or 'false'}}};"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"constexpr {kind} {name} = {str(value).lower()};"
+
+
+def chunk_of(*offsets: int) -> int:
+    """Return the bytes that may be copied at once for addresses and strides, 16 at most."""
+    bits = 16
+    for offset in offsets:
+        bits |= offset
+    return bits & -bits

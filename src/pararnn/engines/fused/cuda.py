@@ -13,13 +13,13 @@ from pararnn.codegen.cuda import (
     INFO_SLOTS,
     Variant,
     check_buildable,
-    chunk_of,
     most_per_lane,
     usual_variants,
 )
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Interface, Values, Words
 from pararnn.codegen.nvrtc import capability_of
+from pararnn.codegen.source import chunk_of
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.device import has_gpu
 from pararnn.engines.arguments import Arguments
@@ -33,6 +33,7 @@ from pararnn.engines.fused.launch import (
     to_kernel_layout,
 )
 from pararnn.engines.fused.layout import (
+    common_chunk,
     gate_strides,
     head_strides,
     heads_of,
@@ -113,10 +114,10 @@ class GpuEngine(FusedEngine):
         tensors = to_kernel_layout(args, signature.cache(key, conversions_for, args, *key))
         gates, fields = args.gates_and_fields(tensors)
         full_fields = [f for f in fields if f.shape[-1] == signature.size[2]]
-        layouts = Layouts(_chunk_of([gates]), _chunk_of(full_fields))
+        layouts = Layouts(common_chunk([gates]), common_chunk(full_fields))
         if adjoint is not None:
             arriving = tuple([None if g is None else row_and_time(g) for g in adjoint.arriving])
-            chunk = _chunk_of([adjoint.grad_gates, *adjoint.states, *adjoint.arriving])
+            chunk = common_chunk([adjoint.grad_gates, *adjoint.states, *adjoint.arriving])
             layouts = layouts._replace(arriving=arriving, adjoint_chunk=chunk)
         parts = (self.gpu, self.solver, program, weights, layouts)
         return signature.cache(parts, make_launch, *parts, args, tensors), tensors
@@ -343,11 +344,6 @@ def _weight_dtype(args: Arguments) -> torch.dtype:
     bias = [] if args.bias is None else [args.bias]
     dtypes = {w.dtype for w in (*args.channel_params, *bias)}
     return dtypes.pop() if len(dtypes) == 1 else args.signature.dtype
-
-
-def _chunk_of(tensors: Sequence[Tensor | None]) -> int:
-    """Return the bytes that may be copied at once by the addresses of tensors."""
-    return chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def _tiles(channels: int, per_lane: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.codegen.interface import Interface
+from pararnn.codegen.source import chunk_of
 from pararnn.engines.arguments import Arguments, Gradients
 
 
@@ -64,6 +65,11 @@ def gradients_like(
         params=like("params", grad_params, args.params),
         initial=like("initial", grad_initial, args.initial),
     )
+
+
+def common_chunk(tensors: Sequence[Tensor | None]) -> int:
+    """Return the bytes that may be copied at once by the addresses of tensors."""
+    return chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def row_and_time(tensor: Tensor | None) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.codegen.cuda import chunk_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Interface, Values, Words
 from pararnn.codegen.mixing_cuda import (
@@ -20,6 +19,7 @@ from pararnn.codegen.mixing_cuda import (
     variants_of_pass,
     vector_dtype,
 )
+from pararnn.codegen.source import chunk_of
 from pararnn.codegen.targets import Gpu
 from pararnn.device import type_of
 from pararnn.engines.arguments import Arguments
@@ -30,7 +30,13 @@ from pararnn.engines.fused.launch import (
     input_values,
     template_of,
 )
-from pararnn.engines.fused.layout import gate_strides, head_strides, heads_of, row_and_time
+from pararnn.engines.fused.layout import (
+    common_chunk,
+    gate_strides,
+    head_strides,
+    heads_of,
+    row_and_time,
+)
 from pararnn.errors import EngineError
 from pararnn.program.mixing import Mixing
 from pararnn.program.program import Program
@@ -69,11 +75,10 @@ class MixingLaunch(NamedTuple):
     """Pass on calls of one signature. Without blocks there is nothing to launch.
 
     weights, compute, gates, matrices: dtypes of the weights' gradients, of computations, and of the
-    arguments.
-    params: the slice of the params among a call's tensors. size: heads, steps of all rows, and
-    channels of a head. spans: blocks of a head. cores: multiprocessors. run, first: the kernels
-    along time, and those before them, which run in `first_blocks`. without_vectors: builds the
-    kernels along time that write no vectors of outer products. templates: words of each kernel.
+    arguments. params: the slice of the params among a call's tensors. size: heads, steps of all
+    rows, and channels of a head. spans: blocks of a head. cores: multiprocessors. run, first: the
+    kernels along time, and those before them, which run in `first_blocks`. without_vectors: builds
+    the kernels along time that write no vectors of outer products. templates: words of each kernel.
     """
 
     gpu: Gpu
@@ -351,8 +356,7 @@ def mixing_layouts(
     arriving: Sequence[Tensor | None] = (),
 ) -> MixingLayouts:
     """Return the layouts of a call's tensors in kernel layout, and of those of a backward pass."""
-    sources = [tensors[0], *states, *arriving]
-    chunk = chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in sources])
+    chunk = common_chunk([tensors[0], *states, *arriving])
     if gates is None:
         return MixingLayouts(chunk)
     strides = tuple([None if g is None else row_and_time(g) for g in arriving])

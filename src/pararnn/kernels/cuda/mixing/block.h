@@ -20,8 +20,6 @@ constexpr int numbers_of_tile = units / 8 * sides;
 constexpr int param_slots = num_params > 0 ? num_params : 1, field_slots = num_fields > 0 ? num_fields : 1;
 static_assert(per_lane == warp_tiles * numbers_of_tile);
 
-template <bool b> struct Bool { static constexpr bool value = b; };
-
 PARARNN_FUNCTION int lane() { return threadIdx.x % lanes; }
 PARARNN_FUNCTION int warp() { return threadIdx.x / lanes; }
 
