@@ -115,6 +115,7 @@ DRAWN = 1 << 14
 
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, MIX, OUTER)
+"""Ops that sum products, of their first two arguments."""
 
 
 class OtherRounding(TorchDispatchMode):
