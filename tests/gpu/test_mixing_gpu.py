@@ -76,6 +76,11 @@ def test_long_sequences_agree_with_the_cpu_in_float64(cell_class, dtype):
 
 WIDE = [
     (HeadLSTM, BF16, 256, 2),
+    (HeadLSTM, BF16, 512, 1),
+    (HeadLSTM, F16, 760, 1),
+    (HeadLSTM, F32, 300, 2),
+    (HeadSLSTM, BF16, 200, 3),
+    (HeadSLSTM, F32, 768, 1),
     (HeadGRU, F32, 256, 1),
     (HeadGRU, BF16, 512, 1),
     (Coupled, BF16, 512, 1),
@@ -86,7 +91,22 @@ WIDE = [
 
 @pytest.mark.parametrize(("cell_class", "dtype", "width", "heads"), WIDE, ids=_name)
 def test_wide_heads(cell_class, dtype, width, heads):
-    _check(_case(cell_class, dtype, 60, channels=width * heads, num_heads=heads))
+    sizes = {"channels": width * heads, "num_heads": heads}
+    _check(_case(cell_class, dtype, 60, **sizes))
+    _check(_case(cell_class, dtype, 30, "packed", **sizes))
+
+
+def test_wide_heads_in_blocks_of_8_rows():
+    sizes = {"channels": 512, "num_heads": 2}
+    check_agreement(_case(HeadLSTM, BF16, 20, "resets", **sizes, batch=301), 2e-2)
+    check_agreement(_case(HeadGRU, F32, 20, "resets", **sizes, batch=301), 1e-5)
+
+
+def test_bits_of_wide_heads_repeat():
+    case = _case(HeadLSTM, BF16, 200, channels=512, num_heads=1, batch=16)
+    first = run_case(case, BF16, KERNELS)
+    for _ in range(20):
+        assert all(map(torch.equal, run_case(case, BF16, KERNELS), first))
 
 
 @pytest.mark.parametrize("width", [1, 3, 5, 8, 40, 100])

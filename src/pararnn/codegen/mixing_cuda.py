@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
 from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
@@ -24,6 +25,8 @@ SHARED_BYTES = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 22
 MAX_WIDTH_OF_TWO_SIDES = 512
 """Largest head whose products are recomputed for 8 steps at once: operands of 8 take twice the
 memory of 4."""
+BARRIER_BYTES = 32
+"""Shared memory for the barriers of slices."""
 MIN_STEPS_AHEAD, MAX_STEPS_AHEAD = 3, 7
 """Steps that the ring is ahead: with matrices in shared memory, and at most."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
@@ -48,7 +51,7 @@ class MixingVariant(NamedTuple):
     launch says. whole: all columns of all blocks are rows. chunk: bytes that all rows are aligned
     to, 16 at most. matrix_dtype: of the matrices in memory. vectors: those of outer products are
     wanted. events, broadcast, arriving: see `cuda.Variant`. shared: bytes of shared memory that a
-    block may have.
+    block may have. cluster: blocks that a cluster may have, 1 for none.
     """
 
     direction: str
@@ -67,6 +70,7 @@ class MixingVariant(NamedTuple):
     broadcast: tuple[bool, ...] = ()
     arriving: tuple[bool, ...] = ()
     shared: int = SHARED_BYTES[9, 0] * 1024
+    cluster: int = MAX_CLUSTER
     solver: str = "sequential"
 
 
@@ -96,6 +100,7 @@ def mixing_variants(
         chunk=chunk_of(head_width * dtype.itemsize),
         broadcast=(False,) * len(program.fields),
         shared=shared_bytes_of(capability),
+        cluster=cluster_of(capability),
     )
     arriving = tuple(n == 0 for n in range(program.num_states))
     backward = forward._replace(direction="backward", arriving=arriving)
@@ -127,20 +132,24 @@ def variants_of_pass(program: Program, variant: MixingVariant) -> list[MixingVar
     if variant.direction == "forward" or not own.recomputed_stages:
         return [variant]
     sides = 2 if variant.head_width <= MAX_WIDTH_OF_TWO_SIDES else 1
-    first = variant._replace(direction="recompute", sides=sides, whole=False, arriving=())
+    first = variant._replace(
+        direction="recompute", sides=sides, whole=False, arriving=(), cluster=1
+    )
     return [variant, first]
 
 
 class Tiles(NamedTuple):
     """Tiles of a block: see cuda/mixing/block.h and products.h.
 
-    resident, shared_matrices: True if registers, or shared memory, hold the matrices for the whole
+    slices: blocks of a head. splits: warps with the same tiles. resident, shared_matrices: True if registers, or shared memory, hold the matrices for the whole
     sequence. words: of one head's packed matrices. shared_bytes: shared memory of a block.
     """
 
+    slices: int
     units: int
     warp_tiles: int
     warps: int
+    splits: int
     operand_parts: int
     matrix_parts: int
     resident: bool
@@ -153,6 +162,11 @@ class Tiles(NamedTuple):
 def shared_bytes_of(capability: tuple[int, int]) -> int:
     """Return the shared memory that a block may have."""
     return SHARED_BYTES.get(capability, 99) * 1024
+
+
+def cluster_of(capability: tuple[int, int]) -> int:
+    """Return the most blocks of a cluster that a head may be sliced over."""
+    return MAX_CLUSTER if capability >= CLUSTERS else 1
 
 
 def _matrix_tiles(own: Pass, units: int, first: int, last: int) -> int:
@@ -169,41 +183,102 @@ IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
 """Ranks of where a block has its matrices: the faster the later."""
 
 
-class _Fit(NamedTuple):
-    """Tiles of a size. rank: where matrices are. words: of one head's matrices. matrix_bytes: of
-    those in shared memory. step_bytes: of a step in the ring. products: of tiles, a step.
+class _Needs(NamedTuple):
+    """What tiles need. matrices: tiles of them next to each other, by units of a tile. tile_words:
+    of a lane and such a tile of 16 by 16. operand_bytes: of all operands and a unit, of both
+    rounds. number_bytes: of a step and unit in the ring. sums: numbers of a lane and unit's tile
+    that splits add up.
     """
 
+    matrices: dict[int, int]
+    tile_words: int
+    operand_bytes: int
+    number_bytes: int
+    sums: int
+
+
+class _Fit(NamedTuple):
+    """Tiles of a size. rank: where matrices are. words: of one head's matrices. fixed_bytes: of
+    shared memory without the ring. step_bytes: of a step in the ring. products: of tiles, a step.
+    """
+
+    slices: int
     units: int
     warp_tiles: int
     warps: int
+    splits: int
     rank: int
     words: int
-    matrix_bytes: int
+    fixed_bytes: int
     step_bytes: int
     products: int
 
 
-def _fit(
-    count: int, width: int, units: int, lane_words: int, number_bytes: int, shared: int
-) -> _Fit:
-    """Return the tiles of a size for heads of a width.
-
-    `count`: tiles of matrices next to each other. `lane_words`: of a lane and one of these.
-    `number_bytes`: of a step and unit in the ring. `shared`: bytes of memory.
-    """
-    tiles = -(-width // units)
-    warp_tiles = -(-tiles // MAX_WARPS)
-    warps = -(-tiles // warp_tiles)
-    words = warps * warp_tiles * count * lane_words * 32
-    step_bytes = warps * warp_tiles * units * number_bytes
+def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared: int) -> _Fit:
+    """Return the tiles of a size for heads of a width."""
+    tiles = -(-width // (units * slices))
+    warp_tiles = -(-tiles // (MAX_WARPS // splits))
+    groups = -(-tiles // warp_tiles)
+    warps, count = groups * splits, needs.matrices[units]
+    depth = -(-(-(-width // 16)) // splits)
+    lane_words = warp_tiles * count * depth * needs.tile_words
+    block_words = warps * lane_words * 32
+    step_bytes = warps * warp_tiles * units * needs.number_bytes
+    stored = depth * splits * 16
+    if slices > 1:
+        stored = max(stored, -(-slices * groups * warp_tiles * units // 16) * 16)
+    fixed_bytes = (stored + 8) * needs.operand_bytes
+    if splits > 1:
+        fixed_bytes += warps * 32 * needs.sums * warp_tiles * (units // 8) * 4
+    if slices > 1:
+        fixed_bytes += BARRIER_BYTES
     registers = min(MAX_REGISTERS, REGISTERS // (warps * 32))
-    rank, matrix_bytes = IN_MEMORY, 0
-    if warp_tiles * count * lane_words + OTHER_REGISTERS <= registers:
+    rank = IN_MEMORY
+    if lane_words + OTHER_REGISTERS <= registers:
         rank = IN_REGISTERS
-    elif words * 4 + (MIN_STEPS_AHEAD + 1) * step_bytes <= shared:
-        rank, matrix_bytes = IN_SHARED_MEMORY, words * 4
-    return _Fit(units, warp_tiles, warps, rank, words, matrix_bytes, step_bytes, tiles * count)
+    elif fixed_bytes + block_words * 4 + (MIN_STEPS_AHEAD + 1) * step_bytes <= shared:
+        rank = IN_SHARED_MEMORY
+        fixed_bytes += block_words * 4
+    return _Fit(
+        slices=slices,
+        units=units,
+        warp_tiles=warp_tiles,
+        warps=warps,
+        splits=splits,
+        rank=rank,
+        words=slices * block_words,
+        fixed_bytes=fixed_bytes,
+        step_bytes=step_bytes,
+        products=tiles * count,
+    )
+
+
+def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
+    """Choose tiles: matrices in registers, by the fewest slices; if they fit in no registers, the
+    best place for the most slices."""
+    width, best = variant.head_width, None
+    for slices in (1, 2, 4, 8, 16):
+        if slices > 1 and (slices > variant.cluster or width <= 16 * slices or wide):
+            break
+        # Warps in excess of the tiles split the sums, where a block has few tiles.
+        fits = [
+            _fit(needs, width, slices, units, splits, variant.shared)
+            for units in (8, 16)
+            for splits in (1, 2, 4)
+            if splits <= min(slices, MAX_WARPS)
+        ]
+        # Few blocks need many warps, which narrow tiles have; others few products.
+        narrow = variant.sides == 1 and any(fit.rank == IN_REGISTERS for fit in fits)
+        fit = max(
+            fits,
+            key=lambda fit: (fit.rank, -fit.splits, fit.warps if narrow else -fit.products),
+        )
+        if best is None or fit.rank >= best.rank:
+            best = fit
+        if best.rank == IN_REGISTERS:
+            break
+    assert best is not None
+    return best
 
 
 def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
@@ -220,54 +295,47 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     wide = compute == torch.float64
     operand_parts = 1 if wide else max(2, PARTS[dtype])
     matrix_parts = 1 if wide else min(PARTS[variant.matrix_dtype], max(2, PARTS[dtype]))
-    depth = -(-width // 16)
     layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
     operands = max(stage.count("operand") for stage in own.stages)
     number_bytes = 8 * 4 * variant.sides if wide else 8 * 2 * layers  # of all columns
-    operand_bytes = 2 * operands * (depth * 16 + 8) * number_bytes
     numbers = 0  # of bytes a step, channel and row, that come through the ring
     if variant.direction != "recompute":
         numbers = len(program.gates) * dtype.itemsize
     if variant.direction == "backward":
         step_products = sum(len(stage.products) for stage in own.stages[: own.recomputed_stages])
         numbers += 2 * program.num_states * dtype.itemsize + step_products * compute.itemsize
-    words = 0 if wide else depth * matrix_parts * 4  # of a lane and a tile of matrices
-    fits = [
-        _fit(
-            _matrix_tiles(own, units, *split),
-            width,
-            units,
-            words,
-            numbers * 4 * variant.sides,
-            variant.shared - operand_bytes,
-        )
-        for units in (8, 16)
-    ]
-    # Registers first. Few blocks need many warps, which narrow tiles have; others few products.
-    narrow = variant.sides == 1 and any(fit.rank == IN_REGISTERS for fit in fits)
-    fit = max(fits, key=lambda fit: (fit.rank, fit.warps if narrow else -fit.products))
-    ring = variant.shared - operand_bytes - fit.matrix_bytes
+    needs = _Needs(
+        matrices={units: _matrix_tiles(own, units, *split) for units in (8, 16)},
+        tile_words=0 if wide else matrix_parts * 4,
+        operand_bytes=2 * operands * number_bytes,
+        number_bytes=numbers * 4 * variant.sides,
+        sums=max(len(stage.products) for stage in own.stages) * variant.sides,
+    )
+    fit = _best_fit(needs, variant, wide)
+    ring = variant.shared - fit.fixed_bytes
     steps_ahead = MAX_STEPS_AHEAD
     if fit.step_bytes:
         steps_ahead = max(0, min(steps_ahead, ring // fit.step_bytes - 1))
     ring_bytes = (steps_ahead + 1) * fit.step_bytes if steps_ahead else 0
     if ring < 0:
         raise EngineError(
-            f"{program.cell_name} with heads of {width} channels needs {operand_bytes:,} bytes of "
+            f"{program.cell_name} with heads of {width} channels needs {fit.fixed_bytes:,} bytes of "
             f"shared memory in its {variant.direction} pass; this GPU has {variant.shared:,}. Use "
             "more heads, or backend='torch'"
         )
     return Tiles(
+        slices=fit.slices,
         units=fit.units,
         warp_tiles=fit.warp_tiles,
         warps=fit.warps,
+        splits=fit.splits,
         operand_parts=operand_parts,
         matrix_parts=matrix_parts,
         resident=fit.rank == IN_REGISTERS,
         shared_matrices=fit.rank == IN_SHARED_MEMORY,
         steps_ahead=steps_ahead,
         words=fit.words,
-        shared_bytes=operand_bytes + fit.matrix_bytes + ring_bytes,
+        shared_bytes=fit.fixed_bytes + ring_bytes,
     )
 
 
@@ -289,8 +357,8 @@ def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable
     return kernels
 
 
-_TILES = ("units", "warp_tiles", "warps", "operand_parts", "matrix_parts", "steps_ahead",
-          "shared_bytes")  # fmt: skip
+_TILES = ("slices", "units", "warp_tiles", "warps", "splits", "operand_parts", "matrix_parts",
+          "steps_ahead", "shared_bytes")  # fmt: skip
 """Fields of `Tiles` that are constants of the same name in kernels."""
 
 
@@ -329,7 +397,7 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
     defines = {
         "BACKWARD": int(backward),
         "RECOMPUTE": int(variant.direction == "recompute"),
-        "CLUSTER": 0,
+        "CLUSTER": int(tiles.slices > 1),
         "APPROXIMATE": int(variant.dtype == torch.bfloat16),
         "REFINED": int(variant.dtype == torch.float32 and backward),
     }

@@ -218,6 +218,8 @@ class Kernel:
         kernel = self.driver.CUkernel(int(self.kernel.handle))
         allow = functools.partial(self.driver.cuKernelSetAttribute, attribute, 1, kernel, device)
         self._in_context(allow, f"allowing the {self.name} kernel large clusters")
+        if self.shared > DEFAULT_SHARED:
+            self._allow_shared(*current_gpus())
         config = self._cluster_config((MAX_CLUSTER, 1), 1, 0)
         ask = functools.partial(
             self.driver.cuOccupancyMaxPotentialClusterSize, self.function, config

@@ -28,6 +28,17 @@ inline void store_transposed(unsigned tile, int row_bytes, unsigned fragment) {
   }
 }
 
+inline unsigned transpose(unsigned fragment) {
+  const auto* all = emulator::show_fragments({fragment});
+  const int lane = emulated_lane();
+  unsigned transposed = 0;
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t word = all[(lane % 4 * 2 + i) * 4 + lane / 4 / 2][0];
+    transposed |= (word >> lane / 4 % 2 * 16 & 0xffffu) << 16 * i;
+  }
+  return transposed;
+}
+
 // The number of a fragment's column, in the lower or upper half of a word.
 inline float bfloat16_at(uint32_t word, int column) {
   return __uint_as_float(column % 2 ? word & 0xffff0000u : word << 16);

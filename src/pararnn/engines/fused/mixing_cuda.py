@@ -14,6 +14,7 @@ from pararnn.codegen.interface import Interface, Values, Words
 from pararnn.codegen.mixing_cuda import (
     MixingVariant,
     Tiles,
+    cluster_of,
     shared_bytes_of,
     tiles_of,
     variants_of_pass,
@@ -163,7 +164,9 @@ class MixingLaunch(NamedTuple):
             threads = words // (4 * kernels.tiles.matrix_parts)
             grid = (-(-threads // PACK_THREADS), 1)
             self._call(kernels, "pack", grid, [*tensors[self.params], packed_matrices])
-        self._call(kernels, "run", (blocks, 1), [*tensors, packed_matrices, *others])
+        grid = (blocks * kernels.tiles.slices, 1)
+        cluster = kernels.tiles.slices if kernels.tiles.slices > 1 else 0
+        self._call(kernels, "run", grid, [*tensors, packed_matrices, *others], cluster)
 
     def _call(
         self,
@@ -171,11 +174,12 @@ class MixingLaunch(NamedTuple):
         name: str,
         grid: tuple[int, int],
         tensors: Sequence[Tensor | None],
+        cluster: int = 0,
     ) -> None:
         assert self.templates is not None
         device = next(t.device for t in tensors if t is not None)
         words = self.templates[name].fill(tensors)
-        self.gpu.call(device, kernels.kernels[name], grid, words, self.gpu.stream(device))
+        self.gpu.call(device, kernels.kernels[name], grid, words, self.gpu.stream(device), cluster=cluster)
 
     def _add_outers(
         self, grads: Sequence[Tensor | None], left_vectors: Tensor, right_vectors: Tensor
@@ -256,10 +260,10 @@ def make_mixing_launch(
         broadcast=tuple(f.shape[-1] < channels for f in args.fields),
         arriving=tuple(stride is not None for stride in layouts.arriving),
         shared=shared_bytes_of(capability),
+        cluster=cluster_of(capability),
     )
 
-    warps = -(-rows // 4) * heads * -(-width // MIN_UNITS)
-    sides = _sides_of(program, variant, warps <= FEW_WARPS * cores)
+    sides = _sides_of(program, variant, -(-rows // 4) * heads, cores)
     variant = variant._replace(sides=sides, whole=rows % (4 * sides) == 0)
     groups = -(-rows // (4 * sides))
     blocks = groups * heads
@@ -271,7 +275,13 @@ def make_mixing_launch(
         )
 
     def kernels_of(own: MixingVariant) -> Kernels:
-        return Kernels(gpu.kernels(program, own, capability), tiles_of(program, own))
+        own_kernels = Kernels(gpu.kernels(program, own, capability), tiles_of(program, own))
+        slices = own_kernels.tiles.slices
+        if slices > 1:
+            most = gpu.call(device, own_kernels.kernels["run"].most_in_cluster, device.index)
+            if most < slices:  # than other GPUs of this capability have
+                return kernels_of(own._replace(cluster=most))
+        return own_kernels
 
     run, *first = variants_of_pass(program, variant)
     interface, addresses = interface_of(program, "cuda", "sequential"), Addresses()
@@ -314,15 +324,18 @@ def make_mixing_launch(
     )
 
 
-def _sides_of(program: Program, variant: MixingVariant, few: bool) -> int:
-    """Return the columns of a lane: one where blocks are few, as twice as many of half the rows
-    take less time, and where two do not fit. Raises EngineError where neither fits."""
-    if not few:
-        try:
-            tiles_of(program, variant._replace(sides=2))
-        except EngineError:
-            return 1
-    return 1 if few else 2
+def _sides_of(program: Program, variant: MixingVariant, blocks: int, cores: int) -> int:
+    """Return the columns of a lane: one where `blocks` of 4 rows are few, as they take less time
+    than half as many of 8, and where two do not fit. Raises EngineError where neither fits."""
+    slices = tiles_of(program, variant._replace(sides=1)).slices
+    warps = blocks * -(-variant.head_width // MIN_UNITS)
+    if (blocks * slices <= cores) if slices > 1 else (warps <= FEW_WARPS * cores):
+        return 1
+    try:
+        tiles_of(program, variant._replace(sides=2))
+    except EngineError:
+        return 1
+    return 2
 
 
 def _pack_of(interface: Interface) -> Template:

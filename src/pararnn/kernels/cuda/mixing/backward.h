@@ -38,7 +38,7 @@ struct BackwardPass {
   Step now, ahead;
 
   PARARNN_FUNCTION BackwardPass(const BackwardProblem& p, char* memory)
-      : p(p), place(blockIdx.x), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
+      : p(p), place(blockIdx.x / slices), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
 
   // Runs one stage of a step for a lane's number.
   template <int stage>
@@ -181,7 +181,7 @@ struct BackwardPass {
       const auto is_now = [&](int other) { return other == stage || (stage == first_pulled && other < stage); };
       each<per_lane>([&](int c) {
         const int side = side_of(c), offset = tile_of(c) * units + half_of(c);
-        if (!place.exists(in, c)) return;
+        if (!place.stores(in, c)) return;
         const bool live = !events || now.live[c];
         each<num_gates>([&](int g) {
           if (!is_now(backward_stage_of_gate[g])) return;
@@ -277,12 +277,13 @@ struct BackwardPass {
       if (events) event.next(l);
     }
     wait_for_copies<0>();
+    products.finish();
     if (!events) each<per_lane>([&](int c) {
       const int64 row = place.row(side_of(c));
       if (row < in.rows) store_states(p.grad_initial, adjoint, row, place, c);
     });
     // Sums over the block's rows, always in the same order.
-    const int64 span = blockIdx.x / heads;
+    const int64 span = blockIdx.x / slices / heads;
     each<num_weights>([&](int i) {
       each<per_lane / sides>([&](int pair) {
         const int c = pair * sides;
@@ -290,7 +291,7 @@ struct BackwardPass {
         if (sides == 2) sum += total[i][c + sides - 1] + recent[i][c + sides - 1];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        if (lane() % 4 == 0 && exists(c)) p.partial[(span * num_weights + i) * channels + place.channel(c)] = sum;
+        if (lane() % 4 == 0 && stores(c)) p.partial[(span * num_weights + i) * channels + place.channel(c)] = sum;
       });
     });
   }

@@ -1,10 +1,12 @@
 // A block runs 8 columns of one head, or 4 where that keeps more multiprocessors busy. In the passes along time
-// a column is a row of the batch. The warps share the head's units (channels): a warp has some tiles of `units`
-// units. A lane's numbers: for each tile, its columns of unit lane / 4, then of unit 8 + lane / 4 if the tile
-// has 16.
+// a column is a row of the batch. The units (channels) of a wide head are sliced over the blocks of a cluster.
+// The warps share a block's units: a warp has some tiles of `units` units, or several warps have the same ones
+// and split the sums of their products. A lane's numbers: for each tile, its columns of unit lane / 4, then of
+// unit 8 + lane / 4 if the tile has 16.
 //
-// Needs, in addition to real.h and the emitted code: heads, head_width, units (of a tile: 8 or 16),
-// warp_tiles, sides (columns of a lane: 1 or 2), per_lane (numbers of a lane), warps, steps_ahead (of a ring),
+// Needs, in addition to real.h and the emitted code: heads, head_width, slices (of a head), units (of a tile: 8
+// or 16), warp_tiles, sides (columns of a lane: 1 or 2), per_lane (numbers of a lane), warps, splits (warps with
+// the same tiles), steps_ahead (of a ring),
 // chunk (bytes that may be copied at once), gate_gap (elements between gates, 0 if the launch says), whole (all
 // columns of all blocks are rows), vectors (true if those of outer products are wanted), reverse, events,
 // broadcast, arriving, weight_io, matrix_io, vector_io, and the parts of numbers in products (products.h).
@@ -22,10 +24,18 @@ static_assert(per_lane == warp_tiles * numbers_of_tile);
 
 PARARNN_FUNCTION int lane() { return threadIdx.x % lanes; }
 PARARNN_FUNCTION int warp() { return threadIdx.x / lanes; }
+PARARNN_FUNCTION int slice() { return slices > 1 ? blockIdx.x % slices : 0; }
+
+constexpr int groups = warps / splits;  // of warps with the same tiles
+PARARNN_FUNCTION int group_of(int warp) { return warp % groups; }
+PARARNN_FUNCTION int split_of(int warp) { return warp / groups; }
 
 PARARNN_FUNCTION constexpr int tile_of(int c) { return c / numbers_of_tile; }
+constexpr int slice_units = groups * warp_tiles * units;
 // The first unit of a warp's tile.
-PARARNN_FUNCTION int first_unit(int tile) { return (warp() * warp_tiles + tile) * units; }
+PARARNN_FUNCTION int first_unit(int tile) {
+  return slice() * slice_units + (group_of(warp()) * warp_tiles + tile) * units;
+}
 // The first unit, in its tile, of the half of a tile that a lane's number is in.
 PARARNN_FUNCTION constexpr int half_of(int c) { return c % numbers_of_tile / sides * 8; }
 // The unit of a lane's number, counted from the warp's first one, and from the head's.
@@ -34,8 +44,10 @@ PARARNN_FUNCTION int unit_of(int c) { return first_unit(0) + own_unit_of(c); }
 PARARNN_FUNCTION constexpr int side_of(int c) { return c % sides; }
 PARARNN_FUNCTION int column_of_side(int side) { return lane() % 4 * sides + side; }
 
-constexpr bool ragged = head_width % units != 0 || head_width < warps * warp_tiles * units;
+constexpr bool ragged = head_width != slices * slice_units;
 PARARNN_FUNCTION bool exists(int c) { return !ragged || unit_of(c) < head_width; }
+// Returns true if this lane stores the results of its number, which other splits have too.
+PARARNN_FUNCTION bool stores(int c) { return exists(c) && (splits == 1 || split_of(warp()) == 0); }
 
 using Numbers = real[per_lane];
 

@@ -32,7 +32,7 @@ struct ForwardPass {
   real product[forward_products_count + 1][per_lane];
 
   PARARNN_FUNCTION ForwardPass(const ForwardProblem& p, char* memory)
-      : p(p), place(blockIdx.x), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
+      : p(p), place(blockIdx.x / slices), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
 
   // Runs a stage and those after it. `meanwhile`: work for the time of the first products.
   template <int stage, class Work> PARARNN_FUNCTION void run_stages(const Work& meanwhile) {
@@ -87,7 +87,7 @@ struct ForwardPass {
     });
     const auto store_step = [&] {
       each<per_lane>([&](int c) {
-        if (!place.exists(in, c)) return;
+        if (!place.stores(in, c)) return;
         each<num_states>([&](int n) {
           out[n][side_of(c)][tile_of(c) * units + half_of(c)] = narrow<io>(state[n][c]);
         });
@@ -129,6 +129,7 @@ struct ForwardPass {
       }
     }
     wait_for_copies<0>();
+    products.finish();
     if (events) return;
     store_step();
     each<per_lane>([&](int c) {

@@ -18,6 +18,9 @@ struct Place {
   PARARNN_FUNCTION bool exists(const Inputs& in, int c) const {
     return (whole || row(side_of(c)) < in.rows) && pararnn::exists(c);
   }
+  PARARNN_FUNCTION bool stores(const Inputs& in, int c) const {
+    return (whole || row(side_of(c)) < in.rows) && pararnn::stores(c);
+  }
 };
 
 // Adds the biases of gates.
@@ -89,7 +92,7 @@ PARARNN_FUNCTION void load_states(Fragment<num_states>& x, const scalar* const* 
 PARARNN_FUNCTION void store_states(scalar* const* target, const Fragment<num_states>& x, int64 number,
                                    const Place& place, int c) {
   each<num_states>([&](int n) {
-    if (target[n] != nullptr && exists(c)) target[n][number * channels + place.channel(c)] = x[n][c];
+    if (target[n] != nullptr && stores(c)) target[n][number * channels + place.channel(c)] = x[n][c];
   });
 }
 

@@ -39,6 +39,13 @@ PARARNN_FUNCTION void store_transposed(unsigned tile, int row_bytes, unsigned fr
 #endif
 }
 
+// Returns a fragment of the transposed tile.
+PARARNN_FUNCTION unsigned transpose(unsigned fragment) {
+  unsigned transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
+  return transposed;
+}
+
 // Adds a product of bfloat16 matrices: (16, 16) in four fragments (rows 0-7, rows 8-15, then columns 8-15 of
 // both) by (16, 8), whose columns are the rows of two fragments. A lane's sums: two columns of row i / 4, then
 // of row 8 + i / 4.

@@ -5,13 +5,18 @@
 // how many, and products of parts i and j count where i + j < the larger number. All parts have the range of a
 // float. A block of 4 rows has two parts of an operand as columns of one tile. In double precision every lane
 // multiplies its own units.
+//
+// The slices of a head send each other the operands of their units. A slot is written again two rounds later:
+// a slice sends then only what follows from the round between, which it gets from warps that have read the slot.
 #pragma once
 #include "block.h"
 
 namespace pararnn {
 
-constexpr int depth = (head_width + 15) / 16;  // tiles of 16 units that a sum runs over
-constexpr int operand_row = depth * 16 + 8;    // numbers of a column in memory: without bank conflicts
+constexpr int depth = ((head_width + 15) / 16 + splits - 1) / splits;  // tiles of 16 units of a warp's sums
+constexpr int summed = splits * depth * 16;
+constexpr int stored = slices > 1 && slices * slice_units > summed ? (slices * slice_units + 15) / 16 * 16 : summed;
+constexpr int operand_row = stored + 8;  // numbers of a column in memory: without bank conflicts
 constexpr int layers = sides == 2 ? operand_parts : (operand_parts + 1) / 2;  // tiles of an operand
 constexpr int matrix_words = matrix_parts * lanes * 4;  // of a tile of 16 x 16
 
@@ -26,7 +31,7 @@ template <class Tables> struct Tiling {
   static constexpr int stages = Tables::stages, count = Tables::first_product[stages];
   struct List {
     Item items[count + 1];
-    int first[stages + 1], most_operands;
+    int first[stages + 1], most_operands, most_products;
   };
   static constexpr List make() {
     List list{};
@@ -34,7 +39,9 @@ template <class Tables> struct Tiling {
     for (int s = 0; s < stages; ++s) {
       list.first[s] = next;
       const int operands = Tables::first_operand[s + 1] - Tables::first_operand[s];
+      const int products = Tables::first_product[s + 1] - Tables::first_product[s];
       if (operands > list.most_operands) list.most_operands = operands;
+      if (products > list.most_products) list.most_products = products;
       for (int p = Tables::first_product[s]; p < Tables::first_product[s + 1]; ++next) {
         const int operand = Tables::products[p].operand;
         const bool pair = units == 8 && p + 1 < Tables::first_product[s + 1] &&
@@ -58,13 +65,17 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int tiles = tiles_before<Tables>(last) - tiles_before<Tables>(first);
   static constexpr int words = warp_tiles * tiles * depth * matrix_words;  // of a warp's matrices
   static constexpr int operand_slots = Tiling<Tables>::list.most_operands;
-  static constexpr bool fits = warps * warp_tiles * units <= depth * 16;  // no warp has tiles beyond a head
+  static constexpr bool fits = slices * slice_units <= stored;  // no warp has tiles beyond an operand
   static constexpr int number_bytes = wide ? (int)sizeof(real) : 2;
   static constexpr int layer_bytes = (wide ? columns : 8) * operand_row * number_bytes;
   static constexpr int operand_bytes = (wide ? 1 : layers) * layer_bytes;
   static constexpr int operands_bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
   static constexpr int matrix_bytes = shared_matrices && !wide ? warps * words * 4 : 0;
-  static constexpr int bytes = operands_bytes + matrix_bytes;
+  static constexpr int sums_bytes = splits > 1 ? warps * lanes * Tiling<Tables>::list.most_products * per_lane * 4 : 0;
+  static constexpr int barrier_bytes = slices > 1 ? 2 * 16 : 0;
+  static constexpr int sums_start = operands_bytes + matrix_bytes, barriers_start = sums_start + sums_bytes;
+  static constexpr int bytes = barriers_start + barrier_bytes;
+  static constexpr int receivers = slices / splits;  // of a warp: the splits share the slices
   static constexpr int registers = resident && !wide ? warp_tiles * tiles * depth * matrix_parts : 1;
 
   const Inputs& in;
@@ -72,11 +83,12 @@ template <class Tables, int first, int last> struct Products {
   char* memory;  // operands
   const unsigned* source;  // the warp's packed matrices, from this lane's words on
   unsigned matrix[registers][4];
+  unsigned receiver[receivers];  // their memory
   int round = 0;
 
   PARARNN_FUNCTION Products(const Inputs& in, int head, const unsigned* packed, char* memory)
       : in(in), head(head), memory(memory),
-        source(packed + ((int64)head * warps + warp()) * words + lane() * 4) {
+        source(packed + (((int64)head * slices + slice()) * warps + warp()) * words + lane() * 4) {
     if constexpr (resident && !wide) {
       each<registers>([&](int i) { load(i, matrix[i]); });
     }
@@ -91,7 +103,41 @@ template <class Tables, int first, int last> struct Products {
     }
     for (int i = threadIdx.x * 4; i < operands_bytes; i += warps * lanes * 4) *reinterpret_cast<int*>(memory + i) = 0;
     __syncthreads();
+#if PARARNN_CLUSTER
+    each<receivers>([&](int i) {
+      receiver[i] = in_block(memory, (slice() + i * splits + split_of(warp())) % slices);
+    });
+    if (threadIdx.x == 0) {
+      each<2>([&](int i) { open_barrier(barrier(i)); });
+      show_barriers();
+    }
+    meet_slices();
+#endif
   }
+
+  // Call after the last round.
+  PARARNN_FUNCTION void finish() const {
+#if PARARNN_CLUSTER
+    meet_slices();
+#endif
+  }
+
+#if PARARNN_CLUSTER
+  PARARNN_FUNCTION Barrier& barrier(int round) const {
+    return *reinterpret_cast<Barrier*>(memory + barriers_start + round % 2 * 16);
+  }
+  // Waits for all slices: no block may send before barriers are open, or leave while others send.
+  PARARNN_FUNCTION void meet_slices() const {
+    arrive_in_cluster();
+    wait_for_cluster();
+  }
+  // Waits for the operands of a stage from all slices.
+  template <int stage> PARARNN_FUNCTION void receive() const {
+    constexpr int operands = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
+    if (threadIdx.x == 0) expect_bytes(barrier(round), operands * layers * 8 * slices * slice_units * 2);
+    while (!has_arrived(barrier(round), round / 2)) {}
+  }
+#endif
 
   // Loads fragments of a tile's part: [tile of the warp][tile of the stages][depth][part].
   PARARNN_FUNCTION void load(int index, unsigned (&fragments)[4]) const {
@@ -119,7 +165,15 @@ template <class Tables, int first, int last> struct Products {
           const int c = pair * sides, unit = first_unit(tile_of(c)) + half_of(c);
           const real second = sides == 2 ? left[c + sides - 1] : rest(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
           const unsigned word = to_bfloat16s((float)left[c], (float)second);
-          if (fits || unit < depth * 16) store_transposed(target + layer * layer_bytes + unit * 2, operand_row * 2, word);
+#if PARARNN_CLUSTER
+          const unsigned bits = transpose(word);
+          const unsigned at = target - shared_address(memory) + layer * layer_bytes + lane() / 4 * operand_row * 2;
+          each<receivers>([&](int i) {
+            send_bits(receiver[i] + at + (unit + lane() % 4 * 2) * 2, bits, receiver[i] + barriers_start + round % 2 * 16);
+          });
+#else
+          if (fits || unit < stored) store_transposed(target + layer * layer_bytes + unit * 2, operand_row * 2, word);
+#endif
           if (layer + 1 == layers) return;
           left[c] = rest(sides == 2 ? left[c] : second, sides == 2 ? word << 16 : word & 0xffff0000u);
           if (sides == 2) left[c + 1] = rest(left[c + 1], word & 0xffff0000u);
@@ -138,7 +192,11 @@ template <class Tables, int first, int last> struct Products {
   // matrix units need.
   template <int stage, int count, class Work>
   PARARNN_FUNCTION void multiply(real (&product)[count][per_lane], const Work& meanwhile) {
+#if PARARNN_CLUSTER
+    receive<stage>();
+#else
     __syncthreads();
+#endif
     if constexpr (wide) {
       meanwhile();
       multiply_wide<stage>(product);
@@ -181,13 +239,14 @@ template <class Tables, int first, int last> struct Products {
     constexpr int parts_of_layer = 3 - sides;
     // Matrix units truncate as they add: sums of float32 gates are added up outside of them.
     constexpr bool outside = operand_parts > 2;
-    // Multiplies `together` tiles of 16 units, from tile k on.
+    const int first_tile = split_of(warp()) * depth;
+    // Multiplies `together` tiles of 16 units, from the warp's tile k on.
     const auto multiply_tiles = [&](int k, auto together) {
       constexpr int tiles_of_units = decltype(together)::value;
       unsigned x[operands][layers][tiles_of_units][2];
       each<operands>([&](int o) {
         each<layers>([&](int layer) {
-          const unsigned tile = shared_address(slot(o)) + layer * layer_bytes + k * 32;
+          const unsigned tile = shared_address(slot(o)) + layer * layer_bytes + (first_tile + k) * 32;
           if constexpr (tiles_of_units == 2) load_pairs(tile, operand_row * 2, 32, x[o][layer][0], x[o][layer][1]);
           else load_tiles(tile, operand_row * 2, x[o][layer][0]);
         });
@@ -239,24 +298,42 @@ template <class Tables, int first, int last> struct Products {
         });
       });
     });
+    if constexpr (splits > 1) add_splits<stage>(product);
+  }
+
+  // Adds up the sums of a stage's products over the splits, in the same order in all of them.
+  template <int stage, int count> PARARNN_FUNCTION void add_splits(real (&product)[count][per_lane]) const {
+    constexpr int begin = Tables::first_product[stage], numbers = (Tables::first_product[stage + 1] - begin) * per_lane;
+    float* const sums = reinterpret_cast<float*>(memory + sums_start) + lane();
+    const auto index = [&](int split, int i) { return ((split * groups + group_of(warp())) * numbers + i) * lanes; };
+    each<numbers>([&](int i) {
+      sums[index(split_of(warp()), i)] = (float)product[begin + i / per_lane][i % per_lane];
+    });
+    __syncthreads();
+    each<numbers>([&](int i) {
+      float total = sums[index(0, i)];
+      each<splits - 1>([&](int j) { total += sums[index(j + 1, i)]; });
+      product[begin + i / per_lane][i % per_lane] = total;
+    });
   }
 };
 
-// Packs the matrices of a kernel's stages: [head][warp][tile of the warp][tile][depth][part][lane][word].
+// Packs the matrices of a kernel's stages: [head][slice][warp][tile of the warp][tile][depth][part][lane][word].
 template <class Tables, int first, int last> PARARNN_FUNCTION void pack(const PackProblem& p) {
   using Own = Products<Tables, first, last>;
-  const int64 count = (int64)heads * warps * Own::words / (matrix_parts * 4);
+  const int64 count = (int64)heads * slices * warps * Own::words / (matrix_parts * 4);
   for (int64 i = (int64)blockIdx.x * 256 + threadIdx.x; i < count; i += (int64)gridDim.x * 256) {
     const int own_lane = i % lanes, k = i / lanes % depth;
     const int item = i / lanes / depth % Own::tiles, tile = i / lanes / depth / Own::tiles % warp_tiles;
     const int owner = i / lanes / depth / Own::tiles / warp_tiles % warps;
-    const int head = i / lanes / depth / Own::tiles / warp_tiles / warps;
+    const int block = i / lanes / depth / Own::tiles / warp_tiles / warps, head = block / slices;
     const Item own = Tiling<Tables>::list.items[tiles_before<Tables>(first) + item];
     unsigned* target = p.packed + (i / lanes * matrix_parts * lanes + own_lane) * 4;
     for (int word = 0; word < 4; ++word) {
-      const int row = own_lane / 4 + word % 2 * 8, column = k * 16 + own_lane % 4 * 2 + word / 2 * 8;
+      const int row = own_lane / 4 + word % 2 * 8, column = (split_of(owner) * depth + k) * 16 + own_lane % 4 * 2 + word / 2 * 8;
       const int half = units == 8 ? row / 8 : 0;
-      const int unit = (owner * warp_tiles + tile) * units + (units == 8 ? row % 8 : row);
+      const int unit = block % slices * slice_units + (group_of(owner) * warp_tiles + tile) * units +
+                       (units == 8 ? row % 8 : row);
       float left[2];
       for (int j = 0; j < 2; ++j) {
         const bool there = half < own.halves && unit < head_width && column + j < head_width;
