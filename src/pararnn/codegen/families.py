@@ -194,7 +194,7 @@ def _mixing_structs_of_cuda(own: Structs) -> Structs:
             *_BACKWARD,
             Field("GateStrides", "grad_gate_strides"),
             matrices,
-            Field("scalar*", "recomputed", "(product, row, time, channel)"),
+            Field("scalar*", "saved", "(value, row, time, channel)"),
             Field("vector_io*", "left", vectors),
             Field("vector_io*", "right", vectors),
         ),

@@ -46,8 +46,8 @@ def vector_dtype(dtype: torch.dtype, matrix_dtype: torch.dtype) -> torch.dtype:
 class MixingVariant(NamedTuple):
     """Specialisation of a kernel, in addition to the cell: see cuda/mixing/block.h.
 
-    direction: "forward", "backward", or "recompute" for the products that only the step needs, of
-    all steps at once. sides: a block runs 4 or 8 columns. gate_gap: elements between gates, 0 if a
+    direction: "forward", "backward", or "recompute" for what the backward pass needs that follows
+    from no cotangent, of all steps at once. sides: a block runs 4 or 8 columns. gate_gap: elements between gates, 0 if a
     launch says. whole: all columns of all blocks are rows. chunk: bytes that all rows are aligned
     to, 16 at most. matrix_dtype: of the matrices in memory. vectors: those of outer products are
     wanted. events, broadcast, arriving: see `cuda.Variant`. shared: bytes of shared memory that a
@@ -104,7 +104,7 @@ def mixing_variants(
     )
     arriving = tuple(n == 0 for n in range(program.num_states))
     backward = forward._replace(direction="backward", arriving=arriving)
-    return [forward, *variants_of_pass(program, backward)]
+    return [forward, *variants_of_pass(backward)]
 
 
 def usual_mixing_variants(
@@ -125,11 +125,10 @@ def usual_mixing_variants(
     ]
 
 
-def variants_of_pass(program: Program, variant: MixingVariant) -> list[MixingVariant]:
+def variants_of_pass(variant: MixingVariant) -> list[MixingVariant]:
     """Return the variants whose kernels a pass runs: its own, and in the backward pass the one that
-    computes the step's own products first, if there are any."""
-    own = program.mixing[compute_dtype(variant.dtype)].backward
-    if variant.direction == "forward" or not own.recomputed_stages:
+    computes first what no cotangent decides."""
+    if variant.direction == "forward":
         return [variant]
     sides = 2 if variant.head_width <= MAX_WIDTH_OF_TWO_SIDES else 1
     first = variant._replace(
@@ -299,11 +298,10 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     operands = max(stage.count("operand") for stage in own.stages)
     number_bytes = 8 * 4 * variant.sides if wide else 8 * 2 * layers  # of all columns
     numbers = 0  # of bytes a step, channel and row, that come through the ring
-    if variant.direction != "recompute":
+    if variant.direction == "forward":
         numbers = len(program.gates) * dtype.itemsize
     if variant.direction == "backward":
-        step_products = sum(len(stage.products) for stage in own.stages[: own.recomputed_stages])
-        numbers += 2 * program.num_states * dtype.itemsize + step_products * compute.itemsize
+        numbers = program.num_states * dtype.itemsize + own.num_saved * compute.itemsize
     needs = _Needs(
         matrices={units: _matrix_tiles(own, units, *split) for units in (8, 16)},
         tile_words=0 if wide else matrix_parts * 4,

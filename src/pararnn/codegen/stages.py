@@ -56,7 +56,8 @@ def _pass(
     products = [len(stage.products) for stage in own.stages]
     lines = [
         f"constexpr int {name}_stages = {len(own.stages)}, "
-        f"{name}_recomputed = {own.recomputed_stages}, {name}_carried = {own.num_carried};",
+        f"{name}_recomputed = {own.recomputed_stages}, {name}_carried = {own.num_carried}, "
+        f"{name}_saved = {own.num_saved};",
         f"constexpr int {name}_first_operand[] = {_array(_starts(operands))};",
         f"constexpr int {name}_first_product[] = {_array(_starts(products))};",
         f"constexpr Product {name}_products[] = "

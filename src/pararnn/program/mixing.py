@@ -78,13 +78,16 @@ class Pass:
     channel, and in the gradient cotangents of states. recomputed_stages: number of its first
     stages, and of the rounds of products after them, that need no cotangent: they can run for many
     steps at once. The stage after them needs none either, and has no products after it; the others
-    follow from the cotangents. num_carried: how many values stages give to later ones.
+    follow from the cotangents. num_carried: how many values stages give to later ones. num_saved:
+    how many of these, the first ones, stages without cotangents give to those with: with them the
+    latter read no state, gate or field.
     """
 
     stages: tuple[Stage, ...]
     inputs: Mapping[str, int]
     recomputed_stages: int
     num_carried: int
+    num_saved: int
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -180,6 +183,7 @@ def _mixing(step: Step, dtype: torch.dtype, channel_counts: Iterable[int]) -> Mi
     _check_products(cut, cut.inputs[:states])
     own = cut.stages(new_states, sizes)
 
+    _associate(backward, _placeholders(backward)[-states:])
     cut = _Cut(backward, rows, matrices, params)
     grads = _outputs(backward)
     results = {
@@ -270,6 +274,43 @@ def _outer_products(grad: Any, step: Step, matrix: int) -> list[tuple[fx.Node, f
     raise _Unable(f"it does more with {name!r} than multiply by it")
 
 
+def _placeholders(graph: Graph) -> list[fx.Node]:
+    return [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+
+
+def _dependent(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the sources, and the nodes that depend on them."""
+    dependent = set(sources)
+    for node in nodes:
+        if not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent
+
+
+def _associate(graph: Graph, cotangents: Sequence[fx.Node]) -> None:
+    """Multiply factors that follow from no cotangent by each other, before a cotangent by them.
+
+    They are then one value of a step, which is known before its cotangent is.
+    """
+    nodes, multiply = graph.module.graph, aten.mul.Tensor
+    dependent = _dependent(nodes.nodes, cotangents)
+    for node in list(nodes.nodes):
+        if node.target is not multiply or node not in dependent:
+            continue
+        x, factor = node.args if node.args[0] in dependent else reversed(node.args)
+        if factor in dependent or x.target is not multiply or len(x.users) > 1:
+            continue
+        y, first = x.args if x.args[0] in dependent else reversed(x.args)
+        if first in dependent:
+            continue
+        with nodes.inserting_before(node):
+            product = nodes.call_function(multiply, (first, factor))
+        product.meta = dict(node.meta)
+        node.args = (y, product)
+    nodes.eliminate_dead_code()
+    graph.module.recompile()
+
+
 class _Cut:
     """A traced pass, to be cut at its products.
 
@@ -280,7 +321,8 @@ class _Cut:
 
     def __init__(self, graph: Graph, rows: int, matrices: Sequence[int], params: int) -> None:
         self.nodes = [node for node in graph.module.graph.nodes if node.op != "output"]
-        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        placeholders = _placeholders(graph)
+        self.rows = placeholders[:rows]
         self.matrices = {placeholders[rows + i]: i for i in matrices}
         self.inputs = [node for node in placeholders[: rows + params] if node not in self.matrices]
         self.cotangents = placeholders[rows + params :]
@@ -296,10 +338,7 @@ class _Cut:
                 isinstance(node.args[0], fx.Node) and node.args[1] in self.matrices
             ):
                 raise _Unable("it multiplies by a matrix that is not a Param's own")
-        self.dependent = set(self.cotangents)
-        for node in self.nodes:
-            if not self.dependent.isdisjoint(node.all_input_nodes):
-                self.dependent.add(node)
+        self.dependent = _dependent(self.nodes, self.cotangents)
         self.level: dict[fx.Node, int] = {}
         self.recomputed_stages = 0
         for dependent in (False, True):
@@ -316,11 +355,11 @@ class _Cut:
         """Return the pass that gives `results`."""
         live = self._live(results.values())
         mixes = [node for node in self.nodes if node in live and node.target is MIX]
-        ends = [self._level(value) for value in results.values()]
-        count = 1 + max([*ends, *(self.level[node] for node in mixes), self.recomputed_stages])
+        ends = {result: self._end(result, value) for result, value in results.items()}
+        count = 1 + max([*ends.values(), *(self.level[node] for node in mixes)])
         stage_results: list[dict[Result, Any]] = [{} for _ in range(count)]
         for result, value in results.items():
-            stage_results[max(self._level(value), self.recomputed_stages)][result] = value
+            stage_results[ends[result]][result] = value
         products: list[list[Product]] = [[] for _ in range(count)]
         number: dict[fx.Node, int] = {}
         operands: dict[tuple[int, Any], int] = {}
@@ -335,7 +374,7 @@ class _Cut:
                 number[node] = sum(map(len, products))
                 products[stage].append(Product(operand, matrix, transpose))
         at = self._stages_of(live, stage_results)
-        carries: dict[fx.Node, int] = {}
+        last: dict[fx.Node, int] = {}  # stage that reads a value
         for user, stage in [
             *((user, stage) for user, stage in at.items()),
             *((value, stage) for stage, own in enumerate(stage_results) for value in own.values()),
@@ -343,7 +382,11 @@ class _Cut:
             reads = user.all_input_nodes if user in at and at[user] == stage else []
             for node in [*reads, user]:
                 if isinstance(node, fx.Node) and node in at and at[node] < stage:
-                    carries.setdefault(node, len(carries))
+                    last[node] = max(stage, last.get(node, 0))
+        first_pulled = self.recomputed_stages + 1
+        saved = [node for node in last if at[node] < first_pulled <= last[node] and self.cotangents]
+        ordered = [*saved, *(node for node in last if node not in saved)]
+        carries = {node: index for index, node in enumerate(ordered)}
         for node, index in carries.items():
             stage_results[at[node]][Result("carried", index)] = node
         stages = [
@@ -354,7 +397,14 @@ class _Cut:
             )
             for stage, own in enumerate(map(tuple, products))
         ]
-        return Pass(tuple(stages), sizes, self.recomputed_stages, len(carries))
+        return Pass(tuple(stages), sizes, self.recomputed_stages, len(carries), len(saved))
+
+    def _end(self, result: Result, value: Any) -> int:
+        """Return the stage that gives a result. Gradients of inputs come with the cotangents, also
+        those that are zero."""
+        vector = result.kind in ("left", "right") and value not in self.dependent
+        after = bool(self.cotangents) and not vector
+        return max(self._level(value), self.recomputed_stages + after)
 
     def _level(self, value: Any) -> int:
         return self.level[value] if isinstance(value, fx.Node) else 0
@@ -383,6 +433,12 @@ class _Cut:
                 at[node] = min(at[node], self.recomputed_stages)
             for other in node.all_input_nodes:
                 first[other] = min(first.get(other, at[node]), at[node])
+        # What stages with cotangents read of a step's inputs and products comes with the rest.
+        early = {*self.rows, *(n for n in self.nodes if n.target is MIX and n not in self.dependent)}
+        pulled = [node for node, stage in at.items() if stage > self.recomputed_stages]
+        if self.cotangents:
+            at |= {other: self.recomputed_stages for node in pulled
+                   for other in node.all_input_nodes if other in early}  # fmt: skip
         return at
 
     def _graph(
@@ -402,7 +458,7 @@ class _Cut:
         ):
             for i, node in enumerate(nodes):
                 placeholder = graph.placeholder(f"{kind}_{i}")
-                if node not in at or at[node] < stage:
+                if kind != "carried" or at[node] < stage:
                     copies[node] = placeholder
 
         def copy(node: fx.Node) -> fx.Node:
@@ -411,7 +467,7 @@ class _Cut:
             return copies[node]
 
         for node in self.nodes:
-            if at.get(node) == stage:
+            if at.get(node) == stage and _is_computed(node):
                 copies[node] = graph.node_copy(node, copy)
         graph.output(fx.node.map_arg(tuple(results.values()), copy))
         return Graph(fx.GraphModule(nn.Module(), graph), None, "")

@@ -127,13 +127,8 @@ class MixingLaunch(NamedTuple):
         if self.run is None or gates is None or partial is None:
             return
         mixing, (heads, steps, width) = self.mixing, self.size
-        step_products = left_vectors = right_vectors = None
+        left_vectors = right_vectors = None
         kernels = self.run
-        if self.first is not None:
-            stages = mixing.backward.stages[: mixing.backward.recomputed_stages]
-            count = sum(len(stage.products) for stage in stages)
-            step_products = gates.new_empty((count, steps, heads * width), dtype=self.compute)
-            self._launch(self.first, self.first_blocks, tensors, [step_products, None, None])
         if "params" in wanted and mixing.outers:
             dtype = vector_dtype(self.gates, self.matrices)
             left_vectors, right_vectors = (
@@ -142,7 +137,13 @@ class MixingLaunch(NamedTuple):
             )
         elif self.without_vectors is not None:
             kernels = self.without_vectors()
-        self._launch(kernels, self.blocks, tensors, [step_products, left_vectors, right_vectors])
+        saved = gates.new_empty(
+            (mixing.backward.num_saved, steps, heads * width), dtype=self.compute
+        )
+        others = [saved, left_vectors, right_vectors]
+        assert self.first is not None
+        self._launch(self.first, self.first_blocks, tensors, others)
+        self._launch(kernels, self.blocks, tensors, others)
         if ("bias" in wanted or "params" in wanted) and partial.shape[1]:
             grid = (-(-heads * width // SUM_CHANNELS), partial.shape[1])
             self._call(self.run, "sum_weights", grid, [partial, *weights])
@@ -283,7 +284,7 @@ def make_mixing_launch(
                 return kernels_of(own._replace(cluster=most))
         return own_kernels
 
-    run, *first = variants_of_pass(program, variant)
+    run, *first = variants_of_pass(variant)
     interface, addresses = interface_of(program, "cuda", "sequential"), Addresses()
     counts = interface.counts
     inputs: Values = {
@@ -303,7 +304,7 @@ def make_mixing_launch(
         templates["run"] = template_of(interface.pack("ForwardProblem", values))
     else:
         values |= adjoint_values(addresses, arriving, counts.fields)
-        names = ("packed", "recomputed", "left", "right")
+        names = ("packed", "saved", "left", "right")
         values |= {name: addresses.next() for name in names}
         grad_strides = head_strides(gates.shape, layouts.gates)
         values["grad_gate_strides"] = gate_strides(interface, grad_strides)

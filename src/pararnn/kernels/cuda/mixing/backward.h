@@ -1,6 +1,5 @@
-// The backward pass: the adjoint, from the last step to the first. A block runs its rows of a head. What only
-// the step needs has been computed for all steps at once, see recompute.h; what needs no cotangent is computed
-// one step ahead.
+// The backward pass: the adjoint, from the last step to the first. A block runs its rows of a head. What follows
+// from no cotangent has been computed for all steps at once, see recompute.h.
 #pragma once
 #include "recompute.h"
 
@@ -8,21 +7,16 @@ namespace pararnn {
 
 struct BackwardPass {
   using Problem = BackwardProblem;
-  using Gates = Stream<io, num_gates>;
-  using States = Stream<io, num_states>;
-  using Steps = Stream<scalar, recomputed_products>;
+  using Saved = Stream<scalar, backward_saved>;
   using Arriving = Stream<io, 1>;
-  static constexpr int arriving_start = Gates::bytes + States::bytes + Steps::bytes;
-  static constexpr int ring_bytes = arriving_start + num_states * Arriving::bytes;  // of a warp
+  static constexpr int ring_bytes = Saved::bytes + num_states * Arriving::bytes;  // of a warp
   static constexpr int bytes = AdjointProducts::bytes + warps * ring_bytes;
   static constexpr int first_pulled = backward_recomputed + 1;  // the first stage that needs cotangents
 
-  // A step, with all that follows without cotangents.
+  // What a step reads.
   struct Step {
-    StepInputs inputs;
-    Fragment<num_states> previous, arriving;
-    real product[recomputed_products + 1][per_lane], carried[per_lane][backward_carried + 1];
-    real left[num_lefts + 1][per_lane], right[num_rights + 1][per_lane];
+    Fragment<num_states> arriving;
+    real carried[per_lane][backward_carried + 1];
     bool live[per_lane];  // numbers of a row's step that is no padding
   };
 
@@ -34,6 +28,7 @@ struct BackwardPass {
   Fragment<num_gates> grad_gate;
   Fragment<num_weights + 1> recent, total;
   real grad_field[per_lane][field_slots];
+  real left[num_lefts + 1][per_lane], right[num_rights + 1][per_lane];
   real product[backward_products_count + 1][per_lane];
   Step now, ahead;
 
@@ -41,42 +36,27 @@ struct BackwardPass {
       : p(p), place(blockIdx.x / slices), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
 
   // Runs one stage of a step for a lane's number.
-  template <int stage>
-  PARARNN_FUNCTION void run_stage(Step& step, int c, real (&operand)[backward_operands_count + 1]) {
-    const auto own_state = step.previous.column(c);
-    const auto own_gate = step.inputs.gate.column(c);
+  template <int stage> PARARNN_FUNCTION void run_stage(int c, real (&operand)[backward_operands_count + 1]) {
     const auto own_param = weights.params.column(c);
     const auto own_cotangent = cotangent.column(c);
     real own_product[backward_products_count + 1];
-    each<backward_products_count>([&](int i) {
-      own_product[i] = i < recomputed_products ? step.product[i < recomputed_products ? i : 0][c] : product[i][c];
-    });
+    each<backward_products_count>([&](int i) { own_product[i] = product[i][c]; });
     auto own_next = next.column(c);
     auto own_grad_gate = grad_gate.column(c);
     real own_grad_param[param_slots], own_left[num_lefts + 1], own_right[num_rights + 1];
-    backward_stage<stage>(own_state, own_gate, step.inputs.field[c], own_param, own_product, own_cotangent,
-                          step.carried[c], operand, own_next, own_grad_gate, grad_field[c], own_grad_param,
-                          own_left, own_right);
+    backward_stage<stage>(nullptr, nullptr, nullptr, own_param, own_product, own_cotangent, now.carried[c], operand,
+                          own_next, own_grad_gate, grad_field[c], own_grad_param, own_left, own_right);
     next.set_column(c, own_next);
     grad_gate.set_column(c, own_grad_gate);
     each<num_params>([&](int i) {
-      if (backward_stage_of_param[i] == stage && step.live[c]) recent[num_gates + i][c] += own_grad_param[i];
+      if (backward_stage_of_param[i] == stage && now.live[c]) recent[num_gates + i][c] += own_grad_param[i];
     });
     each<num_lefts>([&](int i) {
-      if (backward_stage_of_left[i] == stage) step.left[i][c] = own_left[i];
+      if (backward_stage_of_left[i] == stage) left[i][c] = own_left[i];
     });
     each<num_rights>([&](int i) {
-      if (backward_stage_of_right[i] == stage) step.right[i][c] = own_right[i];
+      if (backward_stage_of_right[i] == stage) right[i][c] = own_right[i];
     });
-  }
-
-  // Runs the stages that need no cotangent, on products that have been computed.
-  template <int stage> PARARNN_FUNCTION void prepare() {
-    each<per_lane>([&](int c) {
-      real operand[backward_operands_count + 1];
-      run_stage<stage>(ahead, c, operand);
-    });
-    if constexpr (stage + 1 < first_pulled) prepare<stage + 1>();
   }
 
   // Runs a stage and those after it. `store(stage)` stores the results of a stage; `meanwhile`: work for the time
@@ -87,7 +67,7 @@ struct BackwardPass {
     Numbers operand[count + 1];
     each<per_lane>([&](int c) {
       real own_operand[backward_operands_count + 1];
-      run_stage<stage>(now, c, own_operand);
+      run_stage<stage>(c, own_operand);
       each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
     });
     if constexpr (stage + 1 < backward_stages) {
@@ -110,46 +90,33 @@ struct BackwardPass {
     const Inputs& in = p.in;
     const int length = (int)in.length;
     const int64 step = reverse ? 1 : -1, steps = in.rows * length;
-    const int64 gate_time = step * in.gate_strides.time * (int64)sizeof(io);
-    const int64 state_time = step * channels * (int64)sizeof(io), product_time = step * channels * (int64)sizeof(real);
-    Gates gates;
-    States states;
+    const int64 saved_time = step * channels * (int64)sizeof(scalar);
+    Saved saved;
     Arriving arriving_states[num_states];
-    Steps step_products;
-    const int64 last = time_of(in, length - 1), before_last = time_of(in, length - 2);
+    const int64 last = time_of(in, length - 1);
     const auto row_of = [&](int column) { return place.first_row + column; };
     const int offset = place.head * head_width;
-    gates.start(ring, [&](int g, int column, int unit) -> const io* {
-      return row_of(column) < in.rows ? gate_address(in, place.head, row_of(column), g, last, unit) : nullptr;
-    });
-    states.start(ring + Gates::bytes, [&](int n, int column, int unit) -> const io* {
+    saved.start(ring, [&](int i, int column, int unit) -> const scalar* {
       return row_of(column) < in.rows
-                 ? p.states[n] + (row_of(column) * length + before_last) * channels + offset + unit
+                 ? p.saved + ((i * in.rows + row_of(column)) * length + last) * channels + offset + unit
                  : nullptr;
     });
     each<num_states>([&](int n) {
       if (arriving[n])
-        arriving_states[n].start(ring + arriving_start + n * Arriving::bytes, [&](int, int column, int unit) -> const io* {
+        arriving_states[n].start(ring + Saved::bytes + n * Arriving::bytes, [&](int, int column, int unit) -> const io* {
           return row_of(column) < in.rows
                      ? p.grad_states[n] + row_of(column) * p.grad_row[n] + last * p.grad_time[n] + offset + unit
                      : nullptr;
         });
     });
-    step_products.start(ring + Gates::bytes + States::bytes, [&](int i, int column, int unit) -> const scalar* {
-      return row_of(column) < in.rows
-                 ? p.recomputed + ((i * in.rows + row_of(column)) * length + last) * channels + offset + unit
-                 : nullptr;
-    });
     const auto arriving_time = [&](int n) { return step * p.grad_time[n] * (int64)sizeof(io); };
     __syncwarp();
     const auto copy = [&](int slot, int j) {
       const bool more = j + 1 < length;
-      gates.copy(slot, gate_time, more);
-      if (length > 1) states.copy(slot, state_time, j + 2 < length);
+      saved.copy(slot, saved_time, more);
       each<num_states>([&](int n) {
         if (arriving[n]) arriving_states[n].copy(slot, arriving_time(n), more);
       });
-      step_products.copy(slot, product_time, more);
       end_group_of_copies();
     };
     for (int j = 0; j < steps_ahead; ++j) copy(j, j);
@@ -177,62 +144,47 @@ struct BackwardPass {
       to_right[side] = p.right + at * num_rights + first_unit;
     });
     const auto store = [&](int stage) {
-      // Results that need no cotangent are stored with the first ones that do.
-      const auto is_now = [&](int other) { return other == stage || (stage == first_pulled && other < stage); };
       each<per_lane>([&](int c) {
         const int side = side_of(c), offset = tile_of(c) * units + half_of(c);
         if (!place.stores(in, c)) return;
         const bool live = !events || now.live[c];
         each<num_gates>([&](int g) {
-          if (!is_now(backward_stage_of_gate[g])) return;
+          if (backward_stage_of_gate[g] != stage) return;
           const real grad = live ? grad_gate[g][c] : constant(0);
           recent[g][c] += grad;
           to_gates[side][g * gap + offset] = narrow<io>(grad);
         });
         each<num_fields>([&](int f) {
-          if (is_now(backward_stage_of_field[f]))
+          if (backward_stage_of_field[f] == stage)
             p.grad_fields[f][index[side] * channels + place.channel(c)] = live ? grad_field[c][f] : constant(0);
         });
         if (!vectors) return;
         each<num_lefts>([&](int i) {
-          if (is_now(backward_stage_of_left[i]))
-            to_left[side][i * head_width + offset] = narrow<vector_io>(live ? now.left[i][c] : constant(0));
+          if (backward_stage_of_left[i] == stage)
+            to_left[side][i * head_width + offset] = narrow<vector_io>(live ? left[i][c] : constant(0));
         });
         each<num_rights>([&](int i) {
-          if (is_now(backward_stage_of_right[i]))
-            to_right[side][i * head_width + offset] = narrow<vector_io>(live ? now.right[i][c] : constant(0));
+          if (backward_stage_of_right[i] == stage)
+            to_right[side][i * head_width + offset] = narrow<vector_io>(live ? right[i][c] : constant(0));
         });
       });
     };
-    Fragment<num_states> initial;
-    if (!events) each<per_lane>([&](int c) { load_previous(initial, p, place, place.row(side_of(c)), 0, c); });
     const auto read_ahead = [&](int slot, int l) {
       wait_for_step();
       const int j = length - 1 - l;  // steps so far
       if (steps_ahead > 0 || j < length) {
-        each<num_gates>([&](int g) { gates.read(slot, g, ahead.inputs.gate[g], j * gate_time); });
+        each<backward_saved>([&](int i) {
+          Numbers value;
+          saved.read(slot, i, value, j * saved_time);
+          each<per_lane>([&](int c) { ahead.carried[c][i] = value[c]; });
+        });
         each<num_states>([&](int n) {
-          if (steps_ahead > 0 || l > 0) states.read(slot, n, ahead.previous[n], j * state_time);
           if (arriving[n]) arriving_states[n].read(slot, 0, ahead.arriving[n], j * arriving_time(n));
         });
-        each<recomputed_products>([&](int i) { step_products.read(slot, i, ahead.product[i], j * product_time); });
       }
-      load_fields(in, place, l, ahead.inputs);
       each<per_lane>([&](int c) {
-        const int side = side_of(c);
-        const int64 row = place.row(side);
-        ahead.live[c] = place.exists(in, c);
-        if (!events && l == 0) each<num_states>([&](int n) { ahead.previous[n][c] = initial[n][c]; });
-        bool begins = false;
-        if (events && l >= 0) {
-          const int number = event.number(side, l);
-          ahead.live[c] = ahead.live[c] && number >= 0;
-          begins = l == 0 || number != event.number(side, l - 1) || event.is_reset(side, l);
-        }
-        if (begins) load_previous(ahead.previous, p, place, row, l, c);
+        ahead.live[c] = place.exists(in, c) && !(events && l >= 0 && event.number(side_of(c), l) < 0);
       });
-      add_bias(ahead.inputs.gate, weights.bias);
-      prepare<0>();
     };
     int slot = 0, free_slot = steps_ahead;
     read_ahead(slot, length - 1);

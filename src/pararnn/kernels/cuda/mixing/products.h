@@ -76,7 +76,7 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int sums_start = operands_bytes + matrix_bytes, barriers_start = sums_start + sums_bytes;
   static constexpr int bytes = barriers_start + barrier_bytes;
   static constexpr int receivers = slices / splits;  // of a warp: the splits share the slices
-  static constexpr int registers = resident && !wide ? warp_tiles * tiles * depth * matrix_parts : 1;
+  static constexpr int registers = resident && !wide && tiles > 0 ? warp_tiles * tiles * depth * matrix_parts : 1;
 
   const Inputs& in;
   const int head;
@@ -89,7 +89,7 @@ template <class Tables, int first, int last> struct Products {
   PARARNN_FUNCTION Products(const Inputs& in, int head, const unsigned* packed, char* memory)
       : in(in), head(head), memory(memory),
         source(packed + (((int64)head * slices + slice()) * warps + warp()) * words + lane() * 4) {
-    if constexpr (resident && !wide) {
+    if constexpr (resident && !wide && tiles > 0) {
       each<registers>([&](int i) { load(i, matrix[i]); });
     }
     if constexpr (matrix_bytes > 0) {
@@ -321,12 +321,13 @@ template <class Tables, int first, int last> struct Products {
 // Packs the matrices of a kernel's stages: [head][slice][warp][tile of the warp][tile][depth][part][lane][word].
 template <class Tables, int first, int last> PARARNN_FUNCTION void pack(const PackProblem& p) {
   using Own = Products<Tables, first, last>;
+  constexpr int tiles = Own::tiles > 0 ? Own::tiles : 1;
   const int64 count = (int64)heads * slices * warps * Own::words / (matrix_parts * 4);
   for (int64 i = (int64)blockIdx.x * 256 + threadIdx.x; i < count; i += (int64)gridDim.x * 256) {
     const int own_lane = i % lanes, k = i / lanes % depth;
-    const int item = i / lanes / depth % Own::tiles, tile = i / lanes / depth / Own::tiles % warp_tiles;
-    const int owner = i / lanes / depth / Own::tiles / warp_tiles % warps;
-    const int block = i / lanes / depth / Own::tiles / warp_tiles / warps, head = block / slices;
+    const int item = i / lanes / depth % tiles, tile = i / lanes / depth / tiles % warp_tiles;
+    const int owner = i / lanes / depth / tiles / warp_tiles % warps;
+    const int block = i / lanes / depth / tiles / warp_tiles / warps, head = block / slices;
     const Item own = Tiling<Tables>::list.items[tiles_before<Tables>(first) + item];
     unsigned* target = p.packed + (i / lanes * matrix_parts * lanes + own_lane) * 4;
     for (int word = 0; word < 4; ++word) {

@@ -1,5 +1,6 @@
-// Products that only the step needs, for all steps at once: their operands follow from the saved states. A
-// block runs 8 steps of a row as its columns.
+// What the gradient needs and no cotangent decides, for all steps at once: the step's products, whose operands
+// follow from the saved states, and values of these that the backward pass reads. A block runs 8 steps of a row
+// as its columns.
 #pragma once
 #include "inputs.h"
 #include "products.h"
@@ -53,6 +54,7 @@ struct Recompute {
   Fragment<num_gates> gate;
   real field[per_lane][field_slots], carried[per_lane][backward_carried + 1];
   real product[backward_products_count + 1][per_lane];
+  real left[num_lefts + 1][per_lane], right[num_rights + 1][per_lane];
 
   PARARNN_FUNCTION Recompute(const BackwardProblem& p, char* memory)
       : p(p), place(blockIdx.x % heads), weights(p.in, place),
@@ -66,14 +68,23 @@ struct Recompute {
       const auto own_gate = gate.column(c);
       const auto own_param = weights.params.column(c);
       real own_product[backward_products_count + 1], own_operand[backward_operands_count + 1];
+      real own_left[num_lefts + 1], own_right[num_rights + 1];
       each<recomputed_products>([&](int i) { own_product[i] = product[i][c]; });
       backward_stage<stage>(own_state, own_gate, field[c], own_param, own_product, nullptr, carried[c],
-                            own_operand, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
+                            own_operand, nullptr, nullptr, nullptr, nullptr, own_left, own_right);
       each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
+      each<num_lefts>([&](int i) {
+        if (backward_stage_of_left[i] == stage) left[i][c] = own_left[i];
+      });
+      each<num_rights>([&](int i) {
+        if (backward_stage_of_right[i] == stage) right[i][c] = own_right[i];
+      });
     });
-    each<count>([&](int i) { products.write(i, operand[i]); });
-    products.template multiply<stage>(product, [] {});
-    if constexpr (stage + 1 < backward_recomputed) run_stages<stage + 1>();
+    if constexpr (stage < backward_recomputed) {
+      each<count>([&](int i) { products.write(i, operand[i]); });
+      products.template multiply<stage>(product, [] {});
+      run_stages<stage + 1>();
+    }
   }
 
   PARARNN_FUNCTION void run(char*) {
@@ -98,9 +109,19 @@ struct Recompute {
       each<per_lane>([&](int c) {
         const int l = begin + column_of_side(side_of(c));
         if (l >= length || !exists(c)) return;
-        const int64 index = (row * in.length + time_of(in, l)) * channels + place.channel(c);
-        each<recomputed_products>([&](int i) {
-          p.recomputed[i * in.rows * in.length * channels + index] = product[i][c];
+        const int64 index = row * in.length + time_of(in, l), steps = in.rows * in.length;
+        each<backward_saved>([&](int i) {
+          p.saved[(i * steps + index) * channels + place.channel(c)] = carried[c][i];
+        });
+        const bool live = !events || in.seq == nullptr || in.seq[index] >= 0;
+        const int64 vector = place.head * steps + index;
+        each<num_lefts>([&](int i) {
+          if (p.left == nullptr || backward_stage_of_left[i] > backward_recomputed) return;
+          p.left[(vector * num_lefts + i) * head_width + unit_of(c)] = narrow<vector_io>(live ? left[i][c] : constant(0));
+        });
+        each<num_rights>([&](int i) {
+          if (p.right == nullptr || backward_stage_of_right[i] > backward_recomputed) return;
+          p.right[(vector * num_rights + i) * head_width + unit_of(c)] = narrow<vector_io>(live ? right[i][c] : constant(0));
         });
       });
     }
