@@ -226,9 +226,7 @@ SLICES = {
         HeadGRU, torch.bfloat16, 136, "initial", ONE_CORE, (4, 1), (4, 2)
     ),
     "three parts": Slices(HeadGRU, torch.float32, 160, "packed", MANY_CORES, (4, 1), (4, 1)),
-    "time reversed": Slices(
-        ResetAfter, torch.float16, 160, "reverse", MANY_CORES, (4, 2), (4, 2)
-    ),
+    "time reversed": Slices(ResetAfter, torch.float16, 160, "reverse", MANY_CORES, (4, 2), (4, 2)),
 }
 
 

@@ -47,11 +47,11 @@ class MixingVariant(NamedTuple):
     """Specialisation of a kernel, in addition to the cell: see cuda/mixing/block.h.
 
     direction: "forward", "backward", or "recompute" for what the backward pass needs that follows
-    from no cotangent, of all steps at once. sides: a block runs 4 or 8 columns. gate_gap: elements between gates, 0 if a
-    launch says. whole: all columns of all blocks are rows. chunk: bytes that all rows are aligned
-    to, 16 at most. matrix_dtype: of the matrices in memory. vectors: those of outer products are
-    wanted. events, broadcast, arriving: see `cuda.Variant`. shared: bytes of shared memory that a
-    block may have. cluster: blocks that a cluster may have, 1 for none.
+    from no cotangent, of all steps at once. sides: a block runs 4 or 8 columns. gate_gap: elements
+    between gates, 0 if a launch says. whole: all columns of all blocks are rows. chunk: bytes that
+    all rows are aligned to, 16 at most. matrix_dtype: of the matrices in memory. vectors: those of
+    outer products are wanted. events, broadcast, arriving: see `cuda.Variant`. shared: bytes of
+    shared memory that a block may have. cluster: blocks that a cluster may have, 1 for none.
     """
 
     direction: str
@@ -140,8 +140,9 @@ def variants_of_pass(variant: MixingVariant) -> list[MixingVariant]:
 class Tiles(NamedTuple):
     """Tiles of a block: see cuda/mixing/block.h and products.h.
 
-    slices: blocks of a head. splits: warps with the same tiles. resident, shared_matrices: True if registers, or shared memory, hold the matrices for the whole
-    sequence. words: of one head's packed matrices. shared_bytes: shared memory of a block.
+    slices: blocks of a head. splits: warps with the same tiles. resident, shared_matrices: True if
+    registers, or shared memory, hold the matrices for the whole sequence. words: of one head's
+    packed matrices. shared_bytes: shared memory of a block.
     """
 
     slices: int
@@ -185,13 +186,14 @@ IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
 class _Needs(NamedTuple):
     """What tiles need. matrices: tiles of them next to each other, by units of a tile. tile_words:
     of a lane and such a tile of 16 by 16. operand_bytes: of all operands and a unit, of both
-    rounds. number_bytes: of a step and unit in the ring. sums: numbers of a lane and unit's tile
-    that splits add up.
+    rounds. padding: units of an operand that no warp has. number_bytes: of a step and unit in the
+    ring. sums: numbers of a lane and a tile of 8 units that splits add up.
     """
 
     matrices: dict[int, int]
     tile_words: int
     operand_bytes: int
+    padding: int
     number_bytes: int
     sums: int
 
@@ -219,16 +221,16 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     warp_tiles = -(-tiles // (MAX_WARPS // splits))
     groups = -(-tiles // warp_tiles)
     warps, count = groups * splits, needs.matrices[units]
-    depth = -(-(-(-width // 16)) // splits)
+    depth = -(-width // (16 * splits))
     lane_words = warp_tiles * count * depth * needs.tile_words
     block_words = warps * lane_words * 32
     step_bytes = warps * warp_tiles * units * needs.number_bytes
     stored = depth * splits * 16
     if slices > 1:
         stored = max(stored, -(-slices * groups * warp_tiles * units // 16) * 16)
-    fixed_bytes = (stored + 8) * needs.operand_bytes
+    fixed_bytes = (stored + needs.padding) * needs.operand_bytes
     if splits > 1:
-        fixed_bytes += warps * 32 * needs.sums * warp_tiles * (units // 8) * 4
+        fixed_bytes += 2 * warps * 32 * needs.sums * warp_tiles * (units // 8) * 4
     if slices > 1:
         fixed_bytes += BARRIER_BYTES
     registers = min(MAX_REGISTERS, REGISTERS // (warps * 32))
@@ -306,6 +308,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         matrices={units: _matrix_tiles(own, units, *split) for units in (8, 16)},
         tile_words=0 if wide else matrix_parts * 4,
         operand_bytes=2 * operands * number_bytes,
+        padding=8 if wide else 0,
         number_bytes=numbers * 4 * variant.sides,
         sums=max(len(stage.products) for stage in own.stages) * variant.sides,
     )
@@ -317,9 +320,9 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     ring_bytes = (steps_ahead + 1) * fit.step_bytes if steps_ahead else 0
     if ring < 0:
         raise EngineError(
-            f"{program.cell_name} with heads of {width} channels needs {fit.fixed_bytes:,} bytes of "
-            f"shared memory in its {variant.direction} pass; this GPU has {variant.shared:,}. Use "
-            "more heads, or backend='torch'"
+            f"{program.cell_name} with heads of {width} channels needs {fit.fixed_bytes:,} bytes "
+            f"of shared memory in its {variant.direction} pass; this GPU has {variant.shared:,}. "
+            "Use more heads, or backend='torch'"
         )
     return Tiles(
         slices=fit.slices,

@@ -434,7 +434,10 @@ class _Cut:
             for other in node.all_input_nodes:
                 first[other] = min(first.get(other, at[node]), at[node])
         # What stages with cotangents read of a step's inputs and products comes with the rest.
-        early = {*self.rows, *(n for n in self.nodes if n.target is MIX and n not in self.dependent)}
+        early = {
+            *self.rows,
+            *(n for n in self.nodes if n.target is MIX and n not in self.dependent),
+        }
         pulled = [node for node, stage in at.items() if stage > self.recomputed_stages]
         if self.cotangents:
             at |= {other: self.recomputed_stages for node in pulled

@@ -8,23 +8,24 @@ namespace pararnn {
 
 inline char* shared_bytes_at(unsigned address) { return &emulator::anchor + (int)address; }
 
-inline void load_tiles(unsigned tiles, int row_bytes, unsigned (&fragment)[2]) {
+constexpr int tile_bytes = 128;
+
+inline void load_tiles(unsigned tiles, unsigned (&fragment)[2]) {
   const int lane = emulated_lane();
   for (int i = 0; i < 2; ++i)
-    std::memcpy(&fragment[i], shared_bytes_at(tiles + lane / 4 * row_bytes + i * 16 + lane % 4 * 4), 4);
+    std::memcpy(&fragment[i], shared_bytes_at(tiles + i * tile_bytes + lane * 4), 4);
 }
 
-inline void load_pairs(unsigned tiles, int row_bytes, int pair_bytes, unsigned (&first)[2],
-                       unsigned (&second)[2]) {
-  load_tiles(tiles, row_bytes, first);
-  load_tiles(tiles + pair_bytes, row_bytes, second);
+inline void load_pairs(unsigned tiles, unsigned (&first)[2], unsigned (&second)[2]) {
+  load_tiles(tiles, first);
+  load_tiles(tiles + 2 * tile_bytes, second);
 }
 
-inline void store_transposed(unsigned tile, int row_bytes, unsigned fragment) {
+inline void store_transposed(unsigned tile, unsigned fragment) {
   const int lane = emulated_lane();
   for (int i = 0; i < 2; ++i) {
     const unsigned short half = (unsigned short)(fragment >> 16 * i);
-    std::memcpy(shared_bytes_at(tile + (lane % 4 * 2 + i) * row_bytes + lane / 4 * 2), &half, 2);
+    std::memcpy(shared_bytes_at(tile + (lane % 4 * 2 + i) * 16 + lane / 4 * 2), &half, 2);
   }
 }
 

@@ -48,6 +48,8 @@ PACK_THREADS, SUM_CHANNELS = 256, 32
 FEW_WARPS, MIN_UNITS = 8, 8
 """Warps a multiprocessor, of 8 units and 4 rows each, up to which blocks of 4 rows take less time
 than half as many of 8."""
+PRODUCT_TILE = 128
+"""Rows and columns of a result that a block of a batched product computes, about."""
 RECOMPUTE_BLOCKS = 8
 """Blocks a multiprocessor that compute products for all steps at once."""
 
@@ -180,32 +182,54 @@ class MixingLaunch(NamedTuple):
         assert self.templates is not None
         device = next(t.device for t in tensors if t is not None)
         words = self.templates[name].fill(tensors)
-        self.gpu.call(device, kernels.kernels[name], grid, words, self.gpu.stream(device), cluster=cluster)
+        self.gpu.call(
+            device, kernels.kernels[name], grid, words, self.gpu.stream(device), cluster=cluster
+        )
 
     def _add_outers(
         self, grads: Sequence[Tensor | None], left_vectors: Tensor, right_vectors: Tensor
     ) -> None:
         """Add the outer products of vectors (heads, steps, vector, K) to matrices' gradients."""
         heads, steps, width = self.size
-        chunks = 1  # of steps: a product for each keeps more of the GPU busy
-        while heads * chunks < self.cores and steps % (2 * chunks) == 0 and steps > 128 * chunks:
-            chunks *= 2
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm
         if left_vectors.dtype != self.compute:
             on_gpu = type_of(left_vectors.device).accelerator
             multiply = _bmm_on_gpu if on_gpu else _bmm_on_cpu
-        for index in range(left_vectors.shape[2]):
-            outers = [outer for outer in self.mixing.outers if outer.left_vector == index]
-            first = min(outer.right_vector for outer in outers)
-            last = 1 + max(outer.right_vector for outer in outers)
-            x = left_vectors[:, :, index].reshape(heads * chunks, steps // chunks, width)
-            y = right_vectors[:, :, first:last].reshape(heads * chunks, steps // chunks, -1)
-            product = multiply(x.mT, y).view(heads, chunks, width, last - first, width)
-            sums = product.sum(1)
+        # One product for a vector of one side, with all of the other side that go with it.
+        by_left = left_vectors.shape[2] <= right_vectors.shape[2]
+        for index in range(min(left_vectors.shape[2], right_vectors.shape[2])):
+            own = (
+                o
+                for o in self.mixing.outers
+                if index == (o.left_vector, o.right_vector)[not by_left]
+            )
+            outers = list(own)
+            lefts = _span([outer.left_vector for outer in outers])
+            rights = _span([outer.right_vector for outer in outers])
+            x, y = left_vectors[:, :, lefts], right_vectors[:, :, rights]
+            size = heads, -1, x.shape[2], width, y.shape[2], width
+            chunks = _chunks(heads, steps, x.shape[2] * width, y.shape[2] * width, self.cores)
+            x = x.reshape(heads * chunks, steps // chunks, -1)
+            y = y.reshape(heads * chunks, steps // chunks, -1)
+            sums = multiply(x.mT, y).view(size).sum(1)
             for outer in outers:
                 grad = grads[outer.matrix]
                 assert grad is not None
-                grad.view(heads, width, width).add_(sums[:, :, outer.right_vector - first])
+                left, right = outer.left_vector - lefts.start, outer.right_vector - rights.start
+                grad.view(heads, width, width).add_(sums[:, left, :, right])
+
+
+def _span(indices: Sequence[int]) -> slice:
+    return slice(min(indices), 1 + max(indices))
+
+
+def _chunks(heads: int, steps: int, rows: int, columns: int, cores: int) -> int:
+    """Return the chunks of steps whose products run at once, so that they keep a GPU busy."""
+    tiles = heads * -(-rows // PRODUCT_TILE) * -(-columns // PRODUCT_TILE)
+    chunks = 1
+    while tiles * chunks < cores and steps % (2 * chunks) == 0 and steps > 128 * chunks:
+        chunks *= 2
+    return chunks
 
 
 def _bmm_on_gpu(x: Tensor, y: Tensor) -> Tensor:

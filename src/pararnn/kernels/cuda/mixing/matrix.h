@@ -1,6 +1,7 @@
 // Instructions on 8 x 8 tiles of 16-bit numbers, and memory that a launch sizes.
 //
-// A fragment is a warp's share of a tile: lane i holds numbers 2 (i % 4) and the next of row i / 4, in one word.
+// In memory the rows of a tile, of 16 bytes, follow each other. A fragment is a warp's share of a tile: lane i
+// holds numbers 2 (i % 4) and the next of row i / 4, in one word.
 #pragma once
 #include "../machine.h"
 
@@ -8,33 +9,32 @@
 
 namespace pararnn {
 
-// Loads two fragments, of tiles next to each other whose rows are `row_bytes` apart.
-PARARNN_FUNCTION void load_tiles(unsigned tiles, int row_bytes, unsigned (&fragment)[2]) {
-  const int lane = threadIdx.x % 32;
-  const unsigned row = tiles + lane % 8 * row_bytes + lane / 8 % 2 * 16;
+constexpr int tile_bytes = 128;
+
+// Loads the fragments of two tiles that follow each other.
+PARARNN_FUNCTION void load_tiles(unsigned tiles, unsigned (&fragment)[2]) {
+  const unsigned row = tiles + threadIdx.x % 16 * 16;
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(fragment[0]), "=r"(fragment[1]) : "r"(row) : "memory");
 }
 
-// Loads those of two such pairs of tiles, `pair_bytes` apart.
-PARARNN_FUNCTION void load_pairs(unsigned tiles, int row_bytes, int pair_bytes, unsigned (&first)[2],
-                                 unsigned (&second)[2]) {
-  const int lane = threadIdx.x % 32;
-  const unsigned row = tiles + lane % 8 * row_bytes + lane / 8 % 2 * 16 + lane / 16 * pair_bytes;
+// Loads those of two such pairs of tiles.
+PARARNN_FUNCTION void load_pairs(unsigned tiles, unsigned (&first)[2], unsigned (&second)[2]) {
+  const unsigned row = tiles + threadIdx.x % 32 * 16;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(first[0]), "=r"(first[1]), "=r"(second[0]), "=r"(second[1]) : "r"(row) : "memory");
 }
 
-// Stores a fragment as the columns of a tile whose rows are `row_bytes` apart.
-PARARNN_FUNCTION void store_transposed(unsigned tile, int row_bytes, unsigned fragment) {
+// Stores a fragment as the columns of a tile.
+PARARNN_FUNCTION void store_transposed(unsigned tile, unsigned fragment) {
   const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(tile + lane % 8 * row_bytes),
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(tile + lane % 8 * 16),
                "r"(fragment) : "memory");
 #else
-  const unsigned first = tile + lane % 4 * 2 * row_bytes + lane / 4 * 2;
+  const unsigned first = tile + lane % 4 * 2 * 16 + lane / 4 * 2;
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(first), "h"((unsigned short)fragment) : "memory");
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(first + row_bytes), "h"((unsigned short)(fragment >> 16))
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(first + 16), "h"((unsigned short)(fragment >> 16))
                : "memory");
 #endif
 }

@@ -1,6 +1,6 @@
 // Products of a head's matrices with the operands of 8 columns.
 //
-// An operand goes through shared memory: (column, unit). In single precision it is split into bfloat16 numbers
+// An operand goes through shared memory, by tiles of 8 units: (tile, column, unit of the tile). In single precision it is split into bfloat16 numbers
 // that add up to it, as matrices are, and the matrix units multiply these: operand_parts and matrix_parts say
 // how many, and products of parts i and j count where i + j < the larger number. All parts have the range of a
 // float. A block of 4 rows has two parts of an operand as columns of one tile. In double precision every lane
@@ -16,7 +16,7 @@ namespace pararnn {
 constexpr int depth = ((head_width + 15) / 16 + splits - 1) / splits;  // tiles of 16 units of a warp's sums
 constexpr int summed = splits * depth * 16;
 constexpr int stored = slices > 1 && slices * slice_units > summed ? (slices * slice_units + 15) / 16 * 16 : summed;
-constexpr int operand_row = stored + 8;  // numbers of a column in memory: without bank conflicts
+constexpr int wide_row = stored + 8;  // numbers of a column in double precision: without bank conflicts
 constexpr int layers = sides == 2 ? operand_parts : (operand_parts + 1) / 2;  // tiles of an operand
 constexpr int matrix_words = matrix_parts * lanes * 4;  // of a tile of 16 x 16
 
@@ -66,12 +66,12 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int words = warp_tiles * tiles * depth * matrix_words;  // of a warp's matrices
   static constexpr int operand_slots = Tiling<Tables>::list.most_operands;
   static constexpr bool fits = slices * slice_units <= stored;  // no warp has tiles beyond an operand
-  static constexpr int number_bytes = wide ? (int)sizeof(real) : 2;
-  static constexpr int layer_bytes = (wide ? columns : 8) * operand_row * number_bytes;
+  static constexpr int layer_bytes = wide ? columns * wide_row * (int)sizeof(real) : stored / 8 * tile_bytes;
   static constexpr int operand_bytes = (wide ? 1 : layers) * layer_bytes;
   static constexpr int operands_bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
   static constexpr int matrix_bytes = shared_matrices && !wide ? warps * words * 4 : 0;
-  static constexpr int sums_bytes = splits > 1 ? warps * lanes * Tiling<Tables>::list.most_products * per_lane * 4 : 0;
+  static constexpr int round_sums = warps * lanes * Tiling<Tables>::list.most_products * per_lane;
+  static constexpr int sums_bytes = splits > 1 ? 2 * round_sums * 4 : 0;  // one round is read, the next one written
   static constexpr int barrier_bytes = slices > 1 ? 2 * 16 : 0;
   static constexpr int sums_start = operands_bytes + matrix_bytes, barriers_start = sums_start + sums_bytes;
   static constexpr int bytes = barriers_start + barrier_bytes;
@@ -154,7 +154,7 @@ template <class Tables, int first, int last> struct Products {
     if constexpr (wide) {
       real* target = reinterpret_cast<real*>(slot(operand));
       each<per_lane>([&](int c) {
-        if (exists(c)) target[column_of_side(side_of(c)) * operand_row + unit_of(c)] = x[c];
+        if (exists(c)) target[column_of_side(side_of(c)) * wide_row + unit_of(c)] = x[c];
       });
     } else {
       Numbers left;
@@ -165,14 +165,14 @@ template <class Tables, int first, int last> struct Products {
           const int c = pair * sides, unit = first_unit(tile_of(c)) + half_of(c);
           const real second = sides == 2 ? left[c + sides - 1] : rest(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
           const unsigned word = to_bfloat16s((float)left[c], (float)second);
+          const unsigned tile = target + layer * layer_bytes + unit / 8 * tile_bytes;
 #if PARARNN_CLUSTER
-          const unsigned bits = transpose(word);
-          const unsigned at = target - shared_address(memory) + layer * layer_bytes + lane() / 4 * operand_row * 2;
+          const unsigned bits = transpose(word), at = tile - shared_address(memory) + lane() * 4;
           each<receivers>([&](int i) {
-            send_bits(receiver[i] + at + (unit + lane() % 4 * 2) * 2, bits, receiver[i] + barriers_start + round % 2 * 16);
+            send_bits(receiver[i] + at, bits, receiver[i] + barriers_start + round % 2 * 16);
           });
 #else
-          if (fits || unit < stored) store_transposed(target + layer * layer_bytes + unit * 2, operand_row * 2, word);
+          if (fits || unit < stored) store_transposed(tile, word);
 #endif
           if (layer + 1 == layers) return;
           left[c] = rest(sides == 2 ? left[c] : second, sides == 2 ? word << 16 : word & 0xffff0000u);
@@ -219,7 +219,7 @@ template <class Tables, int first, int last> struct Products {
       for (int k = 0; k < head_width; ++k)
         each<per_lane>([&](int c) {
           const real factor = load_or(m + k * down + unit_of(c) * right, exists(c), constant(0));
-          product[begin + i][c] = multiply_add(factor, x[column_of_side(side_of(c)) * operand_row + k],
+          product[begin + i][c] = multiply_add(factor, x[column_of_side(side_of(c)) * wide_row + k],
                                                product[begin + i][c]);
         });
     });
@@ -246,9 +246,9 @@ template <class Tables, int first, int last> struct Products {
       unsigned x[operands][layers][tiles_of_units][2];
       each<operands>([&](int o) {
         each<layers>([&](int layer) {
-          const unsigned tile = shared_address(slot(o)) + layer * layer_bytes + (first_tile + k) * 32;
-          if constexpr (tiles_of_units == 2) load_pairs(tile, operand_row * 2, 32, x[o][layer][0], x[o][layer][1]);
-          else load_tiles(tile, operand_row * 2, x[o][layer][0]);
+          const unsigned tile = shared_address(slot(o)) + layer * layer_bytes + (first_tile + k) * 2 * tile_bytes;
+          if constexpr (tiles_of_units == 2) load_pairs(tile, x[o][layer][0], x[o][layer][1]);
+          else load_tiles(tile, x[o][layer][0]);
         });
       });
       float part_sum[outside ? own * warp_tiles : 1][4];
@@ -304,7 +304,7 @@ template <class Tables, int first, int last> struct Products {
   // Adds up the sums of a stage's products over the splits, in the same order in all of them.
   template <int stage, int count> PARARNN_FUNCTION void add_splits(real (&product)[count][per_lane]) const {
     constexpr int begin = Tables::first_product[stage], numbers = (Tables::first_product[stage + 1] - begin) * per_lane;
-    float* const sums = reinterpret_cast<float*>(memory + sums_start) + lane();
+    float* const sums = reinterpret_cast<float*>(memory + sums_start) + round % 2 * round_sums + lane();
     const auto index = [&](int split, int i) { return ((split * groups + group_of(warp())) * numbers + i) * lanes; };
     each<numbers>([&](int i) {
       sums[index(split_of(warp()), i)] = (float)product[begin + i / per_lane][i % per_lane];
