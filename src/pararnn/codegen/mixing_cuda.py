@@ -185,14 +185,13 @@ IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
 
 class _Needs(NamedTuple):
     """What tiles need. matrices: tiles of them next to each other, by units of a tile. tile_words:
-    of a lane and such a tile of 16 by 16. operands: most of a stage. operand_bytes: of a unit of
-    one, in both rounds. padding: units of an operand that no warp has. number_bytes: of a step and unit in the
+    of a lane and such a tile of 16 by 16. operand_bytes: of all operands and a unit, of both
+    rounds. padding: units of an operand that no warp has. number_bytes: of a step and unit in the
     ring. sums: numbers of a lane and a tile of 8 units that splits add up.
     """
 
     matrices: dict[int, int]
     tile_words: int
-    operands: int
     operand_bytes: int
     padding: int
     number_bytes: int
@@ -229,9 +228,7 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     stored = depth * splits * 16
     if slices > 1:
         stored = max(stored, -(-slices * groups * warp_tiles * units // 16) * 16)
-    bundle = 1 if slices == 1 or needs.operands == 1 else 2 if needs.operands == 2 else 4
-    slots = -(-needs.operands // bundle) * bundle
-    fixed_bytes = (stored + needs.padding) * slots * needs.operand_bytes
+    fixed_bytes = (stored + needs.padding) * needs.operand_bytes
     if splits > 1:
         fixed_bytes += 2 * warps * 32 * needs.sums * warp_tiles * (units // 8) * 4
     if slices > 1:
@@ -310,8 +307,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     needs = _Needs(
         matrices={units: _matrix_tiles(own, units, *split) for units in (8, 16)},
         tile_words=0 if wide else matrix_parts * 4,
-        operands=operands,
-        operand_bytes=2 * number_bytes,
+        operand_bytes=2 * operands * number_bytes,
         padding=8 if wide else 0,
         number_bytes=numbers * 4 * variant.sides,
         sums=max(len(stage.products) for stage in own.stages) * variant.sides,

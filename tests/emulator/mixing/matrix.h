@@ -40,12 +40,6 @@ inline unsigned transpose(unsigned fragment) {
   return transposed;
 }
 
-#if PARARNN_CLUSTER
-template <int count> void send_words(unsigned target, const unsigned (&words)[count], unsigned barrier) {
-  for (int i = 0; i < count; ++i) send_bits(target + i * 4, words[i], barrier);
-}
-#endif
-
 // The number of a fragment's column, in the lower or upper half of a word.
 inline float bfloat16_at(uint32_t word, int column) {
   return __uint_as_float(column % 2 ? word & 0xffff0000u : word << 16);

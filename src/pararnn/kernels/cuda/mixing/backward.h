@@ -71,7 +71,7 @@ struct BackwardPass {
       each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
     });
     if constexpr (stage + 1 < backward_stages) {
-      products.template write<stage>(operand);
+      each<count>([&](int i) { products.write(i, operand[i]); });
       products.template multiply<stage>(product, [&] {
         store(stage);
         meanwhile();
@@ -94,25 +94,25 @@ struct BackwardPass {
     Saved saved;
     Arriving arriving_states[num_states];
     const int64 last = time_of(in, length - 1);
-    const auto arriving_time = [&](int n) { return step * p.grad_time[n] * (int64)sizeof(io); };
     const auto row_of = [&](int column) { return place.first_row + column; };
     const int offset = place.head * head_width;
-    saved.start(ring, saved_time, [&](int i, int column, int unit) -> const scalar* {
+    saved.start(ring, [&](int i, int column, int unit) -> const scalar* {
       return row_of(column) < in.rows
                  ? p.saved + ((i * in.rows + row_of(column)) * length + last) * channels + offset + unit
                  : nullptr;
     });
     each<num_states>([&](int n) {
       if (arriving[n])
-        arriving_states[n].start(ring + Saved::bytes + n * Arriving::bytes, arriving_time(n), [&](int, int column, int unit) -> const io* {
+        arriving_states[n].start(ring + Saved::bytes + n * Arriving::bytes, [&](int, int column, int unit) -> const io* {
           return row_of(column) < in.rows
                      ? p.grad_states[n] + row_of(column) * p.grad_row[n] + last * p.grad_time[n] + offset + unit
                      : nullptr;
         });
     });
+    const auto arriving_time = [&](int n) { return step * p.grad_time[n] * (int64)sizeof(io); };
     __syncwarp();
     const auto copy = [&](int slot, int j) {
-      const bool more = j < length;
+      const bool more = j + 1 < length;
       saved.copy(slot, saved_time, more);
       each<num_states>([&](int n) {
         if (arriving[n]) arriving_states[n].copy(slot, arriving_time(n), more);
@@ -129,7 +129,7 @@ struct BackwardPass {
       if (!events && row < in.rows) load_states(adjoint, p.grad_final, row, place, c);
       each<num_gates>([&](int g) { grad_gate[g][c] = constant(0); });
     });
-    // Where the lane's first number of each column went, a step before.
+    // Where the lane's first number of each column goes.
     const int first_unit = unit_of(0);
     const int64 grad_time = step * p.grad_gate_strides.time, gap = gap_of(p.grad_gate_strides);
     io* to_gates[sides];
@@ -137,9 +137,8 @@ struct BackwardPass {
     int64 index[sides];  // of the row's step
     each<sides>([&](int side) {
       const int64 row = place.row(side);
-      index[side] = row * length + last - step;
-      to_gates[side] =
-          p.grad_gates + gate_offset(p.grad_gate_strides, place.head, row, 0, last, first_unit) - grad_time;
+      index[side] = row * length + last;
+      to_gates[side] = p.grad_gates + gate_offset(p.grad_gate_strides, place.head, row, 0, last, first_unit);
       const int64 at = (place.head * steps + index[side]) * head_width;
       to_left[side] = p.left + at * num_lefts + first_unit;
       to_right[side] = p.right + at * num_rights + first_unit;
@@ -192,12 +191,6 @@ struct BackwardPass {
     for (int j = 0; j < length; ++j) {
       const int l = length - 1 - j;
       now = ahead;
-      each<sides>([&](int side) {
-        index[side] += step;
-        to_gates[side] += grad_time;
-        to_left[side] += step * num_lefts * head_width;
-        to_right[side] += step * num_rights * head_width;
-      });
       each<num_states>([&](int n) {
         each<per_lane>([&](int c) {
           const int side = side_of(c);
@@ -218,6 +211,12 @@ struct BackwardPass {
         const bool pad = events && event.pad(side), stops = pad || (events && event.reset(side));
         each<num_states>([&](int n) { adjoint[n][c] = stops ? constant(0) : next[n][c]; });
         if (events && event.begin(side) && !pad) store_states(p.grad_initial, adjoint, event.now[side], place, c);
+      });
+      each<sides>([&](int side) {
+        index[side] += step;
+        to_gates[side] += grad_time;
+        to_left[side] += step * num_lefts * head_width;
+        to_right[side] += step * num_rights * head_width;
       });
       if (j % sum_block == 0) {
         each<num_weights>([&](int i) {

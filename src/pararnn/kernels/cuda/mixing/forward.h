@@ -51,7 +51,7 @@ struct ForwardPass {
       each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
     });
     if constexpr (stage + 1 < forward_stages) {
-      products.template write<stage>(operand);
+      each<count>([&](int i) { products.write(i, operand[i]); });
       products.template multiply<stage>(product, meanwhile);
       run_stages<stage + 1>([] {});
     }
@@ -63,13 +63,13 @@ struct ForwardPass {
     const int64 step = reverse ? -1 : 1;
     const int64 time_bytes = step * in.gate_strides.time * (int64)sizeof(io);
     Gates gates;
-    gates.start(ring, time_bytes, [&](int g, int column, int unit) -> const io* {
+    gates.start(ring, [&](int g, int column, int unit) -> const io* {
       const int64 row = place.first_row + column;
       return row < in.rows ? gate_address(in, place.head, row, g, time_of(in, 0), unit) : nullptr;
     });
     __syncwarp();
     for (int l = 0; l < steps_ahead; ++l) {
-      gates.copy(l, time_bytes, l < length);
+      gates.copy(l, time_bytes, l + 1 < length);
       end_group_of_copies();
     }
     Events event(in, place, 1);
@@ -79,20 +79,20 @@ struct ForwardPass {
       if (!events && row < in.rows) load_states(state, in.initial, row, place, c);
     });
     const int first_channel = place.head * head_width + unit_of(0);
-    io* out[num_states][sides];  // where the lane's first number of each column went, a step before
+    io* out[num_states][sides];  // where the lane's first number of each column goes
     each<num_states>([&](int n) {
       each<sides>([&](int side) {
-        out[n][side] = p.states[n] + (place.row(side) * length + time_of(in, 0) - step) * channels + first_channel;
+        out[n][side] = p.states[n] + (place.row(side) * length + time_of(in, 0)) * channels + first_channel;
       });
     });
     const auto store_step = [&] {
-      each<num_states>([&](int n) { each<sides>([&](int side) { out[n][side] += step * channels; }); });
       each<per_lane>([&](int c) {
         if (!place.stores(in, c)) return;
         each<num_states>([&](int n) {
           out[n][side_of(c)][tile_of(c) * units + half_of(c)] = narrow<io>(state[n][c]);
         });
       });
+      each<num_states>([&](int n) { each<sides>([&](int side) { out[n][side] += step * channels; }); });
     };
     const auto read_ahead = [&](int slot, int l) {
       wait_for_step();
@@ -112,7 +112,7 @@ struct ForwardPass {
       });
       run_stages<0>([&] {
         if (!events && l > 0) store_step();
-        gates.copy(free_slot, time_bytes, l + steps_ahead < length);
+        gates.copy(free_slot, time_bytes, l + steps_ahead + 1 < length);
         end_group_of_copies();
         slot = slot == steps_ahead ? 0 : slot + 1;
         free_slot = free_slot == steps_ahead ? 0 : free_slot + 1;

@@ -46,23 +46,6 @@ PARARNN_FUNCTION unsigned transpose(unsigned fragment) {
   return transposed;
 }
 
-#if PARARNN_CLUSTER
-// Sends 1, 2 or 4 words as `send_bits` does.
-template <int count>
-PARARNN_FUNCTION void send_words(unsigned target, const unsigned (&words)[count], unsigned barrier) {
-  if constexpr (count == 1) {
-    send_bits(target, words[0], barrier);
-  } else if constexpr (count == 2) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(target),
-                 "r"(words[0]), "r"(words[1]), "r"(barrier) : "memory");
-  } else {
-    static_assert(count == 4);
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     target), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(barrier) : "memory");
-  }
-}
-#endif
-
 // Adds a product of bfloat16 matrices: (16, 16) in four fragments (rows 0-7, rows 8-15, then columns 8-15 of
 // both) by (16, 8), whose columns are the rows of two fragments. A lane's sums: two columns of row i / 4, then
 // of row 8 + i / 4.

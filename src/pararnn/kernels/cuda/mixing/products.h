@@ -6,8 +6,7 @@
 // float. A block of 4 rows has two parts of an operand as columns of one tile. In double precision every lane
 // multiplies its own units.
 //
-// The slices of a head send each other the operands of their units: fragments, whose words a lane has for all
-// operands of a stage side by side, so that it sends them together. A slot is written again two rounds later:
+// The slices of a head send each other the operands of their units. A slot is written again two rounds later:
 // a slice sends then only what follows from the round between, which it gets from warps that have read the slot.
 #pragma once
 #include "block.h"
@@ -23,13 +22,6 @@ constexpr int matrix_words = matrix_parts * lanes * 4;  // of a tile of 16 x 16
 
 template <int n> struct Count { static constexpr int value = n; };
 
-// Words of a lane, of different operands, that are side by side in memory.
-constexpr int bundle_of(int operands) { return slices == 1 || operands == 1 ? 1 : operands == 2 ? 2 : 4; }
-constexpr int slots_of(int operands) {
-  const int bundle = bundle_of(operands);
-  return (operands + bundle - 1) / bundle * bundle;
-}
-
 // A tile of matrices: 16 units of one product, or 8 units of one or two products of the same operand.
 struct Item {
   int product, halves, operand;
@@ -39,7 +31,7 @@ template <class Tables> struct Tiling {
   static constexpr int stages = Tables::stages, count = Tables::first_product[stages];
   struct List {
     Item items[count + 1];
-    int first[stages + 1], most_slots, most_products;
+    int first[stages + 1], most_operands, most_products;
   };
   static constexpr List make() {
     List list{};
@@ -48,7 +40,7 @@ template <class Tables> struct Tiling {
       list.first[s] = next;
       const int operands = Tables::first_operand[s + 1] - Tables::first_operand[s];
       const int products = Tables::first_product[s + 1] - Tables::first_product[s];
-      if (slots_of(operands) > list.most_slots) list.most_slots = slots_of(operands);
+      if (operands > list.most_operands) list.most_operands = operands;
       if (products > list.most_products) list.most_products = products;
       for (int p = Tables::first_product[s]; p < Tables::first_product[s + 1]; ++next) {
         const int operand = Tables::products[p].operand;
@@ -72,7 +64,7 @@ template <class Tables> PARARNN_FUNCTION constexpr int tiles_before(int stage) {
 template <class Tables, int first, int last> struct Products {
   static constexpr int tiles = tiles_before<Tables>(last) - tiles_before<Tables>(first);
   static constexpr int words = warp_tiles * tiles * depth * matrix_words;  // of a warp's matrices
-  static constexpr int operand_slots = Tiling<Tables>::list.most_slots;
+  static constexpr int operand_slots = Tiling<Tables>::list.most_operands;
   static constexpr bool fits = slices * slice_units <= stored;  // no warp has tiles beyond an operand
   static constexpr int layer_bytes = wide ? columns * wide_row * (int)sizeof(real) : stored / 8 * tile_bytes;
   static constexpr int operand_bytes = (wide ? 1 : layers) * layer_bytes;
@@ -141,8 +133,8 @@ template <class Tables, int first, int last> struct Products {
   }
   // Waits for the operands of a stage from all slices.
   template <int stage> PARARNN_FUNCTION void receive() const {
-    constexpr int tiles = slots_of(operands_of<stage>()) * layers * slices * slice_units / 8;
-    if (threadIdx.x == 0) expect_bytes(barrier(round), tiles * tile_bytes);
+    constexpr int operands = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
+    if (threadIdx.x == 0) expect_bytes(barrier(round), operands * layers * 8 * slices * slice_units * 2);
     while (!has_arrived(barrier(round), round / 2)) {}
   }
 #endif
@@ -157,62 +149,36 @@ template <class Tables, int first, int last> struct Products {
     return memory + (round % 2 * operand_slots + operand) * operand_bytes;
   }
 
-  template <int stage> static PARARNN_FUNCTION constexpr int operands_of() {
-    return Tables::first_operand[stage + 1] - Tables::first_operand[stage];
-  }
-
-  // Writes the operands of a stage.
-  template <int stage, int count> PARARNN_FUNCTION void write(const Numbers (&operand)[count]) const {
-    constexpr int own = operands_of<stage>();
+  // Writes an operand of a stage, by its number in the stage.
+  PARARNN_FUNCTION void write(int operand, const Numbers& x) const {
     if constexpr (wide) {
-      each<own>([&](int i) {
-        real* target = reinterpret_cast<real*>(slot(i));
-        each<per_lane>([&](int c) {
-          if (exists(c)) target[column_of_side(side_of(c)) * wide_row + unit_of(c)] = operand[i][c];
-        });
+      real* target = reinterpret_cast<real*>(slot(operand));
+      each<per_lane>([&](int c) {
+        if (exists(c)) target[column_of_side(side_of(c)) * wide_row + unit_of(c)] = x[c];
       });
     } else {
-      constexpr int bundle = bundle_of(own);
-      Numbers left[own];
-      each<own>([&](int i) {
-        each<per_lane>([&](int c) { left[i][c] = exists(c) ? operand[i][c] : constant(0); });
-      });
+      Numbers left;
+      each<per_lane>([&](int c) { left[c] = exists(c) ? x[c] : constant(0); });
+      const unsigned target = shared_address(slot(operand));
       each<layers>([&](int layer) {
         each<per_lane / sides>([&](int pair) {
           const int c = pair * sides, unit = first_unit(tile_of(c)) + half_of(c);
-          unsigned word[slots_of(own)];
-          each<slots_of(own)>([&](int i) { word[i] = i < own ? next_parts(left[i < own ? i : 0], c) : 0; });
-          each<slots_of(own) / bundle>([&](int group) {
-            const unsigned target = shared_address(slot(group * bundle)) + bundle *
-                                    (layer * layer_bytes + unit / 8 * tile_bytes);
+          const real second = sides == 2 ? left[c + sides - 1] : rest(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
+          const unsigned word = to_bfloat16s((float)left[c], (float)second);
+          const unsigned tile = target + layer * layer_bytes + unit / 8 * tile_bytes;
 #if PARARNN_CLUSTER
-            const unsigned at = target - shared_address(memory) + lane() * bundle * 4;
-            unsigned bits[bundle];
-            each<bundle>([&](int i) { bits[i] = transpose(word[group * bundle + i]); });
-            each<receivers>([&](int i) {
-              send_words(receiver[i] + at, bits, receiver[i] + barriers_start + round % 2 * 16);
-            });
-#else
-            if (fits || unit < stored) store_transposed(target, word[group]);
-#endif
+          const unsigned bits = transpose(word), at = tile - shared_address(memory) + lane() * 4;
+          each<receivers>([&](int i) {
+            send_bits(receiver[i] + at, bits, receiver[i] + barriers_start + round % 2 * 16);
           });
+#else
+          if (fits || unit < stored) store_transposed(tile, word);
+#endif
+          if (layer + 1 == layers) return;
+          left[c] = rest(sides == 2 ? left[c] : second, sides == 2 ? word << 16 : word & 0xffff0000u);
+          if (sides == 2) left[c + 1] = rest(left[c + 1], word & 0xffff0000u);
         });
       });
-    }
-  }
-
-  // Returns the next parts of a lane's two numbers, or the next two of its one number, and takes them away.
-  static PARARNN_FUNCTION unsigned next_parts(Numbers& left, int c) {
-    if constexpr (sides == 2) {
-      const unsigned word = to_bfloat16s((float)left[c], (float)left[c + sides - 1]);
-      left[c] = rest(left[c], word << 16);
-      left[c + sides - 1] = rest(left[c + sides - 1], word & 0xffff0000u);
-      return word;
-    } else {
-      const real second = rest(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
-      const unsigned word = to_bfloat16s((float)left[c], (float)second);
-      left[c] = rest(second, word & 0xffff0000u);
-      return word;
     }
   }
 
@@ -269,7 +235,7 @@ template <class Tables, int first, int last> struct Products {
     each<own * warp_tiles>([&](int i) {
       each<chains>([&](int chain) { each<4>([&](int j) { sum[i][chain][j] = 0.0f; }); });
     });
-    constexpr int operands = operands_of<stage>(), bundle = bundle_of(operands);
+    constexpr int operands = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
     constexpr int parts_of_layer = 3 - sides;
     // Matrix units truncate as they add: sums of float32 gates are added up outside of them.
     constexpr bool outside = operand_parts > 2;
@@ -277,22 +243,12 @@ template <class Tables, int first, int last> struct Products {
     // Multiplies `together` tiles of 16 units, from the warp's tile k on.
     const auto multiply_tiles = [&](int k, auto together) {
       constexpr int tiles_of_units = decltype(together)::value;
-      unsigned x[slots_of(operands)][layers][tiles_of_units][2];
-      each<slots_of(operands) / bundle>([&](int group) {
+      unsigned x[operands][layers][tiles_of_units][2];
+      each<operands>([&](int o) {
         each<layers>([&](int layer) {
-          const int tile = layer * layer_bytes + (first_tile + k) * 2 * tile_bytes;
-          if constexpr (bundle > 1) {
-            const auto* source =
-                reinterpret_cast<const Pack<unsigned, bundle>*>(slot(group * bundle) + bundle * tile);
-            each<2 * tiles_of_units>([&](int i) {
-              const Pack<unsigned, bundle> words = source[i * lanes + lane()];
-              each<bundle>([&](int o) { x[group * bundle + o][layer][i / 2][i % 2] = words.items[o]; });
-            });
-          } else {
-            const unsigned address = shared_address(slot(group)) + tile;
-            if constexpr (tiles_of_units == 2) load_pairs(address, x[group][layer][0], x[group][layer][1]);
-            else load_tiles(address, x[group][layer][0]);
-          }
+          const unsigned tile = shared_address(slot(o)) + layer * layer_bytes + (first_tile + k) * 2 * tile_bytes;
+          if constexpr (tiles_of_units == 2) load_pairs(tile, x[o][layer][0], x[o][layer][1]);
+          else load_tiles(tile, x[o][layer][0]);
         });
       });
       float part_sum[outside ? own * warp_tiles : 1][4];

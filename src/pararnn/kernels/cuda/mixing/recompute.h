@@ -81,7 +81,7 @@ struct Recompute {
       });
     });
     if constexpr (stage < backward_recomputed) {
-      products.template write<stage>(operand);
+      each<count>([&](int i) { products.write(i, operand[i]); });
       products.template multiply<stage>(product, [] {});
       run_stages<stage + 1>();
     }

@@ -25,12 +25,11 @@ template <class T, int items> struct Stream {
   static constexpr bool all_exist = whole && !ragged && chunks % lanes == 0;
 
   char* memory;
-  const char* source[at_least(parts, 1)];  // of this lane's chunks in the last step copied, null for none
+  const char* source[at_least(parts, 1)];  // of this lane's chunks, null for none
   const T* address[direct ? at_least(items, 1) : 1][sides];  // of a column's first unit, or null
 
   // `address_of(item, column, unit)`: where a number is in the first step, or null.
-  template <class Source>
-  PARARNN_FUNCTION void start(char* ring, int64 time_bytes, const Source& address_of) {
+  template <class Source> PARARNN_FUNCTION void start(char* ring, const Source& address_of) {
     memory = ring;
     if constexpr (direct) {
       each<items>([&](int item) {
@@ -41,20 +40,19 @@ template <class T, int items> struct Stream {
       const int index = part * lanes + lane(), byte = index * own_chunk;
       const int unit = first_unit(0) + byte % row_bytes / (int)sizeof(T);
       source[part] = nullptr;
-      if (index >= chunks || unit >= head_width) return;
-      const T* first = address_of(byte / (columns * row_bytes), byte / row_bytes % columns, unit);
-      if (first != nullptr) source[part] = reinterpret_cast<const char*>(first) - time_bytes;
+      if (index < chunks && unit < head_width)
+        source[part] = reinterpret_cast<const char*>(
+            address_of(byte / (columns * row_bytes), byte / row_bytes % columns, unit));
     });
     for (int i = lane() * 4; i < bytes; i += lanes * 4) *reinterpret_cast<int*>(ring + i) = 0;
   }
-  // Copies the next step. The last one is copied again by calls after it: fewer branches. Addresses change
-  // before a copy: the copy before, a step ago, has read its own.
+  // Copies a step. The last one is copied again by calls after it: fewer branches.
   PARARNN_FUNCTION void copy(int slot, int64 time_bytes, bool more) {
     each<parts>([&](int part) {
       if (!all_exist && source[part] == nullptr) return;
-      source[part] += more ? time_bytes : 0;
       copy_async<own_chunk>(shared_address(memory) + slot * step_bytes + (part * lanes + lane()) * own_chunk,
                             source[part]);
+      source[part] += more ? time_bytes : 0;
     });
   }
   // Reads the numbers of an item. Without a ring, `offset`: bytes from those of the first step on.
