@@ -206,12 +206,13 @@ def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
 
 
 class Slices(NamedTuple):
-    """Case of a head of 72 channels on a GPU with few registers, and the slices and splits of its
-    forward and backward passes."""
+    """Case of a head of 72 channels on a GPU whose blocks have few registers and warps, and the
+    slices and splits of its forward and backward passes."""
 
     cell_class: type
     dtype: torch.dtype
     registers: int
+    warps: int
     variant: str
     cores: int
     forward: tuple[int, int]
@@ -219,14 +220,18 @@ class Slices(NamedTuple):
 
 
 SLICES = {
-    "two products of one operand": Slices(
-        HeadLSTM, torch.bfloat16, 160, "resets", MANY_CORES, (2, 2), (4, 2)
+    "warps that split sums": Slices(
+        HeadLSTM, torch.bfloat16, 120, 8, "resets", MANY_CORES, (4, 2), (4, 2)
     ),
     "rounds that follow each other": Slices(
-        HeadGRU, torch.bfloat16, 136, "initial", ONE_CORE, (4, 1), (4, 2)
+        HeadGRU, torch.bfloat16, 160, 4, "initial", ONE_CORE, (2, 1), (2, 1)
     ),
-    "three parts": Slices(HeadGRU, torch.float32, 160, "packed", MANY_CORES, (4, 1), (4, 1)),
-    "time reversed": Slices(ResetAfter, torch.float16, 160, "reverse", MANY_CORES, (4, 2), (4, 2)),
+    "matrices in three parts": Slices(
+        HeadGRU, torch.float32, 160, 4, "packed", MANY_CORES, (4, 1), (4, 1)
+    ),
+    "time reversed": Slices(
+        ResetAfter, torch.float16, 160, 4, "reverse", MANY_CORES, (4, 2), (4, 1)
+    ),
 }
 
 
@@ -234,7 +239,7 @@ SLICES = {
 def test_wide_heads_are_sliced_over_a_cluster(name, monkeypatch):
     row, used, plan = SLICES[name], {}, mixing_cuda.tiles_of
     monkeypatch.setattr(mixing_cuda, "MAX_REGISTERS", row.registers)
-    monkeypatch.setattr(mixing_cuda, "MAX_WARPS", 4)
+    monkeypatch.setattr(mixing_cuda, "MAX_WARPS", row.warps)
     monkeypatch.setattr(emulated, "kernels_of", emulated.kernels_of.__wrapped__)
 
     def tiles_of(program, variant):

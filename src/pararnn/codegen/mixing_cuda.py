@@ -184,13 +184,16 @@ IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
 
 
 class _Needs(NamedTuple):
-    """What tiles need. matrices: tiles of them next to each other, by units of a tile. tile_words:
-    of a lane and such a tile of 16 by 16. operand_bytes: of all operands and a unit, of both
+    """What tiles need. matrices: tiles of them next to each other, by units of a tile. products: of
+    all stages. scatter: slices send sums of products, see cuda/mixing/scatter.h. tile_words: of a
+    lane and a tile of 16 by 16. operand_bytes: of all operands and a unit, of both
     rounds. padding: units of an operand that no warp has. number_bytes: of a step and unit in the
     ring. sums: numbers of a lane and a tile of 8 units that splits add up.
     """
 
     matrices: dict[int, int]
+    products: int
+    scatter: bool
     tile_words: int
     operand_bytes: int
     padding: int
@@ -218,19 +221,29 @@ class _Fit(NamedTuple):
 def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared: int) -> _Fit:
     """Return the tiles of a size for heads of a width."""
     tiles = -(-width // (units * slices))
+    scatter = needs.scatter and slices > 1
+    if scatter and units == 8:
+        tiles += tiles % 2  # slices of whole tiles of 16
     warp_tiles = -(-tiles // (MAX_WARPS // splits))
     groups = -(-tiles // warp_tiles)
+    groups += scatter and groups * warp_tiles * units % 16 > 0
     warps, count = groups * splits, needs.matrices[units]
-    depth = -(-width // (16 * splits))
-    lane_words = warp_tiles * count * depth * needs.tile_words
+    slice_units = groups * warp_tiles * units
+    if scatter:
+        depth, head_tiles = slice_units // 16, slices * slice_units // 16
+        lane_words = -(-head_tiles // warps) * needs.products * depth * needs.tile_words
+        stored, sums_bytes = slice_units, slices * slice_units // 8
+    else:
+        depth = -(-width // (16 * splits))
+        lane_words = warp_tiles * count * depth * needs.tile_words
+        stored = depth * splits * 16
+        if slices > 1:
+            stored = max(stored, -(-slices * slice_units // 16) * 16)
+        sums_bytes = warps * warp_tiles * units // 8 if splits > 1 else 0
+    sums_bytes *= 2 * 32 * 4 * needs.sums
     block_words = warps * lane_words * 32
     step_bytes = warps * warp_tiles * units * needs.number_bytes
-    stored = depth * splits * 16
-    if slices > 1:
-        stored = max(stored, -(-slices * groups * warp_tiles * units // 16) * 16)
-    fixed_bytes = (stored + needs.padding) * needs.operand_bytes
-    if splits > 1:
-        fixed_bytes += 2 * warps * 32 * needs.sums * warp_tiles * (units // 8) * 4
+    fixed_bytes = (stored + needs.padding) * needs.operand_bytes + sums_bytes
     if slices > 1:
         fixed_bytes += BARRIER_BYTES
     registers = min(MAX_REGISTERS, REGISTERS // (warps * 32))
@@ -268,6 +281,7 @@ def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
             for splits in (1, 2, 4)
             if splits <= min(slices, MAX_WARPS)
         ]
+        fits = [fit for fit in fits if fit.warps <= MAX_WARPS]
         # Few blocks need many warps, which narrow tiles have; others few products.
         narrow = variant.sides == 1 and any(fit.rank == IN_REGISTERS for fit in fits)
         fit = max(
@@ -306,6 +320,8 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         numbers = program.num_states * dtype.itemsize + own.num_saved * compute.itemsize
     needs = _Needs(
         matrices={units: _matrix_tiles(own, units, *split) for units in (8, 16)},
+        products=sum(len(stage.products) for stage in own.stages[slice(*split)]),
+        scatter=variant.direction == "backward",
         tile_words=0 if wide else matrix_parts * 4,
         operand_bytes=2 * operands * number_bytes,
         padding=8 if wide else 0,

@@ -63,6 +63,7 @@ def _pass(
         f"constexpr Product {name}_products[] = "
         + _array([_array([*map(int, product)]) for product in own.products] or ["{0, 0, 0}"])
         + ";",
+        f"constexpr int {name}_sum_of_product[] = {_array(own.sum_of_product or [0])};",
     ]
     for kind, count in results:
         stages = {r.number: s for s, stage in enumerate(own.stages) for r in stage.results

@@ -80,7 +80,8 @@ class Pass:
     steps at once. The stage after them needs none either, and has no products after it; the others
     follow from the cotangents. num_carried: how many values stages give to later ones. num_saved:
     how many of these, the first ones, stages without cotangents give to those with: with them the
-    latter read no state, gate or field.
+    latter read no state, gate or field. sum_of_product: for each product, the first one of those of
+    its stage that it is only ever added to; itself if there is none before it.
     """
 
     stages: tuple[Stage, ...]
@@ -88,6 +89,7 @@ class Pass:
     recomputed_stages: int
     num_carried: int
     num_saved: int
+    sum_of_product: tuple[int, ...]
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -397,7 +399,12 @@ class _Cut:
             )
             for stage, own in enumerate(map(tuple, products))
         ]
-        return Pass(tuple(stages), sizes, self.recomputed_stages, len(carries), len(saved))
+        first_of_sum: dict[tuple[int, fx.Node], int] = {}
+        sums = tuple(
+            first_of_sum.setdefault((self.level[node], _sum_of(node)), i)
+            for node, i in number.items()
+        )
+        return Pass(tuple(stages), sizes, self.recomputed_stages, len(carries), len(saved), sums)
 
     def _end(self, result: Result, value: Any) -> int:
         """Return the stage that gives a result. Gradients of inputs come with the cotangents, also
@@ -474,6 +481,13 @@ class _Cut:
                 copies[node] = graph.node_copy(node, copy)
         graph.output(fx.node.map_arg(tuple(results.values()), copy))
         return Graph(fx.GraphModule(nn.Module(), graph), None, "")
+
+
+def _sum_of(node: fx.Node) -> fx.Node:
+    """Return the sum that a value is only a term of; itself if it is no term."""
+    user, *others = node.users or [node]
+    adds = user.target is aten.add.Tensor and not user.kwargs and user.args.count(node) == 1
+    return _sum_of(user) if adds and not others and user is not node else node
 
 
 def _is_computed(node: fx.Node) -> bool:

@@ -2,8 +2,17 @@
 // from no cotangent has been computed for all steps at once, see recompute.h.
 #pragma once
 #include "recompute.h"
+#if PARARNN_CLUSTER
+#include "scatter.h"
+#endif
 
 namespace pararnn {
+
+#if PARARNN_CLUSTER
+using AdjointProducts = ScatteredProducts<BackwardTables, backward_recomputed, backward_stages>;
+#else
+using AdjointProducts = Products<BackwardTables, backward_recomputed, backward_stages>;
+#endif
 
 struct BackwardPass {
   using Problem = BackwardProblem;

@@ -19,6 +19,7 @@ constexpr int stored = slices > 1 && slices * slice_units > summed ? (slices * s
 constexpr int wide_row = stored + 8;  // numbers of a column in double precision: without bank conflicts
 constexpr int layers = sides == 2 ? operand_parts : (operand_parts + 1) / 2;  // tiles of an operand
 constexpr int matrix_words = matrix_parts * lanes * 4;  // of a tile of 16 x 16
+constexpr int barrier_bytes = 16;
 
 template <int n> struct Count { static constexpr int value = n; };
 
@@ -60,6 +61,86 @@ template <class Tables> PARARNN_FUNCTION constexpr int tiles_before(int stage) {
   return Tiling<Tables>::list.first[stage];
 }
 
+// Where the halves of a tile of matrices are: a product, its first column, and the first of 8 units of each half.
+// Product -1: none.
+struct Fragments {
+  int head, column, product[2], unit[2];
+};
+
+// The rest of a number after its first part; none of infinity.
+PARARNN_FUNCTION real rest(real x, unsigned first_part) {
+  const float left = (float)x - __uint_as_float(first_part);
+  return left == left ? left : 0.0f;
+}
+
+// Calls f(layer, tile, word) for the parts of a lane's numbers: words of fragments, by the warp's tiles of 8 units.
+template <class F> PARARNN_FUNCTION void each_part(const Numbers& x, const F& f) {
+  Numbers left;
+  each<per_lane>([&](int c) { left[c] = exists(c) ? x[c] : constant(0); });
+  each<layers>([&](int layer) {
+    each<per_lane / sides>([&](int pair) {
+      const int c = pair * sides;
+      const real second = sides == 2 ? left[c + sides - 1] : rest(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
+      const unsigned word = to_bfloat16s((float)left[c], (float)second);
+      f(layer, (tile_of(c) * units + half_of(c)) / 8, word);
+      if (layer + 1 == layers) return;
+      left[c] = rest(sides == 2 ? left[c] : second, sides == 2 ? word << 16 : word & 0xffff0000u);
+      if (sides == 2) left[c + 1] = rest(left[c + 1], word & 0xffff0000u);
+    });
+  });
+}
+
+// Loads the fragments of a tile, by its index.
+PARARNN_FUNCTION void load_fragments(const unsigned* source, int index, unsigned (&fragments)[4]) {
+  const Pack<unsigned, 4> pack = *reinterpret_cast<const Pack<unsigned, 4>*>(source + (int64)index * lanes * 4);
+  each<4>([&](int i) { fragments[i] = pack.items[i]; });
+}
+
+// Loads a warp's packed matrices, of `words` words, into registers or into `memory` of the block. Returns where
+// to read them if they are not in registers.
+template <bool in_registers, int memory_bytes, int count>
+PARARNN_FUNCTION const unsigned* place_matrices(const unsigned* source, int words, char* memory,
+                                                unsigned (&matrix)[count][4]) {
+  if constexpr (in_registers) each<count>([&](int i) { load_fragments(source, i, matrix[i]); });
+  if constexpr (memory_bytes == 0) return source;
+  unsigned* copy = reinterpret_cast<unsigned*>(memory) + warp() * words + lane() * 4;
+  for (int i = 0; i < words / (lanes * 4); ++i) {
+    unsigned fragments[4];
+    load_fragments(source, i, fragments);
+    each<4>([&](int j) { copy[i * lanes * 4 + j] = fragments[j]; });
+  }
+  return copy;
+}
+
+#if PARARNN_CLUSTER
+// Waits for all slices: no block may send before barriers are open, or leave while others send.
+PARARNN_FUNCTION void meet_slices() {
+  arrive_in_cluster();
+  wait_for_cluster();
+}
+
+PARARNN_FUNCTION Barrier& barrier_of(char* barriers, int round) {
+  return *reinterpret_cast<Barrier*>(barriers + round % 2 * barrier_bytes);
+}
+
+// Opens the barriers of two rounds, once the block's memory is ready.
+PARARNN_FUNCTION void open_slices(char* barriers) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    each<2>([&](int i) { open_barrier(barrier_of(barriers, i)); });
+    show_barriers();
+  }
+  meet_slices();
+}
+
+// Waits for the bytes of a round from all slices.
+PARARNN_FUNCTION void wait_for_slices(char* barriers, int round, int bytes) {
+  Barrier& barrier = barrier_of(barriers, round);
+  if (threadIdx.x == 0) expect_bytes(barrier, bytes);
+  while (!has_arrived(barrier, round / 2)) {}
+}
+#endif
+
 // The stages of a pass from `first` on, to `last` - 1, whose products a kernel computes.
 template <class Tables, int first, int last> struct Products {
   static constexpr int tiles = tiles_before<Tables>(last) - tiles_before<Tables>(first);
@@ -72,9 +153,8 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int matrix_bytes = shared_matrices && !wide ? warps * words * 4 : 0;
   static constexpr int round_sums = warps * lanes * Tiling<Tables>::list.most_products * per_lane;
   static constexpr int sums_bytes = splits > 1 ? 2 * round_sums * 4 : 0;  // one round is read, the next one written
-  static constexpr int barrier_bytes = slices > 1 ? 2 * 16 : 0;
   static constexpr int sums_start = operands_bytes + matrix_bytes, barriers_start = sums_start + sums_bytes;
-  static constexpr int bytes = barriers_start + barrier_bytes;
+  static constexpr int bytes = barriers_start + (slices > 1 ? 2 * barrier_bytes : 0);
   static constexpr int receivers = slices / splits;  // of a warp: the splits share the slices
   static constexpr int registers = resident && !wide && tiles > 0 ? warp_tiles * tiles * depth * matrix_parts : 1;
 
@@ -89,29 +169,16 @@ template <class Tables, int first, int last> struct Products {
   PARARNN_FUNCTION Products(const Inputs& in, int head, const unsigned* packed, char* memory)
       : in(in), head(head), memory(memory),
         source(packed + (((int64)head * slices + slice()) * warps + warp()) * words + lane() * 4) {
-    if constexpr (resident && !wide && tiles > 0) {
-      each<registers>([&](int i) { load(i, matrix[i]); });
-    }
-    if constexpr (matrix_bytes > 0) {
-      unsigned* copy = reinterpret_cast<unsigned*>(memory + operands_bytes) + warp() * words + lane() * 4;
-      for (int i = 0; i < words / (lanes * 4); ++i) {
-        unsigned fragments[4];
-        load(i, fragments);
-        each<4>([&](int j) { copy[i * lanes * 4 + j] = fragments[j]; });
-      }
-      source = copy;
-    }
+    if constexpr (!wide && tiles > 0)
+      source = place_matrices<resident, matrix_bytes>(source, words, memory + operands_bytes, matrix);
     for (int i = threadIdx.x * 4; i < operands_bytes; i += warps * lanes * 4) *reinterpret_cast<int*>(memory + i) = 0;
-    __syncthreads();
 #if PARARNN_CLUSTER
     each<receivers>([&](int i) {
       receiver[i] = in_block(memory, (slice() + i * splits + split_of(warp())) % slices);
     });
-    if (threadIdx.x == 0) {
-      each<2>([&](int i) { open_barrier(barrier(i)); });
-      show_barriers();
-    }
-    meet_slices();
+    open_slices(memory + barriers_start);
+#else
+    __syncthreads();
 #endif
   }
 
@@ -120,29 +187,6 @@ template <class Tables, int first, int last> struct Products {
 #if PARARNN_CLUSTER
     meet_slices();
 #endif
-  }
-
-#if PARARNN_CLUSTER
-  PARARNN_FUNCTION Barrier& barrier(int round) const {
-    return *reinterpret_cast<Barrier*>(memory + barriers_start + round % 2 * 16);
-  }
-  // Waits for all slices: no block may send before barriers are open, or leave while others send.
-  PARARNN_FUNCTION void meet_slices() const {
-    arrive_in_cluster();
-    wait_for_cluster();
-  }
-  // Waits for the operands of a stage from all slices.
-  template <int stage> PARARNN_FUNCTION void receive() const {
-    constexpr int operands = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
-    if (threadIdx.x == 0) expect_bytes(barrier(round), operands * layers * 8 * slices * slice_units * 2);
-    while (!has_arrived(barrier(round), round / 2)) {}
-  }
-#endif
-
-  // Loads fragments of a tile's part: [tile of the warp][tile of the stages][depth][part].
-  PARARNN_FUNCTION void load(int index, unsigned (&fragments)[4]) const {
-    const Pack<unsigned, 4> pack = *reinterpret_cast<const Pack<unsigned, 4>*>(source + (int64)index * lanes * 4);
-    each<4>([&](int i) { fragments[i] = pack.items[i]; });
   }
 
   PARARNN_FUNCTION char* slot(int operand) const {
@@ -157,35 +201,19 @@ template <class Tables, int first, int last> struct Products {
         if (exists(c)) target[column_of_side(side_of(c)) * wide_row + unit_of(c)] = x[c];
       });
     } else {
-      Numbers left;
-      each<per_lane>([&](int c) { left[c] = exists(c) ? x[c] : constant(0); });
-      const unsigned target = shared_address(slot(operand));
-      each<layers>([&](int layer) {
-        each<per_lane / sides>([&](int pair) {
-          const int c = pair * sides, unit = first_unit(tile_of(c)) + half_of(c);
-          const real second = sides == 2 ? left[c + sides - 1] : rest(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
-          const unsigned word = to_bfloat16s((float)left[c], (float)second);
-          const unsigned tile = target + layer * layer_bytes + unit / 8 * tile_bytes;
+      const unsigned target = shared_address(slot(operand)) + first_unit(0) / 8 * tile_bytes;
+      each_part(x, [&](int layer, int tile, unsigned word) {
+        const unsigned at = target + layer * layer_bytes + tile * tile_bytes;
 #if PARARNN_CLUSTER
-          const unsigned bits = transpose(word), at = tile - shared_address(memory) + lane() * 4;
-          each<receivers>([&](int i) {
-            send_bits(receiver[i] + at, bits, receiver[i] + barriers_start + round % 2 * 16);
-          });
-#else
-          if (fits || unit < stored) store_transposed(tile, word);
-#endif
-          if (layer + 1 == layers) return;
-          left[c] = rest(sides == 2 ? left[c] : second, sides == 2 ? word << 16 : word & 0xffff0000u);
-          if (sides == 2) left[c + 1] = rest(left[c + 1], word & 0xffff0000u);
+        const unsigned bits = transpose(word), own = at - shared_address(memory) + lane() * 4;
+        each<receivers>([&](int i) {
+          send_bits(receiver[i] + own, bits, receiver[i] + barriers_start + round % 2 * barrier_bytes);
         });
+#else
+        if (fits || first_unit(0) + tile * 8 < stored) store_transposed(at, word);
+#endif
       });
     }
-  }
-
-  // The rest of a number after its first part; none of infinity.
-  static PARARNN_FUNCTION real rest(real x, unsigned first_part) {
-    const float left = (float)x - __uint_as_float(first_part);
-    return left == left ? left : 0.0f;
   }
 
   // Multiplies the operands of a stage, which all warps have written. `meanwhile`: other work, for the time that
@@ -193,7 +221,8 @@ template <class Tables, int first, int last> struct Products {
   template <int stage, int count, class Work>
   PARARNN_FUNCTION void multiply(real (&product)[count][per_lane], const Work& meanwhile) {
 #if PARARNN_CLUSTER
-    receive<stage>();
+    constexpr int own = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
+    wait_for_slices(memory + barriers_start, round, own * layers * (slices * slice_units / 8) * tile_bytes);
 #else
     __syncthreads();
 #endif
@@ -260,7 +289,7 @@ template <class Tables, int first, int last> struct Products {
             const int o = Tiling<Tables>::list.items[begin + i].operand - Tables::first_operand[stage];
             each<matrix_parts>([&](int part) {
               unsigned streamed[4];
-              if constexpr (!resident) load(at + part, streamed);
+              if constexpr (!resident) load_fragments(source, at + part, streamed);
               each<layers>([&](int layer) {
                 const int order = part + layer * parts_of_layer;
                 if (order >= most) return;
@@ -316,31 +345,35 @@ template <class Tables, int first, int last> struct Products {
       product[begin + i / per_lane][i % per_lane] = total;
     });
   }
+
+  // Where fragments of packed matrices are: [tile of the warp][tile of the stages][depth].
+  static PARARNN_FUNCTION Fragments fragments(int head, int slice, int warp, int index) {
+    constexpr int stage_tiles = tiles > 0 ? tiles : 1;
+    const Item item = Tiling<Tables>::list.items[tiles_before<Tables>(first) + index / depth % stage_tiles];
+    const int tile = index / depth / stage_tiles, column = (split_of(warp) * depth + index % depth) * 16;
+    const int unit = slice * slice_units + (group_of(warp) * warp_tiles + tile) * units;
+    if (units == 16) return {head, column, {item.product, item.product}, {unit, unit + 8}};
+    return {head, column, {item.product, item.halves == 2 ? item.product + 1 : -1}, {unit, unit}};
+  }
 };
 
-// Packs the matrices of a kernel's stages: [head][slice][warp][tile of the warp][tile][depth][part][lane][word].
-template <class Tables, int first, int last> PARARNN_FUNCTION void pack(const PackProblem& p) {
-  using Own = Products<Tables, first, last>;
-  constexpr int tiles = Own::tiles > 0 ? Own::tiles : 1;
-  const int64 count = (int64)heads * slices * warps * Own::words / (matrix_parts * 4);
+// Packs the matrices of `Own` products: [head][slice][warp][fragments][part][lane][word].
+template <class Tables, class Own> PARARNN_FUNCTION void pack(const PackProblem& p) {
+  constexpr int warp_fragments = Own::words / matrix_words, divisor = warp_fragments > 0 ? warp_fragments : 1;
+  const int64 count = (int64)heads * slices * warps * warp_fragments * lanes;
   for (int64 i = (int64)blockIdx.x * 256 + threadIdx.x; i < count; i += (int64)gridDim.x * 256) {
-    const int own_lane = i % lanes, k = i / lanes % depth;
-    const int item = i / lanes / depth % tiles, tile = i / lanes / depth / tiles % warp_tiles;
-    const int owner = i / lanes / depth / tiles / warp_tiles % warps;
-    const int block = i / lanes / depth / tiles / warp_tiles / warps, head = block / slices;
-    const Item own = Tiling<Tables>::list.items[tiles_before<Tables>(first) + item];
+    const int own_lane = i % lanes, owner = i / lanes / divisor % warps, block = i / lanes / divisor / warps;
+    const Fragments own = Own::fragments(block / slices, block % slices, owner, i / lanes % divisor);
     unsigned* target = p.packed + (i / lanes * matrix_parts * lanes + own_lane) * 4;
     for (int word = 0; word < 4; ++word) {
-      const int row = own_lane / 4 + word % 2 * 8, column = (split_of(owner) * depth + k) * 16 + own_lane % 4 * 2 + word / 2 * 8;
-      const int half = units == 8 ? row / 8 : 0;
-      const int unit = block % slices * slice_units + (group_of(owner) * warp_tiles + tile) * units +
-                       (units == 8 ? row % 8 : row);
+      const int half = word % 2, unit = own.unit[half] + own_lane / 4;
+      const int column = own.column + own_lane % 4 * 2 + word / 2 * 8;
       float left[2];
       for (int j = 0; j < 2; ++j) {
-        const bool there = half < own.halves && unit < head_width && column + j < head_width;
-        const Product one = Tables::products[own.product + (there ? half : 0)];
+        const bool there = own.product[half] >= 0 && unit < head_width && column + j < head_width;
+        const Product one = Tables::products[there ? own.product[half] : 0];
         const matrix_io* m = reinterpret_cast<const matrix_io*>(p.params[one.matrix]) +
-                             (int64)head * head_width * head_width;
+                             (int64)own.head * head_width * head_width;
         const int64 index = one.transposed ? (int64)unit * head_width + column + j
                                            : (int64)(column + j) * head_width + unit;
         left[j] = there ? (float)widen(m[index]) : 0.0f;
@@ -348,8 +381,8 @@ template <class Tables, int first, int last> PARARNN_FUNCTION void pack(const Pa
       for (int part = 0; part < matrix_parts; ++part) {
         const unsigned bits = to_bfloat16s(left[0], left[1]);
         target[part * lanes * 4 + word] = bits;
-        left[0] = (float)Own::rest(left[0], bits << 16);
-        left[1] = (float)Own::rest(left[1], bits & 0xffff0000u);
+        left[0] = (float)rest(left[0], bits << 16);
+        left[1] = (float)rest(left[1], bits & 0xffff0000u);
       }
     }
   }

@@ -12,9 +12,9 @@ struct BackwardTables {
   static constexpr const int* first_operand = backward_first_operand;
   static constexpr const int* first_product = backward_first_product;
   static constexpr const Product* products = backward_products;
+  static constexpr const int* sum_of_product = backward_sum_of_product;
 };
 using StepProducts = Products<BackwardTables, 0, backward_recomputed>;
-using AdjointProducts = Products<BackwardTables, backward_recomputed, backward_stages>;
 
 constexpr int backward_products_count = backward_first_product[backward_stages];
 constexpr int backward_operands_count = backward_first_operand[backward_stages];

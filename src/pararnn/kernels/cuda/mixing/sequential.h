@@ -6,7 +6,7 @@
 namespace pararnn {
 using Pass = Recompute;
 using PassTables = BackwardTables;
-constexpr int first_stage = 0, last_stage = backward_recomputed;
+using PassProducts = StepProducts;
 }  // namespace pararnn
 #elif PARARNN_BACKWARD
 #include "backward.h"
@@ -15,14 +15,14 @@ constexpr int first_stage = 0, last_stage = backward_recomputed;
 namespace pararnn {
 using Pass = BackwardPass;
 using PassTables = BackwardTables;
-constexpr int first_stage = backward_recomputed, last_stage = backward_stages;
+using PassProducts = AdjointProducts;
 }  // namespace pararnn
 #else
 #include "forward.h"
 namespace pararnn {
 using Pass = ForwardPass;
 using PassTables = ForwardTables;
-constexpr int first_stage = 0, last_stage = forward_stages;
+using PassProducts = ForwardProducts;
 }  // namespace pararnn
 #endif
 
@@ -30,7 +30,7 @@ static_assert(pararnn::Pass::bytes == pararnn::shared_bytes);
 
 extern "C" __global__ void __launch_bounds__(256)
 pack(const __grid_constant__ pararnn::PackProblem problem) {
-  pararnn::pack<pararnn::PassTables, pararnn::first_stage, pararnn::last_stage>(problem);
+  pararnn::pack<pararnn::PassTables, pararnn::PassProducts>(problem);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * pararnn::warps)
