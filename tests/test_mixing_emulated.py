@@ -301,7 +301,7 @@ MUTANTS = {
         "backward", "backward.h", "pad || (events && event.reset(side))", "pad"
     ),
     "a state before a reset is read": Mutant(
-        "recompute", "recompute.h", "if (in.reset != nullptr && in.reset[at + t]) return;", ""
+        "recompute", "recompute.h", "(events && in.reset != nullptr && in.reset[t])", "false"
     ),
     "a ring's slot is another one": Mutant(
         "forward", "forward.h", "free_slot = steps_ahead;", "free_slot = steps_ahead - 1;"

@@ -194,7 +194,7 @@ def _mixing_structs_of_cuda(own: Structs) -> Structs:
             *_BACKWARD,
             Field("GateStrides", "grad_gate_strides"),
             matrices,
-            Field("scalar*", "saved", "(value, row, time, channel)"),
+            Field("scalar*", "saved", "(row, time, head, value, channel of the head)"),
             Field("vector_io*", "left", vectors),
             Field("vector_io*", "right", vectors),
         ),

@@ -309,7 +309,9 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     }[variant.direction]
     wide = compute == torch.float64
     operand_parts = 1 if wide else max(2, PARTS[dtype])
-    matrix_parts = 1 if wide else min(PARTS[variant.matrix_dtype], max(2, PARTS[dtype]))
+    matrix_parts = 1 if wide else min(PARTS[variant.matrix_dtype], operand_parts)
+    if variant.direction == "recompute" and own.multiplies_states:
+        operand_parts = PARTS[dtype]  # states have been saved in it
     layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
     operands = max(stage.count("operand") for stage in own.stages)
     number_bytes = 8 * 4 * variant.sides if wide else 8 * 2 * layers  # of all columns

@@ -81,7 +81,8 @@ class Pass:
     follow from the cotangents. num_carried: how many values stages give to later ones. num_saved:
     how many of these, the first ones, stages without cotangents give to those with: with them the
     latter read no state, gate or field. sum_of_product: for each product, the first one of those of
-    its stage that it is only ever added to; itself if there is none before it.
+    its stage that it is only ever added to; itself if there is none before it. multiplies_states:
+    True if all operands of its recomputed stages are states as they are.
     """
 
     stages: tuple[Stage, ...]
@@ -90,6 +91,7 @@ class Pass:
     num_carried: int
     num_saved: int
     sum_of_product: tuple[int, ...]
+    multiplies_states: bool
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -404,7 +406,10 @@ class _Cut:
             first_of_sum.setdefault((self.level[node], _sum_of(node)), i)
             for node, i in number.items()
         )
-        return Pass(tuple(stages), sizes, self.recomputed_stages, len(carries), len(saved), sums)
+        states = self.rows[: sizes["state"]]
+        plain = all(operand in states for s, operand in operands if s < self.recomputed_stages)
+        counts = self.recomputed_stages, len(carries), len(saved)
+        return Pass(tuple(stages), sizes, *counts, sums, plain)
 
     def _end(self, result: Result, value: Any) -> int:
         """Return the stage that gives a result. Gradients of inputs come with the cotangents, also

@@ -140,7 +140,7 @@ class MixingLaunch(NamedTuple):
         elif self.without_vectors is not None:
             kernels = self.without_vectors()
         saved = gates.new_empty(
-            (mixing.backward.num_saved, steps, heads * width), dtype=self.compute
+            (steps, heads, mixing.backward.num_saved, width), dtype=self.compute
         )
         others = [saved, left_vectors, right_vectors]
         assert self.first is not None

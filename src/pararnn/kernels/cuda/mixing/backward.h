@@ -99,7 +99,7 @@ struct BackwardPass {
     const Inputs& in = p.in;
     const int length = (int)in.length;
     const int64 step = reverse ? 1 : -1, steps = in.rows * length;
-    const int64 saved_time = step * channels * (int64)sizeof(scalar);
+    const int64 saved_time = step * channels * backward_saved * (int64)sizeof(scalar);
     Saved saved;
     Arriving arriving_states[num_states];
     const int64 last = time_of(in, length - 1);
@@ -107,7 +107,7 @@ struct BackwardPass {
     const int offset = place.head * head_width;
     saved.start(ring, [&](int i, int column, int unit) -> const scalar* {
       return row_of(column) < in.rows
-                 ? p.saved + ((i * in.rows + row_of(column)) * length + last) * channels + offset + unit
+                 ? p.saved + (((row_of(column) * length + last) * heads + place.head) * backward_saved + i) * head_width + unit
                  : nullptr;
     });
     each<num_states>([&](int n) {

@@ -20,39 +20,36 @@ constexpr int backward_products_count = backward_first_product[backward_stages];
 constexpr int backward_operands_count = backward_first_operand[backward_stages];
 constexpr int recomputed_products = backward_first_product[backward_recomputed];
 
-// Loads the state before a step of a row into a lane's number.
-PARARNN_FUNCTION void load_previous(Fragment<num_states>& x, const BackwardProblem& p, const Place& place, int64 row,
-                                    int l, int c) {
-  const Inputs& in = p.in;
-  const int64 t = time_of(in, l), before = time_of(in, l - 1), at = row * in.length;
-  const bool there = row < in.rows && l < in.length && exists(c);
-  each<num_states>([&](int n) { x[n][c] = constant(0); });
-  if (!there) return;
-  int64 sequence = row;
-  bool begins = l == 0;
-  if (events) {
-    if (in.reset != nullptr && in.reset[at + t]) return;
-    if (in.seq != nullptr) {
-      sequence = in.seq[at + t];
-      if (sequence < 0) return;
-      begins = begins || in.seq[at + before] != sequence;
-    }
+// Where the state before a step is: a step of the saved states, or the number of a sequence's initial ones. Both
+// are -1 where it is zero.
+struct Previous {
+  int64 saved, initial;
+
+  PARARNN_FUNCTION Previous(const Inputs& in, int64 row, int l) : saved(-1), initial(-1) {
+    const int64 at = row * in.length, t = at + time_of(in, l), before = at + time_of(in, l - 1);
+    if (l >= (int)in.length || row >= in.rows || (events && in.reset != nullptr && in.reset[t])) return;
+    const int64 sequence = events && in.seq != nullptr ? in.seq[t] : row;
+    const bool begins = l == 0 || (events && in.seq != nullptr && in.seq[before] != sequence);
+    (begins ? initial : saved) = begins ? sequence : sequence < 0 ? -1 : before;
   }
-  if (begins) load_states(x, in.initial, sequence, place, c);
-  else each<num_states>([&](int n) { x[n][c] = widen(p.states[n][(at + before) * channels + place.channel(c)]); });
-}
+};
 
 struct Recompute {
   using Problem = BackwardProblem;
   static constexpr int ring_bytes = 0, bytes = StepProducts::bytes;
 
+  // What the steps of a block's columns read.
+  struct Steps {
+    Fragment<num_states> state;
+    StepInputs inputs;
+  };
+
   const BackwardProblem& p;
   const Place place;  // its rows are not used: columns are steps
   const Weights weights;
   StepProducts products;
-  Fragment<num_states> state;
-  Fragment<num_gates> gate;
-  real field[per_lane][field_slots], carried[per_lane][backward_carried + 1];
+  Steps now;
+  real carried[per_lane][backward_carried + 1];
   real product[backward_products_count + 1][per_lane];
   real left[num_lefts + 1][per_lane], right[num_rights + 1][per_lane];
 
@@ -64,13 +61,13 @@ struct Recompute {
     constexpr int first = backward_first_operand[stage], count = backward_first_operand[stage + 1] - first;
     Numbers operand[count + 1];
     each<per_lane>([&](int c) {
-      const auto own_state = state.column(c);
-      const auto own_gate = gate.column(c);
+      const auto own_state = now.state.column(c);
+      const auto own_gate = now.inputs.gate.column(c);
       const auto own_param = weights.params.column(c);
       real own_product[backward_products_count + 1], own_operand[backward_operands_count + 1];
       real own_left[num_lefts + 1], own_right[num_rights + 1];
       each<recomputed_products>([&](int i) { own_product[i] = product[i][c]; });
-      backward_stage<stage>(own_state, own_gate, field[c], own_param, own_product, nullptr, carried[c],
+      backward_stage<stage>(own_state, own_gate, now.inputs.field[c], own_param, own_product, nullptr, carried[c],
                             own_operand, nullptr, nullptr, nullptr, nullptr, own_left, own_right);
       each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
       each<num_lefts>([&](int i) {
@@ -87,43 +84,76 @@ struct Recompute {
     }
   }
 
-  PARARNN_FUNCTION void run(char*) {
+  PARARNN_FUNCTION void load(Steps& steps, int64 row, int begin) const {
     const Inputs& in = p.in;
-    const int length = (int)in.length;
-    const int64 tiles = (length + columns - 1) / columns, all = in.rows * tiles;
-    for (int64 tile = blockIdx.x / heads; tile < all; tile += gridDim.x / heads) {
-      const int64 row = tile / tiles;
-      const int begin = (int)(tile % tiles) * columns;
+    each<sides>([&](int side) {
+      const int l = begin + column_of_side(side);
+      const int64 t = time_of(in, l);
+      const io* gates = gate_address(in, place.head, row, 0, t, unit_of(0));
+      const Previous previous(in, row, l);
       each<per_lane>([&](int c) {
-        const int l = begin + column_of_side(side_of(c));
-        const int64 t = time_of(in, l);
-        const bool there = l < length && exists(c);
-        load_previous(state, p, place, row, l, c);
+        if (side_of(c) != side) return;
+        const int offset = own_unit_of(c) - own_unit_of(0);
+        const bool there = l < (int)in.length && exists(c);
         each<num_gates>([&](int g) {
-          gate[g][c] = weights.bias[g][c] +
-                       load_or(gate_address(in, place.head, row, g, t, unit_of(c)), there, constant(0));
+          steps.inputs.gate[g][c] = load_or(gates + g * gap_of(in.gate_strides) + offset, there, constant(0));
         });
-        load_fields(in, place, row, t, c, there, field[c]);
+        each<num_states>([&](int n) {
+          steps.state[n][c] = load_or(p.states[n] + previous.saved * channels + place.channel(c),
+                                      previous.saved >= 0 && exists(c), constant(0));
+        });
+        if (previous.initial >= 0) load_states(steps.state, in.initial, previous.initial, place, c);
+        load_fields(in, place, row, t, c, there, steps.inputs.field[c]);
       });
-      run_stages<0>();
+    });
+  }
+
+  PARARNN_FUNCTION void store(int64 row, int begin) const {
+    const Inputs& in = p.in;
+    each<sides>([&](int side) {
+      const int l = begin + column_of_side(side);
+      if (l >= (int)in.length) return;
+      const int64 index = row * in.length + time_of(in, l), vector = place.head * in.rows * in.length + index;
+      const bool live = !events || in.seq == nullptr || in.seq[index] >= 0;
+      scalar* saved = p.saved + (index * heads + place.head) * backward_saved * head_width + unit_of(0);
+      vector_io* lefts = p.left + vector * num_lefts * head_width + unit_of(0);
+      vector_io* rights = p.right + vector * num_rights * head_width + unit_of(0);
       each<per_lane>([&](int c) {
-        const int l = begin + column_of_side(side_of(c));
-        if (l >= length || !exists(c)) return;
-        const int64 index = row * in.length + time_of(in, l), steps = in.rows * in.length;
-        each<backward_saved>([&](int i) {
-          p.saved[(i * steps + index) * channels + place.channel(c)] = carried[c][i];
-        });
-        const bool live = !events || in.seq == nullptr || in.seq[index] >= 0;
-        const int64 vector = place.head * steps + index;
+        if (side_of(c) != side || !exists(c)) return;
+        const int offset = own_unit_of(c) - own_unit_of(0);
+        each<backward_saved>([&](int i) { saved[i * head_width + offset] = carried[c][i]; });
         each<num_lefts>([&](int i) {
-          if (p.left == nullptr || backward_stage_of_left[i] > backward_recomputed) return;
-          p.left[(vector * num_lefts + i) * head_width + unit_of(c)] = narrow<vector_io>(live ? left[i][c] : constant(0));
+          if (p.left != nullptr && backward_stage_of_left[i] <= backward_recomputed)
+            lefts[i * head_width + offset] = narrow<vector_io>(live ? left[i][c] : constant(0));
         });
         each<num_rights>([&](int i) {
-          if (p.right == nullptr || backward_stage_of_right[i] > backward_recomputed) return;
-          p.right[(vector * num_rights + i) * head_width + unit_of(c)] = narrow<vector_io>(live ? right[i][c] : constant(0));
+          if (p.right != nullptr && backward_stage_of_right[i] <= backward_recomputed)
+            rights[i * head_width + offset] = narrow<vector_io>(live ? right[i][c] : constant(0));
         });
       });
+    });
+  }
+
+  PARARNN_FUNCTION void run(char*) {
+    const int tiles = ((int)p.in.length + columns - 1) / columns, stride = gridDim.x / heads;
+    Steps ahead;
+    int64 row = blockIdx.x / heads / tiles, next_row = row;
+    int tile = blockIdx.x / heads % tiles, next_tile = tile;
+    if (row < p.in.rows) load(ahead, row, tile * columns);
+    while (row < p.in.rows) {
+      now = ahead;
+      next_row = row + stride / tiles;
+      next_tile = tile + stride % tiles;
+      if (next_tile >= tiles) {
+        next_tile -= tiles;
+        ++next_row;
+      }
+      if (next_row < p.in.rows) load(ahead, next_row, next_tile * columns);
+      add_bias(now.inputs.gate, weights.bias);
+      run_stages<0>();
+      store(row, tile * columns);
+      row = next_row;
+      tile = next_tile;
     }
   }
 };
