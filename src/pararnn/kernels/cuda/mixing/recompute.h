@@ -38,17 +38,20 @@ struct Recompute {
   using Problem = BackwardProblem;
   static constexpr int ring_bytes = 0, bytes = StepProducts::bytes;
 
-  // What the steps of a block's columns read.
+  // What the steps of a block's columns read, as it is in memory: nothing waits for it before its use. initial:
+  // sequences whose initial states come before the steps, -1 for none.
   struct Steps {
-    Fragment<num_states> state;
-    StepInputs inputs;
+    io state[num_states][per_lane], gate[num_gates][per_lane];
+    real field[per_lane][field_slots];
+    int64 initial[sides];
   };
 
   const BackwardProblem& p;
   const Place place;  // its rows are not used: columns are steps
   const Weights weights;
   StepProducts products;
-  Steps now;
+  Fragment<num_states> state;
+  StepInputs inputs;
   real carried[per_lane][backward_carried + 1];
   real product[backward_products_count + 1][per_lane];
   real left[num_lefts + 1][per_lane], right[num_rights + 1][per_lane];
@@ -61,13 +64,13 @@ struct Recompute {
     constexpr int first = backward_first_operand[stage], count = backward_first_operand[stage + 1] - first;
     Numbers operand[count + 1];
     each<per_lane>([&](int c) {
-      const auto own_state = now.state.column(c);
-      const auto own_gate = now.inputs.gate.column(c);
+      const auto own_state = state.column(c);
+      const auto own_gate = inputs.gate.column(c);
       const auto own_param = weights.params.column(c);
       real own_product[backward_products_count + 1], own_operand[backward_operands_count + 1];
       real own_left[num_lefts + 1], own_right[num_rights + 1];
       each<recomputed_products>([&](int i) { own_product[i] = product[i][c]; });
-      backward_stage<stage>(own_state, own_gate, now.inputs.field[c], own_param, own_product, nullptr, carried[c],
+      backward_stage<stage>(own_state, own_gate, inputs.field[c], own_param, own_product, nullptr, carried[c],
                             own_operand, nullptr, nullptr, nullptr, nullptr, own_left, own_right);
       each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
       each<num_lefts>([&](int i) {
@@ -86,6 +89,7 @@ struct Recompute {
 
   PARARNN_FUNCTION void load(Steps& steps, int64 row, int begin) const {
     const Inputs& in = p.in;
+    const io none = narrow<io>(constant(0));
     each<sides>([&](int side) {
       const int l = begin + column_of_side(side);
       const int64 t = time_of(in, l);
@@ -96,16 +100,27 @@ struct Recompute {
         const int offset = own_unit_of(c) - own_unit_of(0);
         const bool there = l < (int)in.length && exists(c);
         each<num_gates>([&](int g) {
-          steps.inputs.gate[g][c] = load_or(gates + g * gap_of(in.gate_strides) + offset, there, constant(0));
+          steps.gate[g][c] = there ? gates[g * gap_of(in.gate_strides) + offset] : none;
         });
         each<num_states>([&](int n) {
-          steps.state[n][c] = load_or(p.states[n] + previous.saved * channels + place.channel(c),
-                                      previous.saved >= 0 && exists(c), constant(0));
+          const io* saved = p.states[n] + previous.saved * channels + place.channel(c);
+          steps.state[n][c] = previous.saved >= 0 && exists(c) ? *saved : none;
         });
-        if (previous.initial >= 0) load_states(steps.state, in.initial, previous.initial, place, c);
-        load_fields(in, place, row, t, c, there, steps.inputs.field[c]);
+        load_fields(in, place, row, t, c, there, steps.field[c]);
       });
+      steps.initial[side] = previous.initial;
     });
+  }
+
+  PARARNN_FUNCTION void widen_steps(const Steps& steps) {
+    each<per_lane>([&](int c) {
+      each<num_gates>([&](int g) { inputs.gate[g][c] = widen(steps.gate[g][c]); });
+      each<num_states>([&](int n) { state[n][c] = widen(steps.state[n][c]); });
+      each<num_fields>([&](int f) { inputs.field[c][f] = steps.field[c][f]; });
+      const int64 initial = steps.initial[side_of(c)];
+      if (initial >= 0) load_states(state, p.in.initial, initial, place, c);
+    });
+    add_bias(inputs.gate, weights.bias);
   }
 
   PARARNN_FUNCTION void store(int64 row, int begin) const {
@@ -141,7 +156,7 @@ struct Recompute {
     int tile = blockIdx.x / heads % tiles, next_tile = tile;
     if (row < p.in.rows) load(ahead, row, tile * columns);
     while (row < p.in.rows) {
-      now = ahead;
+      widen_steps(ahead);
       next_row = row + stride / tiles;
       next_tile = tile + stride % tiles;
       if (next_tile >= tiles) {
@@ -149,7 +164,6 @@ struct Recompute {
         ++next_row;
       }
       if (next_row < p.in.rows) load(ahead, next_row, next_tile * columns);
-      add_bias(now.inputs.gate, weights.bias);
       run_stages<0>();
       store(row, tile * columns);
       row = next_row;
