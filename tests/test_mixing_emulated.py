@@ -205,6 +205,21 @@ def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
     assert {resident for resident, _ in sizes_in_use} == {False}
 
 
+@pytest.mark.parametrize("variant", ["initial", "packed"])
+def test_many_rows_take_turns_in_the_memory_of_saved_values(variant, monkeypatch):
+    monkeypatch.setattr(fused_mixing, "SAVED_BYTES", 1)
+    device, grids = gpu(cores=ONE_CORE), []
+
+    def call(device, kernel, grid, *args, **options):
+        if kernel.run.__name__ == "launch_run":
+            grids.append(grid)
+        return kernel(grid, *args, **options)
+
+    _install(dataclasses.replace(device, call=call), monkeypatch)
+    check_agreement(_case(HeadLSTM, variant=variant, batch=19))
+    assert grids == [(6, 1), *3 * [(8, 1), (2, 1)]]  # 3 times 8 rows, of 2 heads
+
+
 class Slices(NamedTuple):
     """Case of a head of 72 channels on a GPU whose blocks have few registers and warps, and the
     slices and splits of its forward and backward passes."""

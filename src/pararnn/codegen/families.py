@@ -194,6 +194,8 @@ def _mixing_structs_of_cuda(own: Structs) -> Structs:
             *_BACKWARD,
             Field("GateStrides", "grad_gate_strides"),
             matrices,
+            Field("int64", "first_row", "of this launch"),
+            Field("int64", "row_end", "after its last row, or more"),
             Field("scalar*", "saved", "(row, time, head, value, channel of the head)"),
             Field("vector_io*", "left", vectors),
             Field("vector_io*", "right", vectors),

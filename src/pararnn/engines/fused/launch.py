@@ -84,14 +84,14 @@ class Addresses:
 
 class Template(NamedTuple):
     """Words of a launch without its addresses, (index of the word, tensor) for each of these. It
-    holds no tensor."""
+    holds no tensor. A number that changes from launch to launch is as an address."""
 
     words: list[int]
     addresses: list[tuple[int, int]]
 
-    def fill(self, tensors: Iterable[Tensor | None]) -> list[int]:
-        """Return the words of a launch on these tensors; None has address 0."""
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    def fill(self, tensors: Iterable[Tensor | int | None]) -> list[int]:
+        """Return the words of a launch on these tensors and numbers; None has address 0."""
+        pointers = [t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in tensors]
         words = self.words.copy()
         for index, tensor in self.addresses:
             words[index] += pointers[tensor]

@@ -20,6 +20,7 @@ from pararnn.codegen.mixing_cuda import (
     variants_of_pass,
     vector_dtype,
 )
+from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.source import chunk_of
 from pararnn.codegen.targets import Gpu
 from pararnn.device import type_of
@@ -50,6 +51,8 @@ FEW_WARPS, MIN_UNITS = 8, 8
 than half as many of 8."""
 PRODUCT_TILE = 128
 """Rows and columns of a result that a block of a batched product computes, about."""
+SAVED_BYTES = 2**30
+"""Bytes of the values of steps that the kernels before those along time give to these."""
 RECOMPUTE_BLOCKS = 8
 """Blocks a multiprocessor that compute products for all steps at once."""
 
@@ -78,10 +81,11 @@ class MixingLaunch(NamedTuple):
     """Pass on calls of one signature. Without blocks there is nothing to launch.
 
     weights, compute, gates, matrices: dtypes of the weights' gradients, of computations, and of the
-    arguments. params: the slice of the params among a call's tensors. size: heads, steps of all
-    rows, and channels of a head. spans: blocks of a head. cores: multiprocessors. run, first: the
-    kernels along time, and those before them, which run in `first_blocks`. without_vectors: builds
-    the kernels along time that write no vectors of outer products. templates: words of each kernel.
+    arguments. params: the slice of the params among a call's tensors. size: heads, rows, steps of a
+    row, and channels of a head. block_rows: rows of a block. rows_at_once: of a launch in the
+    backward pass. cores: multiprocessors. run, first: the kernels along time, and those before
+    them, which run in `first_blocks`. without_vectors: builds the kernels along time that write no
+    vectors of outer products. templates: words of each kernel.
     """
 
     gpu: Gpu
@@ -91,9 +95,9 @@ class MixingLaunch(NamedTuple):
     matrices: torch.dtype
     params: slice
     mixing: Mixing
-    size: tuple[int, int, int] = (0, 0, 0)
-    blocks: int = 0
-    spans: int = 0
+    size: tuple[int, int, int, int] = (0, 0, 0, 0)
+    block_rows: int = 4
+    rows_at_once: int = 0
     cores: int = 1
     run: Kernels | None = None
     first: Kernels | None = None
@@ -107,7 +111,7 @@ class MixingLaunch(NamedTuple):
 
     def new_weights(self, args: Arguments, gates: int) -> tuple[Tensor | None, list[Tensor]]:
         """Allocate the gradients of bias and params; zero where sums are added to them."""
-        new = args.gates.new_empty if self.blocks else args.gates.new_zeros
+        new = args.gates.new_zeros if self.run is None else args.gates.new_empty
         grad_bias = None if args.bias is None else new(args.bias.shape, dtype=self.weights)
         return grad_bias, [
             new(p.shape, dtype=self.weights)
@@ -119,7 +123,17 @@ class MixingLaunch(NamedTuple):
     def forward(self, tensors: list[Tensor | None], info: Tensor) -> None:
         """Launch a forward pass."""
         if self.run is not None:
-            self._launch(self.run, self.blocks, tensors, [])
+            _, rows, _, _ = self.size
+            packed = self._pack(self.run, tensors)
+            self._run(self.run, self._blocks(rows), [*tensors, packed])
+
+    @property
+    def spans(self) -> int:
+        """Blocks of a head."""
+        return -(-self.size[1] // self.block_rows)
+
+    def _blocks(self, rows: int) -> int:
+        return self.size[0] * -(-rows // self.block_rows)
 
     def backward(
         self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
@@ -128,59 +142,57 @@ class MixingLaunch(NamedTuple):
         gates, partial = tensors[0], tensors[-1]
         if self.run is None or gates is None or partial is None:
             return
-        mixing, (heads, steps, width) = self.mixing, self.size
+        mixing, (heads, rows, length, width) = self.mixing, self.size
         left_vectors = right_vectors = None
         kernels = self.run
         if "params" in wanted and mixing.outers:
             dtype = vector_dtype(self.gates, self.matrices)
             left_vectors, right_vectors = (
-                gates.new_empty((heads, steps, n, width), dtype=dtype)
+                gates.new_empty((heads, rows * length, n, width), dtype=dtype)
                 for n in (mixing.lefts, mixing.rights)
             )
         elif self.without_vectors is not None:
             kernels = self.without_vectors()
-        saved = gates.new_empty(
-            (steps, heads, mixing.backward.num_saved, width), dtype=self.compute
-        )
-        others = [saved, left_vectors, right_vectors]
         assert self.first is not None
-        self._launch(self.first, self.first_blocks, tensors, others)
-        self._launch(kernels, self.blocks, tensors, others)
+        size = (self.rows_at_once, length, heads, mixing.backward.num_saved, width)
+        saved = gates.new_empty(size, dtype=self.compute)
+        packed_first, packed = self._pack(self.first, tensors), self._pack(kernels, tensors)
+        for row in range(0, rows, self.rows_at_once):
+            end = min(rows, row + self.rows_at_once)
+            others: list[Tensor | int | None] = [row, end, saved, left_vectors, right_vectors]
+            self._run(self.first, self.first_blocks, [*tensors, packed_first, *others])
+            self._run(kernels, self._blocks(end - row), [*tensors, packed, *others])
         if ("bias" in wanted or "params" in wanted) and partial.shape[1]:
             grid = (-(-heads * width // SUM_CHANNELS), partial.shape[1])
             self._call(self.run, "sum_weights", grid, [partial, *weights])
         if left_vectors is not None and right_vectors is not None:
             self._add_outers(weights[1:], left_vectors, right_vectors)
 
-    def _launch(
-        self,
-        kernels: Kernels,
-        blocks: int,
-        tensors: Sequence[Tensor | None],
-        others: Sequence[Tensor | None],
-    ) -> None:
-        """Launch a kernel along time, or along all steps at once, with its packed matrices."""
-        gates, heads, packed_matrices = tensors[0], self.size[0], None
-        if kernels.tiles.words and gates is not None:
-            words = heads * kernels.tiles.words
-            packed_matrices = gates.new_empty(words, dtype=torch.int32)
-            threads = words // (4 * kernels.tiles.matrix_parts)
-            grid = (-(-threads // PACK_THREADS), 1)
-            self._call(kernels, "pack", grid, [*tensors[self.params], packed_matrices])
-        grid = (blocks * kernels.tiles.slices, 1)
-        cluster = kernels.tiles.slices if kernels.tiles.slices > 1 else 0
-        self._call(kernels, "run", grid, [*tensors, packed_matrices, *others], cluster)
+    def _pack(self, kernels: Kernels, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """Return the packed matrices of a kernel; None if it needs none."""
+        gates, words = tensors[0], self.size[0] * kernels.tiles.words
+        if not words or gates is None:
+            return None
+        packed = gates.new_empty(words, dtype=torch.int32)
+        threads = words // (4 * kernels.tiles.matrix_parts)
+        grid = (-(-threads // PACK_THREADS), 1)
+        self._call(kernels, "pack", grid, [*tensors[self.params], packed])
+        return packed
+
+    def _run(self, kernels: Kernels, blocks: int, tensors: Sequence[Tensor | int | None]) -> None:
+        slices = kernels.tiles.slices
+        self._call(kernels, "run", (blocks * slices, 1), tensors, slices if slices > 1 else 0)
 
     def _call(
         self,
         kernels: Kernels,
         name: str,
         grid: tuple[int, int],
-        tensors: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | int | None],
         cluster: int = 0,
     ) -> None:
         assert self.templates is not None
-        device = next(t.device for t in tensors if t is not None)
+        device = next(t.device for t in tensors if isinstance(t, Tensor))
         words = self.templates[name].fill(tensors)
         self.gpu.call(
             device, kernels.kernels[name], grid, words, self.gpu.stream(device), cluster=cluster
@@ -190,7 +202,8 @@ class MixingLaunch(NamedTuple):
         self, grads: Sequence[Tensor | None], left_vectors: Tensor, right_vectors: Tensor
     ) -> None:
         """Add the outer products of vectors (heads, steps, vector, K) to matrices' gradients."""
-        heads, steps, width = self.size
+        heads, rows, length, width = self.size
+        steps = rows * length
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm
         if left_vectors.dtype != self.compute:
             on_gpu = type_of(left_vectors.device).accelerator
@@ -290,13 +303,12 @@ def make_mixing_launch(
 
     sides = _sides_of(program, variant, -(-rows // 4) * heads, cores)
     variant = variant._replace(sides=sides, whole=rows % (4 * sides) == 0)
-    groups = -(-rows // (4 * sides))
-    blocks = groups * heads
-    if length >= MAX_LENGTH or blocks > MAX_BLOCKS:
+    block_rows = 4 * sides
+    if length >= MAX_LENGTH or -(-rows // block_rows) * heads * MAX_CLUSTER > MAX_BLOCKS:
         raise EngineError(
-            f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS} blocks of 8 rows and a "
-            f"head, got T = {length}, B = {rows} and {heads} heads; split the sequence, or the "
-            "batch"
+            f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS // MAX_CLUSTER} blocks of "
+            f"8 rows and a head, got T = {length}, B = {rows} and {heads} heads; split the "
+            "sequence, or the batch"
         )
 
     def kernels_of(own: MixingVariant) -> Kernels:
@@ -328,18 +340,20 @@ def make_mixing_launch(
         templates["run"] = template_of(interface.pack("ForwardProblem", values))
     else:
         values |= adjoint_values(addresses, arriving, counts.fields)
-        names = ("packed", "saved", "left", "right")
+        names = ("packed", "first_row", "row_end", "saved", "left", "right")
         values |= {name: addresses.next() for name in names}
         grad_strides = head_strides(gates.shape, layouts.gates)
         values["grad_gate_strides"] = gate_strides(interface, grad_strides)
         templates["run"] = template_of(interface.pack("BackwardProblem", values))
-        templates["sum_weights"] = _sums_of(interface, mixing, groups)
+        templates["sum_weights"] = _sums_of(interface, mixing, -(-rows // block_rows))
     templates["pack"] = _pack_of(interface)
     tiles = rows * -(-length // 4)  # of 4 steps of a row, or 8
     return empty._replace(
-        size=(heads, rows * length, width),
-        blocks=blocks,
-        spans=groups,
+        size=(heads, rows, length, width),
+        block_rows=block_rows,
+        rows_at_once=_rows_at_once(
+            args.size, heads, mixing.backward.num_saved * compute.itemsize, cores
+        ),
         cores=cores,
         run=kernels_of(run),
         first=kernels_of(first[0]) if first else None,
@@ -347,6 +361,13 @@ def make_mixing_launch(
         first_blocks=heads * min(tiles, -(-RECOMPUTE_BLOCKS * cores // heads)),
         templates=templates,
     )
+
+
+def _rows_at_once(size: tuple[int, int, int], heads: int, number_bytes: int, cores: int) -> int:
+    """Return the rows whose saved values have SAVED_BYTES, or more if fewer keep no GPU busy."""
+    rows, length, channels = size
+    fit = SAVED_BYTES // max(1, length * channels * number_bytes)
+    return min(rows, max(8 * (fit // 8), 8 * -(-cores // heads)))
 
 
 def _sides_of(program: Program, variant: MixingVariant, blocks: int, cores: int) -> int:

@@ -42,7 +42,7 @@ struct BackwardPass {
   Step now, ahead;
 
   PARARNN_FUNCTION BackwardPass(const BackwardProblem& p, char* memory)
-      : p(p), place(blockIdx.x / slices), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
+      : p(p), place(blockIdx.x / slices, p.first_row), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
 
   // Runs one stage of a step for a lane's number.
   template <int stage> PARARNN_FUNCTION void run_stage(int c, real (&operand)[backward_operands_count + 1]) {
@@ -107,7 +107,7 @@ struct BackwardPass {
     const int offset = place.head * head_width;
     saved.start(ring, [&](int i, int column, int unit) -> const scalar* {
       return row_of(column) < in.rows
-                 ? p.saved + (((row_of(column) * length + last) * heads + place.head) * backward_saved + i) * head_width + unit
+                 ? p.saved + ((((row_of(column) - p.first_row) * length + last) * heads + place.head) * backward_saved + i) * head_width + unit
                  : nullptr;
     });
     each<num_states>([&](int n) {
@@ -244,7 +244,7 @@ struct BackwardPass {
       if (row < in.rows) store_states(p.grad_initial, adjoint, row, place, c);
     });
     // Sums over the block's rows, always in the same order.
-    const int64 span = blockIdx.x / slices / heads;
+    const int64 span = place.first_row / columns;
     each<num_weights>([&](int i) {
       each<per_lane / sides>([&](int pair) {
         const int c = pair * sides;

@@ -130,7 +130,7 @@ struct Recompute {
       if (l >= (int)in.length) return;
       const int64 index = row * in.length + time_of(in, l), vector = place.head * in.rows * in.length + index;
       const bool live = !events || in.seq == nullptr || in.seq[index] >= 0;
-      scalar* saved = p.saved + (index * heads + place.head) * backward_saved * head_width + unit_of(0);
+      scalar* saved = p.saved + ((index - p.first_row * in.length) * heads + place.head) * backward_saved * head_width + unit_of(0);
       vector_io* lefts = p.left + vector * num_lefts * head_width + unit_of(0);
       vector_io* rights = p.right + vector * num_rights * head_width + unit_of(0);
       each<per_lane>([&](int c) {
@@ -152,10 +152,10 @@ struct Recompute {
   PARARNN_FUNCTION void run(char*) {
     const int tiles = ((int)p.in.length + columns - 1) / columns, stride = gridDim.x / heads;
     Steps ahead;
-    int64 row = blockIdx.x / heads / tiles, next_row = row;
+    int64 row = p.first_row + blockIdx.x / heads / tiles, next_row = row;
     int tile = blockIdx.x / heads % tiles, next_tile = tile;
-    if (row < p.in.rows) load(ahead, row, tile * columns);
-    while (row < p.in.rows) {
+    if (row < p.row_end) load(ahead, row, tile * columns);
+    while (row < p.row_end) {
       widen_steps(ahead);
       next_row = row + stride / tiles;
       next_tile = tile + stride % tiles;
@@ -163,7 +163,7 @@ struct Recompute {
         next_tile -= tiles;
         ++next_row;
       }
-      if (next_row < p.in.rows) load(ahead, next_row, next_tile * columns);
+      if (next_row < p.row_end) load(ahead, next_row, next_tile * columns);
       run_stages<0>();
       store(row, tile * columns);
       row = next_row;
