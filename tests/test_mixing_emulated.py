@@ -205,7 +205,7 @@ def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
     assert {resident for resident, _ in sizes_in_use} == {False}
 
 
-@pytest.mark.parametrize("variant", ["initial", "packed"])
+@pytest.mark.parametrize("variant", ["initial", "resets"])
 def test_many_rows_take_turns_in_the_memory_of_saved_values(variant, monkeypatch):
     monkeypatch.setattr(fused_mixing, "SAVED_BYTES", 1)
     device, grids = gpu(cores=ONE_CORE), []
