@@ -25,6 +25,8 @@ SHARED_BYTES = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 22
 MAX_WIDTH_OF_TWO_SIDES = 512
 """Largest head whose products are recomputed for 8 steps at once: operands of 8 take twice the
 memory of 4."""
+FRAGMENT_BYTES = 512
+"""Of the fragments of a tile of matrices, of 16 by 16 numbers in 16 bits."""
 BARRIER_BYTES = 32
 """Shared memory for the barriers of slices."""
 MIN_STEPS_AHEAD, MAX_STEPS_AHEAD = 3, 7
@@ -140,9 +142,9 @@ def variants_of_pass(variant: MixingVariant) -> list[MixingVariant]:
 class Tiles(NamedTuple):
     """Tiles of a block: see cuda/mixing/block.h and products.h.
 
-    slices: blocks of a head. splits: warps with the same tiles. resident, shared_matrices: True if
-    registers, or shared memory, hold the matrices for the whole sequence. words: of one head's
-    packed matrices. shared_bytes: shared memory of a block.
+    slices: blocks of a head. splits: warps with the same tiles. held: fragments of matrices that a
+    warp has in registers for the whole sequence. shared_matrices: True if shared memory has the
+    others. words: of one head's packed matrices. shared_bytes: shared memory of a block.
     """
 
     slices: int
@@ -152,7 +154,7 @@ class Tiles(NamedTuple):
     splits: int
     operand_parts: int
     matrix_parts: int
-    resident: bool
+    held: int
     shared_matrices: bool
     steps_ahead: int
     words: int
@@ -179,8 +181,21 @@ def _matrix_tiles(own: Pass, units: int, first: int, last: int) -> int:
     return count
 
 
+def _most_sums(own: Pass, scatter: bool) -> int:
+    """Return the most products of a stage; if they are scattered, the most sums of products of a
+    stage of the adjoint."""
+    if not scatter:
+        return max(len(stage.products) for stage in own.stages)
+    first = sum(len(stage.products) for stage in own.stages[: own.recomputed_stages])
+    most = 0
+    for stage in own.stages[own.recomputed_stages :]:
+        last = first + len(stage.products)
+        most, first = max(most, len(set(own.sum_of_product[first:last]))), last
+    return most
+
+
 IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
-"""Ranks of where a block has its matrices: the faster the later."""
+"""Ranks of where a block has the matrices that registers have no room for: the faster the later."""
 
 
 class _Needs(NamedTuple):
@@ -202,8 +217,9 @@ class _Needs(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """Tiles of a size. rank: where matrices are. words: of one head's matrices. fixed_bytes: of
-    shared memory without the ring. step_bytes: of a step in the ring. products: of tiles, a step.
+    """Tiles of a size. rank: where matrices are. held: see Tiles. words: of one head's matrices.
+    fixed_bytes: of shared memory without the ring. step_bytes: of a step in the ring. products: of
+    tiles, a step.
     """
 
     slices: int
@@ -212,6 +228,7 @@ class _Fit(NamedTuple):
     warps: int
     splits: int
     rank: int
+    held: int
     words: int
     fixed_bytes: int
     step_bytes: int
@@ -246,13 +263,15 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     fixed_bytes = (stored + needs.padding) * needs.operand_bytes + sums_bytes
     if slices > 1:
         fixed_bytes += BARRIER_BYTES
-    registers = min(MAX_REGISTERS, REGISTERS // (warps * 32))
-    rank = IN_MEMORY
-    if lane_words + OTHER_REGISTERS <= registers:
+    registers = min(MAX_REGISTERS, REGISTERS // (warps * 32)) - OTHER_REGISTERS
+    held, fragments, rank = max(0, registers // 4), lane_words // 4, IN_MEMORY
+    shared_matrices = warps * max(0, fragments - held) * FRAGMENT_BYTES
+    if fragments <= held:
         rank = IN_REGISTERS
-    elif fixed_bytes + block_words * 4 + (MIN_STEPS_AHEAD + 1) * step_bytes <= shared:
+    elif fixed_bytes + shared_matrices + (MIN_STEPS_AHEAD + 1) * step_bytes <= shared:
         rank = IN_SHARED_MEMORY
-        fixed_bytes += block_words * 4
+        fixed_bytes += shared_matrices
+    held = 0 if rank == IN_MEMORY else min(held, fragments)
     return _Fit(
         slices=slices,
         units=units,
@@ -260,6 +279,7 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
         warps=warps,
         splits=splits,
         rank=rank,
+        held=held,
         words=slices * block_words,
         fixed_bytes=fixed_bytes,
         step_bytes=step_bytes,
@@ -286,7 +306,12 @@ def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
         narrow = variant.sides == 1 and any(fit.rank == IN_REGISTERS for fit in fits)
         fit = max(
             fits,
-            key=lambda fit: (fit.rank, -fit.splits, fit.warps if narrow else -fit.products),
+            key=lambda fit: (
+                fit.rank,
+                fit.held * fit.warps if fit.rank == IN_SHARED_MEMORY else 0,
+                -fit.splits,
+                fit.warps if narrow else -fit.products,
+            ),
         )
         if best is None or fit.rank >= best.rank:
             best = fit
@@ -320,15 +345,16 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         numbers = len(program.gates) * dtype.itemsize
     if variant.direction == "backward":
         numbers = program.num_states * dtype.itemsize + own.num_saved * compute.itemsize
+    scatter = variant.direction == "backward"
     needs = _Needs(
         matrices={units: _matrix_tiles(own, units, *split) for units in (8, 16)},
         products=sum(len(stage.products) for stage in own.stages[slice(*split)]),
-        scatter=variant.direction == "backward",
+        scatter=scatter,
         tile_words=0 if wide else matrix_parts * 4,
         operand_bytes=2 * operands * number_bytes,
         padding=8 if wide else 0,
         number_bytes=numbers * 4 * variant.sides,
-        sums=max(len(stage.products) for stage in own.stages) * variant.sides,
+        sums=_most_sums(own, scatter) * variant.sides,
     )
     fit = _best_fit(needs, variant, wide)
     ring = variant.shared - fit.fixed_bytes
@@ -350,7 +376,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         splits=fit.splits,
         operand_parts=operand_parts,
         matrix_parts=matrix_parts,
-        resident=fit.rank == IN_REGISTERS,
+        held=fit.held,
         shared_matrices=fit.rank == IN_SHARED_MEMORY,
         steps_ahead=steps_ahead,
         words=fit.words,
@@ -377,7 +403,7 @@ def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable
 
 
 _TILES = ("slices", "units", "warp_tiles", "warps", "splits", "operand_parts", "matrix_parts",
-          "steps_ahead", "shared_bytes")  # fmt: skip
+          "held", "steps_ahead", "shared_bytes")  # fmt: skip
 """Fields of `Tiles` that are constants of the same name in kernels."""
 
 
@@ -394,7 +420,6 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
         "per_lane": tiles.warp_tiles * tiles.units // 8 * variant.sides,
     }
     flags = {
-        "resident": tiles.resident,
         "shared_matrices": tiles.shared_matrices,
         "whole": variant.whole,
         "vectors": variant.vectors,

@@ -21,6 +21,7 @@ constexpr int layers = sides == 2 ? operand_parts : (operand_parts + 1) / 2;  //
 constexpr int matrix_words = matrix_parts * lanes * 4;  // of a tile of 16 x 16
 constexpr int barrier_bytes = 16;
 
+constexpr int at_least_one(int x) { return x > 1 ? x : 1; }
 template <int n> struct Count { static constexpr int value = n; };
 
 // A tile of matrices: 16 units of one product, or 8 units of one or two products of the same operand.
@@ -96,20 +97,30 @@ PARARNN_FUNCTION void load_fragments(const unsigned* source, int index, unsigned
   each<4>([&](int i) { fragments[i] = pack.items[i]; });
 }
 
-// Loads a warp's packed matrices, of `words` words, into registers or into `memory` of the block. Returns where
-// to read them if they are not in registers.
-template <bool in_registers, int memory_bytes, int count>
-PARARNN_FUNCTION const unsigned* place_matrices(const unsigned* source, int words, char* memory,
-                                                unsigned (&matrix)[count][4]) {
-  if constexpr (in_registers) each<count>([&](int i) { load_fragments(source, i, matrix[i]); });
-  if constexpr (memory_bytes == 0) return source;
-  unsigned* copy = reinterpret_cast<unsigned*>(memory) + warp() * words + lane() * 4;
-  for (int i = 0; i < words / (lanes * 4); ++i) {
+constexpr int fragments_bytes = lanes * 16;
+// Bytes of a block's shared memory with the matrices that registers do not hold; a warp has `count` fragments.
+constexpr int matrix_bytes_of(int count) { return shared_matrices && !wide ? warps * (count - held) * fragments_bytes : 0; }
+
+// Loads a warp's first packed matrices into registers, the others into `memory` of the block. Returns where to read
+// the latter.
+template <int count> PARARNN_FUNCTION const unsigned* place_matrices(const unsigned* source, char* memory,
+                                                                     unsigned (&matrix)[at_least_one(held)][4]) {
+  each<held>([&](int i) { load_fragments(source, i, matrix[i]); });
+  if constexpr (!shared_matrices) return source;
+  unsigned* copy = reinterpret_cast<unsigned*>(memory + warp() * (count - held) * fragments_bytes) + (lane() - held * lanes) * 4;
+  for (int i = held; i < count; ++i) {
     unsigned fragments[4];
     load_fragments(source, i, fragments);
     each<4>([&](int j) { copy[i * lanes * 4 + j] = fragments[j]; });
   }
   return copy;
+}
+
+// Adds the product of a warp's matrices number `at` and an operand.
+PARARNN_FUNCTION void add_product_of(float (&sum)[4], const unsigned (&matrix)[at_least_one(held)][4], int at,
+                                     const unsigned (&streamed)[4], const unsigned (&x)[2]) {
+  if (at < held) add_product(sum, matrix[at < held ? at : 0], x);
+  else add_product(sum, streamed, x);
 }
 
 #if PARARNN_CLUSTER
@@ -150,19 +161,18 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int layer_bytes = wide ? columns * wide_row * (int)sizeof(real) : stored / 8 * tile_bytes;
   static constexpr int operand_bytes = (wide ? 1 : layers) * layer_bytes;
   static constexpr int operands_bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
-  static constexpr int matrix_bytes = shared_matrices && !wide ? warps * words * 4 : 0;
+  static constexpr int matrix_bytes = matrix_bytes_of(words / (lanes * 4));
   static constexpr int round_sums = warps * lanes * Tiling<Tables>::list.most_products * per_lane;
   static constexpr int sums_bytes = splits > 1 ? 2 * round_sums * 4 : 0;  // one round is read, the next one written
   static constexpr int sums_start = operands_bytes + matrix_bytes, barriers_start = sums_start + sums_bytes;
   static constexpr int bytes = barriers_start + (slices > 1 ? 2 * barrier_bytes : 0);
   static constexpr int receivers = slices / splits;  // of a warp: the splits share the slices
-  static constexpr int registers = resident && !wide && tiles > 0 ? warp_tiles * tiles * depth * matrix_parts : 1;
 
   const Inputs& in;
   const int head;
   char* memory;  // operands
   const unsigned* source;  // the warp's packed matrices, from this lane's words on
-  unsigned matrix[registers][4];
+  unsigned matrix[at_least_one(held)][4];
   unsigned receiver[receivers];  // their memory
   int round = 0;
 
@@ -170,7 +180,7 @@ template <class Tables, int first, int last> struct Products {
       : in(in), head(head), memory(memory),
         source(packed + (((int64)head * slices + slice()) * warps + warp()) * words + lane() * 4) {
     if constexpr (!wide && tiles > 0)
-      source = place_matrices<resident, matrix_bytes>(source, words, memory + operands_bytes, matrix);
+      source = place_matrices<words / (lanes * 4)>(source, memory + operands_bytes, matrix);
     for (int i = threadIdx.x * 4; i < operands_bytes; i += warps * lanes * 4) *reinterpret_cast<int*>(memory + i) = 0;
 #if PARARNN_CLUSTER
     each<receivers>([&](int i) {
@@ -289,14 +299,13 @@ template <class Tables, int first, int last> struct Products {
             const int o = Tiling<Tables>::list.items[begin + i].operand - Tables::first_operand[stage];
             each<matrix_parts>([&](int part) {
               unsigned streamed[4];
-              if constexpr (!resident) load_fragments(source, at + part, streamed);
+              if (at + part >= held) load_fragments(source, at + part, streamed);
               each<layers>([&](int layer) {
                 const int order = part + layer * parts_of_layer;
                 if (order >= most) return;
                 float(&target)[4] = outside && order == 0 ? part_sum[outside ? i * warp_tiles + tile : 0]
                                                           : sum[i * warp_tiles + tile][order == 0 ? 0 : chains - 1];
-                if constexpr (resident) add_product(target, matrix[at + part], x[o][layer][extra]);
-                else add_product(target, streamed, x[o][layer][extra]);
+                add_product_of(target, matrix, at + part, streamed, x[o][layer][extra]);
               });
             });
           });
@@ -305,7 +314,7 @@ template <class Tables, int first, int last> struct Products {
       if constexpr (outside)
         each<own * warp_tiles>([&](int i) { each<4>([&](int j) { sum[i][0][j] += part_sum[i][j]; }); });
     };
-    if constexpr (resident) {
+    if constexpr (held > 0) {
       each<depth / 2>([&](int pair) { multiply_tiles(pair * 2, Count<2>()); });
     } else {
 #pragma unroll 1

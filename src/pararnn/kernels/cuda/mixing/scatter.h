@@ -17,25 +17,38 @@ template <class Tables, int first, int last> struct ScatteredProducts {
   static constexpr int words = tiles * products * own_depth * matrix_words;  // of a warp's matrices
   static constexpr int layer_bytes = slice_units / 8 * tile_bytes, operand_bytes = layers * layer_bytes;
   static constexpr int operands_bytes = 2 * Tiling<Tables>::list.most_operands * operand_bytes;
-  static constexpr int matrix_bytes = shared_matrices ? warps * words * 4 : 0;
+  static constexpr int matrix_bytes = matrix_bytes_of(words / (lanes * 4));
   static constexpr int sum_bytes = slice_units / 8 * sides * lanes * 4;  // of a sum, from one slice
-  static constexpr int sums_bytes = 2 * Tiling<Tables>::list.most_products * slices * sum_bytes;
+  // The number of sums of a stage's products from `begin` on that come before product p.
+  static constexpr int sums_before(int begin, int p) {
+    int count = 0;
+    for (int i = begin; i < p; ++i) count += Tables::sum_of_product[i] == i;
+    return count;
+  }
+  static constexpr int most_sums() {
+    int most = 0;
+    for (int s = first; s < last; ++s) {
+      const int count = sums_before(Tables::first_product[s], Tables::first_product[s + 1]);
+      if (count > most) most = count;
+    }
+    return most;
+  }
+  static constexpr int sums_bytes = 2 * most_sums() * slices * sum_bytes;
   static constexpr int sums_start = operands_bytes + matrix_bytes, barriers_start = sums_start + sums_bytes;
   static constexpr int bytes = barriers_start + 2 * barrier_bytes;
-  static constexpr int registers = resident ? words / (lanes * 4) : 1;
   static_assert(slice_units % 16 == 0 && !wide);
 
   const Inputs& in;
   char* memory;
   const unsigned* source;  // the warp's packed matrices, from this lane's words on
-  unsigned matrix[registers][4];
+  unsigned matrix[at_least_one(held)][4];
   unsigned receiver[tiles];  // the sums of a tile's units
   int round = 0;
 
   PARARNN_FUNCTION ScatteredProducts(const Inputs& in, int head, const unsigned* packed, char* memory)
       : in(in), memory(memory),
         source(packed + (((int64)head * slices + slice()) * warps + warp()) * words + lane() * 4) {
-    source = place_matrices<resident, matrix_bytes>(source, words, memory + operands_bytes, matrix);
+    source = place_matrices<words / (lanes * 4)>(source, memory + operands_bytes, matrix);
     each<tiles>([&](int i) {
       const int tile = min(warp() * tiles + i, head_tiles - 1);
       receiver[i] = in_block(memory, tile / own_depth) + sums_start + slice() * sum_bytes +
@@ -87,13 +100,12 @@ template <class Tables, int first, int last> struct ScatteredProducts {
           each<matrix_parts>([&](int part) {
             const int at = ((tile * products + begin - first_product + p) * own_depth + k) * matrix_parts + part;
             unsigned streamed[4];
-            if constexpr (!resident) load_fragments(source, at, streamed);
+            if (at >= held) load_fragments(source, at, streamed);
             each<layers>([&](int layer) {
               const int order = part + layer * parts_of_layer;
               if (order >= most) return;
               float(&own_sum)[4] = outside && order == 0 ? part_sum : sum[tile][target][order > 0];
-              if constexpr (resident) add_product(own_sum, matrix[at], x[layer]);
-              else add_product(own_sum, streamed, x[layer]);
+              add_product_of(own_sum, matrix, at, streamed, x[layer]);
             });
           });
           if constexpr (outside) each<4>([&](int j) { sum[tile][target][0][j] += part_sum[j]; });
@@ -101,15 +113,14 @@ template <class Tables, int first, int last> struct ScatteredProducts {
       });
     });
     meanwhile();
-    constexpr int round_bytes = Tiling<Tables>::list.most_products * slices * sum_bytes;
-    const int slot_start = round % 2 * round_bytes;
+    const int slot_start = round % 2 * (sums_bytes / 2);
     each<tiles>([&](int tile) {
       if (head_tiles % warps != 0 && warp() * tiles + tile >= head_tiles) return;
       const int owner = (warp() * tiles + tile) / own_depth;
       const unsigned barrier = in_block(memory, owner) + barriers_start + round % 2 * barrier_bytes;
       each<own>([&](int p) {
         if (Tables::sum_of_product[begin + p] != begin + p) return;
-        const unsigned target = receiver[tile] + slot_start + p * slices * sum_bytes;
+        const unsigned target = receiver[tile] + slot_start + sums_before(begin, begin + p) * slices * sum_bytes;
         each<2 * sides>([&](int i) {
           const int j = sides == 2 ? i : 2 * i;
           float total = sum[tile][p][0][j] + sum[tile][p][1][j];
@@ -118,29 +129,20 @@ template <class Tables, int first, int last> struct ScatteredProducts {
         });
       });
     });
-    receive<stage>();
+    constexpr int sums_count = sums_before(begin, begin + own);
+    wait_for_slices(memory + barriers_start, round, sums_count * slices * sum_bytes);
     const float* sums = reinterpret_cast<const float*>(memory + sums_start + slot_start) + lane();
     each<own>([&](int p) {
       const bool has_sum = Tables::sum_of_product[begin + p] == begin + p;  // others are added to that one
       each<per_lane>([&](int c) {
         const int tile = first_own_tile() + (tile_of(c) * units + half_of(c)) / 8;
-        const float* own_sums = sums + p * slices * (sum_bytes / 4) + (tile * sides + side_of(c)) * lanes;
+        const float* own_sums = sums + sums_before(begin, begin + p) * slices * (sum_bytes / 4) + (tile * sides + side_of(c)) * lanes;
         float total = 0.0f;
         if (has_sum) each<slices>([&](int i) { total += own_sums[i * (sum_bytes / 4)]; });
         product[begin + p][c] = total;
       });
     });
     ++round;
-  }
-
-  // Waits for the sums of a stage from all slices.
-  template <int stage> PARARNN_FUNCTION void receive() const {
-    int sums = 0;
-    each<Tables::first_product[stage + 1] - Tables::first_product[stage]>([&](int i) {
-      const int p = Tables::first_product[stage] + i;
-      sums += Tables::sum_of_product[p] == p;
-    });
-    wait_for_slices(memory + barriers_start, round, sums * slices * sum_bytes);
   }
 
   // Where fragments of packed matrices are: [tile of the warp][product][depth].
