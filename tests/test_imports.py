@@ -20,6 +20,7 @@ FLOW = [
     ["cache", "extras", "palette"],
     ["progress"],
     ["cells"],
+    ["zoo"],
     ["program/apart", "program/coupling", "program/record"],
     ["program/guard", "program/structure"],
     ["program/loads"],

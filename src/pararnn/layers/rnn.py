@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pararnn.cells import BlockGRUCell, Cell, GRUCell, HeadSLSTMCell, LSTMCell
+from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
 from pararnn.engines.arguments import totals
 from pararnn.errors import warn_user
@@ -27,6 +27,7 @@ from pararnn.private import unsafe_view
 from pararnn.sequences import checked_reset, without_padding
 from pararnn.solve import Fields
 from pararnn.tensors import ArrayLike, States
+from pararnn.zoo import BlockGRUCell, GRUCell, HeadSLSTMCell, LSTMCell
 
 
 def _shared(name: str) -> Any:

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.cells import CELLS
 from pararnn.cells.find import find_cell
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.cache import LayerCache
@@ -22,6 +21,7 @@ from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
 from pararnn.private import OpOverload
 from pararnn.program.program import program_of
+from pararnn.zoo import CELLS
 
 
 class Mixer(nn.Module):

@@ -1,4 +1,4 @@
-"""GRUs with recurrent matrices inside heads: the reset after the product, or before it."""
+"""A GRU with recurrent matrices inside heads, its reset after the product."""
 
 from __future__ import annotations
 
@@ -28,23 +28,4 @@ class HeadGRUCell(Cell):
         r = torch.sigmoid(gate.r + state.h @ param.R_r.mT)
         z = torch.sigmoid(gate.z + state.h @ param.R_z.mT)
         n = torch.tanh(gate.n + r * (state.h @ param.R_n.mT + param.b_n))
-        return (1 - z) * n + z * state.h
-
-
-class HeadGRUResetFirstCell(Cell):
-    """Gated recurrent unit that resets before the product (Cho et al. 2014), as Keras has it with
-    `reset_after=False`: state h; gates z (update), r (reset), n (candidate).
-
-    n = tanh(gate.n + R_n (r h)): the second product reads the result of the first, so that a step
-    takes two exchanges between channels. z near 1 remembers.
-    """
-
-    states = ("h",)
-    gates = ("z", "r", "n")
-    params = {name: Param("H,K,K") for name in ("R_z", "R_r", "R_n")}
-
-    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
-        z = torch.sigmoid(gate.z + state.h @ param.R_z.mT)
-        r = torch.sigmoid(gate.r + state.h @ param.R_r.mT)
-        n = torch.tanh(gate.n + (r * state.h) @ param.R_n.mT)
         return (1 - z) * n + z * state.h
