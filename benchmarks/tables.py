@@ -97,7 +97,6 @@ def rate_and_memory(row: Row) -> str:
 
 
 TABLES: dict[str, Table] = {
-    "mixing": mixing,
     "demo": Table(
         "demo.csv",
         "Bits per byte after {training_seconds} s of training",
@@ -203,6 +202,7 @@ TABLES: dict[str, Table] = {
 
 FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
+    "mixing": mixing,
     "performance": performance,
     "claims": claims,
     "learn": learn,
