@@ -27,7 +27,7 @@ FLOW = [
     ["program/follow"],
     ["program/reads", "program/trace"],
     ["program/derive"],
-    ["program/mixing"],
+    ["program/matrix", "program/mixing"],
     ["program/program"],
     ["solvers"],
     ["codegen"],

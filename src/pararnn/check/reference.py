@@ -60,7 +60,7 @@ class Trial:
 
     def arguments(self) -> Arguments:
         """Return the record as solvers read it."""
-        return self.call().complete(len(self.cell.states))
+        return self.call().complete(program_of(self.cell))
 
     @cached_property
     def border(self) -> Border:

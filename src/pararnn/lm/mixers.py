@@ -98,7 +98,8 @@ class RNNMixer(Mixer):
         taps = config.conv_kernel_size
         self.conv = CausalConv(width, taps, **factory) if taps > 1 else None
         self.rnn = make_recurrent(config, **factory)
-        self.steady = program_of(self.rnn.cell).structure is not None  # else it may branch
+        program = program_of(self.rnn.cell)  # a step without a structure may branch
+        self.steady = program.structure is not None or program.head_sizes is not None
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
             # Parameters per channel stay float32, as solvers read them (the numerics contract).

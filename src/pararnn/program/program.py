@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from pararnn.cells.base import Cell, Step, resolve_config
+from pararnn.cells.matrix import HeadSizes
 from pararnn.cells.shapes import SHAPES
 from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.program.apart import call_outside_modes
@@ -32,6 +35,7 @@ from pararnn.program.derive import (
     mixing_op,
 )
 from pararnn.program.guard import SizeError
+from pararnn.program.matrix import MatrixTrace, trace_matrix, why_a_loop
 from pararnn.program.mixing import Mixing, mixing_of
 from pararnn.program.reads import Reads, change_of, reads_mode, reads_of
 from pararnn.program.record import BranchError
@@ -47,7 +51,8 @@ class Program:
     `structure` is None for sequential-only steps, and `why_sequential` then says why.
     `affine`: True if it is elementwise, with a Jacobian that depends on no state. `mixing`: the
     products and stages of a step that mixes channels, by compute dtype; empty for others, and where
-    `why_no_family` says why kernels cannot take it.
+    `why_no_family` says why kernels cannot take it. `matrix`: the graphs of a matrix cell's head,
+    by compute dtype; empty for others.
     `step` is the Python step on flat tensors, differentiable by autograd. `reads` is what it read
     outside its arguments when it was traced. `training`, `sizes` and `default_dtype` are those of
     the cell and of PyTorch that it was traced for; None where it serves all. A copy is the Program
@@ -66,6 +71,7 @@ class Program:
     why_sequential: str | None
     graphs: Mapping[torch.dtype, Graphs]
     mixing: Mapping[torch.dtype, Mixing]
+    matrix: Mapping[torch.dtype, MatrixTrace]
     why_no_family: str | None
     reads: Reads
     training: bool | None = None
@@ -94,6 +100,28 @@ class Program:
         return len(self.states)
 
     @property
+    def num_outputs(self) -> int:
+        """The number of tensors that an engine with a backward gives in place of all states: N,
+        and of a matrix cell 2, the output and what the backward pass starts from again."""
+        return self.num_states if self.head_sizes is None else 2
+
+    @property
+    def head_sizes(self) -> HeadSizes | None:
+        """Sizes of a matrix cell's heads, None for other cells."""
+        return self.step.head_sizes
+
+    def state_sizes(self, channels: int) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of one sequence's states, for gates of so many channels."""
+        sizes = self.head_sizes
+        return ((channels,),) * self.num_states if sizes is None else sizes.state_sizes
+
+    def workload_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return (B, T, D) for the size (B, T, channels of a gate) of a call."""
+        batch, steps, channels = size
+        sizes = self.head_sizes
+        return batch, steps, channels if sizes is None else math.prod(sizes.output)
+
+    @property
     def coupling(self) -> Coupling:
         """Coupling of channels, which decides what solves independently."""
         return TOGETHER if self.structure is None else self.structure.coupling
@@ -108,6 +136,12 @@ class Program:
         as the cell shapes it; a matrix also as (H, K, K), which copies by vmap have. Raises
         ValueError.
         """
+        if self.head_sizes is not None:
+            wanted = self.head_sizes.param(self.step.cls.params[name].kind)
+            if tuple(param.shape) != wanted:
+                got = tuple(param.shape)
+                raise ValueError(f"{name} of {self.cell_name} must be {wanted}, got {got}")
+            return
         shape, size = self.step.cls.params[name].kind, tuple(param.shape)
         if not self.couples_channels:
             fits, size_text = size == (channels,), str((channels,))
@@ -230,6 +264,8 @@ def make_program(
     traced that cannot run on others.
     """
     values = resolve_config(cls, config)
+    if cls.head_axes is not None and sizes is None:
+        raise CellError(f"{cls.__name__} is traced for its channels and heads: give sizes")
     text = json.dumps(values, sort_keys=True)
     programs = _BY_CLASS.setdefault((cls, text), [])
 
@@ -287,7 +323,7 @@ def _build(
 ) -> Program:
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
     mode = training if reads_mode(cls, reads) else None
-    step = Step(cls, config, mode)
+    step = Step(cls, config, mode, None if cls.head_axes is None else sizes)
     try:
         trace = call_outside_modes(_trace, step)
     except SizeError:
@@ -303,10 +339,11 @@ def _build(
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
     names = (cls.states, cls.gates, cls.fields, tuple(cls.params))
     digest = hashlib.sha256(f"{config_text} {names}".encode())
-    all_graphs = [graph for some in graphs.values() for graph in vars(some).values() if graph]
+    tables: list[Any] = [*graphs.values(), *trace.matrix.values()]
+    all_graphs = [graph for some in tables for graph in vars(some).values() if graph]
     for graph in all_graphs:
         digest.update(graph.text.encode())
-    if not graphs:
+    if not all_graphs:
         digest.update(reads.text.encode())
     marks = [_EVALUATION] if mode is False else []
     marks += [] if step.sizes is None else ["x".join(map(str, step.sizes))]
@@ -324,6 +361,7 @@ def _build(
         why_sequential=trace.why_sequential,
         graphs=graphs,
         mixing=trace.mixing,
+        matrix=trace.matrix,
         why_no_family=trace.why_no_family,
         reads=reads,
         training=mode,
@@ -342,9 +380,12 @@ class _Trace(NamedTuple):
     graphs: dict[torch.dtype, Graphs]
     mixing: dict[torch.dtype, Mixing]
     why_no_family: str | None
+    matrix: Mapping[torch.dtype, MatrixTrace] = MappingProxyType({})
 
 
 def _trace(step: Step) -> _Trace:
+    if step.head_sizes is not None:
+        return _trace_matrix(step)
     with torch.no_grad():
         structure, why, mixing_op = _infer(step)
         mixing: dict[torch.dtype, Mixing] = {}
@@ -364,6 +405,19 @@ def _trace(step: Step) -> _Trace:
                 check_structure(step, structure, graphs[torch.float64])
         warning = _warning(step, structure, why, mixing_op, why_no_family)
     return _Trace(structure, why, warning, graphs, mixing, why_no_family)
+
+
+def _trace_matrix(step: Step) -> _Trace:
+    why = why_a_loop(step)
+    try:
+        with torch.no_grad():
+            matrix = trace_matrix(step, COMPUTE_DTYPES)
+    except BranchError as error:
+        raise CellError(
+            f"{step.cls.__name__}'s step or readout reads a tensor's value in Python (a branch or "
+            f".item()): use torch.where ({error})"
+        ) from error
+    return _Trace(None, why, None, {}, {}, None, matrix)
 
 
 def _derive_all(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:

@@ -199,13 +199,15 @@ def _call(
         return normal.to(workload.dtype)
 
     # As a layer's projection leaves them.
-    width = channels // cell.num_heads
-    by_head = random(cell.num_heads, batch, steps, len(cell.gates), width)
+    by_head = random(
+        cell.num_heads, batch, steps, cell.num_gates, cell.gate_channels // cell.num_heads
+    )
     gates = by_head.permute(1, 2, 3, 0, 4).requires_grad_(backward)
     fields = {name: random(batch, steps).abs() for name in cell.fields}
     program, leaves = program_by_key(workload.key), [gates, *cell.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
-    grad = random(batch, steps, channels)
+    matrix = cell.head_sizes is not None
+    grad = random(batch, steps, *(cell.head_sizes.output if cell.head_sizes else (channels,)))
 
     def call() -> None:
         with torch.set_grad_enabled(backward):
@@ -213,7 +215,7 @@ def _call(
             args = args.with_options(**request._asdict())
             states = run_engine(program, engine, args).states
             if backward:
-                read = states if cell.has_readout else states[:1]
+                read = states if cell.has_readout and not matrix else states[:1]
                 torch.autograd.grad(read, leaves, [grad] * len(read), allow_unused=True)
 
     return call

@@ -4,15 +4,20 @@ from pararnn.cells import Cell
 from pararnn.zoo.block_gru import BlockGRUCell
 from pararnn.zoo.dense_gru import DenseGRUCell
 from pararnn.zoo.elman import ElmanCell
+from pararnn.zoo.gated_delta import GatedDeltaCell
 from pararnn.zoo.gru import GRUCell
 from pararnn.zoo.head_elman import HeadElmanCell
 from pararnn.zoo.head_gru import HeadGRUCell
 from pararnn.zoo.head_gru_reset_first import HeadGRUResetFirstCell
 from pararnn.zoo.head_lstm import HeadLSTMCell
 from pararnn.zoo.head_slstm import HeadSLSTMCell
+from pararnn.zoo.hopfield import HopfieldCell
 from pararnn.zoo.lem import LEMCell
 from pararnn.zoo.lrc import LRCCell
 from pararnn.zoo.lstm import LSTMCell
+from pararnn.zoo.m2rnn import M2RNNCell
+from pararnn.zoo.mlstm import MLSTMCell
+from pararnn.zoo.rwkv7 import RWKV7Cell
 from pararnn.zoo.slstm import SLSTMCell
 
 CELLS: dict[str, type[Cell]] = {
@@ -30,21 +35,36 @@ CELLS: dict[str, type[Cell]] = {
     "head-slstm": HeadSLSTMCell,
     "block-gru": BlockGRUCell,
 }
-"""Every cell of the library by its short name."""
+"""Every cell of the library whose states are vectors of channels, by its short name."""
+
+MATRIX_CELLS: dict[str, type[Cell]] = {
+    "m2rnn": M2RNNCell,
+    "gated-delta": GatedDeltaCell,
+    "rwkv7": RWKV7Cell,
+    "mlstm": MLSTMCell,
+    "hopfield": HopfieldCell,
+}
+"""Cells whose states are matrices of heads, by their short names."""
 
 __all__ = [
     "CELLS",
+    "MATRIX_CELLS",
     "BlockGRUCell",
     "DenseGRUCell",
     "ElmanCell",
     "GRUCell",
+    "GatedDeltaCell",
     "HeadElmanCell",
     "HeadGRUCell",
     "HeadGRUResetFirstCell",
     "HeadLSTMCell",
     "HeadSLSTMCell",
+    "HopfieldCell",
     "LEMCell",
     "LRCCell",
     "LSTMCell",
+    "M2RNNCell",
+    "MLSTMCell",
+    "RWKV7Cell",
     "SLSTMCell",
 ]

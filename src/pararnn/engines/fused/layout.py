@@ -11,6 +11,7 @@ from torch import Tensor
 from pararnn.codegen.interface import Interface
 from pararnn.codegen.source import chunk_of
 from pararnn.engines.arguments import Arguments, Gradients
+from pararnn.program.program import Program
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
@@ -114,16 +115,16 @@ def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
     return interface.pack("GateStrides", {"row": row, "time": time, "gate": gate, "head": head})
 
 
-def new_states(count: int, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def new_states(program: Program, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Allocate the results of a forward pass: the states, and the final ones."""
     signature, new = args.signature, args.gates.new_empty
-    size, dtype = signature.size, signature.dtype
+    size, dtype, count = signature.size, signature.dtype, program.num_states
     states = tuple([new(size) for _ in range(count)])
     if args.all_written:
         ends = (args.sequences, size[2])
         return states, tuple([new(ends, dtype=dtype) for _ in range(count)])
     # Sequences without a step return their initial state.
-    return states, tuple([_copy(h, dtype) for h in args.start(count)])
+    return states, tuple([_copy(h, dtype) for h in args.start(program)])
 
 
 def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

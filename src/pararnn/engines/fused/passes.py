@@ -93,7 +93,7 @@ class FusedEngine(Engine):
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence by one kernel."""
         launch, tensors = self.launch(program, args)
-        states, final = new_states(program.num_states, args)
+        states, final = new_states(program, args)
         info = launch.new_info(args.gates)
         launch.forward([*tensors, *states, *final], info)
         return Solution(states, final, info)
