@@ -2,6 +2,8 @@
 
 from pararnn.cells import Cell
 from pararnn.zoo.block_gru import BlockGRUCell
+from pararnn.zoo.cfc import CfCCell
+from pararnn.zoo.cornn import CoRNNCell
 from pararnn.zoo.dense_gru import DenseGRUCell
 from pararnn.zoo.elman import ElmanCell
 from pararnn.zoo.gated_delta import GatedDeltaCell
@@ -12,13 +14,21 @@ from pararnn.zoo.head_gru_reset_first import HeadGRUResetFirstCell
 from pararnn.zoo.head_lstm import HeadLSTMCell
 from pararnn.zoo.head_slstm import HeadSLSTMCell
 from pararnn.zoo.hopfield import HopfieldCell
+from pararnn.zoo.indrnn import IndRNNCell
 from pararnn.zoo.lem import LEMCell
+from pararnn.zoo.lif import LIFCell
 from pararnn.zoo.lrc import LRCCell
+from pararnn.zoo.lru import LRUCell
 from pararnn.zoo.lstm import LSTMCell
 from pararnn.zoo.m2rnn import M2RNNCell
+from pararnn.zoo.min_gru import MinGRUCell
+from pararnn.zoo.min_lstm import MinLSTMCell
 from pararnn.zoo.mlstm import MLSTMCell
+from pararnn.zoo.modrelu import ModReLUCell
+from pararnn.zoo.rg_lru import RGLRUCell
 from pararnn.zoo.rwkv7 import RWKV7Cell
 from pararnn.zoo.slstm import SLSTMCell
+from pararnn.zoo.unicornn import UnICORNNCell
 
 CELLS: dict[str, type[Cell]] = {
     "gru": GRUCell,
@@ -34,6 +44,16 @@ CELLS: dict[str, type[Cell]] = {
     "head-elman": HeadElmanCell,
     "head-slstm": HeadSLSTMCell,
     "block-gru": BlockGRUCell,
+    "min-gru": MinGRUCell,
+    "min-lstm": MinLSTMCell,
+    "lru": LRUCell,
+    "rg-lru": RGLRUCell,
+    "indrnn": IndRNNCell,
+    "modrelu": ModReLUCell,
+    "cornn": CoRNNCell,
+    "unicornn": UnICORNNCell,
+    "cfc": CfCCell,
+    "lif": LIFCell,
 }
 """Every cell of the library whose states are vectors of channels, by its short name."""
 
@@ -50,6 +70,8 @@ __all__ = [
     "CELLS",
     "MATRIX_CELLS",
     "BlockGRUCell",
+    "CfCCell",
+    "CoRNNCell",
     "DenseGRUCell",
     "ElmanCell",
     "GRUCell",
@@ -60,11 +82,19 @@ __all__ = [
     "HeadLSTMCell",
     "HeadSLSTMCell",
     "HopfieldCell",
+    "IndRNNCell",
     "LEMCell",
+    "LIFCell",
     "LRCCell",
+    "LRUCell",
     "LSTMCell",
     "M2RNNCell",
     "MLSTMCell",
+    "MinGRUCell",
+    "MinLSTMCell",
+    "ModReLUCell",
+    "RGLRUCell",
     "RWKV7Cell",
     "SLSTMCell",
+    "UnICORNNCell",
 ]

@@ -11,11 +11,12 @@ from pararnn.cells.base import Cell
 
 
 class GatedDeltaCell(Cell):
-    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, eq. 10), S transposed to keys by values:
-    S = a (S' - b k (k^T S')) + b k v^T, y = S^T q.
+    """Gated DeltaNet: state S, keys by values; gates q, k, v, and the numbers a, b.
 
-    a = sigmoid(gate.a) forgets, b = sigmoid(gate.b) writes. Keys and queries are of length 1, as in
-    the paper's layer. Linear in the state.
+    :equation: ``S' = a (S - b k k^T S) + b k v^T``, ``y = S'^T q``; ``a, b = sigmoid(x)``
+    :source: Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks, eq. 10, S transposed
+
+    Keys and queries are of length 1, as in the paper's layer. Linear in the state.
     """
 
     states = {"S": ("K", "V")}

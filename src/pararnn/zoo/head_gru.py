@@ -12,7 +12,10 @@ from pararnn.cells.base import Cell, Param
 
 class HeadGRUCell(Cell):
     """Gated recurrent unit that resets after the product, as torch.nn.GRU with one head: state h;
-    gates r (reset), z (update), n (candidate); n = tanh(gate.n + r (R_n h + b_n)).
+    gates r (reset), z (update), n (candidate).
+
+    :equation: ``h' = (1 - z) tanh(x_n + r (R_n h + b_n)) + z h``; ``r, z = sigmoid(x + R h)``
+    :source: Cho et al. 2014, Learning Phrase Representations, as torch.nn.GRU has it
 
     Rows of a matrix are outputs, as in weight_hh of torch.nn. z near 1 remembers.
     """

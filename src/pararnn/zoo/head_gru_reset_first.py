@@ -11,11 +11,14 @@ from pararnn.cells.base import Cell, Param
 
 
 class HeadGRUResetFirstCell(Cell):
-    """Gated recurrent unit that resets before the product (Cho et al. 2014), as Keras has it with
+    """Gated recurrent unit that resets before the product, as Keras has it with
     `reset_after=False`: state h; gates z (update), r (reset), n (candidate).
 
-    n = tanh(gate.n + R_n (r h)): the second product reads the result of the first, so that a step
-    takes two exchanges between channels. z near 1 remembers.
+    :equation: ``h' = (1 - z) tanh(x_n + R_n (r h)) + z h``; ``z, r = sigmoid(x + R h)``
+    :source: Cho et al. 2014, Learning Phrase Representations, eqs. 5-8
+
+    The second product reads the result of the first, so that a step takes two exchanges between
+    channels. z near 1 remembers.
     """
 
     states = ("h",)

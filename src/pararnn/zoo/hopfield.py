@@ -11,11 +11,14 @@ from pararnn.cells.base import Cell, Param
 
 
 class HopfieldCell(Cell):
-    """A modern Hopfield network (Ramsauer et al. 2021, eq. 3) of K patterns, the rows of M:
-    y = softmax(M q)^T M.
+    """Modern Hopfield network of K patterns, the rows of M: state M; gates x (stored), q, b.
 
-    Each step stores x in the patterns that it is near to: p = softmax(M' x + P), M = M' +
-    sigmoid(b) p (x - M'). P, an offset for each pattern, tells them apart at the start.
+    :equation: ``y = softmax(M' q)^T M'``; ``M' = M + sigmoid(b) p (x - M)``,
+        ``p = softmax(M x + P)``
+    :source: Ramsauer et al. 2021, Hopfield Networks is All You Need, eq. 3; storing is ours
+
+    Each step stores x in the patterns that it is near to. P, an offset for each pattern, tells them
+    apart at the start.
     """
 
     states = {"M": ("K", "V")}

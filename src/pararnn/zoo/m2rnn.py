@@ -11,10 +11,12 @@ from pararnn.cells.base import Cell, Param
 
 
 class M2RNNCell(Cell):
-    """The matrix-to-matrix RNN (M2RNN, 2026): H = f H' + (1 - f) tanh(H' W + k v^T), y = H^T q.
+    """Matrix-to-matrix RNN: state H, keys by values; gates k, q, v, and the number f.
 
-    Gates of each head: keys k and queries q (K), values v (V), and the number f, which near 1
-    remembers.
+    :equation: ``H' = f H + (1 - f) tanh(H W + k v^T)``, ``y = H'^T q``; ``f = sigmoid(x_f)``
+    :source: M2RNN 2026, its transition
+
+    f near 1 remembers.
     """
 
     states = {"H": ("K", "V")}

@@ -12,10 +12,13 @@ from pararnn.cells.base import Cell
 
 
 class MLSTMCell(Cell):
-    """The xLSTM paper's mLSTM (Beck et al. 2024, eqs. 19-27), with F = sigmoid(f): the memory C,
-    its normaliser n and the stabiliser m, by whose exponential both are smaller than the paper's.
+    """mLSTM: states C (memory), n (normaliser), m (stabiliser); gates q, k, v, i, f, o.
 
-    C = F C' + I k v^T, n = F n' + I k, y = sigmoid(o) C^T q / max(|n^T q|, 1), I = exp(i). Keys are
+    :equation: ``C' = f C + exp(i) k v^T``, ``n' = f n + exp(i) k``,
+        ``y = o C'^T q / max(abs(n'^T q), 1)``; ``f, o = sigmoid(x)``
+    :source: Beck et al. 2024, xLSTM: Extended Long Short-Term Memory, eqs. 19-27
+
+    Memory and normaliser are smaller than the paper's by the stabiliser's exponential. Keys are
     divided by sqrt(K). The zero initial state is the paper's.
     """
 

@@ -12,11 +12,14 @@ from pararnn.cells.base import Cell
 
 
 class RWKV7Cell(Cell):
-    """The time mixing of RWKV-7 (Peng et al. 2025, eqs. 16 and 17), S transposed to keys by values:
-    S = w S' - a c (c^T S') + k v^T with c of length 1, y = S^T r.
+    """The time mixing of RWKV-7: state S, keys by values; gates r, w, k, v, c, a of each head.
 
-    The decay w = exp(-exp(-1/2) sigmoid(gate.w)) and the rate a = sigmoid(gate.a) are vectors of
-    keys. The bonus of the current token and the norm are the layer's, around the recurrence.
+    :equation: ``S' = w S - a c (c^T S) + k v^T``, ``y = S'^T r``; ``a = sigmoid(x_a)``,
+        ``w = exp(-exp(-1/2) sigmoid(x_w))``, ``c`` of length 1
+    :source: Peng et al. 2025, RWKV-7 "Goose", eqs. 16 and 17, S transposed
+
+    The decay w and the rate a are vectors of keys. The bonus of the current token and the norm are
+    the layer's, around the recurrence.
     """
 
     states = {"S": ("K", "V")}
