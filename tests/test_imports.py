@@ -26,7 +26,7 @@ FLOW = [
     ["program/loads"],
     ["program/follow"],
     ["program/reads", "program/trace"],
-    ["program/derive"],
+    ["program/derive", "program/statements"],
     ["program/matrix", "program/mixing"],
     ["program/program"],
     ["solvers"],

@@ -68,7 +68,7 @@ def _compare(name, call, dtype=torch.float64, reset=None, reverse=False, **optio
 def test_solve_is_the_loop(name, rows, steps, heads, keys, values, reverse, resets, seed):
     call = make_call(name, rows, steps, heads, keys, values, seed=seed)
     reset = torch.rand(rows, steps) < 0.4 if resets else None
-    _compare(name, call, reset=reset, reverse=reverse)
+    _compare(name, call, reset=reset, reverse=reverse, backend="torch")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,7 +76,7 @@ def test_solve_is_the_loop(name, rows, steps, heads, keys, values, reverse, rese
 def test_narrow_dtypes_are_those_of_inputs(name, dtype):
     """Against the float64 loop on the same rounded numbers: states are carried in float32."""
     call = make_call(name, 2, 9, dtype=dtype)
-    _compare(name, call, dtype)
+    _compare(name, call, dtype, backend="torch")
     final = _as_tuple(pararnn.solve(call.cell, call.gates)[1])
     assert {h.dtype for h in final} == {torch.float32}
 
@@ -121,6 +121,7 @@ def test_sequences_may_be_packed(name):
 
 
 def _layer(name="m2rnn", **options):
+    """A layer of 2 heads, by kernels where there is a compiler."""
     torch.manual_seed(0)
     sizes = {"num_heads": 2, "K": 4, "dtype": torch.float64}
     return pararnn.ParaRNN(zoo.MATRIX_CELLS[name], 6, 6, **(sizes | options))
@@ -244,13 +245,13 @@ def test_a_start_does_not_explode():
 
 
 def test_explain_says_why_pytorch_runs_it():
-    text = str(pararnn.explain(_layer(), (3, 5, 6)))
+    text = str(pararnn.explain(_layer(backend="torch"), (3, 5, 6)))
     assert "(3, 5, 6)" in text
     assert "too large for Newton's method" in text
 
 
 def test_compilers_see_the_loop():
-    layer, x = _layer(), torch.randn(2, 3, 6, dtype=torch.float64)
+    layer, x = _layer(backend="torch"), torch.randn(2, 3, 6, dtype=torch.float64)
     by_compiler = torch.compile(layer, backend="aot_eager", fullgraph=True)
     _close([by_compiler(x)[0]], [layer(x)[0]])
     one_row, ends = torch.randn(1, 5, 6, dtype=torch.float64), torch.tensor([0, 2, 5])

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.cells.base import Step
-from pararnn.cells.matrix import VALUES, HeadSizes
+from pararnn.cells.matrix import VALUES, Axes, HeadSizes
 from pararnn.errors import CellError
-from pararnn.program.derive import flat
+from pararnn.program.derive import flat, gradients, leaves_of
 from pararnn.program.guard import SizeError, from_the_users_line, line_of
+from pararnn.program.record import BranchError
+from pararnn.program.statements import (
+    CannotGenerate,
+    Statements,
+    Target,
+    order_of_axes,
+    statements_of,
+)
 from pararnn.program.trace import Graph, trace_pointwise
 
 LENGTHS = (5, 3, 7, 11, 13, 17, 19, 23)
@@ -25,14 +33,26 @@ LEAD = (2, 3)
 
 @dataclass(frozen=True)
 class MatrixTrace:
-    """The step and the readout of a matrix cell as graphs of one head's tensors, in one dtype.
+    """A matrix cell as graphs of one head's tensors, in one dtype, of the lengths of `LENGTHS`.
 
-    Both take states, gates and parameters; the readout takes the step's new states. readout: None
-    where the output is the first state.
+    forward: states, gates and parameters -> new states and the output. gradient: with a cotangent
+    of each result -> gradients of all arguments; None where none can be traced. own_forward,
+    own_gradient: the same of the cell's own lengths, by which numbers in them may depend.
     """
 
-    step: Graph
-    readout: Graph | None
+    forward: Graph
+    gradient: Graph | None = None
+    own_forward: Graph | None = None
+    own_gradient: Graph | None = None
+
+
+class Passes(NamedTuple):
+    """Statements of a step for kernels: all results, the new states alone, and the gradients."""
+
+    forward: Statements
+    advance: Statements
+    backward: Statements
+    order: Axes
 
 
 def trace_step(step: Step) -> Step:
@@ -66,35 +86,120 @@ def examples(
     return [*(draw((*lead, *size)) for size in (*sizes.states, *sizes.gates)), *map(draw, params)]
 
 
-def trace_matrix(step: Step, dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, MatrixTrace]:
-    """Trace a step and its readout once they are checked, in each dtype.
+def trace_matrix(
+    step: Step, dtypes: Sequence[torch.dtype]
+) -> tuple[dict[torch.dtype, MatrixTrace], str | None]:
+    """Trace a step and its readout once they are checked, in each dtype. Return the traces, and why
+    kernels cannot be made of them, or None.
 
     Raises BranchError where they read a tensor's value, CellError where they break the contract.
     """
     small = trace_step(step)
     sizes = small.head_sizes
     assert sizes is not None
-    traces = {}
     for dtype in dtypes:
-        own = _trace(small, "step", dtype)
-        _check_method(small, "step", sizes.states, dtype)
-        readout = None
-        if small.has_readout:
-            readout = _trace(small, "readout", dtype)
-            _check_method(small, "readout", ((sizes.lengths[VALUES],),), dtype)
-        traces[dtype] = MatrixTrace(own, readout)
-    return traces
+        for method, results in (("step", sizes.states), ("readout", (sizes.output[1:],))):
+            if method == "step" or small.has_readout:
+                _trace(small, _method(small, method), dtype, method)
+                _check_method(small, method, results, dtype)
+    forwards = {dtype: _trace(small, _forward(small), dtype, "step") for dtype in dtypes}
+    try:
+        traces = {
+            dtype: MatrixTrace(
+                forward,
+                _trace(small, _gradient(small), dtype, "step", with_cotangents=True),
+                _trace(step, _forward(step), dtype, "step"),
+                _trace(step, _gradient(step), dtype, "step", with_cotangents=True),
+            )
+            for dtype, forward in forwards.items()
+        }
+        for trace in traces.values():
+            passes_of(step, trace)
+    except CannotGenerate as error:
+        return traces, f"it has no statement for {error}"
+    except (CellError, BranchError) as error:
+        return {key: MatrixTrace(own) for key, own in forwards.items()}, str(error)
+    return traces, None
+
+
+def passes_of(step: Step, trace: MatrixTrace) -> Passes:
+    """Return the statements of a trace that is whole. Raises CannotGenerate."""
+    assert trace.gradient is not None
+    assert trace.own_forward is not None
+    assert trace.own_gradient is not None
+    axes = step.cls.head_axes
+    assert axes is not None
+    small, own = trace_step(step).head_sizes, step.head_sizes
+    assert small is not None
+    assert own is not None
+    kinds = {
+        "state": [*axes.states.values()],
+        "gate": [*axes.gates.values()],
+        "param": [param.kind.axes or () for param in step.cls.params.values()],
+    }
+    order = order_of_axes([(VALUES,), *(own for some in kinds.values() for own in some)])
+
+    def targets(prefix: str, kind: str) -> list[Target]:
+        places = enumerate(kinds[kind])
+        adds = (prefix, kind) == ("grad_", "param")
+        return [Target(prefix + kind, i, own, adds) for i, own in places]
+
+    inputs = [place for kind in kinds for place in targets("", kind)]
+    output = Target("output", 0, (VALUES,))
+    results = [*targets("new_", "state"), output]
+    cotangents = [place._replace(kind=f"grad_{place.kind}") for place in results]
+    gradients = [place for kind in kinds for place in targets("grad_", kind)]
+    lengths = (order, small.lengths, own.lengths)
+    forward = statements_of(trace.forward, trace.own_forward, lengths, inputs, results)
+    backward = statements_of(
+        trace.gradient, trace.own_gradient, lengths, [*inputs, *cotangents], gradients
+    )
+    return Passes(forward, forward.only(["new_state"]), backward, order)
 
 
 def _method(step: Step, name: str) -> Callable[..., Any]:
     return flat(step, step if name == "step" else partial(step.call, name))
 
 
-def _trace(step: Step, method: str, dtype: torch.dtype) -> Graph:
-    assert step.head_sizes is not None
-    tensors = examples(step.head_sizes, step, dtype, ())
+def _forward(step: Step) -> Callable[..., Any]:
+    """Return the function of flat tensors to new states and the output."""
+    run, read = _method(step, "step"), _method(step, "readout")
+
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        new = run(*tensors)
+        output = read(*new, *tensors[step.num_states :]) if step.has_readout else new[0]
+        return (*new, output)
+
+    return forward
+
+
+def _gradient(step: Step) -> Callable[..., Any]:
+    """Return the function of flat tensors and cotangents to the gradients of the tensors."""
+    forward, count = _forward(step), step.num_rows + len(step.cls.params)
+
+    @torch.enable_grad()
+    def gradient(*tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = leaves_of(tensors[:count])
+        return gradients(forward(*inputs), inputs, tensors[count:])
+
+    return gradient
+
+
+def _trace(
+    step: Step,
+    function: Callable[..., Any],
+    dtype: torch.dtype,
+    method: str,
+    *,
+    with_cotangents: bool = False,
+) -> Graph:
+    sizes = step.head_sizes
+    assert sizes is not None
+    tensors = examples(sizes, step, dtype, ())
+    if with_cotangents:
+        tensors += [torch.rand(size, dtype=dtype) for size in (*sizes.states, sizes.output[1:])]
     try:
-        return trace_pointwise(_method(step, method), tensors, f"{step.cls.__name__}.{method}")
+        return trace_pointwise(function, tensors, f"{step.cls.__name__}.{method}")
     except SizeError as error:
         raise CellError(f"{error.failure}. {_lengths(step)}") from error.__cause__
 

@@ -155,6 +155,8 @@ class Program:
     @property
     def family(self) -> str | None:
         """Name of the family of kernels that fits its recurrence, None if none does."""
+        if self.matrix:
+            return MATRIX if self.why_no_family is None else None
         if not self.couples_channels:
             return ELEMENTWISE
         return MIXING if self.mixing else None
@@ -167,6 +169,8 @@ ELEMENTWISE = "elementwise"
 """The family of recurrences in which channels do not meet."""
 MIXING = "mixing"
 """The family of recurrences in which channels meet by products with matrices inside heads."""
+MATRIX = "matrix"
+"""The family of recurrences whose states are matrices, vectors and numbers of each head."""
 MAX_STATES = 8
 """Largest number of states that generated kernels take."""
 MANY_TRACES = 8
@@ -411,13 +415,13 @@ def _trace_matrix(step: Step) -> _Trace:
     why = why_a_loop(step)
     try:
         with torch.no_grad():
-            matrix = trace_matrix(step, COMPUTE_DTYPES)
+            matrix, why_no_family = trace_matrix(step, COMPUTE_DTYPES)
     except BranchError as error:
         raise CellError(
             f"{step.cls.__name__}'s step or readout reads a tensor's value in Python (a branch or "
             f".item()): use torch.where ({error})"
         ) from error
-    return _Trace(None, why, None, {}, {}, None, matrix)
+    return _Trace(None, why, None, {}, {}, why_no_family, matrix)
 
 
 def _derive_all(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:

@@ -63,6 +63,8 @@ MAX_BLOCKS = 2**31 - 1
 class GpuEngine(FusedEngine):
     """Generated CUDA kernels for one solver, on a type of GPU."""
 
+    language = "cuda"
+
     def __init__(self, solver: str, gpu: Gpu) -> None:
         super().__init__(solver)
         self.gpu, self.info_rows = gpu, INFO_SLOTS[solver]

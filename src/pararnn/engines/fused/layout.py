@@ -11,6 +11,7 @@ from torch import Tensor
 from pararnn.codegen.interface import Interface
 from pararnn.codegen.source import chunk_of
 from pararnn.engines.arguments import Arguments, Gradients
+from pararnn.engines.fit import output_sizes
 from pararnn.program.program import Program
 
 
@@ -117,12 +118,14 @@ def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
 
 def new_states(program: Program, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Allocate the results of a forward pass: the states, and the final ones."""
-    signature, new = args.signature, args.gates.new_empty
-    size, dtype, count = signature.size, signature.dtype, program.num_states
-    states = tuple([new(size) for _ in range(count)])
+    signature, new, dtype = args.signature, args.gates.new_empty, args.signature.dtype
+    if program.head_sizes is None:
+        states = tuple([new(signature.size) for _ in range(program.num_states)])
+    else:
+        states = tuple([new(size, dtype=own) for size, own in output_sizes(program, args)])
     if args.all_written:
-        ends = (args.sequences, size[2])
-        return states, tuple([new(ends, dtype=dtype) for _ in range(count)])
+        sizes = program.state_sizes(signature.size[2])
+        return states, tuple([new((args.sequences, *size), dtype=dtype) for size in sizes])
     # Sequences without a step return their initial state.
     return states, tuple([_copy(h, dtype) for h in args.start(program)])
 
