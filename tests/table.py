@@ -169,8 +169,14 @@ CELLS = {
 }
 """Cells of the zoo that meet all conditions: one to three states, a field, a dense step.
 
-Those that mix channels inside heads have the table of mixing_cells.py, all of them test_zoo.py.
+test_zoo.py has all of them.
 """
+BY_HEADS = [
+    name
+    for name, cell in pararnn.CELLS.items()
+    if any(param.kind.by_heads for param in cell.params.values())
+]
+"""Cells of the zoo that mix channels inside heads: see test_head_cells.py."""
 ELEMENTWISE = [name for name in CELLS if name not in COUPLED]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from table import DTYPES, FUSED, make_case, needs_compiler
+from table import BY_HEADS, DTYPES, FUSED, make_case, needs_compiler
 from torch import nn
 
 import pararnn
@@ -14,11 +14,6 @@ from pararnn.tasks.models import ModelConfig, TaskModel
 pytestmark = needs_compiler
 
 HEADS, WIDTH, STEPS = 2, 6, 20
-NAMES = [
-    name
-    for name, cell in pararnn.CELLS.items()
-    if any(param.kind.by_heads for param in cell.params.values())
-]
 
 
 @torch.no_grad()
@@ -42,14 +37,14 @@ def test_slstm_may_begin_with_a_normaliser_of_zero():
         assert torch.allclose(outputs[:, t], h, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_HEADS)
 def test_cells_obey_the_contract(name):
     """In float64, and in another dtype in turn."""
     others = DTYPES[1:]
     for dtype, variant in (
         (torch.float64, "resets"),
-        (others[NAMES.index(name) % 3], "packed"),
-        (others[NAMES.index(name) % 3], "reverse"),
+        (others[BY_HEADS.index(name) % 3], "packed"),
+        (others[BY_HEADS.index(name) % 3], "reverse"),
     ):
         case = make_case(pararnn.CELLS[name], dtype, 37, variant, channels=24, num_heads=3)
         pair = dict(zip(("solver", "backend"), FUSED, strict=True))
@@ -85,7 +80,7 @@ def test_language_models_decode_with_them(name):
     torch.testing.assert_close(torch.cat(outputs, 1), whole)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_HEADS)
 def test_tasks_take_them(name):
     task = TASKS["keep-nth"].at(12)
     model = TaskModel(task, ModelConfig(mixer=name, width=8, heads=2)).double()

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import matrix_cells
 import pytest
 import torch
-from table import CELLS, KERNEL_PAIRS, NEWTON_FUSED, PAIRS, broken, make_case, with_checks
+from table import BY_HEADS, CELLS, KERNEL_PAIRS, NEWTON_FUSED, PAIRS, broken, make_case, with_checks
 
 import pararnn
 from pararnn import zoo
 from pararnn.engines.table import why_never
+from pararnn.lm import LanguageModel, LMConfig
 
 ROOT = Path(__file__).parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -253,11 +254,7 @@ def _stack(states):
     return torch.stack(_tuple(states))
 
 
-ADDED = [
-    name
-    for name, cell in zoo.CELLS.items()
-    if name not in CELLS and not any(param.kind.by_heads for param in cell.params.values())
-]
+ADDED = [name for name in zoo.CELLS if name not in (*CELLS, *BY_HEADS)]
 """Cells that no other table of tests has."""
 SPLIT = ["lru", "cfc", "lif"]
 """Those of ADDED whose kernels in segments are compiled: pairs of states, a field, and jumps."""
@@ -270,6 +267,11 @@ def _pairs(name):
     return [p for p in takes if p != NEWTON_FUSED or name not in ADDED or name in SPLIT]
 
 
+def _dtype(name, pair):
+    """float32 for kernels, but for those that test_head_cells.py compiles in float64 too."""
+    return torch.float32 if pair in KERNEL_PAIRS and name not in BY_HEADS else torch.float64
+
+
 @pytest.fixture
 def quickly_built(request, monkeypatch):
     """Compile kernels that no other test has in a third of the time."""
@@ -280,8 +282,11 @@ def quickly_built(request, monkeypatch):
 @pytest.mark.usefixtures("quickly_built")
 @pytest.mark.parametrize("name", LOOPS)
 def test_cells_are_the_published_recurrences(name):
-    """In float64 by PyTorch, in float32 by kernels: states, final states and all gradients."""
-    for dtype, by_kernels, limit in ((torch.float64, False, 1e-11), (torch.float32, True, 2e-5)):
+    """States, final states and all gradients, in float64 by PyTorch and in float32 by kernels."""
+    for dtype, limit in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
+        pairs = [pair for pair in _pairs(name) if _dtype(name, pair) == dtype]
+        if not pairs:
+            continue
         cell, gates, initial, fields = _leaves(name, dtype)
         leaves = [gates, *initial, *fields.values(), *cell.parameters()]
         exact = [t.detach().double().requires_grad_() for t in leaves]
@@ -291,9 +296,7 @@ def test_cells_are_the_published_recurrences(name):
         params = dict(zip(cell.params, rows, strict=True))
         reference = _with_gradients(*_loop(name, cell, params, x, start, inputs), exact)
         assert all(t.abs().max() > 1e-3 for t in reference)
-        for pair in _pairs(name):
-            if (pair in KERNEL_PAIRS) != by_kernels:
-                continue
+        for pair in pairs:
             with pararnn.using(segments=3, burn_in=2):
                 solution = pararnn.solve(
                     cell, gates, initial, fields=fields, solver=pair[0], backend=pair[1]
@@ -310,6 +313,18 @@ def test_cells_obey_the_contract(name):
     for variant in ("packed", "reverse"):
         case = make_case(zoo.CELLS[name], torch.float32, 60, variant, channels=5)
         assert not broken(with_checks(case, _pairs(name), segments=4)), variant
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ADDED)
+def test_language_models_decode_with_them(name):
+    """Token by token through the cache, as all at once."""
+    torch.manual_seed(0)
+    model = LanguageModel(LMConfig(8, 1, vocab_size=9, cell=name, num_heads=2)).double().eval()
+    tokens, cache = torch.randint(0, 9, (2, 6)), model.new_cache()
+    with pararnn.using(backend="torch"):
+        outputs = [model(tokens[:, t : t + 1], cache) for t in range(6)]
+        assert torch.allclose(torch.cat(outputs, 1), model(tokens), rtol=1e-10, atol=1e-12)
 
 
 def test_rg_lru_without_weights_of_the_state_is_griffins():

@@ -16,7 +16,8 @@ class ModReLUCell(Cell):
     :equation: ``h' = relu(|u| + b) u / |u|``; ``u = exp(i theta) h + x``, ``h = re + i im``
     :source: Arjovsky et al. 2016, Unitary Evolution Recurrent Neural Networks, eq. 8
 
-    The unitary matrix is its diagonal factor: channels mix in the next projection. Config:
+    The unitary matrix is its diagonal factor: channels mix in the next projection. It forgets
+    nothing: states grow with the square root of time while b is near 0, where it begins. Config:
     epsilon, which the square of the modulus is larger by, so that there is a gradient at 0.
     """
 
