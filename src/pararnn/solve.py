@@ -15,6 +15,7 @@ from pararnn.engines import tuned
 from pararnn.engines.arguments import Arguments, Options, Solution, checked_options
 from pararnn.engines.engine import Engine
 from pararnn.engines.fit import check_fit
+from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.engines.request import pair_of_call, split_of_context
 from pararnn.engines.split import NO_REQUEST, SplitRequest
 from pararnn.engines.table import Choice, choose
@@ -157,7 +158,8 @@ def _choose(
     if torch.onnx.is_in_onnx_export():
         solver, backend = "sequential", "torch"
     workload = (program.workload_size(args.size), args.gates.dtype, args.gates.device)
-    choice = choose(program, *workload, solver, backend).with_split(split)
+    heads = heads_of_matrices(args.params) or 1
+    choice = choose(program, *workload, solver, backend, heads).with_split(split)
     return choice, choice.engine()
 
 

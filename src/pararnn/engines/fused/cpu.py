@@ -277,7 +277,7 @@ def make_mixing_launch(
     parts = {"pass": interface.pack(f"{own.direction}Problem", own.values)}
     kernel = getattr(kernels_of(program, args.gates.dtype, solver), own.direction.lower())
     template = template_of(interface.pack(f"{own.direction}Launch", parts))
-    heads = heads_of_matrices(args) or 1
+    heads = heads_of_matrices(args.params) or 1
     size = (heads, batch, steps, channels // heads)
     vectors = (mixing.lefts, *size), (mixing.rights, *size)
     return MixingLaunch(own.conversions, kernel, template, batch, mixing.outers, vectors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -84,9 +84,9 @@ def heads_of(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[3], shape[4]) if len(shape) == 5 else (1, shape[3])
 
 
-def heads_of_matrices(args: Arguments) -> int | None:
-    """Return the heads of a call's matrices; None if it has none."""
-    return next((p.shape[0] if p.ndim == 3 else 1 for p in args.params if p.ndim > 1), None)
+def heads_of_matrices(params: Iterable[Tensor]) -> int | None:
+    """Return the heads of the matrices among a cell's parameters; None if there are none."""
+    return next((p.shape[0] if p.ndim == 3 else 1 for p in params if p.ndim > 1), None)
 
 
 def in_matrix_heads(
@@ -94,7 +94,7 @@ def in_matrix_heads(
 ) -> Callable[[Tensor], Tensor]:
     """Return the conversion of gates to kernel layout: (B, T, G, H, K) in the heads of a call's
     matrices, with adjacent channels; `otherwise` for a call without matrices."""
-    heads = heads_of_matrices(args)
+    heads = heads_of_matrices(args.params)
     return otherwise if heads is None else partial(_in_heads, heads=heads)
 
 
