@@ -12,7 +12,18 @@ from types import SimpleNamespace
 import matrix_cells
 import pytest
 import torch
-from table import BY_HEADS, CELLS, KERNEL_PAIRS, NEWTON_FUSED, PAIRS, broken, make_case, with_checks
+from table import (
+    ALL_PAIRS,
+    BY_HEADS,
+    CELLS,
+    FUSED,
+    KERNEL_PAIRS,
+    NEWTON_FUSED,
+    PAIRS,
+    broken,
+    make_case,
+    with_checks,
+)
 
 import pararnn
 from pararnn import zoo
@@ -384,18 +395,18 @@ def test_a_cell_is_one_short_file_that_says_what_it_is(name, cell):
 
 
 def _runs(cell):
-    """What engines do for a cell: the same on both devices."""
+    """What engines do for a cell on a CPU, and on a GPU where that is something else."""
     axes = {} if cell.head_axes is None else {"K": 4}
     program = pararnn.program_of(cell(HEADS * WIDTH, num_heads=HEADS, **axes))
-    loop, parallel, newton = (
-        {why_never(program, pair, device) is None for device in (CPU, CUDA)}
-        for pair in (("sequential", "fused"), ("newton", "fused"), ("newton", "torch"))
-    )
-    if loop == parallel == {True}:
-        return "kernels, parallel in time too"
-    if loop == {True}:
-        return "kernels, step after step"
-    return "PyTorch, parallel in time too" if newton == {True} else "PyTorch, step after step"
+    on_cpu, on_gpu = (_runs_on(program, device) for device in (CPU, CUDA))
+    return on_cpu if on_cpu == on_gpu else f"on a CPU: {on_cpu}; on a GPU: {on_gpu}"
+
+
+def _runs_on(program, device):
+    takes = {pair for pair in ALL_PAIRS if why_never(program, pair, device) is None}
+    means = "kernels" if FUSED in takes else "PyTorch"
+    parallel = ("newton", "fused" if FUSED in takes else "torch") in takes
+    return f"{means}, {'parallel in time too' if parallel else 'step after step'}"
 
 
 def _names(names):
