@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -384,7 +383,7 @@ class _Trace(NamedTuple):
     graphs: dict[torch.dtype, Graphs]
     mixing: dict[torch.dtype, Mixing]
     why_no_family: str | None
-    matrix: Mapping[torch.dtype, MatrixTrace] = MappingProxyType({})
+    matrix: dict[torch.dtype, MatrixTrace]
 
 
 def _trace(step: Step) -> _Trace:
@@ -408,7 +407,7 @@ def _trace(step: Step) -> _Trace:
             if structure.couples_channels or step.has_jacobian:
                 check_structure(step, structure, graphs[torch.float64])
         warning = _warning(step, structure, why, mixing_op, why_no_family)
-    return _Trace(structure, why, warning, graphs, mixing, why_no_family)
+    return _Trace(structure, why, warning, graphs, mixing, why_no_family, {})
 
 
 def _trace_matrix(step: Step) -> _Trace:
