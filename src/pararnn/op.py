@@ -70,6 +70,8 @@ def apply_engine(
     direct = can_bypass_dispatcher() and args.signature.plain
     if direct and not (args.signature.requires_grad and torch.is_grad_enabled()):
         return _forward(program, engine, args)
+    if direct:
+        engine.check_backward(program, args)
     tensors, values = args.flatten()
     n = program.num_outputs
     engine_key = EngineKey(program.key, engine.solver, engine.backend, n)
