@@ -290,8 +290,14 @@ class _NestText:
             starts[depth].append(f"real {name} = {start};")
             text = f"inside<size_{last}>({text}, v, {start})"
             inner.append(f"{name} = {_combine(own.kind, name, text)};")
-            place = _index(value.axes, f"i_{value.axes[-1]}") if value.axes else "0"
-            ends[depth].append(f"{array}[{place}] = {own.kind}_of_lanes({name});")
+            combine = own.kind.capitalize()
+            if not value.axes:
+                ends[depth].append(f"{array}[0] = combine_lanes({name}, {combine}());")
+                return
+            row = value.axes[-1]
+            first = f"{array} + {_index(value.axes, '0')}"
+            starts[depth - 1].append(f"RowsOfLanes<{combine}, size_{row}> rows_{name}({first});")
+            ends[depth].append(f"rows_{name}.put(i_{row}, {name});")
             return
         depth = axes.index(own.axis)
         width = _size(axes[depth + 1 :])

@@ -18,21 +18,49 @@ template <int64 size> inline real inside(real x, int64 v, real other) {
   return select(lane < constant((double)(size - v)), x, other);
 }
 
+// Every second lane of a, then of b.
+template <int first> inline real every_second(real a, real b) {
+#if defined(__clang__)
+  real x;
+  for (int i = 0; i < lanes; ++i) x[i] = i < lanes / 2 ? a[2 * i + first] : b[2 * i + first - lanes];
+  return x;
+#else
+  whole index;
+  for (int i = 0; i < lanes; ++i) index[i] = 2 * i + first;
+  return __builtin_shuffle(a, b, index);
+#endif
+}
+
+// Combines the lanes of each of `lanes` vectors, in pairs: lane i of the result is that of vector i.
+template <class Combine> inline real combine_rows(real* rows, const Combine& combine) {
+#pragma GCC unroll 8
+  for (int count = lanes; count > 1; count /= 2)
+#pragma GCC unroll 16
+    for (int i = 0; i < count / 2; ++i) {
+      const real a = rows[2 * i], b = rows[2 * i + 1];
+      rows[i] = combine(every_second<0>(a, b), every_second<1>(a, b));
+    }
+  return rows[0];
+}
+struct Sum { real operator()(real a, real b) const { return a + b; } };
+struct Max { real operator()(real a, real b) const { return maximum(a, b); } };
+struct Min { real operator()(real a, real b) const { return minimum(a, b); } };
+
+// The combined lanes of the rows of an axis, whose vectors come one after the other.
+template <class Combine, int64 size> struct RowsOfLanes {
+  real rows[lanes] = {};
+  scalar* target;
+  explicit RowsOfLanes(scalar* array) : target(array) {}
+  void put(int64 i, real row) {
+    rows[i % lanes] = row;
+    if (i % lanes == lanes - 1 || i + 1 == size) store_as(target + i / lanes * lanes, combine_rows(rows, Combine()));
+  }
+};
+
+// The combined lanes of one vector.
 template <class Combine> inline scalar combine_lanes(real x, const Combine& combine) {
-  scalar part[2 * lanes];
-  store_as(part, x);
-  for (int width = lanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) part[i] = combine(part[i], part[i + width]);
-  return part[0];
-}
-inline scalar sum_of_lanes(real x) {
-  return combine_lanes(x, [](scalar a, scalar b) { return a + b; });
-}
-inline scalar max_of_lanes(real x) {
-  return combine_lanes(x, [](scalar a, scalar b) { return b > a || b != b ? b : a; });
-}
-inline scalar min_of_lanes(real x) {
-  return combine_lanes(x, [](scalar a, scalar b) { return b < a || b != b ? b : a; });
+  for (int i = 1; i < lanes; i *= 2) x = combine(every_second<0>(x, x), every_second<1>(x, x));
+  return x[0];
 }
 
 // y[b][l] = sum over j of x[b][j] matrix[j][l], where x[b][j] and y[b][l] are `width` numbers.
@@ -83,7 +111,7 @@ inline void add_inner(int64 count, const scalar* left, const scalar* right, scal
       int64 c = 0;
       for (; c + lanes <= count; c += lanes)
         sum = multiply_add(load_as(left + j * stride + c), load_as(right + l * stride + c), sum);
-      scalar total = sum_of_lanes(sum);
+      scalar total = combine_lanes(sum, Sum());
       for (; c < count; ++c) total += left[j * stride + c] * right[l * stride + c];
       target[j * padded + l] += total;
     }
