@@ -29,6 +29,7 @@ PAGES = (
     "README.md",
     "docs/generated-kernels.md",
     "docs/kernel-figures.md",
+    "docs/matrix-cells.md",
     "docs/how-it-works.md",
     "docs/language-models.md",
     "docs/learning.md",
@@ -168,6 +169,13 @@ TABLES: dict[str, Table] = {
         {"recurrence": "what", "by": "way"},
         {title: minimum(step) for title, step in PASSES.items()},
         length,
+    ),
+    "matrix_cpu": Table(
+        "matrix_cpu.csv",
+        "Medians in ms, minima in brackets, B = {B}, T = {T}, {H} heads, float32",
+        {"cell": "cell", "K x V": lambda row: f"{row['K']} x {row['V']}"},
+        {title: minimum(step) for title, step in PASSES.items()},
+        lambda row: row["way"],
     ),
     "newton_iterations": Table(
         "newton_iterations.csv",

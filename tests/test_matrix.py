@@ -13,6 +13,7 @@ import pararnn.zoo as zoo
 from pararnn import Param
 from pararnn.errors import CellError
 from pararnn.lm import LanguageModel, LMConfig
+from pararnn.lm.sample import sample
 
 NAMES = list(LOOPS)
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -100,7 +101,9 @@ def test_sequences_may_be_packed(name):
     for i, (start, length) in enumerate(zip(at, lengths, strict=True)):
         one_row[0, start : start + length] = call.gates[i, :length].detach()
     one_row.requires_grad_()
-    output, final = pararnn.solve(call.cell, one_row, call.initial, cu_seqlens=[0, 3, 3, 7])
+    output, final = pararnn.solve(
+        call.cell, one_row, call.initial, cu_seqlens=[0, 3, 3, 7], backend="torch"
+    )
     parts = [
         loop(name, Call(call.cell, call.gates[i : i + 1, :n], [h[i : i + 1] for h in call.initial]))
         for i, n in enumerate(lengths)
@@ -121,9 +124,9 @@ def test_sequences_may_be_packed(name):
 
 
 def _layer(name="m2rnn", **options):
-    """A layer of 2 heads, by kernels where there is a compiler."""
+    """A layer of 2 heads, by PyTorch."""
     torch.manual_seed(0)
-    sizes = {"num_heads": 2, "K": 4, "dtype": torch.float64}
+    sizes = {"num_heads": 2, "K": 4, "dtype": torch.float64, "backend": "torch"}
     return pararnn.ParaRNN(zoo.MATRIX_CELLS[name], 6, 6, **(sizes | options))
 
 
@@ -149,9 +152,10 @@ def test_layers_project_and_read_out(name):
     _close([output, *(h[0] for h in _as_tuple(h_n))], [reference, *final])
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("name", ["m2rnn", "mlstm"])
-def test_layers_take_lengths_resets_and_states(name):
-    layer, x = _layer(name), torch.randn(3, 6, 6, dtype=torch.float64)
+def test_layers_take_lengths_resets_and_states(name, backend):
+    layer, x = _layer(name, backend=backend), torch.randn(3, 6, 6, dtype=torch.float64)
     x_nan = x.clone()
     x_nan[0, 2:], x_nan[1] = torch.nan, torch.nan
     output, h_n = layer(x_nan, lengths=[2, 0, 6])
@@ -176,9 +180,13 @@ def test_layers_take_lengths_resets_and_states(name):
     _close([output, *(h[0] for h in _as_tuple(h_n))], [reference, *final])
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("name", ["m2rnn", "mlstm"])
-def test_layers_decode_step_by_step(name):
-    layer, x = _layer(name, num_layers=2), torch.randn(3, 4, 6, dtype=torch.float64)
+def test_layers_decode_step_by_step(name, backend):
+    layer, x = (
+        _layer(name, num_layers=2, backend=backend),
+        torch.randn(3, 4, 6, dtype=torch.float64),
+    )
     output, h_n = layer(x)
     state, steps = None, []
     for t in range(4):
@@ -245,13 +253,13 @@ def test_a_start_does_not_explode():
 
 
 def test_explain_says_why_pytorch_runs_it():
-    text = str(pararnn.explain(_layer(backend="torch"), (3, 5, 6)))
+    text = str(pararnn.explain(_layer(), (3, 5, 6)))
     assert "(3, 5, 6)" in text
     assert "too large for Newton's method" in text
 
 
 def test_compilers_see_the_loop():
-    layer, x = _layer(backend="torch"), torch.randn(2, 3, 6, dtype=torch.float64)
+    layer, x = _layer(), torch.randn(2, 3, 6, dtype=torch.float64)
     by_compiler = torch.compile(layer, backend="aot_eager", fullgraph=True)
     _close([by_compiler(x)[0]], [layer(x)[0]])
     one_row, ends = torch.randn(1, 5, 6, dtype=torch.float64), torch.tensor([0, 2, 5])
@@ -421,13 +429,14 @@ def test_the_first_state_is_the_output_without_a_readout():
     _close(final, [h, A])
 
 
-def test_a_language_model_mixes_by_a_matrix_cell():
+@pytest.mark.parametrize("name", ["M2RNNCell", "MLSTMCell"])
+def test_a_language_model_mixes_by_a_matrix_cell(name):
     config = LMConfig(
         vocab_size=11,
         hidden_size=16,
         num_hidden_layers=1,
         num_heads=2,
-        cell="pararnn.zoo:M2RNNCell",
+        cell=f"pararnn.zoo:{name}",
         cell_config={"K": 4},
     )
     torch.manual_seed(0)
@@ -438,3 +447,6 @@ def test_a_language_model_mixes_by_a_matrix_cell():
     logits.sum().backward()
     assert logits.shape == (2, 6, 11)
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    drawn_tokens = sample(model, tokens, 4, temperature=0.0)
+    whole = model(torch.cat([tokens, drawn_tokens], 1))  # decoding goes on from cached states
+    assert torch.equal(whole[:, 5:-1].argmax(-1), drawn_tokens)

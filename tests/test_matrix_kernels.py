@@ -133,7 +133,7 @@ def test_threads_change_no_bit():
 
 
 def test_auto_takes_the_kernels_and_explains():
-    layer = _layer()
+    layer = _layer(backend="auto")
     text = str(pararnn.explain(layer, (2, 5, 6)))
     assert "(sequential, fused) runs: a compiled loop beats every solver in PyTorch" in text
     layer(torch.randn(2, 5, 6, dtype=torch.float64))
@@ -141,7 +141,7 @@ def test_auto_takes_the_kernels_and_explains():
 
 
 def test_compilers_see_one_operator():
-    layer, x = _layer(), torch.randn(2, 40, 6, dtype=torch.float64)
+    layer, x = _layer(backend="auto"), torch.randn(2, 40, 6, dtype=torch.float64)
     by_compiler = torch.compile(layer, backend="aot_eager", fullgraph=True)
     results = []
     for run in (layer, by_compiler):

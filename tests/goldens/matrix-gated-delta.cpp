@@ -57,8 +57,8 @@ inline void forward_step(const Arrays& at, scalar* scratch) {
       r4 = r4 + inside<size_K>(t1, v, constant(0));
       r5 = r5 + inside<size_K>(t3, v, constant(0));
     }
-    a2[0] = sum_of_lanes(r4);
-    a7[0] = sum_of_lanes(r5);
+    a2[0] = combine_lanes(r4, Sum());
+    a7[0] = combine_lanes(r5, Sum());
   }
   {
     const real x0 = broadcast(a2[0]);
@@ -164,7 +164,7 @@ inline void advance_step(const Arrays& at, scalar* scratch) {
       const real t1 = x0 * x0;
       r2 = r2 + inside<size_K>(t1, v, constant(0));
     }
-    a2[0] = sum_of_lanes(r2);
+    a2[0] = combine_lanes(r2, Sum());
   }
   {
     const real x0 = broadcast(a2[0]);
@@ -296,8 +296,8 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
       r4 = r4 + inside<size_K>(t1, v, constant(0));
       r5 = r5 + inside<size_K>(t3, v, constant(0));
     }
-    a2[0] = sum_of_lanes(r4);
-    a7[0] = sum_of_lanes(r5);
+    a2[0] = combine_lanes(r4, Sum());
+    a7[0] = combine_lanes(r5, Sum());
   }
   {
     const real x0 = broadcast(at.gate[3][0]);
@@ -333,6 +333,7 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
   {
     real r16[padded_V / lanes];
     for (real& x : r16) x = constant(0);
+    RowsOfLanes<Sum, size_K> rows_r17(a14 + 0);
     real r18[padded_V / lanes];
     for (real& x : r18) x = constant(0);
     real r19[padded_V / lanes];
@@ -364,7 +365,7 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
         r18[v / lanes] = r18[v / lanes] + t9;
         r19[v / lanes] = r19[v / lanes] + t15;
       }
-      a14[i_K] = sum_of_lanes(r17);
+      rows_r17.put(i_K, r17);
     }
     for (int64 v = 0; v < padded_V; v += lanes) store_as(a5 + v, r16[v / lanes]);
     for (int64 v = 0; v < padded_V; v += lanes) store_as(a15 + v, r18[v / lanes]);
@@ -378,7 +379,7 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
       const real t2 = x0 * x1;
       r3 = r3 + inside<size_K>(t2, v, constant(0));
     }
-    a16[0] = sum_of_lanes(r3);
+    a16[0] = combine_lanes(r3, Sum());
   }
   {
     for (int64 v = 0; v < padded_V; v += lanes) {
@@ -387,8 +388,11 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
     }
   }
   {
+    RowsOfLanes<Sum, size_K> rows_r22(a10 + 0);
     real r23[padded_V / lanes];
     for (real& x : r23) x = constant(0);
+    RowsOfLanes<Sum, size_K> rows_r24(a21 + 0);
+    RowsOfLanes<Sum, size_K> rows_r25(a24 + 0);
     const real x5 = broadcast(a0[0]);
     for (int64 i_K = 0; i_K < size_K; ++i_K) {
       real r22 = constant(0);
@@ -422,9 +426,9 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
         r25 = r25 + inside<size_V>(t19, v, constant(0));
         store_as(at.grad_state[0] + i_K * padded_V + v, t21);
       }
-      a10[i_K] = sum_of_lanes(r22);
-      a21[i_K] = sum_of_lanes(r24);
-      a24[i_K] = sum_of_lanes(r25);
+      rows_r22.put(i_K, r22);
+      rows_r24.put(i_K, r24);
+      rows_r25.put(i_K, r25);
     }
     for (int64 v = 0; v < padded_V; v += lanes) store_as(a18 + v, r23[v / lanes]);
   }
@@ -453,9 +457,9 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
       r16 = r16 + inside<size_K>(t9, v, constant(0));
       r17 = r17 + inside<size_K>(t14, v, constant(0));
     }
-    a12[0] = sum_of_lanes(r15);
-    a23[0] = sum_of_lanes(r16);
-    a26[0] = sum_of_lanes(r17);
+    a12[0] = combine_lanes(r15, Sum());
+    a23[0] = combine_lanes(r16, Sum());
+    a26[0] = combine_lanes(r17, Sum());
   }
   {
     real r0 = constant(0);
@@ -463,7 +467,7 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
       const real x0 = load_as(a18 + v);
       r0 = r0 + inside<size_V>(x0, v, constant(0));
     }
-    a19[0] = sum_of_lanes(r0);
+    a19[0] = combine_lanes(r0, Sum());
   }
   {
     const real x0 = broadcast(a8[0]);

@@ -168,11 +168,13 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
       const real x0 = load_as(a7 + v);
       r0 = r0 + inside<size_V>(x0, v, constant(0));
     }
-    a8[0] = sum_of_lanes(r0);
+    a8[0] = combine_lanes(r0, Sum());
   }
   {
+    RowsOfLanes<Sum, size_K> rows_r22(a3 + 0);
     real r23[padded_V / lanes];
     for (real& x : r23) x = constant(0);
+    RowsOfLanes<Sum, size_K> rows_r24(a10 + 0);
     real r25[padded_V / lanes];
     for (real& x : r25) x = constant(0);
     const real x6 = broadcast(a1[0]);
@@ -207,8 +209,8 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
         r24 = r24 + inside<size_V>(t21, v, constant(0));
         r25[v / lanes] = r25[v / lanes] + t20;
       }
-      a3[i_K] = sum_of_lanes(r22);
-      a10[i_K] = sum_of_lanes(r24);
+      rows_r22.put(i_K, r22);
+      rows_r24.put(i_K, r24);
     }
     for (int64 v = 0; v < padded_V; v += lanes) store_as(a5 + v, r23[v / lanes]);
     for (int64 v = 0; v < padded_V; v += lanes) store_as(a11 + v, r25[v / lanes]);
@@ -231,7 +233,7 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
       const real x2 = load_as(a11 + v);
       store_as(at.grad_gate[2] + v, x2);
     }
-    a6[0] = sum_of_lanes(r0);
+    a6[0] = combine_lanes(r0, Sum());
   }
   {
     const real x1 = broadcast(a1[0]);
