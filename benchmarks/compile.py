@@ -15,8 +15,8 @@ import tempfile
 
 from common import new_parser, provenance, write_csv
 
-from pararnn.cells import CELLS
 from pararnn.codegen.compiler import compiler_command
+from pararnn.zoo import CELLS
 
 ONE = """
 import sys, time

@@ -13,8 +13,8 @@ from typing import Any
 
 from common import RESULTS, provenance, write_csv
 
-from pararnn.cells import CELLS
 from pararnn.train import DemoConfig, run_demo
+from pararnn.zoo import CELLS
 
 
 def row_of(metrics: dict[str, Any]) -> dict[str, Any]:

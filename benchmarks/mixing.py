@@ -1,196 +1,88 @@
 """Recurrences that mix channels inside heads on one GPU, next to what others take for the same.
 
 Each cell at heads of 16 to 256 channels in a width of 768, and at one dense head of 512 and of 768;
-1,024 steps; forward without gradients, and forward + backward with all gradients. Ways: `kernels`
-(pararnn.solve on gates), `layer` (with its projection), `loop` (the step in PyTorch), each replayed
-as a CUDA graph; by calls `cudnn` (torch.nn, with its projection) and flashrnn (PyPI; its CUDA
-backends need nvcc, and minutes to compile a size). Inputs are drawn anew and exceed the cache.
+1,024 steps; forward without gradients, and forward + backward with all gradients. Ways:
 
-Writes results/mixing.csv and mixing.png. Rows of an earlier run stay unless measured again, so a
-run may be cut into parts by --only: a regular expression in the name of a case, such as
-"kernels-lstm-64-B16-bfloat16". Kernels are compiled before, by several processes.
+    kernels         pararnn.solve on gates, replayed as a CUDA graph, as the next three are
+    layer           with its projection; layer-resets with 1% of steps that start anew
+    projection      the layer's projection alone
+    loop            the step in PyTorch
+    cudnn           torch.nn, with its projection, by calls, as the next two are
+    torchrl-triton  torchrl's modules with resets and their projection (PyPI); its published case is
+                    the block GRU at T = 512, with a dense product and norms in its step
+    flashrnn-...    flashrnn's backends (PyPI); cuda and cuda_fused need nvcc, and minutes a size
+
+Inputs are drawn anew and exceed the cache. Each case runs in another process, with a limit of time:
+one that fails has rows that say why. Kernels are compiled before, by several processes.
+
+Writes results/mixing.csv and mixing.png, a row at a time. Rows of an earlier run stay unless
+measured again, so a run may be cut into parts by --only: a regular expression in the name of a
+case, such as "kernels-lstm-64-B16-bfloat16". --merge puts rows of other files in, and runs nothing.
 
     python benchmarks/mixing.py [--only REGEX] [--list] [--quick] [--processes N] [--out FOLDER]
+                                [--seconds N] [--device cpu --length N] [--merge FILE ...]
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import os
+import queue
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from multiprocessing import get_context
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from common import add_row, new_parser, provenance, read_rows, write_csv
-from gpu import cache_bytes, copy_rate, replay_times, replays_within, report_missing, sets_for
+from gpu import cache_bytes, copy_rate, replay_times, replays_within
+from isolated import Isolated, LostError
 from markdown_tables import Row as Strings
+from mixing_ways import CELLS, COMPARED, DTYPES, LENGTH, WIDTH, Case, all_cases, passes
 from pictures import caption, draw, new_figure
 from protocol import Call, Row, run_times
-from tables_mixing import title_of
-from torch import Tensor, nn
+from tables_mixing import is_measured, title_of
 
-import pararnn
-
-CELLS: dict[str, type[pararnn.Cell]] = {
-    "lstm": pararnn.HeadLSTMCell,
-    "gru": pararnn.HeadGRUCell,
-    "slstm": pararnn.HeadSLSTMCell,
-}
-LAYERS: dict[str, Callable[..., nn.Module]] = {"lstm": pararnn.LSTM, "gru": pararnn.GRU}
-CUDNN: dict[str, Callable[..., nn.Module]] = {"lstm": nn.LSTM, "gru": nn.GRU}
-FLASHRNN_SIZES = {"lstm": (4, 2), "gru": (3, 1), "slstm": (4, 4)}
-"""Gates and states of flashrnn's functions."""
-DEVICE = "cuda"
-LENGTH, WIDTH = 1024, 768
-HEADS = (16, 32, 64, 128, 256, 512, 768)
-BATCHES = (1, 16, 64, 256)
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BUDGET, QUICK_BUDGET = 500.0, 50.0
 """Milliseconds for the runs of a timing."""
-SECONDS = {"kernels": 3, "layer": 4, "cudnn": 4, "loop": 20, "flashrnn-triton": 15}
-"""Seconds that a case takes, about; a minute for one that nvcc compiles."""
-COMPILATION = 15
-"""Seconds of a process for the kernels of a size, about."""
+SECONDS = {"kernels": 3, "layer": 4, "projection": 3, "cudnn": 4, "loop": 20, "torchrl": 6}
+"""Seconds that a case takes, about, by the first word of its way; 8 for others."""
+COMPILATION, NVCC = 15, 120
+"""Seconds of a process for the kernels of a size, about, and for those that nvcc compiles."""
+SLACK = 60
+"""Seconds that a case may take in addition to ten times what it should."""
+FRACTION = 0.75
+"""Fraction of a limit of time that compilation may use."""
+REPLAYED = ("kernels", "layer", "projection", "loop")
+"""First words of the ways that are replayed as a graph."""
+STEPS = {"forward": "forward", "both": "forward + backward"}
 KEYS = ("way", "cell", "head", "B", "T", "dtype", "pass")
+NOT_DRAWN = ("layer", "projection", "loop")
 
 
-class Case(NamedTuple):
-    """One size of a cell, and what runs it."""
+class Settings(NamedTuple):
+    """Facts that all rows of a run share: device, ms for a timing, bytes copied a second, L2."""
 
-    way: str
-    cell: str
-    head: int
-    batch: int
-    dtype: str = "bfloat16"
-    length: int = LENGTH
-
-    @property
-    def width(self) -> int:
-        """Channels."""
-        return 512 if self.head == 512 else WIDTH
-
-    @property
-    def heads(self) -> int:
-        """Heads."""
-        return self.width // self.head
-
-    @property
-    def name(self) -> str:
-        """Name for --only."""
-        return f"{self.way}-{self.cell}-{self.head}-B{self.batch}-{self.dtype}"
+    device: str
+    budget: float
+    rate: float
+    cache: int
 
 
-class Way(NamedTuple):
-    """A differentiable function: call(*inputs), the sizes of its inputs, and its weights."""
-
-    call: Callable[..., Tensor]
-    sizes: Sequence[Sequence[int]]
-    weights: Sequence[Tensor] = ()
-
-
-def all_cases() -> list[Case]:
-    """Return the cases in the order of their measurement: peers that may fail last."""
-    cases = [Case("kernels", *size) for size in itertools.product(CELLS, HEADS, BATCHES)]
-    cases += [Case("kernels", cell, 64, b, "float32") for cell in CELLS for b in BATCHES]
-    cases += [Case("layer", cell, head, 16) for cell in LAYERS for head in (64, 512, 768)]
-    sizes = itertools.product(CUDNN, (512, 768), BATCHES, ("float16", "bfloat16"))
-    cases += [Case("cudnn", *size) for size in sizes]
-    cases += [Case("loop", cell, 64, 16) for cell in CELLS]
-    sizes_of_triton = itertools.product(CELLS, (16, 32, 64), BATCHES)
-    cases += [Case("flashrnn-triton", *size) for size in sizes_of_triton]
-    for backend in ("cuda_fused", "cuda"):
-        cases += [Case(f"flashrnn-{backend}", "lstm", head, 16) for head in (64, 128, 256)]
-    return cases
-
-
-def way_of(case: Case) -> Way:
-    """Return what runs a case. Raises ImportError for a peer that is not installed."""
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"device": DEVICE, "dtype": DTYPES[case.dtype]}
-    if case.way in ("kernels", "loop"):
-        backend = "fused" if case.way == "kernels" else "torch"
-        return _solving(case, backend, options)
-    size = (case.batch, case.length, case.width)
-    if case.way.startswith("flashrnn"):
-        return _flashrnn(case, options)
-    if case.way == "layer":
-        layer = LAYERS[case.cell](
-            case.width, case.width, num_heads=case.heads, batch_first=True, **options
-        )
-    else:
-        layer = CUDNN[case.cell](case.width, case.width, batch_first=True, **options)
-    return Way(lambda x: layer(x)[0], [size], [*layer.parameters()])
-
-
-def _solving(case: Case, backend: str, options: dict[str, Any]) -> Way:
-    cell = CELLS[case.cell](case.width, num_heads=case.heads, **options)
-
-    def call(gates: Tensor) -> Tensor:
-        states, _ = pararnn.solve(cell, gates, solver="sequential", backend=backend)
-        return states if isinstance(states, Tensor) else states[0]
-
-    size = (case.batch, case.length, len(cell.gates), case.width)
-    return Way(call, [size], [*cell.parameters()])
-
-
-def _flashrnn(case: Case, options: dict[str, Any]) -> Way:
-    function = importlib.import_module("flashrnn").flashrnn
-    gates, states = FLASHRNN_SIZES[case.cell]
-    matrices = torch.randn(gates, case.heads, case.head, case.head, **options) * case.head**-0.5
-    biases = torch.zeros(gates, case.heads, case.head, **options)
-    initial = torch.zeros(states, case.batch, 1, case.heads, case.head, **options)
-    weights = [matrices.requires_grad_(), biases.requires_grad_()]
-    backend = case.way.removeprefix("flashrnn-")
-
-    def call(gates: Tensor) -> Tensor:
-        results, _ = function(gates, *weights, states=initial, function=case.cell, backend=backend)
-        output: Tensor = results[0]
-        return output
-
-    return Way(call, [(case.batch, case.length, gates, case.heads, case.head)], weights)
-
-
-def passes(case: Case, way: Way, cache: int) -> Iterator[tuple[str, list[Call]]]:
-    """Yield forward without gradients, and forward + backward, on inputs that exceed the cache."""
-    dtype = DTYPES[case.dtype]
-    one = sum(torch.Size(size).numel() for size in way.sizes) * dtype.itemsize
-    draws = [
-        [torch.randn(size, device=DEVICE, dtype=dtype) for size in way.sizes]
-        for _ in range(sets_for(one, cache))
-    ]
-
-    @torch.no_grad()
-    def forward(inputs: Sequence[Tensor]) -> Tensor:
-        return way.call(*inputs)
-
-    cotangent = torch.randn_like(forward(draws[0]))
-
-    def both(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in inputs]  # graphs capture what they made
-        return torch.autograd.grad(way.call(*leaves), [*leaves, *way.weights], cotangent)
-
-    yield "forward", [partial(forward, inputs) for inputs in draws]
-    yield "both", [partial(both, inputs) for inputs in draws]
-
-
-def times_of(calls: Sequence[Call], by_graph: bool, budget: float) -> Row:
+def times_of(calls: Sequence[Call], by_graph: bool, settings: Settings) -> Row:
     """Return the median and the minimum of a call, and the runs: replays of a graph, or calls."""
     if by_graph:
-        times = replay_times(calls, budget)
+        times = replay_times(calls, settings.budget)
     else:
-        device = torch.device(DEVICE)
+        device = torch.device(settings.device)
         estimate = min(run_times(calls[0], device, 3))
         turns = itertools.cycle(calls)
-        times = run_times(lambda: next(turns)(), device, replays_within(estimate, budget))
+        runs = replays_within(estimate, settings.budget)
+        times = run_times(lambda: next(turns)(), device, runs)
     row: Row = {"median_ms": round(statistics.median(times), 5), "min_ms": round(min(times), 5)}
     return row | {"runs": len(times), "timing": "graph" if by_graph else "calls"}
 
@@ -205,85 +97,190 @@ def bytes_moved(case: Case, what: str) -> int:
     return numbers * DTYPES[case.dtype].itemsize * tensors
 
 
-def rows_of(case: Case, budget: float, rate: float, cache: int) -> Iterator[Row]:
-    """Yield a row for each pass. `rate`: bytes that are copied a second."""
-    own = ("kernels", "layer", "loop")
-    for what, calls in passes(case, way_of(case), cache):
-        times = times_of(calls, case.way in own, budget)
-        limit = bytes_moved(case, what) / rate * 1e3
-        size: Row = {"head": case.head, "heads": case.heads, "B": case.batch, "T": case.length}
-        yield {
-            "way": case.way,
-            "cell": case.cell,
-            **size,
-            "D": case.width,
-            "dtype": case.dtype,
-            "pass": what,
-            **times,
-            "ns_per_step": round(times["median_ms"] * 1e6 / case.length, 1),
-            "limit_ms": round(limit, 5),
-            "over_limit": round(times["median_ms"] / limit, 2),
-            "over_kernels": "",
-        }
+def row_of(case: Case, what: str, times: Row, limit: float, reason: str = "") -> Row:
+    """Return a row; `times` are empty and there is a reason where a pass has not been measured."""
+    median = times.get("median_ms")
+    size: Row = {"head": case.head, "heads": case.heads, "B": case.batch, "T": case.length}
+    names = ("median_ms", "min_ms", "runs", "timing")
+    return {
+        "way": case.way,
+        "cell": case.cell,
+        **size,
+        "D": case.width,
+        "dtype": case.dtype,
+        "pass": what,
+        **{name: times.get(name, "") for name in names},
+        "ns_per_step": "" if median is None else round(median * 1e6 / case.length, 1),
+        "limit_ms": round(limit, 5),
+        "over_limit": "" if median is None else round(median / limit, 2),
+        "over_kernels": "",
+        "apart_over_kernels": "",
+        "missing": reason,
+    }
+
+
+def rows_of(case: Case, settings: Settings) -> Iterator[Row]:
+    """Yield a row for each pass."""
+    by_graph = settings.device == "cuda" and case.way.startswith(REPLAYED)
+    for what, calls in passes(case, settings.device, settings.cache):
+        limit = bytes_moved(case, what) / settings.rate * 1e3
+        yield row_of(case, what, times_of(calls, by_graph, settings), limit)
+    if settings.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def short_runs(case: Case, settings: Settings) -> Iterator[None]:
+    """Run a short case, so that its kernels are in the cache."""
+    for _, calls in passes(case._replace(length=16), settings.device, cache=0):
+        calls[0]()
+    if settings.device == "cuda":
+        torch.cuda.synchronize()
+    yield from ()
 
 
 def with_ratios(rows: Sequence[Strings]) -> list[Row]:
     """Return the rows, each with its time over that of our kernels in the same dtype.
 
-    float16 of peers is over our bfloat16.
+    float16 of peers is over our bfloat16. Those of layers have in addition what they take apart
+    from their projection, over our kernels.
     """
 
     def key(row: Strings, dtype: str) -> tuple[str, ...]:
         return (*(row[k] for k in ("cell", "head", "B", "T", "pass")), dtype)
 
-    kernels = {key(r, r["dtype"]): float(r["median_ms"]) for r in rows if r["way"] == "kernels"}
+    complete = [row for row in rows if is_measured(row)]
+    times: Mapping[str, dict[tuple[str, ...], float]] = {
+        way: {key(r, r["dtype"]): float(r["median_ms"]) for r in complete if r["way"] == way}
+        for way in ("kernels", "projection")
+    }
     results: list[Row] = []
     for row in rows:
         dtype = "bfloat16" if row["dtype"] == "float16" else row["dtype"]
-        own = kernels.get(key(row, dtype))
-        ratio = "" if own is None else round(float(row["median_ms"]) / own, 2)
-        results.append({**row, "over_kernels": ratio})
+        kernels = times["kernels"].get(key(row, dtype))
+        projection = times["projection"].get(key(row, dtype))
+        ratio: Row = {"over_kernels": "", "apart_over_kernels": ""}
+        if is_measured(row) and kernels is not None:
+            median = float(row["median_ms"])
+            ratio["over_kernels"] = round(median / kernels, 2)
+            if row["way"] == "layer" and projection is not None:
+                ratio["apart_over_kernels"] = round((median - projection) / kernels, 2)
+        results.append({**row, **ratio})
     return results
 
 
-def compile_case(case: Case) -> None:
-    """Run a short case, so that its kernels are in the cache; errors are the measurement's."""
-    try:
-        for _, calls in passes(case._replace(length=16), way_of(case), cache=0):
-            calls[0]()
-        torch.cuda.synchronize()
-    except Exception as error:
-        report_missing(f"compilation of {case.name}", error)
+def in_order(rows: Sequence[Strings]) -> list[Strings]:
+    """Return the rows in the order of the cases, as one run would write them."""
+    order = {case.name: index for index, case in enumerate(all_cases())}
+    name = "{way}-{cell}-{head}-B{B}-{dtype}"
+    return sorted(rows, key=lambda row: order.get(name.format(**row), len(order)))
 
 
-def compile_all(cases: Sequence[Case], processes: int) -> None:
-    """Compile the kernels of cases by several processes, sizes of a variant one after the other."""
-    own = [case for case in cases if case.way in ("kernels", "layer")]
+def needs_nvcc(case: Case) -> bool:
+    """Return True for what nvcc compiles."""
+    return case.way.startswith("flashrnn-cuda")
+
+
+def needs_compilation(case: Case) -> bool:
+    """Return True for kernels that are compiled before: ours, and others' that are slow to."""
+    return case.way.startswith(("kernels", "layer", "torchrl", "flashrnn"))
+
+
+def compile_all(
+    cases: Sequence[Case], processes: int, settings: Settings, end: float
+) -> dict[Case, LostError]:
+    """Compile the kernels of cases by several processes; return the cases that failed, and why.
+
+    Of ours, sizes of a variant are compiled one after the other. end: the time.perf_counter() that
+    leaves time to measure.
+    """
+    own = [case for case in cases if case.way.startswith(("kernels", "layer"))]
     first = [case for case in own if case.batch == min(c.batch for c in own)]
     last = [case for case in own if case.batch == max(c.batch for c in own) and case not in first]
     others = [case for case in own if case not in first and case not in last]
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for cases_at_once in (first, last, others):
+    peers = [case for case in cases if needs_compilation(case) and case not in own]
+    lost: dict[Case, LostError] = {}
+    runners: queue.Queue[Isolated] = queue.Queue()
+    for _ in range(processes):
+        runners.put(Isolated())
+
+    def compile_case(case: Case) -> None:
+        runner = runners.get()
+        limit = 4 * NVCC if needs_nvcc(case) else SLACK + 10 * COMPILATION
+        seconds = min(limit, max(0.0, end - time.perf_counter()))
+        try:
+            list(runner.results(short_runs, case, settings, seconds=seconds))
+        except LostError as error:
+            lost[case] = LostError(f"compilation: {error}")
+        runners.put(runner)
+
+    with ThreadPoolExecutor(processes) as pool:
+        for cases_at_once in (first, last, sorted(others + peers, key=needs_nvcc, reverse=True)):
             list(pool.map(compile_case, cases_at_once))
+    while not runners.empty():
+        runners.get().close()
+    return lost
+
+
+def seconds_of(case: Case) -> float:
+    """Return about how long a case takes, compiled."""
+    return SECONDS.get(case.way.partition("-")[0], 8)
 
 
 def expected_seconds(cases: Sequence[Case], processes: int) -> float:
     """Return about how long a run takes: timings, and compilations by several processes."""
-    sizes = {(c.cell, c.head, c.dtype, c.batch > 16) for c in cases if c.way == "kernels"}
-    timings = sum(SECONDS.get(case.way, 60) for case in cases)
-    return timings + COMPILATION * len(sizes) / processes
+    with_kernels = [case for case in cases if needs_compilation(case)]
+    sizes = {(c.way, c.cell, c.head, c.dtype, c.batch > 16) for c in with_kernels}
+    by_nvcc = sum(needs_nvcc(case) for case in cases)
+    compilation = COMPILATION * (len(sizes) - by_nvcc) + NVCC * by_nvcc
+    return sum(map(seconds_of, cases)) + compilation / processes
+
+
+def measure(
+    cases: Sequence[Case], settings: Settings, path: Path, args: argparse.Namespace
+) -> None:
+    """Measure cases one after the other, and add their rows to a file as they come."""
+    begin = time.perf_counter()
+    about: Row = provenance(settings.device)
+    about["copy_GB_per_s"] = f"{settings.rate / 1e9:.1f}"  # read and written
+    end = begin + FRACTION * args.seconds
+    lost = compile_all(cases, args.processes, settings, end)
+    print(f"compiled: {time.perf_counter() - begin:.0f} s", flush=True)
+    runner = Isolated()
+    for index, case in enumerate(cases):
+        if time.perf_counter() - begin > args.seconds:
+            print(f"{len(cases) - index} cases left, from {case.name} on", flush=True)
+            break
+        steps = list(STEPS)
+        try:
+            if case in lost:
+                raise lost[case]
+            seconds = SLACK + 10 * seconds_of(case)
+            for row in runner.results(rows_of, case, settings, seconds=seconds):
+                add_row(path, about | row, KEYS)
+                steps.remove(row["pass"])
+                figures = f"{row['median_ms']:.4g} ms (minimum {row['min_ms']:.4g})"
+                print(f"{case.name:42} {row['pass']:8} {figures}", flush=True)
+        except LostError as error:
+            print(f"{case.name:42} missing: {error}", flush=True)
+            for step in steps:
+                limit = bytes_moved(case, step) / settings.rate * 1e3
+                add_row(path, about | row_of(case, step, {}, limit, str(error)), KEYS)
+    runner.close()
 
 
 def picture(rows: Sequence[Strings], path: Path, batch: int = 16) -> None:
     """Draw the times over the size of heads, a panel a cell and pass."""
     rows_of_batch = [
-        row for row in rows if row["B"] == str(batch) and row["way"] not in ("layer", "loop")
+        row
+        for row in rows
+        if is_measured(row)
+        and (row["B"], row["cell"] in COMPARED) == (str(batch), True)
+        and not row["way"].startswith(NOT_DRAWN)
     ]
-    steps = {"forward": "forward", "both": "forward + backward"}
-    figure = new_figure(4.0 * len(CELLS), 7.0)
-    panels = figure.subplots(len(steps), len(CELLS), squeeze=False)
-    for line, (step, title) in zip(panels, steps.items(), strict=True):
-        for axes, cell in zip(line, CELLS, strict=True):
+    figure = new_figure(4.0 * len(COMPARED), 7.0)
+    panels = figure.subplots(len(STEPS), len(COMPARED), squeeze=False)
+    for line, (step, title) in zip(panels, STEPS.items(), strict=True):
+        for axes, cell in zip(line, COMPARED, strict=True):
             curves: dict[str, list[tuple[int, float]]] = {}
             for row in rows_of_batch:
                 if (row["cell"], row["pass"]) == (cell, step):
@@ -307,35 +304,36 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="few runs a timing")
     processes = max(1, min(15, (os.cpu_count() or 2) - 1))
     parser.add_argument("--processes", type=int, default=processes, help="that compile kernels")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="after which no case begins"
+    )
+    parser.add_argument("--device", default="cuda", help="cpu: to try the cases out")
+    parser.add_argument("--length", type=int, help="steps, in place of the cases'")
+    parser.add_argument("--merge", type=Path, nargs="+", default=(), help="files of rows to add")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
+    begin, path = time.perf_counter(), args.out / "mixing.csv"
     cases = [case for case in all_cases() if re.search(args.only, case.name)]
-    seconds = expected_seconds(cases, args.processes)
-    print(f"{len(cases)} cases, about {seconds:.0f} s", flush=True)
-    if args.list or not cases:
-        print(*(case.name for case in cases), sep="\n")
-        return
-    begin, path, budget = time.perf_counter(), args.out / "mixing.csv", BUDGET
-    if args.quick:
-        budget = QUICK_BUDGET
-    compile_all(cases, args.processes)
-    print(f"compiled: {time.perf_counter() - begin:.0f} s", flush=True)
-    cache, rate = cache_bytes(), copy_rate(budget)
-    about: Row = provenance(DEVICE) | {"copy_GB_per_s": f"{rate / 1e9:.1f}"}  # read and written
-    for case in cases:
-        try:
-            for row in rows_of(case, budget, rate, cache):
-                add_row(path, about | row, KEYS)
-                figures = f"{row['median_ms']:.4g} ms (minimum {row['min_ms']:.4g})"
-                print(f"{case.name:42} {row['pass']:8} {figures}", flush=True)
-        except Exception as error:
-            report_missing(case.name, error)
-        torch.cuda.empty_cache()
+    if args.length:
+        cases = [case._replace(length=args.length) for case in cases]
+    if args.merge:
+        for row in (row for file in args.merge for row in read_rows(file)):
+            add_row(path, row, KEYS)
+    else:
+        seconds = expected_seconds(cases, args.processes)
+        print(f"{len(cases)} cases, about {seconds:.0f} s", flush=True)
+        if args.list or not cases:
+            print(*(case.name for case in cases), sep="\n")
+            return
+        budget = QUICK_BUDGET if args.quick else BUDGET
+        on_gpu = args.device == "cuda"
+        rate, cache = (copy_rate(budget), cache_bytes()) if on_gpu else (1e9, 0)
+        measure(cases, Settings(args.device, budget, rate, cache), path, args)
     if path.exists():
-        write_csv(path, with_ratios(read_rows(path)))
+        write_csv(path, with_ratios(in_order(read_rows(path))))
         picture(read_rows(path), path.with_suffix(".png"))
     print(f"written to {path}: {time.perf_counter() - begin:.0f} s")
 

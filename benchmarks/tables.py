@@ -29,6 +29,7 @@ PAGES = (
     "README.md",
     "docs/generated-kernels.md",
     "docs/kernel-figures.md",
+    "docs/matrix-cells.md",
     "docs/how-it-works.md",
     "docs/language-models.md",
     "docs/learning.md",
@@ -97,7 +98,6 @@ def rate_and_memory(row: Row) -> str:
 
 
 TABLES: dict[str, Table] = {
-    "mixing": mixing,
     "demo": Table(
         "demo.csv",
         "Bits per byte after {training_seconds} s of training",
@@ -170,6 +170,13 @@ TABLES: dict[str, Table] = {
         {title: minimum(step) for title, step in PASSES.items()},
         length,
     ),
+    "matrix_cpu": Table(
+        "matrix_cpu.csv",
+        "Medians in ms, minima in brackets, B = {B}, T = {T}, {H} heads, float32",
+        {"cell": "cell", "K x V": lambda row: f"{row['K']} x {row['V']}"},
+        {title: minimum(step) for title, step in PASSES.items()},
+        lambda row: row["way"],
+    ),
     "newton_iterations": Table(
         "newton_iterations.csv",
         "Updates until the contract holds",
@@ -203,6 +210,7 @@ TABLES: dict[str, Table] = {
 
 FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
+    "mixing": mixing,
     "performance": performance,
     "claims": claims,
     "learn": learn,

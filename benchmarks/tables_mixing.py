@@ -1,11 +1,26 @@
-"""Table of mixing.csv: times of recurrences that mix channels inside heads, next to others'."""
+"""Tables of mixing.csv: times of recurrences that mix channels inside heads, next to others'."""
 
 from __future__ import annotations
 
-from markdown_tables import Row, Table, digits
+from collections.abc import Callable
 
-TITLES = {"kernels": "pararnn", "layer": "pararnn, layer", "cudnn": "cuDNN", "loop": "loop"}
-NAMES = {"lstm": "LSTM", "gru": "GRU", "slstm": "sLSTM"}
+from markdown_tables import Row, Table, Text, digits, read
+
+TITLES = {
+    "kernels": "pararnn",
+    "layer": "pararnn",
+    "layer-resets": "pararnn, resets",
+    "projection": "projection alone",
+    "cudnn": "cuDNN",
+    "loop": "loop",
+    "torchrl-triton": "torchrl, resets",
+}
+NAMES = {"lstm": "LSTM", "gru": "GRU", "slstm": "sLSTM", "block-gru": "block GRU"}
+
+
+def is_measured(row: Row) -> bool:
+    """Return True for a row with a time, False for one that says why there is none."""
+    return bool(row["median_ms"])
 
 
 def title_of(row: Row) -> str:
@@ -14,18 +29,35 @@ def title_of(row: Row) -> str:
     return title if row["dtype"] == "bfloat16" else f"{title}, {row['dtype']}"
 
 
+def column_of(row: Row) -> str:
+    """Return the column of a row: its title, one for all backends of flashrnn."""
+    return "flashrnn" if row["way"].startswith("flashrnn") else title_of(row)
+
+
 def both_passes(rows: list[Row]) -> str:
-    """Return the times of both passes, and in brackets those over our kernels'."""
-    by_pass = {row["pass"]: row for row in rows}
+    """Return the times of both passes, and in brackets those over our kernels'.
+
+    Of several backends the fastest of a pass, with its name.
+    """
     parts = []
     for step in ("forward", "both"):
-        row = by_pass.get(step)
-        if row is None:
+        own = [row for row in rows if row["pass"] == step and is_measured(row)]
+        if not own:
             parts.append("-")
             continue
-        own = row["way"] == "kernels" or not row["over_kernels"]
-        parts.append(digits(row["median_ms"]) + ("" if own else f" ({row['over_kernels']} x)"))
+        row = min(own, key=lambda each: float(each["median_ms"]))
+        flashrnn, backend = row["way"].startswith("flashrnn"), row["way"].partition("-")[2]
+        ratio = row["over_kernels"] if row["way"] != "kernels" else ""
+        notes = [backend] * flashrnn + [f"{ratio} x"] * bool(ratio)
+        parts.append(digits(row["median_ms"]) + (f" ({', '.join(notes)})" if notes else ""))
     return " / ".join(parts)
+
+
+def apart_ratios(rows: list[Row]) -> str:
+    """Return what both passes of a layer take apart from its projection, over our kernels."""
+    by_pass = {row["pass"]: row["apart_over_kernels"] for row in rows if row["way"] == "layer"}
+    ratios = [by_pass.get(step, "") for step in ("forward", "both")]
+    return " / ".join(f"{ratio} x" if ratio else "-" for ratio in ratios)
 
 
 def head_of(row: Row) -> str:
@@ -33,11 +65,33 @@ def head_of(row: Row) -> str:
     return f"{row['head']}, dense" if row["heads"] == "1" else row["head"]
 
 
-mixing = Table(
+def _of(*ways: str) -> Callable[[Row], bool]:
+    return lambda row: row["way"].startswith(ways)
+
+
+LINES: dict[str, str | Text] = {"cell": lambda row: NAMES[row["cell"]], "head": head_of, "B": "B"}
+KERNELS = Table(
     "mixing.csv",
     "Medians in ms, forward / forward + backward, T = {T}, width 768 (512 at the "
     "head of 512), and in brackets the ratio to our kernels",
-    {"cell": lambda row: NAMES[row["cell"]], "head": head_of, "B": "B"},
+    LINES,
     {"": both_passes},
-    title_of,
+    column_of,
+    where=lambda row: row["T"] == "1024" and _of("kernels", "cudnn", "loop", "flashrnn")(row),
 )
+LAYERS = Table(
+    "mixing.csv",
+    "Layers with their projection, medians in ms, forward / forward + backward, and in brackets "
+    "the ratio to our kernels; last what our layer takes apart from its projection, over them",
+    {**LINES, "T": "T"},
+    {"": both_passes},
+    column_of,
+    {"apart": apart_ratios},
+    where=_of("layer", "projection", "torchrl"),
+)
+
+
+def mixing() -> str:
+    """Return the table of kernels, and that of layers where they have been measured."""
+    rows = read("mixing.csv")
+    return "\n\n".join(each() for each in (KERNELS, LAYERS) if any(map(each.where, rows)))

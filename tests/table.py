@@ -164,11 +164,19 @@ def in_units(cell_class: type[Cell]) -> type[Cell]:
 
 
 CELLS = {
-    name: cell
-    for name, cell in pararnn.CELLS.items()
-    if not any(param.kind.by_heads for param in cell.params.values())
+    name: pararnn.CELLS[name]
+    for name in ("gru", "lstm", "elman", "lem", "slstm", "lrc", "dense-gru")
 }
-"""The library's cells but those that mix channels inside heads, whose table is mixing_cells.py."""
+"""Cells of the zoo that meet all conditions: one to three states, a field, a dense step.
+
+test_zoo.py has all of them.
+"""
+BY_HEADS = [
+    name
+    for name, cell in pararnn.CELLS.items()
+    if any(param.kind.by_heads for param in cell.params.values())
+]
+"""Cells of the zoo that mix channels inside heads: see test_head_cells.py."""
 ELEMENTWISE = [name for name in CELLS if name not in COUPLED]
 
 

@@ -95,6 +95,20 @@ def test_auto_takes_the_fastest_for_this_workload_only(times):
     assert _ran(pararnn.ParaGRU(9, 6, num_layers=2), (2, 100, 9)) == OTHER
 
 
+def test_records_are_of_a_number_of_heads(times):
+    """A matrix of 8 channels is other work than four of 2."""
+    layers = {heads: pararnn.GRU(4, 8, num_heads=heads, batch_first=True) for heads in (1, 4)}
+    slow = ("newton", "torch")
+    times[slow] = 0.5
+    tuning = pararnn.autotune(layers[4], SHAPE)
+    assert (tuning.solver, tuning.backend) == _ran(layers[4]) == slow
+    assert _ran(layers[1]) != slow
+    layers[4](torch.randn(SHAPE))
+    assert layers[4].layers[0].choice.pair == slow
+    assert pararnn.autotune(layers[1], SHAPE).path != tuning.path
+    assert _ran(layers[1]) == _ran(layers[4]) == slow
+
+
 def test_what_is_asked_for_comes_first(times):
     layer = pararnn.ParaGRU(4, 6)
     times[OTHER] = 0.5

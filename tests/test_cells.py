@@ -61,42 +61,10 @@ def test_lstm_jacobian_is_the_papers():
         assert torch.allclose(jacobian[:, i, j], entry, rtol=1e-12, atol=1e-14), (i, j)
 
 
-def test_slstm_is_the_original_recurrence():
-    """The normalised variables give the xLSTM paper's h, started from C = 0, N = 1."""
-    torch.manual_seed(0)
-    case = make_case(pararnn.SLSTMCell, torch.float64, 30)
-    (h, _, n), _ = pararnn.solve(case.cell, case.gates, solver="sequential")
-    a = dict(case.cell.named_parameters())
-    big_c, big_n = torch.zeros(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
-    state = torch.zeros(2, 4, dtype=torch.float64)
-    for t in range(30):
-        i, f, z, o = (
-            case.gates[:, t, k] + a[f"a_{name}"] * state
-            for k, name in enumerate(("i", "f", "z", "o"))
-        )
-        big_c = torch.sigmoid(f) * big_c + torch.exp(i) * torch.tanh(z)
-        big_n = torch.sigmoid(f) * big_n + torch.exp(i)
-        state = torch.sigmoid(o) * big_c / big_n
-        assert torch.allclose(h[:, t], state, rtol=1e-12, atol=1e-13)
-        assert torch.allclose(n[:, t], big_n.log(), rtol=1e-12, atol=1e-12)
-
-
 def test_slstm_does_not_overflow():
     case = make_case(pararnn.SLSTMCell, torch.float32, 50)
     (h, _, _), _ = pararnn.solve(case.cell, case.gates * 300, solver="sequential")
     assert h.isfinite().all()
-
-
-def test_dense_gru_is_the_gru_with_diagonal_matrices():
-    torch.manual_seed(0)
-    dense, diagonal = (c(4, dtype=torch.float64) for c in (pararnn.DenseGRUCell, pararnn.GRUCell))
-    with torch.no_grad():
-        for gate in "zrc":
-            getattr(dense, f"A_{gate}").copy_(torch.diag(getattr(diagonal, f"a_{gate}")))
-    gates = torch.randn(2, 20, 3, 4, dtype=torch.float64)
-    first, _ = pararnn.solve(dense, gates, solver="sequential")
-    second, _ = pararnn.solve(diagonal, gates, solver="sequential")
-    assert torch.allclose(first, second, atol=1e-14)
 
 
 def test_lrc_reads_its_time_gaps():

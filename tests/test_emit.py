@@ -22,6 +22,8 @@ MIXING = {"dense-gru": pararnn.DenseGRUCell} | {
     f"mixing-{cell.__name__}": cell for cell in (HeadLSTM, ResetAfter, Coupled, Mixture)
 }
 
+MATRIX = ["m2rnn", "gated-delta"]
+
 
 def _is_golden(name, text):
     if not torch.__version__.startswith(TORCH):
@@ -46,9 +48,17 @@ def test_goldens_of_cells_that_mix_channels(name):
     assert _is_golden(name, pararnn.emitted(MIXING[name](4, num_heads=2), "cpp"))
 
 
+@pytest.mark.parametrize("name", MATRIX)
+def test_goldens_of_matrix_cells(name):
+    """The loops over the axes of a head, and the tables of sizes."""
+    cell = pararnn.zoo.MATRIX_CELLS[name](8, num_heads=2, K=6)
+    assert _is_golden(f"matrix-{name}", pararnn.emitted(cell, "cpp"))
+
+
 def test_every_golden_has_a_cell():
     names = {path.name for path in GOLDENS.iterdir()}
-    assert names == {f"{name}.cpp" for name in (*ELEMENTWISE, *MIXING)}
+    matrix = [f"matrix-{name}" for name in MATRIX]
+    assert names == {f"{name}.cpp" for name in (*ELEMENTWISE, *MIXING, *matrix)}
 
 
 def test_sums_fuse_the_later_product():

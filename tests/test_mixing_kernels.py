@@ -193,9 +193,9 @@ def test_a_layer_steps_and_compiles():
 
 
 MUTANTS = {
-    "a transposed matrix": ("mixing/matrix.h", "transposed ? matrix", "!transposed ? matrix"),
+    "a transposed matrix": ("products.h", "transposed ? matrix", "!transposed ? matrix"),
     "a vector too few": (
-        "mixing/matrix.h", "for (; v < vectors; ++v)", "for (; v + 1 < vectors; ++v)"
+        "products.h", "for (; v < vectors; ++v)", "for (; v + 1 < vectors; ++v)"
     ),
     "no reset": ("mixing/forward.h", "sequence < 0 || p.is_reset(row, l)", "sequence < 0"),
     "an adjoint through a reset": (

@@ -18,7 +18,7 @@ from pararnn.solvers.system import running_max
 def _system(case):
     with torch.no_grad():
         args = prepare(case.cell, case.gates, case.initial, **case.options)
-        args = args.complete(len(case.cell.states))
+        args = args.complete(program_of(case.cell))
         return to_system(program_of(case.cell), args)[0]
 
 

@@ -355,7 +355,7 @@ def test_a_key_that_cannot_be_found_says_why():
     with pytest.raises(pararnn.CellError, match="cannot import the cell nowhere:Cell"):
         program_by_key(f"nowhere:Cell{config}")
     with pytest.raises(pararnn.CellError, match="has changed since"):
-        program_by_key(f"pararnn.cells.elman:ElmanCell{config}")
+        program_by_key(f"pararnn.zoo.elman:ElmanCell{config}")
 
 
 def test_tracing_ignores_the_callers_modes():

@@ -1,10 +1,16 @@
 """What the oracle's errors are relative to, against a loop over the steps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from mixing_cells import Elman, HeadGRU
+from table import make_case
 
+from pararnn import DenseGRUCell
 from pararnn.cells.products import OUTER, product, recorded_product
-from pararnn.check.reference import OtherRounding, running
+from pararnn.check.oracle import Oracle
+from pararnn.check.reference import OtherRounding, reverse, run_loop, running
 
 
 def _by_steps(values, cut):
@@ -47,3 +53,27 @@ def test_other_roundings_of_a_product_are_those_of_its_terms(kind):
     assert noise.max() < 2.6  # with the rounding of sums, and the noise of a copy
     with OtherRounding(torch.float64, 0):
         assert torch.equal(run(*operands), truth)
+
+
+@pytest.mark.parametrize("cell_class", [HeadGRU, Elman, DenseGRUCell])
+def test_the_size_of_a_matrixs_gradient_is_the_sum_of_its_terms_over_rows(cell_class):
+    """Rows that cancel to a gradient of zero leave the rounding of each."""
+    case = make_case(cell_class, torch.float64, 2, "initial", batch=1, channels=6)
+    one = Oracle.of(case.cell, case.gates, case.initial).trial
+
+    def rows(scales):
+        scale = torch.tensor(scales, dtype=torch.float64)
+
+        def repeat(tensor, by):
+            return tensor.detach() * by.view(-1, *[1] * (tensor.ndim - 1))
+
+        args = one.args.map(lambda t: repeat(t, scale.abs()).requires_grad_())
+        trial = replace(one, args=args, cotangents=tuple(repeat(c, scale) for c in one.cotangents))
+        return reverse(trial, run_loop(trial), sizes=True)
+
+    alone, both = rows([1.0]), rows([1.0, -1.0])
+    for name, parameter in case.cell.named_parameters():
+        assert both.grads[name].abs().max() < 1e-12
+        if parameter.ndim > 1:
+            torch.testing.assert_close(both.amounts[name], 2 * alone.amounts[name])
+            assert (alone.amounts[name] >= alone.grads[name].abs() * (1 - 1e-9)).all()

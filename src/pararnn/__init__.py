@@ -1,25 +1,7 @@
 """pararnn: nonlinear RNNs, trained in parallel over the sequence, exactly."""
 
 from pararnn.cache import clear_caches
-from pararnn.cells import (
-    CELLS,
-    NONLINEARITIES,
-    BlockGRUCell,
-    Cell,
-    DenseGRUCell,
-    ElmanCell,
-    GRUCell,
-    HeadElmanCell,
-    HeadGRUCell,
-    HeadGRUResetFirstCell,
-    HeadLSTMCell,
-    HeadSLSTMCell,
-    LEMCell,
-    LRCCell,
-    LSTMCell,
-    Param,
-    SLSTMCell,
-)
+from pararnn.cells import NONLINEARITIES, Cell, Param
 from pararnn.check.verify import Report, verify
 from pararnn.codegen.precompile import precompile
 from pararnn.codegen.source import emitted
@@ -58,6 +40,22 @@ from pararnn.tune.adapt import Adaptation, adapt
 from pararnn.tune.autotune import Tuning, autotune
 from pararnn.tune.explain import Explanation, explain
 from pararnn.version import __version__ as __version__
+from pararnn.zoo import (
+    CELLS,
+    BlockGRUCell,
+    DenseGRUCell,
+    ElmanCell,
+    GRUCell,
+    HeadElmanCell,
+    HeadGRUCell,
+    HeadGRUResetFirstCell,
+    HeadLSTMCell,
+    HeadSLSTMCell,
+    LEMCell,
+    LRCCell,
+    LSTMCell,
+    SLSTMCell,
+)
 
 __all__ = [
     "CELLS",

@@ -12,7 +12,6 @@ from pathlib import Path
 from signal import SIGINT, SIGPIPE
 from typing import Any, NoReturn
 
-from pararnn.cells import CELLS
 from pararnn.cells.find import find_cell
 from pararnn.device import default_device, parse_device
 from pararnn.errors import CellError, PararnnError
@@ -24,6 +23,7 @@ from pararnn.train.overrides import config_text, resolved
 from pararnn.train.recipes import RECIPES, recipe, summary
 from pararnn.train.stopping import Stopped, discard
 from pararnn.version import __version__
+from pararnn.zoo import CELLS
 
 DTYPES = ("float32", "bfloat16", "float16")
 

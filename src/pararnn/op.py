@@ -37,11 +37,13 @@ _LIBRARY.define(
 
 
 class EngineKey(NamedTuple):
-    """Names of a Program and an engine: the Program's key, solver and backend."""
+    """Names of a Program and an engine: the Program's key, solver and backend. `outputs`: the
+    number of tensors that come in place of states, see `Program.num_outputs`."""
 
     key: str
     solver: str
     backend: str
+    outputs: int = 0
 
 
 class Source(NamedTuple):
@@ -68,14 +70,17 @@ def apply_engine(
     direct = can_bypass_dispatcher() and args.signature.plain
     if direct and not (args.signature.requires_grad and torch.is_grad_enabled()):
         return _forward(program, engine, args)
+    if direct:
+        engine.check_backward(program, args)
     tensors, values = args.flatten()
-    engine_key = EngineKey(program.key, engine.solver, engine.backend)
+    n = program.num_outputs
+    engine_key = EngineKey(program.key, engine.solver, engine.backend, n)
     if torch.compiler.is_compiling():
         gradients = torch.is_grad_enabled() and _requires_grad(tensors)
         gradients &= not private.exporting()  # exported programs hold no Function
         if not (gradients or private.are_functorch_transforms_active()):
             # Compilers mistake the context for an argument where no gradient is needed.
-            states, final, info = torch.ops.pararnn.forward(*engine_key, *args.values())
+            states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
             return Solution(tuple(states), tuple(final), info)
     try:
         call = (program, engine, args) if direct else None
@@ -86,8 +91,7 @@ def apply_engine(
         raise NotImplementedError(
             f"forward-mode derivatives of ({engine.solver}, {engine.backend}): {_PLAIN}"
         ) from error
-    n = program.num_states
-    return Solution(out[:n], out[n : 2 * n], out[-1])
+    return Solution(out[:n], out[n:-1], out[-1])
 
 
 def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -132,14 +136,14 @@ class _Solve(torch.autograd.Function):
             solution = _forward(*call)
             return (*solution.states, *solution.final, solution.info)
         args = Arguments.unflatten(tensors, values)
-        states, final, info = torch.ops.pararnn.forward(*engine_key, *args.values())
+        states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
         return (*states, *final, info)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.engine_key, ctx.values, call, source, *tensors = inputs
         ctx.call = call and call[:2]  # the record would keep tensors alive, saved or not
-        ctx.num_states = n = len(output) // 2
+        n = ctx.engine_key.outputs
         *_, options = ctx.values
         unread = output[1:n] if options.output_only else ()
         ctx.mark_non_differentiable(*unread, output[-1])
@@ -152,12 +156,13 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        n, engine_key, values = ctx.num_states, ctx.engine_key, ctx.values
+        engine_key, values = ctx.engine_key, ctx.values
+        n = engine_key.outputs
         all_tensors = ctx.saved_tensors  # each look unpacks them anew
         tensors, states = all_tensors[:-n], all_tensors[-n:]
         if ctx.source:
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
-        grads, needs_grad = grads[: 2 * n], ctx.needs_input_grad[4:]
+        grads, needs_grad = grads[:-1], ctx.needs_input_grad[4:]
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and any(map(is_batched_gradient, grads)):
             raise NotImplementedError(_MANY_GRADIENTS)
@@ -171,7 +176,7 @@ class _Solve(torch.autograd.Function):
         else:
             wanted = wanted_gradients(needs_grad, values)
             # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
-            inputs = (engine_key, values, wanted.names, n, *states, *grads, *tensors)
+            inputs = (engine_key, values, wanted.names, len(grads), *states, *grads, *tensors)
             out = (
                 _run_backward(*inputs) if is_compiling else apply_function(_SolveBackward, *inputs)
             )
@@ -189,7 +194,7 @@ class _Solve(torch.autograd.Function):
         args = Arguments.unflatten(inputs[2:], values)
         dims: Any = Arguments.unflatten(in_dims[4:], values)
         program = program_by_key(engine_key.key)
-        if program.family is None:
+        if program.family is None or program.head_sizes is not None:
             raise NotImplementedError(f"vmap over a solve of a cell that mixes channels: {_PLAIN}")
         if dims.seq is not None or dims.reset is not None:
             raise NotImplementedError(f"vmap over where sequences start: {_PLAIN}")
@@ -249,12 +254,13 @@ class _SolveBackward(torch.autograd.Function):
 
 
 def _run_backward(
-    engine_key: EngineKey, values: Any, wanted: list[str], n: int, *tensors: Any
+    engine_key: EngineKey, values: Any, wanted: list[str], count: int, *tensors: Any
 ) -> Any:
-    states, grad_states, grad_final = (list(tensors[i * n : i * n + n]) for i in range(3))
-    args = Arguments.unflatten(tensors[3 * n :], values)
-    inputs = (states, grad_states, grad_final, wanted)
-    return torch.ops.pararnn.backward(*inputs, *engine_key, *args.values())
+    n = engine_key.outputs
+    states, grads, others = tensors[:n], tensors[n : n + count], tensors[n + count :]
+    args = Arguments.unflatten(others, values)
+    inputs = (list(states), list(grads[:n]), list(grads[n:]), wanted)
+    return torch.ops.pararnn.backward(*inputs, *engine_key[:3], *args.values())
 
 
 def _engine(engine_key: EngineKey, device: torch.device) -> Engine:
@@ -285,7 +291,7 @@ def _check(program: Program, args: Arguments) -> None:
 
 def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     if not engine.completes:
-        args = args.complete(program.num_states)
+        args = args.complete(program)
     if not private.autocast_enabled():
         return engine.forward(program, args)
     with without_autocast(args.gates.device):
@@ -320,11 +326,11 @@ def _backward(
     wanted: list[str],
 ) -> list[Tensor]:
     _check(program, args)
-    check_saved(args, states)
+    check_saved(program, args, states)
     if engine.completes:
         grads = engine.backward(program, args, states, grad_states, grad_final, wanted)
         return grads.leaves(wanted)
-    full = args.complete(program.num_states)
+    full = args.complete(program)
     grads = engine.backward(program, full, states, grad_states, grad_final, wanted)
     params = tuple(map(as_dtype, grads.params, args.params))
     return grads._replace(params=params).leaves(wanted)

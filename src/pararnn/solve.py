@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from pararnn.engines import tuned
 from pararnn.engines.arguments import Arguments, Options, Solution, checked_options
 from pararnn.engines.engine import Engine
 from pararnn.engines.fit import check_fit
+from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.engines.request import pair_of_call, split_of_context
 from pararnn.engines.split import NO_REQUEST, SplitRequest
 from pararnn.engines.table import Choice, choose
@@ -48,9 +50,10 @@ def solve(
     Args:
         cell: the recurrence, D channels and N states.
         gates: pre-activations B x + b, (B, T, G, D) or with heads (B, T, G, H, D/H), of dtype
-            float32, float64, bfloat16 or float16.
+            float32, float64, bfloat16 or float16. Of a matrix cell (B, T, H, W), the gates of each
+            head one after the other.
         initial_state: (B, D) a state (a tuple of N for several), any float dtype; None is zero.
-            With `cu_seqlens`, (S, D).
+            With `cu_seqlens`, (S, D). Of a matrix cell (B, H, K, V), or as its state's axes are.
         fields: the cell's fields by name, each (B, T), (B, T, D) or a number.
         reset: bool (B, T); such a step starts from the zero state. A tensor, list or NumPy array,
             as cu_seqlens may be.
@@ -64,7 +67,8 @@ def solve(
     Returns:
         (states, final): states (B, T, D) in the gates' dtype, final (B, D) or (S, D) in float32
         (float64 for float64); for several states, tuples of them. Layers apply the
-        cell's readout, `solve` does not.
+        cell's readout, `solve` does not. Of a matrix cell (output, final), with the readout
+        (B, T, H, V) and final states like initial ones.
 
     Raises:
         TypeError, ValueError: wrong dtypes, ranks, sizes or devices, named.
@@ -73,7 +77,7 @@ def solve(
     program = program_of(cell)
     args = prepare(
         cell,
-        gates,
+        one_gate(cell, gates),
         initial_state,
         fields=fields,
         reset=reset,
@@ -82,9 +86,28 @@ def solve(
         on_failure=on_failure,
     )
     states, final, _, _ = run(program, args, *pair_of_call(solver, backend))
-    if len(cell.states) == 1:
-        return states[0], final[0]
-    return states, final
+    if cell.head_sizes is not None:
+        states = states[:1]
+    return tuple([some[0] if len(some) == 1 else some for some in (states, final)])  # type: ignore[return-value]
+
+
+def one_gate(cell: Cell, gates: Tensor) -> Tensor:
+    """Return gates (B, T, H, W) of a matrix cell as one gate, (B, T, 1, H, W); others as they are.
+
+    Raises ValueError for gates of a matrix cell of another size.
+    """
+    sizes = cell.head_sizes
+    if sizes is None:
+        return gates
+    check_tensor("gates", gates)
+    if tuple(gates.shape[2:]) != (sizes.heads, sizes.width) or gates.ndim != 4:
+        parts = zip(type(cell).gates, sizes.gates, strict=True)
+        order = ", ".join(f"{name} {math.prod(size)}" for name, size in parts)
+        raise ValueError(
+            f"gates of {type(cell).__name__} must be (B, T, {sizes.heads}, {sizes.width}), for "
+            f"each head one after the other {order}, got {tuple(gates.shape)}"
+        )
+    return gates.unsqueeze(2)
 
 
 class Solved(NamedTuple):
@@ -134,8 +157,9 @@ def _choose(
     check_fit(program, args)
     if torch.onnx.is_in_onnx_export():
         solver, backend = "sequential", "torch"
-    workload = (args.size, args.gates.dtype, args.gates.device)
-    choice = choose(program, *workload, solver, backend).with_split(split)
+    workload = (program.workload_size(args.size), args.gates.dtype, args.gates.device)
+    heads = heads_of_matrices(args.params) or 1
+    choice = choose(program, *workload, solver, backend, heads).with_split(split)
     return choice, choice.engine()
 
 
@@ -148,7 +172,7 @@ def run_engine(
         return apply_engine(program, engine, args, source)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     with without_autocast(args.gates.device):
-        return engine.forward(program, args.complete(program.num_states))
+        return engine.forward(program, args.complete(program))
 
 
 def prepare(
@@ -201,7 +225,7 @@ def check_gates(cell: Cell, gates: Tensor) -> None:
     """Raise TypeError for gates of another dtype than a solve has, ValueError for another size."""
     check_tensor("gates", gates)
     check_io_dtype(gates.dtype, "gates")
-    count, channels = len(cell.gates), cell.hidden_size
+    count, channels = cell.num_gates, cell.gate_channels
     size = tuple(gates.shape)
     if size[2:] == (count, channels):
         return

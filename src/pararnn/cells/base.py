@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.cells.constants import immutable
+from pararnn.cells.matrix import VALUES, HeadAxes, HeadSizes, axes_of_class, sizes_of
 from pararnn.cells.products import Matrix, Product, product, recorded_product
-from pararnn.cells.shapes import SHAPES, ParamShape
+from pararnn.cells.shapes import SHAPES, ParamShape, shape_of_axes
 from pararnn.errors import CellError
 from pararnn.parameters import Draw, draw_anew
 
@@ -36,7 +37,8 @@ class Param:
 
     `shape` is "D" (per channel), "H" (per head), "" (a scalar), "H,K,K" (a matrix for each head of
     K = D / H channels, by which a step multiplies: `state.h @ param.R`), "D,D" (one matrix for all
-    channels) or a `ParamShape` of `pararnn.cells.shapes`. It is drawn from a Gaussian of standard
+    channels) or a `ParamShape` of `pararnn.cells.shapes`. Cells whose states are matrices of heads
+    take "", "H" and axes of each head, such as "H,V,V". It is drawn from a Gaussian of standard
     deviation `std` around `mean`; `std=None` is 1/sqrt(D), the paper's Appendix C, and 1/sqrt(K)
     for matrices of heads. `recurrent` parameters are the ones that `clip_after_step` clamps.
     `trainable=False` makes a buffer.
@@ -50,10 +52,13 @@ class Param:
     kind: ParamShape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        kind = SHAPES.get(self.shape) if isinstance(self.shape, str) else self.shape
+        kind: ParamShape | None = self.shape  # type: ignore[assignment]
+        if isinstance(self.shape, str):
+            kind = SHAPES.get(self.shape) or shape_of_axes(self.shape)
         if not isinstance(kind, ParamShape):
             raise CellError(
-                f"Param shape must be one of {tuple(SHAPES)} or a ParamShape, got {self.shape!r}"
+                f"Param shape must be one of {tuple(SHAPES)}, axes of heads such as 'H,K,V' or a "
+                f"ParamShape, got {self.shape!r}"
             )
         object.__setattr__(self, "kind", kind)
 
@@ -88,14 +93,22 @@ class Cell(nn.Module):
     A method `readout(self, state, gate, param)` makes a layer's output of the step's new states,
     and of the gates, fields and parameters that the step got: one tensor like a state, of plain
     PyTorch over leading dimensions (B, T). It is no part of the recurrence: `solve` returns states.
+
+    Matrix cells: where `states` and `gates` are dicts of axes ("" a number, "K" a vector,
+    ("K", "V") a matrix), each head has tensors of these axes. The axis V is D / H long, the others
+    are arguments of the constructor by name, D / H long by default. A step is PyTorch on
+    (..., K, V), with leading dimensions (B, H), and so is the readout, (..., V), which `solve` then
+    returns in place of the states. Such a cell has a readout unless its first state is ("V",).
     """
 
-    states: ClassVar[Sequence[str]] = ()
-    gates: ClassVar[Sequence[str]] = ()
+    states: ClassVar[Sequence[str] | Mapping[str, str | tuple[str, ...]]] = ()
+    gates: ClassVar[Sequence[str] | Mapping[str, str | tuple[str, ...]]] = ()
     fields: ClassVar[Sequence[str]] = ()
     params: ClassVar[Mapping[str, Param]] = {}
     config: ClassVar[Mapping[str, Any]] = {}
     structure: ClassVar[str | None] = None
+    head_axes: ClassVar[HeadAxes | None] = None
+    """Axes of the states and gates of a matrix cell, which `states` and `gates` declare."""
 
     hidden_size: int
     num_heads: int
@@ -104,9 +117,10 @@ class Cell(nn.Module):
         super().__init_subclass__(**kwargs)
         for kind in ("states", "gates", "fields"):
             names = getattr(cls, kind)
-            if isinstance(names, str) or not isinstance(names, Sequence):
+            by_axes = isinstance(names, Mapping) and kind != "fields"
+            if isinstance(names, str) or not (by_axes or isinstance(names, Sequence)):
                 raise CellError(f"{cls.__name__}.{kind} must be a tuple of names, got {names!r}")
-        _check_names(cls, "states", cls.states)
+        _check_names(cls, "states", [*cls.states])
         _check_names(cls, "gates and fields", [*cls.gates, *cls.fields])
         for kind, values in (("params", "Param"), ("config", "default")):
             entries = getattr(cls, kind)
@@ -118,6 +132,10 @@ class Cell(nn.Module):
         for name, param in cls.params.items():
             if not isinstance(param, Param):
                 raise CellError(f"{cls.__name__}.params[{name!r}] must be a Param, got {param!r}")
+        cls.head_axes = _axes_of(cls)
+        if cls.head_axes is not None:
+            cls.config = {**dict.fromkeys(cls.head_axes.arguments), **cls.config}
+            _check_names(cls, "params and axes", [*cls.params, *cls.config])
         if "forward" in vars(cls):
             raise CellError(
                 f"{cls.__name__}.forward: a call of a cell gives its parameters, by which hooks on "
@@ -156,14 +174,42 @@ class Cell(nn.Module):
                 f"{num_heads}"
             )
         self.hidden_size, self.num_heads = hidden_size, num_heads
-        self.__dict__.update(resolve_config(cls, config))
+        values = resolve_config(cls, config)
+        self.head_sizes = head_sizes_of(cls, values, (hidden_size, num_heads))
+        if self.head_sizes is not None:
+            lengths = self.head_sizes.lengths.items()
+            values |= {axis: length for axis, length in lengths if axis != VALUES}
+        self.__dict__.update(values)
         for name, param in cls.params.items():
-            value = torch.empty(param.size(hidden_size, num_heads), device=device, dtype=dtype)
+            value = torch.empty(self._param_size(param), device=device, dtype=dtype)
             if param.trainable:
                 self.register_parameter(name, nn.Parameter(value))
             else:
                 self.register_buffer(name, value)
         self.reset_parameters()
+
+    @property
+    def num_gates(self) -> int:
+        """G, the gates of `gate_channels` channels that a projection gives: see `gates_of`."""
+        return len(type(self).gates) if self.head_sizes is None else 1
+
+    @property
+    def gate_channels(self) -> int:
+        """Channels of a gate, see `gates_of`."""
+        sizes = self.head_sizes
+        return self.hidden_size if sizes is None else sizes.heads * sizes.width
+
+    @property
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the states of one sequence: (D,) each, of a matrix cell such as (H, K, V)."""
+        if self.head_sizes is None:
+            return ((self.hidden_size,),) * len(type(self).states)
+        return self.head_sizes.state_sizes
+
+    def _param_size(self, param: Param) -> tuple[int, ...]:
+        if self.head_sizes is None:
+            return param.size(self.hidden_size, self.num_heads)
+        return self.head_sizes.param(param.kind)
 
     def draws(self, recurrent_std: float | None = None) -> dict[str, Draw]:
         """Return each parameter's distribution: its Param's Gaussian (paper, Appendix C: Xavier's).
@@ -171,11 +217,14 @@ class Cell(nn.Module):
         `recurrent_std` is that of Params with `std=None`. By default it is 1/sqrt(D): Xavier's
         Gaussian for a matrix D x D, sqrt(2 / (D + D)), of which a vector is the diagonal; for
         matrices of heads, which are K x K, 1/sqrt(K). The paper does not say how it reads Xavier
-        for a vector.
+        for a vector. Of matrix cells it is 1/sqrt of a matrix's rows, a vector's entries, and V.
         """
         draws = {}
         for name, param in type(self).params.items():
             fan_in = self.hidden_size // (self.num_heads if param.kind.by_heads else 1)
+            if self.head_sizes is not None:
+                own = self.head_sizes.param(param.kind)[1:]
+                fan_in = own[0] if own else self.head_sizes.lengths[VALUES]
             usual = 1 / math.sqrt(fan_in) if recurrent_std is None else recurrent_std
             draws[name] = Draw("normal", param.mean, usual if param.std is None else param.std)
         return draws
@@ -213,9 +262,9 @@ class Cell(nn.Module):
     def lifted_params(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Return the parameters as a program takes them: scalars and per-head ones as (D,).
 
-        In `dtype`; None leaves their own.
+        In `dtype`; None leaves their own. Those of a matrix cell as they are.
         """
-        channels, heads = self.hidden_size, self.num_heads
+        channels, heads, lifts = self.hidden_size, self.num_heads, self.head_sizes is None
         params = []
         for name, param in type(self).params.items():
             value: Any = self._parameters.get(name)  # getattr takes a microsecond longer
@@ -223,7 +272,7 @@ class Cell(nn.Module):
                 value = getattr(self, name)
             if dtype is not None and value.dtype != dtype:
                 value = value.to(dtype)
-            params.append(param.kind.lifted(value, channels, heads))
+            params.append(param.kind.lifted(value, channels, heads) if lifts else value)
         return tuple(params)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -329,7 +378,8 @@ class Step:
     result can depend on the class, these and the arguments only. `training`: the mode, None where
     the step does not read it. `sizes`: the channels and heads that it must be traced on, if only
     these will do. `num_rows`: of states and inputs. `by_heads`, `matrices`: for each parameter,
-    whether it is a matrix of each head, and whether it is any matrix.
+    whether it is a matrix of each head, and whether it is any matrix. `head_sizes`: of a matrix
+    cell, whose tensors are plain ones; None for others.
     """
 
     def __init__(
@@ -346,9 +396,12 @@ class Step:
         self.state_type = namedtuple("State", list(cls.states))  # type: ignore[misc]
         self.gate_type = namedtuple("Gate", [*cls.gates, *cls.fields])  # type: ignore[misc]
         self.param_type = namedtuple("Params", list(cls.params))  # type: ignore[misc]
+        self.head_sizes = None if sizes is None else head_sizes_of(cls, config, sizes)
         kinds = [param.kind for param in cls.params.values()]
-        self.by_heads = [kind.by_heads for kind in kinds]
-        self.matrices = [kind.by_heads or kind is SHAPES["D,D"] for kind in kinds]
+        self.by_heads = [kind.by_heads and cls.head_axes is None for kind in kinds]
+        self.matrices = [
+            own or kind is SHAPES["D,D"] for own, kind in zip(self.by_heads, kinds, strict=True)
+        ]
         self.num_states = len(cls.states)
         self.num_rows = len([*cls.states, *cls.gates, *cls.fields])
 
@@ -401,6 +454,49 @@ class Step:
                 f"{tuple(names)}, got {kinds}"
             )
         return tuple(new)
+
+
+def head_sizes_of(
+    cls: type[Cell], config: Mapping[str, Any], sizes: tuple[int, int]
+) -> HeadSizes | None:
+    """Return the sizes of a matrix cell's heads for (D, H); None for other cells."""
+    return None if cls.head_axes is None else sizes_of(cls.__name__, cls.head_axes, config, *sizes)
+
+
+def gates_of(cls: type[Cell], config: Mapping[str, Any], sizes: tuple[int, int]) -> tuple[int, int]:
+    """Return the gates that a projection gives a cell of (D, H), and the channels of one: all gates
+    of a matrix cell are one of H W channels."""
+    heads = head_sizes_of(cls, resolve_config(cls, config), sizes)
+    return (len(cls.gates), sizes[0]) if heads is None else (1, heads.heads * heads.width)
+
+
+def _axes_of(cls: type[Cell]) -> HeadAxes | None:
+    """Return the axes that a class declares, None where its states are vectors of channels."""
+    if not isinstance(cls.states, Mapping) and not isinstance(cls.gates, Mapping):
+        for param in cls.params.values():
+            if param.kind.axes and not param.kind.by_heads:
+                param.size(1, 1)  # raises
+        return None
+    shapes = {name: param.kind for name, param in cls.params.items()}
+    axes = axes_of_class(cls.__name__, cls.states, cls.gates, shapes)
+    others = {
+        "fields": cls.fields,
+        "structure": cls.structure,
+        "jacobian": hasattr(cls, "jacobian"),
+    }
+    for name, value in others.items():
+        if value:
+            raise CellError(
+                f"{cls.__name__} has {name}, which cells whose states are matrices of heads cannot "
+                "have: make a field a gate, and drop the rest"
+            )
+    first = next(iter(axes.states.values()), (VALUES,))
+    if not _has_readout(cls) and first != (VALUES,):
+        raise CellError(
+            f"{cls.__name__} needs a readout(self, state, gate, param) that returns a vector (..., "
+            f'{VALUES}) for each head, as its first state has the axes {first}, not ("{VALUES}",)'
+        )
+    return axes
 
 
 def resolve_config(cls: type[Cell], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from torch import Tensor
+
+from pararnn.errors import CellError
 
 
 @dataclass(frozen=True)
@@ -14,13 +17,15 @@ class ParamShape:
 
     size: of D and H. lift: of the parameter, D and H; None where a step takes it as it is. Where
     channels do not meet, it must give (D,). by_heads: True if it is a matrix for each head, by
-    which a step multiplies states: `state.h @ param.R`.
+    which a step multiplies states: `state.h @ param.R`. axes: those of one head, by which a cell
+    whose states are matrices takes the shape; None where it has none.
     """
 
     name: str
     size: Callable[[int, int], tuple[int, ...]] = field(repr=False)  # whose address says nothing
     lift: Callable[[Tensor, int, int], Tensor] | None = field(default=None, repr=False)
     by_heads: bool = False
+    axes: tuple[str, ...] | None = None
 
     def lifted(self, value: Tensor, channels: int, heads: int) -> Tensor:
         """Return the parameter as a step takes it."""
@@ -45,9 +50,24 @@ SHAPES = {
     shape.name: shape
     for shape in (
         ParamShape("D", lambda d, h: (d,)),
-        ParamShape("H", lambda d, h: (h,), _of_heads),
+        ParamShape("H", lambda d, h: (h,), _of_heads, axes=()),
         ParamShape("", lambda d, h: (), lambda value, d, h: value.expand(d)),
         ParamShape("D,D", lambda d, h: (d, d)),
-        ParamShape("H,K,K", lambda d, h: (h, d // h, d // h), by_heads=True),
+        ParamShape("H,K,K", lambda d, h: (h, d // h, d // h), by_heads=True, axes=("K", "K")),
     )
 }
+
+
+def shape_of_axes(text: str) -> ParamShape | None:
+    """Return the shape "H,K,V" of a tensor for each head, by its axes; None for another text."""
+    heads, *axes = text.split(",")
+    if heads != "H" or not axes or not all(map(str.isidentifier, axes)):
+        return None
+
+    def refuse(channels: int, heads: int) -> NoReturn:
+        raise CellError(
+            f"the shape {text!r} names axes of heads, which only cells have whose states are "
+            f'matrices: states = {{"H": ("K", "V")}}. Others take {tuple(SHAPES)}'
+        )
+
+    return ParamShape(text, refuse, axes=tuple(axes))

@@ -126,7 +126,7 @@ class Oracle:
 
         The gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
         """
-        args = call.complete(len(cell.states))
+        args = call.complete(program_of(cell))
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             example = args.fields[0] if args.fields else args.gates.flatten(3)[:, :, 0]

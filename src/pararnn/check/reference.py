@@ -60,7 +60,7 @@ class Trial:
 
     def arguments(self) -> Arguments:
         """Return the record as solvers read it."""
-        return self.call().complete(len(self.cell.states))
+        return self.call().complete(program_of(self.cell))
 
     @cached_property
     def border(self) -> Border:
@@ -165,6 +165,31 @@ class OtherRounding(TorchDispatchMode):
             self.factors, self.position = torch.cat([self.factors[self.position :], new]), 0
         self.position += count
         return self.factors[self.position - count : self.position]
+
+
+class OuterProducts(TorchDispatchMode):
+    """Adds up the outer products of matrices' gradients: as they are, and those of |vectors|."""
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.sums, self.terms = ([torch.zeros_like(m) for m in matrices] for _ in range(2))
+        self._index = {matrix.data_ptr(): index for index, matrix in enumerate(matrices)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op, and add what it sums where it is the gradient of a matrix."""
+        out = func(*args, **(kwargs or {}))
+        index = self._index.get(args[2].data_ptr()) if func is OUTER else None
+        if index is not None:
+            self.sums[index].add_(out)
+            self.terms[index].add_(func(args[0].abs(), args[1].abs(), args[2]))
+        return out
+
+    def amounts(self, gradients: Sequence[Tensor]) -> Pieces:
+        """Return the |contributions| to the gradients of the matrices, those by other ops whole."""
+        totals = zip(gradients, self.sums, self.terms, strict=True)
+        return [terms + (gradient - own).abs() for gradient, own, terms in totals]
 
 
 @cache
@@ -311,18 +336,22 @@ def _walk_coupled(
     """As `_walk` where channels mix: pulls back a step after the other, and units are amounts."""
     count, step = 1 + len(system.inputs), system.program.step
     series, params = [row.unbind(1) for row in rows[:count]], rows[count:]
+    run = step.by_ops if sizes else step
     parts: list[list[Tensor]] = []
     param_grads, amounts = ([torch.zeros_like(p) for p in params] for _ in range(2))
 
     def back(t: int, adjoint: Tensor) -> Tensor:
         here = [s[t].detach().requires_grad_() for s in series]
-        with shaken, torch.enable_grad():
-            new = torch.stack(step(here[0].unbind(1), here[1:], params), 1)
+        products = OuterProducts(params)
+        with shaken, products if sizes else nullcontext(), torch.enable_grad():
+            new = torch.stack(run(here[0].unbind(1), here[1:], params), 1)
             grads = _pull([new], [*here, *params], [adjoint])
         parts.append(grads[:count])
-        for i, part in enumerate(grads[count:]):
-            param_grads[i].add_(part)
-            amounts[i].add_(part.abs())
+        for total, part in zip(param_grads, grads[count:], strict=True):
+            total.add_(part)
+        if sizes:
+            for total, part in zip(amounts, products.amounts(grads[count:]), strict=True):
+                total.add_(part)
         return grads[0]
 
     adjoint = _adjoints(system, arriving, back)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pararnn.cells.base import unwrap
 from pararnn.check.claims import finite
 from pararnn.check.contract import SolveChecks
 from pararnn.check.oracle import Oracle
@@ -74,7 +75,8 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
     a float64 loop, and the solver's counts; where the cell has a readout, also that and its
     gradients, at the states that the solver returned. The gradients that arrive are as large as
     those of a mean over the layer's output. Takes a few loops over T in PyTorch.
-    Raises ValueError when the call runs no pararnn layer. Parameters' .grad are left alone.
+    Raises ValueError when the call runs no pararnn layer, or one of a matrix cell. Parameters'
+    .grad are left alone.
     """
     calls: list[tuple[str, RecurrentLayer, tuple[Any, ...], dict[str, Any]]] = []
     hooks = []
@@ -124,7 +126,15 @@ def defect(
 def _call(
     layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Arguments, tuple[str, str]]:
-    """Return the record of a layer's call, and the pair that it asks for."""
+    """Return the record of a layer's call, and the pair that it asks for. Raises ValueError for a
+    layer of a matrix cell."""
+    cell = unwrap(layer.cell)
+    if cell.head_sizes is not None:
+        raise ValueError(
+            f"verify compares states at all steps, which no solver of {type(cell).__name__} keeps: "
+            "compare outputs and gradients with a float64 copy of the layer, with "
+            "solver='sequential', backend='torch'"
+        )
     arguments = signature(layer.forward).bind(*inputs, **options).arguments
     pair = layer.requested_pair(
         *(arguments.pop(part, None) for part in ("solver", "backend", "mode"))

@@ -102,7 +102,7 @@ def emit_function(
     """Emit one graph as a function. `step`: nodes of the step's own graph, by which calls are fused
     (see chain.py); empty for none."""
     lines = [f"PARARNN_FUNCTION void {name}({', '.join(parameters)}) {{"]
-    body = _Body(f"{program.cell_name}'s {name}")
+    body = Body(f"{program.cell_name}'s {name}")
     nodes = list(graph.module.graph.nodes)
     softplus = {node: call for node in nodes if (call := _softplus_of_minus(node)) is not None}
     calls = _fused_sums(nodes) | softplus | calls_to_fuse(step, nodes, program.num_states)
@@ -163,7 +163,7 @@ def _softplus_of_minus(node: fx.Node) -> FusedCall | None:
     return FusedCall("softplus_of_minus", [node]) if node.target is aten.abs.default else None
 
 
-class _Body:
+class Body:
     """Values of a function so far: (name or number, kind) by node."""
 
     def __init__(self, function: str) -> None:

@@ -12,10 +12,12 @@ from functools import cache, lru_cache
 import torch
 
 from pararnn.codegen.emit import emit_elementwise, jumps
+from pararnn.codegen.headers import LANGUAGES
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
+from pararnn.codegen.matrix import emit_matrix
 from pararnn.codegen.stages import emit_mixing
 from pararnn.errors import EngineError
-from pararnn.program.program import ELEMENTWISE, MAX_STATES, MIXING, Program
+from pararnn.program.program import ELEMENTWISE, MATRIX, MAX_STATES, MIXING, Program
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +29,7 @@ class Family:
     kernels for a program, or None. functions(program, dtype): emitted C++ in a compute dtype.
     constants(program, dtype): lines of C++ in front of them, which depend on the gates' dtype.
     structs(target, solver): fields by struct; in C++, ForwardLaunch and BackwardLaunch are the
-    arguments of kernels.
+    arguments of kernels. header: what emitted code needs. targets: languages that have its kernels.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Family:
     functions: Callable[[Program, torch.dtype], str]
     constants: Callable[[Program, torch.dtype], list[str]]
     structs: Callable[[str, str], Structs]
+    header: str = "functions.h"
+    targets: tuple[str, ...] = LANGUAGES
 
 
 def _sizes(*names: str) -> tuple[Field, ...]:
@@ -217,7 +221,53 @@ _MIXING = Family(
     lambda program, dtype: ["struct Product { int operand, matrix, transposed; };"],
     _mixing_structs,
 )
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (_ELEMENTWISE, _MIXING)}
+_MATRIX_INPUTS = (
+    *_sizes("rows", "length", "heads", "reverse", "threads"),
+    Field("void*", "openmp", "see parallel.h"),
+    *_sizes("gate_row", "gate_time", "gate_head"),
+    Field("const io*", "gates"),
+    Field("const scalar*", "bias", "(head, number), or null: none"),
+    Field("const int*", "seq", "(row, time), or null: row b is sequence b"),
+    Field("const bool*", "reset", "(row, time), or null: none"),
+    Field("const scalar*", "params", "(head, ...), or of all heads", each="params"),
+    Field("const scalar*", "initial", "(sequence, head, ...), or null: zero", each="states"),
+)
+_MATRIX_STRUCTS: Structs = {
+    "Inputs": _MATRIX_INPUTS,
+    "ForwardLaunch": (
+        Field("Inputs", "in"),
+        Field("io*", "output", "(row, time, head, value)"),
+        Field("scalar*", "memory", "(row, chunk, head, numbers of all states)"),
+        Field("scalar*", "final", "(sequence, head, ...)", each="states"),
+    ),
+    "BackwardLaunch": (
+        Field("Inputs", "in"),
+        Field("const scalar*", "memory", "as the forward pass wrote it"),
+        *_sizes("output_row", "output_time", "output_head"),
+        Field("const io*", "grad_output", "incoming, or null: none"),
+        Field("const scalar*", "grad_final", "incoming, or null: none", each="states"),
+        *_sizes("grad_row", "grad_time", "grad_head"),
+        Field("io*", "grad_gates"),
+        Field("scalar*", "grad_initial", "(sequence, head, ...), or null", each="states"),
+        Field(
+            "scalar*", "partial", "(row, head, numbers of gates, then of params): sums over time"
+        ),
+    ),
+}
+_MATRIX = Family(
+    MATRIX,
+    "steps of matrix cells",
+    ("sequential",),
+    lambda program: None,
+    emit_matrix,
+    lambda program, dtype: [],
+    lambda target, solver: _MATRIX_STRUCTS,
+    header="matrix/loops.h",
+    targets=("cpp",),
+)
+FAMILIES: Mapping[str, Family] = {
+    family.name: family for family in (_ELEMENTWISE, _MIXING, _MATRIX)
+}
 """Families by name, which is `Program.family`."""
 
 
@@ -229,17 +279,21 @@ def family_of(program: Program) -> Family:
     return FAMILIES[program.family]
 
 
-def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
+def why_no_kernels(
+    program: Program, solver: str | None = None, language: str | None = None
+) -> str | None:
     """Return the reason why no kernels can be generated for a cell, or None.
 
-    `solver`: None for any.
+    `solver`, `language`: None for any.
     """
-    if program.structure is None:
-        return f"{program.cell_name} is sequential-only: {program.why_sequential}"
     if program.family is None:
-        return program.why_no_family
+        if program.why_no_family is not None:
+            return program.why_no_family
+        return f"{program.cell_name} is sequential-only: {program.why_sequential}"
     family = FAMILIES[program.family]
     reason = family.why_not(program)
+    if reason is None and language is not None and language not in family.targets:
+        reason = f"{program.cell_name}: there are no kernels on GPUs for {family.takes} yet"
     if reason is None and solver is not None and solver not in family.solvers:
         return f"{program.cell_name}: the solver {solver!r} has no kernels for {family.takes}"
     return reason

@@ -45,7 +45,8 @@ def precompile(
     usual, device = _usual_for(weight.device, capability)
     for cell in cells:
         program = program_of(cell)
-        reason = why_no_kernels(program)
+        language = "cpp" if capability is None and weight.device.type == "cpu" else "cuda"
+        reason = why_no_kernels(program, language=language)
         if reason is not None:
             raise EngineError(f"cannot precompile {type(module).__name__}: {reason}")
         for dtype in (weight.dtype,) if dtypes is None else dtypes:

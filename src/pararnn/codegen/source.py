@@ -55,7 +55,7 @@ def source_file(
     lines = [
         f"// {program.cell_name}",
         *(f"#define PARARNN_{name} {value}" for name, value in macros.items()),
-        '#include "functions.h"',
+        f'#include "{family.header}"',
         "",
         "namespace pararnn {",
         "",

@@ -15,6 +15,7 @@ from pararnn.engines.rule import Size
 from pararnn.engines.signature import Signature, signature_of, size_of
 from pararnn.engines.split import SplitRequest
 from pararnn.numerics import compute_dtype
+from pararnn.program.program import Program
 
 ON_FAILURE = ("warn", "raise")
 """Actions of a parallel solve that has not converged: see `pararnn.solve`."""
@@ -64,9 +65,10 @@ class _OwnSignature:
 class Arguments:
     """One call, checked: layers, `solve` and `scan` make it, the op and engines read it.
 
-    gates (B, T, G, D) or (B, T, G, H, D/H); bias (G, D) or None; fields (B, T, D) each; params in
-    their own dtypes, (D,) or as the cell shapes them, see `Program.check_param`; initial (S, D) a
-    state, S sequences, or no tensor for zero; seq int32 (B, T) or None (row b is sequence b), each
+    gates (B, T, G, D) or (B, T, G, H, D/H), of matrix cells (B, T, 1, H, W) or (B, T, 1, H W); bias
+    (G, D) or None; fields (B, T, D) each; params in their own dtypes, (D,) or as the cell shapes
+    them, see `Program.check_param`; initial (S, D) a state, of matrix cells (S, H, K, V) and the
+    like, S sequences, or no tensor for zero; seq int32 (B, T) or None (row b is sequence b), each
     sequence one run of steps; reset bool (B, T) or None.
 
     Never changed once made. Not frozen: Python would take 3 us longer for each.
@@ -115,18 +117,20 @@ class Arguments:
         """True if every sequence has a step, so that kernels write all final states."""
         return self.seq is None and self.gates.shape[1] > 0
 
-    def start(self, num_states: int) -> tuple[Tensor, ...]:
+    def start(self, program: Program) -> tuple[Tensor, ...]:
         """Return the initial states, zero if there are none."""
-        size = (self.sequences, self.channels)
         return self.initial or tuple(
-            self.gates.new_zeros(size, dtype=self.dtype) for _ in range(num_states)
+            [
+                self.gates.new_zeros((self.sequences, *size), dtype=self.dtype)
+                for size in program.state_sizes(self.channels)
+            ]
         )
 
-    def complete(self, num_states: int) -> Arguments:
+    def complete(self, program: Program) -> Arguments:
         """Return these arguments with initial states, and with params in the compute dtype."""
         dtype = self.dtype
         params = tuple(p if p.dtype == dtype else p.to(dtype) for p in self.params)
-        return replace(self, initial=self.start(num_states), params=params)
+        return replace(self, initial=self.start(program), params=params)
 
     def with_options(self, **values: Any) -> Arguments:
         """Return these arguments with other values of some options."""

@@ -52,6 +52,9 @@ class Engine:
         """Return the gradients of the arguments in `wanted` (names in LEAVES)."""
         raise NotImplementedError
 
+    def check_backward(self, program: Program, args: Arguments) -> None:
+        """Raise EngineError where `backward` could not run after a call's forward pass."""
+
     def why_not(self, program: Program) -> str | None:
         """Return the reason why this engine cannot run a cell, or None."""
         return None

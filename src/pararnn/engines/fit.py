@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,10 +24,12 @@ def check_fit(program: Program, args: Arguments) -> bool:
             "keeps the batch of its example. Export by torch.export, which takes any, or trace "
             "again with this batch"
         )
-    if gates.shape[2] != len(program.gates):
+    heads = program.head_sizes
+    num_gates = len(program.gates) if heads is None else 1
+    if gates.shape[2] != num_gates or (heads and channels != heads.heads * heads.width):
+        wanted = f"{num_gates}, ..." if heads is None else f"1, {heads.heads}, {heads.width}"
         raise ValueError(
-            f"gates of {program.cell_name} must be (B, T, {len(program.gates)}, ...), got "
-            f"{tuple(gates.shape)}"
+            f"gates of {program.cell_name} must be (B, T, {wanted}), got {tuple(gates.shape)}"
         )
     if any(hasattr(param, "full_tensor") for param in args.params):
         raise TypeError(SHARDED.format(program.cell_name))
@@ -36,15 +39,15 @@ def check_fit(program: Program, args: Arguments) -> bool:
                 f"the cell is on {param.device} and gates on {gates.device}; move one of them"
             )
     if bias is not None:
-        _check(f"bias of {program.cell_name}", bias, (len(program.gates), channels), gates)
+        _check(f"bias of {program.cell_name}", bias, (num_gates, channels), gates)
     for name, param in zip(program.params, args.params, strict=True):
         _check(f"{name} of {program.cell_name}", param, tuple(param.shape), gates)
         program.check_param(name, param, channels)
     for name, field in zip(program.fields, args.fields, strict=True):
         _check(f"field {name!r}", field, (*rows, channels), gates)
-    names = program.states[: len(args.initial)]
-    for name, state in zip(names, args.initial, strict=True):
-        _check(f"initial state {name!r}", state, (args.sequences, channels), gates)
+    states = [*zip(program.states, program.state_sizes(channels), strict=True)]
+    for (name, size), state in zip(states[: len(args.initial)], args.initial, strict=True):
+        _check(f"initial state {name!r}", state, (args.sequences, *size), gates)
     for name, marks, dtype in (("seq", args.seq, torch.int32), ("reset", args.reset, torch.bool)):
         if marks is not None:
             _check(name, marks, rows, gates, dtype)
@@ -62,11 +65,29 @@ def check_numbers(args: Arguments) -> None:
         require(largest < args.sequences, inside, args.sequences, largest)
 
 
-def check_saved(args: Arguments, states: Sequence[Tensor]) -> None:
+CHECKPOINT = 32
+"""Steps from one state that matrix cells keep for the backward pass to the next."""
+
+
+def output_sizes(program: Program, args: Arguments) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return sizes and dtypes of what an engine with a backward gives in place of all states.
+
+    Of a matrix cell the output (B, T, H, V), and the states before each step whose number, in the
+    order of processing, is a multiple of CHECKPOINT: (B, T/CHECKPOINT, H, numbers of a head).
+    """
+    own, heads = args.gates.dtype, program.head_sizes
+    if heads is None:
+        return [(args.size, own)] * program.num_states
+    batch, steps, _ = args.size
+    numbers = sum(map(math.prod, heads.states))
+    memory = (batch, (steps + CHECKPOINT - 1) // CHECKPOINT, heads.heads, numbers)
+    return [((batch, steps, *heads.output), own), (memory, args.dtype)]
+
+
+def check_saved(program: Program, args: Arguments, states: Sequence[Tensor]) -> None:
     """Check that the states of a backward pass are those of a forward pass on such gates."""
-    gates = args.gates
-    facts = args.signature.size, gates.dtype, gates.device
-    for state in states:
+    for state, (size, dtype) in zip(states, output_sizes(program, args), strict=True):
+        facts = size, dtype, args.gates.device
         if (actual := (state.shape, state.dtype, state.device)) != facts:
             were, are = ("{} {} on {}".format(tuple(s), *o) for s, *o in (facts, actual))
             raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from pararnn import private
 from pararnn.engines.arguments import Arguments, Gradients
 from pararnn.program.program import Program
+from pararnn.solvers.heads import Marks, unroll_heads
 from pararnn.solvers.system import System
 
 
@@ -39,12 +40,7 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
         return System(program, inputs, args.params, initial, fresh, start), Edges()
     seq = _in_order(args.seq, args.options.reverse)
     batch, _ = seq.shape
-    edge = seq.new_full((batch, 1), -2)
-    padding = seq < 0
-    begins = (seq != torch.cat([edge, seq[:, :-1]], 1)) & ~padding
-    last = (seq != torch.cat([seq[:, 1:], edge], 1)) & ~padding
-    if reset is not None:
-        begins = begins & ~reset
+    begins, last, padding = _edges_of(seq, reset)
     fresh = begins | padding if reset is None else begins | padding | reset
     nothing = initial.new_zeros(batch, *initial.shape[1:])
     some = initial.shape[0] > 0  # len() would be a constant in compiled code
@@ -54,6 +50,34 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
     inputs = without_padding(inputs, padding)
     system = System(program, inputs, args.params, nothing, *masks)
     return system, Edges(seq, begins, last)
+
+
+def _edges_of(seq: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the steps, bool (B, T), that start from `initial[seq]`, last ones, and padding."""
+    edge = seq.new_full((seq.shape[0], 1), -2)
+    padding = seq < 0
+    begins = (seq != torch.cat([edge, seq[:, :-1]], 1)) & ~padding
+    last = (seq != torch.cat([seq[:, 1:], edge], 1)) & ~padding
+    return begins if reset is None else begins & ~reset, last, padding
+
+
+def solve_heads(program: Program, args: Arguments) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return a matrix cell's outputs (B, T, H, V) and final states by the loop; differentiable."""
+    sizes, reverse = program.head_sizes, args.options.reverse
+    assert sizes is not None
+    gates = _in_order(sizes.by_head(args.gates), reverse).to(args.dtype)
+    if args.bias is not None:
+        gates = gates + args.bias.to(args.dtype).view(sizes.heads, sizes.width)
+    zero = None if args.reset is None else _in_order(args.reset, reverse)
+    marks = None
+    if args.seq is not None:
+        seq = _in_order(args.seq, reverse)
+        marks = Marks(seq, *_edges_of(seq, zero))
+        (gates,) = without_padding([gates], marks.padding)
+        zero = marks.padding if zero is None else zero | marks.padding
+    initial = [h.to(args.dtype) for h in args.initial]
+    output, final = unroll_heads(program, gates, args.params, initial, zero, marks)
+    return _in_order(output, reverse).to(args.gates.dtype), final
 
 
 def step_inputs(args: Arguments) -> tuple[Tensor, ...]:
@@ -190,7 +214,7 @@ def _grad_initial(
 
 
 def without_padding(inputs: Sequence[Tensor], padding: Tensor) -> tuple[Tensor, ...]:
-    """Replace inputs (B, T, D) at padding (B, T) by those of the first real step.
+    """Replace inputs (B, T, ...) at padding (B, T) by those of the first real step.
 
     Steps are computed at padding too, and 0 times a non-finite value there is NaN in the gradients
     of parameters. A real step's inputs are known to be in the step's domain; zeros may not be. Ones
@@ -203,7 +227,8 @@ def without_padding(inputs: Sequence[Tensor], padding: Tensor) -> tuple[Tensor, 
 
     def fill(x: Tensor) -> Tensor:
         real = x.detach().flatten(0, 1).index_select(0, first).nan_to_num(0, 0, 0)
-        return torch.where(padding.unsqueeze(-1), real.masked_fill(nowhere, 1), x)
+        at_padding = padding.view(*padding.shape, *[1] * (x.ndim - 2))
+        return torch.where(at_padding, real.masked_fill(nowhere, 1), x)
 
     return tuple(fill(x) for x in inputs)
 

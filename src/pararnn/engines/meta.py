@@ -10,16 +10,17 @@ from torch import Tensor
 
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Engine
+from pararnn.engines.fit import output_sizes
 from pararnn.engines.rule import Rank, Size
 from pararnn.program.program import Program
 
 
 def outputs(program: Program, args: Arguments, info_rows: int = 1) -> Solution:
     """Allocate a solution."""
-    new, count = args.gates.new_empty, program.num_states
-    states = tuple(new(args.size) for _ in range(count))
-    size = (args.sequences, args.channels)
-    final = tuple(new(size, dtype=args.dtype) for _ in range(count))
+    new = args.gates.new_empty
+    states = tuple([new(size, dtype=dtype) for size, dtype in output_sizes(program, args)])
+    sizes = program.state_sizes(args.channels)
+    final = tuple([new((args.sequences, *size), dtype=args.dtype) for size in sizes])
     return Solution(states, final, new((info_rows, 2), dtype=torch.int64))
 
 

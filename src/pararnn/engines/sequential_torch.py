@@ -6,7 +6,7 @@ import torch
 
 from pararnn.engines.arguments import Arguments, Solution
 from pararnn.engines.engine import Engine
-from pararnn.engines.forward_time import final_states, output_states, to_system
+from pararnn.engines.forward_time import final_states, output_states, solve_heads, to_system
 from pararnn.engines.rule import Rank, Size, rank_in_torch
 from pararnn.program.program import Program
 from pararnn.solvers.sequential import unroll_states
@@ -19,6 +19,9 @@ class SequentialTorch(Engine):
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Run the steps one after the other."""
+        if program.head_sizes is not None:
+            output, last = solve_heads(program, args)
+            return Solution((output,), last, args.gates.new_zeros((1, 2), dtype=torch.int64))
         system, edges = to_system(program, args)
         states = unroll_states(system)
         info = args.gates.new_zeros((1, 2), dtype=torch.int64)

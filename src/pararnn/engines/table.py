@@ -90,7 +90,7 @@ class Choice(NamedTuple):
 
     def split(self) -> Split | None:
         """Plan the split of a forward pass on gates of the usual layout; None without one."""
-        engine, (key, size, dtype, device) = self.engine(), self.workload
+        engine, (key, size, dtype, device, _) = self.engine(), self.workload
         if not engine.cuts_time:
             return None
         return engine.plan_split(program_by_key(key), size, dtype, device, self.split_request)
@@ -103,16 +103,17 @@ def choose(
     device: torch.device,
     solver: str,
     backend: str,
+    heads: int = 1,
     follow_tuned: bool = True,
 ) -> Choice:
     """Choose the pair for a request, in which "auto" may stand for solver and backend.
 
-    `size` is (B, T, D). The choice depends on sizes, gates' dtype, cell and device only, on whether
-    kernels can be built here, and on this process's tuning, unless `follow_tuned` is False. Raises
-    EngineError naming the pairs that can run.
+    `size` is (B, T, D), `heads` as in `Workload`. The choice depends on sizes, gates' dtype, cell
+    and device only, on whether kernels can be built here, and on this process's tuning, unless
+    `follow_tuned` is False. Raises EngineError naming the pairs that can run.
     """
     check_names(solver, backend)
-    workload = Workload(program.key, size, dtype, device)
+    workload = Workload(program.key, size, dtype, device, heads)
     tuning = tuned.fastest(workload, solver, backend) if follow_tuned else None
     splits: dict[tuple[str, str], SplitRequest] = {}
     candidates = _candidates(program, size, dtype, device, solver, backend)

@@ -29,12 +29,16 @@ class Measured(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """Subject of a record: a program's key, (B, T, D), the gates' dtype, and the device."""
+    """Subject of a record: a program's key, (B, T, D), the gates' dtype, and the device.
+
+    heads: of the matrices that a step multiplies by, 1 for steps without.
+    """
 
     key: str
     size: tuple[int, int, int]
     dtype: torch.dtype
     device: torch.device
+    heads: int = 1
 
 
 class Record(NamedTuple):
@@ -52,11 +56,12 @@ on_clear(lambda: _RECORDS.clear(), kernels=False)
 
 def fastest(workload: Workload, solver: str, backend: str) -> tuple[Measured, str] | None:
     """Return the measurement to follow for a request ("auto" allows all names), and the reason."""
-    key, size, dtype, device = workload
+    key, size, dtype, device, heads = workload
     for record in records(key):
         own = record.workload
+        same = own.dtype == dtype and own.device == device and own.heads == heads
         # Sizes last: compiled code for any size then compares them only where it must.
-        if own.dtype == dtype and own.device == device and own.size == size:
+        if same and own.size == size:
             for row, why in zip(record.rows, record.why, strict=True):
                 if solver in (row.solver, "auto") and backend in (row.backend, "auto"):
                     return row, why

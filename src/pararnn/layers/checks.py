@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from pararnn.tensors import States, as_states, check_tensor
+
+StateSizes = Mapping[str, tuple[int, ...]]
+"""Sizes of one sequence's states, by name."""
 
 ByLayer = Sequence[tuple[Tensor, ...] | None]
 """The states of each layer and direction, with a batch dimension; None is zero."""
@@ -40,39 +43,42 @@ def has_time(field: Any) -> bool:
 
 
 def initial_states(
-    name: str, cell_states: Sequence[str], layers: int, initial: States | None, size: Sequence[int]
+    name: str, sizes: StateSizes, layers: int, initial: States | None, lead: tuple[int, ...]
 ) -> ByLayer:
-    """Return the initial states of all layers, each of a size, by layer.
+    """Return the initial states of all layers, of sizes (*lead, *size) each, by layer.
 
     Raises TypeError where one is no tensor, ValueError for other sizes.
     """
     if initial is None:
         return [None] * layers
-    full, names = (layers, *size), tuple(cell_states)
+    full = [(layers, *lead, *size) for size in sizes.values()]
     states = as_states(f"the hidden state of {name}", initial)
-    if [state.shape for state in states] != [full] * len(names):
+    if [state.shape for state in states] != full:
+        wanted = f"size {full[0]} each" if len({*full}) == 1 else f"the sizes {full}"
         raise ValueError(
-            f"{name}: Expected hidden states {names} of size {full} each, got "
+            f"{name}: Expected hidden states {tuple(sizes)} of {wanted}, got "
             f"{[tuple(state.shape) for state in states]}"
         )
-    if len(size) == 1:
+    if not lead:
         states = tuple(state.unsqueeze(1) for state in states)
     return _by_layer(states)
 
 
 def states_at_resets(
-    name: str, cell_states: Sequence[str], layers: int, reset_states: States | None, channels: int
+    name: str, sizes: StateSizes, layers: int, reset_states: States | None
 ) -> ByLayer:
     """Return the states that K resets start from, by layer; errors as for initial states."""
     if reset_states is None:
         return [None] * layers
-    names, states = tuple(cell_states), as_states("reset_states", reset_states)
+    states = as_states("reset_states", reset_states)
     shapes = [tuple(state.shape) for state in states]
     count = shapes[0][1] if len(shapes[0]) > 1 else 0
-    if shapes != [(layers, count, channels)] * len(names):
+    if shapes != [(layers, count, *size) for size in sizes.values()]:
+        texts = [f"({layers}, K, {', '.join(map(str, size))})" for size in sizes.values()]
+        wanted = f"size {texts[0]} each" if len({*texts}) == 1 else f"the sizes {texts}"
         raise ValueError(
-            f"{name}: reset_states must be {names} of size ({layers}, K, {channels}) each, K the "
-            f"number of true steps of reset, got {shapes}"
+            f"{name}: reset_states must be {tuple(sizes)} of {wanted}, K the number of true steps "
+            f"of reset, got {shapes}"
         )
     return _by_layer(states)
 

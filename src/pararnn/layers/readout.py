@@ -30,6 +30,8 @@ Results = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 def solve_and_read(program: Program, engine: Engine, args: Arguments) -> Results:
     """Run a solve by an engine, and return it with the layer's output."""
     states, final, counts = run_engine(program, engine, args)
+    if program.head_sizes is not None:  # whose engines read out
+        return states[0].flatten(2), (), final, counts
     output = read_out(program, args, states) if program.step.has_readout else states[0]
     return output, states, final, counts
 
@@ -61,7 +63,7 @@ def check_readout(cell: Cell) -> None:
     It may draw no random numbers, read no tensor's value in Python, write into no argument, and
     must treat leading dimensions as independent.
     """
-    if cell.has_readout:
+    if cell.has_readout and cell.head_sizes is None:
         _check_once(program_of(cell), cell.hidden_size, cell.num_heads)
 
 

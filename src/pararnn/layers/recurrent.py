@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from pararnn.cells import Cell
-from pararnn.cells.base import unwrap
+from pararnn.cells.base import gates_of, unwrap
 from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.request import DEFER, Request, request, resolve
@@ -156,16 +156,17 @@ class RecurrentLayer(Clipping, nn.Module):
         self, cell_class: type[Cell], bias: bool, factory: dict[str, Any], config: dict[str, Any]
     ) -> None:
         """Make the projection, the bias and the cell."""
-        heads, gates, size = self.num_heads, len(cell_class.gates), self.hidden_size
+        heads, size = self.num_heads, self.hidden_size
         if self.input_size % heads or size % heads:
             raise ValueError(
                 f"input_size and hidden_size must be multiples of num_heads = {heads}, got "
                 f"{self.input_size} and {size}"
             )
+        gates, channels = gates_of(cell_class, config, (size, heads))
         self.proj = HeadwiseLinear(
-            self.input_size, gates, size, heads, gain=self.projection_gain, **factory
+            self.input_size, gates, channels, heads, gain=self.projection_gain, **factory
         )
-        self.bias = nn.Parameter(torch.zeros((gates, size), **factory)) if bias else None
+        self.bias = nn.Parameter(torch.zeros((gates, channels), **factory)) if bias else None
         self.cell = cell_class(size, num_heads=heads, **factory, **config)
         if self.recurrent_std is not None:
             self.cell.reset_parameters(self.recurrent_std)
@@ -310,13 +311,19 @@ class RecurrentLayer(Clipping, nn.Module):
         if cu_seqlens is not None:
             x = without_padding(x, sequences)
         if reset_states is not None:
-            sizes = tuple(unwrap(self.cell).states), self.hidden_size
+            cell = unwrap(self.cell)
+            sizes = dict(zip(cell.states, cell.state_sizes, strict=True))
             initial, sequences = split_at_resets(
                 x, initial, sequences, reset_states, sizes, self.reverse
             )
         return x, initial, sequences
 
     def _options(self, cell: Cell, all_states: bool) -> Options:
+        if all_states and cell.head_sizes is not None:
+            raise ValueError(
+                f"all_states of {type(cell).__name__} are {cell.state_sizes} numbers a step, which "
+                "no solver keeps: run pieces of the sequence, and take their final states"
+            )
         return checked_options(
             reverse=self.reverse,
             on_failure=self.on_failure,
@@ -338,7 +345,7 @@ class RecurrentLayer(Clipping, nn.Module):
         if weights is None:
             gates = self.proj(x)
         else:
-            gates = project(x, weights.projection, len(cell.gates))
+            gates = project(x, weights.projection, cell.num_gates)
             bias, params = weights.bias, weights.params
         check_gates(cell, gates)
         return arguments_of(cell, gates, initial, sequences, options, fields, bias, params)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -15,22 +17,23 @@ def split_at_resets(
     initial: States | None,
     sequences: Sequences,
     reset_states: States,
-    sizes: tuple[tuple[str, ...], int],
+    sizes: Mapping[str, tuple[int, ...]],
     reverse: bool,
 ) -> tuple[States, Sequences]:
     """Split the sequences of x (B, T, input) at resets that start from given states, (K, D) each.
 
-    sizes: the names of the states, and D. Returns the initial states of all pieces, and these. It
-    is exact for every engine, and differentiable. Raises ValueError for sizes that do not fit.
+    sizes: of one sequence's states, by name, (D,) or as the cell has them. Returns the initial
+    states of all pieces, and these. It is exact for every engine, and differentiable. Raises
+    ValueError for sizes that do not fit.
     """
     if sequences.reset is None:
         raise ValueError("reset_states say what resets start from: give reset, too")
-    restarts = _of_size("reset_states", "K", None, reset_states, *sizes)
+    restarts = _of_size("reset_states", "K", None, reset_states, sizes)
     if initial is None:
-        zeros = x.new_zeros((sequences.total, sizes[1]), dtype=compute_dtype(x.dtype))
-        begin = tuple([zeros for _ in restarts])
+        dtype = compute_dtype(x.dtype)
+        begin = tuple([x.new_zeros((sequences.total, *s), dtype=dtype) for s in sizes.values()])
     else:
-        begin = _of_size("initial", "S", sequences.total, initial, *sizes)
+        begin = _of_size("initial", "S", sequences.total, initial, sizes)
     sequences = pieces_of(sequences, restarts[0].shape[0], reverse)
     if reverse:
         restarts = tuple([state.flip(0) for state in restarts])
@@ -38,16 +41,24 @@ def split_at_resets(
 
 
 def _of_size(
-    what: str, rows: str, count: int | None, states: States, names: tuple[str, ...], channels: int
+    what: str, rows: str, count: int | None, states: States, sizes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Tensor, ...]:
-    """Return states as a tuple of (count, channels) each; None is any number, the same for all."""
+    """Return states as a tuple of (count, *size) each; None is any number, the same for all."""
     states = as_states(what, states)
     shapes = [tuple(state.shape) for state in states]
     if count is None and shapes and shapes[0]:
         count = shapes[0][0]
-    if shapes != [(count, channels)] * len(names):
-        raise ValueError(f"{what} must be ({rows}, {channels}) for each of {names}, got {shapes}")
+    if shapes != [(count, *size) for size in sizes.values()]:
+        raise ValueError(f"{what} must be {_in_words(rows, sizes)}, got {shapes}")
     return states
+
+
+def _in_words(rows: str, sizes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the sizes of states of so many rows: once, if they are the same for all."""
+    texts = [f"({rows}, {', '.join(map(str, size))})" for size in sizes.values()]
+    if len({*texts}) == 1:
+        return f"{texts[0]} for each of {tuple(sizes)}"
+    return ", ".join(f"{text} for {name!r}" for name, text in zip(sizes, texts, strict=True))
 
 
 def pieces_of(sequences: Sequences, count: int, reverse: bool) -> Sequences:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pararnn.cells import BlockGRUCell, Cell, GRUCell, HeadSLSTMCell, LSTMCell
+from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
 from pararnn.engines.arguments import totals
 from pararnn.errors import warn_user
@@ -27,6 +27,7 @@ from pararnn.private import unsafe_view
 from pararnn.sequences import checked_reset, without_padding
 from pararnn.solve import Fields
 from pararnn.tensors import ArrayLike, States
+from pararnn.zoo import BlockGRUCell, GRUCell, HeadSLSTMCell, LSTMCell
 
 
 def _shared(name: str) -> Any:
@@ -222,9 +223,9 @@ class ParaRNN(nn.Module):
         rows = to_rows(x)
         if sequences is not None and data is x:
             rows = without_padding(rows, sequences)  # a PackedSequence gets zeros there
-        size = (rows.shape[0] if sequences is None else sequences.total, self.hidden_size)
+        count = rows.shape[0] if sequences is None else sequences.total
         parts = self._parts()
-        initial, starts = self._states(h_0, size if layout.has_batch else size[1:], reset_states)
+        initial, starts = self._states(h_0, (count,) if layout.has_batch else (), reset_states)
         if starts[0] is not None and begins is not None:
             order = order_of_resets(begins, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
@@ -284,8 +285,8 @@ class ParaRNN(nn.Module):
             x_t = x_t.unsqueeze(0)
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
             reset = None if reset is None else reset.unsqueeze(0)
-        size, parts = (x_t.shape[0], self.hidden_size), self._parts()
-        initial, starts = self._states(state, size if has_batch else size[1:], reset_states)
+        lead, parts = (x_t.shape[0],) if has_batch else (), self._parts()
+        initial, starts = self._states(state, lead, reset_states)
         output, finals = x_t, []
         for i, part in enumerate(parts):
             output, final = part.step(
@@ -367,13 +368,15 @@ class ParaRNN(nn.Module):
         return type(self).__name__
 
     def _states(
-        self, initial: States | None, size: tuple[int, ...], reset_states: States | None
+        self, initial: States | None, lead: tuple[int, ...], reset_states: States | None
     ) -> tuple[ByLayer, ByLayer]:
-        """Return the initial states and those that resets start from, by layer."""
+        """Return the initial states, of sizes (B,) or () by `lead`, and those that resets start
+        from, by layer."""
         parts = self._parts()
-        stack = self._name, unwrap(parts[0].cell).states, len(parts)
-        by_layer = initial_states(*stack, initial, size)
-        return by_layer, states_at_resets(*stack, reset_states, self.hidden_size)
+        cell = unwrap(parts[0].cell)
+        stack = self._name, dict(zip(cell.states, cell.state_sizes, strict=True)), len(parts)
+        by_layer = initial_states(*stack, initial, lead)
+        return by_layer, states_at_resets(*stack, reset_states)
 
     def _input(self, x: Any, other: Any, name: str) -> Any:
         """Return the input, whichever of its names it came by."""
@@ -391,7 +394,7 @@ def stack_states(finals: list[States], has_batch: bool) -> States:
     else:
         states = tuple(torch.stack(series) for series in zip(*each, strict=True))
     if not has_batch:
-        states = tuple([unsafe_view(state, (len(each), state.shape[2])) for state in states])
+        states = tuple([unsafe_view(state, (len(each), *state.shape[2:])) for state in states])
     return states[0] if len(states) == 1 else states
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.cells import CELLS
 from pararnn.cells.find import find_cell
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.cache import LayerCache
@@ -22,6 +21,8 @@ from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
 from pararnn.private import OpOverload
 from pararnn.program.program import program_of
+from pararnn.tensors import States
+from pararnn.zoo import CELLS
 
 
 class Mixer(nn.Module):
@@ -81,6 +82,23 @@ def neutral_fields(layer: RecurrentLayer) -> dict[str, float]:
     return dict.fromkeys(type(layer.cell).fields, 1.0)
 
 
+def join_states(states: States) -> Tensor:
+    """Return states (B, ...) as one tensor (B, N, ...), of several sizes (B, 1, numbers)."""
+    if torch.is_tensor(states):
+        return states.unsqueeze(1)  # without a copy
+    if len({state.shape for state in states}) == 1:
+        return torch.stack(states, 1)
+    return torch.cat([state.flatten(1) for state in states], 1).unsqueeze(1)
+
+
+def states_of(joint: Tensor, sizes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Return states of these sizes from what `join_states` made of them."""
+    if len({*sizes}) == 1:
+        return joint.unbind(1)
+    parts = joint.squeeze(1).split([math.prod(size) for size in sizes], 1)
+    return tuple([part.view(-1, *size) for part, size in zip(parts, sizes, strict=True)])
+
+
 class RNNMixer(Mixer):
     """The paper's recurrent block (Appendix C, Figure 9), for any cell.
 
@@ -98,7 +116,9 @@ class RNNMixer(Mixer):
         taps = config.conv_kernel_size
         self.conv = CausalConv(width, taps, **factory) if taps > 1 else None
         self.rnn = make_recurrent(config, **factory)
-        self.steady = program_of(self.rnn.cell).structure is not None  # else it may branch
+        self.state_sizes = self.rnn.cell.state_sizes
+        program = program_of(self.rnn.cell)  # a step without a structure may branch
+        self.steady = program.structure is not None or program.head_sizes is not None
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
             # Parameters per channel stay float32, as solvers read them (the numerics contract).
@@ -118,7 +138,7 @@ class RNNMixer(Mixer):
         """Mix tokens, see `Mixer.forward`."""
         u, z = self.in_proj(x), self.gate_proj(x)
         inputs, states = (None, None) if cache is None else cache.read()
-        initial = None if states is None else states.unbind(1)
+        initial = None if states is None else states_of(states, self.state_sizes)
         tail = None
         if self.conv is not None:
             u, tail = self.conv(u, rows, inputs)
@@ -131,9 +151,7 @@ class RNNMixer(Mixer):
                 u, _one(initial), fields=self.fields, reset=rows.start, sequences=rows.sequences()
             )
         if cache is not None:
-            # A single state needs no copy.
-            final = final.unsqueeze(1) if torch.is_tensor(final) else torch.stack(final, 1)
-            cache.keep(tail, final)
+            cache.keep(tail, join_states(final))
         return self.out_proj(self.norm(h * F.silu(z)))
 
     def draws(self, layer: int) -> dict[str, Draw]:

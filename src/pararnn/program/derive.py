@@ -280,7 +280,7 @@ def _compare(
     if own.shape == true.shape and float(error.max()) <= JACOBIAN_TOLERANCE:
         return
     i, j = divmod(int(error.argmax()), true.shape[1])
-    channels, names = len(true) // len(cls.states), cls.states
+    channels, names = len(true) // len(cls.states), tuple(cls.states)
     entry = f"d {names[i // channels]}[{i % channels}] / d "
     entry += f"{names[j // channels]}[{j % channels}]"
     if not by_hand:

@@ -29,7 +29,9 @@ R = TypeVar("R")
 
 
 class SizeError(CellError):
-    """The step does not fit the number of channels that it was traced on."""
+    """The step does not fit the number of channels that it was traced on; `failure` says how."""
+
+    failure = ""
 
 
 def guard(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
@@ -63,10 +65,13 @@ def guard(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
         failure = f"{what} cannot be traced: {error}{line_of(error)}"
         if not re.search(r"sizes?\b|shapes?\b|dimension", str(error)):
             raise CellError(failure) from from_the_users_line(error)
-        raise SizeError(
-            f"{failure}. It was traced on {inputs[0].shape[-1]} channels (8, or the layer's own "
+        channels = inputs[0].shape[-1] if inputs[0].ndim else 1
+        size_error = SizeError(
+            f"{failure}. It was traced on {channels} channels (8, or the layer's own "
             "where those do not fit): read sizes off a state, or make them config or a Param"
-        ) from from_the_users_line(error)
+        )
+        size_error.failure = failure
+        raise size_error from from_the_users_line(error)
 
 
 _WRITES = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pararnn.cells.base import Cell, Step, resolve_config
+from pararnn.cells.matrix import HeadSizes
 from pararnn.cells.shapes import SHAPES
 from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.program.apart import call_outside_modes
@@ -32,6 +34,7 @@ from pararnn.program.derive import (
     mixing_op,
 )
 from pararnn.program.guard import SizeError
+from pararnn.program.matrix import MatrixTrace, trace_matrix, why_a_loop
 from pararnn.program.mixing import Mixing, mixing_of
 from pararnn.program.reads import Reads, change_of, reads_mode, reads_of
 from pararnn.program.record import BranchError
@@ -47,7 +50,8 @@ class Program:
     `structure` is None for sequential-only steps, and `why_sequential` then says why.
     `affine`: True if it is elementwise, with a Jacobian that depends on no state. `mixing`: the
     products and stages of a step that mixes channels, by compute dtype; empty for others, and where
-    `why_no_family` says why kernels cannot take it.
+    `why_no_family` says why kernels cannot take it. `matrix`: the graphs of a matrix cell's head,
+    by compute dtype; empty for others.
     `step` is the Python step on flat tensors, differentiable by autograd. `reads` is what it read
     outside its arguments when it was traced. `training`, `sizes` and `default_dtype` are those of
     the cell and of PyTorch that it was traced for; None where it serves all. A copy is the Program
@@ -66,6 +70,7 @@ class Program:
     why_sequential: str | None
     graphs: Mapping[torch.dtype, Graphs]
     mixing: Mapping[torch.dtype, Mixing]
+    matrix: Mapping[torch.dtype, MatrixTrace]
     why_no_family: str | None
     reads: Reads
     training: bool | None = None
@@ -94,6 +99,28 @@ class Program:
         return len(self.states)
 
     @property
+    def num_outputs(self) -> int:
+        """The number of tensors that an engine with a backward gives in place of all states: N,
+        and of a matrix cell 2, the output and what the backward pass starts from again."""
+        return self.num_states if self.head_sizes is None else 2
+
+    @property
+    def head_sizes(self) -> HeadSizes | None:
+        """Sizes of a matrix cell's heads, None for other cells."""
+        return self.step.head_sizes
+
+    def state_sizes(self, channels: int) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of one sequence's states, for gates of so many channels."""
+        sizes = self.head_sizes
+        return ((channels,),) * self.num_states if sizes is None else sizes.state_sizes
+
+    def workload_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return (B, T, D) for the size (B, T, channels of a gate) of a call."""
+        batch, steps, channels = size
+        sizes = self.head_sizes
+        return batch, steps, channels if sizes is None else math.prod(sizes.output)
+
+    @property
     def coupling(self) -> Coupling:
         """Coupling of channels, which decides what solves independently."""
         return TOGETHER if self.structure is None else self.structure.coupling
@@ -108,6 +135,12 @@ class Program:
         as the cell shapes it; a matrix also as (H, K, K), which copies by vmap have. Raises
         ValueError.
         """
+        if self.head_sizes is not None:
+            wanted = self.head_sizes.param(self.step.cls.params[name].kind)
+            if tuple(param.shape) != wanted:
+                got = tuple(param.shape)
+                raise ValueError(f"{name} of {self.cell_name} must be {wanted}, got {got}")
+            return
         shape, size = self.step.cls.params[name].kind, tuple(param.shape)
         if not self.couples_channels:
             fits, size_text = size == (channels,), str((channels,))
@@ -121,6 +154,8 @@ class Program:
     @property
     def family(self) -> str | None:
         """Name of the family of kernels that fits its recurrence, None if none does."""
+        if self.matrix:
+            return MATRIX if self.why_no_family is None else None
         if not self.couples_channels:
             return ELEMENTWISE
         return MIXING if self.mixing else None
@@ -133,6 +168,8 @@ ELEMENTWISE = "elementwise"
 """The family of recurrences in which channels do not meet."""
 MIXING = "mixing"
 """The family of recurrences in which channels meet by products with matrices inside heads."""
+MATRIX = "matrix"
+"""The family of recurrences whose states are matrices, vectors and numbers of each head."""
 MAX_STATES = 8
 """Largest number of states that generated kernels take."""
 MANY_TRACES = 8
@@ -230,6 +267,8 @@ def make_program(
     traced that cannot run on others.
     """
     values = resolve_config(cls, config)
+    if cls.head_axes is not None and sizes is None:
+        raise CellError(f"{cls.__name__} is traced for its channels and heads: give sizes")
     text = json.dumps(values, sort_keys=True)
     programs = _BY_CLASS.setdefault((cls, text), [])
 
@@ -287,7 +326,7 @@ def _build(
 ) -> Program:
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
     mode = training if reads_mode(cls, reads) else None
-    step = Step(cls, config, mode)
+    step = Step(cls, config, mode, None if cls.head_axes is None else sizes)
     try:
         trace = call_outside_modes(_trace, step)
     except SizeError:
@@ -303,10 +342,11 @@ def _build(
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
     names = (cls.states, cls.gates, cls.fields, tuple(cls.params))
     digest = hashlib.sha256(f"{config_text} {names}".encode())
-    all_graphs = [graph for some in graphs.values() for graph in vars(some).values() if graph]
+    tables: list[Any] = [*graphs.values(), *trace.matrix.values()]
+    all_graphs = [graph for some in tables for graph in vars(some).values() if graph]
     for graph in all_graphs:
         digest.update(graph.text.encode())
-    if not graphs:
+    if not all_graphs:
         digest.update(reads.text.encode())
     marks = [_EVALUATION] if mode is False else []
     marks += [] if step.sizes is None else ["x".join(map(str, step.sizes))]
@@ -324,6 +364,7 @@ def _build(
         why_sequential=trace.why_sequential,
         graphs=graphs,
         mixing=trace.mixing,
+        matrix=trace.matrix,
         why_no_family=trace.why_no_family,
         reads=reads,
         training=mode,
@@ -342,9 +383,12 @@ class _Trace(NamedTuple):
     graphs: dict[torch.dtype, Graphs]
     mixing: dict[torch.dtype, Mixing]
     why_no_family: str | None
+    matrix: dict[torch.dtype, MatrixTrace]
 
 
 def _trace(step: Step) -> _Trace:
+    if step.head_sizes is not None:
+        return _trace_matrix(step)
     with torch.no_grad():
         structure, why, mixing_op = _infer(step)
         mixing: dict[torch.dtype, Mixing] = {}
@@ -363,7 +407,20 @@ def _trace(step: Step) -> _Trace:
             if structure.couples_channels or step.has_jacobian:
                 check_structure(step, structure, graphs[torch.float64])
         warning = _warning(step, structure, why, mixing_op, why_no_family)
-    return _Trace(structure, why, warning, graphs, mixing, why_no_family)
+    return _Trace(structure, why, warning, graphs, mixing, why_no_family, {})
+
+
+def _trace_matrix(step: Step) -> _Trace:
+    why = why_a_loop(step)
+    try:
+        with torch.no_grad():
+            matrix, why_no_family = trace_matrix(step, COMPUTE_DTYPES)
+    except BranchError as error:
+        raise CellError(
+            f"{step.cls.__name__}'s step or readout reads a tensor's value in Python (a branch or "
+            f".item()): use torch.where ({error})"
+        ) from error
+    return _Trace(None, why, None, {}, {}, why_no_family, matrix)
 
 
 def _derive_all(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:

@@ -112,7 +112,11 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     named_ops = [op for op in mixing_ops(raw) if not getattr(op, "is_view", True)]
     name = str([*named_ops, *mixing][0]) if mixing else None
     text, defaults = canonical_text(graph), _defaults(raw)
+    shapes = {node: getattr(node.meta.get("val"), "shape", None) for node in graph.nodes}
     _keep_dtypes(graph)
+    for node, shape in shapes.items():
+        if shape is not None:
+            node.meta["shape"] = tuple(shape)
     return Graph(fx.GraphModule(nn.Module(), graph), name, text, defaults)
 
 
@@ -274,7 +278,7 @@ def _replacement(node: fx.Node) -> Any:
     if target is aten.expand.default and isinstance(args[0], fx.Node):
         old, new = args[0].meta["val"], node.meta["val"]
         return args[0] if old.shape == new.shape else None
-    if args and not any(isinstance(a, fx.Node) for a in args) and _is_pointwise(target):
+    if args and not any(isinstance(a, fx.Node) for a in args) and is_pointwise(target):
         return target(*_with_numbers(target, args, _exact), **node.kwargs).item()
     if target is aten.where.self and isinstance(args[0], bool):
         return args[1] if args[0] else args[2]
@@ -321,7 +325,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_pointwise(target: Any) -> bool:
+def is_pointwise(target: Any) -> bool:
+    """Return True for an op that computes each entry of its result from those of its arguments."""
     return torch.Tag.pointwise in getattr(target, "tags", ()) or target in UNTAGGED
 
 
@@ -355,6 +360,6 @@ def mixing_ops(graph: fx.Graph) -> list[Any]:
         node.target
         for node in graph.nodes
         if node.op == "call_function"
-        and not _is_pointwise(node.target)
+        and not is_pointwise(node.target)
         and node.target not in harmless
     ]

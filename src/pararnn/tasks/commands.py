@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pararnn.cells import CELLS
 from pararnn.device import default_device
 from pararnn.errors import PararnnError
 from pararnn.tasks.models import OWN_MIXERS
 from pararnn.tasks.report import write_report
 from pararnn.tasks.run import configured, run_all
 from pararnn.tasks.table import TASKS
+from pararnn.zoo import CELLS
 
 
 def tasks(action: str, **options: Any) -> int:

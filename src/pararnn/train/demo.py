@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pararnn
 from pararnn.atomic import write_text
-from pararnn.cells import CELLS, Cell
+from pararnn.cells import Cell
 from pararnn.cells.find import find_cell
 from pararnn.check.verify import Report
 from pararnn.extras import require
@@ -57,6 +57,7 @@ from pararnn.train.measure import (
 from pararnn.train.plot import plot_curves
 from pararnn.train.recipes import recipe
 from pararnn.tune.timing import device_name
+from pararnn.zoo import CELLS
 
 FILES = (
     "metrics.json",

@@ -88,10 +88,11 @@ def autotune(
     """Measure the pairs that can run a layer, or `solve` of a cell, on an input of a shape.
 
     From then on, in this process, "auto" uses the fastest for this cell (its class and config),
-    size, dtype and device, among the pairs that a request allows. A split requested by `using`
-    comes first. The rule's choice stays unless another is 5% faster. The record is written to the
-    cache's folder, by cell, size, dtype, device, versions and pairs that can run: a later process
-    that calls `autotune` reads it and measures nothing. Nothing is read without this call.
+    size, heads of its matrices, dtype and device, among the pairs that a request allows. A split
+    requested by `using` comes first. The rule's choice stays unless another is 5% faster. The
+    record is written to the cache's folder, by cell, size, heads, dtype, device, versions and pairs
+    that can run: a later process that calls `autotune` reads it and measures nothing. Nothing is
+    read without this call.
 
     Gates are random, N(0, 1), parameters the cell's own. Times are those of eager calls, host
     time included.
@@ -104,14 +105,15 @@ def autotune(
     Raises as `explain`, and ValueError for the meta device. Warns with BackendWarning where a
     record cannot be used or written.
     """
-    program, size, dtype, device = workload_of(module, shape, dtype, device)
+    program, size, dtype, device, heads = workload_of(module, shape, dtype, device)
     if not type_of(device).computes:
         raise ValueError("the meta device takes no time: move the layer, or name another device")
     cell = unwrap(module if isinstance(module, Cell) else module.cell)
-    workload = Workload(program.key, size, dtype, device)
+    workload = Workload(program.key, size, dtype, device, heads)
     about = {
         "cell": program.key,
         "size": list(size),
+        "heads": heads,
         "dtype": str(dtype),
         "device": device_name(device),
         "threads": type_of(device).threads(),
@@ -162,7 +164,8 @@ def _split_requests(engine: Engine, workload: Workload) -> list[SplitRequest]:
     by_rule = NO_REQUEST
     if not engine.cuts_time:
         return [by_rule]
-    plan_split = partial(engine.plan_split, program_by_key(workload.key), *workload[1:])
+    own = (workload.size, workload.dtype, workload.device)
+    plan_split = partial(engine.plan_split, program_by_key(workload.key), *own)
     rule = plan_split(by_rule)
     requests: dict[Split, SplitRequest] = {rule: by_rule}
     for segments in (rule.segments // 2, rule.segments, 2 * rule.segments):
@@ -199,13 +202,15 @@ def _call(
         return normal.to(workload.dtype)
 
     # As a layer's projection leaves them.
-    width = channels // cell.num_heads
-    by_head = random(cell.num_heads, batch, steps, len(cell.gates), width)
+    by_head = random(
+        cell.num_heads, batch, steps, cell.num_gates, cell.gate_channels // cell.num_heads
+    )
     gates = by_head.permute(1, 2, 3, 0, 4).requires_grad_(backward)
     fields = {name: random(batch, steps).abs() for name in cell.fields}
     program, leaves = program_by_key(workload.key), [gates, *cell.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
-    grad = random(batch, steps, channels)
+    matrix = cell.head_sizes is not None
+    grad = random(batch, steps, *(cell.head_sizes.output if cell.head_sizes else (channels,)))
 
     def call() -> None:
         with torch.set_grad_enabled(backward):
@@ -213,7 +218,7 @@ def _call(
             args = args.with_options(**request._asdict())
             states = run_engine(program, engine, args).states
             if backward:
-                read = states if cell.has_readout else states[:1]
+                read = states if cell.has_readout and not matrix else states[:1]
                 torch.autograd.grad(read, leaves, [grad] * len(read), allow_unused=True)
 
     return call

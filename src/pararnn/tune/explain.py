@@ -11,6 +11,7 @@ import torch
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
 from pararnn.device import type_of
+from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.engines.request import Request, request, resolve, split_of_context
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_never, why_not
@@ -76,18 +77,18 @@ def explain(
     Builds the kernels of the pair that runs; of others only where that one needs none. Raises
     ValueError for an impossible shape, EngineError where the request cannot run.
     """
-    default = Request()
+    default, heads = Request(), 1
     if module is scan:
         program, size = workload_of_scan(tuple(shape), dtype or torch.get_default_dtype())
         empty = torch.empty(0, dtype=dtype, device=device)
         dtype, device = empty.real.dtype, type_of(empty.device).with_index(empty.device)
     else:
         assert isinstance(module, (ParaRNN, RecurrentLayer, Cell))
-        program, size, dtype, device = workload_of(module, shape, dtype, device)
+        program, size, dtype, device, heads = workload_of(module, shape, dtype, device)
         if not isinstance(module, Cell):
             default = Request(module.solver, module.backend)
     pair = resolve(request(solver, backend, mode), default)
-    choice = choose(program, size, dtype, device, *pair).with_split(split_of_context())
+    choice = choose(program, size, dtype, device, *pair, heads).with_split(split_of_context())
     # Kernels of the pair that runs have been built, and others would be: each takes a second.
     others = {
         p: why_not(program, p, dtype, device)
@@ -118,8 +119,11 @@ def workload_of(
     shape: tuple[int, ...],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
-) -> tuple[Program, tuple[int, int, int], torch.dtype, torch.device]:
-    """Return the program, (B, T, D), dtype and device of `explain`'s arguments; errors as there."""
+) -> tuple[Program, tuple[int, int, int], torch.dtype, torch.device, int]:
+    """Return the program, (B, T, D), dtype, device and heads of `explain`'s arguments.
+
+    Heads are as in `Workload`. Raises as `explain`.
+    """
     cell = unwrap(module if isinstance(module, Cell) else module.cell)
     batch_first = not isinstance(module, ParaRNN) or module.batch_first
     if isinstance(shape, torch.Tensor):
@@ -133,4 +137,6 @@ def workload_of(
     parameter = next(module.parameters(), torch.empty(0))
     device = torch.device(device) if device is not None else parameter.device
     device = type_of(device).with_index(device)
-    return program_of(cell), (batch, steps, cell.hidden_size), dtype or parameter.dtype, device
+    size = (batch, steps, cell.hidden_size)
+    heads = heads_of_matrices(cell.lifted_params()) or 1
+    return program_of(cell), size, dtype or parameter.dtype, device, heads

@@ -13,7 +13,9 @@ from torch import Tensor
 from pararnn.codegen.cpp import SOLVERS, Kernel, kernels_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Interface, Values, Words
-from pararnn.engines.arguments import Arguments
+from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.engine import Arriving
+from pararnn.engines.fused import matrix_cpu
 from pararnn.engines.fused.launch import (
     Address,
     Addresses,
@@ -40,7 +42,7 @@ from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, plan_split
 from pararnn.numerics import compute_dtype
 from pararnn.private import constant_in_graphs
 from pararnn.program.mixing import Outer
-from pararnn.program.program import MIXING, Program
+from pararnn.program.program import MATRIX, MIXING, Program
 
 MIN_HEAD_CHANNELS = 16
 """Channels of a head below which vector lanes would be idle: gates are then copied without heads"""
@@ -61,6 +63,29 @@ class CpuEngine(FusedEngine):
     def build(self, program: Program, dtype: torch.dtype) -> None:
         """Compile the kernels. Raises EngineError where that fails."""
         kernels_of(program, dtype, self.solver)
+
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Solve the recurrence by one kernel."""
+        if program.family == MATRIX:
+            return matrix_cpu.solve(program, args, torch.get_num_threads(), _openmp())
+        return super().forward(program, args)
+
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: tuple[Tensor, ...],
+        grad_states: Arriving,
+        grad_final: Arriving,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Return the gradients by one kernel."""
+        if program.family == MATRIX:
+            where = (torch.get_num_threads(), _openmp())
+            return matrix_cpu.differentiate(
+                program, args, states, grad_states[0], grad_final, wanted, *where
+            )
+        return super().backward(program, args, states, grad_states, grad_final, wanted)
 
     def plan_split(
         self,
@@ -252,7 +277,7 @@ def make_mixing_launch(
     parts = {"pass": interface.pack(f"{own.direction}Problem", own.values)}
     kernel = getattr(kernels_of(program, args.gates.dtype, solver), own.direction.lower())
     template = template_of(interface.pack(f"{own.direction}Launch", parts))
-    heads = heads_of_matrices(args) or 1
+    heads = heads_of_matrices(args.params) or 1
     size = (heads, batch, steps, channels // heads)
     vectors = (mixing.lefts, *size), (mixing.rights, *size)
     return MixingLaunch(own.conversions, kernel, template, batch, mixing.outers, vectors)

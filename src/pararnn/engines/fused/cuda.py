@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,8 @@ MAX_BLOCKS = 2**31 - 1
 class GpuEngine(FusedEngine):
     """Generated CUDA kernels for one solver, on a type of GPU."""
 
+    language = "cuda"
+
     def __init__(self, solver: str, gpu: Gpu) -> None:
         super().__init__(solver)
         self.gpu, self.info_rows = gpu, INFO_SLOTS[solver]
@@ -122,19 +125,43 @@ class GpuEngine(FusedEngine):
         parts = (self.gpu, self.solver, program, weights, layouts)
         return signature.cache(parts, make_launch, *parts, args, tensors), tensors
 
+    def check_backward(self, program: Program, args: Arguments) -> None:
+        """Raise EngineError where a head of the backward pass does not fit this GPU."""
+        if program.family == MIXING:
+            key = (self.gpu, program)
+            args.signature.cache((_plan_mixing, *key), _plan_mixing, *key, args)
+
     def _launch_mixing(
         self, program: Program, args: Arguments, adjoint: Adjoint | None
     ) -> tuple[MixingLaunch, list[Tensor | None]]:
-        weights, signature = _weight_dtype(args), args.signature
-        matrices = {param.dtype for param in args.params if param.ndim > 1}
-        key = in_matrix_heads, weights, matrices.pop() if len(matrices) == 1 else signature.dtype
-        conversions = signature.cache(key, conversions_for, args, in_matrix_heads(args), *key[1:])
-        tensors = to_kernel_layout(args, conversions)
+        weights, tensors = _mixing_inputs(args)
         layouts = mixing_layouts(tensors)
         if adjoint is not None:
             layouts = mixing_layouts(tensors, adjoint.grad_gates, adjoint.states, adjoint.arriving)
         parts = (self.gpu, program, weights, layouts)
-        return signature.cache(parts, make_mixing_launch, *parts, args, tensors), tensors
+        return args.signature.cache(parts, make_mixing_launch, *parts, args, tensors), tensors
+
+
+def _mixing_inputs(args: Arguments) -> tuple[torch.dtype, list[Tensor | None]]:
+    """Return the dtype of the weights' gradients, and a call's tensors in kernel layout."""
+    weights, signature = _weight_dtype(args), args.signature
+    matrices = {param.dtype for param in args.params if param.ndim > 1}
+    key = in_matrix_heads, weights, matrices.pop() if len(matrices) == 1 else signature.dtype
+    conversions = signature.cache(key, conversions_for, args, in_matrix_heads(args), *key[1:])
+    return weights, to_kernel_layout(args, conversions)
+
+
+def _plan_mixing(gpu: Gpu, program: Program, args: Arguments) -> list[MixingLaunch]:
+    """Plan both passes of a call, without kernels. Raises EngineError for the first that fails."""
+    weights, tensors = _mixing_inputs(args)
+    _, steps, channels = args.size
+    gates = tensors[0]
+    assert gates is not None
+    arriving = ((steps * channels, channels),) * program.num_states
+    forward = mixing_layouts(tensors)
+    backward = forward._replace(gates=gates.stride(), arriving=arriving)
+    own = (replace(gpu, kernels=lambda *_: {}), program, weights)
+    return [make_mixing_launch(*own, way, args, tensors) for way in (forward, backward)]
 
 
 class Layouts(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from pararnn.codegen.interface import Interface
 from pararnn.codegen.source import chunk_of
 from pararnn.engines.arguments import Arguments, Gradients
+from pararnn.engines.fit import output_sizes
+from pararnn.program.program import Program
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
@@ -82,9 +84,9 @@ def heads_of(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[3], shape[4]) if len(shape) == 5 else (1, shape[3])
 
 
-def heads_of_matrices(args: Arguments) -> int | None:
-    """Return the heads of a call's matrices; None if it has none."""
-    return next((p.shape[0] if p.ndim == 3 else 1 for p in args.params if p.ndim > 1), None)
+def heads_of_matrices(params: Iterable[Tensor]) -> int | None:
+    """Return the heads of the matrices among a cell's parameters; None if there are none."""
+    return next((p.shape[0] if p.ndim == 3 else 1 for p in params if p.ndim > 1), None)
 
 
 def in_matrix_heads(
@@ -92,7 +94,7 @@ def in_matrix_heads(
 ) -> Callable[[Tensor], Tensor]:
     """Return the conversion of gates to kernel layout: (B, T, G, H, K) in the heads of a call's
     matrices, with adjacent channels; `otherwise` for a call without matrices."""
-    heads = heads_of_matrices(args)
+    heads = heads_of_matrices(args.params)
     return otherwise if heads is None else partial(_in_heads, heads=heads)
 
 
@@ -114,16 +116,18 @@ def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
     return interface.pack("GateStrides", {"row": row, "time": time, "gate": gate, "head": head})
 
 
-def new_states(count: int, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def new_states(program: Program, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Allocate the results of a forward pass: the states, and the final ones."""
-    signature, new = args.signature, args.gates.new_empty
-    size, dtype = signature.size, signature.dtype
-    states = tuple([new(size) for _ in range(count)])
+    signature, new, dtype = args.signature, args.gates.new_empty, args.signature.dtype
+    if program.head_sizes is None:
+        states = tuple([new(signature.size) for _ in range(program.num_states)])
+    else:
+        states = tuple([new(size, dtype=own) for size, own in output_sizes(program, args)])
     if args.all_written:
-        ends = (args.sequences, size[2])
-        return states, tuple([new(ends, dtype=dtype) for _ in range(count)])
+        sizes = program.state_sizes(signature.size[2])
+        return states, tuple([new((args.sequences, *size), dtype=dtype) for size in sizes])
     # Sequences without a step return their initial state.
-    return states, tuple([_copy(h, dtype) for h in args.start(count)])
+    return states, tuple([_copy(h, dtype) for h in args.start(program)])
 
 
 def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

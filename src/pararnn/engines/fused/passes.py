@@ -59,6 +59,8 @@ class FusedEngine(Engine):
     backend = "fused"
     completes = True
     builds = True
+    language = "cpp"
+    """Language of its kernels, one of LANGUAGES."""
 
     def __init__(self, solver: str) -> None:
         self.solver = solver
@@ -66,7 +68,7 @@ class FusedEngine(Engine):
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why there are no kernels for a cell, or None."""
-        return why_no_kernels(program, self.solver)
+        return why_no_kernels(program, self.solver, self.language)
 
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
@@ -93,7 +95,7 @@ class FusedEngine(Engine):
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence by one kernel."""
         launch, tensors = self.launch(program, args)
-        states, final = new_states(program.num_states, args)
+        states, final = new_states(program, args)
         info = launch.new_info(args.gates)
         launch.forward([*tensors, *states, *final], info)
         return Solution(states, final, info)

@@ -10,10 +10,11 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from pararnn.cells import CELLS, Cell
+from pararnn.cells import Cell
 from pararnn.cells.find import cell_name
 from pararnn.lm.checkpoint import AUTO_MAP, CODE, write_code
 from pararnn.lm.config import LAYER_TYPES, LMConfig
+from pararnn.zoo import CELLS
 
 OTHERS = {
     **dict.fromkeys(("rope_scaling", "rope_parameters"), ("rope_theta", (None,))),

@@ -11,10 +11,14 @@ from pararnn.cells.nonlinearity import nonlinearity
 
 
 class HeadElmanCell(Cell):
-    """h = tanh(x + R h) (Elman 1990), R a matrix of each head. With one head it is torch.nn.RNN's.
+    """Simple recurrent network with a matrix of each head: state h, gate h_in. With one head it is
+    torch.nn.RNN's.
 
-    Config: state_nonlinearity, a name in `pararnn.cells.NONLINEARITIES`; "relu" is the other one
-    of torch.nn.RNN.
+    :equation: ``h' = tanh(x_h_in + R_h h)``
+    :source: Elman 1990, Finding Structure in Time
+
+    Config: state_nonlinearity, a name in `pararnn.NONLINEARITIES`; "relu" is the other one of
+    torch.nn.RNN.
     """
 
     states = ("h",)

@@ -11,7 +11,15 @@ from pararnn.cells.nonlinearity import nonlinearity
 
 
 class LSTMCell(Cell):
-    """Long short-term memory (CIFG, peepholes): states h, c; gates f, z, o; paper eq. LSTM."""
+    """Long short-term memory (CIFG, peepholes), diagonal recurrence: states h, c; gates f, z, o.
+
+    :equation: ``c' = f c + (1 - f) tanh(x_z + a_z h)``, ``h' = o tanh(c')``;
+        ``f = sigmoid(x_f + a_f h + c_f c)``, ``o = sigmoid(x_o + a_o h + c_o c')``
+    :source: Danieli et al. 2025, ParaRNN, eq. LSTM with eq. GRU_LSTM_simp
+
+    Config: gate_nonlinearity, input_nonlinearity, state_nonlinearity (names in
+    `pararnn.NONLINEARITIES`).
+    """
 
     states = ("h", "c")
     gates = ("f", "z", "o")

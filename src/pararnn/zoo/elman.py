@@ -11,7 +11,13 @@ from pararnn.cells.nonlinearity import nonlinearity
 
 
 class ElmanCell(Cell):
-    """h = tanh(a h + B x + b) (Elman 1990, recurrent weights diagonal)."""
+    """Simple recurrent network, diagonal recurrence: state h, gate h_in.
+
+    :equation: ``h' = tanh(x_h_in + a_h h)``
+    :source: Elman 1990, Finding Structure in Time, its matrix a diagonal
+
+    Config: state_nonlinearity (a name in `pararnn.NONLINEARITIES`).
+    """
 
     states = ("h",)
     gates = ("h_in",)

@@ -11,12 +11,15 @@ from pararnn.cells.base import Cell, Param
 
 
 class LRCCell(Cell):
-    """Liquid-resistance liquid-capacitance cell (Farsang and Grosu 2025): state h, field dt.
+    """Liquid-resistance liquid-capacitance cell: state h, field dt.
 
-    dh/dt = sigma(e) (-sigma(f) h + tanh(u) l), integrated by explicit Euler over the time gap `dt`:
-    f and u are the conductances (leak plus a saturating synapse on the state plus the input's
-    gate), e the elastance that sets the liquid capacitance, l the leak potential. The state's
-    synapses are diagonal; the input's are the layer's projection.
+    :equation: ``h' = h + dt e (leak tanh(x_u_in + g_u s) - sigmoid(x_f_in + g_f s) h)``;
+        ``e = sigmoid(x_e_in + w_e h)``, ``s = sigmoid(a h + b)``
+    :source: Farsang and Grosu 2025, Scaling Up Liquid-Resistance Liquid-Capacitance Networks
+
+    That is explicit Euler over the time gap `dt`. The conductances are a leak plus a saturating
+    synapse on the state plus the input's gate; the elastance e sets the liquid capacitance; leak is
+    the leak potential. The state's synapses are diagonal; the input's are the layer's projection.
     """
 
     states = ("h",)

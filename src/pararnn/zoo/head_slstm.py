@@ -12,12 +12,15 @@ from pararnn.cells.base import Cell, Param
 
 
 class HeadSLSTMCell(Cell):
-    """The xLSTM paper's sLSTM (Beck et al. 2024, eqs. 8-14) with a matrix a gate and head: states
-    h, c, n; gates i, f, z, o. Forget gates are sigmoids.
+    """sLSTM with a matrix a gate and head: states h, c, n; gates i, f, z, o.
 
-    Its cell, normaliser and stabiliser are held as in `SLSTMCell`: c is the ratio of the first two,
-    n the logarithm of the normaliser. Nothing can overflow. The zero initial state means a
-    normaliser of 1, minus infinity in n one of 0.
+    :equation: ``C' = f C + exp(i) tanh(z)``, ``N' = f N + exp(i)``, ``h' = o C' / N'``;
+        ``i, f, z, o``: ``x + R h``, ``f`` and ``o`` through ``sigmoid``
+    :source: Beck et al. 2024, xLSTM: Extended Long Short-Term Memory, eqs. 8-14
+
+    Cell, normaliser and stabiliser are held as in `SLSTMCell`: c is the ratio of the first two, n
+    the logarithm of the normaliser. Nothing can overflow. The zero initial state means a normaliser
+    of 1, minus infinity in n one of 0.
     """
 
     states = ("h", "c", "n")

@@ -12,12 +12,15 @@ from pararnn.cells.base import Cell, Param
 
 
 class SLSTMCell(Cell):
-    """The xLSTM paper's sLSTM (Beck et al. 2024, eqs. 8-14), diagonal recurrence: states h, c, n.
+    """sLSTM, diagonal recurrence: states h, c, n; gates i, f, z, o. Forget gates are sigmoids.
 
-    The original cell and normaliser C = F C' + I Z and N = F N' + I, with I = exp(i) and
-    F = sigmoid(f), are held as c = C / N and n = log N. In these variables
-    c = k c' + (1 - k) Z with k = sigmoid(log F + n' - i): nothing can overflow, and the original's
-    extra stabiliser state is not needed. The zero initial state means N = 1, C = 0.
+    :equation: ``C' = f C + exp(i) tanh(z)``, ``N' = f N + exp(i)``, ``h' = o C' / N'``;
+        ``i, f, z, o``: ``x + a h``, ``f`` and ``o`` through ``sigmoid``
+    :source: Beck et al. 2024, xLSTM: Extended Long Short-Term Memory, eqs. 8-14
+
+    The cell and normaliser are held as c = C / N and n = log N. In these variables
+    c' = k c + (1 - k) tanh(z) with k = sigmoid(log f + n - i): nothing can overflow, and the
+    original's extra stabiliser state is not needed. The zero initial state means N = 1, C = 0.
     """
 
     states = ("h", "c", "n")

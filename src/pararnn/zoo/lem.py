@@ -11,7 +11,14 @@ from pararnn.cells.base import Cell, Param
 
 
 class LEMCell(Cell):
-    """Long expressive memory (Rusch et al. 2022, eq. 3), diagonal recurrence: states y, z."""
+    """Long expressive memory, diagonal recurrence: states y, z.
+
+    :equation: ``z' = z + d1 (tanh(x_z_in + a_z y) - z)``,
+        ``y' = y + d2 (tanh(x_y_in + a_y z') - y)``; ``d = dt sigmoid(x_dt + a y)``
+    :source: Rusch et al. 2022, Long Expressive Memory for Sequence Modeling, eq. 3
+
+    Config: dt, the largest time step.
+    """
 
     states = ("y", "z")
     gates = ("dt1", "dt2", "y_in", "z_in")

@@ -11,10 +11,14 @@ from pararnn.cells.base import Cell, Param
 
 
 class HeadLSTMCell(Cell):
-    """Long short-term memory with a matrix a gate and head (Hochreiter and Schmidhuber 1997; forget
-    gate of Gers et al. 2000): states h, c; gates i, f, g, o. With one head it is torch.nn.LSTM's.
+    """Long short-term memory with a matrix a gate and head: states h, c; gates i, f, g, o. With one
+    head it is torch.nn.LSTM's.
 
-    Rows of a matrix are outputs, as in weight_hh of torch.nn: i = sigmoid(gate.i + R_i h).
+    :equation: ``c' = f c + i tanh(x_g + R_g h)``, ``h' = o tanh(c')``;
+        ``i, f, o = sigmoid(x + R h)``
+    :source: Hochreiter and Schmidhuber 1997; forget gate: Gers et al. 2000
+
+    Rows of a matrix are outputs, as in weight_hh of torch.nn.
     """
 
     states = ("h", "c")

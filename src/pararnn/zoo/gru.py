@@ -11,7 +11,13 @@ from pararnn.cells.nonlinearity import nonlinearity
 
 
 class GRUCell(Cell):
-    """Gated recurrent unit: state h, gates z (update), r (reset), c (candidate); paper eq. GRU."""
+    """Gated recurrent unit, diagonal recurrence: state h; gates z (update), r (reset), c.
+
+    :equation: ``h' = (1 - z) h + z tanh(x_c + a_c (r h))``; ``z, r = sigmoid(x + a h)``
+    :source: Danieli et al. 2025, ParaRNN, eq. GRU with eq. GRU_LSTM_simp, after Cho et al. 2014
+
+    Config: gate_nonlinearity, state_nonlinearity (names in `pararnn.NONLINEARITIES`).
+    """
 
     states = ("h",)
     gates = ("z", "r", "c")

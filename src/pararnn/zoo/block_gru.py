@@ -11,12 +11,14 @@ from pararnn.cells.base import Cell, Param
 
 
 class BlockGRUCell(Cell):
-    """The recurrence of DreamerV3's sequence model (Hafner et al. 2023), blocks of its matrices as
-    heads: state h; gates r (reset), c (candidate), u (update).
+    """DreamerV3's block GRU, its blocks as heads: state h; gates r (reset), c, u (update).
 
-    r = sigmoid(gate.r + R_r h), c = tanh(r (gate.c + R_c h)), u = sigmoid(gate.u + R_u h - 1) and
-    h = u c + (1 - u) h: the reset scales the whole candidate, and the update begins small. Layer
-    norms stay outside of the recurrence, in what computes the gates.
+    :equation: ``h' = (1 - u) h + u tanh(r (x_c + R_c h))``;
+        ``r = sigmoid(x_r + R_r h)``, ``u = sigmoid(x_u + R_u h - 1)``
+    :source: Hafner et al. 2023, Mastering Diverse Domains through World Models, its published code
+
+    The reset scales the whole candidate, and the update begins small. Layer norms stay outside of
+    the recurrence, in what computes the gates.
     """
 
     states = ("h",)

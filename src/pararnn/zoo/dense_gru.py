@@ -11,7 +11,10 @@ from pararnn.cells.base import Cell, Param
 
 
 class DenseGRUCell(Cell):
-    """Gated recurrent unit with full matrices A (Cho et al. 2014; paper, eq. GRU).
+    """Gated recurrent unit with full matrices: state h; gates z (update), r (reset), c.
+
+    :equation: ``h' = (1 - z) h + z tanh(x_c + A_c (r h))``; ``z, r = sigmoid(x + A h)``
+    :source: Danieli et al. 2025, ParaRNN, eq. GRU, after Cho et al. 2014
 
     All channels mix, as one head. Kernels solve it step after step; Newton, on the torch backend
     only, composes dense Jacobians, D^3 a step.

@@ -1,0 +1,151 @@
+"""Axes and sizes of cells whose states are numbers, vectors and matrices of each head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pararnn.cells.shapes import ParamShape
+from pararnn.errors import CellError
+
+VALUES = "V"
+"""The axis of a head's output, D / H long. Every other axis is an argument of the cell."""
+HEADS = "H"
+"""The axis of heads, which parameters name and states and gates have without saying."""
+
+Axes = tuple[str, ...]
+"""Names of the axes of a tensor of one head: none for a number, two for a matrix."""
+
+
+@dataclass(frozen=True)
+class HeadAxes:
+    """The axes of a cell's states and gates, by name, as its class declares them."""
+
+    states: Mapping[str, Axes]
+    gates: Mapping[str, Axes]
+
+    @property
+    def arguments(self) -> Axes:
+        """Axes whose sizes are arguments of the cell: all but `VALUES`."""
+        every = [axis for axes in (*self.states.values(), *self.gates.values()) for axis in axes]
+        return tuple(axis for axis in dict.fromkeys(every) if axis != VALUES)
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Sizes of the tensors of a cell with H heads: `states` and `gates` of one head each, in order.
+
+    lengths: of each axis. The gates of a head travel as one vector of `width` numbers.
+    """
+
+    heads: int
+    lengths: Mapping[str, int]
+    states: tuple[tuple[int, ...], ...]
+    gates: tuple[tuple[int, ...], ...]
+
+    @property
+    def width(self) -> int:
+        """W, the numbers of all gates of a head."""
+        return sum(map(math.prod, self.gates))
+
+    @property
+    def output(self) -> tuple[int, int]:
+        """(H, V)."""
+        return self.heads, self.lengths[VALUES]
+
+    @property
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the states with their heads, (H, K, V) for a matrix."""
+        return tuple((self.heads, *size) for size in self.states)
+
+    def by_head(self, gates: Tensor) -> Tensor:
+        """Return gates (B, T, 1, H, W) or (B, T, 1, H W) as (B, T, H, W)."""
+        one = gates.select(2, 0)
+        return one if one.ndim == 4 else one.unflatten(2, (self.heads, self.width))
+
+    def split(self, gates: Tensor) -> tuple[Tensor, ...]:
+        """Return the gates in order of gates (..., H, W): (..., H), (..., H, K), (..., H, K, V)."""
+        parts = gates.split([math.prod(size) for size in self.gates], -1)
+        return tuple(
+            [
+                part.unflatten(-1, size) if size else part.squeeze(-1)
+                for part, size in zip(parts, self.gates, strict=True)
+            ]
+        )
+
+    def param(self, shape: ParamShape) -> tuple[int, ...]:
+        """Return the size of a parameter: (), (H,), or (H, ...) by the axes of its shape."""
+        if shape.axes is None:
+            return ()
+        return self.heads, *(self.lengths[axis] for axis in shape.axes)
+
+
+def axes_of_class(name: str, states: Any, gates: Any, shapes: Mapping[str, ParamShape]) -> HeadAxes:
+    """Return the axes that a class declares. Raises CellError for what is none, with a cure.
+
+    shapes: those of the parameters, by name.
+    """
+    if not isinstance(states, Mapping) or not isinstance(gates, Mapping):
+        raise CellError(
+            f"{name} gives the axes of its {'states' if isinstance(states, Mapping) else 'gates'} "
+            "and not of the other: states and gates are both dicts of axes, such as "
+            '{"H": ("K", "V")} and {"k": "K", "f": ""}, or both tuples of names'
+        )
+    axes = HeadAxes(
+        {key: _axes(f"{name}.states[{key!r}]", value) for key, value in states.items()},
+        {key: _axes(f"{name}.gates[{key!r}]", value) for key, value in gates.items()},
+    )
+    all_axes = {*axes.arguments, VALUES}
+    for key, shape in shapes.items():
+        if shape.axes is None and shape.name:
+            raise CellError(
+                f"{name}.params[{key!r}] has the shape {shape.name!r}: a cell whose states are "
+                'matrices of heads takes "" (a number), "H" (a number a head) and axes of heads, '
+                'such as "H,K,V"'
+            )
+        unknown = sorted({*(shape.axes or ())} - all_axes)
+        if unknown:
+            raise CellError(
+                f"{name}.params[{key!r}] has the axis {unknown[0]!r}, which no state or gate has; "
+                f"they have {sorted(all_axes)}"
+            )
+    return axes
+
+
+def _axes(what: str, value: Any) -> Axes:
+    names = (value,) if isinstance(value, str) and value else value or ()
+    valid = isinstance(names, Sequence) and all(
+        isinstance(axis, str) and axis.isidentifier() and axis != HEADS for axis in names
+    )
+    if not valid or len(names) > 2:
+        raise CellError(
+            f'{what} must be "" (a number for each head), the name of an axis such as "K", or a '
+            f'tuple of two for a matrix, ("K", "V"); the heads\' own axis "{HEADS}" goes without '
+            f"saying. Got {value!r}"
+        )
+    return tuple(names)
+
+
+def sizes_of(
+    name: str, axes: HeadAxes, config: Mapping[str, Any], channels: int, heads: int
+) -> HeadSizes:
+    """Return the sizes for D channels in H heads, with the lengths of axes that config has; None is
+    that of `VALUES`. Raises CellError for one that is no positive integer."""
+    lengths = {VALUES: channels // heads}
+    for axis in axes.arguments:
+        length = config[axis]
+        length = lengths[VALUES] if length is None else length
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise CellError(
+                f"{name}: the axis {axis} must be a positive number of entries, got {length!r}"
+            )
+        lengths[axis] = length
+
+    def each(parts: Mapping[str, Axes]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(lengths[axis] for axis in own) for own in parts.values())
+
+    return HeadSizes(heads, lengths, each(axes.states), each(axes.gates))

@@ -1,0 +1,323 @@
+"""Emitted C++ of matrix cells: the loops of each pass over one step of one head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from pararnn.cells.matrix import Axes
+from pararnn.codegen.emit import Body
+from pararnn.codegen.spelling import MASK, REAL, literal, spell
+from pararnn.program.matrix import Passes, passes_of
+from pararnn.program.program import Program
+from pararnn.program.statements import (
+    Nest,
+    Outer,
+    Product,
+    Reduce,
+    Schedule,
+    Statements,
+    Target,
+    Value,
+    schedule,
+)
+
+ARRAYS = """// Arrays of one head of one row, whose last axis is filled up to whole vectors.
+struct Arrays {
+  const scalar *state[num_states], *gate[num_gates], *param[num_params + 1];
+  const scalar *packed[num_products + 1];
+  scalar *new_state[num_states], *output;
+  const scalar *grad_new_state[num_states], *grad_output[1];
+  scalar *grad_state[num_states], *grad_gate[num_gates], *grad_param[num_params + 1];
+};
+"""
+IDENTITY = {"sum": "0", "max": "-infinity", "min": "infinity"}
+"""The value that a reduction begins with."""
+
+
+def emit_matrix(program: Program, dtype: torch.dtype) -> str:
+    """Emit sizes, and the functions forward_step, advance_step and backward_step, in a compute
+    dtype. Raises EngineError for ops that have no spelling."""
+    passes = passes_of(program.step, program.matrix[dtype])
+    sizes = program.head_sizes
+    assert sizes is not None
+    matrices = _matrices(passes)
+    functions = [
+        _Function(program, passes, name, own, matrices)
+        for name, own in zip(("forward", "advance", "backward"), passes[:3], strict=True)
+    ]
+    return "\n".join(
+        [
+            *(f"constexpr int64 size_{axis} = {sizes.lengths[axis]};" for axis in passes.order),
+            *(f"constexpr int64 padded_{axis} = (size_{axis} + lanes - 1) / lanes * lanes;"
+              for axis in passes.order),
+            *_tables(program, passes.order),
+            f"constexpr int num_products = {len(matrices)};",
+            "constexpr PackedMatrix products[] = "
+            + "{" + ", ".join(f"{{{m}, {int(t)}}}" for m, t in matrices or [(0, False)]) + "};",
+            "constexpr int64 scratch_numbers = "
+            + f"std::max<int64>({{{', '.join(function.scratch for function in functions)}}});",
+            "",
+            ARRAYS,
+            *(function.text() for function in functions),
+        ]
+    )  # fmt: skip
+
+
+def _matrices(passes: Passes) -> list[tuple[int, bool]]:
+    """Return the matrices by which passes multiply: (parameter, transposed)."""
+    values = [value for own in passes[:3] for value in own.values]
+    definitions = [v.definition for v in values if isinstance(v.definition, Product)]
+    return [*dict.fromkeys((own.param, own.transposes) for own in definitions)]
+
+
+def _tables(program: Program, order: Axes) -> list[str]:
+    """Return the arrays of sizes of states, gates and parameters: rows of numbers of one vector
+    each, by which memory and padded arrays are copied."""
+    axes = program.step.cls.head_axes
+    assert axes is not None
+    kinds = {
+        "state": [*axes.states.values()],
+        "gate": [*axes.gates.values()],
+        "param": [param.kind.axes or () for param in program.step.cls.params.values()],
+    }
+    shared = [int(param.kind.axes is None) for param in program.step.cls.params.values()]
+    lines = [
+        f"constexpr int num_states = {len(kinds['state'])}, num_gates = {len(kinds['gate'])}, "
+        f"num_params = {len(kinds['param'])};",
+        f"constexpr bool param_of_all_heads[] = {{{', '.join(map(str, shared or [0]))}}};",
+    ]
+    for kind, tensors in kinds.items():
+        rows = [" * ".join([f"size_{axis}" for axis in own[:-1]]) or "1" for own in tensors]
+        counts = [f"size_{own[-1]}" if own else "1" for own in tensors]
+        for name, entries in (("rows", rows), ("count", counts)):
+            lines.append(f"constexpr int64 {kind}_{name}[] = {{{', '.join(entries or ['0'])}}};")
+    return lines
+
+
+def _size(axes: Axes) -> str:
+    """Return the numbers of an array, whose last axis is filled up to whole vectors."""
+    if not axes:
+        return "lanes"
+    return " * ".join([*(f"size_{axis}" for axis in axes[:-1]), f"padded_{axes[-1]}"])
+
+
+def _index(axes: Axes, last: str) -> str:
+    """Return the index of an array's entry; `last` along its last axis."""
+    terms = []
+    for i, axis in enumerate(axes[:-1]):
+        inner = [*(f"size_{other}" for other in axes[i + 1 : -1]), f"padded_{axes[-1]}"]
+        terms.append(" * ".join([f"i_{axis}", *inner]))
+    return " + ".join([*terms, last])
+
+
+@dataclass
+class _Function:
+    """One pass as a C++ function, and the scratch memory of its arrays."""
+
+    program: Program
+    passes: Passes
+    name: str
+    own: Statements
+    matrices: list[tuple[int, bool]]
+    plan: Schedule = field(init=False)
+    names: dict[Value, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = schedule(self.own)
+        self.names = {value: f"{kind}[{n}]" for (kind, n), value in self.own.inputs.items()}
+        self.names |= {value: f"a{i}" for i, value in enumerate(self.plan.arrays)}
+
+    @property
+    def scratch(self) -> str:
+        """Numbers of all arrays, as C++."""
+        return " + ".join(_size(value.axes) for value in self.plan.arrays) or "0"
+
+    def text(self) -> str:
+        """Return the function."""
+        lines = [f"inline void {self.name}_step(const Arrays& at, scalar* scratch) {{"]
+        for i, value in enumerate(self.plan.arrays):
+            lines.append(f"  scalar* const a{i} = scratch;")
+            lines.append(f"  scratch += {_size(value.axes)};")
+        for part in self.plan.parts:
+            if isinstance(part, Nest):
+                lines += _NestText(self, part).lines()
+            elif isinstance(part, Outer):
+                lines.append(self._outer(part))
+            else:
+                lines.append(self._product(part))
+        return "\n".join([*lines, "}", ""])
+
+    def array(self, value: Value) -> str:
+        """Return the name of the array of a value that is not in a register."""
+        name = self.names[value]
+        return f"at.{name}" if "[" in name else name
+
+    def _product(self, value: Value) -> str:
+        own = value.definition
+        assert isinstance(own, Product)
+        axes, axis = own.source.axes, own.axis
+        number = self.matrices.index((own.param, own.transposes))
+        source, result = self.array(own.source), self.array(value)
+        if axes[-1] == axis:
+            rows = " * ".join([f"size_{other}" for other in axes[:-1]]) or "1"
+            return (
+                f"  multiply({rows}, {source}, padded_{axis}, at.packed[{number}], size_{axis}, "
+                f"padded_{axis} / lanes, {result}, padded_{axis});"
+            )
+        rows = " * ".join([f"size_{other}" for other in axes[: axes.index(axis)]]) or "1"
+        inner = [f"size_{other}" for other in axes[axes.index(axis) + 1 : -1]]
+        width = " * ".join([*inner, f"padded_{axes[-1]}"])
+        return (
+            f"  multiply_columns({rows}, {source}, {width}, at.packed[{number}], size_{axis}, "
+            f"{result});"
+        )
+
+    def _outer(self, outer: Outer) -> str:
+        lhs, rhs, axis = outer.lhs, outer.rhs, outer.axis
+        arguments = f"{self.array(lhs)}, {self.array(rhs)}"
+        target = f"at.grad_param[{outer.param}]"
+        others = [other for other in lhs.axes if other != axis]
+        if lhs.axes[-1] == axis:
+            rows = " * ".join([f"size_{other}" for other in others]) or "1"
+            return f"  add_outer<size_{axis}, padded_{axis}>({rows}, {arguments}, {target});"
+        count = f"size_{others[-1]}"
+        return f"  add_inner<size_{axis}, padded_{axis}>({count}, {arguments}, {target});"
+
+
+@dataclass
+class _NestText:
+    """The C++ of a nest of loops."""
+
+    function: _Function
+    nest: Nest
+    body: Body = field(init=False)
+    loads: dict[int, list[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.body = Body(f"{self.function.program.cell_name}'s {self.function.name}")
+        self.loads = {depth: [] for depth in range(len(self.nest.axes) + 1)}
+
+    def lines(self) -> list[str]:
+        """Return the loops."""
+        axes, inner = self.nest.axes, self.loads[len(self.nest.axes)]
+        own = [*self.nest.points]
+        for value in own:
+            self._point(value)
+        starts: dict[int, list[str]] = {depth: [] for depth in self.loads}
+        ends: dict[int, list[str]] = {depth: [] for depth in self.loads}
+        for value in self.nest.reductions:
+            self._reduction(value, starts, ends)
+        for target, source in self.nest.writes:
+            self._write(target, source)
+        lines: list[str] = ["  {"]
+        for depth, axis in enumerate(axes):
+            indent = "  " * (depth + 2)
+            lines += [indent + line for line in (*starts[depth], *self.loads[depth])]
+            head = f"for (int64 i_{axis} = 0; i_{axis} < size_{axis}; ++i_{axis}) {{"
+            if depth + 1 == len(axes):
+                head = f"for (int64 v = 0; v < padded_{axis}; v += lanes) {{"
+            lines.append(indent + head)
+        indent = "  " * (len(axes) + 2)
+        lines += [indent + line for line in (*starts[len(axes)], *inner)]
+        for depth in reversed(range(len(axes))):
+            lines.append("  " * (depth + 2) + "}")
+            lines += ["  " * (depth + 2) + line for line in ends[depth]]
+        return [*lines, "  }"]
+
+    def _load(self, value: Value) -> None:
+        """Load a value that other loops have computed, in the outermost loop that has its axes."""
+        if value.node in self.body.values:
+            return
+        axes, array = self.nest.axes, self.function.array(value)
+        name = f"x{len(self.body.values)}"
+        if value.axes and value.axes[-1] == axes[-1]:
+            depth, text = len(axes), f"load_as({array} + {_index(value.axes, 'v')})"
+        else:
+            depth = max((axes.index(axis) + 1 for axis in value.axes), default=0)
+            last = f"i_{value.axes[-1]}" if value.axes else "0"
+            text = f"broadcast({array}[{_index(value.axes, last)}])"
+        is_mask = value.node.meta["dtype"] == torch.bool
+        kind = MASK if is_mask else REAL
+        self.loads[depth].append(f"const {kind} {name} = {f'truth({text})' if is_mask else text};")
+        self.body.values[value.node] = (name, kind)
+
+    def _point(self, value: Value) -> None:
+        for source in value.definition.values:  # type: ignore[union-attr]
+            self._load(source)
+        node: fx.Node = value.node
+        kind, text = self.body.expression(node, None)
+        name = f"t{len(self.body.values)}"
+        inner = self.loads[len(self.nest.axes)]
+        inner.append(f"const {kind} {name} = {text};")
+        self.body.values[node] = (name, kind)
+        if value in self.function.plan.arrays:
+            self._store(self.function.array(value), value.axes, self._real(value))
+
+    def _real(self, value: Value | float) -> str:
+        """Return a value, or a number, as the text of a `real`."""
+        if not isinstance(value, Value):
+            return literal(value)
+        self._load(value)
+        return spell(self.body.as_kind(value.node, REAL))
+
+    def _store(self, array: str, axes: Axes, text: str) -> None:
+        place = f"{array} + {_index(axes, 'v')}" if axes else array
+        self.loads[len(self.nest.axes)].append(f"store_as({place}, {text});")
+
+    def _write(self, target: Target, source: Value | float) -> None:
+        array = "at.output" if target.kind == "output" else f"at.{target.kind}[{target.number}]"
+        text = self._real(source)
+        if target.adds:
+            place = f"{array} + {_index(target.axes, 'v')}" if target.axes else array
+            text = f"load_as({place}) + {text}"
+        self._store(array, target.axes, text)
+
+    def _reduction(
+        self, value: Value, starts: dict[int, list[str]], ends: dict[int, list[str]]
+    ) -> None:
+        own = value.definition
+        assert isinstance(own, Reduce)
+        axes, array = self.nest.axes, self.function.array(value)
+        name, text = f"r{len(self.body.values)}", self._real(own.source)
+        self.body.values[value.node] = (name, REAL)  # no other reads it here
+        inner, last = self.loads[len(axes)], axes[-1]
+        start = f"constant({IDENTITY[own.kind]})"
+        if own.axis == last:
+            depth = len(axes) - 1
+            starts[depth].append(f"real {name} = {start};")
+            text = f"inside<size_{last}>({text}, v, {start})"
+            inner.append(f"{name} = {_combine(own.kind, name, text)};")
+            combine = own.kind.capitalize()
+            if not value.axes:
+                ends[depth].append(f"{array}[0] = combine_lanes({name}, {combine}());")
+                return
+            row = value.axes[-1]
+            first = f"{array} + {_index(value.axes, '0')}"
+            starts[depth - 1].append(f"RowsOfLanes<{combine}, size_{row}> rows_{name}({first});")
+            ends[depth].append(f"rows_{name}.put(i_{row}, {name});")
+            return
+        depth = axes.index(own.axis)
+        width = _size(axes[depth + 1 :])
+        if depth + 2 == len(axes):  # a vector at a time stays in registers
+            starts[depth] += [f"real {name}[{width} / lanes];",
+                              f"for (real& x : {name}) x = {start};"]  # fmt: skip
+            inner.append(f"{name}[v / lanes] = {_combine(own.kind, f'{name}[v / lanes]', text)};")
+            base = _index(value.axes, "v")
+            ends[depth].append(
+                f"for (int64 v = 0; v < padded_{last}; v += lanes) "
+                f"store_as({array} + {base}, {name}[v / lanes]);"
+            )
+            return
+        size = _size(value.axes)
+        starts[0].append(
+            f"for (int64 n = 0; n < {size}; n += lanes) store_as({array} + n, {start});"
+        )
+        place = f"{array} + {_index(value.axes, 'v')}"
+        inner.append(f"store_as({place}, {_combine(own.kind, f'load_as({place})', text)});")
+
+
+def _combine(kind: str, a: str, b: str) -> str:
+    return f"{a} + {b}" if kind == "sum" else f"{kind}imum({a}, {b})"

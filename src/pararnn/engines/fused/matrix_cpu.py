@@ -1,0 +1,165 @@
+"""The passes of matrix cells on the CPU: launches packed once a signature, and sums over rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.shapes import ParamShape
+from pararnn.codegen.cpp import Kernel, kernels_of
+from pararnn.codegen.families import interface_of
+from pararnn.codegen.interface import Words
+from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.engine import Arriving
+from pararnn.engines.fused.launch import (
+    Addresses,
+    Conversions,
+    Template,
+    conversions_for,
+    input_values,
+    template_of,
+    to_kernel_layout,
+)
+from pararnn.engines.fused.layout import (
+    gradients_like,
+    new_grad_initial,
+    new_states,
+    unit_stride,
+)
+from pararnn.program.program import Program
+
+SOLVER = "sequential"
+
+
+class Launch(NamedTuple):
+    """A pass on calls of one signature."""
+
+    conversions: Conversions
+    kernel: Kernel
+    template: Template
+
+
+class Strides(NamedTuple):
+    """Strides (B, T, H) on which a backward pass depends in addition to a call's signature: those
+    of the output's gradient, and of the gates' own."""
+
+    output: tuple[int, ...]
+    gates: tuple[int, ...]
+
+
+def solve(program: Program, args: Arguments, threads: int, openmp: int) -> Solution:
+    """Run the forward pass."""
+    launch = _launch(program, args, threads, openmp, None)
+    tensors = to_kernel_layout(args, launch.conversions)
+    outputs, final = new_states(program, args)
+    launch.kernel(launch.template.fill([*tensors, *outputs, *final]))
+    return Solution(outputs, final, args.gates.new_zeros((1, 2), dtype=torch.int64))
+
+
+def differentiate(
+    program: Program,
+    args: Arguments,
+    outputs: Sequence[Tensor],
+    grad_output: Tensor | None,
+    grad_final: Arriving,
+    wanted: Sequence[str],
+    threads: int,
+    openmp: int,
+) -> Gradients:
+    """Run the backward pass."""
+    sizes = program.head_sizes
+    assert sizes is not None
+    grad_gates = torch.empty_like(args.gates)
+    kernel_gates = sizes.by_head(unit_stride(grad_gates))
+    arriving = None if grad_output is None else unit_stride(grad_output)
+    strides = Strides(() if arriving is None else arriving.stride()[:3], kernel_gates.stride()[:3])
+    launch = _launch(program, args, threads, openmp, strides)
+    tensors = to_kernel_layout(args, launch.conversions)
+    grad_initial = new_grad_initial(args, grad_final)
+    numbers = [math.prod(sizes.param(_kind(program, name))[1:]) for name in program.params]
+    batch, dtype = args.gates.shape[0], args.signature.dtype
+    partial_sums = args.gates.new_zeros(
+        (batch, sizes.heads, sizes.width + sum(numbers)), dtype=dtype
+    )
+    tensors += [outputs[1].contiguous(), arriving]
+    tensors += [None if grad is None else grad.contiguous() for grad in grad_final]
+    tensors += [kernel_gates, *(grad_initial or [None] * len(grad_final)), partial_sums]
+    launch.kernel(launch.template.fill(tensors))
+    grad_bias, *grads = partial_sums.sum(0).split([sizes.width, *numbers], -1)
+    grad_params = [
+        _of_param(grad, sizes.param(_kind(program, name)))
+        for name, grad in zip(program.params, grads, strict=True)
+    ]
+    bias = grad_bias.reshape(1, -1)
+    return gradients_like(
+        args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
+    )
+
+
+def _kind(program: Program, name: str) -> ParamShape:
+    return program.step.cls.params[name].kind
+
+
+def _of_param(grad: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return the gradient of a parameter of a size, of that of each head (H, numbers)."""
+    return grad.reshape(size) if size else grad.sum()
+
+
+def _launch(
+    program: Program, args: Arguments, threads: int, openmp: int, adjoint: Strides | None
+) -> Launch:
+    key = (SOLVER, program, threads, openmp, adjoint)
+    launch: Launch = args.signature.cache(key, _make, program, threads, openmp, adjoint, args)
+    return launch
+
+
+def _make(
+    program: Program, threads: int, openmp: int, adjoint: Strides | None, args: Arguments
+) -> Launch:
+    """Pack the words of a pass on calls of a signature."""
+    interface, addresses = interface_of(program, "cpp", SOLVER), Addresses()
+    sizes, counts, dtype = program.head_sizes, interface.counts, args.signature.dtype
+    assert sizes is not None
+    conversions = conversions_for(args, unit_stride, dtype, dtype)
+    own = Arguments.unflatten(to_kernel_layout(args, conversions), args.flatten()[1])
+    batch, steps, _ = args.signature.size
+    inputs = input_values(addresses, counts, args, ())
+    for name in ("fields", "field_row", "field_time"):
+        del inputs[name]
+    values: dict[str, Words] = {
+        **inputs,
+        "rows": batch,
+        "length": steps,
+        "heads": sizes.heads,
+        "reverse": int(args.options.reverse),
+        "threads": threads,
+        "openmp": openmp,
+        **_strides("gate", sizes.by_head(own.gates).stride()),
+    }
+    words: dict[str, Words] = {"in": interface.pack("Inputs", values)}
+    if adjoint is None:
+        words |= {"output": addresses.next(), "memory": addresses.next()}
+        words["final"] = addresses.array(counts.states)
+    else:
+        words |= {
+            "memory": addresses.next(),
+            **_strides("output", adjoint.output or (0, 0, 0)),
+            "grad_output": addresses.next(),
+            "grad_final": addresses.array(counts.states),
+            **_strides("grad", adjoint.gates),
+            "grad_gates": addresses.next(),
+            "grad_initial": addresses.array(counts.states),
+            "partial": addresses.next(),
+        }
+    direction = "Forward" if adjoint is None else "Backward"
+    kernel = getattr(kernels_of(program, args.gates.dtype, SOLVER), direction.lower())
+    return Launch(conversions, kernel, template_of(interface.pack(f"{direction}Launch", words)))
+
+
+def _strides(prefix: str, strides: Sequence[int]) -> dict[str, Words]:
+    names = ("row", "time", "head")
+    return {f"{prefix}_{name}": stride for name, stride in zip(names, strides[:3], strict=True)}

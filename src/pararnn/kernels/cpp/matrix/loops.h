@@ -1,0 +1,134 @@
+// What the emitted loops of a step call. Arrays have their last axis filled up to whole vectors; what stands in
+// the rest of the last one is anything, and no result may depend on it.
+#pragma once
+#include "../products.h"
+
+namespace pararnn {
+
+// A parameter by which a step multiplies, or its transpose.
+struct PackedMatrix { int param, transposed; };
+
+inline real broadcast(scalar x) { return x - real{}; }
+
+// The lanes of the vector at v that are numbers of an axis; `other` in those beyond it.
+template <int64 size> inline real inside(real x, int64 v, real other) {
+  if (size % lanes == 0 || v + lanes <= size) return x;
+  real lane;
+  for (int i = 0; i < lanes; ++i) lane[i] = (scalar)i;
+  return select(lane < constant((double)(size - v)), x, other);
+}
+
+// Every second lane of a, then of b.
+template <int first> inline real every_second(real a, real b) {
+#if defined(__clang__)
+  real x;
+  for (int i = 0; i < lanes; ++i) x[i] = i < lanes / 2 ? a[2 * i + first] : b[2 * i + first - lanes];
+  return x;
+#else
+  whole index;
+  for (int i = 0; i < lanes; ++i) index[i] = 2 * i + first;
+  return __builtin_shuffle(a, b, index);
+#endif
+}
+
+// Combines the lanes of each of `lanes` vectors, in pairs: lane i of the result is that of vector i.
+template <class Combine> inline real combine_rows(real* rows, const Combine& combine) {
+#pragma GCC unroll 8
+  for (int count = lanes; count > 1; count /= 2)
+#pragma GCC unroll 16
+    for (int i = 0; i < count / 2; ++i) {
+      const real a = rows[2 * i], b = rows[2 * i + 1];
+      rows[i] = combine(every_second<0>(a, b), every_second<1>(a, b));
+    }
+  return rows[0];
+}
+struct Sum { real operator()(real a, real b) const { return a + b; } };
+struct Max { real operator()(real a, real b) const { return maximum(a, b); } };
+struct Min { real operator()(real a, real b) const { return minimum(a, b); } };
+
+// The combined lanes of the rows of an axis, whose vectors come one after the other.
+template <class Combine, int64 size> struct RowsOfLanes {
+  real rows[lanes] = {};
+  scalar* target;
+  explicit RowsOfLanes(scalar* array) : target(array) {}
+  void put(int64 i, real row) {
+    rows[i % lanes] = row;
+    if (i % lanes == lanes - 1 || i + 1 == size) store_as(target + i / lanes * lanes, combine_rows(rows, Combine()));
+  }
+};
+
+// The combined lanes of one vector.
+template <class Combine> inline scalar combine_lanes(real x, const Combine& combine) {
+  for (int i = 1; i < lanes; i *= 2) x = combine(every_second<0>(x, x), every_second<1>(x, x));
+  return x[0];
+}
+
+// y[b][l] = sum over j of x[b][j] matrix[j][l], where x[b][j] and y[b][l] are `width` numbers.
+inline void multiply_columns(int64 rows, const scalar* x, int64 width, const scalar* matrix, int64 size, scalar* y) {
+  for (int64 b = 0; b < rows; ++b)
+    for (int64 l = 0; l < size; ++l)
+      for (int64 v = 0; v < width; v += lanes) {
+        real sum{};
+        for (int64 j = 0; j < size; ++j) {
+          const real factor = broadcast(matrix[(l / lanes * size + j) * lanes + l % lanes]);
+          sum = multiply_add(factor, load_as(x + (b * size + j) * width + v), sum);
+        }
+        store_as(y + (b * size + l) * width + v, sum);
+      }
+}
+
+template <int count, int64 padded>
+inline void add_outer_rows(int64 rows, const scalar* left, const scalar* right, scalar* target) {
+  for (int64 v = 0; v < padded; v += lanes) {
+    real sums[count];
+    for (int n = 0; n < count; ++n) sums[n] = real{};
+    for (int64 i = 0; i < rows; ++i) {
+      const real row = load_as(right + i * padded + v);
+#pragma GCC unroll 8
+      for (int n = 0; n < count; ++n) sums[n] = multiply_add(broadcast(left[i * padded + n]), row, sums[n]);
+    }
+    for (int n = 0; n < count; ++n)
+      store_as(target + n * padded + v, load_as(target + n * padded + v) + sums[n]);
+  }
+}
+
+// target[j][l] += sum over rows of left[row][j] right[row][l].
+template <int64 size, int64 padded>
+inline void add_outer(int64 rows, const scalar* left, const scalar* right, scalar* target) {
+  constexpr int block = 8;
+  int64 j = 0;
+  for (; j + block <= size; j += block) add_outer_rows<block, padded>(rows, left + j, right, target + j * padded);
+  for (; j < size; ++j) add_outer_rows<1, padded>(rows, left + j, right, target + j * padded);
+}
+
+// target[j][l] += sum over c < count of left[j][c] right[l][c].
+template <int64 size, int64 padded>
+inline void add_inner(int64 count, const scalar* left, const scalar* right, scalar* target) {
+  const int64 stride = (count + lanes - 1) / lanes * lanes;
+  for (int64 j = 0; j < size; ++j)
+    for (int64 l = 0; l < size; ++l) {
+      real sum{};
+      int64 c = 0;
+      for (; c + lanes <= count; c += lanes)
+        sum = multiply_add(load_as(left + j * stride + c), load_as(right + l * stride + c), sum);
+      scalar total = combine_lanes(sum, Sum());
+      for (; c < count; ++c) total += left[j * stride + c] * right[l * stride + c];
+      target[j * padded + l] += total;
+    }
+}
+
+constexpr int64 padded(int64 count) { return (count + lanes - 1) / lanes * lanes; }
+
+// Copies between memory and an array: rows of `count` numbers.
+template <class T> inline void to_array(const T* memory, int64 rows, int64 count, scalar* array) {
+  for (int64 r = 0; r < rows; ++r)
+    for (int64 c = 0; c < count; c += lanes)
+      store_as(array + r * padded(count) + c, load(memory + r * count + c, (int)std::min<int64>(lanes, count - c)));
+}
+template <class T> inline void from_array(const scalar* array, int64 rows, int64 count, T* memory) {
+  for (int64 r = 0; r < rows; ++r)
+    for (int64 c = 0; c < count; c += lanes)
+      store(memory + r * count + c, load_as(array + r * padded(count) + c), (int)std::min<int64>(lanes, count - c));
+}
+
+}  // namespace pararnn

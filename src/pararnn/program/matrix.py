@@ -1,0 +1,265 @@
+"""Steps of matrix cells: the check of one, and its trace on the tensors of a single head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.base import Step
+from pararnn.cells.matrix import VALUES, Axes, HeadSizes
+from pararnn.errors import CellError
+from pararnn.program.derive import flat, gradients, leaves_of
+from pararnn.program.guard import SizeError, from_the_users_line, line_of
+from pararnn.program.record import BranchError
+from pararnn.program.statements import (
+    CannotGenerate,
+    Statements,
+    Target,
+    order_of_axes,
+    statements_of,
+)
+from pararnn.program.trace import Graph, trace_pointwise
+
+LENGTHS = (5, 3, 7, 11, 13, 17, 19, 23)
+"""Lengths of axes in a trace, V first. They differ, so that a size names its axis."""
+LEAD = (2, 3)
+"""Batch and heads on which a step must do what it does on one head of one row."""
+
+
+@dataclass(frozen=True)
+class MatrixTrace:
+    """A matrix cell as graphs of one head's tensors, in one dtype, of the lengths of `LENGTHS`.
+
+    forward: states, gates and parameters -> new states and the output. gradient: with a cotangent
+    of each result -> gradients of all arguments; None where none can be traced. own_forward,
+    own_gradient: the same of the cell's own lengths, by which numbers in them may depend.
+    """
+
+    forward: Graph
+    gradient: Graph | None = None
+    own_forward: Graph | None = None
+    own_gradient: Graph | None = None
+
+
+class Passes(NamedTuple):
+    """Statements of a step for kernels: all results, the new states alone, and the gradients."""
+
+    forward: Statements
+    advance: Statements
+    backward: Statements
+    order: Axes
+
+
+def trace_step(step: Step) -> Step:
+    """Return a matrix cell's step with the lengths of `LENGTHS`. Raises CellError for more axes."""
+    axes = step.cls.head_axes
+    assert axes is not None
+    if len(axes.arguments) >= len(LENGTHS):
+        raise CellError(
+            f"{step.cls.__name__} has {len(axes.arguments) + 1} axes, {len(LENGTHS)} are allowed"
+        )
+    config = {name: getattr(step.view, name) for name in step.cls.config}
+    config |= dict(zip(axes.arguments, LENGTHS[1:], strict=False))
+    heads = LEAD[1]
+    return Step(step.cls, config, step.training, (heads * LENGTHS[0], heads))
+
+
+def examples(
+    sizes: HeadSizes, step: Step, dtype: torch.dtype, lead: tuple[int, ...], seed: int = 0
+) -> list[Tensor]:
+    """Return random states, gates and parameters with leading sizes: of `lead` = (B, H), or of one
+    head for ()."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(size: Sequence[int]) -> Tensor:
+        return torch.rand(tuple(size), generator=generator, dtype=torch.float64).add(0.25).to(dtype)
+
+    kinds = [param.kind for param in step.cls.params.values()]
+    params = [sizes.param(kind) for kind in kinds]
+    if not lead:
+        params = [size[1:] for size in params]
+    return [*(draw((*lead, *size)) for size in (*sizes.states, *sizes.gates)), *map(draw, params)]
+
+
+def trace_matrix(
+    step: Step, dtypes: Sequence[torch.dtype]
+) -> tuple[dict[torch.dtype, MatrixTrace], str | None]:
+    """Trace a step and its readout once they are checked, in each dtype. Return the traces, and why
+    kernels cannot be made of them, or None.
+
+    Raises BranchError where they read a tensor's value, CellError where they break the contract.
+    """
+    small = trace_step(step)
+    sizes = small.head_sizes
+    assert sizes is not None
+    for dtype in dtypes:
+        for method, results in (("step", sizes.states), ("readout", (sizes.output[1:],))):
+            if method == "step" or small.has_readout:
+                _trace(small, _method(small, method), dtype, method)
+                _check_method(small, method, results, dtype)
+    forwards = {dtype: _trace(small, _forward(small), dtype, "step") for dtype in dtypes}
+    try:
+        traces = {
+            dtype: MatrixTrace(
+                forward,
+                _trace(small, _gradient(small), dtype, "step", with_cotangents=True),
+                _trace(step, _forward(step), dtype, "step"),
+                _trace(step, _gradient(step), dtype, "step", with_cotangents=True),
+            )
+            for dtype, forward in forwards.items()
+        }
+        for trace in traces.values():
+            passes_of(step, trace)
+    except CannotGenerate as error:
+        return traces, f"it has no statement for {error}"
+    except (CellError, BranchError) as error:
+        return {key: MatrixTrace(own) for key, own in forwards.items()}, str(error)
+    return traces, None
+
+
+def passes_of(step: Step, trace: MatrixTrace) -> Passes:
+    """Return the statements of a trace that is whole. Raises CannotGenerate."""
+    assert trace.gradient is not None
+    assert trace.own_forward is not None
+    assert trace.own_gradient is not None
+    axes = step.cls.head_axes
+    assert axes is not None
+    small, own = trace_step(step).head_sizes, step.head_sizes
+    assert small is not None
+    assert own is not None
+    kinds = {
+        "state": [*axes.states.values()],
+        "gate": [*axes.gates.values()],
+        "param": [param.kind.axes or () for param in step.cls.params.values()],
+    }
+    order = order_of_axes([(VALUES,), *(own for some in kinds.values() for own in some)])
+
+    def targets(prefix: str, kind: str) -> list[Target]:
+        places = enumerate(kinds[kind])
+        adds = (prefix, kind) == ("grad_", "param")
+        return [Target(prefix + kind, i, own, adds) for i, own in places]
+
+    inputs = [place for kind in kinds for place in targets("", kind)]
+    output = Target("output", 0, (VALUES,))
+    results = [*targets("new_", "state"), output]
+    cotangents = [place._replace(kind=f"grad_{place.kind}") for place in results]
+    gradients = [place for kind in kinds for place in targets("grad_", kind)]
+    lengths = (order, small.lengths, own.lengths)
+    forward = statements_of(trace.forward, trace.own_forward, lengths, inputs, results)
+    backward = statements_of(
+        trace.gradient, trace.own_gradient, lengths, [*inputs, *cotangents], gradients
+    )
+    return Passes(forward, forward.only(["new_state"]), backward, order)
+
+
+def _method(step: Step, name: str) -> Callable[..., Any]:
+    return flat(step, step if name == "step" else partial(step.call, name))
+
+
+def _forward(step: Step) -> Callable[..., Any]:
+    """Return the function of flat tensors to new states and the output."""
+    run, read = _method(step, "step"), _method(step, "readout")
+
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        new = run(*tensors)
+        output = read(*new, *tensors[step.num_states :]) if step.has_readout else new[0]
+        return (*new, output)
+
+    return forward
+
+
+def _gradient(step: Step) -> Callable[..., Any]:
+    """Return the function of flat tensors and cotangents to the gradients of the tensors."""
+    forward, count = _forward(step), step.num_rows + len(step.cls.params)
+
+    @torch.enable_grad()
+    def gradient(*tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = leaves_of(tensors[:count])
+        return gradients(forward(*inputs), inputs, tensors[count:])
+
+    return gradient
+
+
+def _trace(
+    step: Step,
+    function: Callable[..., Any],
+    dtype: torch.dtype,
+    method: str,
+    *,
+    with_cotangents: bool = False,
+) -> Graph:
+    sizes = step.head_sizes
+    assert sizes is not None
+    tensors = examples(sizes, step, dtype, ())
+    if with_cotangents:
+        tensors += [torch.rand(size, dtype=dtype) for size in (*sizes.states, sizes.output[1:])]
+    try:
+        return trace_pointwise(function, tensors, f"{step.cls.__name__}.{method}")
+    except SizeError as error:
+        raise CellError(f"{error.failure}. {_lengths(step)}") from error.__cause__
+
+
+def _lengths(step: Step) -> str:
+    assert step.head_sizes is not None
+    lengths = ", ".join(f"{axis} = {size}" for axis, size in step.head_sizes.lengths.items())
+    return (
+        f"It was called on the tensors of one head, with axes of the lengths {lengths}: read "
+        "lengths off a tensor, or as self.K, and give products the axes that they sum over"
+    )
+
+
+def _check_method(
+    step: Step, method: str, wanted: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    """Check what a method returns, and that rows and heads do not meet in it."""
+    assert step.head_sizes is not None
+    what, tensors = f"{step.cls.__name__}.{method}", examples(step.head_sizes, step, dtype, LEAD)
+    rows = step.num_rows
+    row, head = 1, 2
+    one = [
+        *(tensor[row, head] for tensor in tensors[:rows]),
+        *(tensor[head] if tensor.ndim else tensor for tensor in tensors[rows:]),
+    ]
+    try:
+        whole, single = (_method(step, method)(*some) for some in (tensors, one))
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise CellError(
+            f"{what} fails on tensors with leading dimensions (B, H), or without them: "
+            f"{error}{line_of(error)}. Count axes from the end: a vector of keys is "
+            "gate.k[..., :, None] next to a matrix, and a number gate.f[..., None, None]"
+        ) from from_the_users_line(error)
+    pairs = zip(_tensors(what, whole), _tensors(what, single), wanted, strict=True)
+    for many, alone, size in pairs:
+        got = (tuple(many.shape), tuple(alone.shape), many.dtype)
+        if got != ((*LEAD, *size), size, dtype):
+            raise CellError(
+                f"{what} must return {', '.join(str(('...', *own)) for own in wanted)} in {dtype}, "
+                f"got {got[0]} {many.dtype} for B, H = {LEAD}, and {got[1]} for one head. "
+                f"{_lengths(step)}"
+            )
+        if not torch.allclose(many[row, head], alone, 1e-4, 1e-4, equal_nan=True):
+            raise CellError(
+                f"{what} must treat leading dimensions (B, H) as independent: on {LEAD} it mixes "
+                "rows or heads, or differs from that of one head"
+            )
+
+
+def _tensors(what: str, result: object) -> tuple[Tensor, ...]:
+    if isinstance(result, Tensor):
+        return (result,)
+    if isinstance(result, tuple):
+        return result
+    raise CellError(f"{what} must return one tensor, got {type(result).__name__}")
+
+
+def why_a_loop(step: Step) -> str:
+    """Return why solvers do not cut a matrix cell's time, for their messages."""
+    axes = step.cls.head_axes
+    assert axes is not None
+    shapes = ", ".join(f"{name} ({', '.join(own)})" for name, own in axes.states.items())
+    return f"Jacobians of a head's tensors, {shapes}, are too large for Newton's method"

@@ -1,0 +1,487 @@
+"""The step of a matrix cell as statements over named axes: pointwise, reductions and products.
+
+Kernels of every target are emitted from them. A value is a function of the entries of its axes:
+views that only reorder or broadcast axes make no statement. Gates and states are of one head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import fx
+
+from pararnn.cells.matrix import VALUES, Axes
+from pararnn.program.trace import IDENTITIES, Graph, is_pointwise
+
+aten = torch.ops.aten
+
+VIEWS = {
+    *IDENTITIES,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.expand.default,
+}
+"""Ops that keep the order of axes longer than 1, and may broadcast others."""
+REDUCTIONS = {
+    aten.sum.default: "sum",
+    aten.sum.dim_IntList: "sum",
+    aten.mean.default: "mean",
+    aten.mean.dim: "mean",
+    aten.amax.default: "max",
+    aten.amin.default: "min",
+}
+PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default}
+
+
+class CannotGenerate(Exception):
+    """An operation that has no statement; the text names it, for a message."""
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of one head, by its axes in the order of memory. node: in `Statements.graph`, where
+    arguments of pointwise calls are nodes of values; definition: None for an input."""
+
+    node: fx.Node
+    axes: Axes
+    definition: Point | Reduce | Product | None = None
+
+
+@dataclass(eq=False)
+class Point:
+    """A pointwise call: node.target of node.args, among which are those of `values`."""
+
+    values: tuple[Value, ...]
+
+
+@dataclass(eq=False)
+class Reduce:
+    """A sum, max or min over one axis."""
+
+    kind: str
+    source: Value
+    axis: str
+
+
+@dataclass(eq=False)
+class Product:
+    """The product of a value with a parameter that is a square matrix, along one axis of it:
+    y[..., l] = sum over j of x[..., j] M[j, l], M the parameter or, if `transposes`, its transpose.
+    """
+
+    source: Value
+    param: int
+    transposes: bool
+    axis: str
+
+
+class Outer(NamedTuple):
+    """A term of the gradient of a square matrix: [j, l] = sum over all other axes of
+    lhs[..., j] rhs[..., l], both along `axis`."""
+
+    param: int
+    lhs: Value
+    rhs: Value
+    axis: str
+
+
+class Target(NamedTuple):
+    """An array that a result is written to, such as ("new_state", 0), and its axes.
+
+    adds: to what is there.
+    """
+
+    kind: str
+    number: int
+    axes: Axes
+    adds: bool = False
+
+
+@dataclass
+class Statements:
+    """A pass over one step: values in order of computation, and what becomes of them.
+
+    inputs: by kind and number. writes: values, or numbers, by target.
+    """
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    inputs: dict[tuple[str, int], Value] = field(default_factory=dict)
+    values: list[Value] = field(default_factory=list)
+    writes: list[tuple[Target, Value | float]] = field(default_factory=list)
+    outers: list[Outer] = field(default_factory=list)
+
+    def only(self, kinds: Iterable[str]) -> Statements:
+        """Return the part that computes targets of these kinds."""
+        writes = [(target, value) for target, value in self.writes if target.kind in kinds]
+        live = {value for _, value in writes if isinstance(value, Value)}
+        for outer in self.outers:
+            live |= {outer.lhs, outer.rhs}
+        for value in reversed(self.values):
+            if value in live:
+                live.update(sources_of(value))
+        values = [value for value in self.values if value in live]
+        return Statements(self.graph, self.inputs, values, writes, self.outers)
+
+
+def sources_of(value: Value) -> tuple[Value, ...]:
+    """Return the values that a value is computed of."""
+    definition = value.definition
+    if definition is None:
+        return ()
+    return definition.values if isinstance(definition, Point) else (definition.source,)
+
+
+def order_of_axes(tensors: Iterable[Axes]) -> Axes:
+    """Return all axes in an order that every tensor has, `VALUES` as late as may be.
+
+    Raises CannotGenerate where there is none.
+    """
+    tensors = [axes for axes in tensors if len({*axes}) == len(axes)]
+    names = sorted({axis for axes in tensors for axis in axes}, key=lambda a: (a == VALUES, a))
+    order: list[str] = []
+    while len(order) < len(names):
+        later = {axis for axes in tensors for axis in [a for a in axes if a not in order][1:]}
+        first = next((a for a in names if a not in order and a not in later), None)
+        if first is None:
+            raise CannotGenerate("tensors that have two axes in both orders")
+        order.append(first)
+    return tuple(order)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A parameter with one axis twice, or its transpose."""
+
+    param: int
+    transposes: bool
+
+
+@dataclass(frozen=True)
+class _Outers:
+    """The gradient of a matrix, a sum of outer products (lhs, rhs)."""
+
+    terms: tuple[tuple[Value, Value], ...]
+
+
+class _Lowering:
+    """Statements of a graph of small, distinct lengths, with the numbers of one of own lengths."""
+
+    def __init__(self, order: Axes, small: Mapping[str, int], lengths: Mapping[str, int]) -> None:
+        self.order, self.lengths = order, lengths
+        self.names = {length: axis for axis, length in small.items()}
+        self.out = Statements()
+        self.entries: dict[fx.Node, Any] = {}
+
+    def run(
+        self, small: Graph, own: Graph, inputs: Sequence[Target], targets: Sequence[Target]
+    ) -> Statements:
+        """Return the statements of a graph, given its inputs' axes and its results' targets."""
+        pairs = [*zip(small.module.graph.nodes, own.module.graph.nodes, strict=False)]
+        counts = {len(graph.module.graph.nodes) for graph in (small, own)}
+        if len(counts) > 1 or any(a.target != b.target for a, b in pairs if a.op[0] == "c"):
+            raise CannotGenerate("operations that depend on the lengths of axes")
+        places = iter(inputs)
+        for node, other in pairs:
+            if node.op == "placeholder":
+                self.entries[node] = self._input(next(places))
+            elif node.op == "output":
+                self._write(node.args[0], other.args[0], targets)
+            else:
+                entry = self.entries[node] = self._call(node, other)
+                axes = [*filter(None, self.dims(node))] if isinstance(entry, Value) else []
+                if len({*axes}) < len(axes):
+                    raise CannotGenerate(f"{node.target}, which makes one axis twice")
+        return self.out
+
+    def _input(self, place: Target) -> Any:
+        if len({*place.axes}) < len(place.axes):
+            if place.kind != "param":
+                raise CannotGenerate(f"a {place.kind} that has one axis twice")
+            return _Matrix(place.number, False)
+        node = self.out.graph.placeholder(f"{place.kind}_{place.number}")
+        node.meta["dtype"] = torch.float32
+        value = self.out.inputs[place.kind, place.number] = Value(node, place.axes)
+        return value
+
+    def _write(self, results: Any, numbers: Any, targets: Sequence[Target]) -> None:
+        for result, number, target in zip(results, numbers, targets, strict=True):
+            value = self.entries[result] if isinstance(result, fx.Node) else float(number)
+            if isinstance(value, _Outers):
+                (axis, _) = target.axes
+                self.out.outers += [Outer(target.number, *term, axis) for term in value.terms]
+            elif isinstance(value, _Matrix):
+                raise CannotGenerate("a matrix that is a result")
+            elif len({*target.axes}) < len(target.axes):
+                if value != 0:
+                    raise CannotGenerate("a gradient of a matrix that is no outer product")
+            else:
+                self.out.writes.append((target, value))
+
+    def _call(self, node: fx.Node, own: fx.Node) -> Any:
+        target: Any = node.target
+        if target is aten.scalar_tensor.default:
+            return float(own.args[0])  # type: ignore[arg-type]
+        if target in VIEWS:
+            return self._view(node)
+        if target is aten.permute.default:
+            return self._permute(node)
+        if target in REDUCTIONS:
+            return self._reduction(node)
+        if target in PRODUCTS:
+            return self._product(node)
+        if target in (aten._softmax.default, aten._log_softmax.default):
+            return self._softmax(node, target is aten._log_softmax.default)
+        if is_pointwise(target):
+            return self._point_of(node, own)
+        raise CannotGenerate(str(target))
+
+    def dims(self, node: Any) -> tuple[str | None, ...]:
+        """Return the axis of each dimension of a node, None for one of length 1."""
+        try:
+            return tuple(None if size == 1 else self.names[size] for size in node.meta["shape"])
+        except KeyError:
+            raise CannotGenerate(f"{node.target}, which joins or cuts axes") from None
+
+    def point(
+        self, target: Any, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any
+    ) -> Value:
+        """Add a pointwise call of values and numbers."""
+        values = tuple(arg for arg in args if isinstance(arg, Value))
+        axes = {axis for value in values for axis in value.axes}
+        nodes = tuple(arg.node if isinstance(arg, Value) else arg for arg in args)
+        call = self.out.graph.call_function(target, nodes, kwargs)
+        call.meta["dtype"] = dtype
+        return self._add(call, axes, Point(values))
+
+    def reduce(self, kind: str, value: Any, axis: str | None) -> Any:
+        """Add a reduction over an axis, which the value may not have."""
+        if axis is None:
+            return value
+        if not isinstance(value, Value):
+            return value * self.lengths[axis] if kind == "sum" else value
+        if axis not in value.axes:
+            if kind != "sum":
+                return value
+            return self.point(aten.mul.Tensor, value, float(self.lengths[axis]))
+        axes = {other for other in value.axes if other != axis}
+        return self._add(self._node(), axes, Reduce(kind, value, axis))
+
+    def _node(self) -> fx.Node:
+        call = self.out.graph.placeholder(f"result_{len(self.out.values)}")
+        call.meta["dtype"] = torch.float32
+        return call
+
+    def _add(
+        self, node: fx.Node, axes: Iterable[str], definition: Point | Reduce | Product
+    ) -> Value:
+        value = Value(node, tuple(axis for axis in self.order if axis in {*axes}), definition)
+        self.out.values.append(value)
+        return value
+
+    def _view(self, node: fx.Node) -> Any:
+        source: Any = node.args[0]
+        old, new = ([axis for axis in self.dims(n) if axis] for n in (source, node))
+        if [axis for axis in new if axis in old] != old:
+            raise CannotGenerate(f"{node.target}, which reorders axes")
+        return self.entries[source]
+
+    def _permute(self, node: fx.Node) -> Any:
+        source, order = cast("tuple[fx.Node, list[int]]", node.args)
+        entry = self.entries[source]
+        if isinstance(entry, Value):
+            return entry
+        first, second = (i for i, axis in enumerate(self.dims(source)) if axis)
+        if order.index(first) < order.index(second):
+            return entry
+        if isinstance(entry, _Matrix):
+            return _Matrix(entry.param, not entry.transposes)
+        return _Outers(tuple((rhs, lhs) for lhs, rhs in entry.terms))
+
+    def _reduction(self, node: fx.Node) -> Any:
+        value, dims = self._plain(node, node.args[0]), self.dims(node.args[0])
+        listed_dims: Any = node.args[1] if len(node.args) > 1 else None
+        kind = REDUCTIONS[node.target]  # type: ignore[index]
+        axes = [axis for i in listed_dims or range(len(dims)) if (axis := dims[i])]
+        for axis in axes:
+            value = self.reduce("sum" if kind == "mean" else kind, value, axis)
+        if kind != "mean":
+            return value
+        count = float(math.prod(self.lengths[axis] for axis in axes))
+        return self.point(aten.div.Tensor, value, count)
+
+    def _product(self, node: fx.Node) -> Any:
+        a, b = node.args
+        lhs, rhs = self.entries[a], self.entries[b]  # type: ignore[index]
+        of_lhs, of_rhs = self.dims(a), self.dims(b)
+        axis = of_lhs[-1]
+        rows = of_lhs[-2] if len(of_lhs) > 1 else None
+        columns = of_rhs[-1] if len(of_rhs) > 1 else None
+        if isinstance(rhs, _Matrix) and isinstance(lhs, Value):
+            return self._matrix_product(node, lhs, rhs, axis, rows)
+        if isinstance(lhs, _Matrix) and isinstance(rhs, Value):
+            matrix = _Matrix(lhs.param, not lhs.transposes)
+            return self._matrix_product(node, rhs, matrix, axis, columns)
+        if not (isinstance(lhs, Value) and isinstance(rhs, Value)):
+            raise CannotGenerate(f"{node.target} of two parameters")
+        if rows is not None and rows == columns:
+            return self._outer(node, lhs, rhs, axis, rows)
+        return self.reduce("sum", self.point(aten.mul.Tensor, lhs, rhs), axis)
+
+    def _matrix_product(
+        self, node: fx.Node, value: Value, matrix: _Matrix, axis: str | None, other: str | None
+    ) -> Value:
+        if axis is None or axis not in value.axes or axis == other:
+            raise CannotGenerate(f"{node.target}, which sums a parameter's entries")
+        definition = Product(value, matrix.param, matrix.transposes, axis)
+        return self._add(self._node(), value.axes, definition)
+
+    def _outer(
+        self, node: fx.Node, lhs: Value, rhs: Value, inner: str | None, axis: str
+    ) -> _Outers:
+        others = {inner} - {None}
+        wanted = {axis, *others}
+        if {*lhs.axes} != wanted or {*rhs.axes} != wanted:
+            raise CannotGenerate(f"{node.target}, which makes a matrix with one axis twice")
+        return _Outers(((lhs, rhs),))
+
+    def _softmax(self, node: fx.Node, logarithm: bool) -> Value:
+        value, (_, dim, _) = self._plain(node, node.args[0]), node.args
+        axis = self.dims(node.args[0])[dim]  # type: ignore[index]
+        difference = self.point(aten.sub.Tensor, value, self.reduce("max", value, axis))
+        powers = self.point(aten.exp.default, difference)
+        total = self.reduce("sum", powers, axis)
+        if logarithm:
+            return self.point(aten.sub.Tensor, difference, self.point(aten.log.default, total))
+        return self.point(aten.div.Tensor, powers, total)
+
+    def _point_of(self, node: fx.Node, own: fx.Node) -> Any:
+        entries = [self.entries[n] for n in node.all_input_nodes]
+        if any(isinstance(entry, _Outers) for entry in entries):
+            if node.target is aten.add.Tensor and all(isinstance(e, _Outers) for e in entries):
+                return _Outers(tuple(term for entry in entries for term in entry.terms))
+            raise CannotGenerate(f"{node.target} of a matrix's gradient")
+        args = [
+            self._plain(node, arg) if isinstance(arg, fx.Node) else number
+            for arg, number in zip(node.args, own.args, strict=True)
+        ]
+        return self.point(node.target, *args, dtype=own.meta["dtype"], **own.kwargs)
+
+    def _plain(self, node: fx.Node, argument: Any) -> Any:
+        entry = self.entries[argument]
+        if isinstance(entry, (_Matrix, _Outers)):
+            raise CannotGenerate(f"{node.target} of a matrix that multiplies")
+        return entry
+
+
+def statements_of(
+    small: Graph,
+    own: Graph,
+    axes: tuple[Axes, Mapping[str, int], Mapping[str, int]],
+    inputs: Sequence[Target],
+    targets: Sequence[Target],
+) -> Statements:
+    """Return the statements of a function that was traced twice: on small and distinct lengths of
+    axes, and on its own.
+
+    axes: their order, and both lengths. inputs, targets: of its arguments and results. Raises
+    CannotGenerate, which names an operation.
+    """
+    return _Lowering(*axes).run(small, own, inputs, targets)
+
+
+@dataclass(eq=False)
+class Nest:
+    """Loops over some axes, the last by vectors, and what they compute in their body, in order."""
+
+    axes: Axes
+    points: list[Value] = field(default_factory=list)
+    reductions: list[Value] = field(default_factory=list)
+    writes: list[tuple[Target, Value | float]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Schedule:
+    """Statements in an order of loops: nests, products (values) and outer products.
+
+    arrays: values that other loops read than those that compute them.
+    """
+
+    parts: list[Nest | Value | Outer]
+    arrays: list[Value]
+
+
+def schedule(own: Statements) -> Schedule:
+    """Order statements into loops, as few as their dependencies allow.
+
+    A reduction or a product begins a stage: what reads it comes in a later one. Pointwise values
+    are computed where they are first read, in registers where nobody else reads them.
+    """
+    ready: dict[Value, int] = dict.fromkeys(own.inputs.values(), 0)
+    stage: dict[Value, int] = {}
+    for value in own.values:
+        stage[value] = max((ready[source] for source in sources_of(value)), default=0)
+        ready[value] = stage[value] + (not isinstance(value.definition, Point))
+    readers: dict[Value, list[tuple[int, Any]]] = {}
+
+    def note(source: Value | float, at: int, reader: Any) -> None:
+        if isinstance(source, Value):
+            readers.setdefault(source, []).append((at, reader))
+
+    for target, source in own.writes:
+        note(source, ready[source] if isinstance(source, Value) else 0, target.axes)
+    outer_stages = [max(ready[outer.lhs], ready[outer.rhs]) for outer in own.outers]
+    for at, outer in zip(outer_stages, own.outers, strict=True):
+        note(outer.lhs, at, outer)
+        note(outer.rhs, at, outer)
+    for value in reversed(own.values):
+        is_point = isinstance(value.definition, Point)
+        if is_point and value in readers:
+            stage[value] = min(at for at, _ in readers[value])
+        nest: Any = value.axes
+        if isinstance(value.definition, Reduce):
+            nest = value.definition.source.axes
+        elif isinstance(value.definition, Product):
+            nest = value
+        for source in sources_of(value):
+            note(source, stage[value], nest)
+    nests: dict[tuple[int, int, Axes], Nest] = {}
+    calls: dict[int, list[Value | Outer]] = {}
+
+    def nest_at(at: int, axes: Axes) -> Nest:
+        return nests.setdefault((at, len(axes), axes), Nest(axes))
+
+    for value in own.values:
+        if isinstance(value.definition, Point):
+            nest_at(stage[value], value.axes).points.append(value)
+        elif isinstance(value.definition, Reduce):
+            nest_at(stage[value], value.definition.source.axes).reductions.append(value)
+        else:
+            calls.setdefault(stage[value], []).append(value)
+    for target, source in own.writes:
+        at = ready[source] if isinstance(source, Value) else 0
+        if isinstance(source, Value) and isinstance(source.definition, Point):
+            at = max(at, stage[source])
+        nest_at(at, target.axes).writes.append((target, source))
+    for at, outer in zip(outer_stages, own.outers, strict=True):
+        calls.setdefault(at, []).append(outer)
+    last = max([*calls, *(key[0] for key in nests), 0])
+    parts: list[Nest | Value | Outer] = []
+    for at in range(last + 1):
+        parts += [nests[key] for key in sorted(nests) if key[0] == at]
+        parts += calls.get(at, [])
+
+    def leaves(value: Value) -> bool:
+        own_nest = (stage[value], value.axes)
+        return any((at, reader) != own_nest for at, reader in readers.get(value, []))
+
+    arrays = [v for v in own.values if not isinstance(v.definition, Point) or leaves(v)]
+    return Schedule(parts, arrays)

@@ -1,0 +1,99 @@
+"""The loop over time of matrix cells, in plain differentiable PyTorch: exact, any such step."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pararnn.program.program import Program
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Ends of sequences in the order of processing; seq (B, T) holds their numbers.
+
+    begins, last, padding: bool (B, T); the first step of a sequence, unless it starts from zero,
+    the last step of one, and steps of none.
+    """
+
+    seq: Tensor
+    begins: Tensor
+    last: Tensor
+    padding: Tensor
+
+
+def unroll_heads(
+    program: Program,
+    gates: Tensor,
+    params: Sequence[Tensor],
+    initial: Sequence[Tensor],
+    zero: Tensor | None = None,
+    marks: Marks | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the outputs (B, T, H, V), and the final states, as the initial ones (S, H, ...).
+
+    gates: (B, T, H, W), bias added, in the order of processing and the compute dtype. zero: bool
+    (B, T), steps that start from zero, resets and padding. No state but the running one is kept,
+    unless autograd keeps it.
+    """
+    sizes, step = program.head_sizes, program.step
+    assert sizes is not None
+    batch, length = gates.shape[:2]
+    states = final = tuple(initial)
+    begins: Container[int] = ()
+    ends: Container[int] = ()
+    if marks is not None:
+        states = tuple([h.new_zeros(batch, *h.shape[1:]) for h in initial])
+        if initial[0].shape[0]:
+            begins, ends = _steps_with(marks.begins), _steps_with(marks.last)
+    outputs: list[Tensor] = []
+    for t in range(length):
+        if zero is not None:
+            states = tuple([_where(zero[:, t], torch.zeros_like(s), s) for s in states])
+        if marks is not None and t in begins:
+            states = tuple(
+                [
+                    _where(marks.begins[:, t], h[marks.seq[:, t].clamp(min=0).long()], s)
+                    for h, s in zip(initial, states, strict=True)
+                ]
+            )
+        inputs = sizes.split(gates[:, t])
+        states = step(states, inputs, params)
+        output = states[0]
+        if step.has_readout:
+            output = step.call("readout", states, inputs, params)
+        outputs.append(output)
+        if marks is not None and t in ends:
+            row = torch.where(marks.last[:, t], marks.seq[:, t], final[0].shape[0]).long()
+            final = tuple([_put(h, row, s) for h, s in zip(final, states, strict=True)])
+    # Steps may give their arguments back, or one tensor twice.
+    final = tuple([h.clone() for h in (states if marks is None else final)])
+    if not outputs:
+        # Empty, but with a graph to all that entries would depend on.
+        leaves = torch.stack([x.sum() for x in (gates, *params, *initial)]).sum()
+        return leaves.expand(batch, 0, *sizes.output).clone(), final
+    output = torch.stack(outputs, 1)
+    if marks is not None:
+        output = output.masked_fill(marks.padding[..., None, None], 0)
+    return output, final
+
+
+def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Choose rows (B, ...) by a mask (B,)."""
+    return torch.where(mask.view(-1, *[1] * (old.ndim - 1)), new, old)
+
+
+def _put(final: Tensor, row: Tensor, states: Tensor) -> Tensor:
+    """Return the final states with those of some rows; a row number S is none."""
+    room = torch.cat([final, final.new_zeros(1, *final.shape[1:])])
+    return room.index_put((row,), states)[:-1]
+
+
+def _steps_with(mask: Tensor) -> Container[int]:
+    """Return the steps at which a mask (B, T) holds; all of them where nobody may look."""
+    if torch.compiler.is_compiling():
+        return range(mask.shape[1])
+    return {t for t, some in enumerate(mask.any(0).tolist()) if some}

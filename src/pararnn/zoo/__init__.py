@@ -1,0 +1,100 @@
+"""Published cells, one file each, only their steps; each names its paper and equation."""
+
+from pararnn.cells import Cell
+from pararnn.zoo.block_gru import BlockGRUCell
+from pararnn.zoo.cfc import CfCCell
+from pararnn.zoo.cornn import CoRNNCell
+from pararnn.zoo.dense_gru import DenseGRUCell
+from pararnn.zoo.elman import ElmanCell
+from pararnn.zoo.gated_delta import GatedDeltaCell
+from pararnn.zoo.gru import GRUCell
+from pararnn.zoo.head_elman import HeadElmanCell
+from pararnn.zoo.head_gru import HeadGRUCell
+from pararnn.zoo.head_gru_reset_first import HeadGRUResetFirstCell
+from pararnn.zoo.head_lstm import HeadLSTMCell
+from pararnn.zoo.head_slstm import HeadSLSTMCell
+from pararnn.zoo.hopfield import HopfieldCell
+from pararnn.zoo.indrnn import IndRNNCell
+from pararnn.zoo.lem import LEMCell
+from pararnn.zoo.lif import LIFCell
+from pararnn.zoo.lrc import LRCCell
+from pararnn.zoo.lru import LRUCell
+from pararnn.zoo.lstm import LSTMCell
+from pararnn.zoo.m2rnn import M2RNNCell
+from pararnn.zoo.min_gru import MinGRUCell
+from pararnn.zoo.min_lstm import MinLSTMCell
+from pararnn.zoo.mlstm import MLSTMCell
+from pararnn.zoo.modrelu import ModReLUCell
+from pararnn.zoo.rg_lru import RGLRUCell
+from pararnn.zoo.rwkv7 import RWKV7Cell
+from pararnn.zoo.slstm import SLSTMCell
+from pararnn.zoo.unicornn import UnICORNNCell
+
+CELLS: dict[str, type[Cell]] = {
+    "gru": GRUCell,
+    "lstm": LSTMCell,
+    "elman": ElmanCell,
+    "lem": LEMCell,
+    "slstm": SLSTMCell,
+    "lrc": LRCCell,
+    "dense-gru": DenseGRUCell,
+    "head-gru": HeadGRUCell,
+    "head-gru-reset-first": HeadGRUResetFirstCell,
+    "head-lstm": HeadLSTMCell,
+    "head-elman": HeadElmanCell,
+    "head-slstm": HeadSLSTMCell,
+    "block-gru": BlockGRUCell,
+    "min-gru": MinGRUCell,
+    "min-lstm": MinLSTMCell,
+    "lru": LRUCell,
+    "rg-lru": RGLRUCell,
+    "indrnn": IndRNNCell,
+    "modrelu": ModReLUCell,
+    "cornn": CoRNNCell,
+    "unicornn": UnICORNNCell,
+    "cfc": CfCCell,
+    "lif": LIFCell,
+}
+"""Every cell of the library whose states are vectors of channels, by its short name."""
+
+MATRIX_CELLS: dict[str, type[Cell]] = {
+    "m2rnn": M2RNNCell,
+    "gated-delta": GatedDeltaCell,
+    "rwkv7": RWKV7Cell,
+    "mlstm": MLSTMCell,
+    "hopfield": HopfieldCell,
+}
+"""Cells whose states are matrices of heads, by their short names."""
+
+__all__ = [
+    "CELLS",
+    "MATRIX_CELLS",
+    "BlockGRUCell",
+    "CfCCell",
+    "CoRNNCell",
+    "DenseGRUCell",
+    "ElmanCell",
+    "GRUCell",
+    "GatedDeltaCell",
+    "HeadElmanCell",
+    "HeadGRUCell",
+    "HeadGRUResetFirstCell",
+    "HeadLSTMCell",
+    "HeadSLSTMCell",
+    "HopfieldCell",
+    "IndRNNCell",
+    "LEMCell",
+    "LIFCell",
+    "LRCCell",
+    "LRUCell",
+    "LSTMCell",
+    "M2RNNCell",
+    "MLSTMCell",
+    "MinGRUCell",
+    "MinLSTMCell",
+    "ModReLUCell",
+    "RGLRUCell",
+    "RWKV7Cell",
+    "SLSTMCell",
+    "UnICORNNCell",
+]

@@ -1,0 +1,137 @@
+"""Plain loops of the matrix cells of the zoo: one head of one row, one step after the other."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+import pararnn.zoo as zoo
+from pararnn.cells import Cell
+
+
+def _m2rnn(s, g, p):
+    f = 1 / (1 + torch.exp(-g["f"]))
+    new = torch.tanh(torch.einsum("ij,jl->il", s["H"], p["W"]) + torch.outer(g["k"], g["v"]))
+    h = f * s["H"] + (1 - f) * new
+    return {"H": h}, torch.mv(h.T, g["q"])
+
+
+def _unit(x):
+    return x / torch.sqrt(torch.dot(x, x) + 1e-6)
+
+
+def _gated_delta(s, g, p):
+    a, b = 1 / (1 + torch.exp(-g["a"])), 1 / (1 + torch.exp(-g["b"]))
+    k, eye = _unit(g["k"]), torch.eye(len(g["k"]), dtype=g["k"].dtype)
+    new = a * (eye - b * torch.outer(k, k)) @ s["S"] + b * torch.outer(k, g["v"])
+    return {"S": new}, torch.mv(new.T, _unit(g["q"]))
+
+
+def _rwkv7(s, g, p):
+    """In the paper's own order, values by keys, with its transition matrix."""
+    c = _unit(g["c"])
+    w = torch.exp(-math.exp(-0.5) / (1 + torch.exp(-g["w"])))
+    a = 1 / (1 + torch.exp(-g["a"]))
+    transition = torch.diag(w) - torch.outer(c, a * c)
+    values_by_keys = s["S"].T @ transition + torch.outer(g["v"], g["k"])
+    return {"S": values_by_keys.T}, torch.mv(values_by_keys, g["r"])
+
+
+def _mlstm(s, g, p):
+    """The paper's unstabilised equations, in memories that the stabiliser scales."""
+    k = g["k"] / math.sqrt(len(g["k"]))
+    scale = torch.exp(s["m"])
+    f = 1 / (1 + torch.exp(-g["f"]))
+    c = f * scale * s["C"] + torch.exp(g["i"]) * torch.outer(k, g["v"])
+    n = f * scale * s["n"] + torch.exp(g["i"]) * k
+    y = torch.mv(c.T, g["q"]) / torch.clamp(torch.dot(n, g["q"]).abs(), min=1)
+    m = torch.maximum(torch.log(f) + s["m"], g["i"])
+    new = {"C": c * torch.exp(-m), "n": n * torch.exp(-m), "m": m}
+    return new, y / (1 + torch.exp(-g["o"]))
+
+
+def _hopfield(s, g, p):
+    def match(logits):
+        weights = torch.exp(logits - logits.max())
+        return weights / weights.sum()
+
+    rate = match(torch.mv(s["M"], g["x"]) + p["P"]) / (1 + torch.exp(-g["b"]))
+    rows = [row + r * (g["x"] - row) for row, r in zip(s["M"], rate, strict=True)]
+    new = torch.stack(rows)
+    return {"M": new}, torch.mv(new.T, match(torch.mv(new, g["q"])))
+
+
+LOOPS = {
+    "m2rnn": _m2rnn,
+    "gated-delta": _gated_delta,
+    "rwkv7": _rwkv7,
+    "mlstm": _mlstm,
+    "hopfield": _hopfield,
+}
+"""A step of each cell: (states, gates, parameters) of one head by name -> new states and output."""
+
+
+@dataclass
+class Call:
+    """A call of `solve` on a cell, with leaves that require gradients."""
+
+    cell: Cell
+    gates: torch.Tensor
+    initial: tuple[torch.Tensor, ...]
+
+    def leaves(self):
+        """Gates, initial states and parameters."""
+        return [self.gates, *self.initial, *self.cell.parameters()]
+
+
+def make_call(name, rows, steps, heads=2, keys=4, values=3, dtype=torch.float64, seed=0, gain=1.0):
+    """A cell, and random gates and states, which a loop and a solver share."""
+    torch.manual_seed(seed)
+    cell = zoo.MATRIX_CELLS[name](heads * values, num_heads=heads, K=keys, dtype=dtype)
+    sizes = cell.head_sizes
+    gates = gain * torch.randn(rows, steps, heads, sizes.width, dtype=torch.float64)
+    initial = [0.5 * torch.randn(rows, *size, dtype=torch.float64) for size in sizes.state_sizes]
+    leaf = lambda x: x.to(dtype).requires_grad_()  # noqa: E731
+    return Call(cell, leaf(gates), tuple(map(leaf, initial)))
+
+
+def loop(name, call, reverse=False, reset=None, starts=None):
+    """(B, T, H, V) outputs and final states by the plain loop, head by head in float64.
+
+    reset: bool (B, T), steps that start from zero, or from `starts`, which are used up in order.
+    """
+    cell, sizes = call.cell, call.cell.head_sizes
+    cls, gates = type(cell), call.gates.double()
+    rows, steps, heads, _ = gates.shape
+    params = {key: value.double() for key, value in cell.named_parameters()}
+    ends, outputs = [], []
+    for row in range(rows):
+        for head in range(heads):
+            own = {key: value[head] for key, value in params.items()}
+            state = {
+                key: h[row, head].double() for key, h in zip(cls.states, call.initial, strict=True)
+            }
+            out, order = [None] * steps, range(steps)
+            for t in reversed(order) if reverse else order:
+                if reset is not None and reset[row, t]:
+                    state = {key: torch.zeros_like(s) for key, s in state.items()}
+                    if starts is not None:
+                        number = int(reset.flatten()[: row * steps + t].sum())
+                        state = {
+                            key: s[number, head].double()
+                            for key, s in zip(cls.states, starts, strict=True)
+                        }
+                at, gate = 0, {}
+                for key, size in zip(cls.gates, sizes.gates, strict=True):
+                    count = math.prod(size)
+                    gate[key] = gates[row, t, head, at : at + count].reshape(size)
+                    at += count
+                state, out[t] = LOOPS[name](state, gate, own)
+            none = gates[row, :, head, : sizes.output[1]]
+            outputs.append(torch.stack(out) if out else none)
+            ends.append(state)
+    output = torch.stack(outputs).unflatten(0, (rows, heads)).transpose(1, 2)
+    final = [
+        torch.stack([end[key] for end in ends]).unflatten(0, (rows, heads)) for key in cls.states
+    ]
+    return output, tuple(final)

@@ -1,0 +1,308 @@
+"""Kernels of matrix cells: the numerics contract against plain loops, and what they take."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrix_cells import LOOPS, Call, loop, make_call
+from table import needs_compiler
+from test_matrix import _as_tuple, _close, _compare, _layer
+
+import pararnn
+import pararnn.zoo as zoo
+from pararnn import Param
+from pararnn.codegen import headers
+from pararnn.program.program import program_of
+
+pytestmark = needs_compiler
+NAMES = list(LOOPS)
+FUSED = {"solver": "sequential", "backend": "fused"}
+TORCH = {"solver": "sequential", "backend": "torch"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_are_the_loop(name, dtype):
+    """Over two chunks of steps and a part of one, from the last step on, with resets."""
+    call = make_call(name, 3, 70, dtype=dtype)
+    _compare(name, call, dtype, torch.rand(3, 70) < 0.05, reverse=True, **FUSED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=10)
+@given(
+    rows=st.integers(1, 3),
+    steps=st.sampled_from([0, 1, 2, 31, 32, 33]),
+    reverse=st.booleans(),
+    resets=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_rows_and_steps(name, rows, steps, reverse, resets, seed):
+    call = make_call(name, rows, steps, seed=seed)
+    reset = torch.rand(rows, steps) < 0.3 if resets else None
+    _compare(name, call, reset=reset, reverse=reverse, **FUSED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("heads", "keys", "values"), [(1, 33, 17), (3, 2, 16)])
+def test_axes_fill_vectors_or_do_not(name, heads, keys, values):
+    call = make_call(name, 2, 5, heads, keys, values, dtype=torch.float32)
+    _compare(name, call, torch.float32, **FUSED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shift", [-8.0, 8.0])
+def test_gates_that_keep_all_or_nothing(name, shift):
+    """Gates far from zero, in float32 against the float64 loop: nothing is lost or overflows."""
+    call = make_call(name, 2, 40, dtype=torch.float32)
+    with torch.no_grad():
+        at = 0
+        for key, size in zip(type(call.cell).gates, call.cell.head_sizes.gates, strict=True):
+            count = int(torch.tensor(size).prod()) if size else 1
+            if key in "fabw" and key != "b":
+                call.gates[..., at : at + count] += shift
+            at += count
+    _compare(name, call, torch.float32, **FUSED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_unit_of_a_loss_changes_no_digit(name):
+    call = make_call(name, 2, 40, dtype=torch.float32)
+    grads = []
+    for scale in (1.0, 2.0**-30):
+        output, final = pararnn.solve(call.cell, call.gates, call.initial, **FUSED)
+        loss = output.sum() + sum(h.sum() for h in _as_tuple(final))
+        grads.append([g / scale for g in torch.autograd.grad(loss * scale, call.leaves())])
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("name", ["m2rnn", "mlstm"])
+def test_some_gradients_are_wanted(name):
+    """Of the output or of final states alone, and for some leaves only."""
+    call = make_call(name, 2, 5)
+    for part in (0, 1):
+        results = []
+        for pair in (FUSED, TORCH):
+            out = pararnn.solve(call.cell, call.gates, call.initial, **pair)
+            loss = _as_tuple(out[part])[0].square().sum()
+            results.append(torch.autograd.grad(loss, [call.gates, call.initial[0]]))
+        _close(*results)
+    with torch.no_grad():
+        _close([pararnn.solve(call.cell, call.gates, **FUSED)[0]],
+               [pararnn.solve(call.cell, call.gates, **TORCH)[0]])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["m2rnn", "mlstm"])
+def test_layers_run_kernels_on_packed_rows(name):
+    """Gates as a projection by heads leaves them, with biases; NaN at padding."""
+    layer = _layer(name)
+    with torch.no_grad():
+        layer.layers[0].bias.normal_()
+    x = torch.randn(1, 50, 6, dtype=torch.float64)
+    x[:, 45:] = torch.nan
+    ends = [0, 3, 3, 40, 45]
+    sizes = layer.cell.state_sizes
+    h_0 = tuple(torch.randn(1, 4, *size, dtype=torch.float64) for size in sizes)
+    results = []
+    for recompute in (False, True):
+        for backend in ("fused", "torch"):
+            layer.layers[0].recompute_gates = recompute
+            leaves = [x.clone().requires_grad_(), *(h.clone().requires_grad_() for h in h_0)]
+            output, h_n = layer(leaves[0], tuple(leaves[1:]), cu_seqlens=ends, backend=backend)
+            loss = output.square().sum() + sum(h.sum() for h in _as_tuple(h_n))
+            grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()])
+            results.append([output, *_as_tuple(h_n), *(g.nan_to_num(0) for g in grads)])
+    assert layer.layers[0].choice.pair == ("sequential", "torch")
+    for other in results[1:]:
+        _close(results[0], other)
+
+
+def test_threads_change_no_bit():
+    call = make_call("m2rnn", 5, 300, dtype=torch.float32, keys=16, values=16)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            output, _ = pararnn.solve(call.cell, call.gates, **FUSED)
+            results.append([output, *torch.autograd.grad(output.sum(), call.leaves()[::2])])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *results))
+
+
+def test_auto_takes_the_kernels_and_explains():
+    layer = _layer(backend="auto")
+    text = str(pararnn.explain(layer, (2, 5, 6)))
+    assert "(sequential, fused) runs: a compiled loop beats every solver in PyTorch" in text
+    layer(torch.randn(2, 5, 6, dtype=torch.float64))
+    assert layer.layers[0].choice.pair == ("sequential", "fused")
+
+
+def test_compilers_see_one_operator():
+    layer, x = _layer(backend="auto"), torch.randn(2, 40, 6, dtype=torch.float64)
+    by_compiler = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (layer, by_compiler):
+        layer.zero_grad()
+        output, h_n = run(x)
+        (output.square().sum() + h_n.sum()).backward()
+        results.append([output, h_n, *(p.grad for p in layer.parameters())])
+    _close(*results)
+
+
+def test_transforms_say_what_runs_them():
+    call = make_call("m2rnn", 2, 3)
+    gates = torch.randn(4, *call.gates.shape, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="backend='torch'"):
+        torch.func.vmap(lambda g: pararnn.solve(call.cell, g, **FUSED)[0])(gates)
+    output, _ = pararnn.solve(call.cell, call.gates, **FUSED)
+    (grad,) = torch.autograd.grad(output.sum(), call.gates, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        grad.sum().backward()
+
+
+class Mixed(pararnn.Cell):
+    """Products along both axes, transposed and not, a parameter of matrix entries, a number of all
+    heads, a vector state that is multiplied, masks, max, min and mean."""
+
+    states = {"h": "V", "S": ("K", "V"), "c": ""}
+    gates = {"x": "V", "k": "K", "G": ("K", "V"), "f": ""}
+    params = {
+        "W": Param("H,V,V"),
+        "U": Param("H,K,K"),
+        "A": Param("H,K,V", std=0.5),
+        "b": Param("", std=0.5),
+        "d": Param("H,K", std=0.5),
+        "e": Param("H", std=0.5),
+    }
+
+    def step(self, state, gate, param):
+        S = torch.tanh(state.S @ param.W + param.U @ state.S + param.A * gate.G)
+        row = torch.where(gate.k > param.d, gate.k, 0.3 * gate.k * param.d)
+        S = S + row[..., :, None] * state.h[..., None, :] / self.K
+        h = torch.tanh(gate.x + (state.h[..., None, :] @ param.W.mT).squeeze(-2) + S.mean(-2))
+        c = torch.sigmoid(gate.f + param.b) * state.c + param.e * S.amax((-2, -1))
+        return h - S.amin(-2), S, c
+
+    def readout(self, state, gate, param):
+        weights = torch.softmax((state.S * gate.x[..., None, :]).sum(-1), -1)
+        return state.c[..., None] + (weights[..., None, :] @ state.S).squeeze(-2)
+
+
+class Rows(pararnn.Cell):
+    """Values before keys in memory, and a third axis."""
+
+    states = {"S": ("V", "K"), "P": ("U", "K")}
+    gates = {"v": "V", "k": "K", "u": "U"}
+
+    def step(self, state, gate, param):
+        S = 0.9 * state.S + gate.v[..., :, None] * gate.k[..., None, :]
+        return S, torch.tanh(state.P + gate.u[..., :, None] * (S.sum(-2) - gate.k)[..., None, :])
+
+    def readout(self, state, gate, param):
+        joint = state.S[..., :, None, :] * state.P[..., None, :, :]
+        return (joint * gate.u[..., None, :, None]).sum((-2, -1))
+
+
+@pytest.mark.parametrize(
+    ("cls", "lengths"), [(Mixed, {"K": 4}), (Mixed, {"K": 20}), (Rows, {"K": 9, "U": 4})]
+)
+def test_steps_of_many_operations(cls, lengths):
+    """Kernels against the loop in PyTorch, which the other module holds against plain loops."""
+    torch.manual_seed(0)
+    cell = cls(10, num_heads=2, dtype=torch.float64, **lengths)
+    assert program_of(cell).why_no_family is None
+    sizes = cell.head_sizes
+    gates = torch.randn(3, 35, 2, sizes.width, dtype=torch.float64, requires_grad=True)
+    initial = [
+        torch.randn(3, *size, dtype=torch.float64, requires_grad=True) for size in sizes.state_sizes
+    ]
+    call, results = Call(cell, gates, tuple(initial)), []
+    for pair in (FUSED, TORCH):
+        output, final = pararnn.solve(cell, gates, initial, **pair)
+        torch.manual_seed(1)
+        arriving = [torch.randn_like(r) for r in (output, *final)]
+        grads = torch.autograd.grad([output, *final], call.leaves(), arriving)
+        results.append([output, *final, *grads])
+    _close(*results)
+
+
+def _cumulate(self, state, gate, param):
+    return torch.cumsum(state.H, -1) + gate.k[..., :, None] * gate.v[..., None, :]
+
+
+def _square(self, state, gate, param):
+    return torch.tanh(state.H @ (gate.v[..., :, None] * gate.v[..., None, :]))
+
+
+def _flatten(self, state, gate, param):
+    return (state.H.flatten(-2) + 0).unflatten(-1, (self.K, -1))
+
+
+def _scale(self, state, gate, param):
+    return state.H @ (2 * param.W)
+
+
+UNABLE = {"cumsum": _cumulate, "one axis": _square, "joins or cuts": _flatten, "mul": _scale}
+
+
+@pytest.mark.parametrize("operation", UNABLE)
+def test_what_cannot_be_generated_runs_in_pytorch(operation):
+    """By name, in a request's error and in what explain says."""
+    body = {"step": UNABLE[operation], "params": {"W": Param("H,V,V")}}
+    cls = type("Unable", (zoo.M2RNNCell,), body)
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(cls, 6, 6, num_heads=2, K=3)
+    x = torch.randn(2, 3, 6)
+    layer(x)
+    assert layer.layers[0].choice.pair == ("sequential", "torch")
+    assert operation in str(pararnn.explain(layer, x.shape))
+    with pytest.raises(pararnn.EngineError, match=operation):
+        layer(x, backend="fused")
+
+
+def test_non_finite_numbers_stay_in_their_row_and_head():
+    call = make_call("m2rnn", 3, 6, dtype=torch.float32)
+    gates = call.gates.detach().clone()
+    gates[1, 2, 0, 0] = torch.nan
+    output, _ = pararnn.solve(call.cell, gates, call.initial, **FUSED)
+    bad = output.isnan().any(-1)
+    assert bad[1, 2:, 0].all()
+    assert bad.sum() == 4
+    _, final = loop("m2rnn", call)
+    assert final[0].isfinite().all()
+
+
+MUTANTS = {
+    "no reset": ("if (p.is_reset(row, l)) return std::fill", "if (false) return std::fill"),
+    "an adjoint through a reset": ("if (is_reset) std::fill", "if (false) std::fill"),
+    "a state before the wrong step": ("l % checkpoint == 0", "l % checkpoint == 1"),
+    "a final gradient too few": ("p.sequence(row, l + 1) != sequence)", "false)"),
+    "a sum of padded lanes": ("v + lanes <= size) return x;", "true) return x;"),
+    "an outer product of rows": ("load_as(right + i * padded + v)", "load_as(right + v)"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_seen(name, monkeypatch, tmp_path):
+    """The agreement that the tests above rest on fails for a kernel that is wrong."""
+    shutil.copytree(headers.KERNELS, tmp_path / "kernels")
+    files = [tmp_path / "kernels" / "cpp" / "matrix" / f for f in ("loops.h", "sequential.h")]
+    assert any(MUTANTS[name][0] in file.read_text() for file in files)
+    for file in files:
+        file.write_text(file.read_text().replace(*MUTANTS[name]))
+    monkeypatch.setattr(headers, "KERNELS", tmp_path / "kernels")
+    headers.text.cache_clear()
+    pararnn.clear_caches()
+    # Values that fill no vector, and gates of which lanes beyond them are no zeros.
+    cell = "hopfield" if "lanes" in name else "m2rnn"
+    call = make_call(cell, 2, 40, dtype=torch.float32)
+    try:
+        with pytest.raises(AssertionError):
+            _compare(cell, call, torch.float32, torch.rand(2, 40) < 0.1, **FUSED)
+    finally:
+        monkeypatch.undo()
+        headers.text.cache_clear()
+        pararnn.clear_caches()
