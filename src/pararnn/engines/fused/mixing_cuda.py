@@ -313,9 +313,9 @@ def make_mixing_launch(
 
     def kernels_of(own: MixingVariant) -> Kernels:
         own_kernels = Kernels(gpu.kernels(program, own, capability), tiles_of(program, own))
-        slices = own_kernels.tiles.slices
-        if slices > 1:
-            most = gpu.call(device, own_kernels.kernels["run"].most_in_cluster, device.index)
+        slices, kernel = own_kernels.tiles.slices, own_kernels.kernels.get("run")
+        if slices > 1 and kernel is not None:  # None where a pass is planned without kernels
+            most = gpu.call(device, kernel.most_in_cluster, device.index)
             if most < slices:  # than other GPUs of this capability have
                 return kernels_of(own._replace(cluster=most))
         return own_kernels
