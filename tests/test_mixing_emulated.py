@@ -242,7 +242,7 @@ SLICES = {
         HeadGRU, torch.bfloat16, 160, 4, "initial", ONE_CORE, (2, 1), (2, 1)
     ),
     "matrices in three parts": Slices(
-        HeadGRU, torch.float32, 160, 4, "packed", MANY_CORES, (4, 1), (4, 1)
+        HeadGRU, torch.float32, 160, 4, "packed", MANY_CORES, (4, 2), (4, 1)
     ),
     "time reversed": Slices(
         ResetAfter, torch.float16, 160, 4, "reverse", MANY_CORES, (4, 2), (4, 1)
