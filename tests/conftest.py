@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,18 +13,18 @@ import pytest
 import torch
 from fake_newton import FakeNewton
 from hypothesis import HealthCheck, settings
+from precompiled import system_header
 from undrawn import undrawn
 
 import pararnn
 from pararnn import op
+from pararnn.codegen import compiler, headers
 from pararnn.engines import tuned
 from pararnn.engines.signature import SIGNATURES
 
 torch.set_num_threads(1)
 os.environ["PARARNN_CACHE_DIR"] = str(kept.folder())
-# Half the time that -O3 takes, which the tests with `as_shipped` have. GCC contracts products and
-# sums as at -O3, so that results round alike, only where optimisations may be expensive.
-os.environ.setdefault("PARARNN_CXXFLAGS", "-O1 -fexpensive-optimizations")
+OWN_FLAGS = "PARARNN_CXXFLAGS" in os.environ
 _OWN = tempfile.TemporaryDirectory(prefix="pararnn-tests-")
 # Of Inductor's, what the C++ compiler made is kept: its key is the source and the command. Its
 # graphs are not, as their keys do not tell what the operator returns, which another commit changes.
@@ -97,6 +98,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     kept.folder().mkdir(parents=True, exist_ok=True)
     if not hasattr(session.config, "workerinput"):
         kept.prune(kept.folder())
+    if not OWN_FLAGS:
+        os.environ["PARARNN_CXXFLAGS"] = fast_flags()
+
+
+def fast_flags() -> str:
+    """Flags that compile C++ in a third of the time of -O3, which tests with `as_shipped` have."""
+    os.environ["PARARNN_CXXFLAGS"] = "-Og"
+    flags = [flag for flag in compiler.flags() if flag != "-shared"]
+    files = [file for part in ("cpp", "common") for file in (headers.KERNELS / part).rglob("*.h")]
+    try:
+        return f"-Og -include {shlex.quote(str(system_header('system', files, flags)))}"
+    except compiler.CompilerError:
+        return "-Og"  # tests of kernels are left out
 
 
 @pytest.fixture(scope="module", autouse=True)

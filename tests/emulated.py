@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from precompiled import system_header
+
 from pararnn import cache as disk
 from pararnn.codegen import headers, targets
 from pararnn.codegen.compiler import compiler_command, compiler_identity, cpu_identity
@@ -63,30 +65,15 @@ class Kernel:
         return BLOCKS_A_CORE
 
 
-SYSTEM = "".join(
-    line
-    for name in ("fibers.h", "machine.h")
-    for line in (EMULATOR / name).read_text().splitlines(keepends=True)
-    if line.startswith("#include <")
-)
-"""Headers of the system, which take a third of a compilation."""
-PRECOMPILED = disk.Kind("system.h.gch", "system.h", lambda path: path.with_suffix(""))
-
-
 def _run(*arguments: str | Path) -> None:
     command = [*compiler_command(), *FLAGS, *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[:4000]
 
 
-def _precompile(file: Path, out: Path) -> None:
-    _run("-x", "c++-header", file, "-o", out)
-
-
 def _build(file: Path, out: Path) -> None:
-    machine = (compiler_identity(*compiler_command()), *FLAGS, cpu_identity())
-    key = "\n".join((SYSTEM, *machine))
-    system = disk.load(PRECOMPILED, "emulated-system", key, SYSTEM, _precompile)
+    files = [EMULATOR / "fibers.h", EMULATOR / "machine.h"]
+    system = system_header("emulated-system", files, FLAGS)
     with tempfile.TemporaryDirectory() as folder:
         include = Path(folder)
         shutil.copytree(headers.KERNELS, include, dirs_exist_ok=True)

@@ -41,6 +41,7 @@ FLOW = [
     ["check/claims", "check/reference"],
     ["check/oracle"],
     ["check/contract", "check/readout"],
+    ["check/matrix"],
     ["check/verify"],
     ["tune/adapt", "tune/explain", "tune/timing"],
     ["tune/autotune"],

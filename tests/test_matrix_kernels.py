@@ -14,6 +14,7 @@ import pararnn
 import pararnn.zoo as zoo
 from pararnn import Param
 from pararnn.codegen import headers
+from pararnn.engines.fused import matrix_cpu
 from pararnn.program.program import program_of
 
 pytestmark = needs_compiler
@@ -46,7 +47,7 @@ def test_any_rows_and_steps(name, rows, steps, reverse, resets, seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("heads", "keys", "values"), [(1, 33, 17), (3, 2, 16)])
+@pytest.mark.parametrize(("heads", "keys", "values"), [(1, 33, 17), (3, 2, 16), (2, 8, 8)])
 def test_axes_fill_vectors_or_do_not(name, heads, keys, values):
     call = make_call(name, 2, 5, heads, keys, values, dtype=torch.float32)
     _compare(name, call, torch.float32, **FUSED)
@@ -117,6 +118,27 @@ def test_layers_run_kernels_on_packed_rows(name):
     assert layer.layers[0].choice.pair == ("sequential", "torch")
     for other in results[1:]:
         _close(results[0], other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["m2rnn", "mlstm"])
+def test_verify_checks_a_layer(name, dtype, monkeypatch):
+    """By kernels, with lengths; and it sees gradients that are wrong."""
+    layer = _layer(name, backend="auto").to(dtype)
+    x = torch.randn(3, 40, 6, dtype=dtype)
+    report = pararnn.verify(layer, x, lengths=[40, 0, 33])
+    assert report.passed, report
+    assert {"readout", "final " + next(iter(layer.cell.states)), "grad gates", "grad bias"} <= {
+        check.name for check in report.layers[0][2].checks
+    }
+    differentiate = matrix_cpu.differentiate
+
+    def wrong(*args):
+        grads = differentiate(*args)
+        return grads._replace(gates=1.1 * grads.gates)
+
+    monkeypatch.setattr(matrix_cpu, "differentiate", wrong)
+    assert not pararnn.verify(layer, x)
 
 
 def test_threads_change_no_bit():

@@ -435,9 +435,12 @@ class Step:
             self.state_type(*states), self.gate_type(*inputs), self.param_type(*params)
         )
 
-    def by_ops(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
-        """Return new states as a call does, with the op `pararnn::mix` for each product."""
-        new = self._call("step", states, inputs, params, self.matrices, recorded_product)
+    def by_ops(
+        self, states: Any, inputs: Any, params: Any, multiply: Product = recorded_product
+    ) -> tuple[Tensor, ...]:
+        """Return new states as a call does, with the op `pararnn::mix`, or `multiply`, for each
+        product."""
+        new = self._call("step", states, inputs, params, self.matrices, multiply)
         return self._check_states(new)
 
     def __call__(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:

@@ -6,14 +6,14 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.cells.base import Cell
-from pararnn.cells.products import MIX, OUTER
+from pararnn.cells.products import MIX, OUTER, outer, product
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import Edges, final_states, output_states, to_system
 from pararnn.private import TorchDispatchMode
@@ -167,29 +167,32 @@ class OtherRounding(TorchDispatchMode):
         return self.factors[self.position - count : self.position]
 
 
-class OuterProducts(TorchDispatchMode):
-    """Adds up the outer products of matrices' gradients: as they are, and those of |vectors|."""
+class Products:
+    """A step's products, which record the vectors whose outer products are their matrices'
+    gradients. What else a step makes of a matrix has its gradient by autograd."""
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.sums, self.terms = ([torch.zeros_like(m) for m in matrices] for _ in range(2))
-        self._index = {matrix.data_ptr(): index for index, matrix in enumerate(matrices)}
+        self._matrices = matrices
+        self._pairs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in matrices]
+        self._by_id = {id(m): pairs for m, pairs in zip(matrices, self._pairs, strict=True)}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an op, and add what it sums where it is the gradient of a matrix."""
-        out = func(*args, **(kwargs or {}))
-        index = self._index.get(args[2].data_ptr()) if func is OUTER else None
-        if index is not None:
-            self.sums[index].add_(out)
-            self.terms[index].add_(func(args[0].abs(), args[1].abs(), args[2]))
+    def __call__(self, x: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
+        """Return `product`, as `cells.base.Step.by_ops` takes it."""
+        if not x.requires_grad:
+            return product(x, matrix, transpose)
+        out = product(x, matrix.detach(), transpose)
+        pairs, rows = self._by_id[id(matrix)], x.detach()
+        out.register_hook(lambda grad: pairs.append((grad, rows) if transpose else (rows, grad)))
         return out
 
-    def amounts(self, gradients: Sequence[Tensor]) -> Pieces:
-        """Return the |contributions| to the gradients of the matrices, those by other ops whole."""
-        totals = zip(gradients, self.sums, self.terms, strict=True)
-        return [terms + (gradient - own).abs() for gradient, own, terms in totals]
+    def totals(self, of: Callable[[Tensor], Tensor]) -> Pieces:
+        """Return by matrix the sum of the outer products of `of` all vectors."""
+        totals = [torch.zeros_like(matrix) for matrix in self._matrices]
+        for total, pairs in zip(totals, self._pairs, strict=True):
+            if pairs:
+                rows, columns = (torch.cat(vectors) for vectors in zip(*pairs, strict=True))
+                total += outer(of(rows), of(columns), total)
+        return totals
 
 
 @cache
@@ -336,25 +339,25 @@ def _walk_coupled(
     """As `_walk` where channels mix: pulls back a step after the other, and units are amounts."""
     count, step = 1 + len(system.inputs), system.program.step
     series, params = [row.unbind(1) for row in rows[:count]], rows[count:]
-    run = step.by_ops if sizes else step
+    products = Products(params)
+    run = partial(step.by_ops, multiply=products) if sizes else step
     parts: list[list[Tensor]] = []
     param_grads, amounts = ([torch.zeros_like(p) for p in params] for _ in range(2))
 
     def back(t: int, adjoint: Tensor) -> Tensor:
         here = [s[t].detach().requires_grad_() for s in series]
-        products = OuterProducts(params)
-        with shaken, products if sizes else nullcontext(), torch.enable_grad():
+        with shaken, torch.enable_grad():
             new = torch.stack(run(here[0].unbind(1), here[1:], params), 1)
             grads = _pull([new], [*here, *params], [adjoint])
         parts.append(grads[:count])
-        for total, part in zip(param_grads, grads[count:], strict=True):
-            total.add_(part)
-        if sizes:
-            for total, part in zip(amounts, products.amounts(grads[count:]), strict=True):
-                total.add_(part)
+        for i, part in enumerate(grads[count:]):
+            param_grads[i].add_(part)
+            amounts[i].add_(part.abs())
         return grads[0]
 
     adjoint = _adjoints(system, arriving, back)
+    param_grads = [a + b for a, b in zip(param_grads, products.totals(lambda v: v), strict=True)]
+    amounts = [a + b for a, b in zip(amounts, products.totals(torch.abs), strict=True)]
     in_time = [torch.stack(p[::-1], 1) for p in zip(*parts, strict=True)]
     own = in_time or [torch.zeros_like(row) for row in rows[:count]]
     sizes_of_rows = [p.abs() for p in own]

@@ -13,6 +13,7 @@ from torch import nn
 from pararnn.cells.base import unwrap
 from pararnn.check.claims import finite
 from pararnn.check.contract import SolveChecks
+from pararnn.check.matrix import check_matrix
 from pararnn.check.oracle import Oracle
 from pararnn.check.readout import readout_checks
 from pararnn.check.reference import Trial, forward_order, local_defects
@@ -75,8 +76,8 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
     a float64 loop, and the solver's counts; where the cell has a readout, also that and its
     gradients, at the states that the solver returned. The gradients that arrive are as large as
     those of a mean over the layer's output. Takes a few loops over T in PyTorch.
-    Raises ValueError when the call runs no pararnn layer, or one of a matrix cell. Parameters'
-    .grad are left alone.
+    Of matrix cells outputs, final states and gradients are checked, and no defects.
+    Raises ValueError when the call runs no pararnn layer. Parameters' .grad are left alone.
     """
     calls: list[tuple[str, RecurrentLayer, tuple[Any, ...], dict[str, Any]]] = []
     hooks = []
@@ -106,7 +107,10 @@ def defect(
 
     What `verify` checks and takes no loop over T: all steps at once in float64, against 8 eps.
     Where they exceed it, the sequential run's own defects count too: `verify`'s loops are run.
+    Raises ValueError for a layer of a matrix cell, whose solvers keep no states.
     """
+    if (cell := unwrap(layer.cell)).head_sizes is not None:
+        raise ValueError(f"no solver of {type(cell).__name__} keeps states, whose defect this is")
     args, pair = _call(layer, inputs, options)
     cell = layer.cell_with(options.get("weights"))
     result = run(program_of(cell), args.with_options(output_only=False), *pair)
@@ -126,15 +130,7 @@ def defect(
 def _call(
     layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Arguments, tuple[str, str]]:
-    """Return the record of a layer's call, and the pair that it asks for. Raises ValueError for a
-    layer of a matrix cell."""
-    cell = unwrap(layer.cell)
-    if cell.head_sizes is not None:
-        raise ValueError(
-            f"verify compares states at all steps, which no solver of {type(cell).__name__} keeps: "
-            "compare outputs and gradients with a float64 copy of the layer, with "
-            "solver='sequential', backend='torch'"
-        )
+    """Return the record of a layer's call, and the pair that it asks for."""
     arguments = signature(layer.forward).bind(*inputs, **options).arguments
     pair = layer.requested_pair(
         *(arguments.pop(part, None) for part in ("solver", "backend", "mode"))
@@ -149,10 +145,13 @@ def _check(
     args, pair = _call(layer, inputs, options)
     cell = layer.cell_with(options.get("weights"))
     scale = 1 / max(math.prod(args.size), 1)
-    oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=scale)
-    ran = oracle.run(*pair)
-    checks = oracle.judge(ran)
-    if cell.has_readout:
+    if cell.head_sizes is not None:
+        checks = check_matrix(cell, args, pair, seed, scale)
+    else:
+        oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=scale)
+        ran = oracle.run(*pair)
+        checks = oracle.judge(ran)
+    if cell.has_readout and cell.head_sizes is None:
         cotangent = oracle.trial.cotangents[0]
         more = readout_checks(oracle.trial, ran.values, cotangent)
         checks = replace(checks, checks=(*checks.checks[:-1], *more, checks.checks[-1]))

@@ -1,0 +1,84 @@
+"""Solves of matrix cells against the contract: outputs, final states and all gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from pararnn.cells.base import Cell
+from pararnn.check.claims import Check, SolveChecks, compare, gap, peak
+from pararnn.check.readout import OUTPUT
+from pararnn.check.reference import Named, Trial, gradients_of
+from pararnn.engines.arguments import Arguments, totals
+from pararnn.engines.table import Choice
+from pararnn.numerics import FORWARD_TOLERANCE, compute_dtype, underflow
+from pararnn.program.program import program_of
+from pararnn.solve import run
+
+LOOP = ("sequential", "torch")
+
+
+def check_matrix(
+    cell: Cell, call: Arguments, pair: tuple[str, str], seed: int, loss_scale: float
+) -> SolveChecks:
+    """Run a call by a pair, forward and backward, and hold it against the loop in float64.
+
+    Errors may be a tolerance and 4 times those of the loop in the compute dtype: of each tensor
+    over its largest entry, and of each entry. No step's defect is looked at, as no solver keeps
+    states. The gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
+    """
+    own = replace(call, params=()).map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+    trial = Trial(copy.deepcopy(cell), own, ())
+    with torch.no_grad():
+        program = program_of(cell)
+        states, final, _, _ = run(program, trial.call(), *LOOP)
+    generator = torch.Generator().manual_seed(seed)
+    noise = [
+        torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in (states[0], *final)
+    ]
+    trial = replace(
+        trial, cotangents=tuple([(loss_scale * n).to(call.gates.device) for n in noise])
+    )
+    ours, choice, sweeps = _results(trial, pair)
+    exact, _, _ = _results(trial.to(torch.float64), LOOP)
+    loop, _, _ = _results(trial.to(compute_dtype(call.gates.dtype)), LOOP)
+    strays = [int((v.isfinite() != loop[k].isfinite()).sum()) for k, v in ours.items()]
+    bad = ~loop[OUTPUT].isfinite().all(-1)
+    first = int(bad.any(2).any(0).int().argmax()) if bad.numel() else 0
+    return SolveChecks(
+        checks=(
+            *_compare(ours, exact, loop, call.gates.dtype),
+            Check("values not finite elsewhere", float(sum(strays)), 0.0),
+        ),
+        sweeps=sweeps,
+        mended=0,
+        expanding=False,
+        pair=choice.pair,
+        non_finite=(int(bad.any(1).sum()), first),
+    )
+
+
+def _results(trial: Trial, pair: tuple[str, str]) -> tuple[Named, Choice, int]:
+    """Return outputs, final states and gradients by name, what ran, and its sweeps."""
+    cell = trial.cell
+    states, final, info, choice = run(program_of(cell), trial.call(), *pair)
+    grads = gradients_of((states[0], *final), trial, trial.leaves())
+    values = {OUTPUT: states[0].detach()}
+    values |= {f"final {n}": h.detach() for n, h in zip(cell.states, final, strict=True)}
+    values |= {f"grad {name}": grad for name, grad in grads.items()}
+    return values, choice, int(totals(info)[0])
+
+
+def _compare(ours: Named, exact: Named, loop: Named, dtype: torch.dtype) -> Iterator[Check]:
+    for name, value in ours.items():
+        series = name in (OUTPUT, "grad gates")
+        error, noise = (
+            peak(gap(one[name], exact[name], loop[name]), series) for one in (ours, loop)
+        )
+        size = peak(exact[name].abs().cpu().double(), series)
+        tolerance = max(FORWARD_TOLERANCE[d] for d in (dtype, value.dtype))
+        floor = underflow(value.dtype)
+        yield compare(name, error, size, [noise], tolerance, floor, "entries")
