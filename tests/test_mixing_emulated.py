@@ -217,7 +217,7 @@ def test_many_rows_take_turns_in_the_memory_of_saved_values(variant, monkeypatch
 
     _install(dataclasses.replace(device, call=call), monkeypatch)
     check_agreement(_case(HeadLSTM, variant=variant, batch=19))
-    assert grids == [(6, 1), *3 * [(8, 1), (2, 1)]]  # 3 times 8 rows, of 2 heads
+    assert grids == [(6, 1), *3 * [(12, 1), (2, 1)]]  # 3 times 8 rows, of 2 heads
 
 
 class Slices(NamedTuple):

@@ -1,10 +1,11 @@
 constexpr int num_states = 1, num_gates = 3, num_fields = 0, num_params = 0, num_lefts = 3, num_rights = 2;
 constexpr int channel_params[] = {-1};
 
-constexpr int forward_stages = 3, forward_recomputed = 0, forward_carried = 0;
+constexpr int forward_stages = 3, forward_recomputed = 0, forward_carried = 0, forward_saved = 0;
 constexpr int forward_first_operand[] = {0, 1, 2, 2};
 constexpr int forward_first_product[] = {0, 2, 3, 3};
 constexpr Product forward_products[] = {{0, 0, 1}, {0, 1, 1}, {1, 2, 1}};
+constexpr int forward_sum_of_product[] = {0, 1, 2};
 constexpr int forward_stage_of_new_state[] = {2};
 
 PARARNN_FUNCTION void forward_0(const real* state, const real* gate, const real* field, const real* param, const real* product, real* carried, real* operand, real* new_state) {
@@ -45,10 +46,11 @@ PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const r
   if constexpr (stage == 2) forward_2(state, gate, field, param, product, carried, operand, new_state);
 }
 
-constexpr int backward_stages = 6, backward_recomputed = 2, backward_carried = 8;
+constexpr int backward_stages = 6, backward_recomputed = 2, backward_carried = 8, backward_saved = 7;
 constexpr int backward_first_operand[] = {0, 1, 2, 2, 4, 5, 5};
 constexpr int backward_first_product[] = {0, 2, 3, 3, 5, 6, 6};
 constexpr Product backward_products[] = {{0, 0, 1}, {0, 1, 1}, {1, 2, 1}, {2, 2, 0}, {3, 0, 0}, {4, 1, 0}};
+constexpr int backward_sum_of_product[] = {0, 1, 2, 3, 4, 5};
 constexpr int backward_stage_of_state[] = {5};
 constexpr int backward_stage_of_gate[] = {3, 4, 3};
 constexpr int backward_stage_of_field[] = {-1};
@@ -88,50 +90,48 @@ PARARNN_FUNCTION void backward_2(const real* state, const real* gate, const real
   const real t11 = constant(1.0) - t8;
   const real t12 = t10 * t10;
   const real t13 = constant(1.0) - t12;
-  const real t14 = constant(1.0) - carried_2;
-  const real t15 = carried_2 * t14;
-  const real t16 = t8 * t11;
+  const real t14 = t8 * t13;
+  const real t15 = constant(1.0) - carried_2;
+  const real t16 = carried_2 * t15;
+  const real t17 = state_h * t16;
+  const real t18 = t8 * t11;
   right[0] = state_h;
   right[1] = carried_7;
-  carried[0] = t16;
-  carried[1] = t15;
-  carried[3] = t13;
-  carried[4] = t11;
-  carried[5] = t10;
-  carried[6] = t8;
+  carried[0] = t18;
+  carried[1] = t17;
+  carried[3] = t14;
+  carried[4] = state_h;
+  carried[5] = t11;
+  carried[6] = t10;
 }
 
 PARARNN_FUNCTION void backward_3(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
-  const real state_h = state[0];
   const real cotangent_h = cotangent[0];
   const real carried_0 = carried[0];
   const real carried_3 = carried[3];
-  const real carried_5 = carried[5];
+  const real carried_4 = carried[4];
   const real carried_6 = carried[6];
-  const real t6 = cotangent_h * carried_6;
-  const real t7 = cotangent_h * carried_5;
-  const real t8 = cotangent_h * state_h;
-  const real t9 = -t8;
-  const real t10 = t7 + t9;
-  const real t11 = t6 * carried_3;
-  const real t12 = t10 * carried_0;
-  grad_gate[0] = t12;
-  grad_gate[2] = t11;
-  left[0] = t12;
-  left[2] = t11;
-  operand[2] = t11;
-  operand[3] = t12;
+  const real t5 = cotangent_h * carried_6;
+  const real t6 = cotangent_h * carried_4;
+  const real t7 = -t6;
+  const real t8 = t5 + t7;
+  const real t9 = cotangent_h * carried_3;
+  const real t10 = t8 * carried_0;
+  grad_gate[0] = t10;
+  grad_gate[2] = t9;
+  left[0] = t10;
+  left[2] = t9;
+  operand[2] = t9;
+  operand[3] = t10;
 }
 
 PARARNN_FUNCTION void backward_4(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
-  const real state_h = state[0];
   const real product_3 = product[3];
   const real carried_1 = carried[1];
-  const real t3 = product_3 * state_h;
-  const real t4 = t3 * carried_1;
-  grad_gate[1] = t4;
-  left[1] = t4;
-  operand[4] = t4;
+  const real t2 = product_3 * carried_1;
+  grad_gate[1] = t2;
+  left[1] = t2;
+  operand[4] = t2;
 }
 
 PARARNN_FUNCTION void backward_5(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
@@ -140,8 +140,8 @@ PARARNN_FUNCTION void backward_5(const real* state, const real* gate, const real
   const real product_4 = product[4];
   const real product_5 = product[5];
   const real carried_2 = carried[2];
-  const real carried_4 = carried[4];
-  const real t6 = cotangent_h * carried_4;
+  const real carried_5 = carried[5];
+  const real t6 = cotangent_h * carried_5;
   const real t7 = multiply_add(product_3, carried_2, t6);
   const real t8 = t7 + product_5;
   const real t9 = t8 + product_4;

@@ -1,10 +1,11 @@
 constexpr int num_states = 2, num_gates = 4, num_fields = 0, num_params = 0, num_lefts = 1, num_rights = 4;
 constexpr int channel_params[] = {-1};
 
-constexpr int forward_stages = 2, forward_recomputed = 0, forward_carried = 0;
+constexpr int forward_stages = 2, forward_recomputed = 0, forward_carried = 0, forward_saved = 0;
 constexpr int forward_first_operand[] = {0, 1, 1};
 constexpr int forward_first_product[] = {0, 4, 4};
 constexpr Product forward_products[] = {{0, 0, 0}, {0, 1, 0}, {0, 2, 0}, {0, 3, 0}};
+constexpr int forward_sum_of_product[] = {0, 1, 2, 3};
 constexpr int forward_stage_of_new_state[] = {1, 1};
 
 PARARNN_FUNCTION void forward_0(const real* state, const real* gate, const real* field, const real* param, const real* product, real* carried, real* operand, real* new_state) {
@@ -44,10 +45,11 @@ PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const r
   if constexpr (stage == 1) forward_1(state, gate, field, param, product, carried, operand, new_state);
 }
 
-constexpr int backward_stages = 4, backward_recomputed = 1, backward_carried = 10;
+constexpr int backward_stages = 4, backward_recomputed = 1, backward_carried = 6, backward_saved = 6;
 constexpr int backward_first_operand[] = {0, 1, 1, 5, 5};
 constexpr int backward_first_product[] = {0, 4, 4, 8, 8};
 constexpr Product backward_products[] = {{0, 0, 0}, {0, 1, 0}, {0, 2, 0}, {0, 3, 0}, {1, 3, 1}, {2, 2, 1}, {3, 1, 1}, {4, 0, 1}};
+constexpr int backward_sum_of_product[] = {0, 1, 2, 3, 4, 4, 4, 4};
 constexpr int backward_stage_of_state[] = {3, 2};
 constexpr int backward_stage_of_gate[] = {2, 2, 2, 2};
 constexpr int backward_stage_of_field[] = {-1};
@@ -84,29 +86,29 @@ PARARNN_FUNCTION void backward_1(const real* state, const real* gate, const real
   const real t20 = tanh(t19);
   const real t21 = t20 * t20;
   const real t22 = constant(1.0) - t21;
-  const real t23 = constant(1.0) - t17;
-  const real t24 = t17 * t23;
-  const real t25 = t15 * t15;
-  const real t26 = constant(1.0) - t25;
-  const real t27 = constant(1.0) - t13;
-  const real t28 = t13 * t27;
-  const real t29 = constant(1.0) - t11;
-  const real t30 = t11 * t29;
+  const real t23 = t17 * t22;
+  const real t24 = constant(1.0) - t17;
+  const real t25 = t17 * t24;
+  const real t26 = t20 * t25;
+  const real t27 = t15 * t15;
+  const real t28 = constant(1.0) - t27;
+  const real t29 = t11 * t28;
+  const real t30 = constant(1.0) - t13;
+  const real t31 = t13 * t30;
+  const real t32 = state_c * t31;
+  const real t33 = constant(1.0) - t11;
+  const real t34 = t11 * t33;
+  const real t35 = t15 * t34;
   left[0] = state_h;
-  carried[0] = t30;
-  carried[1] = t28;
-  carried[2] = t26;
-  carried[3] = t24;
+  carried[0] = t35;
+  carried[1] = t32;
+  carried[2] = t29;
+  carried[3] = t26;
   carried[4] = t13;
-  carried[5] = t15;
-  carried[6] = t11;
-  carried[7] = t22;
-  carried[8] = t20;
-  carried[9] = t17;
+  carried[5] = t23;
 }
 
 PARARNN_FUNCTION void backward_2(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
-  const real state_c = state[1];
   const real cotangent_h = cotangent[0];
   const real cotangent_c = cotangent[1];
   const real carried_0 = carried[0];
@@ -115,35 +117,26 @@ PARARNN_FUNCTION void backward_2(const real* state, const real* gate, const real
   const real carried_3 = carried[3];
   const real carried_4 = carried[4];
   const real carried_5 = carried[5];
-  const real carried_6 = carried[6];
-  const real carried_7 = carried[7];
-  const real carried_8 = carried[8];
-  const real carried_9 = carried[9];
-  const real t13 = cotangent_h * carried_9;
-  const real t14 = cotangent_h * carried_8;
-  const real t15 = t13 * carried_7;
-  const real t16 = cotangent_c + t15;
-  const real t17 = t16 * carried_6;
-  const real t18 = t16 * carried_5;
-  const real t19 = t16 * carried_4;
-  const real t20 = t16 * state_c;
-  const real t21 = t14 * carried_3;
-  const real t22 = t17 * carried_2;
-  const real t23 = t20 * carried_1;
-  const real t24 = t18 * carried_0;
-  grad_state[1] = t19;
-  grad_gate[0] = t24;
-  grad_gate[1] = t23;
-  grad_gate[2] = t22;
-  grad_gate[3] = t21;
-  right[0] = t24;
-  right[1] = t23;
-  right[2] = t22;
-  right[3] = t21;
-  operand[1] = t21;
-  operand[2] = t22;
-  operand[3] = t23;
-  operand[4] = t24;
+  const real t8 = cotangent_h * carried_5;
+  const real t9 = cotangent_c + t8;
+  const real t10 = t9 * carried_4;
+  const real t11 = cotangent_h * carried_3;
+  const real t12 = t9 * carried_2;
+  const real t13 = t9 * carried_1;
+  const real t14 = t9 * carried_0;
+  grad_state[1] = t10;
+  grad_gate[0] = t14;
+  grad_gate[1] = t13;
+  grad_gate[2] = t12;
+  grad_gate[3] = t11;
+  right[0] = t14;
+  right[1] = t13;
+  right[2] = t12;
+  right[3] = t11;
+  operand[1] = t11;
+  operand[2] = t12;
+  operand[3] = t13;
+  operand[4] = t14;
 }
 
 PARARNN_FUNCTION void backward_3(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {

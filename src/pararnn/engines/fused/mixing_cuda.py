@@ -53,8 +53,8 @@ PRODUCT_TILE = 128
 """Rows and columns of a result that a block of a batched product computes, about."""
 SAVED_BYTES = 2**30
 """Bytes of the values of steps that the kernels before those along time give to these."""
-RECOMPUTE_BLOCKS = 8
-"""Blocks a multiprocessor that compute products for all steps at once."""
+RECOMPUTE_WARPS = 32
+"""Warps a multiprocessor that compute what no cotangent decides, for all steps at once."""
 
 
 class MixingLayouts(NamedTuple):
@@ -348,6 +348,8 @@ def make_mixing_launch(
         templates["sum_weights"] = _sums_of(interface, mixing, -(-rows // block_rows))
     templates["pack"] = _pack_of(interface)
     tiles = rows * -(-length // 4)  # of 4 steps of a row, or 8
+    first_kernels = kernels_of(first[0]) if first else None
+    first_blocks = -(-RECOMPUTE_WARPS // first_kernels.tiles.warps) if first_kernels else 0
     return empty._replace(
         size=(heads, rows, length, width),
         block_rows=block_rows,
@@ -356,9 +358,9 @@ def make_mixing_launch(
         ),
         cores=cores,
         run=kernels_of(run),
-        first=kernels_of(first[0]) if first else None,
+        first=first_kernels,
         without_vectors=partial(kernels_of, run._replace(vectors=False)) if backward else None,
-        first_blocks=heads * min(tiles, -(-RECOMPUTE_BLOCKS * cores // heads)),
+        first_blocks=heads * min(tiles, -(-first_blocks * cores // heads)),
         templates=templates,
     )
 
