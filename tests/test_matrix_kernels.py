@@ -303,7 +303,10 @@ MUTANTS = {
     "a state before the wrong step": ("l % checkpoint == 0", "l % checkpoint == 1"),
     "a final gradient too few": ("p.sequence(row, l + 1) != sequence)", "false)"),
     "a sum of padded lanes": ("v + lanes <= size) return x;", "true) return x;"),
-    "an outer product of rows": ("load_as(right + i * padded + v)", "load_as(right + v)"),
+    "an outer product of rows": (
+        "load_as(right + i * padded + v * lanes)",
+        "load_as(right + v * lanes)",
+    ),
 }
 
 

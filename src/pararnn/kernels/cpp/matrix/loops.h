@@ -77,28 +77,44 @@ inline void multiply_columns(int64 rows, const scalar* x, int64 width, const sca
       }
 }
 
-template <int count, int64 padded>
-inline void add_outer_rows(int64 rows, const scalar* left, const scalar* right, scalar* target) {
-  for (int64 v = 0; v < padded; v += lanes) {
-    real sums[count];
-    for (int n = 0; n < count; ++n) sums[n] = real{};
-    for (int64 i = 0; i < rows; ++i) {
-      const real row = load_as(right + i * padded + v);
+// Adds `count` rows of an outer product in `vectors` columns of vectors, whose sums stay in registers.
+template <int count, int vectors, int64 padded>
+inline void add_outer_block(int64 rows, const scalar* left, const scalar* right, scalar* target) {
+  real sums[count][vectors];
 #pragma GCC unroll 8
-      for (int n = 0; n < count; ++n) sums[n] = multiply_add(broadcast(left[i * padded + n]), row, sums[n]);
+  for (int n = 0; n < count; ++n)
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) sums[n][v] = real{};
+  for (int64 i = 0; i < rows; ++i) {
+    real row[vectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) row[v] = load_as(right + i * padded + v * lanes);
+#pragma GCC unroll 8
+    for (int n = 0; n < count; ++n) {
+      const real factor = broadcast(left[i * padded + n]);
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) sums[n][v] = multiply_add(factor, row[v], sums[n][v]);
     }
-    for (int n = 0; n < count; ++n)
-      store_as(target + n * padded + v, load_as(target + n * padded + v) + sums[n]);
   }
+#pragma GCC unroll 8
+  for (int n = 0; n < count; ++n)
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) {
+      scalar* const total = target + n * padded + v * lanes;
+      store_as(total, load_as(total) + sums[n][v]);
+    }
 }
 
 // target[j][l] += sum over rows of left[row][j] right[row][l].
 template <int64 size, int64 padded>
 inline void add_outer(int64 rows, const scalar* left, const scalar* right, scalar* target) {
-  constexpr int block = 8;
-  int64 j = 0;
-  for (; j + block <= size; j += block) add_outer_rows<block, padded>(rows, left + j, right, target + j * padded);
-  for (; j < size; ++j) add_outer_rows<1, padded>(rows, left + j, right, target + j * padded);
+  constexpr int vectors = padded % (2 * lanes) == 0 ? 2 : 1, block = 8 / vectors;
+  for (int64 l = 0; l < padded; l += vectors * lanes) {
+    int64 j = 0;
+    for (; j + block <= size; j += block)
+      add_outer_block<block, vectors, padded>(rows, left + j, right + l, target + j * padded + l);
+    for (; j < size; ++j) add_outer_block<1, vectors, padded>(rows, left + j, right + l, target + j * padded + l);
+  }
 }
 
 // target[j][l] += sum over c < count of left[j][c] right[l][c].
