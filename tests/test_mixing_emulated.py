@@ -197,12 +197,12 @@ def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
 
     def tiles_of(program, variant):
         tiles = plan(program, variant)
-        sizes_in_use.add((tiles.held, tiles.units))
+        sizes_in_use.add((tiles.register_fragments, tiles.units))
         return tiles
 
     monkeypatch.setattr(mixing_cuda, "tiles_of", tiles_of)
     _check(_case(HeadGRU, dtype, variant="initial", channels=34))
-    assert {held for held, _ in sizes_in_use} == {0}
+    assert {fragments for fragments, _ in sizes_in_use} == {0}
 
 
 @pytest.mark.parametrize("variant", ["initial", "resets"])
@@ -252,21 +252,21 @@ SLICES = {
 
 @pytest.mark.parametrize("name", SLICES)
 def test_wide_heads_are_sliced_over_a_cluster(name, monkeypatch):
-    row, used, plan = SLICES[name], {}, mixing_cuda.tiles_of
+    row, cuts, plan = SLICES[name], {}, mixing_cuda.tiles_of
     monkeypatch.setattr(mixing_cuda, "MAX_REGISTERS", row.registers)
     monkeypatch.setattr(mixing_cuda, "MAX_WARPS", row.warps)
     monkeypatch.setattr(emulated, "kernels_of", emulated.kernels_of.__wrapped__)
 
     def tiles_of(program, variant):
         tiles = plan(program, variant)
-        used[variant.direction] = tiles.slices, tiles.splits
+        cuts[variant.direction] = tiles.slices, tiles.splits
         return tiles
 
     monkeypatch.setattr(mixing_cuda, "tiles_of", tiles_of)
     install(gpu(cores=row.cores), monkeypatch)
     case = make_case(row.cell_class, row.dtype, 7, row.variant, channels=72, num_heads=1, batch=3)
     _check(case)
-    assert (used["forward"], used["backward"]) == (row.forward, row.backward)
+    assert (cuts["forward"], cuts["backward"]) == (row.forward, row.backward)
 
 
 def test_a_head_that_is_too_wide_is_named_with_the_cure(monkeypatch):

@@ -142,9 +142,10 @@ def variants_of_pass(variant: MixingVariant) -> list[MixingVariant]:
 class Tiles(NamedTuple):
     """Tiles of a block: see cuda/mixing/block.h and products.h.
 
-    slices: blocks of a head. splits: warps with the same tiles. held: fragments of matrices that a
-    warp has in registers for the whole sequence. shared_matrices: True if shared memory has the
-    others. words: of one head's packed matrices. shared_bytes: shared memory of a block.
+    slices: blocks of a head. splits: warps with the same tiles. register_fragments: fragments of
+    matrices that a warp has in registers for the whole sequence. shared_matrices: True if shared
+    memory has the others. words: of one head's packed matrices. shared_bytes: shared memory of a
+    block.
     """
 
     slices: int
@@ -154,7 +155,7 @@ class Tiles(NamedTuple):
     splits: int
     operand_parts: int
     matrix_parts: int
-    held: int
+    register_fragments: int
     shared_matrices: bool
     steps_ahead: int
     words: int
@@ -199,11 +200,13 @@ IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
 
 
 class _Needs(NamedTuple):
-    """What tiles need. matrices: tiles of them next to each other, by units of a tile. products: of
-    all stages. scatter: slices send sums of products, see cuda/mixing/scatter.h. tile_words: of a
-    lane and a tile of 16 by 16. operand_bytes: of all operands and a unit, of both
-    rounds. padding: units of an operand that no warp has. number_bytes: of a step and unit in the
-    ring. sums: numbers of a lane and a tile of 8 units that splits add up.
+    """Sizes on which tiles depend.
+
+    matrices: tiles of them next to each other, by units of a tile. products: of all stages.
+    scatter: slices send sums of products, see cuda/mixing/scatter.h. tile_words: of a lane and a
+    tile of 16 by 16. operand_bytes: of all operands and a unit, of both rounds. padding: units of
+    an operand that no warp has. number_bytes: of a step and unit in the ring. sums: numbers of a
+    lane and a tile of 8 units that splits add up.
     """
 
     matrices: dict[int, int]
@@ -217,9 +220,9 @@ class _Needs(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """Tiles of a size. rank: where matrices are. held: see Tiles. words: of one head's matrices.
-    fixed_bytes: of shared memory without the ring. step_bytes: of a step in the ring. products: of
-    tiles, a step.
+    """Tiles of a size. rank: where matrices are. register_fragments: see Tiles. words: of one
+    head's matrices. fixed_bytes: of shared memory without the ring. step_bytes: of a step in the
+    ring. products: of tiles, a step.
     """
 
     slices: int
@@ -228,7 +231,7 @@ class _Fit(NamedTuple):
     warps: int
     splits: int
     rank: int
-    held: int
+    register_fragments: int
     words: int
     fixed_bytes: int
     step_bytes: int
@@ -249,29 +252,29 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     if scatter:
         depth, head_tiles = slice_units // 16, slices * slice_units // 16
         lane_words = -(-head_tiles // warps) * needs.products * depth * needs.tile_words
-        stored, sums_bytes = slice_units, slices * slice_units // 8
+        operand_units, sums_bytes = slice_units, slices * slice_units // 8
     else:
         depth = -(-width // (16 * splits))
         lane_words = warp_tiles * count * depth * needs.tile_words
-        stored = depth * splits * 16
+        operand_units = depth * splits * 16
         if slices > 1:
-            stored = max(stored, -(-slices * slice_units // 16) * 16)
+            operand_units = max(operand_units, -(-slices * slice_units // 16) * 16)
         sums_bytes = warps * warp_tiles * units // 8 if splits > 1 else 0
     sums_bytes *= 2 * 32 * 4 * needs.sums
     block_words = warps * lane_words * 32
     step_bytes = warps * warp_tiles * units * needs.number_bytes
-    fixed_bytes = (stored + needs.padding) * needs.operand_bytes + sums_bytes
+    fixed_bytes = (operand_units + needs.padding) * needs.operand_bytes + sums_bytes
     if slices > 1:
         fixed_bytes += BARRIER_BYTES
     registers = min(MAX_REGISTERS, REGISTERS // (warps * 32)) - OTHER_REGISTERS
-    held, fragments, rank = max(0, registers // 4), lane_words // 4, IN_MEMORY
-    shared_matrices = warps * max(0, fragments - held) * FRAGMENT_BYTES
-    if fragments <= held:
+    register_fragments, fragments, rank = max(0, registers // 4), lane_words // 4, IN_MEMORY
+    shared_matrices = warps * max(0, fragments - register_fragments) * FRAGMENT_BYTES
+    if fragments <= register_fragments:
         rank = IN_REGISTERS
     elif fixed_bytes + shared_matrices + (MIN_STEPS_AHEAD + 1) * step_bytes <= shared:
         rank = IN_SHARED_MEMORY
         fixed_bytes += shared_matrices
-    held = 0 if rank == IN_MEMORY else min(held, fragments)
+    register_fragments = 0 if rank == IN_MEMORY else min(register_fragments, fragments)
     return _Fit(
         slices=slices,
         units=units,
@@ -279,7 +282,7 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
         warps=warps,
         splits=splits,
         rank=rank,
-        held=held,
+        register_fragments=register_fragments,
         words=slices * block_words,
         fixed_bytes=fixed_bytes,
         step_bytes=step_bytes,
@@ -308,7 +311,7 @@ def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
             fits,
             key=lambda fit: (
                 fit.rank,
-                fit.held * fit.warps if fit.rank == IN_SHARED_MEMORY else 0,
+                fit.register_fragments * fit.warps if fit.rank == IN_SHARED_MEMORY else 0,
                 -fit.splits,
                 fit.warps if narrow else -fit.products,
             ),
@@ -376,7 +379,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         splits=fit.splits,
         operand_parts=operand_parts,
         matrix_parts=matrix_parts,
-        held=fit.held,
+        register_fragments=fit.register_fragments,
         shared_matrices=fit.rank == IN_SHARED_MEMORY,
         steps_ahead=steps_ahead,
         words=fit.words,
@@ -403,7 +406,7 @@ def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable
 
 
 _TILES = ("slices", "units", "warp_tiles", "warps", "splits", "operand_parts", "matrix_parts",
-          "held", "steps_ahead", "shared_bytes")  # fmt: skip
+          "register_fragments", "steps_ahead", "shared_bytes")  # fmt: skip
 """Fields of `Tiles` that are constants of the same name in kernels."""
 
 

@@ -388,9 +388,11 @@ class _Cut:
                 if isinstance(node, fx.Node) and node in at and at[node] < stage:
                     last[node] = max(stage, last.get(node, 0))
         first_pulled = self.recomputed_stages + 1
-        saved = [node for node in last if at[node] < first_pulled <= last[node] and self.cotangents]
-        ordered = [*saved, *(node for node in last if node not in saved)]
-        carries = {node: index for index, node in enumerate(ordered)}
+        crossings = [
+            node for node in last if at[node] < first_pulled <= last[node] and self.cotangents
+        ]
+        order = [*crossings, *(node for node in last if node not in crossings)]
+        carries = {node: index for index, node in enumerate(order)}
         for node, index in carries.items():
             stage_results[at[node]][Result("carried", index)] = node
         stages = [
@@ -408,15 +410,15 @@ class _Cut:
         )
         states = self.rows[: sizes["state"]]
         plain = all(operand in states for s, operand in operands if s < self.recomputed_stages)
-        counts = self.recomputed_stages, len(carries), len(saved)
+        counts = self.recomputed_stages, len(carries), len(crossings)
         return Pass(tuple(stages), sizes, *counts, sums, plain)
 
     def _end(self, result: Result, value: Any) -> int:
         """Return the stage that gives a result. Gradients of inputs come with the cotangents, also
         those that are zero."""
         vector = result.kind in ("left", "right") and value not in self.dependent
-        after = bool(self.cotangents) and not vector
-        return max(self._level(value), self.recomputed_stages + after)
+        first = self.recomputed_stages + (bool(self.cotangents) and not vector)
+        return max(self._level(value), first)
 
     def _level(self, value: Any) -> int:
         return self.level[value] if isinstance(value, fx.Node) else 0
@@ -450,9 +452,9 @@ class _Cut:
             *self.rows,
             *(n for n in self.nodes if n.target is MIX and n not in self.dependent),
         }
-        pulled = [node for node, stage in at.items() if stage > self.recomputed_stages]
+        pulls = [node for node, stage in at.items() if stage > self.recomputed_stages]
         if self.cotangents:
-            at |= {other: self.recomputed_stages for node in pulled
+            at |= {other: self.recomputed_stages for node in pulls
                    for other in node.all_input_nodes if other in early}  # fmt: skip
         return at
 

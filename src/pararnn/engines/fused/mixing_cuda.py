@@ -82,10 +82,10 @@ class MixingLaunch(NamedTuple):
 
     weights, compute, gates, matrices: dtypes of the weights' gradients, of computations, and of the
     arguments. params: the slice of the params among a call's tensors. size: heads, rows, steps of a
-    row, and channels of a head. block_rows: rows of a block. rows_at_once: of a launch in the
-    backward pass. cores: multiprocessors. run, first: the kernels along time, and those before
-    them, which run in `first_blocks`. without_vectors: builds the kernels along time that write no
-    vectors of outer products. templates: words of each kernel.
+    row, and channels of a head. block_rows: rows of a block. spans: blocks of a head. rows_at_once:
+    of a launch in the backward pass. cores: multiprocessors. run, first: the kernels along time,
+    and those before them, which run in `first_blocks`. without_vectors: builds the kernels along
+    time that write no vectors of outer products. templates: words of each kernel.
     """
 
     gpu: Gpu
@@ -97,6 +97,7 @@ class MixingLaunch(NamedTuple):
     mixing: Mixing
     size: tuple[int, int, int, int] = (0, 0, 0, 0)
     block_rows: int = 4
+    spans: int = 0
     rows_at_once: int = 0
     cores: int = 1
     run: Kernels | None = None
@@ -124,13 +125,8 @@ class MixingLaunch(NamedTuple):
         """Launch a forward pass."""
         if self.run is not None:
             _, rows, _, _ = self.size
-            packed = self._pack(self.run, tensors)
-            self._run(self.run, self._blocks(rows), [*tensors, packed])
-
-    @property
-    def spans(self) -> int:
-        """Blocks of a head."""
-        return -(-self.size[1] // self.block_rows)
+            matrices = self._pack(self.run, tensors)
+            self._run(self.run, self._blocks(rows), [*tensors, matrices])
 
     def _blocks(self, rows: int) -> int:
         return self.size[0] * -(-rows // self.block_rows)
@@ -155,13 +151,13 @@ class MixingLaunch(NamedTuple):
             kernels = self.without_vectors()
         assert self.first is not None
         size = (self.rows_at_once, length, heads, mixing.backward.num_saved, width)
-        saved = gates.new_empty(size, dtype=self.compute)
-        packed_first, packed = self._pack(self.first, tensors), self._pack(kernels, tensors)
+        values = gates.new_empty(size, dtype=self.compute)
+        first_matrices, matrices = (self._pack(own, tensors) for own in (self.first, kernels))
         for row in range(0, rows, self.rows_at_once):
             end = min(rows, row + self.rows_at_once)
-            others: list[Tensor | int | None] = [row, end, saved, left_vectors, right_vectors]
-            self._run(self.first, self.first_blocks, [*tensors, packed_first, *others])
-            self._run(kernels, self._blocks(end - row), [*tensors, packed, *others])
+            others: list[Tensor | int | None] = [row, end, values, left_vectors, right_vectors]
+            self._run(self.first, self.first_blocks, [*tensors, first_matrices, *others])
+            self._run(kernels, self._blocks(end - row), [*tensors, matrices, *others])
         if ("bias" in wanted or "params" in wanted) and partial.shape[1]:
             grid = (-(-heads * width // SUM_CHANNELS), partial.shape[1])
             self._call(self.run, "sum_weights", grid, [partial, *weights])
@@ -173,11 +169,11 @@ class MixingLaunch(NamedTuple):
         gates, words = tensors[0], self.size[0] * kernels.tiles.words
         if not words or gates is None:
             return None
-        packed = gates.new_empty(words, dtype=torch.int32)
+        matrices = gates.new_empty(words, dtype=torch.int32)
         threads = words // (4 * kernels.tiles.matrix_parts)
         grid = (-(-threads // PACK_THREADS), 1)
-        self._call(kernels, "pack", grid, [*tensors[self.params], packed])
-        return packed
+        self._call(kernels, "pack", grid, [*tensors[self.params], matrices])
+        return matrices
 
     def _run(self, kernels: Kernels, blocks: int, tensors: Sequence[Tensor | int | None]) -> None:
         slices = kernels.tiles.slices
@@ -228,8 +224,8 @@ class MixingLaunch(NamedTuple):
             for outer in outers:
                 grad = grads[outer.matrix]
                 assert grad is not None
-                left, right = outer.left_vector - lefts.start, outer.right_vector - rights.start
-                grad.view(heads, width, width).add_(sums[:, left, :, right])
+                i, j = outer.left_vector - lefts.start, outer.right_vector - rights.start
+                grad.view(heads, width, width).add_(sums[:, i, :, j])
 
 
 def _span(indices: Sequence[int]) -> slice:
@@ -304,7 +300,8 @@ def make_mixing_launch(
     sides = _sides_of(program, variant, -(-rows // 4) * heads, cores)
     variant = variant._replace(sides=sides, whole=rows % (4 * sides) == 0)
     block_rows = 4 * sides
-    if length >= MAX_LENGTH or -(-rows // block_rows) * heads * MAX_CLUSTER > MAX_BLOCKS:
+    spans = -(-rows // block_rows)
+    if length >= MAX_LENGTH or spans * heads * MAX_CLUSTER > MAX_BLOCKS:
         raise EngineError(
             f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS // MAX_CLUSTER} blocks of "
             f"8 rows and a head, got T = {length}, B = {rows} and {heads} heads; split the "
@@ -345,7 +342,7 @@ def make_mixing_launch(
         grad_strides = head_strides(gates.shape, layouts.gates)
         values["grad_gate_strides"] = gate_strides(interface, grad_strides)
         templates["run"] = template_of(interface.pack("BackwardProblem", values))
-        templates["sum_weights"] = _sums_of(interface, mixing, -(-rows // block_rows))
+        templates["sum_weights"] = _sums_of(interface, mixing, spans)
     templates["pack"] = _pack_of(interface)
     tiles = rows * -(-length // 4)  # of 4 steps of a row, or 8
     first_kernels = kernels_of(first[0]) if first else None
@@ -353,6 +350,7 @@ def make_mixing_launch(
     return empty._replace(
         size=(heads, rows, length, width),
         block_rows=block_rows,
+        spans=spans,
         rows_at_once=_rows_at_once(
             args.size, heads, mixing.backward.num_saved * compute.itemsize, cores
         ),

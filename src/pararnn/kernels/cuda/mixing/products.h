@@ -99,16 +99,16 @@ PARARNN_FUNCTION void load_fragments(const unsigned* source, int index, unsigned
 
 constexpr int fragments_bytes = lanes * 16;
 // Bytes of a block's shared memory with the matrices that registers do not hold; a warp has `count` fragments.
-constexpr int matrix_bytes_of(int count) { return shared_matrices && !wide ? warps * (count - held) * fragments_bytes : 0; }
+constexpr int matrix_bytes_of(int count) { return shared_matrices && !wide ? warps * (count - register_fragments) * fragments_bytes : 0; }
 
 // Loads a warp's first packed matrices into registers, the others into `memory` of the block. Returns where to read
 // the latter.
 template <int count> PARARNN_FUNCTION const unsigned* place_matrices(const unsigned* source, char* memory,
-                                                                     unsigned (&matrix)[at_least_one(held)][4]) {
-  each<held>([&](int i) { load_fragments(source, i, matrix[i]); });
+                                                                     unsigned (&matrix)[at_least_one(register_fragments)][4]) {
+  each<register_fragments>([&](int i) { load_fragments(source, i, matrix[i]); });
   if constexpr (!shared_matrices) return source;
-  unsigned* copy = reinterpret_cast<unsigned*>(memory + warp() * (count - held) * fragments_bytes) + (lane() - held * lanes) * 4;
-  for (int i = held; i < count; ++i) {
+  unsigned* copy = reinterpret_cast<unsigned*>(memory + warp() * (count - register_fragments) * fragments_bytes) + (lane() - register_fragments * lanes) * 4;
+  for (int i = register_fragments; i < count; ++i) {
     unsigned fragments[4];
     load_fragments(source, i, fragments);
     each<4>([&](int j) { copy[i * lanes * 4 + j] = fragments[j]; });
@@ -117,9 +117,9 @@ template <int count> PARARNN_FUNCTION const unsigned* place_matrices(const unsig
 }
 
 // Adds the product of a warp's matrices number `at` and an operand.
-PARARNN_FUNCTION void add_product_of(float (&sum)[4], const unsigned (&matrix)[at_least_one(held)][4], int at,
+PARARNN_FUNCTION void add_product_of(float (&sum)[4], const unsigned (&matrix)[at_least_one(register_fragments)][4], int at,
                                      const unsigned (&streamed)[4], const unsigned (&x)[2]) {
-  if (at < held) add_product(sum, matrix[at < held ? at : 0], x);
+  if (at < register_fragments) add_product(sum, matrix[at < register_fragments ? at : 0], x);
   else add_product(sum, streamed, x);
 }
 
@@ -172,7 +172,7 @@ template <class Tables, int first, int last> struct Products {
   const int head;
   char* memory;  // operands
   const unsigned* source;  // the warp's packed matrices, from this lane's words on
-  unsigned matrix[at_least_one(held)][4];
+  unsigned matrix[at_least_one(register_fragments)][4];
   unsigned receiver[receivers];  // their memory
   int round = 0;
 
@@ -299,7 +299,7 @@ template <class Tables, int first, int last> struct Products {
             const int o = Tiling<Tables>::list.items[begin + i].operand - Tables::first_operand[stage];
             each<matrix_parts>([&](int part) {
               unsigned streamed[4];
-              if (at + part >= held) load_fragments(source, at + part, streamed);
+              if (at + part >= register_fragments) load_fragments(source, at + part, streamed);
               each<layers>([&](int layer) {
                 const int order = part + layer * parts_of_layer;
                 if (order >= most) return;
@@ -314,7 +314,7 @@ template <class Tables, int first, int last> struct Products {
       if constexpr (outside)
         each<own * warp_tiles>([&](int i) { each<4>([&](int j) { sum[i][0][j] += part_sum[i][j]; }); });
     };
-    if constexpr (held > 0) {
+    if constexpr (register_fragments > 0) {
       each<depth / 2>([&](int pair) { multiply_tiles(pair * 2, Count<2>()); });
     } else {
 #pragma unroll 1

@@ -41,7 +41,7 @@ template <class Tables, int first, int last> struct ScatteredProducts {
   const Inputs& in;
   char* memory;
   const unsigned* source;  // the warp's packed matrices, from this lane's words on
-  unsigned matrix[at_least_one(held)][4];
+  unsigned matrix[at_least_one(register_fragments)][4];
   unsigned receiver[tiles];  // the sums of a tile's units
   int round = 0;
 
@@ -100,7 +100,7 @@ template <class Tables, int first, int last> struct ScatteredProducts {
           each<matrix_parts>([&](int part) {
             const int at = ((tile * products + begin - first_product + p) * own_depth + k) * matrix_parts + part;
             unsigned streamed[4];
-            if (at >= held) load_fragments(source, at, streamed);
+            if (at >= register_fragments) load_fragments(source, at, streamed);
             each<layers>([&](int layer) {
               const int order = part + layer * parts_of_layer;
               if (order >= most) return;
