@@ -147,8 +147,8 @@ def test_kernels_of_steps_that_mix_compile(name, dtype, heads, width, arch):
         report = _resources(program, variant, arch)
         kernels = cuda.blocks_of(program, variant)
         assert set(report) >= set(kernels)
-        # Warps of wide heads have 128 registers a thread.
-        assert report["run"]["spilled"] <= (16 if width == 256 else 0), report
+        # Warps of wide heads have 128 registers a thread, where no cluster slices them.
+        assert report["run"]["spilled"] <= (64 if width == 256 else 0), report
         threads = kernels["run"].block[0]
         assert report["run"]["registers"] * threads <= 2**16
         directions.add(variant.direction)

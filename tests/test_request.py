@@ -128,9 +128,9 @@ def test_solve_follows_the_context():
     pairs = []
     real = pararnn.engines.table.choose
 
-    def record(program, size, dtype, device, *pair):
-        pairs.append(pair)
-        return real(program, size, dtype, device, *pair)
+    def record(program, size, dtype, device, *pair_and_heads):
+        pairs.append(pair_and_heads[:2])
+        return real(program, size, dtype, device, *pair_and_heads)
 
     with pytest.MonkeyPatch.context() as patch, pararnn.using("newton", "torch"):
         patch.setattr(sys.modules["pararnn.solve"], "choose", record)

@@ -45,7 +45,8 @@ def precompile(
     usual, device = _usual_for(weight.device, capability)
     for cell in cells:
         program = program_of(cell)
-        language = "cpp" if capability is None and weight.device.type == "cpu" else "cuda"
+        on_gpu = capability is not None or type_of(weight.device).accelerator
+        language = "cuda" if on_gpu else "cpp"
         reason = why_no_kernels(program, language=language)
         if reason is not None:
             raise EngineError(f"cannot precompile {type(module).__name__}: {reason}")
