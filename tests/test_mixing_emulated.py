@@ -250,12 +250,17 @@ SLICES = {
 }
 
 
-@pytest.mark.parametrize("name", SLICES)
-def test_wide_heads_are_sliced_over_a_cluster(name, monkeypatch):
-    row, cuts, plan = SLICES[name], {}, mixing_cuda.tiles_of
+def _with_slices(row, monkeypatch):
+    """Give blocks the registers and warps of a row. Tiles depend on them: no kernels are shared."""
     monkeypatch.setattr(mixing_cuda, "MAX_REGISTERS", row.registers)
     monkeypatch.setattr(mixing_cuda, "MAX_WARPS", row.warps)
     monkeypatch.setattr(emulated, "kernels_of", emulated.kernels_of.__wrapped__)
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_wide_heads_are_sliced_over_a_cluster(name, monkeypatch):
+    row, cuts, plan = SLICES[name], {}, mixing_cuda.tiles_of
+    _with_slices(row, monkeypatch)
 
     def tiles_of(program, variant):
         tiles = plan(program, variant)
@@ -333,15 +338,40 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def _mutant_of(name, tmp_path, monkeypatch):
+EXCHANGE_MUTANTS = {
+    "operands are read before they arrive": Mutant(
+        "forward", "products.h", "    wait_for_slices(", "    if (round < 0) wait_for_slices("
+    ),
+    "a split is added twice": Mutant(
+        "forward", "products.h", "total += sums[index(j + 1, i)]", "total += sums[index(j, i)]"
+    ),
+    "a slice's matrices are another one's": Mutant(
+        "forward", "products.h", "slice * slice_units +", "(slice ^ 1) * slice_units +"
+    ),
+    "a slice's sum is left out": Mutant(
+        "backward", "scatter.h", "each<slices>([&](int i) { total", "each<2>([&](int i) { total"
+    ),
+    "sums go to another slice": Mutant(
+        "backward", "scatter.h", "in_block(memory, tile / own_depth)",
+        "in_block(memory, tile / own_depth ^ 1)"
+    ),
+    "own operands are read before they are written": Mutant(
+        "backward", "scatter.h", "    __syncthreads();\n    each<own>", "    each<own>"
+    ),
+}  # fmt: skip
+"""Faults of the exchange between slices."""
+
+
+def _mutant_of(mutant, tmp_path, monkeypatch):
     """Return a GPU whose kernels of one direction are compiled from a header with a fault."""
-    mutant, folder = MUTANTS[name], tmp_path / "kernels"
+    folder = tmp_path / "kernels"
     shutil.copytree(headers.KERNELS, folder)
     path = folder / "cuda" / "mixing" / mutant.file
     text = path.read_text()
     assert mutant.right in text
     path.write_text(text.replace(mutant.right, mutant.wrong))
     usual, device = emulated.kernels_of, gpu(cores=mutant.cores)
+    build = getattr(usual, "__wrapped__", usual)
 
     def kernels_of(program, variant, capability):
         if variant.direction != mutant.direction:
@@ -350,7 +380,7 @@ def _mutant_of(name, tmp_path, monkeypatch):
             patch.setattr(headers, "KERNELS", folder)
             headers.text.cache_clear()
             try:
-                return usual.__wrapped__(program, variant, capability)
+                return build(program, variant, capability)
             finally:
                 headers.text.cache_clear()
 
@@ -362,7 +392,7 @@ def test_a_wrong_kernel_is_seen(name, tmp_path, monkeypatch):
     """The agreement that the tests above rest on fails for a kernel that is wrong."""
     mutant = MUTANTS[name]
     case = _case(mutant.cell_class, variant=mutant.variant)
-    _install(_mutant_of(name, tmp_path, monkeypatch), monkeypatch)
+    _install(_mutant_of(mutant, tmp_path, monkeypatch), monkeypatch)
     with pytest.raises(AssertionError):
         check_agreement(case, arriving=[] if mutant.direction == "forward" else None)
 
@@ -373,3 +403,13 @@ def test_a_wrong_kernel_is_seen(name, tmp_path, monkeypatch):
 def test_kernels_without_a_fault_agree(cell_class, monkeypatch):
     _install(gpu(cores=MANY_CORES), monkeypatch)
     check_agreement(_case(cell_class, variant="resets"))
+
+
+@pytest.mark.parametrize("name", EXCHANGE_MUTANTS)
+def test_a_wrong_exchange_is_seen(name, tmp_path, monkeypatch):
+    mutant = EXCHANGE_MUTANTS[name]
+    _with_slices(SLICES["matrices in three parts"], monkeypatch)
+    install(_mutant_of(mutant, tmp_path, monkeypatch), monkeypatch)
+    case = make_case(HeadGRU, torch.float32, 5, "initial", channels=72, num_heads=1, batch=2)
+    with pytest.raises(AssertionError):
+        check_agreement(case, arriving=[] if mutant.direction == "forward" else None)

@@ -6,10 +6,11 @@
 //
 // Needs, in addition to real.h and the emitted code: heads, head_width, slices (of a head), units (of a tile: 8
 // or 16), warp_tiles, sides (columns of a lane: 1 or 2), per_lane (numbers of a lane), warps, splits (warps with
-// the same tiles), steps_ahead (of a ring),
-// chunk (bytes that may be copied at once), gate_gap (elements between gates, 0 if the launch says), whole (all
-// columns of all blocks are rows), vectors (true if those of outer products are wanted), reverse, events,
-// broadcast, arriving, weight_io, matrix_io, vector_io, and the parts of numbers in products (products.h).
+// the same tiles), register_fragments (of a warp's matrices), shared_matrices (true if shared memory has the
+// others), steps_ahead (of a ring), chunk (bytes that may be copied at once), gate_gap (elements between gates, 0
+// if the launch says), whole (all columns of all blocks are rows), vectors (true if those of outer products are
+// wanted), reverse, events, broadcast, arriving, weight_io, matrix_io, vector_io, and the parts of numbers in
+// products (products.h).
 #pragma once
 #include "../../common/sizes.h"
 #include "matrix.h"
