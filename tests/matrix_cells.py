@@ -61,12 +61,24 @@ def _hopfield(s, g, p):
     return {"M": new}, torch.mv(new.T, match(torch.mv(new, g["q"])))
 
 
+def _titans(s, g, p):
+    """As gradient descent: momentum minus the rate times the gradient."""
+    a, e, t = (1 / (1 + torch.exp(-g[name])) for name in ("a", "e", "t"))
+    k = _unit(g["k"])
+    error = g["v"] - torch.mv(s["M"].T, k)
+    gradient = -torch.outer(k, error)
+    momentum = e * s["S"] - t * gradient
+    memory = s["M"] - a * s["M"] + momentum
+    return {"M": memory, "S": momentum}, torch.mv(memory.T, _unit(g["q"]))
+
+
 LOOPS = {
     "m2rnn": _m2rnn,
     "gated-delta": _gated_delta,
     "rwkv7": _rwkv7,
     "mlstm": _mlstm,
     "hopfield": _hopfield,
+    "titans": _titans,
 }
 """A step of each cell: (states, gates, parameters) of one head by name -> new states and output."""
 

@@ -28,6 +28,7 @@ from pararnn.zoo.modrelu import ModReLUCell
 from pararnn.zoo.rg_lru import RGLRUCell
 from pararnn.zoo.rwkv7 import RWKV7Cell
 from pararnn.zoo.slstm import SLSTMCell
+from pararnn.zoo.titans import TitansCell
 from pararnn.zoo.unicornn import UnICORNNCell
 
 CELLS: dict[str, type[Cell]] = {
@@ -63,6 +64,7 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "rwkv7": RWKV7Cell,
     "mlstm": MLSTMCell,
     "hopfield": HopfieldCell,
+    "titans": TitansCell,
 }
 """Cells whose states are matrices of heads, by their short names."""
 
@@ -96,5 +98,6 @@ __all__ = [
     "RGLRUCell",
     "RWKV7Cell",
     "SLSTMCell",
+    "TitansCell",
     "UnICORNNCell",
 ]
