@@ -43,20 +43,14 @@ class Isolated:
         """
         if self._process is None:
             self._start()
-        self._pipe.send((function, args))
+        self._send((function, args))
         end = time.monotonic() + seconds
         while True:
             remaining = end - time.monotonic()
             if remaining <= 0 or not self._pipe.poll(remaining):
                 self.close()
                 raise LostError(f"no end within {seconds:.0f} s")
-            try:
-                kind, value = self._pipe.recv()
-            except EOFError:
-                self._process.join()
-                code = self._process.exitcode
-                self.close()
-                raise LostError(f"its process ended with code {code}") from None
+            kind, value = self._receive()
             if kind == END:
                 return
             if kind == ERROR:
@@ -78,8 +72,27 @@ class Isolated:
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other,), daemon=True)
         self._process.start()
-        self._pipe.recv()  # it leads its group now
-        other.close()
+        other.close()  # so that the end of the process ends the wait
+        self._receive()  # it leads its group now
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError:
+            raise self._lost() from None
+
+    def _receive(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._lost() from None
+
+    def _lost(self) -> LostError:
+        """End what is left of the process, and return the error that says how it ended."""
+        self._process.join(timeout=1)
+        code = self._process.exitcode
+        self.close()
+        return LostError(f"its process ended with code {code}")
 
 
 def _serve(pipe: Connection) -> None:

@@ -211,7 +211,8 @@ def compile_all(
             list(runner.results(short_runs, case, settings, seconds=seconds))
         except LostError as error:
             lost[case] = LostError(f"compilation: {error}")
-        runners.put(runner)
+        finally:
+            runners.put(runner)
 
     with ThreadPoolExecutor(processes) as pool:
         for cases_at_once in (first, last, sorted(others + peers, key=needs_nvcc, reverse=True)):

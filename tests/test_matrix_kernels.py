@@ -285,6 +285,61 @@ def test_what_cannot_be_generated_runs_in_pytorch(operation):
         layer(x, backend="fused")
 
 
+def _other_wiring(self, state, gate, param):
+    k = gate.q - gate.k if self.K > 8 else gate.k - gate.q
+    return state.H + k[..., :, None] * gate.v[..., None, :]
+
+
+def _other_axis(self, state, gate, param):
+    sums = state.H.sum(-1 if self.K > 8 else -2, keepdim=True)
+    return 0.1 * sums + gate.k[..., :, None] * gate.v[..., None, :]
+
+
+def _other_maximum(self, state, gate, param):
+    largest = state.H.amax((-1,) if self.K > 8 else (-2,), keepdim=True)
+    return 0.1 * largest + gate.k[..., :, None] * gate.v[..., None, :]
+
+
+def _other_softmax(self, state, gate, param):
+    weights = torch.softmax(state.H, -1 if self.K > 8 else -2)
+    return weights + gate.k[..., :, None] * gate.v[..., None, :]
+
+
+def _other_branch(self, state, gate, param):
+    new = gate.k[..., :, None] * gate.v[..., None, :]
+    pair = (new, state.H) if self.K > 8 else (state.H, new)
+    return torch.where(new > 0, *pair)
+
+
+OTHERS = (_other_wiring, _other_axis, _other_maximum, _other_softmax, _other_branch)
+
+
+@pytest.mark.parametrize("step", OTHERS, ids=lambda step: step.__name__)
+def test_a_step_that_branches_on_a_length_runs_as_it_is(step):
+    cls = type("Branching", (zoo.M2RNNCell,), {"step": step})
+    torch.manual_seed(0)
+    cell = cls(2 * 16, num_heads=2, K=12)
+    assert "lengths" in program_of(cell).why_no_family
+    gates = torch.randn(2, 5, 2, cell.head_sizes.width)
+    output, _ = pararnn.solve(cell, gates)
+    reference, _ = pararnn.solve(cell, gates, solver="sequential", backend="torch")
+    assert torch.equal(output, reference)
+
+
+def test_a_parameter_with_one_axis_twice_and_another_runs_in_pytorch():
+    body = {
+        "step": lambda self, state, gate, param: (
+            torch.tanh((state.H[..., None, :] @ param.W.mT).squeeze(-2))
+            + gate.k[..., :, None] * gate.v[..., None, :]
+        ),
+        "params": {"W": Param("H,K,V,V")},
+    }
+    cell = type("ThreeAxes", (zoo.M2RNNCell,), body)(6, num_heads=2, K=4)
+    assert "one axis twice" in program_of(cell).why_no_family
+    output, _ = pararnn.solve(cell, torch.randn(2, 3, 2, cell.head_sizes.width))
+    assert output.isfinite().all()
+
+
 def test_non_finite_numbers_stay_in_their_row_and_head():
     call = make_call("m2rnn", 3, 6, dtype=torch.float32)
     gates = call.gates.detach().clone()

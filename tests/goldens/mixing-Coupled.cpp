@@ -1,11 +1,10 @@
 constexpr int num_states = 2, num_gates = 2, num_fields = 1, num_params = 1, num_lefts = 2, num_rights = 2;
 constexpr int channel_params[] = {2};
 
-constexpr int forward_stages = 3, forward_recomputed = 0, forward_carried = 0, forward_saved = 0;
+constexpr int forward_stages = 3, forward_carried = 0;
 constexpr int forward_first_operand[] = {0, 1, 2, 2};
 constexpr int forward_first_product[] = {0, 1, 2, 2};
 constexpr Product forward_products[] = {{0, 0, 0}, {1, 1, 1}};
-constexpr int forward_sum_of_product[] = {0, 1};
 constexpr int forward_stage_of_new_state[] = {1, 2};
 
 PARARNN_FUNCTION void forward_0(const real* state, const real* gate, const real* field, const real* param, const real* product, real* carried, real* operand, real* new_state) {
@@ -47,10 +46,11 @@ PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const r
   if constexpr (stage == 2) forward_2(state, gate, field, param, product, carried, operand, new_state);
 }
 
-constexpr int backward_stages = 6, backward_recomputed = 2, backward_carried = 7, backward_saved = 6;
+constexpr int backward_stages = 6, backward_carried = 7;
 constexpr int backward_first_operand[] = {0, 1, 2, 2, 3, 4, 4};
 constexpr int backward_first_product[] = {0, 1, 2, 2, 3, 4, 4};
 constexpr Product backward_products[] = {{0, 0, 0}, {1, 1, 1}, {2, 1, 0}, {3, 0, 1}};
+constexpr int backward_recomputed = 2, backward_saved = 6;
 constexpr int backward_sum_of_product[] = {0, 1, 2, 3};
 constexpr int backward_stage_of_state[] = {4, 5};
 constexpr int backward_stage_of_gate[] = {4, 3};

@@ -1,11 +1,10 @@
 constexpr int num_states = 2, num_gates = 4, num_fields = 0, num_params = 0, num_lefts = 1, num_rights = 4;
 constexpr int channel_params[] = {-1};
 
-constexpr int forward_stages = 2, forward_recomputed = 0, forward_carried = 0, forward_saved = 0;
+constexpr int forward_stages = 2, forward_carried = 0;
 constexpr int forward_first_operand[] = {0, 1, 1};
 constexpr int forward_first_product[] = {0, 4, 4};
 constexpr Product forward_products[] = {{0, 0, 0}, {0, 1, 0}, {0, 2, 0}, {0, 3, 0}};
-constexpr int forward_sum_of_product[] = {0, 1, 2, 3};
 constexpr int forward_stage_of_new_state[] = {1, 1};
 
 PARARNN_FUNCTION void forward_0(const real* state, const real* gate, const real* field, const real* param, const real* product, real* carried, real* operand, real* new_state) {
@@ -45,10 +44,11 @@ PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const r
   if constexpr (stage == 1) forward_1(state, gate, field, param, product, carried, operand, new_state);
 }
 
-constexpr int backward_stages = 4, backward_recomputed = 1, backward_carried = 6, backward_saved = 6;
+constexpr int backward_stages = 4, backward_carried = 6;
 constexpr int backward_first_operand[] = {0, 1, 1, 5, 5};
 constexpr int backward_first_product[] = {0, 4, 4, 8, 8};
 constexpr Product backward_products[] = {{0, 0, 0}, {0, 1, 0}, {0, 2, 0}, {0, 3, 0}, {1, 3, 1}, {2, 2, 1}, {3, 1, 1}, {4, 0, 1}};
+constexpr int backward_recomputed = 1, backward_saved = 6;
 constexpr int backward_sum_of_product[] = {0, 1, 2, 3, 4, 4, 4, 4};
 constexpr int backward_stage_of_state[] = {3, 2};
 constexpr int backward_stage_of_gate[] = {2, 2, 2, 2};

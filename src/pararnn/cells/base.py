@@ -134,7 +134,11 @@ class Cell(nn.Module):
                 raise CellError(f"{cls.__name__}.params[{name!r}] must be a Param, got {param!r}")
         cls.head_axes = _axes_of(cls)
         if cls.head_axes is not None:
-            cls.config = {**dict.fromkeys(cls.head_axes.arguments), **cls.config}
+            bases = [base.head_axes for base in cls.__mro__[1:] if issubclass(base, Cell)]
+            stale = {axis for axes in bases if axes is not None for axis in axes.arguments}
+            stale -= {*cls.head_axes.arguments, *vars(cls).get("config", {})}
+            config = {key: value for key, value in cls.config.items() if key not in stale}
+            cls.config = {**dict.fromkeys(cls.head_axes.arguments), **config}
             _check_names(cls, "params and axes", [*cls.params, *cls.config])
         if "forward" in vars(cls):
             raise CellError(

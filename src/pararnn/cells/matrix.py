@@ -117,7 +117,7 @@ def axes_of_class(name: str, states: Any, gates: Any, shapes: Mapping[str, Param
 
 
 def _axes(what: str, value: Any) -> Axes:
-    names = (value,) if isinstance(value, str) and value else value or ()
+    names = () if value == "" else (value,) if isinstance(value, str) else value
     valid = isinstance(names, Sequence) and all(
         isinstance(axis, str) and axis.isidentifier() and axis != HEADS for axis in names
     )

@@ -341,7 +341,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     if variant.direction == "recompute" and own.multiplies_states:
         operand_parts = PARTS[dtype]  # states have been saved in it
     layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
-    operands = max(stage.count("operand") for stage in own.stages)
+    operands = max((stage.count("operand") for stage in own.stages[slice(*split)]), default=0)
     number_bytes = 8 * 4 * variant.sides if wide else 8 * 2 * layers  # of all columns
     numbers = 0  # of bytes a step, channel and row, that come through the ring
     if variant.direction == "forward":
@@ -421,6 +421,7 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
         "gate_gap": variant.gate_gap,
         "chunk": variant.chunk,
         "per_lane": tiles.warp_tiles * tiles.units // 8 * variant.sides,
+        "packed_words": tiles.words,
     }
     flags = {
         "shared_matrices": tiles.shared_matrices,

@@ -55,16 +55,19 @@ def _pass(
     operands = [stage.count("operand") for stage in own.stages]
     products = [len(stage.products) for stage in own.stages]
     lines = [
-        f"constexpr int {name}_stages = {len(own.stages)}, "
-        f"{name}_recomputed = {own.recomputed_stages}, {name}_carried = {own.num_carried}, "
-        f"{name}_saved = {own.num_saved};",
+        f"constexpr int {name}_stages = {len(own.stages)}, {name}_carried = {own.num_carried};",
         f"constexpr int {name}_first_operand[] = {_array(_starts(operands))};",
         f"constexpr int {name}_first_product[] = {_array(_starts(products))};",
         f"constexpr Product {name}_products[] = "
         + _array([_array([*map(int, product)]) for product in own.products] or ["{0, 0, 0}"])
         + ";",
-        f"constexpr int {name}_sum_of_product[] = {_array(own.sum_of_product or [0])};",
     ]
+    if "cotangent" in own.inputs:
+        lines += [
+            f"constexpr int {name}_recomputed = {own.recomputed_stages}, "
+            f"{name}_saved = {own.num_saved};",
+            f"constexpr int {name}_sum_of_product[] = {_array(own.sum_of_product or [0])};",
+        ]
     for kind, count in results:
         stages = {r.number: s for s, stage in enumerate(own.stages) for r in stage.results
                   if r.kind == kind}  # fmt: skip

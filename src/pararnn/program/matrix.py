@@ -233,7 +233,8 @@ def _check_method(
             f"{error}{line_of(error)}. Count axes from the end: a vector of keys is "
             "gate.k[..., :, None] next to a matrix, and a number gate.f[..., None, None]"
         ) from from_the_users_line(error)
-    pairs = zip(_tensors(what, whole), _tensors(what, single), wanted, strict=True)
+    results = (_tensors(what, some, len(wanted)) for some in (whole, single))
+    pairs = zip(*results, wanted, strict=True)
     for many, alone, size in pairs:
         got = (tuple(many.shape), tuple(alone.shape), many.dtype)
         if got != ((*LEAD, *size), size, dtype):
@@ -249,12 +250,13 @@ def _check_method(
             )
 
 
-def _tensors(what: str, result: object) -> tuple[Tensor, ...]:
-    if isinstance(result, Tensor):
-        return (result,)
-    if isinstance(result, tuple):
-        return result
-    raise CellError(f"{what} must return one tensor, got {type(result).__name__}")
+def _tensors(what: str, result: object, count: int) -> tuple[Tensor, ...]:
+    values = result if isinstance(result, tuple) else (result,)
+    if len(values) == count and all(isinstance(value, Tensor) for value in values):
+        return values
+    kinds = ", ".join(type(value).__name__ for value in values)
+    number = "one tensor" if count == 1 else f"a tuple of {count} tensors"
+    raise CellError(f"{what} must return {number}, got {kinds}")
 
 
 def why_a_loop(step: Step) -> str:

@@ -294,7 +294,8 @@ def _dependent(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.N
 def _associate(graph: Graph, cotangents: Sequence[fx.Node]) -> None:
     """Multiply factors that follow from no cotangent by each other, before a cotangent by them.
 
-    They are then one value of a step, which is known before its cotangent is.
+    They are then one value of a step, which is known before its cotangent is. Where they overflow
+    together, a cotangent of 0 gives NaN.
     """
     nodes, multiply = graph.module.graph, aten.mul.Tensor
     dependent = _dependent(nodes.nodes, cotangents)
@@ -409,9 +410,11 @@ class _Cut:
             for node, i in number.items()
         )
         states = self.rows[: sizes["state"]]
-        plain = all(operand in states for s, operand in operands if s < self.recomputed_stages)
+        only_states = all(
+            operand in states for s, operand in operands if s < self.recomputed_stages
+        )
         counts = self.recomputed_stages, len(carries), len(crossings)
-        return Pass(tuple(stages), sizes, *counts, sums, plain)
+        return Pass(tuple(stages), sizes, *counts, sums, only_states)
 
     def _end(self, result: Result, value: Any) -> int:
         """Return the stage that gives a result. Gradients of inputs come with the cotangents, also
@@ -448,14 +451,14 @@ class _Cut:
             for other in node.all_input_nodes:
                 first[other] = min(first.get(other, at[node]), at[node])
         # What stages with cotangents read of a step's inputs and products comes with the rest.
-        early = {
+        readable = {
             *self.rows,
             *(n for n in self.nodes if n.target is MIX and n not in self.dependent),
         }
         pulls = [node for node, stage in at.items() if stage > self.recomputed_stages]
         if self.cotangents:
             at |= {other: self.recomputed_stages for node in pulls
-                   for other in node.all_input_nodes if other in early}  # fmt: skip
+                   for other in node.all_input_nodes if other in readable}  # fmt: skip
         return at
 
     def _graph(

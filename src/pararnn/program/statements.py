@@ -39,6 +39,16 @@ REDUCTIONS = {
     aten.amax.default: "max",
     aten.amin.default: "min",
 }
+CHOOSE_AXES = {
+    *REDUCTIONS,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten._softmax.default,
+    aten._log_softmax.default,
+}
+"""Ops whose numbers are axes."""
 PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default}
 
 
@@ -172,6 +182,26 @@ class _Outers:
     terms: tuple[tuple[Value, Value], ...]
 
 
+def _first_change(pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Any:
+    """Return the target of the first node that differs from its partner by more than numbers, None
+    if there is none. Dimensions are no numbers where they choose an axis."""
+    partner: dict[fx.Node, fx.Node] = {}
+
+    def agree(a: Any, b: Any, exact: bool) -> bool:
+        if isinstance(a, fx.Node) or isinstance(b, fx.Node):
+            return isinstance(a, fx.Node) and partner.get(a) is b
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            return len(a) == len(b) and all(agree(x, y, exact) for x, y in zip(a, b, strict=True))
+        return not exact or a == b
+
+    for a, b in pairs:
+        same = a.op == b.op and (a.op == "placeholder" or a.target == b.target)
+        if not same or not agree(a.args, b.args, a.target in CHOOSE_AXES):
+            return a.target
+        partner[a] = b
+    return None
+
+
 class _Lowering:
     """Statements of a graph of small, distinct lengths, with the numbers of one of own lengths."""
 
@@ -186,9 +216,10 @@ class _Lowering:
     ) -> Statements:
         """Return the statements of a graph, given its inputs' axes and its results' targets."""
         pairs = [*zip(small.module.graph.nodes, own.module.graph.nodes, strict=False)]
-        counts = {len(graph.module.graph.nodes) for graph in (small, own)}
-        if len(counts) > 1 or any(a.target != b.target for a, b in pairs if a.op[0] == "c"):
-            raise CannotGenerate("operations that depend on the lengths of axes")
+        changed = _first_change(pairs)
+        if changed is not None or len(small.module.graph.nodes) != len(own.module.graph.nodes):
+            name = f" ({changed})" if changed is not None else ""
+            raise CannotGenerate(f"operations that depend on the lengths of axes{name}")
         places = iter(inputs)
         for node, other in pairs:
             if node.op == "placeholder":
@@ -200,11 +231,15 @@ class _Lowering:
                 axes = [*filter(None, self.dims(node))] if isinstance(entry, Value) else []
                 if len({*axes}) < len(axes):
                     raise CannotGenerate(f"{node.target}, which makes one axis twice")
+                if isinstance(entry, Value):
+                    size = tuple(self.lengths[axis] if axis else 1 for axis in self.dims(node))
+                    if tuple(other.meta["shape"]) != size:
+                        raise CannotGenerate(f"{node.target}, whose axes depend on their lengths")
         return self.out
 
     def _input(self, place: Target) -> Any:
         if len({*place.axes}) < len(place.axes):
-            if place.kind != "param":
+            if place.kind != "param" or len(place.axes) != 2:
                 raise CannotGenerate(f"a {place.kind} that has one axis twice")
             return _Matrix(place.number, False)
         node = self.out.graph.placeholder(f"{place.kind}_{place.number}")

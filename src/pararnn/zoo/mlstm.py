@@ -36,5 +36,6 @@ class MLSTMCell(Cell):
 
     def readout(self, state: Any, gate: Any, param: Any) -> Tensor:
         norm = (state.n * gate.q).sum(-1).abs()
-        norm = torch.maximum(norm, torch.exp(-state.m))[..., None]
+        one = torch.exp(torch.clamp(-state.m, max=80.0))  # more would overflow
+        norm = torch.maximum(norm, one)[..., None]
         return torch.sigmoid(gate.o) * (gate.q[..., None, :] @ state.C).squeeze(-2) / norm

@@ -52,7 +52,8 @@ than half as many of 8."""
 PRODUCT_TILE = 128
 """Rows and columns of a result that a block of a batched product computes, about."""
 SAVED_BYTES = 2**30
-"""Bytes of the values of steps that the kernels before those along time give to these."""
+"""Bytes of the values of steps that the kernels before those along time give to these; more where
+rows that keep the GPU busy need more."""
 RECOMPUTE_WARPS = 32
 """Warps a multiprocessor that compute what no cotangent decides, for all steps at once."""
 
@@ -304,8 +305,8 @@ def make_mixing_launch(
     if length >= MAX_LENGTH or spans * heads * MAX_CLUSTER > MAX_BLOCKS:
         raise EngineError(
             f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS // MAX_CLUSTER} blocks of "
-            f"8 rows and a head, got T = {length}, B = {rows} and {heads} heads; split the "
-            "sequence, or the batch"
+            f"{block_rows} rows and a head, got T = {length}, B = {rows} and {heads} heads; "
+            "split the sequence, or the batch"
         )
 
     def kernels_of(own: MixingVariant) -> Kernels:
@@ -352,7 +353,9 @@ def make_mixing_launch(
         block_rows=block_rows,
         spans=spans,
         rows_at_once=_rows_at_once(
-            args.size, heads, mixing.backward.num_saved * compute.itemsize, cores
+            args.size,
+            mixing.backward.num_saved * compute.itemsize,
+            block_rows * -(-cores // (heads * tiles_of(program, run).slices)),
         ),
         cores=cores,
         run=kernels_of(run),
@@ -363,11 +366,12 @@ def make_mixing_launch(
     )
 
 
-def _rows_at_once(size: tuple[int, int, int], heads: int, number_bytes: int, cores: int) -> int:
-    """Return the rows whose saved values have SAVED_BYTES, or more if fewer keep no GPU busy."""
+def _rows_at_once(size: tuple[int, int, int], number_bytes: int, busy_rows: int) -> int:
+    """Return the rows whose saved values have SAVED_BYTES, or those that keep a GPU busy if they
+    are more."""
     rows, length, channels = size
     fit = SAVED_BYTES // max(1, length * channels * number_bytes)
-    return min(rows, max(8 * (fit // 8), 8 * -(-cores // heads)))
+    return min(rows, 8 * max(fit // 8, -(-busy_rows // 8)))
 
 
 def _sides_of(program: Program, variant: MixingVariant, blocks: int, cores: int) -> int:

@@ -14,9 +14,9 @@
 namespace pararnn {
 
 constexpr int depth = ((head_width + 15) / 16 + splits - 1) / splits;  // tiles of 16 units of a warp's sums
-constexpr int summed = splits * depth * 16;
-constexpr int stored = slices > 1 && slices * slice_units > summed ? (slices * slice_units + 15) / 16 * 16 : summed;
-constexpr int wide_row = stored + 8;  // numbers of a column in double precision: without bank conflicts
+constexpr int sum_units = splits * depth * 16;
+constexpr int operand_units = slices > 1 && slices * slice_units > sum_units ? (slices * slice_units + 15) / 16 * 16 : sum_units;
+constexpr int wide_row = operand_units + 8;  // numbers of a column in double precision: without bank conflicts
 constexpr int layers = sides == 2 ? operand_parts : (operand_parts + 1) / 2;  // tiles of an operand
 constexpr int matrix_words = matrix_parts * lanes * 4;  // of a tile of 16 x 16
 constexpr int barrier_bytes = 16;
@@ -33,16 +33,14 @@ template <class Tables> struct Tiling {
   static constexpr int stages = Tables::stages, count = Tables::first_product[stages];
   struct List {
     Item items[count + 1];
-    int first[stages + 1], most_operands, most_products;
+    int first[stages + 1], most_products;
   };
   static constexpr List make() {
     List list{};
     int next = 0;
     for (int s = 0; s < stages; ++s) {
       list.first[s] = next;
-      const int operands = Tables::first_operand[s + 1] - Tables::first_operand[s];
       const int products = Tables::first_product[s + 1] - Tables::first_product[s];
-      if (operands > list.most_operands) list.most_operands = operands;
       if (products > list.most_products) list.most_products = products;
       for (int p = Tables::first_product[s]; p < Tables::first_product[s + 1]; ++next) {
         const int operand = Tables::products[p].operand;
@@ -57,6 +55,16 @@ template <class Tables> struct Tiling {
   }
   static constexpr List list = make();
 };
+
+// The most operands of a stage from `first` on, to `last` - 1.
+template <class Tables> constexpr int most_operands(int first, int last) {
+  int most = 0;
+  for (int s = first; s < last; ++s) {
+    const int operands = Tables::first_operand[s + 1] - Tables::first_operand[s];
+    if (operands > most) most = operands;
+  }
+  return most;
+}
 
 template <class Tables> PARARNN_FUNCTION constexpr int tiles_before(int stage) {
   return Tiling<Tables>::list.first[stage];
@@ -118,9 +126,9 @@ template <int count> PARARNN_FUNCTION const unsigned* place_matrices(const unsig
 
 // Adds the product of a warp's matrices number `at` and an operand.
 PARARNN_FUNCTION void add_product_of(float (&sum)[4], const unsigned (&matrix)[at_least_one(register_fragments)][4], int at,
-                                     const unsigned (&streamed)[4], const unsigned (&x)[2]) {
+                                     const unsigned (&loaded_fragments)[4], const unsigned (&x)[2]) {
   if (at < register_fragments) add_product(sum, matrix[at < register_fragments ? at : 0], x);
-  else add_product(sum, streamed, x);
+  else add_product(sum, loaded_fragments, x);
 }
 
 #if PARARNN_CLUSTER
@@ -149,6 +157,7 @@ PARARNN_FUNCTION void wait_for_slices(char* barriers, int round, int bytes) {
   Barrier& barrier = barrier_of(barriers, round);
   if (threadIdx.x == 0) expect_bytes(barrier, bytes);
   while (!has_arrived(barrier, round / 2)) {}
+  __syncwarp();
 }
 #endif
 
@@ -156,9 +165,9 @@ PARARNN_FUNCTION void wait_for_slices(char* barriers, int round, int bytes) {
 template <class Tables, int first, int last> struct Products {
   static constexpr int tiles = tiles_before<Tables>(last) - tiles_before<Tables>(first);
   static constexpr int words = warp_tiles * tiles * depth * matrix_words;  // of a warp's matrices
-  static constexpr int operand_slots = Tiling<Tables>::list.most_operands;
-  static constexpr bool fits = slices * slice_units <= stored;  // no warp has tiles beyond an operand
-  static constexpr int layer_bytes = wide ? columns * wide_row * (int)sizeof(real) : stored / 8 * tile_bytes;
+  static constexpr int operand_slots = most_operands<Tables>(first, last);
+  static constexpr bool fits = slices * slice_units <= operand_units;  // no warp has tiles beyond an operand
+  static constexpr int layer_bytes = wide ? columns * wide_row * (int)sizeof(real) : operand_units / 8 * tile_bytes;
   static constexpr int operand_bytes = (wide ? 1 : layers) * layer_bytes;
   static constexpr int operands_bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
   static constexpr int matrix_bytes = matrix_bytes_of(words / (lanes * 4));
@@ -220,7 +229,7 @@ template <class Tables, int first, int last> struct Products {
           send_bits(receiver[i] + own, bits, receiver[i] + barriers_start + round % 2 * barrier_bytes);
         });
 #else
-        if (fits || first_unit(0) + tile * 8 < stored) store_transposed(at, word);
+        if (fits || first_unit(0) + tile * 8 < operand_units) store_transposed(at, word);
 #endif
       });
     }
@@ -277,7 +286,7 @@ template <class Tables, int first, int last> struct Products {
     constexpr int operands = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
     constexpr int parts_of_layer = 3 - sides;
     // Matrix units truncate as they add: sums of float32 gates are added up outside of them.
-    constexpr bool outside = operand_parts > 2;
+    constexpr bool adds_floats = operand_parts > 2;
     const int first_tile = split_of(warp()) * depth;
     // Multiplies `together` tiles of 16 units, from the warp's tile k on.
     const auto multiply_tiles = [&](int k, auto together) {
@@ -290,28 +299,28 @@ template <class Tables, int first, int last> struct Products {
           else load_tiles(tile, x[o][layer][0]);
         });
       });
-      float part_sum[outside ? own * warp_tiles : 1][4];
-      each<outside ? own * warp_tiles : 1>([&](int i) { each<4>([&](int j) { part_sum[i][j] = 0.0f; }); });
+      float part_sum[adds_floats ? own * warp_tiles : 1][4];
+      each<adds_floats ? own * warp_tiles : 1>([&](int i) { each<4>([&](int j) { part_sum[i][j] = 0.0f; }); });
       each<tiles_of_units>([&](int extra) {
         each<own>([&](int i) {
           each<warp_tiles>([&](int tile) {
             const int at = ((tile * tiles + skipped + i) * depth + k + extra) * matrix_parts;
             const int o = Tiling<Tables>::list.items[begin + i].operand - Tables::first_operand[stage];
             each<matrix_parts>([&](int part) {
-              unsigned streamed[4];
-              if (at + part >= register_fragments) load_fragments(source, at + part, streamed);
+              unsigned loaded_fragments[4];
+              if (at + part >= register_fragments) load_fragments(source, at + part, loaded_fragments);
               each<layers>([&](int layer) {
                 const int order = part + layer * parts_of_layer;
                 if (order >= most) return;
-                float(&target)[4] = outside && order == 0 ? part_sum[outside ? i * warp_tiles + tile : 0]
+                float(&target)[4] = adds_floats && order == 0 ? part_sum[adds_floats ? i * warp_tiles + tile : 0]
                                                           : sum[i * warp_tiles + tile][order == 0 ? 0 : chains - 1];
-                add_product_of(target, matrix, at + part, streamed, x[o][layer][extra]);
+                add_product_of(target, matrix, at + part, loaded_fragments, x[o][layer][extra]);
               });
             });
           });
         });
       });
-      if constexpr (outside)
+      if constexpr (adds_floats)
         each<own * warp_tiles>([&](int i) { each<4>([&](int j) { sum[i][0][j] += part_sum[i][j]; }); });
     };
     if constexpr (register_fragments > 0) {

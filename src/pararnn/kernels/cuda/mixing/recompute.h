@@ -1,6 +1,6 @@
 // What the gradient needs and no cotangent decides, for all steps at once: the step's products, whose operands
-// follow from the saved states, and values of these that the backward pass reads. A block runs 8 steps of a row
-// as its columns.
+// follow from the saved states, and values of these that the backward pass reads. A block runs 4 or 8 steps of
+// a row as its columns.
 #pragma once
 #include "inputs.h"
 #include "products.h"

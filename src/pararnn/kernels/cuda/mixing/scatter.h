@@ -16,7 +16,8 @@ template <class Tables, int first, int last> struct ScatteredProducts {
   static constexpr int tiles = (head_tiles + warps - 1) / warps;  // of 16 units of the head: a warp's
   static constexpr int words = tiles * products * own_depth * matrix_words;  // of a warp's matrices
   static constexpr int layer_bytes = slice_units / 8 * tile_bytes, operand_bytes = layers * layer_bytes;
-  static constexpr int operands_bytes = 2 * Tiling<Tables>::list.most_operands * operand_bytes;
+  static constexpr int operand_slots = most_operands<Tables>(first, last);
+  static constexpr int operands_bytes = 2 * operand_slots * operand_bytes;
   static constexpr int matrix_bytes = matrix_bytes_of(words / (lanes * 4));
   static constexpr int sum_bytes = slice_units / 8 * sides * lanes * 4;  // of a sum, from one slice
   // The number of sums of a stage's products from `begin` on that come before product p.
@@ -60,7 +61,7 @@ template <class Tables, int first, int last> struct ScatteredProducts {
   PARARNN_FUNCTION void finish() const { meet_slices(); }
 
   PARARNN_FUNCTION char* slot(int operand) const {
-    return memory + (round % 2 * Tiling<Tables>::list.most_operands + operand) * operand_bytes;
+    return memory + (round % 2 * operand_slots + operand) * operand_bytes;
   }
 
   // Writes an operand of a stage, by its number in the stage.
@@ -80,7 +81,7 @@ template <class Tables, int first, int last> struct ScatteredProducts {
   PARARNN_FUNCTION void multiply(real (&product)[count][per_lane], const Work& meanwhile) {
     constexpr int begin = Tables::first_product[stage], own = Tables::first_product[stage + 1] - begin;
     constexpr int most = matrix_parts > operand_parts ? matrix_parts : operand_parts, parts_of_layer = 3 - sides;
-    constexpr bool outside = operand_parts > 2;  // see products.h
+    constexpr bool adds_floats = operand_parts > 2;  // see products.h
     float sum[tiles][own][2][4];
     each<tiles * own * 2>([&](int i) {
       each<4>([&](int j) { sum[i / (own * 2)][i / 2 % own][i % 2][j] = 0.0f; });
@@ -99,16 +100,16 @@ template <class Tables, int first, int last> struct ScatteredProducts {
           each<4>([&](int j) { part_sum[j] = 0.0f; });
           each<matrix_parts>([&](int part) {
             const int at = ((tile * products + begin - first_product + p) * own_depth + k) * matrix_parts + part;
-            unsigned streamed[4];
-            if (at >= register_fragments) load_fragments(source, at, streamed);
+            unsigned loaded_fragments[4];
+            if (at >= register_fragments) load_fragments(source, at, loaded_fragments);
             each<layers>([&](int layer) {
               const int order = part + layer * parts_of_layer;
               if (order >= most) return;
-              float(&own_sum)[4] = outside && order == 0 ? part_sum : sum[tile][target][order > 0];
-              add_product_of(own_sum, matrix, at, streamed, x[layer]);
+              float(&own_sum)[4] = adds_floats && order == 0 ? part_sum : sum[tile][target][order > 0];
+              add_product_of(own_sum, matrix, at, loaded_fragments, x[layer]);
             });
           });
-          if constexpr (outside) each<4>([&](int j) { sum[tile][target][0][j] += part_sum[j]; });
+          if constexpr (adds_floats) each<4>([&](int j) { sum[tile][target][0][j] += part_sum[j]; });
         });
       });
     });

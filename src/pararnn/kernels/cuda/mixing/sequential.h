@@ -27,6 +27,8 @@ using PassProducts = ForwardProducts;
 #endif
 
 static_assert(pararnn::Pass::bytes == pararnn::shared_bytes);
+static_assert(pararnn::wide || pararnn::PassProducts::words * pararnn::warps * pararnn::slices == pararnn::packed_words);
+static_assert(pararnn::wide || pararnn::register_fragments * pararnn::lanes * 4 <= pararnn::PassProducts::words);
 
 extern "C" __global__ void __launch_bounds__(256)
 pack(const __grid_constant__ pararnn::PackProblem problem) {
