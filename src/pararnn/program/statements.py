@@ -216,9 +216,9 @@ class _Lowering:
     ) -> Statements:
         """Return the statements of a graph, given its inputs' axes and its results' targets."""
         pairs = [*zip(small.module.graph.nodes, own.module.graph.nodes, strict=False)]
-        changed = _first_change(pairs)
-        if changed is not None or len(small.module.graph.nodes) != len(own.module.graph.nodes):
-            name = f" ({changed})" if changed is not None else ""
+        change = _first_change(pairs)
+        if change is not None or len(small.module.graph.nodes) != len(own.module.graph.nodes):
+            name = f" ({change})" if change is not None else ""
             raise CannotGenerate(f"operations that depend on the lengths of axes{name}")
         places = iter(inputs)
         for node, other in pairs:
