@@ -10,7 +10,7 @@ from torch import fx
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body
 from pararnn.codegen.spelling import MASK, REAL, literal, spell
-from pararnn.program.matrix import Passes, passes_of
+from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
 from pararnn.program.statements import (
     Nest,
@@ -76,13 +76,7 @@ def _matrices(passes: Passes) -> list[tuple[int, bool]]:
 def _tables(program: Program, order: Axes) -> list[str]:
     """Return the arrays of sizes of states, gates and parameters: rows of numbers of one vector
     each, by which memory and padded arrays are copied."""
-    axes = program.step.cls.head_axes
-    assert axes is not None
-    kinds = {
-        "state": [*axes.states.values()],
-        "gate": [*axes.gates.values()],
-        "param": [param.kind.axes or () for param in program.step.cls.params.values()],
-    }
+    kinds = axes_by_kind(program.step)
     shared = [int(param.kind.axes is None) for param in program.step.cls.params.values()]
     lines = [
         f"constexpr int num_states = {len(kinds['state'])}, num_gates = {len(kinds['gate'])}, "
@@ -203,8 +197,7 @@ class _NestText:
     def lines(self) -> list[str]:
         """Return the loops."""
         axes, inner = self.nest.axes, self.loads[len(self.nest.axes)]
-        own = [*self.nest.points]
-        for value in own:
+        for value in self.nest.points:
             self._point(value)
         starts: dict[int, list[str]] = {depth: [] for depth in self.loads}
         ends: dict[int, list[str]] = {depth: [] for depth in self.loads}

@@ -122,21 +122,26 @@ def trace_matrix(
     return traces, None
 
 
+def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
+    """Return the axes of a head's states, gates and parameters, in order."""
+    axes = step.cls.head_axes
+    assert axes is not None
+    return {
+        "state": [*axes.states.values()],
+        "gate": [*axes.gates.values()],
+        "param": [param.kind.axes or () for param in step.cls.params.values()],
+    }
+
+
 def passes_of(step: Step, trace: MatrixTrace) -> Passes:
     """Return the statements of a trace that is whole. Raises CannotGenerate."""
     assert trace.gradient is not None
     assert trace.own_forward is not None
     assert trace.own_gradient is not None
-    axes = step.cls.head_axes
-    assert axes is not None
     small, own = trace_step(step).head_sizes, step.head_sizes
     assert small is not None
     assert own is not None
-    kinds = {
-        "state": [*axes.states.values()],
-        "gate": [*axes.gates.values()],
-        "param": [param.kind.axes or () for param in step.cls.params.values()],
-    }
+    kinds = axes_by_kind(step)
     order = order_of_axes([(VALUES,), *(own for some in kinds.values() for own in some)])
 
     def targets(prefix: str, kind: str) -> list[Target]:

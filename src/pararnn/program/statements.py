@@ -133,13 +133,11 @@ class Statements:
         """Return the part that computes targets of these kinds."""
         writes = [(target, value) for target, value in self.writes if target.kind in kinds]
         live = {value for _, value in writes if isinstance(value, Value)}
-        for outer in self.outers:
-            live |= {outer.lhs, outer.rhs}
         for value in reversed(self.values):
             if value in live:
                 live.update(sources_of(value))
         values = [value for value in self.values if value in live]
-        return Statements(self.graph, self.inputs, values, writes, self.outers)
+        return Statements(self.graph, self.inputs, values, writes)
 
 
 def sources_of(value: Value) -> tuple[Value, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import Cell
+from pararnn.zoo.unit import unit
 
 
 class GatedDeltaCell(Cell):
@@ -23,15 +24,11 @@ class GatedDeltaCell(Cell):
     gates = {"q": "K", "k": "K", "v": "V", "a": "", "b": ""}
     config = {"eps": 1e-6}
 
-    def unit(self, x: Tensor) -> Tensor:
-        """Return a vector of length 1."""
-        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
-
     def step(self, state: Any, gate: Any, param: Any) -> Tensor:
         a, b = (torch.sigmoid(x)[..., None, None] for x in (gate.a, gate.b))
-        k = self.unit(gate.k)[..., :, None]
+        k = unit(gate.k, self.eps)[..., :, None]
         memory = (k * state.S).sum(-2, keepdim=True)
         return a * (state.S - b * k * memory) + b * k * gate.v[..., None, :]
 
     def readout(self, state: Any, gate: Any, param: Any) -> Tensor:
-        return (self.unit(gate.q)[..., :, None] * state.S).sum(-2)
+        return (unit(gate.q, self.eps)[..., :, None] * state.S).sum(-2)

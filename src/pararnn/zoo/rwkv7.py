@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import Cell
+from pararnn.zoo.unit import unit
 
 
 class RWKV7Cell(Cell):
@@ -27,7 +28,7 @@ class RWKV7Cell(Cell):
     config = {"eps": 1e-6}
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor:
-        c = gate.c * torch.rsqrt(gate.c.square().sum(-1, keepdim=True) + self.eps)
+        c = unit(gate.c, self.eps)
         w = torch.exp(-math.exp(-0.5) * torch.sigmoid(gate.w))[..., :, None]
         memory = c[..., None, :] @ state.S
         erase = (torch.sigmoid(gate.a) * c)[..., :, None] * memory

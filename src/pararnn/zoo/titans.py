@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import Cell
+from pararnn.zoo.unit import unit
 
 
 class TitansCell(Cell):
@@ -26,16 +27,12 @@ class TitansCell(Cell):
     gates = {"q": "K", "k": "K", "v": "V", "a": "", "e": "", "t": ""}
     config = {"eps": 1e-6}
 
-    def unit(self, x: Tensor) -> Tensor:
-        """Return a vector of length 1."""
-        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
-
     def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
         a, e, t = (torch.sigmoid(x)[..., None, None] for x in (gate.a, gate.e, gate.t))
-        k = self.unit(gate.k)[..., :, None]
+        k = unit(gate.k, self.eps)[..., :, None]
         surprise = gate.v[..., None, :] - (k * state.M).sum(-2, keepdim=True)
         momentum = e * state.S + t * k * surprise
         return (1 - a) * state.M + momentum, momentum
 
     def readout(self, state: Any, gate: Any, param: Any) -> Tensor:
-        return (self.unit(gate.q)[..., :, None] * state.M).sum(-2)
+        return (unit(gate.q, self.eps)[..., :, None] * state.M).sum(-2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -208,12 +208,8 @@ class MixingLaunch(NamedTuple):
         # One product for a vector of one side, with all of the other side that go with it.
         by_left = left_vectors.shape[2] <= right_vectors.shape[2]
         for index in range(min(left_vectors.shape[2], right_vectors.shape[2])):
-            own = (
-                o
-                for o in self.mixing.outers
-                if index == (o.left_vector, o.right_vector)[not by_left]
-            )
-            outers = list(own)
+            outers = [o for o in self.mixing.outers
+                      if index == (o.left_vector if by_left else o.right_vector)]  # fmt: skip
             lefts = _span([outer.left_vector for outer in outers])
             rights = _span([outer.right_vector for outer in outers])
             x, y = left_vectors[:, :, lefts], right_vectors[:, :, rights]
@@ -346,6 +342,7 @@ def make_mixing_launch(
         templates["sum_weights"] = _sums_of(interface, mixing, spans)
     templates["pack"] = _pack_of(interface)
     tiles = rows * -(-length // 4)  # of 4 steps of a row, or 8
+    run_kernels = kernels_of(run)
     first_kernels = kernels_of(first[0]) if first else None
     first_blocks = -(-RECOMPUTE_WARPS // first_kernels.tiles.warps) if first_kernels else 0
     return empty._replace(
@@ -355,12 +352,14 @@ def make_mixing_launch(
         rows_at_once=_rows_at_once(
             args.size,
             mixing.backward.num_saved * compute.itemsize,
-            block_rows * -(-cores // (heads * tiles_of(program, run).slices)),
+            block_rows * -(-cores // (heads * run_kernels.tiles.slices)),
         ),
         cores=cores,
-        run=kernels_of(run),
+        run=run_kernels,
         first=first_kernels,
-        without_vectors=partial(kernels_of, run._replace(vectors=False)) if backward else None,
+        without_vectors=cache(partial(kernels_of, run._replace(vectors=False)))
+        if backward
+        else None,
         first_blocks=heads * min(tiles, -(-first_blocks * cores // heads)),
         templates=templates,
     )
