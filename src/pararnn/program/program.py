@@ -420,7 +420,14 @@ def _trace_matrix(step: Step) -> _Trace:
             f"{step.cls.__name__}'s step or readout reads a tensor's value in Python (a branch or "
             f".item()): use torch.where ({error})"
         ) from error
-    return _Trace(None, why, None, {}, {}, why_no_family, matrix)
+    warning = None
+    if why_no_family is not None:
+        warning = (
+            f"{step.cls.__name__} runs in PyTorch, a step at a time, several times slower than by "
+            f"generated kernels, which cannot take it: {why_no_family}. Write it without that, or "
+            "filter pararnn.CellCostWarning to accept the cost"
+        )
+    return _Trace(None, why, warning, {}, {}, why_no_family, matrix)
 
 
 def _derive_all(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:

@@ -111,10 +111,11 @@ PARARNN_FUNCTION void expect_bytes(Barrier& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_address(&barrier)), "r"(bytes) : "memory");
 }
-// Returns true if batch `number` has arrived. Only one may be in flight.
+// Returns true if batch `number` has arrived. Only one may be in flight. Other blocks of the cluster
+// may have written it, so what it acquires is the cluster's.
 PARARNN_FUNCTION bool has_arrived(Barrier& barrier, int number) {
   unsigned done;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
                "selp.u32 %0, 1, 0, p; }"
                : "=r"(done) : "r"(shared_address(&barrier)), "r"(number % 2) : "memory");
   return done;
