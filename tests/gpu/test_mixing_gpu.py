@@ -95,7 +95,7 @@ def test_wide_heads(cell_class, dtype, width, heads):
     _check(_case(cell_class, dtype, 60, **sizes))
     _check(_case(cell_class, dtype, 60, "resets", **sizes))
     case = _case(cell_class, dtype, 30, "packed", **sizes)
-    if cell_class is HeadSLSTM:  # of two numbers that rounding makes equal, it takes the larger
+    if (cell_class, dtype) == (HeadSLSTM, BF16):  # whose rounding decides which number is larger
         _check(case)
     else:
         check_agreement(case, 1e-4 if dtype in (F64, F32) else 2e-2)
