@@ -66,6 +66,7 @@ SLOW = [
     "properties",
     "readout",
     "recurrent_layer",
+    "release",
     "request",
     "scan",
     "split",

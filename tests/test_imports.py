@@ -14,7 +14,7 @@ ROOT = Path(pararnn.__file__).parent
 # The data flow: a module may import from its own row and from the rows above, never below. The docs
 # show it in this order.
 FLOW = [
-    ["private"],
+    ["intact", "private"],
     ["device"],
     ["atomic", "errors", "numerics", "parameters", "records", "values", "version"],
     ["cache", "extras", "palette"],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pararnn
-from pararnn.program.loads import Load, kind_of, loads
+from pararnn.program.loads import Load, is_library, kind_of, loads
 from pararnn.program.program import make_program
 from pararnn.program.reads import reads_mode, reads_of
 from pararnn.program.structure import STRUCTURES
@@ -312,3 +312,19 @@ def test_what_is_loaded():
     ):
         assert load in all_loads
     assert sum(load == Load("attribute", "getattr") for load in all_loads) == 1
+
+
+def test_packages_of_the_base_environment_and_the_users_are_installed(monkeypatch, tmp_path):
+    """A virtual environment may see those of the Python that made it, where PyTorch may be too."""
+    folders = {name: tmp_path / name for name in ("base", "user", "own")}
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(folders["base"])])
+    monkeypatch.setattr("site.getusersitepackages", lambda: str(folders["user"]))
+    for name, folder in folders.items():
+        module = types.ModuleType(f"module_in_{name}")
+        module.__file__ = str(folder / "module.py")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("sysconfig.get_path", lambda kind: str(tmp_path / "elsewhere"))
+    is_library.cache_clear()
+    assert [is_library(f"module_in_{name}") for name in folders] == [True, True, False]
+    assert is_library("torch")
+    is_library.cache_clear()

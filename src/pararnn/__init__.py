@@ -1,5 +1,6 @@
 """pararnn: nonlinear RNNs, trained in parallel over the sequence, exactly."""
 
+import pararnn.intact  # noqa: F401  first: where files are mixed, others fail obscurely
 from pararnn.cache import clear_caches
 from pararnn.cells import NONLINEARITIES, Cell, Param
 from pararnn.check.verify import Report, verify

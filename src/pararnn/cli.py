@@ -12,6 +12,7 @@ from pathlib import Path
 from signal import SIGINT, SIGPIPE
 from typing import Any, NoReturn
 
+import pararnn.intact  # noqa: F401  where another distribution's __init__.py does not check
 from pararnn.cells.find import find_cell
 from pararnn.device import default_device, parse_device
 from pararnn.errors import CellError, PararnnError

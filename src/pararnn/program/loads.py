@@ -5,11 +5,15 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import os
+import site
 import sys
 import sysconfig
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import NamedTuple
+
+import torch
 
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _CLOSURE = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
@@ -121,7 +125,17 @@ def is_library(root: str) -> bool:
     if root in sys.stdlib_module_names or root in sys.builtin_module_names:
         return root != "__main__"
     file = getattr(sys.modules.get(root), "__file__", None) or ""
-    return file.startswith(tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
+    return file.startswith(tuple(folder + os.sep for folder in library_folders()))
+
+
+def library_folders() -> set[str]:
+    """Return the folders of installed packages: this environment's, its base's and the user's.
+
+    PyTorch counts as installed wherever it is, as in a build of one's own.
+    """
+    own = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    others = {*site.getsitepackages(), site.getusersitepackages()}
+    return own | others | {os.path.dirname(torch.__file__)}
 
 
 def words(text: str) -> frozenset[str]:
