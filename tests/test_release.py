@@ -113,20 +113,20 @@ def test_supported_versions_are_those_of_the_package_and_of_ci():
         re.findall(r"^\| (Python|PyTorch) \| ([\d.]+ \| [\d.]+) \|$", readme, re.MULTILINE)
     )
     project = PYPROJECT["project"]
-    required = {
+    requirements = {
         "Python": project["requires-python"].removeprefix(">="),
         "PyTorch": project["dependencies"][0].removeprefix("torch>="),
     }
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
     jobs = workflow["jobs"]["check"]["strategy"]["matrix"]["include"]
-    released = [job for job in jobs if not job.get("nightly")]
-    tested = {
-        "Python": sorted(_numbers(job["python"]) for job in released),
-        "PyTorch": sorted(_numbers(job["torch"].removeprefix("torch==")) for job in released),
+    releases = [job for job in jobs if not job.get("nightly")]
+    corners = {
+        "Python": sorted(_numbers(job["python"]) for job in releases),
+        "PyTorch": sorted(_numbers(job["torch"].removeprefix("torch==")) for job in releases),
     }
-    for name, versions in tested.items():
+    for name, versions in corners.items():
         oldest, newest = table[name].split(" | ")
-        assert _numbers(oldest) == _numbers(required[name]) == versions[0]
+        assert _numbers(oldest) == _numbers(requirements[name]) == versions[0]
         assert _numbers(newest) == versions[-1]
 
 
