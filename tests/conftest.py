@@ -82,6 +82,7 @@ SLOW = [
     "train_stateful",
     "train_stopping",
     "train_store",
+    "train_sweep",
     "train_trainer",
 ]
 """Test modules, without `test_`, that `make test-fast` leaves out: they take most of the time."""

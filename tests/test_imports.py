@@ -17,7 +17,7 @@ FLOW = [
     ["intact", "private"],
     ["device"],
     ["atomic", "errors", "numerics", "parameters", "records", "values", "version"],
-    ["cache", "extras", "palette"],
+    ["cache", "extras", "imports", "palette", "provenance", "sweeps"],
     ["progress"],
     ["cells"],
     ["zoo"],

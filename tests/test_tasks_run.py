@@ -11,8 +11,8 @@ from pararnn import progress
 from pararnn.cli import main
 from pararnn.tasks import TASKS, training
 from pararnn.tasks.commands import keys_first
-from pararnn.tasks.report import table, write_report
-from pararnn.tasks.results import read_results, summary
+from pararnn.tasks.report import spread_table, table, write_report
+from pararnn.tasks.results import joined, read_results, summary
 from pararnn.tasks.run import configured, run_task
 from pararnn.tasks.training import PAPER_STEPS
 
@@ -284,3 +284,77 @@ def test_a_gru_learns_parity_and_holds_it_at_other_lengths():
     assert result["best"] == 1
     assert not result["capped"]
     assert max(result["lengths"]["64"]) > 0.9
+
+
+def _seeds(mixer, rate, accuracies, first=0, task="parity", **more):
+    train = {"lr": rate, "seed": first, "seeds": len(accuracies)}
+    best = max((each for each in accuracies if each is not None), default=None)
+    return {
+        **_result(task, mixer, best),
+        "accuracies": accuracies,
+        "seeds": [*range(first, first + len(accuracies))],
+        "diverged": [None if each is not None else 5 for each in accuracies],
+        "config": {"model": {"layers": 1}, "train": train},
+        "lengths": {"9": accuracies},
+        **more,
+    }
+
+
+RATES = [
+    _seeds("gru", 0.001, [0.5, 0.75, 1.0]),
+    _seeds("gru", 0.002, [0.25, None]),
+    _seeds("gru", 0.002, [1.0, 0.5], first=2, capped=True),
+    _seeds("lstm", 0.001, [0.875], task="s3"),
+    _seeds("gru", 0.001, [None], task="s3"),
+]
+
+
+def test_rates_of_one_folder_are_rows_of_their_own():
+    """The last file of a mixer and a task hid the others."""
+    lines = table(RATES).splitlines()
+    assert lines[0] == "| | parity | s3 |"
+    assert lines[2:6] == [
+        "| gru, lr 0.001 | 100 | diverged |",
+        "| gru, lr 0.002 | 100+ |  |",
+        "| lstm | (100) | 87.5 |",
+        "| chance | 10 | 10 |",
+    ]
+
+
+def test_the_spread_is_over_all_seeds_of_a_config():
+    lines = spread_table(RATES).splitlines()
+    assert lines[2:5] == [
+        "| gru, lr 0.001 | 75 (50 to 100) | 1 of 1 diverged |",
+        "| gru, lr 0.002 | 58.3 (25 to 100), 1 of 4 diverged |  |",
+        "| lstm |  | 87.5 |",
+    ]
+    assert "over the seeds (1 to 4)" in lines[-1]
+    (gru,) = [each for each in joined(RATES) if each["row"] == "gru, lr 0.002"]
+    assert gru["seeds"] == [0, 1, 2, 3]
+    assert gru["accuracies"] == gru["lengths"]["9"] == [0.25, None, 1.0, 0.5]
+    assert gru["diverged"] == [None, 5, None, None]
+
+
+def test_a_sweep_runs_each_value_once(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    sweep = ["steps=10", "seeds=1", "--sweep", "lr=1e-3,2e-3", "seed=0,1"]
+    assert run("parity", "gru", tmp_path, *sweep) == 0
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [
+        f"parity-gru-lr-{rate}-seed-{seed}.json" for rate in (0.001, 0.002) for seed in (0, 1)
+    ]
+    (tmp_path / names[2]).unlink()
+    capsys.readouterr()
+    assert run("parity", "gru", tmp_path, *sweep) == 0
+    assert capsys.readouterr().out.count("exists: left as it is") == 3
+    results = {row["row"]: row for row in joined(read_results(tmp_path))}
+    assert [*results] == ["gru, lr 0.001", "gru, lr 0.002"]
+    for name, row in results.items():
+        both = run_task(
+            configured("parity", "gru", [*SMALL, "steps=10", "seeds=2", name[5:].replace(" ", "=")])
+        )
+        assert row["accuracies"] == pytest.approx(both["accuracies"], abs=0.02)
+    assert main(["tasks", "table", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "| gru, lr 0.002 |" in text
+    assert "in brackets the worst and the best" in text

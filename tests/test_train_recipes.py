@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pararnn.errors import TrainingError
 from pararnn.lm import PRESETS, LanguageModel, preset
 from pararnn.train.corpus.sources import conditions_of
 from pararnn.train.recipes import RECIPES, paper, recipe, summary
@@ -128,3 +129,29 @@ def test_mamba2_is_no_recipe():
         paper("mamba2", "400M")
     with pytest.raises(ValueError, match="scale must be one of"):
         paper("gru", "400m3")
+
+
+def test_a_recipe_of_one_s_own_is_named_by_its_import_path():
+    assert recipe("own_study:small") == recipe("own_study:Study.small")
+    assert recipe("own_study:small").model.hidden_size == 16
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_study:small", "recipe 'no_such_study:small' cannot be imported (No module named"),
+        ("no_such_study:small", "put the folder that holds no_such_study on PYTHONPATH"),
+        ("own_study:smal", "own_study has nothing called 'smal'; it must be a function without"),
+        ("own_study:", "own_study has nothing called ''"),
+        (":small", "is no import path, such as 'mypackage.module:name'"),
+        ("runs/own.py:small", "is no import path"),
+        ("own_study:VALUE", "own_study has a int called 'VALUE'; it must be a function"),
+        ("own_study:sized", "called without arguments: missing a required argument: 'width'"),
+        ("own_study:empty", "must return a pararnn.train.config.RunConfig, got None"),
+        ("own_study:Study", "must return a pararnn.train.config.RunConfig, got <own_study.Study"),
+    ],
+)
+def test_a_recipe_that_is_none_says_so(path, message):
+    with pytest.raises(TrainingError) as error:
+        recipe(path)
+    assert message in str(error.value)

@@ -18,11 +18,14 @@ from pararnn.device import default_device, parse_device
 from pararnn.errors import CellError, PararnnError
 from pararnn.evaluation.paper import PRESETS
 from pararnn.extras import require
-from pararnn.tasks.commands import add_actions, keys_first, tasks
+from pararnn.sweeps import split_sweep
+from pararnn.tasks.commands import add_actions, add_sweep, keys_first, tasks
 from pararnn.train import DemoConfig, run_demo
+from pararnn.train.config import RunConfig
 from pararnn.train.overrides import config_text, resolved
 from pararnn.train.recipes import RECIPES, recipe, summary
 from pararnn.train.stopping import Stopped, discard
+from pararnn.train.sweep import run_sweep, sweep_of
 from pararnn.version import __version__
 from pararnn.zoo import CELLS
 
@@ -48,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     if arguments[:1] == ["train"]:  # argparse takes no flag between the recipe and its keys
-        arguments[1:] = sorted(arguments[1:], key=lambda text: not text.startswith("-"))
+        others, sweep = split_sweep(arguments[1:])
+        others.sort(key=lambda text: not text.startswith("-"))
+        arguments[1:] = [*others, *sweep]
     elif arguments[:2] == ["tasks", "run"]:
         arguments[2:] = keys_first(arguments[2:])
     options = vars(parser.parse_args(arguments))
@@ -75,9 +80,15 @@ def demo(**options: Any) -> int:
 
 
 def train(
-    recipe_name: str | None = None, overrides: Sequence[str] = (), show: str | None = None
+    recipe_name: str | None = None,
+    overrides: Sequence[str] = (),
+    show: str | None = None,
+    sweep: Sequence[str] = (),
 ) -> int:
-    """`pararnn train`: run a recipe's config with `overrides`, or show it or all recipes."""
+    """`pararnn train`: run a recipe's config with `overrides`, or show it or all recipes.
+
+    sweep: values to run in all combinations.
+    """
     if show == "recipes":
         width = max(map(len, RECIPES))
         print("\n".join(f"{name:{width}}  {summary(make())}" for name, make in RECIPES.items()))
@@ -85,17 +96,27 @@ def train(
     if recipe_name is None:
         raise PararnnError("name a recipe; `pararnn train --list` shows them")
     try:
-        config = resolved(recipe(recipe_name), overrides)
+        config = recipe(recipe_name)
+        configs = sweep_of(config, overrides, sweep) if sweep else [resolved(config, overrides)]
     except ValueError as error:
         raise PararnnError(str(error)) from error
     if show == "config":
-        print(config_text(config))
+        print("\n\n".join(map(config_text, configs)))
         return 0
     from pararnn.train.run import run_training  # seconds, which other commands do not wait for
 
-    folder = run_training(config)
-    if os.environ.get("RANK", "0") == "0":
-        print(folder)
+    first = os.environ.get("RANK", "0") == "0"
+
+    def run(config: RunConfig) -> Path:
+        folder = run_training(config)
+        if first:
+            print(folder, flush=True)
+        return folder
+
+    if sweep:
+        run_sweep(configs, run)
+    else:
+        run(configs[0])
     return 0
 
 
@@ -181,11 +202,13 @@ def add_train(command: argparse.ArgumentParser) -> None:
     """Add the options of `pararnn train`."""
     keys = "other values than the recipe's, such as data.train=FILE steps=500; see --print"
     config = "print the config, with the keys and values that a run would have"
-    command.add_argument("recipe_name", metavar="RECIPE", nargs="?", help="see --list")
+    recipes = "see --list; or package.module:function, your own that returns a RunConfig"
+    command.add_argument("recipe_name", metavar="RECIPE", nargs="?", help=recipes)
     command.add_argument("overrides", metavar="key=value", nargs="*", help=keys)
     show = partial(
         command.add_mutually_exclusive_group().add_argument, dest="show", action="store_const"
     )
+    add_sweep(command, "seed=0,1,2 optimiser.learning_rate=1e-3,2e-3")
     show("--list", const="recipes", help="print the recipes")
     show("--print", const="config", help=config)
 

@@ -29,6 +29,14 @@ class TrainingError(PararnnError, RuntimeError):
     """A training run cannot go on; the message says from where it can."""
 
 
+class DivergenceError(TrainingError):
+    """A loss, a gradient or a validation of a training run is NaN or infinite, in step `step`."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class EvaluationError(PararnnError, ValueError):
     """An evaluation cannot be made: no task is requested, one is unknown or cannot be loaded."""
 

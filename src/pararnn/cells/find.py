@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 
 from pararnn.cells.base import Cell
 from pararnn.errors import CellError
+from pararnn.imports import import_object, is_import_path
 
 
 def find_cell(name: str, table: Mapping[str, type[Cell]]) -> type[Cell]:
@@ -16,22 +16,14 @@ def find_cell(name: str, table: Mapping[str, type[Cell]]) -> type[Cell]:
     """
     if name in table:
         return table[name]
-    module_name, colon, class_name = name.partition(":")
-    if not colon:
+    if not is_import_path(name):
         raise CellError(
             f"there is no cell {name!r}: name one of {', '.join(table)}, or a class of your own by "
             "its import path, such as 'mypackage.cells:MyCell'"
         )
-    try:
-        target = importlib.import_module(module_name)
-    except ImportError as error:
-        raise CellError(
-            f"the cell {name!r} cannot be imported ({error}): install the package that defines it, "
-            f"or put the folder that holds {module_name.partition('.')[0]} on PYTHONPATH"
-        ) from error
-    for part in class_name.split("."):
-        target = getattr(target, part, None)  # type: ignore[assignment]
+    target = import_object(name, "cell", CellError)
     if not (isinstance(target, type) and issubclass(target, Cell)):
+        module_name, _, class_name = name.partition(":")
         raise CellError(
             f"the cell {name!r} cannot be used: {module_name} has no subclass of pararnn.Cell "
             f"called {class_name!r}"

@@ -9,9 +9,10 @@ from typing import Any
 
 from pararnn.device import default_device
 from pararnn.errors import PararnnError
+from pararnn.sweeps import FLAG, split_sweep
 from pararnn.tasks.models import OWN_MIXERS
 from pararnn.tasks.report import write_report
-from pararnn.tasks.run import configured, run_all
+from pararnn.tasks.run import run_all, sweep_of
 from pararnn.tasks.table import TASKS
 from pararnn.zoo import CELLS
 
@@ -41,12 +42,14 @@ def run_tasks(
     out: str,
     device: str,
     lengths: Sequence[int],
+    sweep: Sequence[str],
 ) -> None:
-    """Run every task with every mixer."""
+    """Run every task with every mixer, and all combinations of a sweep's values."""
     configs = [
-        configured(name, each, overrides, lengths=lengths, device=device)
+        config
         for name in names
         for each in mixer
+        for config in sweep_of(name, each, overrides, sweep, lengths=lengths, device=device)
     ]
     run_all(configs, Path(out))
 
@@ -77,12 +80,27 @@ def _lengths(text: str) -> list[int]:
 
 
 def keys_first(arguments: Sequence[str]) -> list[str]:
-    """Move the key=value of `run` behind the task's name: argparse reads them only there."""
+    """Move the key=value of `run` behind the task's name: argparse reads them only there.
+
+    Those of a sweep move to the end.
+    """
     if not arguments or arguments[0].startswith("-"):
         return list(arguments)
+    arguments, sweep = split_sweep(arguments)
     keys = [text for text in arguments if "=" in text and not text.startswith("-")]
     name, *others = (text for text in arguments if text not in keys)
-    return [name, *keys, *others]
+    return [name, *keys, *others, *sweep]
+
+
+def add_sweep(command: argparse.ArgumentParser, example: str) -> None:
+    """Add the option of a sweep to a command, whose values `split_sweep` has moved to the end."""
+    command.add_argument(
+        FLAG,
+        metavar="key=value,value",
+        nargs="+",
+        default=[],
+        help=f"run all combinations of these values, such as {example}; those that have ended stay",
+    )
 
 
 def add_actions(command: argparse.ArgumentParser, device: Callable[[str], str]) -> None:
@@ -103,5 +121,6 @@ def add_actions(command: argparse.ArgumentParser, device: Callable[[str], str]) 
     run.add_argument(
         "--lengths", type=_lengths, default=[], help="also test at these lengths: 100,1000,10000"
     )
+    add_sweep(run, "lr=1e-3,2e-3 seed=0,3")
     table = actions.add_parser("table", help="a table and pictures of a folder's results")
     table.add_argument("folder", metavar="DIR", help="that `run` wrote to")

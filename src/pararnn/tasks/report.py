@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pararnn.atomic import write_text
 from pararnn.extras import require
 from pararnn.palette import looks
-from pararnn.tasks.results import Result, percent, read_results, row_of
+from pararnn.tasks.results import Result, joined, percent, read_results
 from pararnn.tasks.table import PAPER, TASKS
 
+SPREAD_NOTE = (
+    "Mean accuracy in percent over the seeds ({seeds}), in brackets the worst and the best where "
+    "they differ."
+)
 NOTE = (
     "Accuracy in percent of the best seed, in brackets the paper's; + where training was capped: "
     "it ended before a seed was right throughout and before the paper's last step."
@@ -19,12 +23,9 @@ NOTE = (
 
 def table(results: Sequence[Result]) -> str:
     """Return Markdown: the best seed's accuracy in percent, the paper's, + for capped runs."""
-    rows, columns, cells = _grid(results)
     paper = dict(zip(list(TASKS)[:5], zip(*PAPER.values(), strict=True), strict=True))
-    chances = {result["task"]: percent(result["chance"]) for result in results}
 
-    def cell(row: str, column: str) -> str:
-        result = cells.get((row, column))
+    def cell(row: str, column: str, result: Result | None) -> str:
         text = ""
         if result is not None:
             best = result["best"]
@@ -33,20 +34,50 @@ def table(results: Sequence[Result]) -> str:
             text += f" ({paper[column][list(PAPER).index(row)]})"
         return text.strip()
 
-    lines = [["", *columns], *([row, *(cell(row, column) for column in columns)] for row in rows)]
-    lines.append(["chance", *(chances[column] for column in columns)])
+    return f"{_markdown(results, cell)}\n\n{NOTE}"
+
+
+def spread_table(results: Sequence[Result]) -> str:
+    """Return Markdown: the mean of the seeds, the worst and the best, and seeds that diverged."""
+
+    def cell(row: str, column: str, result: Result | None) -> str:
+        if result is None:
+            return ""
+        seeds = result["accuracies"]
+        finite = [each for each in seeds if each is not None]
+        text = percent(sum(finite) / len(finite)) if finite else ""
+        if finite and min(finite) < max(finite):
+            text += f" ({percent(min(finite))} to {percent(max(finite))})"
+        missing = len(seeds) - len(finite)
+        parts = [text, f"{missing} of {len(seeds)} diverged" * (missing > 0)]
+        return ", ".join(filter(None, parts))
+
+    counts = sorted({len(result["accuracies"]) for result in joined(results)})
+    seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{_markdown(results, cell)}\n\n{SPREAD_NOTE.format(seeds=seeds)}"
+
+
+def _markdown(results: Sequence[Result], cell: Callable[[str, str, Result | None], str]) -> str:
+    """Return a table of rows by tasks, and below it the accuracies of guessing."""
+    rows, columns, cells = _grid(results)
+    chances = {result["task"]: percent(result["chance"]) for result in results}
+    lines = [
+        ["", *columns],
+        *([row, *(cell(row, each, cells.get((row, each))) for each in columns)] for row in rows),
+        ["chance", *(chances[column] for column in columns)],
+    ]
     head, *body = ("| " + " | ".join(line) + " |" for line in lines)
     head = head.replace("|  |", "| |", 1)
-    return "\n".join([head, "|---" * (len(columns) + 1) + "|", *body, "", NOTE])
+    return "\n".join([head, "|---" * (len(columns) + 1) + "|", *body])
 
 
 def _grid(
     results: Sequence[Result],
 ) -> tuple[list[str], list[str], dict[tuple[str, str], Result]]:
     """Return rows and columns in the order of the paper and of `TASKS`, and results by both."""
-    cells = {(row_of(result), result["task"]): result for result in results}
+    cells = {(result["row"], result["task"]): result for result in joined(results)}
     order = {name: index for index, name in enumerate([*PAPER, *TASKS])}
-    mixers = {row_of(result): result["mixer"] for result in results}
+    mixers = {row: result["mixer"] for (row, _), result in cells.items()}
 
     def key(name: str) -> tuple[int, str]:
         return order.get(name, len(order)), name
@@ -88,7 +119,8 @@ def length_plot(results: Sequence[Result], path: Path) -> None:
     """Write accuracy over length as a PNG: the mean of the seeds, shaded from worst to best."""
     figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    names = [f"{row_of(result)}, {result['task']}" for result in results]
+    results = joined(results)
+    names = [f"{result['row']}, {result['task']}" for result in results]
     for (name, (colour, style)), result in zip(looks(names).items(), results, strict=True):
         lengths, seeds = zip(*accuracies_by_length(result).items(), strict=True)
         means = [100 * sum(each) / len(each) for each in seeds]
@@ -110,7 +142,7 @@ def write_report(folder: Path) -> str:
     Returns the table. Raises ValueError for a folder without results.
     """
     results = read_results(folder)
-    text = table(results)
+    text = f"{table(results)}\n\n{spread_table(results)}"
     write_text(folder / "table.md", text + "\n")
     heat_map(results, folder / "heat.png")
     if several := [result for result in results if accuracies_by_length(result)]:

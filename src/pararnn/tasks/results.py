@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pararnn.records import read_json
 
 Result = Mapping[str, Any]
+SEEDS = ("seed", "seeds")
+"""Keys of a config that number its seeds."""
 
 
 def read_result(path: Path) -> Result:
@@ -27,8 +29,8 @@ def read_results(folder: Path) -> list[Result]:
 def check_same(path: Path, config: Mapping[str, Any], lengths: list[int]) -> None:
     """Check a file's result against a config; ValueError names the first difference."""
     result = read_result(path)
-    theirs = _flat(result["config"], list(map(int, result["lengths"])))
-    ours = _flat(config, lengths)
+    theirs = {**flat(result["config"]), "lengths": list(map(int, result["lengths"]))}
+    ours = {**flat(config), "lengths": lengths}
     for key in {**ours, **theirs}:
         if ours.get(key) != theirs.get(key):
             raise ValueError(
@@ -37,12 +39,12 @@ def check_same(path: Path, config: Mapping[str, Any], lengths: list[int]) -> Non
             )
 
 
-def _flat(config: Mapping[str, Any], lengths: list[int]) -> dict[str, Any]:
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a config and of the mappings in it, by their own names."""
-    flat: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= value if isinstance(value, Mapping) else {key: value}
-    return {**flat, "lengths": lengths}
+        values |= value if isinstance(value, Mapping) else {key: value}
+    return values
 
 
 def best(accuracies: Iterable[float | None]) -> float | None:
@@ -54,6 +56,58 @@ def row_of(result: Result) -> str:
     """Return the name of a result's row: the mixer, and its layers if there are several."""
     layers = result["config"]["model"]["layers"]
     return result["mixer"] + (f", {layers} layers" if layers > 1 else "")
+
+
+def joined(results: Sequence[Result]) -> list[Result]:
+    """Return the results with the names of their rows, "row"; those of one config are one.
+
+    Results of one task and mixer may differ in what trained them, such as the rate: their rows name
+    it. Results that differ by `SEEDS` only are one, of all their seeds.
+    """
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((row_of(result), result["task"]), []).append(result)
+    keys: dict[str, list[str]] = {}
+    for (row, _), group in groups.items():
+        keys.setdefault(row, []).extend(_differences(group))
+    named: dict[tuple[str, str], list[Result]] = {}
+    for (row, task), group in groups.items():
+        for result in group:
+            values = flat(result["config"])
+            parts = [f"{key} {values.get(key)}" for key in dict.fromkeys(keys[row])]
+            named.setdefault((", ".join([row, *parts]), task), []).append(result)
+    return [{**_union(group), "row": row} for (row, _), group in named.items()]
+
+
+def _differences(results: Sequence[Result]) -> list[str]:
+    """Return the keys in which configs differ, without those that number the seeds."""
+    configs = [flat(result["config"]) for result in results]
+    keys = dict.fromkeys(key for config in configs for key in config if key not in SEEDS)
+    return [key for key in keys if any(each.get(key) != configs[0].get(key) for each in configs)]
+
+
+def _union(results: Sequence[Result]) -> Result:
+    """Return results of one config, each of other seeds, as one."""
+    if len(results) == 1:
+        return results[0]
+    first = max(results, key=lambda result: -1.0 if result["best"] is None else result["best"])
+    owners = {
+        seed: (result, index) for result in results for index, seed in enumerate(result["seeds"])
+    }
+    order = [owners[seed] for seed in sorted(owners)]
+    lengths = [
+        length for length in first["lengths"] if all(length in r["lengths"] for r in results)
+    ]
+    return {
+        **first,  # with the best seed, and whether that one was capped
+        "seeds": sorted(owners),
+        "accuracies": [result["accuracies"][index] for result, index in order],
+        "diverged": [result["diverged"][index] for result, index in order],
+        "lengths": {
+            length: [result["lengths"][length][index] for result, index in order]
+            for length in lengths
+        },
+    }
 
 
 def percent(accuracy: float | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -16,18 +15,16 @@ from pararnn import progress
 from pararnn.atomic import write_text
 from pararnn.device import type_of
 from pararnn.lm.config import POSITIVE, check_ranges
+from pararnn.provenance import provenance
 from pararnn.records import finite, to_json
+from pararnn.sweeps import combinations, name_of
 from pararnn.tasks.base import Task
 from pararnn.tasks.folded import accuracies, make_folded
 from pararnn.tasks.models import ModelConfig
-from pararnn.tasks.results import best, check_same, percent_or_none, summary
+from pararnn.tasks.results import best, check_same, flat, percent_or_none, summary
 from pararnn.tasks.table import task_of
 from pararnn.tasks.training import TEST, Report, TrainConfig, train
 from pararnn.values import KINDS
-from pararnn.version import __version__
-
-COMMIT = "PARARNN_COMMIT"
-"""Environment variable with the commit that results name."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,8 @@ class TaskRun:
     """A run: the task and its name in results, the model, and its training.
 
     test: sequences for the accuracies. lengths: further lengths to test at, on `length_rows`
-    sequences each. device: cpu, cuda or cuda:N. Raises ValueError for impossible values.
+    sequences each. device: cpu, cuda or cuda:N. sweep: values of a sweep, in the result's name.
+    Raises ValueError for impossible values.
     """
 
     task_name: str
@@ -46,6 +44,7 @@ class TaskRun:
     lengths: tuple[int, ...] = ()
     length_rows: int = 1000
     device: str = "cpu"
+    sweep: str = ""
 
     def __post_init__(self) -> None:
         check_ranges(self, {"test": POSITIVE, "length_rows": POSITIVE})
@@ -72,9 +71,10 @@ class TaskRun:
         return {**parts, "test": self.test, "length_rows": self.length_rows}
 
     def file_name(self) -> str:
-        """Return the result's file name: task, mixer, and layers if there are several."""
+        """Return the result's file name: task, mixer, layers if there are several, sweep."""
         mixer, layers = self.model.mixer.replace(":", "-"), self.model.layers
-        return f"{self.task_name}-{mixer}" + (f"-{layers}-layers" if layers > 1 else "") + ".json"
+        parts = [self.task_name, mixer, f"{layers}-layers" if layers > 1 else "", self.sweep]
+        return "-".join(filter(None, parts)) + ".json"
 
 
 def configured(
@@ -118,6 +118,23 @@ def configured(
     return TaskRun(name, **parts, **changes["run"], lengths=tuple(lengths), **options)
 
 
+def sweep_of(
+    name: str, mixer: str, overrides: Sequence[str], sweep: Iterable[str], **options: Any
+) -> list[TaskRun]:
+    """Build a config for each combination of a sweep's values ("lr=1e-3,2e-3"), see `configured`.
+
+    Without a sweep it is one. Raises ValueError as `configured` and `combinations`.
+    """
+    configs = []
+    for point in combinations(sweep, overrides):
+        config = configured(name, mixer, [*overrides, *point], **options)
+        values = flat(config.record())
+        keys = [text.partition("=")[0] for text in point]
+        texts = {key: str(values[key]).lower() for key in sorted(keys)}
+        configs.append(replace(config, sweep=name_of(texts)))
+    return configs
+
+
 def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
     """Train, test, and return the result as JSON values.
 
@@ -146,8 +163,7 @@ def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
         },
         "config": config.record(),
         "device": config.device_name,
-        "versions": {"pararnn": __version__, "torch": torch.__version__},
-        "commit": os.environ.get(COMMIT),
+        **provenance(),
     }
     return finite(result)
 

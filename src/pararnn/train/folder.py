@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from pararnn.atomic import write_text
 from pararnn.errors import TrainingError
-from pararnn.train.checkpoints import checkpoints, is_complete, remove_unfinished
+from pararnn.records import to_json
+from pararnn.train.checkpoints import checkpoints, is_complete, last_complete, remove_unfinished
 from pararnn.train.config import DataConfig, RunConfig, read_config
-from pararnn.train.files import replace_own
+from pararnn.train.files import MARK, replace_own
 from pararnn.train.locks import Held, exclusive
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ TOKENIZER = "tokenizer"
 """Folder in a run's folder with its tokenizer."""
 MODEL = "model"
 """Folder in a run's folder with the trained model; and the kind of all folders of models."""
-OURS = (MODEL, TOKENIZER, DATA, "log.csv", "curves.png", "tensorboard")
+RECORD = "record.json"
+"""File with what a run ran on, each time that it was started, and the step in which it diverged."""
+OURS = (MODEL, TOKENIZER, DATA, RECORD, "log.csv", "curves.png", "tensorboard")
 """Names that a run writes, in addition to its config and its checkpoints."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -120,6 +123,35 @@ def open_folder(config: RunConfig, data: TrainingData, out: Path) -> None:
             data.tokenizer.save(new)
     for name in remove_unfinished(out):
         print(f"{out / name} was not written to its end: removed")
+
+
+def add_start(out: Path, facts: Mapping[str, Any]) -> None:
+    """Add a start to a run's record: its step, its device and so on."""
+    starts = record_of(out).get("starts", [])
+    write_text(out / RECORD, to_json({"starts": [*starts, facts]}))
+
+
+def mark_diverged(config: RunConfig, step: int) -> None:
+    """Write into a run's record that it diverged, until it is started again."""
+    out = Path(config.out)
+    divergence = {"step": step, "steps": config.steps}
+    write_text(out / RECORD, to_json({**record_of(out), "diverged": divergence}))
+
+
+def record_of(out: Path) -> dict[str, Any]:
+    """Return a run's record, {} for one of an earlier version."""
+    return _record(out / RECORD) if (out / RECORD).exists() else {}
+
+
+def ending_of(config: RunConfig, out: Path) -> str | None:
+    """Return how a run with this number of steps came to its end, in words; None if it has not."""
+    last = last_complete(out)
+    if last is not None and last[0] >= config.steps and (out / MODEL / MARK).exists():
+        return "has ended"
+    diverged = record_of(out).get("diverged")
+    if diverged is not None and diverged["steps"] == config.steps:
+        return f"diverged in step {diverged['step']}"
+    return None
 
 
 def config_of(out: Path) -> RunConfig:

@@ -38,9 +38,14 @@ def resolved(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
     return _rebuilt(config, values)
 
 
+def texts_of(config: RunConfig) -> dict[str, str]:
+    """Return the values of a config as texts, by their keys."""
+    return {key: kind.write(value) for key, kind, value in _leaves(config)}
+
+
 def config_text(config: RunConfig) -> str:
     """Return the config as lines `key = value`, which `resolved` reads."""
-    return "\n".join(f"{key} = {kind.write(value)}" for key, kind, value in _leaves(config))
+    return "\n".join(f"{key} = {text}" for key, text in texts_of(config).items())
 
 
 def nearest(name: str, names: Mapping[str, str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Recipes: names, and functions that return all that a training run depends on.
 
-A recipe of one's own is a function that returns a `RunConfig`, and a line in RECIPES.
+A recipe of one's own is a function without arguments that returns a `RunConfig`: by its import
+path, "package.module:function", or with a line in RECIPES.
 
 The paper's name its data: SlimPajama without its books, streamed and tokenised once, no more of it
 than they learn. The small ones name none: `data.train=FILE` does.
@@ -8,10 +9,13 @@ than they learn. The small ones name none: `data.train=FILE` does.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from pararnn.errors import TrainingError
+from pararnn.imports import import_object, is_import_path
 from pararnn.lm.config import LMConfig
 from pararnn.lm.presets import PRESETS, preset
 from pararnn.train.config import DataConfig, OptimiserConfig, RunConfig
@@ -117,12 +121,41 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
 
 
 def recipe(name: str) -> RunConfig:
-    """Return the config of a name in RECIPES; ValueError, with the nearest names, for others."""
+    """Return the config of a name in RECIPES, or of a function's import path.
+
+    Raises ValueError, with the nearest names, for a name that is not there; TrainingError for a
+    path without a function, or whose function returns no `RunConfig`.
+    """
+    if is_import_path(name):
+        return _own_recipe(name)
     if name not in RECIPES:
         near = nearest(name, {key: key for key in RECIPES})
         hint = f"did you mean {', '.join(near)}?" if near else f"name one of {', '.join(RECIPES)}"
         raise ValueError(f"there is no recipe {name!r}: {NO_MAMBA2 if 'mamba' in name else hint}")
     return RECIPES[name]()
+
+
+def _own_recipe(path: str) -> RunConfig:
+    make = import_object(path, "recipe", TrainingError)
+    module, _, name = path.partition(":")
+    if not callable(make):
+        problem = "nothing" if make is None else f"a {type(make).__name__}"
+        raise TrainingError(
+            f"the recipe {path!r} cannot be used: {module} has {problem} called {name!r}; it must "
+            "be a function without arguments that returns a RunConfig"
+        )
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise TrainingError(
+            f"the recipe {path!r} must be called without arguments: {error}"
+        ) from error
+    config = make()
+    if not isinstance(config, RunConfig):
+        raise TrainingError(
+            f"the recipe {path!r} must return a pararnn.train.config.RunConfig, got {config!r:.60}"
+        )
+    return config
 
 
 def summary(config: RunConfig) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from pararnn.errors import TrainingError
+from pararnn.errors import DivergenceError, TrainingError
 from pararnn.extras import require
 from pararnn.train.checkpoints import (
     STATE,
@@ -32,11 +32,14 @@ from pararnn.train.corpus.tokenizer import ends_of
 from pararnn.train.files import own_files, replace_own
 from pararnn.train.folder import (
     MODEL,
+    RECORD,
     TOKENIZER,
+    add_start,
     check_folder,
     check_same_data,
     claim,
     config_of,
+    mark_diverged,
     open_folder,
 )
 from pararnn.train.log import forget_after, read_rows
@@ -52,9 +55,9 @@ if TYPE_CHECKING:
 def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     """Train, or go on from the last complete checkpoint in `config.out`; return the model's folder.
 
-    The run's folder gets config.json, tokenizer, log.csv, checkpoint-N, and at the end curves.png
-    (where matplotlib is installed) and model/, as `save_pretrained` writes it. packed: the data,
-    in place of `config.data`.
+    The run's folder gets config.json, record.json, tokenizer, log.csv, checkpoint-N, and at the end
+    curves.png (where matplotlib is installed) and model/, as `save_pretrained` writes it. packed:
+    the data, in place of `config.data`.
 
     SIGTERM, SIGINT, SIGHUP and output that nobody reads any more end the step and write a
     checkpoint. Then, or at once where no step was made, Stopped is raised, a KeyboardInterrupt.
@@ -62,11 +65,12 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     Raises MissingExtra without transformers; DataError for data that cannot be used;
     TrainingError for a model that cannot be made, for batches that do not divide, for a folder of
     another run or one that another run is at work in, for other data than the run's, for a loss
-    that is NaN, and for files that cannot be read or written.
+    that is NaN (DivergenceError), and for files that cannot be read or written.
     """
     require("transformers")
     from pararnn.train.setup import bare_model
     from pararnn.train.sharding import own_device, process_count, process_group
+    from pararnn.train.telemetry import start_facts
     from pararnn.train.trainer import RunTrainer
 
     out = Path(config.out)
@@ -102,8 +106,16 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
             if checkpoint is not None:
                 print(f"goes on from {checkpoint}")
         if step < config.steps:
+            if first:
+                with writing(out / RECORD, out):
+                    add_start(out, start_facts(trainer.model, process_count(), step))
             with watching(neighbours()) if process_count() > 1 else nullcontext():
-                trainer.run(checkpoint)
+                try:
+                    trainer.run(checkpoint)
+                except DivergenceError as error:
+                    if first:
+                        mark_diverged(config, error.step)
+                    raise
         elif checkpoint is not None:
             load_state(checkpoint, trainer.model)
         if trainer.signal:

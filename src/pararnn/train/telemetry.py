@@ -11,6 +11,7 @@ from pararnn.cells.base import unwrap
 from pararnn.check.verify import defect
 from pararnn.device import current_gpus, type_of
 from pararnn.layers import RecurrentLayer
+from pararnn.provenance import provenance
 from pararnn.train.config import RunConfig
 from pararnn.tune.timing import device_name
 
@@ -55,6 +56,20 @@ def solves(model: nn.Module) -> dict[str, list[int]]:
     infos = [info for info in calls if info is not None]
     names = infos[0]._fields if infos else ()
     return {name: [int(getattr(info, name).sum()) for info in infos] for name in names}
+
+
+def start_facts(model: nn.Module, world: int, step: int) -> dict[str, Any]:
+    """Return what a run's record has of a start: where, on what, and by which versions."""
+    weights = list(model.parameters())
+    device = weights[0].device
+    return {
+        "step": step,
+        "device": device_name(device),
+        "processes": world,
+        "threads": type_of(device).threads(),
+        "parameters": sum(weight.numel() for weight in weights),
+        **provenance(),
+    }
 
 
 def start_lines(config: RunConfig, data: TrainingData, model: nn.Module, world: int) -> list[str]:

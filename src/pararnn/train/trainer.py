@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from pararnn.device import Gpu, type_of
-from pararnn.errors import TrainingError
+from pararnn.errors import DivergenceError
 from pararnn.lm.loss import IGNORED
 from pararnn.train import carry
 from pararnn.train.carry import Carry
@@ -213,7 +213,7 @@ class RunTrainer:
             append_row(self.out / "log.csv", row)
 
     def check_finite(self, logs: Mapping[str, float] | None = None) -> None:
-        """Raise TrainingError if the loss, the gradient or a figure is NaN or infinite."""
+        """Raise DivergenceError if the loss, the gradient or a figure is NaN or infinite."""
         step = int(self.first_bad)
         bad = [name for name, value in (logs or {}).items() if not math.isfinite(value)]
         if not (step or bad):
@@ -221,11 +221,12 @@ class RunTrainer:
         what = "loss or gradient" if step else bad[0].replace("eval_", "validation's ")
         last = last_complete(self.out)
         resumes = f"goes on from {last[1]}" if last else "starts anew: no checkpoint is complete"
-        raise TrainingError(
+        raise DivergenceError(
             f"the {what} is NaN or infinite in step {step or self.step}; the same "
             f"command {resumes}. If it happens there again, look for what is odd in the data, or "
             "lower optimiser.learning_rate or optimiser.grad_norm, which takes a run of its own "
-            "(out=...)"
+            "(out=...)",
+            step or self.step,
         )
 
     def verify(self) -> None:

@@ -1,0 +1,25 @@
+"""Recipes of a user's own, for tests: good ones, and objects that are none."""
+
+from dataclasses import replace
+
+from pararnn.train.config import RunConfig
+from pararnn.train.recipes import on_bytes
+
+VALUE = 3
+
+
+def small() -> RunConfig:
+    run = on_bytes("small", "gru", width=16, blocks=1, steps=4)
+    return replace(run, precision="float32", compile=False)
+
+
+def sized(width: int) -> RunConfig:
+    return on_bytes("sized", "gru", width=width, blocks=1, steps=4)
+
+
+def empty() -> None:
+    return None
+
+
+class Study:
+    small = staticmethod(small)
