@@ -13,8 +13,8 @@ def small() -> RunConfig:
     return replace(run, precision="float32", compile=False)
 
 
-def sized(width: int) -> RunConfig:
-    return on_bytes("sized", "gru", width=width, blocks=1, steps=4)
+def of_width(width: int) -> RunConfig:
+    return on_bytes("of_width", "gru", width=width, blocks=1, steps=4)
 
 
 def empty() -> None:

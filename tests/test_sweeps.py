@@ -109,26 +109,26 @@ def test_the_command_shows_every_run_of_a_sweep(capsys):
 
 def test_a_sweep_goes_on_behind_a_run_that_diverges(tmp_path, capsys):
     configs = sweep_of(replace(TINY, out=str(tmp_path)), [], ["seed=0,1,2"])
-    trained = []
+    begins = []
 
     def train(config):
-        trained.append(config.seed)
+        begins.append(config.seed)
         if config.seed == 1:
             raise DivergenceError("the loss is NaN", 7)
         return Path(config.out) / "model"
 
     with pytest.raises(TrainingError, match=r"1 of 3 runs diverged, the others .*: .*seed-1$"):
         run_sweep(configs, train)
-    assert trained == [0, 1, 2]
+    assert begins == [0, 1, 2]
     assert "seed-1: the loss is NaN" in capsys.readouterr().err
 
     def broken(config):
-        trained.append("broken")
+        begins.append("broken")
         raise TrainingError("no text")
 
     with pytest.raises(TrainingError, match=r"^no text$"):  # would be so in all others
         run_sweep(configs, broken)
-    assert trained.count("broken") == 1
+    assert begins.count("broken") == 1
 
 
 def test_a_folder_of_another_run_raises_before_the_first(tmp_path):

@@ -12,7 +12,7 @@ from pararnn.cli import main
 from pararnn.tasks import TASKS, training
 from pararnn.tasks.commands import keys_first
 from pararnn.tasks.report import spread_table, table, write_report
-from pararnn.tasks.results import joined, read_results, summary
+from pararnn.tasks.results import read_results, rows_of, summary
 from pararnn.tasks.run import configured, run_task
 from pararnn.tasks.training import PAPER_STEPS
 
@@ -329,7 +329,7 @@ def test_the_spread_is_over_all_seeds_of_a_config():
         "| lstm |  | 87.5 |",
     ]
     assert "over the seeds (1 to 4)" in lines[-1]
-    (gru,) = [each for each in joined(RATES) if each["row"] == "gru, lr 0.002"]
+    (gru,) = [each for each in rows_of(RATES) if each["row"] == "gru, lr 0.002"]
     assert gru["seeds"] == [0, 1, 2, 3]
     assert gru["accuracies"] == gru["lengths"]["9"] == [0.25, None, 1.0, 0.5]
     assert gru["diverged"] == [None, 5, None, None]
@@ -347,7 +347,7 @@ def test_a_sweep_runs_each_value_once(tmp_path, capsys):
     capsys.readouterr()
     assert run("parity", "gru", tmp_path, *sweep) == 0
     assert capsys.readouterr().out.count("exists: left as it is") == 3
-    results = {row["row"]: row for row in joined(read_results(tmp_path))}
+    results = {row["row"]: row for row in rows_of(read_results(tmp_path))}
     assert [*results] == ["gru, lr 0.001", "gru, lr 0.002"]
     for name, row in results.items():
         both = run_task(

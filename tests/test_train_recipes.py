@@ -146,7 +146,7 @@ def test_a_recipe_of_one_s_own_is_named_by_its_import_path():
         (":small", "is no import path, such as 'mypackage.module:name'"),
         ("runs/own.py:small", "is no import path"),
         ("own_study:VALUE", "own_study has a int called 'VALUE'; it must be a function"),
-        ("own_study:sized", "called without arguments: missing a required argument: 'width'"),
+        ("own_study:of_width", "called without arguments: missing a required argument: 'width'"),
         ("own_study:empty", "must return a pararnn.train.config.RunConfig, got None"),
         ("own_study:Study", "must return a pararnn.train.config.RunConfig, got <own_study.Study"),
     ],

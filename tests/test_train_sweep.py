@@ -29,15 +29,15 @@ def train(run):
 
 def steps_made(monkeypatch):
     """The (folder's name, step) of every optimizer step from here on."""
-    made = []
+    moves = []
     learn = RunTrainer.learn
 
     def counting(self, parts):
-        made.append((self.out.name, self.step + 1))
+        moves.append((self.out.name, self.step + 1))
         return learn(self, parts)
 
     monkeypatch.setattr(RunTrainer, "learn", counting)
-    return made
+    return moves
 
 
 @pytest.fixture(scope="module")
@@ -67,36 +67,36 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(whole, tmp_path, monkeypatch
         patch.setattr(RunTrainer, "learn", kill)
         with pytest.raises(Killed):
             run_sweep(configs, train)
-    made = steps_made(monkeypatch)
+    moves = steps_made(monkeypatch)
     run_sweep(configs, train)
-    assert made == [("seed-1", 3), ("seed-1", 4)]
+    assert moves == [("seed-1", 3), ("seed-1", 4)]
     assert "seed-0 has ended: left as it is" in capsys.readouterr().err
     for name in ("seed-0", "seed-1"):
         same_bits(weights(tmp_path / name / "model"), weights(whole / name / "model"))
     assert [start["step"] for start in record_of(tmp_path / "seed-1")["starts"]] == [0, 2]
-    made.clear()
+    moves.clear()
     run_sweep(configs, train)
-    assert made == []
+    assert moves == []
     run_sweep(sweep_of(config(tmp_path, **QUICK | {"steps": 5}), [], VALUES)[:1], train)
-    assert made == [("seed-0", 5)]  # a longer run goes on
+    assert moves == [("seed-0", 5)]  # a longer run goes on
 
 
 def test_a_run_that_diverged_is_not_repeated(tmp_path, monkeypatch, capsys):
     values = ["optimiser.learning_rate=1e30,1e-2"]
-    made = steps_made(monkeypatch)
+    moves = steps_made(monkeypatch)
     for _ in range(2):
         with pytest.raises(TrainingError, match="1 of 2 runs diverged"):
             run_sweep(sweep_of(config(tmp_path, **QUICK), [], values), train)
-    assert [step for name, step in made if name == "learning_rate-0.01"] == [1, 2, 3, 4]
-    steps = [step for name, step in made if name == "learning_rate-1e+30"]
+    assert [step for name, step in moves if name == "learning_rate-0.01"] == [1, 2, 3, 4]
+    steps = [step for name, step in moves if name == "learning_rate-1e+30"]
     assert steps == [*range(1, len(steps) + 1)]  # once
     step = json.loads((tmp_path / "learning_rate-1e+30" / "record.json").read_text())["diverged"]
     assert f"1e+30 diverged in step {step['step']}: left as it is" in capsys.readouterr().err
-    made.clear()
+    moves.clear()
     longer = sweep_of(config(tmp_path, **QUICK | {"steps": 5}), [], values)
     with pytest.raises(TrainingError, match="1 of 1 runs diverged"):
         run_sweep(longer[:1], train)
-    assert made  # another schedule of rates
+    assert moves  # another schedule of rates
 
 
 def test_the_record_says_what_a_run_ran_on(whole):

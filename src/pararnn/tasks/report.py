@@ -8,7 +8,7 @@ from pathlib import Path
 from pararnn.atomic import write_text
 from pararnn.extras import require
 from pararnn.palette import looks
-from pararnn.tasks.results import Result, joined, percent, read_results
+from pararnn.tasks.results import Result, percent, read_results, rows_of
 from pararnn.tasks.table import PAPER, TASKS
 
 SPREAD_NOTE = (
@@ -52,7 +52,7 @@ def spread_table(results: Sequence[Result]) -> str:
         parts = [text, f"{missing} of {len(seeds)} diverged" * (missing > 0)]
         return ", ".join(filter(None, parts))
 
-    counts = sorted({len(result["accuracies"]) for result in joined(results)})
+    counts = sorted({len(result["accuracies"]) for result in rows_of(results)})
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"{_markdown(results, cell)}\n\n{SPREAD_NOTE.format(seeds=seeds)}"
 
@@ -75,7 +75,7 @@ def _grid(
     results: Sequence[Result],
 ) -> tuple[list[str], list[str], dict[tuple[str, str], Result]]:
     """Return rows and columns in the order of the paper and of `TASKS`, and results by both."""
-    cells = {(result["row"], result["task"]): result for result in joined(results)}
+    cells = {(result["row"], result["task"]): result for result in rows_of(results)}
     order = {name: index for index, name in enumerate([*PAPER, *TASKS])}
     mixers = {row: result["mixer"] for (row, _), result in cells.items()}
 
@@ -119,7 +119,7 @@ def length_plot(results: Sequence[Result], path: Path) -> None:
     """Write accuracy over length as a PNG: the mean of the seeds, shaded from worst to best."""
     figure = require("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    results = joined(results)
+    results = rows_of(results)
     names = [f"{result['row']}, {result['task']}" for result in results]
     for (name, (colour, style)), result in zip(looks(names).items(), results, strict=True):
         lengths, seeds = zip(*accuracies_by_length(result).items(), strict=True)

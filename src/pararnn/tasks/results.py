@@ -58,7 +58,7 @@ def row_of(result: Result) -> str:
     return result["mixer"] + (f", {layers} layers" if layers > 1 else "")
 
 
-def joined(results: Sequence[Result]) -> list[Result]:
+def rows_of(results: Sequence[Result]) -> list[Result]:
     """Return the results with the names of their rows, "row"; those of one config are one.
 
     Results of one task and mixer may differ in what trained them, such as the rate: their rows name
@@ -70,13 +70,13 @@ def joined(results: Sequence[Result]) -> list[Result]:
     keys: dict[str, list[str]] = {}
     for (row, _), group in groups.items():
         keys.setdefault(row, []).extend(_differences(group))
-    named: dict[tuple[str, str], list[Result]] = {}
+    by_row: dict[tuple[str, str], list[Result]] = {}
     for (row, task), group in groups.items():
         for result in group:
             values = flat(result["config"])
             parts = [f"{key} {values.get(key)}" for key in dict.fromkeys(keys[row])]
-            named.setdefault((", ".join([row, *parts]), task), []).append(result)
-    return [{**_union(group), "row": row} for (row, _), group in named.items()]
+            by_row.setdefault((", ".join([row, *parts]), task), []).append(result)
+    return [{**_union(group), "row": row} for (row, _), group in by_row.items()]
 
 
 def _differences(results: Sequence[Result]) -> list[str]:

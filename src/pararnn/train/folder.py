@@ -148,9 +148,9 @@ def ending_of(config: RunConfig, out: Path) -> str | None:
     last = last_complete(out)
     if last is not None and last[0] >= config.steps and (out / MODEL / MARK).exists():
         return "has ended"
-    diverged = record_of(out).get("diverged")
-    if diverged is not None and diverged["steps"] == config.steps:
-        return f"diverged in step {diverged['step']}"
+    divergence = record_of(out).get("diverged")
+    if divergence is not None and divergence["steps"] == config.steps:
+        return f"diverged in step {divergence['step']}"
     return None
 
 
