@@ -49,6 +49,7 @@ FLOW = [
     ["tasks"],
     ["train"],
     ["evaluation"],
+    ["compare"],
     ["cli"],
     ["__main__"],
 ]

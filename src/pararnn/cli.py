@@ -1,4 +1,4 @@
-"""The command line: `pararnn demo`, `train`, `eval`, `export`, `generate` and `tasks`."""
+"""The command line: `pararnn demo`, `train`, `compare`, `eval`, `export`, `generate`, `tasks`."""
 
 from __future__ import annotations
 
@@ -120,6 +120,15 @@ def train(
     return 0
 
 
+def compare(folders: Sequence[str], out: str) -> int:
+    """`pararnn compare`: arguments as in `pararnn.compare.compare_runs`."""
+    from pararnn.compare import compare_runs
+
+    print(compare_runs([Path(folder) for folder in folders], Path(out)), end="")
+    print(f"\n{out}: report.md, curves.png, comparison.json", file=sys.stderr)
+    return 0
+
+
 def export(run_folder: str, step: int | None = None, to: str | None = None) -> int:
     """`pararnn export`: arguments as in `pararnn.train.run.export_checkpoint`."""
     require("transformers")
@@ -155,6 +164,7 @@ def make_parser() -> Parser:
     for name, run, text, add_options in (
         ("demo", demo, "train a small language model, then measure and check its solver", add_demo),
         ("train", train, "train a language model by a recipe", add_train),
+        ("compare", compare, "compare training runs in tables and curves", add_compare),
         ("eval", evaluate, "measure a language model on texts and tasks", add_evaluate),
         ("export", export, "write the model of a run's checkpoint", add_export),
         ("generate", generate, "let a language model go on with a text", add_generate),
@@ -211,6 +221,14 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add_sweep(command, "seed=0,1,2 optimiser.learning_rate=1e-3,2e-3")
     show("--list", const="recipes", help="print the recipes")
     show("--print", const="config", help=config)
+
+
+def add_compare(command: argparse.ArgumentParser) -> None:
+    """Add the options of `pararnn compare`."""
+    runs = "folder of a run of pararnn train, or of a sweep; others are left out"
+    command.add_argument("folders", metavar="RUN", nargs="+", help=runs)
+    out = "folder for report.md, curves.png and comparison.json"
+    command.add_argument("--out", metavar="DIR", default="runs/compare", help=out)
 
 
 def add_evaluate(command: argparse.ArgumentParser) -> None:

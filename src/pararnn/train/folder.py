@@ -99,7 +99,7 @@ def check_same_data(config: RunConfig, data: TrainingData, out: Path) -> None:
     """
     if not (out / DATA).exists():
         return
-    previous = _record(out / DATA).get("content")
+    previous = content_of(out)
     content = getattr(data, "content", "")
     if content and content == previous:
         return
@@ -141,6 +141,11 @@ def mark_diverged(config: RunConfig, step: int) -> None:
 def record_of(out: Path) -> dict[str, Any]:
     """Return a run's record, {} for one of an earlier version."""
     return _record(out / RECORD) if (out / RECORD).exists() else {}
+
+
+def content_of(out: Path) -> str:
+    """Return the hash of the tokens that the run in a folder learns, "" if it is unknown."""
+    return str(_record(out / DATA).get("content", "")) if (out / DATA).exists() else ""
 
 
 def ending_of(config: RunConfig, out: Path) -> str | None:
