@@ -27,6 +27,34 @@ def test_steps_of_a_graph_are_steps(name, mixer):
         assert (weight - other[key].cpu()).abs().max() < 4e-3, key  # of steps of 5e-4
 
 
+def _steppers(name, mixer, options, variants):
+    for variant in variants:
+        config = configured(name, mixer, [*options, *variant])
+        model = make_folded(config.task, config.model, (0, 1, 2), "cuda")
+        yield Stepper(model, config.task, config.train)
+
+
+@pytest.mark.parametrize(
+    ("name", "mixer", "more"),
+    [("2-hop", "gru", []), ("mqar", "lstm", []), ("s3", "head-lstm", ["start=2", "heads=1"])],
+)
+def test_a_graph_has_the_losses_of_calls(name, mixer, more):
+    """Bit for bit: the same kernels run. Compiled ones round otherwise."""
+    options = [*more, "length=20", "width=32", "rows=64", "batch=8", "steps=60", "lr=0.002"]
+    variants = [["graph=false"], [], ["compile=true"]]
+    calls, graph, compiled = _steppers(name, mixer, options, variants)
+    for step in range(50):
+        for stepper in (calls, graph, compiled):
+            stepper()
+        assert torch.equal(calls.losses, graph.losses), step
+        assert torch.equal(calls.horizons, graph.horizons), step
+        if step < 20:  # rounding grows with the steps
+            assert torch.allclose(calls.losses, compiled.losses, rtol=1e-3), step
+    assert (calls.horizons > 2).all()
+    for key, weight in calls.model.weights.items():
+        assert torch.equal(weight, graph.model.weights[key]), key
+
+
 def test_a_run_reaches_its_accuracy():
     options = ["length=16", "lr=0.01", "batch=32", "every=50", "steps=1000", "test=2000"]
     result = run_task(configured("parity", "gru", options, device="cuda"))

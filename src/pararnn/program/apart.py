@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def call_outside_modes(function: Callable[..., R], *args: object) -> R:
-    """Return what `function` returns, called in a thread of its own.
+    """Return what `function` returns, called in a thread of its own; random numbers go on as before.
 
     A trace must not see what the caller's thread is in: autocast would put casts into the graphs,
     a transform its tangents, a default device constants that are elsewhere.
@@ -25,5 +25,5 @@ def call_outside_modes(function: Callable[..., R], *args: object) -> R:
         # first thread that makes fake tensors, and whoever makes some once that has ended crashes.
         with fake_tensor_mode():
             pass
-    with ThreadPoolExecutor(1) as thread:
+    with torch.random.fork_rng(devices=()), ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -38,13 +38,18 @@ class FoldedModel:
     def __len__(self) -> int:
         return len(next(iter(self.weights.values())))
 
-    def __call__(self, inputs: Tensor, *, shared: bool = False) -> Tensor:
-        """Compute outputs (S, B, T, classes) of inputs (S, B, T); `shared`: (B, T) for all."""
+    def __call__(
+        self, inputs: Tensor, weights: Mapping[str, Tensor] | None = None, *, shared: bool = False
+    ) -> Tensor:
+        """Compute outputs (S, B, T, classes) of inputs (S, B, T); `shared`: (B, T) for all.
+
+        weights: those to compute with, by default the model's own.
+        """
 
         def one(state: dict[str, Tensor], rows: Tensor) -> Tensor:
             return functional_call(self.base, state, (rows,))
 
-        state = {**self.weights, **self.buffers}
+        state = {**(weights or self.weights), **self.buffers}
         # The backward pass of attention's CUDA kernels is wrong for the layouts that vmap makes.
         with sdpa_kernel(SDPBackend.MATH) if torch.is_grad_enabled() else nullcontext():
             return vmap(one, (0, None if shared else 0))(state, inputs)

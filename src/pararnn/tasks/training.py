@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pararnn.device import Gpu, type_of
-from pararnn.lm.config import NOT_NEGATIVE, POSITIVE, Range, check_ranges, one_of
+from pararnn.lm.config import NOT_NEGATIVE, POSITIVE, Range, check_ranges, interval, one_of
 from pararnn.tasks.base import Batch, Task, generator_of
 from pararnn.tasks.folded import FoldedModel, accuracies, losses
 
@@ -34,6 +35,8 @@ RANGES = {
     "weight_decay": NOT_NEGATIVE,
     "seconds": Range("positive, or none", POSITIVE.holds),
     "stop": one_of(*STOPS),
+    "start": POSITIVE,
+    "grow_at": interval(0, 1),
 }
 
 
@@ -45,9 +48,11 @@ class TrainConfig:
     data: number of the data, which all seeds share. rows: training sequences; fresh: whether every
     epoch has new ones. steps: most steps, over which the learning rate falls as a cosine; seconds:
     most seconds. every: steps between validations, each on `validation` sequences. stop: training
-    ends when a validation finds no error by "any" seed, by "all", or "never". graph: on CUDA,
-    whether a step is one captured graph, or kernels that Python launches one by one. Raises
-    ValueError for impossible values.
+    ends when a validation finds no error by "any" seed, by "all", or "never". start: positions that
+    are trained on at first, none for all; a seed's grow by one with every step in which it answers
+    the fraction `grow_at` of the last of them right. graph: on CUDA, whether a step is one captured
+    graph, or kernels that Python launches one by one. compile: whether losses and gradients are
+    compiled by Inductor first. Raises ValueError for impossible values.
     """
 
     seeds: int = 3
@@ -63,7 +68,10 @@ class TrainConfig:
     every: int = 1250
     validation: int = 1000
     stop: str = "any"
+    start: int | None = None
+    grow_at: float = 0.9
     graph: bool = True
+    compile: bool = False
 
     def __post_init__(self) -> None:
         at_most = Range(f"at most rows = {self.rows}", lambda batch: batch <= self.rows)
@@ -84,7 +92,8 @@ def train(
     The weights of a seed that diverged before its first validation are NaN. Training ends where all
     have diverged. `report` is called after every validation with the step, the losses and the
     accuracies. Returns steps; seconds; capped, see `run_task`; diverged, for each seed the step of
-    the first validation where its weights were NaN or infinite, or None; and the history.
+    the first validation where its weights were NaN or infinite, or None; horizons, the positions
+    that each seed was trained on in the end; and the history.
     """
     stepper = Stepper(model, task, config)
     best = {name: torch.full_like(weight, math.nan) for name, weight in model.weights.items()}
@@ -101,7 +110,7 @@ def train(
         if report is not None:
             report(*history[-1])
         new = torch.tensor(scores, dtype=torch.float64)
-        better = new > top  # False for NaN
+        better = new >= top  # the later of equal ones has learned more; False for NaN
         top = new.where(better, top)
         _copy_seeds(model.weights, best, better)
         finite = model.finite()
@@ -118,6 +127,7 @@ def train(
         "seconds": round(time.monotonic() - begin, 3),
         "capped": not any(perfect) and stepper.count < PAPER_STEPS,
         "diverged": failure_steps,
+        "horizons": stepper.horizons.tolist(),
         "history": history,
     }
 
@@ -134,7 +144,8 @@ class Stepper:
     """One training step a call: batch, losses, gradients, AdamW, clipping.
 
     The data stay on the device. All that changes between steps is in tensors, so that a graph of
-    one step is one of all. count: steps so far.
+    one step is one of all. count: steps so far. horizons: the positions that each seed is trained
+    on, (S,).
     """
 
     def __init__(self, model: FoldedModel, task: Task, config: TrainConfig) -> None:
@@ -147,6 +158,8 @@ class Stepper:
         self.lane = torch.arange(config.batch, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         self.losses = torch.zeros(len(model), device=device)
+        self.first_horizon = min(config.start or task.length, task.length)
+        self.horizons = torch.full((len(model),), self.first_horizon, device=device)
         self.lr = torch.tensor(config.lr, device=device)
         self.optimizer = torch.optim.AdamW(
             weights,
@@ -158,6 +171,7 @@ class Stepper:
         )
         self.epoch_steps = config.rows // config.batch
         self.count = 0
+        self.gradients = self._compiled() if config.compile else self._gradients
         self.run: Callable[[], None] = self._step
         record = type_of(device)
         if isinstance(record, Gpu) and config.graph:
@@ -181,19 +195,75 @@ class Stepper:
                 part.copy_(new)
 
     def _step(self) -> None:
-        first = self.step % self.epoch_steps * self.config.batch
-        rows = self.order.index_select(1, first + self.lane)
-        batch = Batch(*(part[rows] for part in self.data))
-        each = losses(self.task, self.model(batch.inputs), batch)
-        # Not autograd.grad: backward gives gradients their weights' strides, as fused AdamW wants.
-        self.optimizer.zero_grad(set_to_none=True)
-        each.sum().backward()
+        each, horizons = self.gradients()
         cosine = torch.cos(self.step * (math.pi / self.config.steps))
         self.lr.copy_(self.config.lr / 2 * (1 + cosine))
         self.optimizer.step()
         self.model.clip()
-        self.losses.copy_(each.detach())
+        self.losses.copy_(each)
+        self.horizons.copy_(horizons)
         self.step += 1
+
+    def _gradients(self) -> tuple[Tensor, Tensor]:
+        """Set the weights' gradients; return losses and the next step's horizons, (S,) each."""
+        each, horizons = self._losses(self.model.weights, *self._sources())
+        # Not autograd.grad: backward gives gradients their weights' strides, as fused AdamW wants.
+        self.optimizer.zero_grad(set_to_none=True)
+        each.sum().backward()
+        return each.detach(), horizons
+
+    def _sources(self) -> tuple[Tensor, Tensor, Tensor, Batch]:
+        """Return what a step's losses depend on besides the weights."""
+        return self.step, self.order, self.horizons, self.data
+
+    def _losses(
+        self,
+        weights: Mapping[str, Tensor],
+        step: Tensor,
+        order: Tensor,
+        horizons: Tensor,
+        data: Batch,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a step's losses, and the next step's horizons."""
+        first = step % self.epoch_steps * self.config.batch
+        rows = order.index_select(1, first + self.lane)
+        batch = Batch(*(part[rows] for part in data))
+        outputs = self.model(batch.inputs, weights)
+        if self.config.start is not None:
+            position = torch.arange(batch.judged.shape[-1], device=step.device)
+            ends = horizons.view(-1, 1, 1)
+            last = batch.judged & (position == ends - 1)
+            batch = batch._replace(judged=batch.judged & (position < ends))
+            right = (self.task.right(outputs, batch.targets) & last).sum((1, 2))
+            grows = right >= self.config.grow_at * last.sum((1, 2))
+            horizons = (horizons + grows).clamp_max(self.task.length)
+        return losses(self.task, outputs, batch), horizons
+
+    def _compiled(self) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Return `_gradients` as compiled code.
+
+        Dynamo cannot follow a solve under vmap, so that losses and gradients are traced before.
+        """
+        names = list(self.model.weights)
+
+        def whole(values: list[Tensor], *sources: Any) -> tuple[Tensor, ...]:
+            weights = dict(zip(names, (w.detach().requires_grad_() for w in values), strict=True))
+            each, horizons = self._losses(weights, *sources)
+            gradients = torch.autograd.grad(each.sum(), list(weights.values()))
+            return each.detach(), horizons, *gradients
+
+        values = [weight.detach() for weight in self.model.weights.values()]
+        compiled = compile_graph(make_fx(whole)(values, *self._sources()))
+        for weight in self.model.weights.values():
+            weight.grad = torch.zeros_like(weight)
+        grads = [cast(Tensor, weight.grad) for weight in self.model.weights.values()]
+
+        def gradients() -> tuple[Tensor, Tensor]:
+            each, horizons, *new = compiled(values, *self._sources())
+            torch._foreach_copy_(grads, new)  # which have strides of their own
+            return each, horizons
+
+        return gradients
 
     def _capture(self, gpu: Gpu, device: torch.device) -> Callable[[], None]:
         """Capture a step as a graph, and undo its effect on weights and optimizer."""
@@ -210,4 +280,10 @@ class Stepper:
                 for part in state.values():
                     part.zero_()
             self.step.zero_()
+            self.horizons.fill_(self.first_horizon)
         return replay
+
+
+def compile_graph(graph: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Compile a graph of PyTorch's operations for its sizes."""
+    return torch.compile(graph, fullgraph=True, dynamic=False)
