@@ -15,10 +15,11 @@ R = TypeVar("R")
 
 
 def call_outside_modes(function: Callable[..., R], *args: object) -> R:
-    """Return what `function` returns, called in a thread of its own; random numbers go on as before.
+    """Return what `function` returns, called in a thread of its own.
 
-    A trace must not see what the caller's thread is in: autocast would put casts into the graphs,
-    a transform its tangents, a default device constants that are elsewhere.
+    The global generator of random numbers is afterwards what it was. A trace must not see what the
+    caller's thread is in: autocast would put casts into the graphs, a transform its tangents, a
+    default device constants that are elsewhere.
     """
     if torch.version.cuda is not None and not has_gpu():
         # PyTorch built for CUDA, on a machine without a GPU: its stand-in for GPUs belongs to the
