@@ -9,7 +9,7 @@ from table import CELLS
 
 from pararnn.errors import CellError
 from pararnn.lm.rows import Rows
-from pararnn.tasks import TASKS, Batch, generator_of
+from pararnn.tasks import TASKS, Batch, generator_of, training
 from pararnn.tasks.folded import FoldedModel, accuracies, losses, make_folded
 from pararnn.tasks.mamba2 import CHUNK, Mamba2, scan
 from pararnn.tasks.models import OWN_MIXERS, ModelConfig, TaskModel, sinusoids
@@ -235,6 +235,82 @@ def test_the_best_validation_is_kept_and_training_stops():
     assert not whole["capped"]
     hasty = replace(options, seeds=1, seconds=1e-9, stop="never")
     assert train(make_folded(task, config, (0,), "cpu"), task, hasty)["steps"] == 20
+
+
+def stepper_of(name, mixer, *options, seeds=2):
+    config = configured(name, mixer, ["rows=64", "width=16", "heads=2", "lr=0.01", *options])
+    model = make_folded(config.task, config.model, range(seeds), "cpu")
+    return Stepper(model, config.task, config.train)
+
+
+@pytest.mark.parametrize("options", [[], ["start=2", "grow_at=0.2", "max_norm=0.1"]])
+def test_compiled_steps_are_steps(options, monkeypatch):
+    """What is compiled: the traced losses and gradients, with long sums in pieces."""
+    graphs = []
+    monkeypatch.setattr(training, "compile_graph", lambda graph: graphs.append(graph) or graph)
+    monkeypatch.setattr(training, "SPLIT_FROM", 64)
+    options = ["length=20", "batch=8", "steps=60", *options]
+    steppers = [stepper_of("s3", "gru", *options, f"compile={on}") for on in ("false", "true")]
+    products = [node for node in graphs[0].graph.nodes if node.target is torch.matmul]
+    assert {node.args[0].args[0].args[2][0] for node in products} == {32}  # pieces of 160 tokens
+    assert len(products) == 5  # weights of three projections, the gates and the head
+    for _ in range(12):
+        for stepper in steppers:
+            stepper()
+    one, other = steppers
+    assert torch.allclose(one.losses, other.losses, rtol=1e-4)
+    assert torch.equal(one.horizons, other.horizons)
+    for name, weight in one.model.weights.items():
+        assert torch.allclose(weight, other.model.weights[name], atol=1e-4), name
+
+
+def test_positions_that_are_trained_on_grow():
+    """By one, where a seed answers enough of the last of them right; others are not read."""
+    stepper = stepper_of("parity", "gru", "length=6", "batch=16", "start=2", "grow_at=1")
+    assert stepper.horizons.tolist() == [2, 2]
+    last = stepper.horizons
+    for _ in range(300):
+        weights = {name: w.detach().clone() for name, w in stepper.model.weights.items()}
+        step = stepper.count % 4
+        stepper()
+        rows = stepper.order[:, 16 * step :][:, :16]
+        batch = Batch(*(part[rows] for part in stepper.data))
+        outputs = stepper.model(batch.inputs, weights)
+        for seed, horizon in enumerate(last.tolist()):
+            read = Batch(*(part[seed : seed + 1, :, :horizon] for part in batch))
+            loss = losses(stepper.task, outputs[seed : seed + 1, :, :horizon], read)
+            assert torch.allclose(stepper.losses[seed], loss, rtol=1e-5)
+            right = outputs[seed, :, horizon - 1].argmax(-1) == batch.targets[seed, :, horizon - 1]
+            assert stepper.horizons[seed] == min(horizon + bool(right.all()), 6)
+        last = stepper.horizons.clone()
+    assert last.tolist() == [6, 6]
+
+
+def test_the_norm_of_a_seeds_gradient_is_bounded():
+    steppers = [
+        stepper_of("s3", "gru", "length=6", "batch=8", more) for more in ("seed=0", "max_norm=0.5")
+    ]
+    for stepper in steppers:
+        stepper()
+    free, bound = ([w.grad.flatten(1) for w in s.model.weights.values()] for s in steppers)
+    norms, new = (torch.cat(each, 1).norm(dim=1) for each in (free, bound))
+    assert (norms > 0.5).all()
+    assert torch.allclose(new, torch.full_like(new, 0.5), rtol=1e-4)
+    assert torch.allclose(free[0] * (0.5 / norms).unsqueeze(1), bound[0], rtol=1e-4)
+
+
+def test_the_later_of_equal_validations_is_kept(monkeypatch):
+    """The earlier was: a model that is right throughout went on learning for nothing."""
+    monkeypatch.setattr(training, "accuracies", lambda *arguments: [0.5, 0.5])
+    task, config = TASKS["parity"].at(4), model_config("parity", "gru", width=16, heads=2)
+    model = make_folded(task, config, (0, 1), "cpu")
+    train(model, task, TrainConfig(seeds=2, rows=64, steps=40, every=20))
+    longer = make_folded(task, config, (0, 1), "cpu")
+    stepper = Stepper(longer, task, TrainConfig(seeds=2, rows=64, steps=40, every=20))
+    for _ in range(40):
+        stepper()
+    for name, weight in longer.weights.items():
+        assert torch.equal(weight, model.weights[name]), name
 
 
 def test_folding_does_not_change_the_global_generator():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ RANGES = {
     "stop": one_of(*STOPS),
     "start": POSITIVE,
     "grow_at": interval(0, 1),
+    "max_norm": POSITIVE,
 }
 
 
@@ -50,7 +51,8 @@ class TrainConfig:
     most seconds. every: steps between validations, each on `validation` sequences. stop: training
     ends when a validation finds no error by "any" seed, by "all", or "never". start: positions that
     are trained on at first, none for all; a seed's grow by one with every step in which it answers
-    the fraction `grow_at` of the last of them right. graph: on CUDA, whether a step is one captured
+    the fraction `grow_at` of the last of them right. max_norm: the norm to which a seed's gradient
+    is scaled down where it is larger, none for any. graph: on CUDA, whether a step is one captured
     graph, or kernels that Python launches one by one. compile: whether losses and gradients are
     compiled by Inductor first. Raises ValueError for impossible values.
     """
@@ -70,6 +72,7 @@ class TrainConfig:
     stop: str = "any"
     start: int | None = None
     grow_at: float = 0.9
+    max_norm: float | None = None
     graph: bool = True
     compile: bool = False
 
@@ -210,6 +213,9 @@ class Stepper:
         # Not autograd.grad: backward gives gradients their weights' strides, as fused AdamW wants.
         self.optimizer.zero_grad(set_to_none=True)
         each.sum().backward()
+        if self.config.max_norm is not None:
+            grads = [cast(Tensor, weight.grad) for weight in self.model.weights.values()]
+            torch._foreach_copy_(grads, scaled(grads, self.config.max_norm))
         return each.detach(), horizons
 
     def _sources(self) -> tuple[Tensor, Tensor, Tensor, Batch]:
@@ -250,10 +256,12 @@ class Stepper:
             weights = dict(zip(names, (w.detach().requires_grad_() for w in values), strict=True))
             each, horizons = self._losses(weights, *sources)
             gradients = torch.autograd.grad(each.sum(), list(weights.values()))
+            if self.config.max_norm is not None:
+                gradients = scaled(gradients, self.config.max_norm)
             return each.detach(), horizons, *gradients
 
         values = [weight.detach() for weight in self.model.weights.values()]
-        compiled = compile_graph(make_fx(whole)(values, *self._sources()))
+        compiled = compile_graph(split_products(make_fx(whole)(values, *self._sources())))
         for weight in self.model.weights.values():
             weight.grad = torch.zeros_like(weight)
         grads = [cast(Tensor, weight.grad) for weight in self.model.weights.values()]
@@ -282,6 +290,42 @@ class Stepper:
             self.step.zero_()
             self.horizons.fill_(self.first_horizon)
         return replay
+
+
+def scaled(gradients: Sequence[Tensor], most: float) -> tuple[Tensor, ...]:
+    """Return gradients (S, ...) of all weights, scaled where a seed's norm is above `most`."""
+    norms = torch.stack([each.flatten(1).square().sum(1) for each in gradients]).sum(0).sqrt()
+    scales = (most / (norms + 1e-6)).clamp_max(1)
+    return tuple(each * scales.view(-1, *(1,) * (each.ndim - 1)) for each in gradients)
+
+
+SPLIT_FROM, MOST_PIECES = 1024, 32
+"""The least length of a sum that `split_products` splits, and the most pieces of one."""
+
+
+def split_products(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Split long sums of batched products: a weight's gradient sums over all tokens of a batch.
+
+    cuBLAS gives each small matrix one block, in which such a sum takes as long as the rest.
+    """
+    bmm = torch.ops.aten.bmm.default
+    for node in graph.graph.find_nodes(op="call_function", target=bmm):
+        (_, rows, length), (*_, columns) = (each.meta["val"].shape for each in node.args)
+        pieces = max(n for n in range(1, MOST_PIECES + 1) if length % n == 0)
+        if length < max(SPLIT_FROM, 4 * rows, 4 * columns) or pieces == 1:
+            continue
+        with graph.graph.inserting_before(node):
+            call = graph.graph.call_function
+            left, right = node.args
+            left = call(torch.unflatten, (left, 2, (pieces, -1)))
+            right = call(torch.unflatten, (right, 1, (pieces, -1)))
+            left = call(torch.movedim, (left, 2, 1))
+            parts = call(torch.matmul, (left, right))
+            total = call(torch.sum, (parts, 1))
+        node.replace_all_uses_with(total)
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
 
 
 def compile_graph(graph: torch.fx.GraphModule) -> Callable[..., Any]:
