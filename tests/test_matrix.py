@@ -230,6 +230,21 @@ def test_a_layer_saves_and_loads_its_weights():
     _close([twin(x)[0]], [layer(x)[0]])
 
 
+def test_the_first_cell_of_a_kind_draws_as_later_ones():
+    """Its trace drew numbers in between."""
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        layers.append(pararnn.ParaRNN(zoo.GatedDeltaCell, 6, 10, num_heads=2, K=3, eps=3e-5))
+    following = torch.randn(3)
+    torch.manual_seed(1)
+    pararnn.ParaRNN(zoo.GatedDeltaCell, 6, 10, num_heads=2, K=3, eps=4e-5)
+    assert torch.equal(torch.randn(3), following)
+    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_clipping_bounds_recurrent_parameters():
     layer = _layer(recurrent_clip=0.1)
     layer.clip_recurrent()

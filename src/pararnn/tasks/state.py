@@ -100,11 +100,12 @@ class WordProblem(Task):
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         table = product_table(self.group).flatten()
         tokens = torch.randint(self.symbols, (count, self.length), generator=generator)
-        products, state = [], torch.zeros(count, dtype=torch.int64)
-        for token in tokens.T.contiguous():
-            state = table.index_select(0, token * self.symbols + state)
-            products.append(state)
-        return Batch(tokens, torch.stack(products, 1), positions_judged(tokens))
+        products, reach = tokens, 1  # of the last `reach` symbols
+        while reach < self.length:
+            longer = table[products[:, reach:] * self.symbols + products[:, :-reach]]
+            products = torch.cat([products[:, :reach], longer], 1)
+            reach *= 2
+        return Batch(tokens, products, positions_judged(tokens))
 
 
 @dataclass(frozen=True)
