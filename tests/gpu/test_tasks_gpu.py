@@ -42,14 +42,14 @@ def test_a_graph_has_the_losses_of_calls(name, mixer, more):
     """Bit for bit: the same kernels run. Compiled ones round otherwise."""
     options = [*more, "length=20", "width=32", "rows=64", "batch=8", "steps=60", "lr=0.002"]
     variants = [["graph=false"], [], ["compile=true"]]
-    calls, graph, compiled = _steppers(name, mixer, options, variants)
+    calls, graph, inductor = _steppers(name, mixer, options, variants)
     for step in range(50):
-        for stepper in (calls, graph, compiled):
+        for stepper in (calls, graph, inductor):
             stepper()
         assert torch.equal(calls.losses, graph.losses), step
         assert torch.equal(calls.horizons, graph.horizons), step
         if step < 20:  # rounding grows with the steps
-            assert torch.allclose(calls.losses, compiled.losses, rtol=1e-3), step
+            assert torch.allclose(calls.losses, inductor.losses, rtol=1e-3), step
     assert (calls.horizons > 2).all()
     for key, weight in calls.model.weights.items():
         assert torch.equal(weight, graph.model.weights[key]), key

@@ -174,7 +174,7 @@ class Stepper:
         )
         self.epoch_steps = config.rows // config.batch
         self.count = 0
-        self.gradients = self._compiled() if config.compile else self._gradients
+        self.gradients = self._compile_gradients() if config.compile else self._gradients
         self.run: Callable[[], None] = self._step
         record = type_of(device)
         if isinstance(record, Gpu) and config.graph:
@@ -215,7 +215,7 @@ class Stepper:
         each.sum().backward()
         if self.config.max_norm is not None:
             grads = [cast(Tensor, weight.grad) for weight in self.model.weights.values()]
-            torch._foreach_copy_(grads, scaled(grads, self.config.max_norm))
+            torch._foreach_copy_(grads, shorten(grads, self.config.max_norm))
         return each.detach(), horizons
 
     def _sources(self) -> tuple[Tensor, Tensor, Tensor, Batch]:
@@ -245,7 +245,7 @@ class Stepper:
             horizons = (horizons + grows).clamp_max(self.task.length)
         return losses(self.task, outputs, batch), horizons
 
-    def _compiled(self) -> Callable[[], tuple[Tensor, Tensor]]:
+    def _compile_gradients(self) -> Callable[[], tuple[Tensor, Tensor]]:
         """Return `_gradients` as compiled code.
 
         Dynamo cannot follow a solve under vmap, so that losses and gradients are traced before.
@@ -257,17 +257,17 @@ class Stepper:
             each, horizons = self._losses(weights, *sources)
             gradients = torch.autograd.grad(each.sum(), list(weights.values()))
             if self.config.max_norm is not None:
-                gradients = scaled(gradients, self.config.max_norm)
+                gradients = shorten(gradients, self.config.max_norm)
             return each.detach(), horizons, *gradients
 
         values = [weight.detach() for weight in self.model.weights.values()]
-        compiled = compile_graph(split_products(make_fx(whole)(values, *self._sources())))
+        code = compile_graph(split_products(make_fx(whole)(values, *self._sources())))
         for weight in self.model.weights.values():
             weight.grad = torch.zeros_like(weight)
         grads = [cast(Tensor, weight.grad) for weight in self.model.weights.values()]
 
         def gradients() -> tuple[Tensor, Tensor]:
-            each, horizons, *new = compiled(values, *self._sources())
+            each, horizons, *new = code(values, *self._sources())
             torch._foreach_copy_(grads, new)  # which have strides of their own
             return each, horizons
 
@@ -292,7 +292,7 @@ class Stepper:
         return replay
 
 
-def scaled(gradients: Sequence[Tensor], most: float) -> tuple[Tensor, ...]:
+def shorten(gradients: Sequence[Tensor], most: float) -> tuple[Tensor, ...]:
     """Return gradients (S, ...) of all weights, scaled where a seed's norm is above `most`."""
     norms = torch.stack([each.flatten(1).square().sum(1) for each in gradients]).sum(0).sqrt()
     scales = (most / (norms + 1e-6)).clamp_max(1)
@@ -316,11 +316,10 @@ def split_products(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
             continue
         with graph.graph.inserting_before(node):
             call = graph.graph.call_function
-            left, right = node.args
-            left = call(torch.unflatten, (left, 2, (pieces, -1)))
-            right = call(torch.unflatten, (right, 1, (pieces, -1)))
-            left = call(torch.movedim, (left, 2, 1))
-            parts = call(torch.matmul, (left, right))
+            first, second = node.args
+            first = call(torch.unflatten, (first, 2, (pieces, -1)))
+            second = call(torch.unflatten, (second, 1, (pieces, -1)))
+            parts = call(torch.matmul, (call(torch.movedim, (first, 2, 1)), second))
             total = call(torch.sum, (parts, 1))
         node.replace_all_uses_with(total)
         graph.graph.erase_node(node)
