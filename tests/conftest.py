@@ -69,6 +69,7 @@ SLOW = [
     "release",
     "request",
     "scan",
+    "serving",
     "split",
     "structure",
     "structure_heads",

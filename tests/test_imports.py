@@ -50,6 +50,7 @@ FLOW = [
     ["train"],
     ["evaluation"],
     ["compare"],
+    ["serving"],
     ["cli"],
     ["__main__"],
 ]

@@ -21,6 +21,7 @@ PUBLIC = {
     "before": "lm/conv.py",
     "carried": "lm/hf/model.py",
     "configured": "tasks/run.py",
+    "created": "serving/protocol.py",
     "emitted": "codegen/source.py",
     "fused": "train/optimiser.py",
     "judged": "tasks/base.py",

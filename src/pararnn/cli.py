@@ -1,4 +1,4 @@
-"""The command line: `pararnn demo`, `train`, `compare`, `eval`, `export`, `generate`, `tasks`."""
+"""The command line: `pararnn` and its commands, from `demo` to `tasks`."""
 
 from __future__ import annotations
 
@@ -156,6 +156,16 @@ def evaluate(model: str, **options: Any) -> int:
     return 0
 
 
+def serve(model: str, **options: Any) -> int:
+    """`pararnn serve`: options as in `pararnn.serving.app.serve` and its `new_service`."""
+    for module in ("transformers", "starlette", "uvicorn"):
+        require(module)
+    from pararnn.serving.app import serve  # seconds, as above
+
+    serve(model, **options)
+    return 0
+
+
 def make_parser() -> Parser:
     """Return the parser; a command's options have the names of its function's arguments."""
     parser = Parser(prog="pararnn", description="Nonlinear RNNs trained in parallel, exactly.")
@@ -168,6 +178,7 @@ def make_parser() -> Parser:
         ("eval", evaluate, "measure a language model on texts and tasks", add_evaluate),
         ("export", export, "write the model of a run's checkpoint", add_export),
         ("generate", generate, "let a language model go on with a text", add_generate),
+        ("serve", serve, "serve a language model by OpenAI's completions protocol", add_serve),
         (
             "tasks",
             tasks,
@@ -244,7 +255,7 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     option("--column", metavar="NAME", help="the text's field in JSON lines and so on")
     option("--suffixes", metavar=".A,.B", help="ends of names: of a folder, read these files alone")
     option("--limit", type=_count, help="ask and read only this many, the first")
-    option("--shots", type=_shots, help="examples, if not as the task has it")
+    option("--shots", type=_whole, help="examples, if not as the task has it")
     option("--batch", type=_count, help="rows that are read at once")
     option("--length", type=_count, help="tokens at once, if not as the model has it")
     option("--dtype", choices=DTYPES, help="of the weights, if not as they are stored")
@@ -273,6 +284,21 @@ def add_generate(command: argparse.ArgumentParser) -> None:
     option("--top-p", type=_chance, help=together)
     option("--seed", type=_seed, default=0, help="of the draws")
     option("--dtype", choices=DTYPES, help="of the weights, if not as they are stored")
+
+
+def add_serve(command: argparse.ArgumentParser) -> None:
+    """Add the options of `pararnn serve`."""
+    option = command.add_argument
+    chunk = "largest number of prompt tokens that are read between two tokens of the rows"
+    add_device(command)
+    option("model", metavar="MODEL", help="folder of the model, whose layers are all recurrent")
+    option("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of them")
+    option("--port", type=_port, default=8000, help="0 takes a free one")
+    option("--name", help="of the model in requests, if not the folder's")
+    option("--rows", type=_count, default=16, help="texts that are written at once")
+    option("--queue", type=_whole, default=256, help="texts that may wait for a row")
+    option("--prefill-chunk", type=_count, default=512, help=chunk)
+    option("--max-length", type=_count, default=32_768, help="tokens of a prompt and its text")
 
 
 def _cell(text: str) -> str:
@@ -323,7 +349,8 @@ _positive = _number(float, lambda x: 0 < x < math.inf, "a positive number")
 _temperature = _number(float, lambda x: 0 <= x < math.inf, "0 or a positive number")
 _chance = _number(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
 _count = _number(int, lambda x: x >= 1, "at least 1")
-_shots = _number(int, lambda x: x >= 0, "at least 0")
+_whole = _number(int, lambda x: x >= 0, "at least 0")
+_port = _number(int, lambda x: 0 <= x < 2**16, "from 0 to 65535")
 _seed = _number(int, lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1")
 
 

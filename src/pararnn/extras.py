@@ -13,10 +13,12 @@ EXTRAS = {
     "matplotlib": "demo",
     "pyarrow": "train",
     "safetensors": "demo",
+    "starlette": "serve",
     "tensorboard": "train",
     "tokenizers": "train",
     "tqdm": "demo",
     "transformers": "hf",
+    "uvicorn": "serve",
     "zstandard": "train",
 }
 """By package: the extra of pararnn that installs it."""

@@ -1,0 +1,64 @@
+"""Draws of the next token of each row, by its own temperature and random number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Choice(NamedTuple):
+    """Rule of one row: temperature, 0 for the likeliest token; top_p, the chance that the likeliest
+    tokens to draw from have together; and a number in [0, 1) that decides."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    number: float = 0.0
+
+
+def draw(logits: Tensor, choices: Sequence[Choice]) -> list[int]:
+    """Draw a token for each row of logits (B, V); -1 where they are not finite.
+
+    A row's token depends on its own logits and choice alone, to the bit.
+    """
+    logits = logits.float()
+    tokens = logits.argmax(-1)
+    if any(choice.temperature > 0 for choice in choices):
+        warm = torch.tensor([c.temperature or 1.0 for c in choices], device=logits.device)
+        # Scaled down first: a small temperature may not overflow.
+        scores = (logits - logits.amax(-1, keepdim=True)) / warm.unsqueeze(1)
+        chances = scores.softmax(-1).double()
+        numbers = _column([c.number for c in choices], logits)
+        by_number = _inverse(chances, numbers)
+        if any(choice.top_p < 1 for choice in choices):
+            some = _among_likeliest(chances, _column([c.top_p for c in choices], logits), numbers)
+            has_limit = [c.top_p < 1 for c in choices]
+            by_number = torch.where(_flags(has_limit, logits), some, by_number)
+        is_warm = [c.temperature > 0 for c in choices]
+        tokens = torch.where(_flags(is_warm, logits), by_number, tokens)
+    return torch.where(logits.isfinite().all(-1), tokens, -1).tolist()
+
+
+def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device=like.device).unsqueeze(1)
+
+
+def _flags(flags: Sequence[bool], like: Tensor) -> Tensor:
+    return torch.tensor(flags, device=like.device)
+
+
+def _inverse(chances: Tensor, numbers: Tensor) -> Tensor:
+    """Return the first index whose cumulative chance is above number x total, (B,)."""
+    sums = chances.cumsum(-1)
+    index = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
+    return index.squeeze(1).clamp_max(chances.shape[1] - 1)
+
+
+def _among_likeliest(chances: Tensor, top_p: Tensor, numbers: Tensor) -> Tensor:
+    """Draw among the fewest likeliest tokens that have top_p of the chance together."""
+    sorted_chances, index = chances.sort(stable=True, dim=-1, descending=True)
+    is_needed = sorted_chances.cumsum(-1) - sorted_chances < top_p
+    place = _inverse(sorted_chances * is_needed, numbers)
+    return index.gather(1, place.unsqueeze(1)).squeeze(1)

@@ -1,0 +1,387 @@
+"""The server, asked by OpenAI's client and by those who do it wrong."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import httpx
+import openai
+import pytest
+import torch
+from lm_kinds import add_noise
+from processes import start
+from table import HANGS_AFTER
+from torch.multiprocessing import ProcessExitedException
+
+from pararnn import cli
+from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkpoint
+from pararnn.serving.app import listen, new_server, new_service
+from pararnn.serving.batch import ServingError
+from pararnn.serving.load import end_tokens, load_served
+from pararnn.serving.protocol import FIELDS
+
+END = 256
+WAIT = HANGS_AFTER
+"""Seconds after which a test fails that waits for what never happens."""
+
+
+def write_model(folder, cell="gru", vocabulary=END + 1):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "num_heads": 2}
+    model = add_noise(LanguageModel(LMConfig(**sizes, cell=cell, vocab_size=vocabulary)))
+    with torch.no_grad():  # text that a person can read, in which every letter is likely
+        model.lm_head.weight[:97] = model.lm_head.weight[123:] = 0
+        model.lm_head.weight[97:123] *= 3
+    save_checkpoint(model, folder)
+    save_byte_tokenizer(folder, "<end>")
+    return folder
+
+
+@contextmanager
+def running(folder, **options):
+    """A server of a folder: its address and its service."""
+    service = new_service(folder, **options)
+    server = new_server(service)
+    with listen("127.0.0.1", 0) as own:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [own]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{own.getsockname()[1]}", service
+        finally:
+            server.should_exit = True
+            thread.join(WAIT)
+            assert not thread.is_alive()
+            assert not service.engine.is_running
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with running(folder, name="tiny", rows=8, queue=100, prefill_chunk=32, max_length=4000) as own:
+        yield own
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
+
+
+def wait_for(condition):
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def idle(service):
+    return not service.engine.active and not service.engine.waiting
+
+
+def test_models(client, server):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "pararnn"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'large' here: name 'tiny'"):
+        client.models.retrieve("large")
+    health = httpx.get(f"{server[0]}/health").json()
+    assert health["rows"] == 8
+    assert health["repeatable"] is True
+
+
+def test_a_completion(client):
+    result = client.completions.create(model="tiny", prompt="once", max_tokens=20, seed=1)
+    (choice,) = result.choices
+    assert result.object == "text_completion"
+    assert result.model == "tiny"
+    assert len(choice.text) == 20
+    assert len(set(choice.text)) > 5
+    assert choice.finish_reason == "length"
+    assert result.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": 4,
+        "completion_tokens": 20,
+        "total_tokens": 24,
+    }
+    same = client.completions.create(model="tiny", prompt="once", max_tokens=20, seed=1)
+    assert same.choices[0].text == choice.text
+    other = client.completions.create(model="tiny", prompt="once", max_tokens=20, seed=2)
+    assert other.choices[0].text != choice.text
+    default = client.completions.create(model="tiny", prompt=list(b"once"))
+    assert default.usage.completion_tokens == 16
+
+
+def test_streams_bring_the_same_text_in_pieces(client):
+    options = {"model": "tiny", "prompt": "once", "max_tokens": 30, "seed": 1, "n": 2}
+    whole = client.completions.create(**options)
+    events = list(
+        client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    assert len({event.id for event in events}) == 1
+    texts, ends = ["", ""], ["", ""]
+    for event in events[:-1]:
+        (choice,) = event.choices
+        texts[choice.index] += choice.text
+        ends[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert ends == ["length", "length"]
+    assert len(events) > 30
+    assert events[-1].choices == []
+    assert events[-1].usage == whole.usage
+
+
+def test_samples_of_several_prompts_are_in_order(client):
+    result = client.completions.create(
+        model="tiny", prompt=["once", "upon"], max_tokens=10, n=3, seed=4
+    )
+    assert [choice.index for choice in result.choices] == list(range(6))
+    assert len({choice.text for choice in result.choices}) == 6
+    assert result.usage.prompt_tokens == 8
+    first = client.completions.create(model="tiny", prompt="once", max_tokens=10, n=3, seed=4)
+    assert [c.text for c in first.choices] == [c.text for c in result.choices[:3]]
+
+
+def test_temperature_and_top_p(client):
+    def text(**options):
+        return (
+            client.completions.create(model="tiny", prompt="once", max_tokens=40, **options)
+            .choices[0]
+            .text
+        )
+
+    likeliest = text(temperature=0)
+    assert text(temperature=0, seed=5) == likeliest
+    assert text(top_p=1e-6) == likeliest
+    assert text(temperature=1e-6) == likeliest
+    assert text(seed=5) != likeliest
+    assert len(set(text(temperature=50, seed=5))) > len(set(text(temperature=0.1, seed=5)))
+
+
+def test_a_stop_string_ends_a_text_before_it(client):
+    options = {"model": "tiny", "prompt": "once", "max_tokens": 40, "seed": 1}
+    text = client.completions.create(**options).choices[0].text
+    stop = text[11:14]
+    (choice,) = client.completions.create(**options, stop=["###", stop]).choices
+    assert choice.text == text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
+    events = client.completions.create(**options, stop=stop, stream=True)
+    assert "".join(event.choices[0].text for event in events) == choice.text
+
+
+def test_64_clients_get_what_each_gets_alone(client, server):
+    def options(i):
+        return {
+            "model": "tiny",
+            "prompt": "abcdefgh"[: 1 + i % 8] * (1 + i % 5),
+            "max_tokens": 5 + 7 * i % 20,
+            "seed": i,
+            "temperature": (0, 0.7, 1.5)[i % 3],
+            "top_p": (1, 0.8)[i % 2],
+        }
+
+    async def ask(requests):
+        async with openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key="none") as many:
+            return await asyncio.gather(*[_text(many, **request) for request in requests])
+
+    async def _text(many, **request):
+        if request["seed"] % 2:
+            return (await many.completions.create(**request)).choices[0].text
+        stream = await many.completions.create(**request, stream=True)
+        return "".join([event.choices[0].text async for event in stream])
+
+    together = asyncio.run(ask([options(i) for i in range(64)]))
+    chosen = range(0, 64, 7)
+    alone = [client.completions.create(**options(i)).choices[0].text for i in chosen]
+    assert [together[i] for i in chosen] == alone
+    assert len(set(together)) > 40
+    wait_for(lambda: idle(server[1]))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 400, "the body is no JSON"),
+        (b"\xff\xfe{", 400, "the body is no JSON"),
+        (b"[" * 100_000, 400, "the body is no JSON"),
+        (b"[]", 400, "must be a JSON object, got list"),
+        (b"{}", 400, "give a prompt"),
+        ({"prompt": ""}, 400, "the prompt has no tokens"),
+        ({"prompt": []}, 400, "prompt must be a text, a list of texts"),
+        ({"prompt": [1, "a"]}, 400, "prompt must be a text"),
+        ({"prompt": [1.5]}, 400, "prompt must be a text"),
+        ({"prompt": [257]}, 400, "tokens are from 0 to 256, got 257"),
+        ({"prompt": [-1]}, 400, "tokens are from 0 to 256, got -1"),
+        ({"prompt": "a", "model": "large"}, 404, "there is no model 'large' here: name 'tiny'"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens must be an integer, at least 1, got 0"),
+        ({"prompt": "a", "max_tokens": True}, 400, "max_tokens must be an integer"),
+        ({"prompt": "a", "max_tokens": 4000}, 400, "up to 4000 tokens here, got a prompt of 1 and"),
+        ({"prompt": "a" * 4000}, 400, "got a prompt of 4000 and max_tokens = 16"),
+        ({"prompt": "a" * 500_000}, 413, "longer than the 465536 bytes"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature must be a number, 0 or more"),
+        (b'{"prompt": "a", "temperature": NaN}', 400, "temperature must be a number"),
+        ({"prompt": "a", "top_p": 0}, 400, "top_p must be a number, above 0, at most 1, got 0"),
+        ({"prompt": "a", "n": 0}, 400, "n must be from 1 to 128"),
+        ({"prompt": "a", "n": 128}, 400, "the request is for 128 texts, and rows and queue have"),
+        ({"prompt": "a", "stop": [""]}, 400, "stop must be a text, or a list of up to 16"),
+        ({"prompt": "a", "seed": "x"}, 400, "seed must be an integer"),
+        ({"prompt": "a", "stream": 1}, 400, "stream must be true or false"),
+        ({"prompt": "a", "stream_options": {"x": 1}}, 400, 'an object with "include_usage"'),
+        ({"prompt": "a", "logprobs": 3}, 400, "logprobs = 3 is not served here: leave it out"),
+        ({"prompt": "a", "echo": True}, 400, "echo = True is not served here"),
+        ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
+        ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty = 0.5 is not served"),
+        ({"prompt": "a", "top_k": 5}, 400, "there is no field 'top_k': name some of model, prompt"),
+    ],
+)
+def test_wrong_requests_are_told_why(body, status, message, server):
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    response = httpx.post(f"{server[0]}/v1/completions", content=content)
+    assert response.status_code == status
+    assert message in response.json()["error"]["message"]
+    wait_for(lambda: idle(server[1]))
+
+
+def test_what_asks_for_nothing_is_served(client):
+    options = dict.fromkeys(FIELDS) | {"model": "tiny", "prompt": "a", "echo": False, "best_of": 1}
+    options |= {"logit_bias": {}, "presence_penalty": 0, "suffix": "", "user": "me"}
+    response = client.completions.create(**options, logprobs=None, frequency_penalty=0.0)
+    assert response.usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/v1/chat/completions", 404), ("GET", "/v1/completions", 405), ("GET", "/", 404)],
+)
+def test_other_paths_name_those_there_are(method, path, status, server):
+    response = httpx.request(method, server[0] + path)
+    assert response.status_code == status
+    assert "this server has POST /v1/completions" in response.json()["error"]["message"]
+
+
+LONG = {"prompt": "once", "max_tokens": 3900}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_frees_the_row(stream, server):
+    url, service = server
+    wait_for(lambda: idle(service))
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as own:
+        body = json.dumps({**LONG, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        own.sendall(head.encode() + body)
+        wait_for(lambda: service.engine.active == 1)
+        (text,) = [text for text in service.engine.rows if text is not None]
+    wait_for(lambda: idle(service))
+    assert text.is_cancelled
+    assert text.tokens < 3900
+
+
+def test_who_sends_half_a_request_holds_nobody_up(server, client):
+    host, port = server[0].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as own:
+        own.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"pro')
+        assert client.completions.create(model="tiny", prompt="a").usage.total_tokens == 17
+
+
+def test_a_full_queue_is_told_at_once(folder):
+    with running(folder, rows=1, queue=1) as (url, service):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        options = {"model": folder.name, "prompt": "a", "max_tokens": 30_000, "stream": True}
+        with client.completions.create(**options), client.completions.create(**options):
+            wait_for(lambda: service.engine.active == 1 and len(service.engine.waiting) == 1)
+            with pytest.raises(openai.RateLimitError, match="1 texts wait for 1 rows") as error:
+                client.completions.create(model=folder.name, prompt="a")
+            assert error.value.response.headers["retry-after"] == "1"
+        wait_for(lambda: idle(service))
+        assert client.completions.create(model=folder.name, prompt="a", seed=0).choices
+
+
+def test_a_model_that_fails_is_told(folder, capfd):
+    with running(folder, rows=2) as (url, service):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(service.engine.batch, "step", lambda tokens: 1 / 0)
+            with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
+                client.completions.create(model=folder.name, prompt="a")
+            with pytest.raises(openai.APIError, match="ZeroDivisionError"):
+                list(client.completions.create(model=folder.name, prompt="a", stream=True))
+        assert client.completions.create(model=folder.name, prompt="a").usage.total_tokens > 1
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_end_tokens_are_the_folders(tmp_path):
+    folder = write_model(tmp_path)
+    assert load_served(folder).ends == {END}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert end_tokens(folder, None) == {3, 4}
+
+
+def test_a_tokenizer_of_more_tokens_is_refused(tmp_path):
+    folder = write_model(tmp_path, vocabulary=END)
+    with pytest.raises(ServingError, match="the tokenizer has 257 tokens, and the model 256"):
+        load_served(folder)
+
+
+def test_a_port_in_use_is_told():
+    with listen("127.0.0.1", 0) as own, pytest.raises(ServingError, match="cannot listen on"):
+        listen("127.0.0.1", own.getsockname()[1])
+
+
+OPTIONS = "--port 0 --device cpu --rows 8 --name mine"
+
+
+def serve_command(folder, out, rank):
+    with open(out, "w", buffering=1) as sys.stdout:
+        cli.main(["serve", str(folder), *OPTIONS.split()])
+
+
+def test_the_command_serves_until_a_signal(folder, tmp_path):
+    out = tmp_path / "out"
+    process_context = start(partial(serve_command, folder, out), 1)
+    try:
+        wait_for(lambda: out.exists() and out.read_text().endswith("\n"))
+        name, _, url = out.read_text().strip().partition(" at ")
+        assert name == "mine"
+        body = {"prompt": "once", "max_tokens": 5}
+        answer = httpx.post(f"{url}/completions", json=body).json()
+        assert answer["usage"]["total_tokens"] == 9
+        os.kill(process_context.pids()[0], signal.SIGINT)
+        with pytest.raises(ProcessExitedException) as error:
+            process_context.join(WAIT)
+        assert error.value.exit_code == 128 + signal.SIGINT
+    finally:
+        process_context.processes[0].kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "the following arguments are required: MODEL"),
+        ("nowhere", "there is no model in nowhere: it has no config.json"),
+        ("nowhere --rows 0", "--rows: must be at least 1"),
+        ("nowhere --port 70000", "--port: must be from 0 to 65535, got '70000'"),
+        ("nowhere --host 203.0.113.1", "cannot listen on 203.0.113.1, port 8000"),
+    ],
+)
+def test_bad_options_of_the_command_give_one_line(options, message, capsys):
+    options = f"{options} --port 0" if options == "nowhere" else options
+    with pytest.raises(SystemExit) as error:
+        cli.main(["serve", *options.split()])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_extra_the_command_names_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "nowhere"])
+    assert "pip install 'pararnn[serve]'" in capsys.readouterr().err

@@ -1,0 +1,383 @@
+"""The running batch: texts that join and leave it are those that run alone, bit for bit."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from lm_kinds import add_noise, plain
+from torch import Tensor
+
+from pararnn.lm import LanguageModel, LMConfig
+from pararnn.lm.text import LONGEST, Decoder, Stops
+from pararnn.serving.batch import Batch, ServingError
+from pararnn.serving.draw import Choice, draw
+from pararnn.serving.engine import Continuation, Engine, Piece, Prompt, QueueFull
+
+ROWS = 4
+
+
+def _model(cell: str = "gru") -> LanguageModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 64}
+    return add_noise(LanguageModel(LMConfig(**sizes, cell=cell)))
+
+
+class Record:
+    """A text's pieces and, where they are recorded, the bits of its logits."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+def _words(tokens: list[int]) -> str:
+    return "".join(chr(0x100 + token) for token in tokens)
+
+
+def _submit(engine: Engine, prompt: Prompt | list[int], **options) -> tuple[Continuation, Record]:
+    record = Record()
+    prompt = Prompt(prompt) if isinstance(prompt, list) else prompt
+    text = Continuation(prompt, _words, record.pieces.append, **options)
+    engine.submit([text])
+    return text, record
+
+
+def _finish(engine: Engine) -> int:
+    steps = 0
+    while engine.step():
+        steps += 1
+    return steps
+
+
+def _prompt(number: int, length: int) -> list[int]:
+    return torch.randint(64, (length,), generator=torch.Generator().manual_seed(number)).tolist()
+
+
+REQUESTS = [
+    {"prompt": _prompt(0, 5), "max_tokens": 12, "temperature": 0.0},
+    {"prompt": _prompt(1, 23), "max_tokens": 7, "seed": 3},
+    {"prompt": _prompt(2, 1), "max_tokens": 20, "temperature": 0.7, "top_p": 0.5, "seed": 4},
+    {"prompt": _prompt(3, 17), "max_tokens": 9, "temperature": 2.0, "top_p": 0.9, "seed": "a"},
+    {"prompt": _prompt(4, 8), "max_tokens": 1, "seed": 5},
+    {"prompt": _prompt(5, 40), "max_tokens": 15, "seed": 6, "top_p": 0.99},
+    {"prompt": _prompt(6, 3), "max_tokens": 30, "seed": 7},
+]
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm", "head-gru", "user_cells:Memory"])
+def test_texts_that_join_and_leave_are_those_alone(cell):
+    model = _model(cell)
+
+    def rows_of(engine: Engine, order: list[int]) -> dict[int, Record]:
+        return {i: _submit(engine, **REQUESTS[i])[1] for i in order}
+
+    alone = {}
+    for i in range(len(REQUESTS)):
+        engine = Engine(Batch(model, ROWS), chunk=6)
+        alone |= rows_of(engine, [i])
+        _finish(engine)
+    assert len({record.text for record in alone.values()}) == len(REQUESTS)
+    for order in ([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0]):
+        engine = Engine(Batch(model, ROWS), chunk=6)
+        together = rows_of(engine, order[:3])
+        for _ in range(4):
+            engine.step()
+        together |= rows_of(engine, order[3:])  # while others are running
+        _finish(engine)
+        assert {i: record.text for i, record in together.items()} == {
+            i: record.text for i, record in alone.items()
+        }
+        assert all(record.pieces[-1].finish == "length" for record in together.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_a_row_have_the_same_bits_in_any_company(dtype):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": 257}
+    model = add_noise(LanguageModel(LMConfig(**sizes), dtype=dtype))
+    generator = torch.Generator().manual_seed(0)
+
+    def logits(company: bool, own: int) -> list[Tensor]:
+        batch = Batch(model, 8)
+        memory = model.new_cache()
+        first = batch.read(range(20), memory).clone()
+        for row in range(8):
+            other = model.new_cache()
+            batch.read(torch.randint(257, (9,), generator=generator).tolist(), other)
+            if company:
+                batch.join(row, other)
+        batch.join(own, memory)
+        steps = [first[0]]
+        for token in range(6):
+            tokens = torch.randint(257, (8,), generator=generator).tolist()
+            tokens = tokens if company else [0] * 8
+            tokens[own] = token
+            steps.append(batch.step(tokens)[own].clone())
+        return steps
+
+    alone = logits(False, 0)
+    for row in (0, 3, 7):
+        for one, other in zip(alone, logits(True, row), strict=True):
+            assert torch.equal(one, other)
+    assert Batch(model, 8).is_repeatable()
+
+
+def test_rows_that_differ_are_noticed(monkeypatch):
+    batch = Batch(_model(), 4)
+    step = batch.step
+
+    def uneven(tokens):
+        logits = step(tokens)
+        logits[-1, 0] += 1e-6
+        return logits
+
+    monkeypatch.setattr(batch, "step", uneven)
+    assert not batch.is_repeatable()
+
+
+def test_decoding_equals_the_models_own():
+    """A text's tokens are the likeliest by one pass over all of it."""
+    model, prompt = _model(), _prompt(8, 19)
+    engine = Engine(Batch(model, ROWS), chunk=5)
+    _, record = _submit(engine, prompt, max_tokens=25, temperature=0.0)
+    _finish(engine)
+    tokens = [ord(letter) - 0x100 for letter in record.text]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(chosen, logits.amax(1), rtol=1e-4, atol=1e-4)
+    assert len(set(tokens)) > 2
+
+
+def test_prompts_are_read_in_chunks_beside_decoding(monkeypatch):
+    model = _model()
+    batch = Batch(model, ROWS)
+    engine = Engine(batch, chunk=4)
+    calls: list[str] = []
+    read, step = batch.read, batch.step
+    monkeypatch.setattr(batch, "read", lambda t, m: calls.append(f"read {len(t)}") or read(t, m))
+    monkeypatch.setattr(batch, "step", lambda t: calls.append("step") or step(t))
+    _submit(engine, _prompt(0, 2), max_tokens=8)
+    engine.step()
+    _submit(engine, _prompt(1, 11), max_tokens=3)
+    _finish(engine)
+    assert calls[:8] == ["read 2", "step", "read 4", "step", "read 4", "step", "read 3", "step"]
+
+
+def test_samples_share_their_prompts_reading(monkeypatch):
+    batch = Batch(_model(), ROWS)
+    engine = Engine(batch, chunk=64)
+    reads = []
+    read = batch.read
+    monkeypatch.setattr(batch, "read", lambda t, m: reads.append(len(t)) or read(t, m))
+    prompt = Prompt(_prompt(0, 10))
+    samples = [_submit(engine, prompt, max_tokens=8, seed=i)[1] for i in range(6)]
+    _finish(engine)
+    assert reads == [10]
+    assert len({record.text for record in samples}) == 6
+    engine = Engine(Batch(_model(), ROWS), chunk=3)
+    _, alone = _submit(engine, prompt.tokens, max_tokens=8, seed=4)
+    _finish(engine)
+    assert alone.text == samples[4].text
+
+
+def test_more_texts_than_rows_wait_and_too_many_are_refused():
+    engine = Engine(Batch(_model(), 2), places=3)
+    texts = [_submit(engine, [i], max_tokens=4)[1] for i in range(5)]
+    with pytest.raises(QueueFull, match="5 texts wait for 2 rows, and the queue has 3 places"):
+        _submit(engine, [1])
+    engine.step()
+    assert (engine.active, len(engine.waiting)) == (2, 3)
+    _finish(engine)
+    assert [record.pieces[-1].finish for record in texts] == ["length"] * 5
+    _submit(engine, [1])
+
+
+def test_cancelled_texts_leave_their_rows_and_the_queue():
+    engine = Engine(Batch(_model(), 1))
+    running, record = _submit(engine, [1], max_tokens=1000)
+    second, second_record = _submit(engine, [2], max_tokens=1000)
+    _, third = _submit(engine, [3], max_tokens=3)
+    engine.step()
+    engine.cancel([running, second])
+    _finish(engine)
+    assert len(record.text) == 2
+    assert second_record.pieces == []
+    assert third.pieces[-1].finish == "length"
+    assert engine.active == 0
+
+
+def test_end_tokens_end_a_text():
+    engine = Engine(Batch(_model(), ROWS))
+    _, free = _submit(engine, [1], max_tokens=12, temperature=0.0)
+    _finish(engine)
+    end = ord(free.text[7]) - 0x100
+    first = free.text.index(chr(0x100 + end))
+    _, record = _submit(engine, [1], max_tokens=12, temperature=0.0, ends=[end])
+    _finish(engine)
+    assert record.text == free.text[:first]
+    assert record.pieces[-1][1:] == (first + 1, "stop")
+
+
+def test_stop_strings_end_a_text_before_them():
+    engine = Engine(Batch(_model(), ROWS))
+    _, free = _submit(engine, [1], max_tokens=12, seed=1)
+    _finish(engine)
+    stop = free.text[4:7]
+    _, record = _submit(engine, [1], max_tokens=12, seed=1, stop=["none", stop, free.text[8]])
+    _finish(engine)
+    assert record.text == free.text[: free.text.index(stop)]
+    assert record.pieces[-1].finish == "stop"
+    assert record.pieces[-1].tokens == free.text.index(stop) + 3
+
+
+def test_a_failing_model_ends_its_texts_and_serves_the_next(monkeypatch, capsys):
+    batch = Batch(_model(), 2)
+    engine = Engine(batch)
+    _, record = _submit(engine, [1], max_tokens=1000)
+    step = batch.step
+
+    def fail(tokens):
+        engine.stop()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(batch, "step", fail)
+    engine.run()
+    assert record.pieces[-1].finish == "error"
+    assert record.pieces[-1].text == "RuntimeError: out of memory"
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setattr(batch, "step", step)
+    engine.is_running = True
+    _, record = _submit(engine, [1], max_tokens=3)
+    _finish(engine)
+    assert record.pieces[-1].finish == "length"
+
+
+def test_logits_that_are_not_finite_end_that_text_alone():
+    model = _model()
+    engine = Engine(Batch(model, ROWS))
+    _, good = _submit(engine, [1], max_tokens=5, seed=0)
+    _, bad = _submit(engine, [2], max_tokens=5, seed=0)
+    with torch.no_grad():
+        model.embed_tokens.weight[2] = torch.nan
+    _finish(engine)
+    assert bad.pieces == [Piece("the model's logits are not finite", 1, "error")]
+    assert len(good.text) == 5
+
+
+def test_nothing_of_a_text_is_left():
+    engine = Engine(Batch(_model(), ROWS))
+    text, _ = _submit(engine, _prompt(0, 20), max_tokens=6)
+    references = [weakref.ref(text), weakref.ref(text.prompt)]
+    _finish(engine)
+    del text
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_models_with_attention_are_refused(kind):
+    with pytest.raises(ServingError, match=r"layer . of the model \(Attention\) has a memory that"):
+        Batch(plain(kind), 2)
+
+
+def test_models_without_a_convolution_run():
+    engine = Engine(Batch(plain("no convolution"), 2))
+    _, record = _submit(engine, [1, 2], max_tokens=5)
+    _finish(engine)
+    assert len(record.text) == 5
+
+
+def test_draws_follow_the_chances():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 6) * 2
+    chances = (logits / 0.7).softmax(-1)[0]
+    numbers = [(i + 0.5) / 2000 for i in range(2000)]
+    tokens = draw(logits.expand(2000, 6), [Choice(0.7, 1.0, number) for number in numbers])
+    counts = torch.bincount(torch.tensor(tokens), minlength=6) / 2000
+    torch.testing.assert_close(counts, chances, rtol=0, atol=1e-3)
+    order = chances.argsort(descending=True)
+    top_p = float(chances[order[:2]].sum()) + 1e-4  # two are not quite enough
+    tokens = draw(logits.expand(2000, 6), [Choice(0.7, top_p, number) for number in numbers])
+    few = torch.zeros(6).index_copy(0, order[:3], chances[order[:3]] / chances[order[:3]].sum())
+    counts = torch.bincount(torch.tensor(tokens), minlength=6) / 2000
+    torch.testing.assert_close(counts, few, rtol=0, atol=1e-3)
+
+
+def test_a_draw_depends_on_its_own_row_alone():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 300) * 3
+    choices = [
+        Choice(),
+        Choice(0.7, 1.0, 0.3),
+        Choice(1.0, 0.4, 0.9),
+        Choice(1e-30, 1.0, 0.999999),
+        Choice(1.0, 1e-9, 0.999999),
+    ]
+    together = draw(logits, choices)
+    alone = [draw(logits[i : i + 1], [choice])[0] for i, choice in enumerate(choices)]
+    assert together == alone
+    likeliest = logits.argmax(-1).tolist()
+    assert [together[i] for i in (0, 3, 4)] == [likeliest[i] for i in (0, 3, 4)]
+    logits[1, 5], logits[2, 7], logits[0, 0] = torch.nan, torch.inf, -torch.inf
+    assert draw(logits, choices)[:3] == [-1, -1, -1]
+
+
+def _bytes(tokens: list[int]) -> str:
+    return bytes(tokens).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"plain",
+        "a\u00e9\u20ac\U0001f600 z".encode(),
+        b"a\xff\xfe\xe2\x82b",
+        b"\xe2\x82",
+        b"\xf0\x9f\x98",
+        "\ufffd literal \ufffd".encode(),
+        b"\xff" * (3 * LONGEST) + "\u20ac".encode(),
+    ],
+)
+def test_pieces_of_text_are_the_text(data):
+    decoder = Decoder(_bytes)
+    pieces = [decoder.add(byte) for byte in data] + [decoder.end()]
+    assert "".join(pieces) == data.decode("utf-8", "replace")
+    assert len(decoder.tokens) == 0
+
+
+def test_characters_wait_for_their_bytes():
+    decoder = Decoder(_bytes)
+    assert [decoder.add(byte) for byte in "a\u20acb".encode()] == ["a", "", "", "\u20ac", "b"]
+
+
+def test_spaces_between_tokens_need_the_token_before():
+    """As in tokenizers of words, whose text of a token alone has no space."""
+    decoder = Decoder(lambda tokens: " ".join(f"w{token}" for token in tokens))
+    assert "".join([decoder.add(i) for i in range(5)] + [decoder.end()]) == "w0 w1 w2 w3 w4"
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "texts", "is_found"),
+    [
+        ([], ["ab", "c"], ["ab", "c"], False),
+        (["xy"], ["ax", "yb"], ["a", ""], True),
+        (["xy"], ["ax", "zb"], ["a", "xzb"], False),
+        (["aab"], ["aaa", "ab"], ["a", "a"], True),
+        (["long", "g"], ["a lon", "g"], ["a ", ""], True),
+        (["b", "abc"], ["a", "b", "c"], ["", "a"], True),
+    ],
+)
+def test_stops_hold_back_what_may_be_their_beginning(stops, pieces, texts, is_found):
+    filter_ = Stops(stops)
+    results = []
+    for piece in pieces:
+        results.append(filter_.add(piece))
+        if filter_.is_found:
+            break
+    assert results == texts
+    assert filter_.is_found == is_found
+    assert filter_.end() == ""
