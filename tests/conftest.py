@@ -76,6 +76,7 @@ SLOW = [
     "surrogates",
     "train",
     "train_folder",
+    "train_initial",
     "train_lost",
     "train_mishaps",
     "train_order",

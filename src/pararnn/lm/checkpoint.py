@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ CLASSES = {
 
 AUTO_MAP = {auto: f"{Path(CODE).stem}.{name}" for auto, name in CLASSES.items()}
 """`CLASSES` in the form of config.json."""
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of weights by name."""
 
 
 class CheckpointError(PararnnError, ValueError):
@@ -107,11 +112,7 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{folder / CONFIG} describes no model: {error}") from error
-    weights = {
-        name.removeprefix(BODY): tensor
-        for file in _weight_files(folder)
-        for name, tensor in _read(file)
-    }
+    weights = {name.removeprefix(BODY): tensor for name, tensor in read_weights(folder)}
     if config.tie_word_embeddings and EMBEDDING in weights:
         shared = weights[EMBEDDING]
         if not torch.equal(weights.setdefault(HEAD, shared), shared):
@@ -119,7 +120,7 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
                 f"{folder / CONFIG} says tie_word_embeddings, and {HEAD} is not the embedding: set "
                 "it to false, or remove that weight"
             )
-    _check(folder, model.state_dict(), weights)
+    check_weights(folder, shapes_of(model.state_dict()), shapes_of(weights))
     model.load_state_dict(weights)
     return model.eval()
 
@@ -153,24 +154,51 @@ def _weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder / INDEX} names no files of weights: {error!r}") from error
 
 
-def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights in a folder, one at a time; CheckpointError for files that hold none."""
+    for file in _weight_files(folder):
+        with _open(file) as content:
+            for name in content.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, content.get_tensor(name)
+
+
+def read_shapes(folder: Path) -> Shapes:
+    """Return the shapes of the weights in a folder, without reading them."""
+    result: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(folder):
+        with _open(file) as content:
+            for name in content.keys():  # noqa: SIM118 (it is no mapping)
+                result[name] = tuple(content.get_slice(name).get_shape())
+    return result
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """Open a file of weights."""
+    safetensors = require("safetensors")
     try:
-        yield from require("safetensors.torch").load_file(file).items()
+        with safetensors.safe_open(file, "pt") as content:
+            yield content
     except FileNotFoundError as error:
         raise CheckpointError(f"there are no weights: {file} is missing") from error
-    except require("safetensors").SafetensorError as error:
+    except safetensors.SafetensorError as error:
         raise CheckpointError(f"{file} holds no weights: {error}") from error
 
 
-def _check(folder: Path, own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+def shapes_of(weights: Mapping[str, Tensor]) -> Shapes:
+    """Return the shapes of weights by name."""
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+
+def check_weights(folder: Path, own: Shapes, weights: Shapes) -> None:
     """Check names and shapes against the model's; CheckpointError names the first that differ."""
     faults = {
         "misses the weight": [name for name in own if name not in weights],
         "holds a weight that the model has not": [name for name in weights if name not in own],
         "holds a weight of another shape": [
-            f"{name} {tuple(tensor.shape)}, which must be {tuple(own[name].shape)},"
-            for name, tensor in weights.items()
-            if name in own and tensor.shape != own[name].shape
+            f"{name} {shape}, which must be {own[name]},"
+            for name, shape in weights.items()
+            if name in own and shape != own[name]
         ],
     }
     for fault, names in faults.items():

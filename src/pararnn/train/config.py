@@ -103,7 +103,9 @@ class RunConfig:
     a validation. verify_every: steps between checks of the recurrent layers' states against the
     numerics contract, 0 for none. report_to: one of transformers' integrations, such as
     "tensorboard", or "none"; "auto" is TensorBoard where it is installed. out: the run's folder; a
-    run that finds checkpoints there goes on from the last one.
+    run that finds checkpoints there goes on from the last one. init_from: folder of weights to
+    start from, in place of drawn ones: of a run, of one of its checkpoints, or of a model; "" for
+    none.
 
     Raises ValueError for impossible values, and for those that do not fit each other.
     """
@@ -128,6 +130,7 @@ class RunConfig:
     verify_every: int = 1000
     report_to: str = "auto"
     out: str = "runs/train"
+    init_from: str = ""
 
     def __post_init__(self) -> None:
         check_ranges(self, OF_RUN)

@@ -23,7 +23,7 @@ from pararnn.train.locks import Held, exclusive
 if TYPE_CHECKING:
     from pararnn.train.setup import TrainingData
 
-FIXED = ("model", "data", "optimiser", "batch", "seed")
+FIXED = ("model", "data", "optimiser", "batch", "seed", "init_from")
 """Keys that may not change: weights, data, the position in it, and AdamW's groups go on."""
 FREE = ("data.cache",)
 """Exceptions to `FIXED`."""
@@ -185,7 +185,7 @@ def _check_same(config: RunConfig, out: Path, free: Collection[str]) -> None:
     """Raise TrainingError if this config cannot go on with the run in a folder."""
     path = out / CONFIG
     # Keys that an earlier version did not have are as they are by default.
-    theirs = flat({"data": asdict(DataConfig())}) | flat(_record(path))
+    theirs = flat({"data": asdict(DataConfig()), "init_from": ""}) | flat(_record(path))
     own = flat(json.loads(json.dumps(asdict(config))))
     for key in [*own, *(key for key in theirs if key not in own)]:
         matters = key.partition(".")[0] in FIXED and key not in free

@@ -22,6 +22,7 @@ from pararnn.train.checkpoints import (
     damage_of,
     goes_on,
     is_complete,
+    last_complete,
     last_whole,
     load_state,
     whole_weights,
@@ -64,10 +65,12 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
 
     Raises MissingExtra without transformers; DataError for data that cannot be used;
     TrainingError for a model that cannot be made, for batches that do not divide, for a folder of
-    another run or one that another run is at work in, for other data than the run's, for a loss
-    that is NaN (DivergenceError), and for files that cannot be read or written.
+    another run or one that another run is at work in, for other data than the run's, for weights
+    to start from that do not fit, for a loss that is NaN (DivergenceError), and for files that
+    cannot be read or written.
     """
     require("transformers")
+    from pararnn.train.initial import check_initial, check_tokenizer
     from pararnn.train.setup import bare_model
     from pararnn.train.sharding import own_device, process_count, process_group
     from pararnn.train.telemetry import start_facts
@@ -83,11 +86,15 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
         check_folder(config, out)
         if first:  # now, not after the training
             own_files(out / MODEL, MODEL)
-        bare_model(config)  # before the data are made ready, which may take hours
+        model = bare_model(config)  # before the data are made ready, which may take hours
+        begins = config.init_from and last_complete(out) is None
+        source = check_initial(config, model) if begins else None
         from pararnn.train.corpus.prepare import prepare
 
         data: TrainingData = packed or prepare(config.data)
         check_same_data(config, data, out)
+        if source is not None:
+            check_tokenizer(source, data)
         stack.enter_context(quiet())
         stack.enter_context(process_group())
         trainer = RunTrainer(config, data, own_device(), stop)
@@ -108,7 +115,9 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
         if step < config.steps:
             if first:
                 with writing(out / RECORD, out):
-                    add_start(out, start_facts(trainer.model, process_count(), step))
+                    facts = start_facts(trainer.model, process_count(), step)
+                    initial = str(checkpoint or (source and source.folder) or "drawn")
+                    add_start(out, {**facts, "weights": initial})
             with watching(neighbours()) if process_count() > 1 else nullcontext():
                 try:
                     trainer.run(checkpoint)

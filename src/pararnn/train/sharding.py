@@ -97,11 +97,20 @@ def draw_weights(model: ParaRNNForCausalLM, device: torch.device, seed: int) -> 
         parameter = cast(Tensor, getattr(module, name))
         if isinstance(parameter, DTensor):
             whole = draw(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), init)
-            mesh, places = parameter.device_mesh, parameter.placements
-            # Every process has drawn the same: nothing has to be sent.
-            parameter.copy_(distribute_tensor(whole, mesh, places, src_data_rank=None))
+            set_whole(parameter, whole)
         else:
             draw(parameter, init)
+
+
+@torch.no_grad()
+def set_whole(parameter: Tensor, whole: Tensor) -> None:
+    """Set a parameter, which may be spread over processes, to a tensor that all of them have."""
+    whole = whole.to(parameter.device, parameter.dtype)
+    if isinstance(parameter, DTensor):
+        mesh, places = parameter.device_mesh, parameter.placements
+        # Nothing has to be sent.
+        whole = distribute_tensor(whole, mesh, places, src_data_rank=None)
+    parameter.copy_(whole)
 
 
 @torch.no_grad()

@@ -88,6 +88,7 @@ def start_lines(config: RunConfig, data: TrainingData, model: nn.Module, world: 
         f"model: {' and '.join(kinds)}, {blocks.num_hidden_layers} blocks of {blocks.hidden_size} "
         f"channels, {sum(weight.numel() for weight in weights):,} parameters, {config.precision}, "
         f"on {several}{device_name(device)}{threads}",
+        *([f"weights: those of {config.init_from} at first"] if config.init_from else []),
         f"run: {config.steps:,} steps of {config.batch:,} x {length:,} tokens, "
         f"{config.steps * tokens / (rows * length):.3g} epochs, into {config.out}",
     ]

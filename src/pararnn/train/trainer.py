@@ -35,6 +35,7 @@ from pararnn.train.checkpoints import (
 )
 from pararnn.train.config import RunConfig
 from pararnn.train.feed import make_loader, steps_of_epoch
+from pararnn.train.initial import load_initial
 from pararnn.train.log import append_row, read_rows
 from pararnn.train.optimiser import make_adamw, set_rate
 from pararnn.train.plot import plot_rows
@@ -92,6 +93,8 @@ class RunTrainer:
         """Train to the last step, from a checkpoint if there is one."""
         if checkpoint is not None:
             self.load(checkpoint)
+        elif self.config.init_from:
+            load_initial(self.config, self.model)
         config, rows = self.config, self.data.train
         lines = start_lines(config, self.data, self.model, self.world)
         loader = make_loader(config, rows, self.rank, self.world, self.step)
