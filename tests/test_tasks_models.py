@@ -9,12 +9,12 @@ from table import CELLS
 
 from pararnn.errors import CellError
 from pararnn.lm.rows import Rows
-from pararnn.tasks import TASKS, Batch, generator_of, training
+from pararnn.tasks import TASKS, Batch, deltanet, generator_of, training
 from pararnn.tasks.folded import FoldedModel, accuracies, losses, make_folded
 from pararnn.tasks.mamba2 import CHUNK, Mamba2, scan
 from pararnn.tasks.models import OWN_MIXERS, ModelConfig, TaskModel, sinusoids
 from pararnn.tasks.run import configured
-from pararnn.tasks.training import Stepper, TrainConfig, train
+from pararnn.tasks.training import Stepper, TrainConfig, run_steps, train
 
 PAPER_TASKS = ["keep-nth", "parity", "mqar", "1-hop", "2-hop"]
 GRU = [19_840, 3_840, 32_704, 17_600, 16_960]
@@ -25,6 +25,10 @@ SIZES = {
     "transformer": [31_552 + 129 * symbols for symbols in VOCABULARY],
     "mamba2": [None, None, *(22_028 + 128 * symbols for symbols in VOCABULARY[2:])],
 }
+
+
+def run_train(*arguments):
+    return run_steps(train(*arguments))
 
 
 def model_config(name, mixer, **changes):
@@ -108,6 +112,31 @@ def test_mamba2s_scan_is_its_recurrence(steps):
     assert torch.allclose(scan(x, decay, b, c), stepwise(x, decay, b, c), rtol=1e-9, atol=1e-11)
 
 
+def delta_loop(q, k, v, decay, strength):
+    state, outputs = torch.zeros(q.shape[0], *q.shape[2:], v.shape[-1], dtype=q.dtype), []
+    for t in range(q.shape[1]):
+        key, b = k[:, t].unsqueeze(-1), strength[:, t, :, None, None]
+        state = decay[:, t].exp()[..., None, None] * (state - b * key * (key * state).sum(-2, True))
+        state = state + b * key * v[:, t].unsqueeze(-2)
+        outputs.append((q[:, t].unsqueeze(-1) * state).sum(-2))
+    return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("steps", [1, 63, deltanet.CHUNK, 2 * deltanet.CHUNK + 5])
+def test_deltanets_scan_is_its_recurrence(steps):
+    q, k, v = (torch.randn(2, steps, 3, size).double() for size in (4, 4, 5))
+    k = F.normalize(k, dim=-1)
+    decay, strength = -0.1 * torch.rand(2, steps, 3).double(), 2 * torch.rand(2, steps, 3).double()
+    inputs = [each.requires_grad_() for each in (q, k, v, decay, strength)]
+    one, other = deltanet.delta_scan(*inputs), delta_loop(*inputs)
+    assert torch.allclose(one, other, rtol=1e-9, atol=1e-11)
+    weights = torch.randn_like(one)
+    for mine, theirs in zip(
+        *(torch.autograd.grad((y * weights).sum(), inputs) for y in (one, other)), strict=True
+    ):
+        assert torch.allclose(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
 def test_mamba2_is_that_of_transformers():
     mamba2 = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
     config = mamba2.Mamba2Config(
@@ -137,7 +166,7 @@ def test_mamba2_is_that_of_transformers():
     assert torch.allclose(ours(x, rows), theirs(ours.own_norm(x)), atol=1e-5)
 
 
-@pytest.mark.parametrize("mixer", ["gru", "lem", "mamba2", "transformer", "attention"])
+@pytest.mark.parametrize("mixer", ["gru", "lem", "mamba2", "deltanet", "transformer", "attention"])
 def test_folded_seeds_equal_separate_models(mixer):
     task = TASKS["2-hop"].at(20)
     config = model_config("2-hop", mixer, width=16, heads=2)
@@ -219,22 +248,24 @@ def test_the_best_validation_is_kept_and_training_stops():
     config = model_config("parity", "gru", width=16, heads=2)
     options = TrainConfig(seeds=2, rows=256, steps=400, every=20, validation=100, lr=0.03)
     model = make_folded(task, config, (0, 1), "cpu")
-    result = train(model, task, options)
+    result = run_train(model, task, options)
     assert not result["capped"]
     assert result["steps"] < 400
     assert max(result["history"][-1][2]) == 1
     assert result["history"][-1][0] == result["steps"]
     top = [max(each[2][seed] for each in result["history"]) for seed in range(2)]
     assert accuracies(model, task, 100, 0, 1) == top
-    short = train(make_folded(task, config, (0,), "cpu"), task, replace(options, seeds=1, steps=25))
+    short = run_train(
+        make_folded(task, config, (0,), "cpu"), task, replace(options, seeds=1, steps=25)
+    )
     assert short["capped"]
     assert [each[0] for each in short["history"]] == [20, 25]
     patient = replace(options, steps=300, stop="never")
-    whole = train(make_folded(task, config, (0, 1), "cpu"), task, patient)
+    whole = run_train(make_folded(task, config, (0, 1), "cpu"), task, patient)
     assert whole["steps"] == 300
     assert not whole["capped"]
     hasty = replace(options, seeds=1, seconds=1e-9, stop="never")
-    assert train(make_folded(task, config, (0,), "cpu"), task, hasty)["steps"] == 20
+    assert run_train(make_folded(task, config, (0,), "cpu"), task, hasty)["steps"] == 20
 
 
 def stepper_of(name, mixer, *options, seeds=2):
@@ -304,7 +335,7 @@ def test_the_later_of_equal_validations_is_kept(monkeypatch):
     monkeypatch.setattr(training, "accuracies", lambda *arguments: [0.5, 0.5])
     task, config = TASKS["parity"].at(4), model_config("parity", "gru", width=16, heads=2)
     model = make_folded(task, config, (0, 1), "cpu")
-    train(model, task, TrainConfig(seeds=2, rows=64, steps=40, every=20))
+    run_train(model, task, TrainConfig(seeds=2, rows=64, steps=40, every=20))
     longer = make_folded(task, config, (0, 1), "cpu")
     stepper = Stepper(longer, task, TrainConfig(seeds=2, rows=64, steps=40, every=20))
     for _ in range(40):

@@ -141,6 +141,21 @@ def test_progress_is_shown(tmp_path, capsys, monkeypatch):
         assert re.fullmatch(rf"parity, gru: {step} of 20 steps, {figures}", line)
 
 
+def test_trainings_side_by_side_are_trainings(folder, tmp_path, capsys):
+    """Three take turns in two lanes; each result is that of a run alone."""
+    options = ["--lengths", "8,40", "steps=30", "--at-once", "2"]
+    assert run("parity", "gru,user_cells:Timeless,lstm", tmp_path, *options) == 0
+    for path in folder.iterdir():
+        one, other = (json.loads(each.read_text()) for each in (path, tmp_path / path.name))
+        for key in ("accuracies", "history", "lengths", "steps"):
+            assert one[key] == other[key], key
+    assert len(list(tmp_path.iterdir())) == 3
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run("parity", "gru", tmp_path / "none", "steps=30", "--at-once", "0")
+    assert "at_once must be positive, got 0" in capsys.readouterr().err
+
+
 def test_results_that_exist_stay(folder, capsys):
     old = (folder / "parity-gru.json").read_bytes()
     assert run("parity", "gru", folder, "--lengths", "8,40", "steps=30") == 0

@@ -54,7 +54,8 @@ class Gpu(DeviceType):
     capability(device): its compute capability. cores(device): its multiprocessors. call(device,
     function, *args, **options): call with the device as the current one. stream(device): address of
     the current stream. capture(device): record a graph, see `captured`. side_stream(device): run on
-    another stream, with waits before and after. peak_memory(): largest number of bytes allocated
+    another stream, with waits before and after. new_stream(device): a context that runs on one
+    stream of its own, as often as it is entered. peak_memory(): largest number of bytes allocated
     on the current device.
     """
 
@@ -64,6 +65,7 @@ class Gpu(DeviceType):
     stream: Callable[[torch.device], int]
     capture: Callable[[torch.device], AbstractContextManager[Callable[[], None]]]
     side_stream: Callable[[torch.device], AbstractContextManager[None]]
+    new_stream: Callable[[torch.device], Callable[[], AbstractContextManager[Any]]]
     peak_memory: Callable[[], int]
 
 
@@ -152,6 +154,10 @@ def _cuda_side_stream(device: torch.device) -> Iterator[None]:
         torch.cuda.current_stream().wait_stream(stream)
 
 
+def _cuda_new_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    return functools.partial(torch.cuda.stream, torch.cuda.Stream(device))
+
+
 CPU = DeviceType(
     title=_cpu_title,
     wait=lambda device: None,
@@ -176,6 +182,7 @@ CUDA = Gpu(
     stream=_cuda_stream,
     capture=_cuda_capture,
     side_stream=_cuda_side_stream,
+    new_stream=_cuda_new_stream,
     peak_memory=torch.cuda.max_memory_allocated,
 )
 META = replace(CPU, require=lambda condition, message, values: None, computes=False)

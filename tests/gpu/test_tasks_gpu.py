@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from pararnn.tasks.folded import make_folded
-from pararnn.tasks.run import configured, run_task
+from pararnn.tasks.results import read_result
+from pararnn.tasks.run import configured, run_all, run_task
 from pararnn.tasks.training import Stepper
 
 
-@pytest.mark.parametrize("mixer", ["gru", "lstm", "mamba2", "transformer", "attention"])
+@pytest.mark.parametrize("mixer", ["gru", "lstm", "mamba2", "deltanet", "transformer", "attention"])
 @pytest.mark.parametrize("name", ["keep-nth", "2-hop", "adding"])
 def test_steps_of_a_graph_are_steps(name, mixer):
     options = ["length=20", "vocab=8"] if name != "adding" else ["length=20"]
@@ -53,6 +54,21 @@ def test_a_graph_has_the_losses_of_calls(name, mixer, more):
     assert (calls.horizons > 2).all()
     for key, weight in calls.model.weights.items():
         assert torch.equal(weight, graph.model.weights[key]), key
+
+
+def test_trainings_side_by_side_are_trainings(tmp_path):
+    """On streams of their own; each result is that of a run alone."""
+    options = ["length=30", "rows=256", "steps=200", "every=100", "test=500", "lr=0.002"]
+    configs = [
+        configured("s3", mixer, options, device="cuda")
+        for mixer in ("head-lstm", "gru", "lstm", "head-gru")
+    ]
+    run_all(configs, tmp_path, at_once=3)
+    for config in configs:
+        result, alone = read_result(tmp_path / config.file_name()), run_task(config)
+        assert result["accuracies"] == pytest.approx(alone["accuracies"], abs=0.02)
+        for one, other in zip(result["history"], alone["history"], strict=True):
+            assert one[1] == pytest.approx(other[1], rel=0.02)
 
 
 def test_a_run_reaches_its_accuracy():

@@ -43,6 +43,7 @@ def run_tasks(
     device: str,
     lengths: Sequence[int],
     sweep: Sequence[str],
+    at_once: int,
 ) -> None:
     """Run every task with every mixer, and all combinations of a sweep's values."""
     configs = [
@@ -51,7 +52,7 @@ def run_tasks(
         for each in mixer
         for config in sweep_of(name, each, overrides, sweep, lengths=lengths, device=device)
     ]
-    run_all(configs, Path(out))
+    run_all(configs, Path(out), at_once)
 
 
 def print_report(folder: str) -> None:
@@ -120,6 +121,9 @@ def add_actions(command: argparse.ArgumentParser, device: Callable[[str], str]) 
     run.add_argument("--device", type=device, default=default_device(), help="cpu, cuda or cuda:N")
     run.add_argument(
         "--lengths", type=_lengths, default=[], help="also test at these lengths: 100,1000,10000"
+    )
+    run.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="trainings side by side on a device"
     )
     add_sweep(run, "lr=1e-3,2e-3 seed=0,3")
     table = actions.add_parser("table", help="a table and pictures of a folder's results")

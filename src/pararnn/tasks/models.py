@@ -24,6 +24,7 @@ from pararnn.lm.mixers import (
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw, draw, draw_anew
 from pararnn.tasks.base import Task
+from pararnn.tasks.deltanet import DeltaNet
 from pararnn.tasks.mamba2 import Mamba2
 
 
@@ -31,8 +32,8 @@ from pararnn.tasks.mamba2 import Mamba2
 class ModelConfig:
     """Parts of a model; the defaults are the paper's.
 
-    mixer: a cell's name or import path ("package.module:Class"), "mamba2", "transformer", or a name
-    in `pararnn.lm.MIXERS`. width, heads, conv: channels, heads, and taps of the convolution. state:
+    mixer: a cell's name or import path ("package.module:Class"), one of `OWN_MIXERS`, or a name in
+    `pararnn.lm.MIXERS`. width, heads, conv: channels, heads, and taps of the convolution. state:
     of Mamba2. layers: norms and mixers, one behind the other. bare: the cell alone instead of the
     full block, without a residual. positions: whether fixed sinusoids are added. clip: the bound of
     recurrent weights. norm_weights: whether the norms outside the mixers have weights. solver,
@@ -114,7 +115,7 @@ class TransformerLayer(Mixer):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-OWN_MIXERS = ("mamba2", "transformer")
+OWN_MIXERS = ("mamba2", "deltanet", "transformer")
 """Mixers of the tasks alone: they read whole sequences and have no cache."""
 
 
@@ -122,6 +123,8 @@ def mixer_of(config: ModelConfig, lm: LMConfig) -> Mixer:
     """Build a layer's mixer: one of `OWN_MIXERS` or `pararnn.lm.MIXERS`, or that of a cell."""
     if config.mixer == "mamba2":
         return Mamba2(config.width, config.heads, config.state, config.conv, config.bare)
+    if config.mixer == "deltanet":
+        return DeltaNet(config.width, config.heads, config.conv, config.bare)
     if config.mixer == "transformer":
         return TransformerLayer(config.width, config.heads)
     if config.mixer in MIXERS:

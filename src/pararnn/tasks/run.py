@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from pararnn import progress
 from pararnn.atomic import write_text
-from pararnn.device import type_of
+from pararnn.device import Gpu, type_of
 from pararnn.lm.config import POSITIVE, check_ranges
 from pararnn.provenance import provenance
 from pararnn.records import finite, to_json
@@ -23,7 +24,7 @@ from pararnn.tasks.folded import accuracies, make_folded
 from pararnn.tasks.models import ModelConfig
 from pararnn.tasks.results import best, check_same, flat, percent_or_none, summary
 from pararnn.tasks.table import task_of
-from pararnn.tasks.training import TEST, Report, TrainConfig, train
+from pararnn.tasks.training import TEST, Report, Steps, TrainConfig, run_steps, train
 from pararnn.values import KINDS
 
 
@@ -136,7 +137,12 @@ def sweep_of(
 
 
 def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
-    """Train, test, and return the result as JSON values.
+    """Train, test, and return the result as JSON values, see `steps_of`."""
+    return run_steps(steps_of(config, report))
+
+
+def steps_of(config: TaskRun, report: Report | None = None) -> Steps:
+    """Train step by step, test, and return the result as JSON values.
 
     accuracies: of each seed on the test set, None for one that diverged before its first
     validation; best: the largest. capped: training ended before a seed made no error and before the
@@ -145,7 +151,7 @@ def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
     """
     task, seeds = config.task, range(config.train.seed, config.train.seed + config.train.seeds)
     model = make_folded(task, config.model, seeds, config.device)
-    training = train(model, task, config.train, report)
+    training = yield from train(model, task, config.train, report)
     data = config.train.data
     scores = accuracies(model, task, config.test, data, TEST)
     result = {
@@ -168,26 +174,53 @@ def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
     return finite(result)
 
 
-def run_all(configs: Sequence[TaskRun], out: Path) -> None:
-    """Run one config after the other, each result a JSON file in `out`; those that exist stay.
+def run_all(configs: Sequence[TaskRun], out: Path, at_once: int = 1) -> None:
+    """Run configs, each result a JSON file in `out`; those that exist stay.
 
+    at_once: how many train side by side, a step each in turn, on a GPU on streams of their own.
     Raises ValueError, before the first run, for a result that is there of another config.
     """
+    if at_once < 1:
+        raise ValueError(f"at_once must be positive, got {at_once}")
     out.mkdir(parents=True, exist_ok=True)
     paths = {out / config.file_name(): config for config in configs}
     old_paths = [path for path in paths if path.exists()]
     for path in old_paths:
         check_same(path, paths[path].record(), list(paths[path].lengths))
-    for path, config in paths.items():
-        if path in old_paths:
-            print(f"{path} exists: left as it is", flush=True)
-            continue
-        progress.say(introduction(config))
-        title = f"{config.task_name}, {config.model.mixer}"
-        with progress.Progress(title, config.train.steps, "steps") as bar:
-            result = run_task(config, partial(_show, bar))
-        write_text(path, to_json(result))
-        print(summary(result), flush=True)
+    for path in old_paths:
+        print(f"{path} exists: left as it is", flush=True)
+    waiting = [(path, config) for path, config in paths.items() if path not in old_paths]
+    lanes: list[tuple[Path, Steps, Callable[[], AbstractContextManager[Any]]]] = []
+    contexts = [_context_of(config) for _, config in waiting[:at_once]]
+    while lanes or waiting:
+        while waiting and len(lanes) < at_once:
+            path, config = waiting.pop(0)
+            lanes.append((path, _with_progress(config), contexts.pop()))
+        for lane in list(lanes):
+            path, steps, context = lane
+            try:
+                with context():
+                    next(steps)
+            except StopIteration as end:
+                write_text(path, to_json(end.value))
+                print(summary(end.value), flush=True)
+                lanes.remove(lane)
+                contexts.append(context)
+
+
+def _context_of(config: TaskRun) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a context to train in next to others: on a GPU a stream."""
+    device = torch.device(config.device)
+    record = type_of(device)
+    return record.new_stream(device) if isinstance(record, Gpu) else nullcontext
+
+
+def _with_progress(config: TaskRun) -> Steps:
+    """Train as `steps_of`, with a line at the begin and a bar."""
+    progress.say(introduction(config))
+    title = f"{config.task_name}, {config.model.mixer}"
+    with progress.Progress(title, config.train.steps, "steps") as bar:
+        return (yield from steps_of(config, partial(_show, bar)))
 
 
 def introduction(config: TaskRun) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -87,9 +87,22 @@ History = list[tuple[int, list[float], list[float]]]
 Report = Callable[[int, list[float], list[float]], None]
 
 
+Steps = Generator[None, None, dict[str, Any]]
+"""A training that waits after each step, so that several may take turns, and its result."""
+
+
+def run_steps(steps: Steps) -> dict[str, Any]:
+    """Run a training to its end; return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
 def train(
     model: FoldedModel, task: Task, config: TrainConfig, report: Report | None = None
-) -> dict[str, Any]:
+) -> Steps:
     """Train in place, and leave every seed with the weights of its best validation.
 
     The weights of a seed that diverged before its first validation are NaN. Training ends where all
@@ -108,6 +121,7 @@ def train(
     while not end:
         for _ in range(min(config.every, config.steps - stepper.count)):
             stepper()
+            yield
         scores = accuracies(model, task, config.validation, config.data, VALIDATION)
         history.append((stepper.count, stepper.losses.tolist(), scores))
         if report is not None:

@@ -1,0 +1,126 @@
+"""Word problems of S3, A5 and S5 (docs/tasks.md) by cells that mix channels inside heads, and by
+linear ones and attention: trained at length 100, tested up to 10,000. Writes state_tracking.csv,
+and each result to tasks/tracking. Results that exist stay, so that a run that was ended goes on.
+
+    python benchmarks/state_tracking.py --at-once 14
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import new_parser, write_csv
+
+from pararnn.device import default_device
+from pararnn.tasks.results import Result, read_results
+from pararnn.tasks.run import TaskRun, run_all, sweep_of
+
+RECIPE = (
+    "width=128",
+    "batch=64",
+    "rows=100000",
+    "weight_decay=0.1",
+    "max_norm=1",
+    "start=2",
+    "seeds=1",
+    "stop=never",
+    "every=2000",
+    "test=2000",
+    "length_rows=40",
+)
+LENGTHS = (100, 500, 2000, 10_000)
+CELLS = ("head-gru", "head-lstm", "head-slstm")
+
+
+class Group(NamedTuple):
+    """Runs of all tasks with all mixers: keys of each, and a sweep."""
+
+    tasks: Sequence[str]
+    mixers: Sequence[str]
+    keys: Sequence[str]
+    sweep: Sequence[str]
+    lengths: Sequence[int] = LENGTHS
+
+
+GROUPS = (
+    Group(["s5"], CELLS, ["bare=true", "steps=12000"], ["heads=1,2,4,8", "lr=0.003,0.01"]),
+    Group(["s5"], CELLS, ["bare=true", "steps=12000", "layers=2"], ["heads=2", "lr=0.01"]),
+    Group(["a5"], CELLS, ["bare=true", "steps=8000"], ["heads=2,8", "lr=0.01"]),
+    Group(["s3"], CELLS, ["bare=true", "steps=3000"], ["heads=2,8", "lr=0.01"]),
+    Group(
+        ["s3", "a5", "s5"],
+        ["deltanet", "mamba2"],
+        ["bare=false", "steps=8000", "layers=2"],
+        ["heads=2", "lr=0.003"],
+    ),
+    Group(
+        ["s3", "a5", "s5"],
+        ["transformer"],
+        ["steps=8000", "layers=2"],
+        ["heads=2", "lr=0.003"],
+        LENGTHS[:1],
+    ),
+)
+
+
+def configs(device: str) -> list[TaskRun]:
+    """Return the configs of all runs."""
+    return [
+        config
+        for group in GROUPS
+        for task in group.tasks
+        for mixer in group.mixers
+        for config in sweep_of(
+            task,
+            mixer,
+            [*RECIPE, *group.keys],
+            group.sweep,
+            lengths=group.lengths,
+            device=device,
+        )
+    ]
+
+
+def row_of(result: Result) -> dict[str, Any]:
+    """Return a result as a row: the best seed's accuracies."""
+    model, train = result["config"]["model"], result["config"]["train"]
+    return {
+        "task": result["task"],
+        "mixer": result["mixer"],
+        "layers": model["layers"],
+        "head": model["width"] // model["heads"],
+        "width": model["width"],
+        "bare": model["bare"],
+        "parameters": result["parameters"],
+        **{key: train[key] for key in ("lr", "weight_decay", "batch", "seeds")},
+        "steps": result["steps"],
+        "seconds": result["seconds"],
+        "horizon": max(result["horizons"]),
+        **{str(length): _best(result["lengths"].get(str(length))) for length in LENGTHS},
+        "commit": result["commit"],
+        "device": result["device"],
+        "versions": json.dumps(result["versions"]),
+    }
+
+
+def _best(accuracies: Sequence[float | None] | None) -> float | None:
+    return max((each for each in accuracies or () if each is not None), default=None)
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--at-once", type=int, default=1, help="trainings side by side")
+    args = parser.parse_args()
+    folder: Path = args.out / "tasks" / "tracking"
+    try:
+        run_all(configs(args.device), folder, args.at_once)
+    finally:
+        write_csv(args.out / "state_tracking.csv", [row_of(r) for r in read_results(folder)])
+
+
+if __name__ == "__main__":
+    main()

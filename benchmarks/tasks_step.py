@@ -1,0 +1,72 @@
+"""Time of a training step of a synthetic task (docs/tasks.md) on a GPU: as calls, as a CUDA graph,
+and as a graph of compiled code. Three seeds, Table 6's models. Writes tasks_step.csv.
+
+    python benchmarks/tasks_step.py
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from common import new_parser, provenance, write_csv
+
+from pararnn.device import type_of
+from pararnn.tasks.folded import make_folded
+from pararnn.tasks.run import configured
+from pararnn.tasks.training import Stepper
+
+CASES = (("2-hop", "gru"), ("2-hop", "lstm"), ("mqar", "lstm"))
+WAYS = {"calls": ["graph=false"], "graph": [], "compiled": ["compile=true"]}
+REPETITIONS, SECONDS = 5, 0.5
+
+
+def measure(task: str, mixer: str, way: str) -> dict[str, Any]:
+    """Time steps: medians and minima over repetitions of half a second."""
+    device = torch.device("cuda")
+    config = configured(task, mixer, ["steps=100000", *WAYS[way]], device="cuda")
+    begin = time.perf_counter()
+    model = make_folded(config.task, config.model, range(config.train.seeds), device)
+    stepper = Stepper(model, config.task, config.train)
+    setup = time.perf_counter() - begin
+    wait = type_of(device).wait
+
+    def run(count: int) -> float:
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            stepper()
+        wait(device)
+        return (time.perf_counter() - start) / count
+
+    run(20)
+    count = max(20, int(SECONDS / run(20)))
+    times = [1e3 * run(count) for _ in range(REPETITIONS)]
+    return {
+        "task": task,
+        "mixer": mixer,
+        "way": way,
+        "seeds": config.train.seeds,
+        "batch": config.train.batch,
+        "median_ms": f"{median(times):.4f}",
+        "min_ms": f"{min(times):.4f}",
+        "steps": REPETITIONS * count,
+        "setup_s": f"{setup:.1f}",
+        **provenance(device),
+    }
+
+
+def main() -> None:
+    args = new_parser(__doc__).parse_args()
+    rows = []
+    for task, mixer in CASES:
+        for way in WAYS:
+            rows.append(measure(task, mixer, way))
+            print(rows[-1], flush=True)
+            write_csv(args.out / "tasks_step.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
