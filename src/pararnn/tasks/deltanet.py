@@ -88,8 +88,8 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor)
     system = one + overlap.masked_fill(one.bool(), 0)
     scale = strength.unsqueeze(-1)
     sides = torch.cat([scale * v, scale * total.exp().unsqueeze(-1) * k], -1)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    values, keys = solved.split(
+    solution = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    values, keys = solution.split(
         [v.shape[-1], k.shape[-1]], -1
     )  # w of the zero state, and what the first state takes off
     attend, own = fade * (q @ k.mT), q * total.exp().unsqueeze(-1)
