@@ -7,6 +7,7 @@ from pararnn.check.verify import Report, verify
 from pararnn.codegen.precompile import precompile
 from pararnn.codegen.source import emitted
 from pararnn.codegen.spelling import register_spelling
+from pararnn.context.parallel import context_parallel, context_span
 from pararnn.engines.request import MODES, using
 from pararnn.errors import (
     BackendWarning,
@@ -108,6 +109,8 @@ __all__ = [
     "autotune",
     "clear_caches",
     "clip_after_step",
+    "context_parallel",
+    "context_span",
     "emitted",
     "explain",
     "load_paper_weights",

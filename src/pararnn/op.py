@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pararnn import private
+from pararnn.context import solve as over_ranks
 from pararnn.engines.arguments import Arguments, Solution, schema, wanted_gradients
 from pararnn.engines.engine import Engine
 from pararnn.engines.fit import check_fit, check_numbers, check_saved
@@ -263,9 +264,10 @@ def _run_backward(
     return torch.ops.pararnn.backward(*inputs, *engine_key[:3], *args.values())
 
 
-def _engine(engine_key: EngineKey, device: torch.device) -> Engine:
+def _engine(engine_key: EngineKey, args: Arguments) -> Engine:
+    device, context = args.gates.device, args.options.context
     engine = find(engine_key.solver, engine_key.backend, device)
-    if engine is None or not engine.has_backward:
+    if engine is None or not (engine.has_backward or context):
         pair = f"({engine_key.solver}, {engine_key.backend})"
         raise EngineError(f"no operator for {pair} on {device.type}")
     return engine
@@ -277,7 +279,7 @@ def _parse(*inputs: Any) -> tuple[EngineKey, Arguments]:
 
 def _forward_op(*inputs: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     engine_key, args = _parse(*inputs)
-    program, engine = program_in_use(engine_key.key), _engine(engine_key, args.gates.device)
+    program, engine = program_in_use(engine_key.key), _engine(engine_key, args)
     # A graph may be run on sizes and numbers that nothing has checked.
     _check(program, args)
     check_numbers(args)
@@ -290,6 +292,9 @@ def _check(program: Program, args: Arguments) -> None:
 
 
 def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
+    if args.options.context:
+        with without_autocast(args.gates.device):
+            return over_ranks.forward(program, engine, args)
     if not engine.completes:
         args = args.complete(program)
     if not private.autocast_enabled():
@@ -312,7 +317,7 @@ def _backward_op(
         tuple([None if grad is None else grad.resolve_neg() for grad in grads])
         for grads in (grad_states, grad_final)
     )
-    program, engine = program_by_key(engine_key.key), _engine(engine_key, args.gates.device)
+    program, engine = program_by_key(engine_key.key), _engine(engine_key, args)
     return _backward(program, engine, args, tuple(states), of_states, of_final, wanted)
 
 
@@ -327,6 +332,9 @@ def _backward(
 ) -> list[Tensor]:
     _check(program, args)
     check_saved(program, args, states)
+    if args.options.context:
+        inputs = (args, states, grad_states, grad_final, wanted)
+        return over_ranks.backward(program, engine, *inputs).leaves(wanted)
     if engine.completes:
         grads = engine.backward(program, args, states, grad_states, grad_final, wanted)
         return grads.leaves(wanted)
@@ -338,7 +346,7 @@ def _backward(
 
 def _forward_fake(*inputs: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     engine_key, args = _parse(*inputs)
-    rows = _engine(engine_key, args.gates.device).info_rows
+    rows = _engine(engine_key, args).info_rows
     solution = outputs(program_by_key(engine_key.key), args, rows)
     return list(solution.states), list(solution.final), solution.info
 

@@ -31,6 +31,11 @@ class Sequences(NamedTuple):
     last: Tensor | None = None
     valid: bool = False
 
+    def span(self, start: int, steps: int) -> Sequences:
+        """Return the sequences of `steps` steps from `start` on, without resets."""
+        seq = None if self.seq is None else self.seq[:, start : start + steps]
+        return Sequences(seq, self.total, valid=self.valid)
+
 
 def sequences_of(
     rows: Tensor,

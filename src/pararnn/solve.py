@@ -168,7 +168,7 @@ def run_engine(
 ) -> Solution:
     """Run a call by an engine, differentiably. An engine with a backward saves a `source` of the
     gates in their place."""
-    if engine.has_backward:
+    if engine.has_backward or args.options.context:
         return apply_engine(program, engine, args, source)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     with without_autocast(args.gates.device):

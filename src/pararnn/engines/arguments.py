@@ -29,7 +29,8 @@ class Options(NamedTuple):
 
     segments, burn_in: see `SplitRequest`; engines that do not cut time ignore them. on_failure: one
     of ON_FAILURE. output_only: True if only the first state's sequence is read: the sequences of
-    the other states then carry no gradient.
+    the other states then carry no gradient. context: the name of the ranks that share the sequence
+    (`pararnn.context_parallel`), "" for one process.
     """
 
     reverse: bool = False
@@ -37,6 +38,7 @@ class Options(NamedTuple):
     burn_in: int | None = None
     on_failure: str = "warn"
     output_only: bool = False
+    context: str = ""
 
 
 DEFAULTS = Options()

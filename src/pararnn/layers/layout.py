@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from pararnn.context.group import start_and_total
 from pararnn.layers.resets import require_resets
 from pararnn.sequences import Sequences, of_cu_seqlens, of_lengths
 from pararnn.tensors import ArrayLike
@@ -56,13 +57,20 @@ def layout_of(
     lengths: ArrayLike | None = None,
     padding: str = "right",
     cu_seqlens: ArrayLike | None = None,
+    context: str = "",
 ) -> Layout:
     """Return the layout of a layer's input.
 
-    (B, T, C); (T, B, C) without `batch_first`; (T, C); or a PackedSequence. Raises ValueError if
-    more than one of lengths, cu_seqlens and a PackedSequence gives the lengths, and as
-    `pararnn.sequences`.
+    (B, T, C); (T, B, C) without `batch_first`; (T, C); or a PackedSequence. context: the ranks that
+    share the sequence, of whose steps together lengths and cu_seqlens are. Raises ValueError if
+    more than one of lengths, cu_seqlens and a PackedSequence gives the lengths, for a
+    PackedSequence of several ranks, and as `pararnn.sequences`.
     """
+    if isinstance(x, PackedSequence) and context:
+        raise ValueError(
+            "a PackedSequence holds its steps in an order of its own, which ranks cannot share: "
+            "give padded rows and lengths, or packed rows and cu_seqlens"
+        )
     if isinstance(x, PackedSequence):
         if lengths is not None or cu_seqlens is not None:
             raise ValueError(
@@ -77,13 +85,15 @@ def layout_of(
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths are for padded batches, cu_seqlens for packed ones: give one")
     batch, steps = layout.to_rows(x).shape[:2]
+    start, total = start_and_total(context, steps, x.device)
     if cu_seqlens is not None:
-        sequences = of_cu_seqlens(cu_seqlens, batch, steps, x.device)
+        sequences = of_cu_seqlens(cu_seqlens, batch, total, x.device).span(start, steps)
         return layout._replace(has_batch=True, sequences=sequences)
     if not layout.has_batch:
         raise ValueError("lengths need a batch, got an unbatched input")
     assert lengths is not None
-    return layout._replace(sequences=of_lengths(lengths, padding, batch, steps, x.device))
+    sequences = of_lengths(lengths, padding, batch, total, x.device).span(start, steps)
+    return layout._replace(sequences=sequences)
 
 
 def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from pararnn.cells import Cell
 from pararnn.cells.base import gates_of, unwrap
 from pararnn.cells.find import check_cell_class
+from pararnn.context.group import OnRanks, start_and_total
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
@@ -21,8 +22,14 @@ from pararnn.layers.recompute import gate_source, recompute_compiled, solve_with
 from pararnn.layers.resets import split_at_resets
 from pararnn.parameters import CLIPS, Draw, draw_anew
 from pararnn.private import are_functorch_transforms_active
-from pararnn.program.program import program_of
-from pararnn.sequences import Sequences, checked_reset, sequences_of, without_padding
+from pararnn.program.program import ELEMENTWISE, program_of
+from pararnn.sequences import (
+    Sequences,
+    checked_reset,
+    of_cu_seqlens,
+    sequences_of,
+    without_padding,
+)
 from pararnn.solve import Fields, arguments_of, check_gates, plan_solve
 from pararnn.tensors import ArrayLike, States, check_tensor
 
@@ -83,7 +90,7 @@ class Clipping:
                 CLIPS[by](parameter, bound)
 
 
-class RecurrentLayer(Clipping, nn.Module):
+class RecurrentLayer(OnRanks, Clipping, nn.Module):
     """One layer in one direction: `ParaRNN` stacks them, and models put them into their blocks.
 
     Args:
@@ -276,6 +283,17 @@ class RecurrentLayer(Clipping, nn.Module):
         options = self._options(cell, all_states)
         return self._arguments(cell, x, initial, sequences, options, fields, weights)
 
+    def why_no_context(self) -> str | None:
+        """Return the reason why ranks cannot share the layer's sequences, or None."""
+        cell = unwrap(self.cell)
+        program = program_of(cell)
+        if program.family == ELEMENTWISE and program.structure is not None:
+            return None
+        return (
+            f"{type(cell).__name__} mixes channels or has matrix states, and ranks exchange the "
+            "maps of elementwise steps: split the batch over ranks, or take an elementwise cell"
+        )
+
     def cell_with(self, weights: Weights | None = None) -> Cell:
         """Return the layer's cell; for weights of a stack a copy that holds their values."""
         cell = unwrap(self.cell)
@@ -307,7 +325,18 @@ class RecurrentLayer(Clipping, nn.Module):
                 f"RecurrentLayer: Expected input to be (B, T, {self.input_size}), got "
                 f"{tuple(x.shape)}"
             )
-        sequences = sequences_of(x, reset, cu_seqlens, sequences)
+        if self.context and reset_states is not None:
+            raise ValueError(
+                "reset_states number sequences anew on each rank, and the ranks would differ: "
+                "begin sequences by cu_seqlens, with their initial states"
+            )
+        if self.context and cu_seqlens is not None and sequences is None:
+            steps = x.shape[1]
+            start, total = start_and_total(self.context, steps, x.device)
+            packed = of_cu_seqlens(cu_seqlens, x.shape[0], total, x.device)
+            sequences = sequences_of(x, reset, None, packed.span(start, steps))
+        else:
+            sequences = sequences_of(x, reset, cu_seqlens, sequences)
         if cu_seqlens is not None:
             x = without_padding(x, sequences)
         if reset_states is not None:
@@ -328,6 +357,7 @@ class RecurrentLayer(Clipping, nn.Module):
             reverse=self.reverse,
             on_failure=self.on_failure,
             output_only=not (all_states or cell.has_readout),
+            context=self.context,
         )
 
     def _arguments(
@@ -368,6 +398,10 @@ class RecurrentLayer(Clipping, nn.Module):
         if self.reverse:
             raise ValueError(
                 "a reverse layer cannot decode step by step: it starts from the last step"
+            )
+        if self.context:
+            raise ValueError(
+                "a layer on several ranks cannot decode step by step: each holds a span of time"
             )
         check_tensor("x_t", x_t)
         if x_t.ndim != 2:

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
+from pararnn.context.group import OnRanks
 from pararnn.engines.arguments import totals
 from pararnn.errors import warn_user
 from pararnn.layers.checks import (
@@ -49,7 +50,7 @@ _NOT_OURS = (
 )
 
 
-class ParaRNN(nn.Module):
+class ParaRNN(OnRanks, nn.Module):
     """Any cell as a recurrent layer (or several), trained in parallel over the sequence.
 
     Args:
@@ -218,7 +219,7 @@ class ParaRNN(nn.Module):
         begins: Any = reset
         if reset is not None and data is x:
             begins = checked_reset(x, reset, x.ndim - 1)
-        layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens)
+        layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens, self.context)
         to_rows, to_user, sequences = layout.to_rows, layout.to_user, layout.sequences
         rows = to_rows(x)
         if sequences is not None and data is x:

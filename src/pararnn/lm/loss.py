@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pararnn.context.group import find
+from pararnn.context.shift import shift
 from pararnn.device import type_of
 from pararnn.lm.compiled import compile_repeatably
 
@@ -100,6 +102,22 @@ def causal_lm_loss(
     dtype = _compute_dtype(hidden, weight)
     total = _ChunkedSum.apply(rows, weight, flat, z_loss, dtype)
     return total / ((flat != IGNORED).sum() if num_items is None else num_items)
+
+
+def next_labels(labels: Tensor, context: str) -> Tensor:
+    """Return the label that each position (B, T) predicts, with the next rank's first one at the
+    end of a span."""
+    first = shift(labels[:, :1] - IGNORED, context, True) + IGNORED  # zeros are ignored ones
+    return torch.cat([labels[:, 1:], first], 1)
+
+
+def of_all_ranks(
+    loss: Callable[..., Tensor], targets: Tensor, context: str, **options: Any
+) -> Tensor:
+    """Compute the mean loss over all ranks' targets, of which each rank differentiates its part."""
+    ranks = find(context)
+    part = loss(num_items=ranks.total((targets != IGNORED).sum()), **options)
+    return part + (ranks.total(part.detach()) - part.detach())
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, num_items: Tensor | int | None) -> None:

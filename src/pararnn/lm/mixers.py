@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pararnn.cells.find import find_cell
+from pararnn.context.group import OnRanks
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.conv import CausalConv
-from pararnn.lm.recompute import PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
+from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
 from pararnn.private import OpOverload
@@ -25,7 +26,7 @@ from pararnn.tensors import States
 from pararnn.zoo import CELLS
 
 
-class Mixer(nn.Module):
+class Mixer(OnRanks, nn.Module):
     """A mixer: (B, T, d) to (B, T, d), made from the model's config.
 
     `scales_residual`: whether its block multiplies the residual by learnable factors, one a
@@ -45,6 +46,16 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Mix each of the rows' tokens with those before it; `cache` holds earlier ones."""
         raise NotImplementedError(f"{type(self).__name__} must define forward")
+
+    def why_no_context(self) -> str | None:
+        """Return the reason why ranks cannot share a sequence.
+
+        None is for mixers that read other tokens by pararnn's layers alone.
+        """
+        return (
+            f"{type(self).__name__} reads tokens of its own rank only: take mixers 'rnn', or "
+            "define why_no_context to return None if it reads others by pararnn's layers alone"
+        )
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """Return the initial draws of its parameters by name, in a layer, counted from 0."""
@@ -132,7 +143,10 @@ class RNNMixer(Mixer):
     def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
         """Operations as in `Mixer`: products, solves and, unless recomputed, gates."""
         gates = () if self.rnn.recompute_gates else PRODUCTS_BY_HEADS
-        return (*PRODUCTS, *gates, *SOLVES)
+        return (*PRODUCTS, *gates, *SOLVES, *HALOS)
+
+    def why_no_context(self) -> str | None:
+        """Return None: its layer says itself whether its cell can."""
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Mix tokens, see `Mixer.forward`."""
@@ -143,7 +157,8 @@ class RNNMixer(Mixer):
         if self.conv is not None:
             u, tail = self.conv(u, rows, inputs)
         u = F.silu(u)
-        if u.shape[1] == 1 and rows.real is None and rows.start is None:
+        alone = u.shape[1] == 1 and not self.context
+        if alone and rows.real is None and rows.start is None:
             h, final = self.rnn.step(u.squeeze(1), _one(initial), fields=self.fields)
             h = h.unsqueeze(1)
         else:

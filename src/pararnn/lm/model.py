@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.context.group import OnRanks
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import LMCache
 from pararnn.lm.config import LMConfig
-from pararnn.lm.loss import IGNORED, Head
+from pararnn.lm.loss import IGNORED, Head, next_labels, of_all_ranks
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of
 from pararnn.parameters import Draw, draw_anew
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(OnRanks, nn.Module):
     """A language model (paper, section 5.2 and Appendix C) with any cell, attention, or both.
 
     Args:
@@ -97,6 +98,8 @@ class LanguageModel(nn.Module):
                 f"packed documents ({borders[0]}) cannot be kept in a cache: give each its own "
                 "row, padded on the left, or no cache"
             )
+        if cache is not None and self.context:
+            raise ValueError("a cache continues whole rows, and ranks share these: give no cache")
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(
                 f"tokens must be integers (B, T), got {tokens.dtype} {tuple(tokens.shape)}"
@@ -112,7 +115,7 @@ class LanguageModel(nn.Module):
                 )
             cache.masked = has_mask
         batch, steps = tokens.shape
-        rows |= {"past": past, "has_cache": cache is not None}
+        rows |= {"past": past, "has_cache": cache is not None, "context": self.context}
         return rows_of(batch, steps, tokens.device, attention=attention, **rows)
 
     def loss(
@@ -128,7 +131,8 @@ class LanguageModel(nn.Module):
 
         labels (B, T) are the tokens themselves, -100 at those without loss. None is `tokens`
         without padding and without the first tokens of documents, which no token predicts. Other
-        arguments as in `forward`, z_loss as in `causal_lm_loss`.
+        arguments as in `forward`, z_loss as in `causal_lm_loss`. On several ranks it is the mean
+        over all of them, of which each differentiates its part.
         """
         cut = self._rows(tokens, cache, **rows)
         if labels is None:
@@ -136,7 +140,14 @@ class LanguageModel(nn.Module):
             for mask in (cut.start, None if cut.real is None else ~cut.real):
                 labels = labels if mask is None else labels.masked_fill(mask, IGNORED)
         hidden = self._run(tokens, cut, cache)
-        return self.lm_head(hidden, labels, z_loss=z_loss)
+        if not self.context:
+            return self.lm_head(hidden, labels, z_loss=z_loss)
+        targets = next_labels(labels, self.context)
+
+        def head(**options: Any) -> Tensor:
+            return self.lm_head(hidden, targets, shift=False, z_loss=z_loss, **options)
+
+        return of_all_ranks(head, targets, self.context)
 
     def new_cache(self) -> LMCache:
         """Make an empty cache for `forward`."""

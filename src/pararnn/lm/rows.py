@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.context.group import start_and_total
+from pararnn.context.shift import shift
 from pararnn.sequences import Sequences, of_mask, require
 
 
@@ -48,6 +50,7 @@ def rows_of(
     cu_seq_lens: Tensor | None = None,
     document: Tensor | None = None,
     attention: bool = True,
+    context: str = "",
 ) -> Rows:
     """Build the rows of a batch.
 
@@ -60,25 +63,31 @@ def rows_of(
             last.
         document: int (B, T), another number for every document of a row.
         attention: whether to make what attention needs: `attend`.
+        context: the ranks that share the rows, of whose steps together cu_seq_lens are; the other
+            arguments are of this rank's steps.
 
     Raises ValueError for sizes that do not fit, for packed documents with padding, for borders that
     are not those of T tokens, and for padding between tokens (holes) or, in front of a cache,
     behind them: on CUDA the device asserts the latter two.
     """
-    _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens, document)
+    first, total = 0, steps
+    if cu_seq_lens is not None:
+        first, total = start_and_total(context, steps, device)
+    _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens, document, total)
     mask = None if padding_mask is None else padding_mask.to(device).bool()
     if mask is not None:
         _check_sides(mask, has_cache)
     real = None if mask is None else mask[:, past:]
     marks = []
     if cu_seq_lens is not None:
-        border = torch.zeros(steps + 1, dtype=torch.bool, device=device)
-        marks.append(border.index_fill(0, cu_seq_lens.to(device).long(), True)[:-1].unsqueeze(0))
+        border = torch.zeros(total + 1, dtype=torch.bool, device=device)
+        border = border.index_fill(0, cu_seq_lens.to(device).long(), True)
+        marks.append(border[first : first + steps].unsqueeze(0))
     if document is not None:
-        marks.append(document != torch.nn.functional.pad(document, (1, 0), value=-1)[:, :-1])
+        marks.append(document != _earlier(document, -1, context))
     if position_ids is not None and not marks:
         marks.append((position_ids == 0).expand(batch, steps))
-    start, since = starts_of(real, *marks)
+    start, since = starts_of(real, *marks, context=context)
     if position_ids is None and marks and since is not None:
         position_ids = since
     elif position_ids is None and mask is not None:
@@ -91,7 +100,18 @@ def rows_of(
     return Rows(position_ids, start, since, real, attend)
 
 
-def starts_of(real: Tensor | None, *marks: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _earlier(values: Tensor, first: int, context: str) -> Tensor:
+    """Return the value (B, T) of the token before each; `first` in front of a row's first token."""
+    earlier = torch.nn.functional.pad(values, (1, 0), value=first)[:, :-1]
+    if not context:
+        return earlier
+    border = shift(values[:, -1:].long() - int(first), context, False) + int(first)  # or `first`
+    return torch.cat([border.to(values.dtype), earlier[:, 1:]], 1)
+
+
+def starts_of(
+    real: Tensor | None, *marks: Tensor, context: str = ""
+) -> tuple[Tensor | None, Tensor | None]:
     """Compute `Rows.start` and `Rows.since` of padding and of marks bool (B, T) at first tokens.
 
     A row's first real token starts a document, unless it is the row's first of all: a cache may
@@ -99,7 +119,7 @@ def starts_of(real: Tensor | None, *marks: Tensor) -> tuple[Tensor | None, Tenso
     """
     begins = list(marks)
     if real is not None:
-        begins.append(real & ~torch.nn.functional.pad(real, (1, 0), value=True)[:, :-1])
+        begins.append(real & ~_earlier(real, True, context))
     if not begins:
         return None, None
     start = torch.stack(torch.broadcast_tensors(*begins)).any(0)
@@ -164,6 +184,7 @@ def _check(
     position_ids: Tensor | None,
     cu_seq_lens: Tensor | None,
     document: Tensor | None,
+    total: int,
 ) -> None:
     if padding_mask is not None and tuple(padding_mask.shape) != (batch, past + steps):
         raise ValueError(
@@ -189,8 +210,8 @@ def _check(
             "cu_seq_lens is (S + 1,) and packs all documents into one row, got "
             f"{tuple(cu_seq_lens.shape)} and a batch of {batch}"
         )
-    inside = (cu_seq_lens[0] == 0) & (cu_seq_lens[-1] == steps)
+    inside = (cu_seq_lens[0] == 0) & (cu_seq_lens[-1] == total)
     order = (
         "cu_seq_lens must start at 0, not fall, and end at {}, as what is behind would be learned"
     )
-    require(inside & (cu_seq_lens.diff() >= 0).all(), order, steps, cu_seq_lens)
+    require(inside & (cu_seq_lens.diff() >= 0).all(), order, total, cu_seq_lens)

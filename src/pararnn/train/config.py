@@ -21,7 +21,7 @@ OF_OPTIMISER = {
 }
 COUNTS = ("steps", "batch", "device_batch", "save_every", "valid_every", "log_every")
 OF_RUN = {
-    **dict.fromkeys((*COUNTS, "keep", "valid_rows"), POSITIVE),
+    **dict.fromkeys((*COUNTS, "keep", "valid_rows", "context_parallel"), POSITIVE),
     "verify_every": Range("positive, or 0 for never", lambda x: x >= 0),
     "seed": Range("from 0 to 2^32 - 1", lambda x: 0 <= x < 2**32),
 }
@@ -94,7 +94,8 @@ class RunConfig:
     """A training run.
 
     name: of the recipe. model, data, optimiser: see there. steps: optimizer steps. batch: rows a
-    step over all devices; device_batch: rows of a device's forward pass. precision: "bfloat16"
+    step over all devices; device_batch: rows of a device's forward pass. context_parallel: devices
+    that share each row, spans of time, in elementwise recurrent models. precision: "bfloat16"
     computes with weights rounded to it, and stores them in float32. reshard: True if blocks that
     are spread over devices are freed after the forward pass and gathered again for the backward
     pass, which saves memory. compile: blocks one by one, on CUDA. checkpointing: True if
@@ -117,6 +118,7 @@ class RunConfig:
     steps: int = 1000
     batch: int = 16
     device_batch: int = 16
+    context_parallel: int = 1
     precision: str = "bfloat16"
     reshard: bool = True
     compile: bool = True
@@ -145,6 +147,18 @@ class RunConfig:
                 f"data.stateful carries the states of recurrent layers, and model.mixers has "
                 f"{others[0]!r}, which has none: set data.stateful=false, or train a model whose "
                 "mixers are all 'rnn'"
+            )
+        if self.data.stateful and self.context_parallel > 1:
+            raise ValueError(
+                "data.stateful continues rows that one device holds, and context_parallel="
+                f"{self.context_parallel} spreads them: set one of the two"
+            )
+        least = self.context_parallel * max(1, self.model.conv_kernel_size - 1)
+        if self.data.sequence_length < least:
+            raise ValueError(
+                f"data.sequence_length must be {least} at least with context_parallel="
+                f"{self.context_parallel} and model.conv_kernel_size="
+                f"{self.model.conv_kernel_size}, got {self.data.sequence_length}"
             )
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
 
+from pararnn.context.group import span_of
 from pararnn.device import has_gpu
+from pararnn.lm.loss import IGNORED
 from pararnn.train.config import RunConfig
 from pararnn.train.order import RowSampler, StreamSampler
 
@@ -30,11 +34,30 @@ def batches(config: RunConfig, rows: int, epoch: int, start: int) -> Iterable[li
     return BatchSampler(order, config.batch, drop_last=True)
 
 
+def own_span(batch: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
+    """Return the span of rows (B, T) that one of several ranks holds, with the labels that its
+    positions predict: the last one predicts the next rank's first token."""
+    if ranks == 1:
+        return dict(batch)
+    rows = dict(batch)
+    labels = rows.pop("labels")
+    rows["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    span = span_of(labels.shape[1], rank, ranks)
+    return {name: value[:, span].contiguous() for name, value in rows.items()}
+
+
+def label_count(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the number of labels with a loss."""
+    targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+    return (targets != IGNORED).sum()
+
+
 class StepSampler(Sampler[list[int]]):
     """A rank's rows, `device_batch` at a time, from the step `first` to the last one.
 
     The position in the data is a number of steps, each of `batch` rows, however many ranks share
-    them: part m of rank r begins at row (m * world + r) * device_batch of a batch.
+    them; ranks that share each row count as one. Part m of rank r begins at row
+    (m * world + r) * device_batch of a batch.
     """
 
     def __init__(self, config: RunConfig, rows: int, rank: int, world: int, first: int) -> None:

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Dataset
 
+from pararnn.context.parallel import check_module
 from pararnn.device import type_of
 from pararnn.errors import PararnnError, TrainingError
 from pararnn.lm.compiled import compile_repeatably
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.train.config import RunConfig
-from pararnn.train.sharding import draw_weights, shard
+from pararnn.train.sharding import draw_weights, shard, share_time
 
 
 class Tokenizer(Protocol):
@@ -49,11 +50,19 @@ class TrainingData(Protocol):
 
 def check_rows(config: RunConfig, data: TrainingData, world: int) -> None:
     """Raise TrainingError for batches and data that do not fit the model or the processes."""
+    shared = config.context_parallel
+    if world % shared:
+        raise TrainingError(
+            f"context_parallel={shared} needs a multiple of {shared} processes, got {world}"
+        )
+    world //= shared
     at_once = config.device_batch * world
     if config.batch % at_once:
+        several = f" / context_parallel = {config.device_batch} x {world * shared} / {shared}"
         raise TrainingError(
-            f"batch must be a multiple of device_batch x processes = {config.device_batch} x "
-            f"{world}, got {config.batch}"
+            f"batch must be a multiple of device_batch x processes"
+            f"{several if shared > 1 else f' = {config.device_batch} x {world}'}, got "
+            f"{config.batch}"
         )
     if data.tokenizer.vocabulary > config.model.vocab_size:
         raise TrainingError(
@@ -74,7 +83,10 @@ def bare_model(config: RunConfig) -> ParaRNNForCausalLM:
     try:
         with torch.device("meta"):
             hf = ParaRNNConfig.of_lm(config.model, z_loss=config.optimiser.z_loss)
-            return ParaRNNForCausalLM(hf)
+            model = ParaRNNForCausalLM(hf)
+        if config.context_parallel > 1:
+            check_module(model)
+        return model
     except PararnnError:
         raise
     except ValueError as error:
@@ -93,6 +105,7 @@ def prepare_model(
     dtype = torch.bfloat16 if config.precision == "bfloat16" else None
     shard(model, device, dtype=dtype, reshard=config.reshard)
     draw_weights(model, device, config.seed)
+    share_time(model, device, config.context_parallel)
     if config.checkpointing:  # transformers has renamed it
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if config.compile and type_of(device).accelerator:

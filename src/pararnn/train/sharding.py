@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pararnn.context.parallel import context_parallel
 from pararnn.device import collectives, process_device
 from pararnn.lm.hf import ParaRNNForCausalLM
 from pararnn.lm.model import draws
@@ -61,6 +62,29 @@ def gather(value: Tensor) -> Tensor:
     parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, value.contiguous())
     return torch.cat(parts)
+
+
+class Grid(NamedTuple):
+    """Position of this process: its rows' among `data` groups of ranks, and its span's among the
+    `context` ranks of a group, which are neighbours."""
+
+    data_rank: int
+    data: int
+    context_rank: int
+    context: int
+
+
+def grid_of(context: int) -> Grid:
+    """Return the grid of all processes, `context` of which share each row."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return Grid(rank // context, world // context, rank % context, context)
+
+
+def share_time(model: ParaRNNForCausalLM, device: torch.device, context: int) -> None:
+    """Let groups of `context` neighbouring ranks share each row of tokens."""
+    if context > 1:
+        size, names = (dist.get_world_size() // context, context), ("data", "context")
+        context_parallel(model, init_device_mesh(device.type, size, mesh_dim_names=names)[names[1]])
 
 
 def shard(

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Subset
 
 from pararnn.device import Gpu, type_of
 from pararnn.errors import DivergenceError
-from pararnn.lm.loss import IGNORED
 from pararnn.train import carry
 from pararnn.train.carry import Carry
 from pararnn.train.checkpoints import (
@@ -34,7 +33,7 @@ from pararnn.train.checkpoints import (
     writing,
 )
 from pararnn.train.config import RunConfig
-from pararnn.train.feed import make_loader, steps_of_epoch
+from pararnn.train.feed import label_count, make_loader, own_span, steps_of_epoch
 from pararnn.train.initial import load_initial
 from pararnn.train.log import append_row, read_rows
 from pararnn.train.optimiser import make_adamw, set_rate
@@ -42,7 +41,7 @@ from pararnn.train.plot import plot_rows
 from pararnn.train.position import load_position, save_position, seed_all
 from pararnn.train.reports import Reports, reporting
 from pararnn.train.setup import TrainingData, check_rows, make_model
-from pararnn.train.sharding import clip_gradients, gather
+from pararnn.train.sharding import clip_gradients, gather, grid_of
 from pararnn.train.stopping import Ballot, Stop
 from pararnn.train.telemetry import check_solves, solves, start_lines
 
@@ -80,7 +79,8 @@ class RunTrainer:
         self.parameters = list(self.model.parameters())
         on_gpu = type_of(device).accelerator
         self.optimizer = make_adamw(self.model, config.optimiser, fused=on_gpu)
-        self.parts = config.batch // (config.device_batch * self.world)
+        self.grid = grid_of(config.context_parallel)
+        self.parts = config.batch // (config.device_batch * self.grid.data)
         layers = config.model.num_hidden_layers
         self.carry = Carry(layers, self.parts) if config.data.stateful else None
         self.out, self.step, self.signal = Path(config.out), 0, 0
@@ -97,7 +97,7 @@ class RunTrainer:
             load_initial(self.config, self.model)
         config, rows = self.config, self.data.train
         lines = start_lines(config, self.data, self.model, self.world)
-        loader = make_loader(config, rows, self.rank, self.world, self.step)
+        loader = make_loader(config, rows, self.grid.data_rank, self.grid.data, self.step)
         batches = iter(loader)
         self.logged_step, self.since = self.step, time.perf_counter()
         begin, first = self.since, self.step
@@ -125,15 +125,16 @@ class RunTrainer:
     def learn(self, parts: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, float]:
         """Make an optimizer step of this rank's parts of a batch; its gradient norm and rate."""
         to: dict[str, Any] = {"device": self.device, "non_blocking": True}
-        inputs = [{name: value.to(**to) for name, value in part.items()} for part in parts]
-        count = torch.stack([(each["labels"][:, 1:] != IGNORED).sum() for each in inputs]).sum()
+        spans = [own_span(part, self.grid.context_rank, self.grid.context) for part in parts]
+        inputs = [{name: value.to(**to) for name, value in part.items()} for part in spans]
+        count = torch.stack([label_count(each) for each in inputs]).sum()
         dist.all_reduce(count)
         for part in inputs:
             loss = self.loss(part, count)
             loss.backward()
             self.loss_sum += loss.detach()
         self.sample: dict[str, Tensor] = {
-            name: value[:1] for name, value in part.items() if name != "labels"
+            name: value[:1] for name, value in part.items() if not name.endswith("labels")
         }
         norm = clip_gradients(self.parameters, self.config.optimiser.grad_norm or math.inf)
         # The step is remembered on the device, without waiting for it.
@@ -255,10 +256,11 @@ class RunTrainer:
             self.model.eval()
             total = torch.zeros(2, dtype=torch.float64, device=self.device)
             for batch in self.valid_batches():
-                inputs = {name: value.to(self.device) for name, value in batch.items()}
+                span = own_span(batch, self.grid.context_rank, self.grid.context)
+                inputs = {name: value.to(self.device) for name, value in span.items()}
                 # The sum of the losses, and no logits but the last: all would not fit.
                 out = self.model(**inputs, num_items_in_batch=1, logits_to_keep=1, use_cache=False)
-                total += torch.stack([out.loss, (inputs["labels"][:, 1:] != IGNORED).sum()])
+                total += torch.stack([out.loss, label_count(inputs)])
             dist.all_reduce(total)
             self.model.train()
             nats, count = total.tolist()
@@ -267,13 +269,14 @@ class RunTrainer:
             self.draw()
 
     def valid_batches(self) -> DataLoader[Any]:
-        """Return a rank's part of the held-out rows: as many on each rank, none of them twice.
+        """Return a rank's part of the held-out rows: as many on each rank, none of them twice, but
+        all on each of the ranks that share them.
 
         Batches are of one size: each further one would compile the blocks anew.
         """
         rows, size = self.data.valid, len(self.data.valid)  # type: ignore[arg-type]
-        count = min(self.config.valid_rows, size) // self.world * self.world
-        own = range(self.rank, count, self.world)
+        count = min(self.config.valid_rows, size) // self.grid.data * self.grid.data
+        own = range(self.grid.data_rank, count, self.grid.data)
         indices = [index * size // count for index in own]
         batch = max(n for n in range(1, self.config.device_batch + 1) if len(own) % n == 0)
         return DataLoader(Subset(rows, indices), batch_size=batch, generator=torch.Generator())

@@ -15,13 +15,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
+from pararnn.context.group import OnRanks
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import CarriedCache, LayerCache
 from pararnn.lm.hf.cache import NAME, NAMES, LayerView, count, either, with_count
 from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import Mask, documents_restart, left_aligned, read_mask, require_left
-from pararnn.lm.loss import Head, logits_loss
+from pararnn.lm.loss import Head, logits_loss, next_labels, of_all_ranks
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of, starts_of
 from pararnn.parameters import Draw, draw
@@ -39,7 +40,7 @@ INITIALISED = "_is_hf_initialized"
 """Attribute by which transformers marks modules that are not to be drawn again."""
 
 
-class ParaRNNPreTrainedModel(PreTrainedModel):
+class ParaRNNPreTrainedModel(OnRanks, PreTrainedModel):
     """Base of the models: loading, initialisation, and placement on devices."""
 
     config_class = ParaRNNConfig
@@ -174,6 +175,13 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
                 )
             # A document may begin at a row's first token, which only its position tells.
             has_borders, use_cache = has_borders or position_ids is not None, False
+        elif self.context:
+            if cache is not None or use_cache:
+                raise ValueError(
+                    "a cache continues whole rows, and ranks share these: give no cache, and "
+                    "use_cache=False"
+                )
+            has_borders, use_cache = has_borders or position_ids is not None, False
         elif not has_borders and position_ids is not None:
             has_cache = cache is not None or bool(use_cache)
             has_borders = documents_restart(position_ids, attention_mask, has_cache)
@@ -187,6 +195,8 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             with_count(cache, self.config.layer_types)
         past = 0 if cache is None else cache.get_seq_length()
         mask = read_mask(attention_mask, batch, steps, past=past, recurrent=recurrent)
+        if self.context and mask.real is None and isinstance(attention_mask, Tensor):
+            mask = mask._replace(real=attention_mask.bool())  # another rank may have padding
         if use_cache is None:
             use_cache = self.config.use_cache and not (has_borders or self.training or mask.ends)
         if cache is None and use_cache:
@@ -202,6 +212,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
                 cu_seq_lens=cu_seq_lens_q,
                 document=seq_idx,
                 attention=self.backbone.needs_positions,
+                context=self.context,
             )
             if position_ids is not None:
                 rows = rows._replace(positions=position_ids)
@@ -328,16 +339,24 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         hidden = out.last_hidden_state
         loss = logits = None
         targets = labels if shift_labels is None else shift_labels
+        if targets is not None and shift_labels is None and self.context:
+            targets = shift_labels = next_labels(targets, self.context)
         if targets is not None:
             options: dict[str, Any] = {
                 "z_loss": self.config.z_loss,
-                "num_items": num_items_in_batch,
                 "shift": shift_labels is None,
             }
-            if isinstance(self.lm_head, Head):
-                loss = self.lm_head(hidden, targets, **options)
-            else:  # an adapter's, whose logits are not those of its weight
-                loss = logits_loss(self.lm_head(hidden), targets, **options)
+
+            def head(**more: Any) -> Tensor:
+                if isinstance(self.lm_head, Head):
+                    return self.lm_head(hidden, targets, **more)
+                # An adapter's, whose logits are not those of its weight.
+                return logits_loss(self.lm_head(hidden), targets, **more)
+
+            if self.context and num_items_in_batch is None:
+                loss = of_all_ranks(head, targets, self.context, **options)
+            else:
+                loss = head(num_items=num_items_in_batch, **options)
         if targets is None or not self.training:
             keep = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

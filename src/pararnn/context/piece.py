@@ -1,0 +1,160 @@
+"""A slice of time as a call of its own, whose rows go on from given states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.context.group import Ranks
+from pararnn.engines.arguments import Arguments
+
+Rows = tuple[Tensor, ...]
+"""States, or gradients of them, of all rows: (B, D) each."""
+
+
+def slice_time(x: Tensor, start: int, stop: int, reverse: bool) -> Tensor:
+    """Return the steps (B, T, ...) from `start` to `stop` in the order of processing."""
+    if reverse:
+        start, stop = x.shape[1] - stop, x.shape[1] - start
+    return x[:, start:stop]
+
+
+def step_of(x: Tensor, step: int, reverse: bool) -> Tensor:
+    """Return a step of x (B, T, ...) in the order of processing; -1 is the last one."""
+    return x[:, -1 - step if reverse else step]
+
+
+class Border(NamedTuple):
+    """Sequences at the borders of ranks, in the order of processing.
+
+    continues: bool (ranks, B), True where a rank's row continues that of the rank before; None
+    where row b is sequence b on all of them.
+    """
+
+    continues: Tensor | None
+    position: int
+    size: int
+
+    @classmethod
+    def of(cls, ranks: Ranks, args: Arguments) -> Border:
+        """Compare the numbers of sequences at the ends of all ranks' rows."""
+        reverse = args.options.reverse
+        position = ranks.position(reverse)
+        if args.seq is None:
+            return cls(None, position, ranks.size)
+        ends = torch.stack([step_of(args.seq, 0, reverse), step_of(args.seq, -1, reverse)])
+        first, last = ranks.gather(ends, reverse).unbind(1)
+        continues = torch.zeros_like(first, dtype=torch.bool)
+        continues[1:] = (first[1:] == last[:-1]) & (first[1:] >= 0)
+        return cls(continues, position, ranks.size)
+
+    def before(self) -> Tensor | None:
+        """Return whether this rank's rows continue those of the rank before, bool (B,)."""
+        return None if self.continues is None else self.continues[self.position]
+
+    def behind(self) -> Tensor | None:
+        """Return whether the rank behind continues this rank's rows, bool (B,)."""
+        if self.continues is None:
+            return None
+        if self.position + 1 < self.size:
+            return self.continues[self.position + 1]
+        return torch.zeros_like(self.continues[0])
+
+
+class Piece(NamedTuple):
+    """A call on a slice of time. Where rows have sequences, S of them, row b's first steps that
+    continue an earlier slice are sequence S + b.
+
+    seq: the numbers before that, in the order of memory. own: number of sequences S.
+    """
+
+    args: Arguments
+    seq: Tensor | None
+    own: int
+
+    @classmethod
+    def of(
+        cls, args: Arguments, start: int, stop: int, carry: Rows, continues: Tensor | None
+    ) -> Piece:
+        """Cut a call, complete and within its rank, so that rows go on from `carry`.
+
+        continues: bool (B,), as in `Border.before`, for a slice from the first step on.
+        """
+        reverse = args.options.reverse
+        steps, seq = args.gates.shape[1], args.seq
+        if start and seq is not None:
+            first = step_of(seq, start, reverse)
+            continues = (first == step_of(seq, start - 1, reverse)) & (first >= 0)
+        if (start, stop) != (0, steps):
+
+            def cut(x: Tensor) -> Tensor:
+                return slice_time(x, start, stop, reverse)
+
+            seq = None if seq is None else cut(seq)
+            args = replace(
+                args,
+                gates=cut(args.gates),
+                fields=tuple(map(cut, args.fields)),
+                reset=None if args.reset is None else cut(args.reset),
+            )
+        if seq is None:
+            return cls(replace(args, initial=carry), None, 0)
+        assert continues is not None
+        total, rows = args.sequences, torch.arange(len(seq), device=seq.device).unsqueeze(1)
+        run = (seq == step_of(seq, 0, reverse).unsqueeze(1)) & continues.unsqueeze(1)
+        numbers = torch.where(run, total + rows, seq).to(torch.int32)
+        initial = tuple([torch.cat(both) for both in zip(args.initial, carry, strict=True)])
+        args = replace(args, seq=numbers, sequences=total + len(seq), initial=initial)
+        return cls(args, seq, total)
+
+    def last(self) -> tuple[Tensor, Tensor]:
+        """Return the sequence that each row ends in, (B,), and whether there is one, (B, 1)."""
+        assert self.args.seq is not None
+        numbers = step_of(self.args.seq, -1, self.args.options.reverse)
+        return numbers.clamp(min=0).long(), (numbers >= 0).unsqueeze(1)
+
+    def ends(self, final: Sequence[Tensor]) -> Rows:
+        """Return the state at each row's last step, zero at padding."""
+        if self.seq is None:
+            return tuple(final)
+        numbers, real = self.last()
+        return tuple([state[numbers].masked_fill(~real, 0) for state in final])
+
+    def ends_here(self, behind: Tensor | None) -> Tensor:
+        """Return the steps that end a sequence, bool (B, T). behind: as in `Border.behind`."""
+        assert self.args.seq is not None
+        assert behind is not None
+        seq, reverse = self.args.seq, self.args.options.reverse
+        ends = torch.ones_like(seq, dtype=torch.bool)
+        inner = seq[:, 1:] != seq[:, :-1]
+        if reverse:
+            ends[:, 1:], ends[:, 0] = inner, ~behind
+        else:
+            ends[:, :-1], ends[:, -1] = inner, ~behind
+        return ends & (seq >= 0)
+
+    def cotangent(
+        self, at_ends: Rows, of_final: Rows | None = None, behind: Tensor | None = None
+    ) -> Rows:
+        """Return gradients of the final states: those at the ends of rows, and of sequences (S, D)
+        that end in this slice. `behind` belongs to the latter."""
+        if self.seq is None:
+            return at_ends
+        numbers, real = self.last()
+        out = []
+        for n, grad in enumerate(at_ends):
+            total = grad.new_zeros((self.args.sequences, *grad.shape[1:]))
+            if of_final is not None:
+                ends = self.ends_here(behind)
+                assert self.args.seq is not None
+                total[self.args.seq[ends].long()] = of_final[n][self.seq[ends].long()]
+            out.append(total.index_add(0, numbers, grad.masked_fill(~real, 0)))
+        return tuple(out)
+
+    def of_carry(self, initial: Sequence[Tensor]) -> Rows:
+        """Return the part of initial states, or of their gradients, that rows go on from."""
+        return tuple([state[self.own :] for state in initial])

@@ -1,0 +1,348 @@
+"""Solves, layers and models over several ranks, held against one process.
+
+Each rank makes the same inputs, takes its span of them, and the parts are put together: sums over
+ranks of what is zero outside of a span.
+"""
+
+import copy
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lm_kinds import hugging, plain, tokens
+from relative import relative_error
+from table import FUSED, NEWTON_FUSED, OPS, PLAIN, case_of, with_latches
+from table import Row as Conditions
+from torch.distributed.device_mesh import init_device_mesh
+
+import pararnn
+from pararnn.check.oracle import Oracle, Run
+from pararnn.context.group import register
+from pararnn.engines.arguments import Arguments
+from pararnn.program.program import program_of
+from pararnn.solve import run
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+NEWTON = ("newton", "torch")
+SLOW = {"shift": 4.0}
+
+
+def solve_case(
+    cell, pair, dtype, variant, length=60, burn_in=5, latches=0.0, segments=3, **more
+):  # the options of one solve
+    return {**locals(), "more": more}
+
+
+SOLVES = {
+    "gru": solve_case("gru", FUSED, F32, "plain"),
+    "lstm": solve_case("lstm", FUSED, F32, "initial"),
+    "latches": solve_case("gru", NEWTON_FUSED, F32, "initial", latches=0.5),
+    "latches of an lstm": solve_case("lstm", FUSED, F64, "initial", latches=0.5),
+    "slow": solve_case("gru", FUSED, F64, "initial", shift=4.0),
+    "slow in bfloat16": solve_case("gru", FUSED, BF16, "initial", shift=4.0),
+    "slow by Newton": solve_case("lem", NEWTON, F32, "initial", shift=4.0),
+    "expanding": solve_case("gru", FUSED, F32, "initial", weights=4.0),
+    "tiny gradients": solve_case("lstm", NEWTON_FUSED, F32, "initial", loss=1e-9, shift=2.0),
+    "units": solve_case("lstm", FUSED, F32, "resets", unit=1e-12, others=1e9, latches=0.3),
+    "resets": solve_case("gru", FUSED, F32, "resets", latches=0.5),
+    "packed": solve_case("lstm", FUSED, F64, "packed", shift=-3.0),
+    "packed by Newton": solve_case("gru", NEWTON_FUSED, F32, "packed", shift=4.0),
+    "reverse": solve_case("gru", FUSED, F64, "reverse", shift=4.0),
+    "heads": solve_case("gru", FUSED, F32, "initial", channels=12, heads=3, bias=True),
+    "three states": solve_case("slstm", NEWTON, F64, "packed"),
+    "a loop in PyTorch": solve_case("lrc", PLAIN, F64, "initial", shift=3.0),
+    "short spans": solve_case("gru", FUSED, F64, "reverse", length=5, shift=3.0),
+    "whole spans": solve_case("lstm", FUSED, F32, "packed", burn_in=None, shift=-3.0),
+}
+SOLVES = {name: c for name, c in SOLVES.items() if c["pair"] in (*OPS, PLAIN)}
+
+
+def whole(part, span, length):
+    """The values (B, T, ...) of all ranks."""
+    full = part.new_zeros((part.shape[0], length, *part.shape[2:]))
+    full[:, span] = part
+    dist.all_reduce(full)
+    return full
+
+
+def solve_over_ranks(oracle, name, span, pair):
+    """`Oracle.run` with a span on each rank; the second has the loss of the final states."""
+    trial = oracle.trial
+    args, leaves, program = trial.call(), trial.leaves(), program_of(trial.cell)
+    length, rank = args.gates.shape[1], dist.get_rank()
+    (gates, bias, *others), values = args.flatten()
+    series = len(args.fields)
+    own = [t[:, span] for t in others[:series]]
+    marks = [None if t is None else t[:, span] for t in others[-2:]]
+    local = Arguments.unflatten([gates[:, span], bias, *own, *others[series:-2], *marks], values)
+    states, final, info, choice = run(program, local.with_options(context=name), *pair)
+    count = len(states)
+    cotangents = [c[:, span] for c in trial.cotangents[:count]]
+    cotangents += [c if rank == 1 else torch.zeros_like(c) for c in trial.cotangents[count:]]
+    outputs = (*states, *final)
+    used = [(o, c.to(o.dtype)) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    outputs, cotangents = zip(*used, strict=True)
+    grads = torch.autograd.grad(outputs, [*leaves.values()], cotangents, allow_unused=True)
+    totals = {}
+    for (leaf_name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        total = torch.zeros_like(leaf) if grad is None else grad.detach().contiguous()
+        dist.all_reduce(total)
+        totals[leaf_name] = total
+    results = {
+        n: whole(s.detach(), span, length) for n, s in zip(trial.cell.states, states, strict=True)
+    }
+    for n, state in zip(trial.cell.states, final, strict=True):
+        results[f"final {n}"] = state.detach()
+        same = [torch.empty_like(state) for _ in range(dist.get_world_size())]
+        dist.all_gather(same, state.detach().contiguous())
+        assert all(each.equal(same[0]) or each.isnan().any() for each in same)
+    return Run(results, totals, info, choice)
+
+
+def check_solve(name, mesh):
+    """The claims of the contract that a case breaks."""
+    case = SOLVES[name]
+    row = Conditions(case["length"], variant=case["variant"], **case["more"])
+    made = case_of(row, case["cell"], case["dtype"])
+    if case["latches"]:
+        made = with_latches(made, case["latches"])
+    torch.manual_seed(0)
+    options = {k: v for k, v in made.options.items() if k != "loss_scale"}
+    scale = made.options.get("loss_scale", 1.0)
+    oracle = Oracle.of(made.cell, made.gates, made.initial, loss_scale=scale, **options)
+    span = pararnn.context_span(case["length"], mesh)
+    with pararnn.using(segments=case["segments"], burn_in=case["burn_in"]):
+        result = solve_over_ranks(oracle, register(mesh), span, case["pair"])
+    if dist.get_rank():
+        return []
+    return [str(check) for check in oracle.judge(result).checks if not check.passed]
+
+
+def gradients_of_all(module):
+    grads = {}
+    for name, parameter in module.named_parameters():
+        total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        dist.all_reduce(total)
+        grads[name] = total
+    return grads
+
+
+def apart(values, reference, tolerance=1e-11):
+    """Names and errors of what differs from one process's."""
+    errors = {name: relative_error(values[name], reference[name]) for name in reference}
+    most = {name: tolerance if r.dtype == F64 else 1e-6 for name, r in reference.items()}
+    return [f"{name}: {error}" for name, error in errors.items() if not error <= most[name]]
+
+
+class WithField(pararnn.Cell):
+    """A leaky integrator whose leak a field scales, and that reads out."""
+
+    states, gates, fields = ("h",), ("x", "f"), ("gap",)
+    params = {"a": pararnn.Param(std=0.5)}
+
+    def step(self, state, gate, param):
+        keep = torch.sigmoid(gate.f + 3) ** gate.gap
+        return keep * state.h + (1 - keep) * torch.tanh(gate.x + param.a * state.h)
+
+    def readout(self, state, gate, param):
+        return state.h * gate.x
+
+
+LENGTH = 41
+
+
+def layer_cases():
+    generator = torch.Generator().manual_seed(3)
+    reset = torch.rand(3, LENGTH, generator=generator) < 0.1
+    reset[:, LENGTH // 2 + 1] = True  # the first step of the second of two ranks
+    gap = torch.rand(3, LENGTH, generator=generator, dtype=F64)
+    starts = [0, 7, 7, LENGTH // 2 + 1, 30, 38]
+    return {
+        "plain": (pararnn.ParaGRU, {}, {}),
+        "both directions": (pararnn.ParaLSTM, {"bidirectional": True, "num_heads": 2}, {}),
+        "resets": (pararnn.ParaGRU, {"bidirectional": True}, {"reset": reset}),
+        "time first": (pararnn.ParaGRU, {"batch_first": False}, {}),
+        "lengths": (pararnn.ParaGRU, {"bidirectional": True}, {"lengths": [LENGTH, 3, 25]}),
+        "no step": (pararnn.ParaLSTM, {}, {"lengths": [0, 21, 22]}),
+        "padding on the left": (
+            partial(pararnn.ParaLSTM, bidirectional=True),
+            {},
+            {"lengths": [20, 41, 5], "padding": "left"},
+        ),
+        "packed": (pararnn.ParaGRU, {"bidirectional": True}, {"cu_seqlens": starts}),
+        "packed to the end": (pararnn.ParaLSTM, {}, {"cu_seqlens": [0, 0, 20, LENGTH]}),
+        "fields and a readout": (
+            partial(pararnn.ParaRNN, WithField),
+            {"recompute_gates": True},
+            {"fields": {"gap": gap}},
+        ),
+    }
+
+
+def run_layer(layer, x, h_0, options, loss, span=None):
+    """Output, final states, and the gradient of x; with a span that of a rank."""
+    time = 0 if not layer.batch_first else 1
+    cut = slice(None) if span is None else span
+    at = (slice(None),) * time + (cut,)
+    x = x.clone().requires_grad_()
+    h_0 = tuple(h.clone().requires_grad_() for h in h_0)
+    own = dict(options)
+    for name in ("reset",):
+        if name in own:
+            own[name] = own[name][:, cut]
+    if "fields" in own:
+        own["fields"] = {n: f[:, cut] for n, f in own["fields"].items()}
+    output, final = layer(x[at], h_0 if len(h_0) > 1 else h_0[0], **own)
+    final = final if isinstance(final, tuple) else (final,)
+    total = (output * loss[0][at]).sum()
+    if span is None or dist.get_rank() == dist.get_world_size() - 1:
+        total = total + sum((f * g).sum() for f, g in zip(final, loss[1:], strict=True))
+    total.backward()
+    grads = {
+        f"grad h {i}": torch.zeros_like(h) if h.grad is None else h.grad for i, h in enumerate(h_0)
+    }
+    return {"output": output.detach(), "grad x": x.grad, **grads}, final
+
+
+def check_layer(name, mesh):
+    make, config, options = layer_cases()[name]
+    torch.manual_seed(1)
+    layer = make(input_size=4, hidden_size=6, num_layers=2, dtype=F64, **config)
+    with torch.no_grad():  # trained layers forget slowly
+        for part in layer.modules():
+            if isinstance(part, pararnn.RecurrentLayer) and part.bias is not None:
+                part.bias[0] += 2.0 if type(part.cell) is pararnn.LSTMCell else -2.0
+    sequences = len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else 3
+    batch = 1 if "cu_seqlens" in options else 3
+    size = (LENGTH, batch, 4) if not layer.batch_first else (batch, LENGTH, 4)
+    x = torch.randn(*size, dtype=F64)
+    parts = 2 * (1 + layer.bidirectional)
+    h_0 = tuple(torch.randn(parts, sequences, 6, dtype=F64) for _ in layer.cell.states)
+    loss = [torch.randn(*size[:2], 6 * (1 + layer.bidirectional), dtype=F64)]
+    loss += [torch.randn_like(h) for h in h_0]
+    single = copy.deepcopy(layer)
+    reference, final = run_layer(single, x, h_0, options, loss)
+    reference |= {f"final {i}": f.detach() for i, f in enumerate(final)}
+    reference |= {n: p.grad for n, p in single.named_parameters()}
+    pararnn.context_parallel(layer, mesh)
+    span = pararnn.context_span(LENGTH, mesh)
+    with pararnn.using(burn_in=4):
+        values, final = run_layer(layer, x, h_0, options, loss, span)
+    time = 1 if layer.batch_first else 0
+    output = values.pop("output").movedim(time, 1)
+    values["output"] = whole(output, span, LENGTH).movedim(1, time)
+    for key, value in values.items():
+        if key.startswith("grad"):
+            dist.all_reduce(value)
+    values |= {f"final {i}": f.detach() for i, f in enumerate(final)}
+    return apart(values | gradients_of_all(layer), reference)
+
+
+DOCUMENTS = [5, 9, 1, 6, 8, 3]  # of 32 tokens: a border at 15 and 32 - 8 next to those of ranks
+POSITIONS = torch.cat([torch.arange(n) for n in DOCUMENTS])[None].expand(2, -1)
+AT_BORDERS = torch.arange(32).remainder(8)[None].expand(2, -1)  # documents begin with each rank
+LEFT = (torch.arange(32)[None] >= torch.tensor([[16], [5]])).long()
+RIGHT = (torch.arange(32)[None] < torch.tensor([[16], [21]])).long()
+NUMBERS = torch.repeat_interleave(torch.arange(6), torch.tensor(DOCUMENTS))[None].expand(2, -1)
+BORDERS = torch.tensor([0, *DOCUMENTS]).cumsum(0)
+MODELS = {
+    "gru": ("gru", {}, 2),
+    "lstm, documents": ("lstm", {"position_ids": POSITIONS}, 2),
+    "documents at borders": ("gru", {"position_ids": AT_BORDERS}, 2),
+    "padding on the left": ("gru", {"padding_mask": LEFT}, 2),
+    "padding on the right": ("gru", {"padding_mask": RIGHT}, 2),
+    "packed": ("user's", {"cu_seq_lens": BORDERS}, 1),
+    "no convolution": ("no convolution", {"position_ids": POSITIONS}, 2),
+    "tied": ("tied", {}, 2),
+}
+
+
+def spans_of(rows, span):
+    """A rank's part of a model's arguments."""
+    return {k: v if k.startswith("cu_") else v[:, span] for k, v in rows.items()}
+
+
+def check_model(name, mesh):
+    kind, rows, batch = MODELS[name]
+    torch.manual_seed(0)
+    model = plain(kind, F64).train()
+    ids = tokens(batch, 32)
+    single = copy.deepcopy(model)
+    loss = single.loss(ids, z_loss=1e-3, **rows)
+    loss.backward()
+    logits = single(ids, **rows).detach()
+    reference = {"loss": loss.detach(), "logits": logits}
+    reference |= {n: p.grad for n, p in single.named_parameters()}
+    pararnn.context_parallel(model, mesh)
+    span = pararnn.context_span(32, mesh)
+    own = spans_of(rows, span)
+    with pararnn.using(burn_in=3):
+        part = model.loss(ids[:, span], z_loss=1e-3, **own)
+        part.backward()
+        logits = whole(model(ids[:, span], **own).detach(), span, 32)
+    values = {"loss": part.detach(), "logits": logits}
+    if "padding_mask" in rows:  # logits at padding are anything
+        for each in (values, reference):
+            each["logits"] = each["logits"] * rows["padding_mask"].unsqueeze(-1)
+    return apart(values | gradients_of_all(model), reference, 1e-10)
+
+
+HUGGING = {
+    "plain": {},
+    "documents": {"position_ids": POSITIONS},
+    "documents at borders": {"position_ids": AT_BORDERS},
+    "numbered": {"seq_idx": NUMBERS},
+    "left": {"attention_mask": LEFT},
+    "right": {"attention_mask": RIGHT},
+    "checkpointing": {"position_ids": POSITIONS},
+    "compiled": {"position_ids": POSITIONS},
+}
+
+
+def check_hugging(name, mesh):
+    rows = HUGGING[name]
+    model = hugging("gru", F64).train()
+    ids = tokens(2, 32)
+    labels = ids.clone()
+    if "attention_mask" in rows:
+        mask = rows["attention_mask"].bool()
+        labels = labels.where(mask, -100)
+    single = copy.deepcopy(model)
+    loss = single(ids, labels=labels, **rows).loss
+    loss.backward()
+    reference = {"loss": loss.detach()} | {n: p.grad for n, p in single.named_parameters()}
+    pararnn.context_parallel(model, mesh)
+    if name == "checkpointing":
+        model.gradient_checkpointing_enable()
+    if name == "compiled" and mesh.size() == 2:  # seconds, once
+        block = model.model.backbone.blocks[0]
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    span = pararnn.context_span(32, mesh)
+    with pararnn.using(burn_in=3):
+        part = model(ids[:, span], labels=labels[:, span], **spans_of(rows, span)).loss
+        part.backward()
+    values = {"loss": part.detach()} | gradients_of_all(model)
+    return apart(values, reference, 1e-10)
+
+
+CHECKS = {
+    "solve": (SOLVES, check_solve),
+    "layer": (layer_cases(), check_layer),
+    "model": (MODELS, check_model),
+    "hugging": (HUGGING, check_hugging),
+}
+
+
+def check_all(folder, rank, only=None):
+    """Run all cases, and write what each breaks, by kind and name."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    failures = {}
+    for kind, (cases, check) in CHECKS.items():
+        for name in cases:
+            if only is None or f"{kind} {name}" in only:
+                failures[f"{kind} {name}"] = check(name, mesh)
+    if rank == 0:
+        (Path(folder) / "failures.json").write_text(json.dumps(failures))

@@ -1,0 +1,169 @@
+"""One sequence over two and four ranks is one process's, within the contract."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lm_kinds import hugging, plain, tokens
+from processes import on_processes
+
+import pararnn
+from pararnn.context.group import OnRanks, span_of
+from pararnn.context.parallel import check_module
+from pararnn.context.sweeps import is_settled, next_starts, pull_back, push_forward
+
+pytest.importorskip("transformers")
+
+import context_runs
+
+CASES = [f"{kind} {name}" for kind, (cases, _) in context_runs.CHECKS.items() for name in cases]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
+def failures(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    on_processes(partial(context_runs.check_all, folder), request.param)
+    return json.loads((folder / "failures.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_are_one_process(failures, case):
+    assert failures[case] == []
+
+
+SIZE = (2, 3, 4)  # states, rows, channels
+
+
+def linear_chain(ranks, seed=0):
+    """Maps, shifts and true starts of spans whose ends are affine in their starts."""
+    generator = torch.Generator().manual_seed(seed)
+    maps = torch.randn(ranks, SIZE[0], *SIZE, generator=generator, dtype=torch.float64)
+    shifts = torch.randn(ranks, *SIZE, generator=generator, dtype=torch.float64)
+    starts = [torch.randn(*SIZE, generator=generator, dtype=torch.float64)]
+    for own, shift in zip(maps[:-1], shifts, strict=False):
+        starts.append(push_forward(own, starts[-1]) + shift)
+    return maps, shifts, torch.stack(starts)
+
+
+def ends_of(maps, shifts, starts):
+    return torch.stack(
+        [push_forward(own, h) + shift for own, h, shift in zip(maps, starts, shifts, strict=True)]
+    )
+
+
+def test_an_update_is_exact_for_affine_spans():
+    maps, shifts, true = linear_chain(5)
+    starts = true + 1e-3 * torch.randn_like(true)
+    starts[0] = true[0]
+    new = next_starts(starts, ends_of(maps, shifts, starts), maps, push_forward)
+    torch.testing.assert_close(new, true)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 0.0, -3.0, 1e300])
+def test_each_update_makes_one_more_rank_exact(bad):
+    """Whatever the maps say: with bits, so that a solve from there has the loop's bits."""
+    maps, shifts, true = linear_chain(4)
+    wrong, starts = torch.full_like(maps, bad), torch.zeros_like(true)
+    starts[0] = true[0]
+    for exact in range(1, 4):
+        starts = next_starts(starts, ends_of(maps, shifts, starts), wrong, push_forward)
+        assert torch.equal(starts[: exact + 1], true[: exact + 1])
+
+
+def test_maps_are_transposed_for_the_adjoint():
+    maps, _, vectors = linear_chain(2)
+    pushed, pulled = push_forward(maps[0], vectors[0]), pull_back(maps[0], vectors[1])
+    torch.testing.assert_close((pushed * vectors[1]).sum(), (pulled * vectors[0]).sum())
+
+
+def test_starts_are_settled_relative_to_their_channel():
+    nan, one = float("nan"), 1.0
+    starts = torch.tensor([0.0, one, one, 1e-9, nan, nan, float("inf")], dtype=torch.float64)
+    ends = torch.tensor([0.0, one + 1e-9, one + 1e-3, 0.0, nan, one, float("inf")])
+    sizes = torch.tensor([0.0, 0.0, 0.0, 1e-2, 0.0, 0.0, 0.0])
+    settled = is_settled(starts, ends.double(), sizes.double(), 1e-6)
+    assert settled.tolist() == [True, True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize(("steps", "ranks"), [(8, 4), (9, 4), (11, 4), (4, 4), (1, 1)])
+def test_spans_are_all_of_time_in_turn(steps, ranks):
+    parts = [range(steps)[span_of(steps, rank, ranks)] for rank in range(ranks)]
+    assert [t for part in parts for t in part] == list(range(steps))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_more_ranks_than_steps_raise():
+    with pytest.raises(ValueError, match="over 4 ranks needs a step for each of them, got 3"):
+        span_of(3, 0, 4)
+
+
+REFUSED = {
+    "attention": (lambda: plain("hybrid"), r"backbone\.layers\.1\.mixer cannot .* Attention reads"),
+    "mixing": (lambda: pararnn.LSTM(4, 4), r"layers\.0 cannot .* HeadLSTMCell mixes channels"),
+    "a dense cell": (
+        lambda: pararnn.ParaRNN(pararnn.DenseGRUCell, 4, 4),
+        r"layers\.0 cannot .* DenseGRUCell mixes channels",
+    ),
+    "torch's": (
+        lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GRU(4, 4)),
+        r"^1 cannot run on several ranks: torch\.nn\.GRU reads other steps",
+    ),
+    "a convolution": (lambda: torch.nn.Conv1d(4, 4, 3), "^the module cannot .*Conv1d"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_modules_that_cannot_are_refused(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        check_module(make())
+
+
+def with_context(module):
+    for part in module.modules():
+        if isinstance(part, OnRanks):
+            part.context = "none"
+    return module
+
+
+X = torch.randn(2, 6, 4)
+
+
+def calls():
+    gru = with_context(pararnn.ParaGRU(4, 4))
+    model, theirs = with_context(plain("gru")), with_context(hugging("gru"))
+    packed = torch.nn.utils.rnn.pack_padded_sequence(X, torch.tensor([6, 3]), True)
+    reset = torch.zeros(2, 6, dtype=torch.bool)
+    ids = tokens(2, 2)
+    return {
+        "PackedSequence holds its steps": lambda: gru(packed),
+        "cannot decode step by step": lambda: gru.step(X[:, 0]),
+        "reset_states number sequences anew": lambda: gru(
+            X, reset=reset, reset_states=torch.zeros(1, 0, 4)
+        ),
+        "a cache continues whole rows": lambda: model(ids, model.new_cache()),
+        "give no cache, and use_cache=False": lambda: theirs(ids, use_cache=True),
+        "4 taps needs spans of 3 tokens": lambda: model(ids),
+        "knows no ranks 'none': call": lambda: gru(X),
+    }
+
+
+@pytest.mark.parametrize("message", calls())
+def test_calls_that_ranks_cannot_share_raise(message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        calls()[message]()
+
+
+def test_a_mesh_of_two_dimensions_raises():
+    mesh = SimpleNamespace(ndim=2)
+    with pytest.raises(ValueError, match=r"one dimension.* got 2: .*mesh\['context'\]"):
+        pararnn.context_parallel(pararnn.ParaGRU(4, 4), mesh)
+
+
+def test_a_single_rank_is_a_module_on_one_process():
+    layer = pararnn.ParaGRU(4, 4)
+    mesh = SimpleNamespace(ndim=1, size=lambda: 1)
+    assert pararnn.context_parallel(with_context(layer), mesh) is layer
+    assert layer(X)[0].shape == X.shape

@@ -1,0 +1,143 @@
+"""`pararnn train` with rows that several processes share: a run is that of one process."""
+
+import dataclasses
+import functools
+import shutil
+
+import pytest
+import torch
+from lm_kinds import options
+from processes import on_processes
+
+pytest.importorskip("transformers")
+
+from test_train_trainer import LENGTH, Packed, config, losses, weights
+from undrawn import undrawn
+
+from pararnn.errors import TrainingError
+from pararnn.lm.config import LMConfig
+from pararnn.train.config import DataConfig
+from pararnn.train.feed import label_count, own_span
+from pararnn.train.log import read_rows
+from pararnn.train.run import run_training
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+
+
+class Documents(torch.utils.data.Dataset):
+    """Rows of a dataset with the positions of two documents; some labels are ignored."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row, first = self.rows[index], 1 + index % (LENGTH - 1)
+        positions = torch.cat([torch.arange(first), torch.arange(LENGTH - first)])
+        labels = row["labels"].masked_fill(positions == 0, -100)
+        return {**row, "labels": labels, "position_ids": positions}
+
+
+def data(resets):
+    packed = Packed()
+    if not resets:
+        return packed
+    return packed._replace(train=Documents(packed.train), valid=Documents(packed.valid))
+
+
+CASES = {
+    "plain": {"verify_every": 3},
+    "documents": {"data": DataConfig(sequence_length=LENGTH, resets=True), "checkpointing": True},
+    "lstm": {"model": LMConfig(**options("lstm")), "reshard": False},
+}
+
+
+def run(out, name, steps=6, **more):
+    return run_training(
+        config(out / name, **CASES[name], steps=steps, **more), data(name == "documents")
+    )
+
+
+def run_all(out, shared, device_batch, rank=0):
+    with undrawn():
+        for name in CASES:
+            run(out, name, context_parallel=shared, device_batch=device_batch)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    single, both = (tmp_path_factory.mktemp(name) for name in ("one", "four"))
+    run_all(single, 1, 4)
+    on_processes(functools.partial(run_all, both, 2, 2), 4)  # two groups of two
+    return single, both
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_processes_are_one(runs, name):
+    one, four = (folder / name for folder in runs)
+    for step, loss in losses(one).items():
+        assert float(losses(four)[step]) == pytest.approx(float(loss), abs=2e-5)
+    reference = weights(one / "model")
+    for key, value in weights(four / "model").items():
+        torch.testing.assert_close(value, reference[key], rtol=0, atol=4e-4, msg=key)
+    validated = [
+        [float(row["valid_loss"]) for row in read_rows(folder / "log.csv") if row["valid_loss"]]
+        for folder in (one, four)
+    ]
+    assert validated[0]
+    assert validated[1] == pytest.approx(validated[0], abs=2e-5)
+
+
+def test_solves_are_checked_on_every_span(runs):
+    rows = [row for row in read_rows(runs[1] / "plain" / "log.csv") if row["defect"]]
+    assert [int(row["step"]) for row in rows] == [3, 6]
+    assert all(0 < float(part) <= 1 for row in rows for part in row["defect"].split())
+
+
+def test_one_process_goes_on_from_four(runs):
+    one, four = (folder / "documents" for folder in runs)
+    reference = weights(one / "model")
+    shutil.rmtree(four / "checkpoint-6")
+    run(runs[1], "documents", device_batch=4)
+    for key, value in weights(four / "model").items():
+        torch.testing.assert_close(value, reference[key], rtol=0, atol=4e-4, msg=key)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_spans_have_the_labels_of_whole_rows(ranks):
+    labels = torch.arange(10).view(2, 5).masked_fill(torch.tensor([0, 0, 1, 0, 0]).bool(), -100)
+    batch = {"input_ids": torch.arange(10).view(2, 5), "labels": labels}
+    parts = [own_span(batch, rank, ranks) for rank in range(ranks)]
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts], 1), batch["input_ids"])
+    assert sum(int(label_count(part)) for part in parts) == 6
+    if ranks > 1:
+        shifted = torch.cat([part["shift_labels"] for part in parts], 1)
+        assert shifted.tolist() == [[1, -100, 3, 4, -100], [6, -100, 8, 9, -100]]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"context_parallel": 0}, "context_parallel must be positive, got 0"),
+        (
+            {"context_parallel": 2, "data": DataConfig(sequence_length=LENGTH, stateful=True)},
+            "context_parallel=2 spreads them",
+        ),
+        ({"context_parallel": 5}, "sequence_length must be 15 at least with context_parallel=5"),
+    ],
+)
+def test_impossible_configs_raise(tmp_path, more, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **more)
+
+
+def test_models_and_processes_that_do_not_fit_raise(tmp_path):
+    with pytest.raises(TrainingError, match=r"mixer cannot run on several ranks: Attention reads"):
+        run_training(
+            config(tmp_path, context_parallel=2, model=LMConfig(**options("hybrid"))), Packed()
+        )
+    with pytest.raises(TrainingError, match="needs a multiple of 2 processes, got 1"):
+        run_training(config(tmp_path, context_parallel=2), Packed())
+    assert dataclasses.asdict(config(tmp_path))["context_parallel"] == 1
