@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import pararnn
 from pararnn.check.oracle import Oracle, Run
 from pararnn.context.group import register
+from pararnn.device import collectives, process_device
 from pararnn.engines.arguments import Arguments
 from pararnn.program.program import program_of
 from pararnn.solve import run
@@ -82,8 +83,10 @@ def solve_over_ranks(oracle, name, span, pair):
     cotangents = [c[:, span] for c in trial.cotangents[:count]]
     cotangents += [c if rank == 1 else torch.zeros_like(c) for c in trial.cotangents[count:]]
     outputs = (*states, *final)
-    used = [(o, c.to(o.dtype)) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
-    outputs, cotangents = zip(*used, strict=True)
+    pairs = [
+        (o, c.to(o.dtype)) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad
+    ]
+    outputs, cotangents = zip(*pairs, strict=True)
     grads = torch.autograd.grad(outputs, [*leaves.values()], cotangents, allow_unused=True)
     totals = {}
     for (leaf_name, leaf), grad in zip(leaves.items(), grads, strict=True):
@@ -105,13 +108,13 @@ def check_solve(name, mesh):
     """The claims of the contract that a case breaks."""
     case = SOLVES[name]
     row = Conditions(case["length"], variant=case["variant"], **case["more"])
-    made = case_of(row, case["cell"], case["dtype"])
+    example = case_of(row, case["cell"], case["dtype"], mesh.device_type)
     if case["latches"]:
-        made = with_latches(made, case["latches"])
+        example = with_latches(example, case["latches"])
     torch.manual_seed(0)
-    options = {k: v for k, v in made.options.items() if k != "loss_scale"}
-    scale = made.options.get("loss_scale", 1.0)
-    oracle = Oracle.of(made.cell, made.gates, made.initial, loss_scale=scale, **options)
+    options = {k: v for k, v in example.options.items() if k != "loss_scale"}
+    scale = example.options.get("loss_scale", 1.0)
+    oracle = Oracle.of(example.cell, example.gates, example.initial, loss_scale=scale, **options)
     span = pararnn.context_span(case["length"], mesh)
     with pararnn.using(segments=case["segments"], burn_in=case["burn_in"]):
         result = solve_over_ranks(oracle, register(mesh), span, case["pair"])
@@ -129,7 +132,7 @@ def gradients_of_all(module):
     return grads
 
 
-def apart(values, reference, tolerance=1e-11):
+def differences(values, reference, tolerance=1e-11):
     """Names and errors of what differs from one process's."""
     errors = {name: relative_error(values[name], reference[name]) for name in reference}
     most = {name: tolerance if r.dtype == F64 else 1e-6 for name, r in reference.items()}
@@ -237,7 +240,7 @@ def check_layer(name, mesh):
         if key.startswith("grad"):
             dist.all_reduce(value)
     values |= {f"final {i}": f.detach() for i, f in enumerate(final)}
-    return apart(values | gradients_of_all(layer), reference)
+    return differences(values | gradients_of_all(layer), reference)
 
 
 DOCUMENTS = [5, 9, 1, 6, 8, 3]  # of 32 tokens: a border at 15 and 32 - 8 next to those of ranks
@@ -286,7 +289,7 @@ def check_model(name, mesh):
     if "padding_mask" in rows:  # logits at padding are anything
         for each in (values, reference):
             each["logits"] = each["logits"] * rows["padding_mask"].unsqueeze(-1)
-    return apart(values | gradients_of_all(model), reference, 1e-10)
+    return differences(values | gradients_of_all(model), reference, 1e-10)
 
 
 HUGGING = {
@@ -324,7 +327,7 @@ def check_hugging(name, mesh):
         part = model(ids[:, span], labels=labels[:, span], **spans_of(rows, span)).loss
         part.backward()
     values = {"loss": part.detach()} | gradients_of_all(model)
-    return apart(values, reference, 1e-10)
+    return differences(values, reference, 1e-10)
 
 
 CHECKS = {
@@ -335,14 +338,15 @@ CHECKS = {
 }
 
 
-def check_all(folder, rank, only=None):
+def check_all(folder, rank, checks=CHECKS):
     """Run all cases, and write what each breaks, by kind and name."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    failures = {}
-    for kind, (cases, check) in CHECKS.items():
-        for name in cases:
-            if only is None or f"{kind} {name}" in only:
-                failures[f"{kind} {name}"] = check(name, mesh)
+    device = process_device(rank)
+    dist.init_process_group(collectives())
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    failures = {
+        f"{kind} {name}": check(name, mesh)
+        for kind, (cases, check) in checks.items()
+        for name in cases
+    }
     if rank == 0:
         (Path(folder) / "failures.json").write_text(json.dumps(failures))

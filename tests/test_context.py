@@ -74,8 +74,8 @@ def test_each_update_makes_one_more_rank_exact(bad):
 
 def test_maps_are_transposed_for_the_adjoint():
     maps, _, vectors = linear_chain(2)
-    pushed, pulled = push_forward(maps[0], vectors[0]), pull_back(maps[0], vectors[1])
-    torch.testing.assert_close((pushed * vectors[1]).sum(), (pulled * vectors[0]).sum())
+    ahead, back = push_forward(maps[0], vectors[0]), pull_back(maps[0], vectors[1])
+    torch.testing.assert_close((ahead * vectors[1]).sum(), (back * vectors[0]).sum())
 
 
 def test_starts_are_settled_relative_to_their_channel():
@@ -83,8 +83,8 @@ def test_starts_are_settled_relative_to_their_channel():
     starts = torch.tensor([0.0, one, one, 1e-9, nan, nan, float("inf")], dtype=torch.float64)
     ends = torch.tensor([0.0, one + 1e-9, one + 1e-3, 0.0, nan, one, float("inf")])
     sizes = torch.tensor([0.0, 0.0, 0.0, 1e-2, 0.0, 0.0, 0.0])
-    settled = is_settled(starts, ends.double(), sizes.double(), 1e-6)
-    assert settled.tolist() == [True, True, False, True, True, False, True]
+    flags = is_settled(starts, ends.double(), sizes.double(), 1e-6)
+    assert flags.tolist() == [True, True, False, True, True, False, True]
 
 
 @pytest.mark.parametrize(("steps", "ranks"), [(8, 4), (9, 4), (11, 4), (4, 4), (1, 1)])
@@ -134,11 +134,11 @@ X = torch.randn(2, 6, 4)
 def calls():
     gru = with_context(pararnn.ParaGRU(4, 4))
     model, theirs = with_context(plain("gru")), with_context(hugging("gru"))
-    packed = torch.nn.utils.rnn.pack_padded_sequence(X, torch.tensor([6, 3]), True)
+    sequence = torch.nn.utils.rnn.pack_padded_sequence(X, torch.tensor([6, 3]), True)
     reset = torch.zeros(2, 6, dtype=torch.bool)
     ids = tokens(2, 2)
     return {
-        "PackedSequence holds its steps": lambda: gru(packed),
+        "PackedSequence holds its steps": lambda: gru(sequence),
         "cannot decode step by step": lambda: gru.step(X[:, 0]),
         "reset_states number sequences anew": lambda: gru(
             X, reset=reset, reset_states=torch.zeros(1, 0, 4)

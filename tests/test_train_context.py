@@ -41,10 +41,10 @@ class Documents(torch.utils.data.Dataset):
 
 
 def data(resets):
-    packed = Packed()
+    rows = Packed()
     if not resets:
-        return packed
-    return packed._replace(train=Documents(packed.train), valid=Documents(packed.valid))
+        return rows
+    return rows._replace(train=Documents(rows.train), valid=Documents(rows.valid))
 
 
 CASES = {
@@ -82,12 +82,12 @@ def test_four_processes_are_one(runs, name):
     reference = weights(one / "model")
     for key, value in weights(four / "model").items():
         torch.testing.assert_close(value, reference[key], rtol=0, atol=4e-4, msg=key)
-    validated = [
+    valid_losses = [
         [float(row["valid_loss"]) for row in read_rows(folder / "log.csv") if row["valid_loss"]]
         for folder in (one, four)
     ]
-    assert validated[0]
-    assert validated[1] == pytest.approx(validated[0], abs=2e-5)
+    assert valid_losses[0]
+    assert valid_losses[1] == pytest.approx(valid_losses[0], abs=2e-5)
 
 
 def test_solves_are_checked_on_every_span(runs):
@@ -113,8 +113,8 @@ def test_spans_have_the_labels_of_whole_rows(ranks):
     assert torch.equal(torch.cat([part["input_ids"] for part in parts], 1), batch["input_ids"])
     assert sum(int(label_count(part)) for part in parts) == 6
     if ranks > 1:
-        shifted = torch.cat([part["shift_labels"] for part in parts], 1)
-        assert shifted.tolist() == [[1, -100, 3, 4, -100], [6, -100, 8, 9, -100]]
+        targets = torch.cat([part["shift_labels"] for part in parts], 1)
+        assert targets.tolist() == [[1, -100, 3, 4, -100], [6, -100, 8, 9, -100]]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from pararnn import private
-from pararnn.context import solve as over_ranks
+from pararnn.context.solve import backward as differentiate_over_ranks
+from pararnn.context.solve import forward as solve_over_ranks
 from pararnn.engines.arguments import Arguments, Solution, schema, wanted_gradients
 from pararnn.engines.engine import Engine
 from pararnn.engines.fit import check_fit, check_numbers, check_saved
@@ -294,7 +295,7 @@ def _check(program: Program, args: Arguments) -> None:
 def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     if args.options.context:
         with without_autocast(args.gates.device):
-            return over_ranks.forward(program, engine, args)
+            return solve_over_ranks(program, engine, args)
     if not engine.completes:
         args = args.complete(program)
     if not private.autocast_enabled():
@@ -334,7 +335,7 @@ def _backward(
     check_saved(program, args, states)
     if args.options.context:
         inputs = (args, states, grad_states, grad_final, wanted)
-        return over_ranks.backward(program, engine, *inputs).leaves(wanted)
+        return differentiate_over_ranks(program, engine, *inputs).leaves(wanted)
     if engine.completes:
         grads = engine.backward(program, args, states, grad_states, grad_final, wanted)
         return grads.leaves(wanted)

@@ -52,11 +52,11 @@ class Border(NamedTuple):
         continues[1:] = (first[1:] == last[:-1]) & (first[1:] >= 0)
         return cls(continues, position, ranks.size)
 
-    def before(self) -> Tensor | None:
+    def at_first(self) -> Tensor | None:
         """Return whether this rank's rows continue those of the rank before, bool (B,)."""
         return None if self.continues is None else self.continues[self.position]
 
-    def behind(self) -> Tensor | None:
+    def at_last(self) -> Tensor | None:
         """Return whether the rank behind continues this rank's rows, bool (B,)."""
         if self.continues is None:
             return None
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
     ) -> Piece:
         """Cut a call, complete and within its rank, so that rows go on from `carry`.
 
-        continues: bool (B,), as in `Border.before`, for a slice from the first step on.
+        continues: bool (B,), as in `Border.at_first`, for a slice from the first step on.
         """
         reverse = args.options.reverse
         steps, seq = args.gates.shape[1], args.seq
@@ -124,24 +124,24 @@ class Piece(NamedTuple):
         numbers, real = self.last()
         return tuple([state[numbers].masked_fill(~real, 0) for state in final])
 
-    def ends_here(self, behind: Tensor | None) -> Tensor:
-        """Return the steps that end a sequence, bool (B, T). behind: as in `Border.behind`."""
+    def ends_here(self, goes_on: Tensor | None) -> Tensor:
+        """Return the steps that end a sequence, bool (B, T). goes_on: as in `Border.at_last`."""
         assert self.args.seq is not None
-        assert behind is not None
+        assert goes_on is not None
         seq, reverse = self.args.seq, self.args.options.reverse
         ends = torch.ones_like(seq, dtype=torch.bool)
         inner = seq[:, 1:] != seq[:, :-1]
         if reverse:
-            ends[:, 1:], ends[:, 0] = inner, ~behind
+            ends[:, 1:], ends[:, 0] = inner, ~goes_on
         else:
-            ends[:, :-1], ends[:, -1] = inner, ~behind
+            ends[:, :-1], ends[:, -1] = inner, ~goes_on
         return ends & (seq >= 0)
 
     def cotangent(
-        self, at_ends: Rows, of_final: Rows | None = None, behind: Tensor | None = None
+        self, at_ends: Rows, of_final: Rows | None = None, goes_on: Tensor | None = None
     ) -> Rows:
         """Return gradients of the final states: those at the ends of rows, and of sequences (S, D)
-        that end in this slice. `behind` belongs to the latter."""
+        that end in this slice. `goes_on` belongs to the latter."""
         if self.seq is None:
             return at_ends
         numbers, real = self.last()
@@ -149,7 +149,7 @@ class Piece(NamedTuple):
         for n, grad in enumerate(at_ends):
             total = grad.new_zeros((self.args.sequences, *grad.shape[1:]))
             if of_final is not None:
-                ends = self.ends_here(behind)
+                ends = self.ends_here(goes_on)
                 assert self.args.seq is not None
                 total[self.args.seq[ends].long()] = of_final[n][self.seq[ends].long()]
             out.append(total.index_add(0, numbers, grad.masked_fill(~real, 0)))

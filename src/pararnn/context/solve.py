@@ -31,24 +31,24 @@ CHUNK = 1 << 14
 
 def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     """Solve the recurrence over all ranks; every rank gets all final states."""
-    ranks, args = find(args.options.context), _within(program, args)
+    ranks, args = find(args.options.context), _own_part(program, args)
     border, reverse = Border.of(ranks, args), args.options.reverse
     position, last = border.position, ranks.size - 1
     first = _first_carry(args, border)
-    sent = ranks.gather(torch.stack(_guess(program, engine, args, border, first)), reverse)
-    guesses, sizes = sent.unbind(1)
+    message = ranks.gather(torch.stack(_guess(program, engine, args, border, first)), reverse)
+    guesses, sizes = message.unbind(1)
     starts = torch.cat([torch.stack(first)[None], guesses[:-1]])
-    counted = _counted(border, guesses)
+    continuing = _continuing(border, guesses)
     solution: Solution | None = None
     for sweep in range(ranks.size):
-        piece = Piece.of(args, 0, args.size[1], tuple(starts[position]), border.before())
+        piece = Piece.of(args, 0, args.size[1], tuple(starts[position]), border.at_first())
         if solution is None or position:
             solution = None  # before the next one is made
             solution = engine.forward(program, piece.args)
         ends = ranks.gather(torch.stack(piece.ends(solution.final)), reverse)
         tolerance = DEFECT_ULPS * torch.finfo(args.dtype).eps
-        settled = is_settled(starts[1:], ends[:-1], sizes[:-1], tolerance) | ~counted
-        if sweep == last or bool(settled.all()):
+        agree = is_settled(starts[1:], ends[:-1], sizes[:-1], tolerance) | ~continuing
+        if sweep == last or bool(agree.all()):
             break
         own = _maps(program, engine, args, border, tuple(starts[position]), solution.states)
         maps = None if own is None else ranks.gather(own, reverse)
@@ -71,8 +71,8 @@ def backward(
     over ranks."""
     if not engine.has_backward:  # autograd differentiates it, but not across ranks
         engine = _newton(args.gates.device)
-    ranks, given = find(args.options.context), args
-    args = _within(program, args)
+    ranks, call = find(args.options.context), args
+    args = _own_part(program, args)
     border, reverse = Border.of(ranks, args), args.options.reverse
     position, last, steps = border.position, ranks.size - 1, args.size[1]
     arriving = tuple(
@@ -81,23 +81,23 @@ def backward(
     )
     ends = torch.stack([step_of(state, -1, reverse).to(args.dtype) for state in states])
     if border.continues is None:  # gradients of final states are as large as ends: one message
-        sent = ranks.gather(torch.stack([ends, torch.stack(arriving)]), reverse)
-        before, of_final = sent[position - 1, 0], sent[:, 1].sum(0)
+        message = ranks.gather(torch.stack([ends, torch.stack(arriving)]), reverse)
+        states_before, of_final = message[position - 1, 0], message[:, 1].sum(0)
     else:
-        before = ranks.gather(ends, reverse)[position - 1]
+        states_before = ranks.gather(ends, reverse)[position - 1]
         of_final = ranks.total(torch.stack(arriving))
-    carry = tuple(before) if position else _first_carry(args, border)
+    carry = tuple(states_before) if position else _first_carry(args, border)
     zero = torch.zeros_like(ends)
     at_end = of_final if border.continues is None else zero
     finals = None if border.continues is None else tuple(of_final)
 
     def differentiate(stop: int, grad_end: Tensor, names: Sequence[str]) -> tuple[Gradients, Rows]:
-        piece = Piece.of(args, 0, stop, carry, border.before())
-        behind = border.behind()
-        if stop < steps and behind is not None:
-            goes_on = step_of(args.seq, stop, reverse)  # type: ignore[arg-type]
-            behind = goes_on == step_of(args.seq, stop - 1, reverse)  # type: ignore[arg-type]
-        cotangent = piece.cotangent(tuple(grad_end), finals, behind)
+        piece = Piece.of(args, 0, stop, carry, border.at_first())
+        goes_on = border.at_last()
+        if stop < steps and goes_on is not None:
+            assert args.seq is not None
+            goes_on = step_of(args.seq, stop, reverse) == step_of(args.seq, stop - 1, reverse)
+        cotangent = piece.cotangent(tuple(grad_end), finals, goes_on)
         parts = tuple(slice_time(state, 0, stop, reverse) for state in states)
         grads = tuple(
             None if grad is None else slice_time(grad, 0, stop, reverse) for grad in grad_states
@@ -118,29 +118,29 @@ def backward(
     guesses, scales = ranks.gather(torch.stack([guess, torch.stack(sizes)]), reverse).unbind(1)
     # From the last rank to the first, as the adjoint runs.
     starts = torch.cat([at_end[None], guesses[1:].flip(0)])
-    scales, counted = scales.flip(0), _counted(border, guesses).flip(0)
+    scales, continuing = scales.flip(0), _continuing(border, guesses).flip(0)
     names = [*dict.fromkeys((*wanted, *LEAST))]
     result: Gradients | None = None
     for sweep in range(ranks.size):
         if result is None or position != last:
             result = None  # before the next one is made
             own_start = starts[last - position]
-            masked = _masked(own_start, border.behind() if position != last else None)
-            result, carried = differentiate(steps, masked, names)
-        made = ranks.gather(torch.stack(carried), reverse).flip(0)
+            goes_on = border.at_last() if position != last else None
+            result, carry_grads = differentiate(steps, _mask(own_start, goes_on), names)
+        ends = ranks.gather(torch.stack(carry_grads), reverse).flip(0)
         tolerance = ERROR_SHARE * FORWARD_TOLERANCE[args.dtype]
-        settled = is_settled(starts[1:], made[:-1], scales[:-1], tolerance) | ~counted
-        if sweep == last or bool(settled.all()):
+        agree = is_settled(starts[1:], ends[:-1], scales[:-1], tolerance) | ~continuing
+        if sweep == last or bool(agree.all()):
             break
         own = _maps(program, engine, args, border, carry, states)
         maps = None if own is None else ranks.gather(own, reverse).flip(0)
-        starts = next_starts(starts, made, maps, pull_back)
+        starts = next_starts(starts, ends, maps, pull_back)
     assert result is not None
-    params = tuple(g.to(p.dtype) for g, p in zip(result.params, given.params, strict=True))
+    params = tuple(g.to(p.dtype) for g, p in zip(result.params, call.params, strict=True))
     initial: tuple[Tensor, ...] = ()
-    if given.initial:
+    if call.initial:
         initial = _grad_initial(ranks, args, border, result.initial, of_final)
-        initial = tuple(g.to(h.dtype) for g, h in zip(initial, given.initial, strict=True))
+        initial = tuple(g.to(h.dtype) for g, h in zip(initial, call.initial, strict=True))
     return result._replace(params=params, initial=initial)
 
 
@@ -154,8 +154,11 @@ def _newton(device: torch.device) -> Engine:
     return engine
 
 
-def _within(program: Program, args: Arguments) -> Arguments:
-    """Return the call of this rank alone, its states in the compute dtype. Raises ValueError for one without a step."""
+def _own_part(program: Program, args: Arguments) -> Arguments:
+    """Return the call of this rank alone, its states in the compute dtype.
+
+    Raises ValueError for one without a step.
+    """
     if not args.gates.shape[1]:
         raise ValueError(
             "each rank needs a step of the sequence at least, got none: spans are those of "
@@ -167,8 +170,8 @@ def _within(program: Program, args: Arguments) -> Arguments:
 
 def _burn_in(args: Arguments) -> int:
     """Return the steps of the first guess: those requested, or the usual number."""
-    requested = args.options.burn_in
-    return max(1, min(BURN_IN if requested is None else requested, args.gates.shape[1]))
+    request = args.options.burn_in
+    return max(1, min(BURN_IN if request is None else request, args.gates.shape[1]))
 
 
 def _first_carry(args: Arguments, border: Border) -> Rows:
@@ -180,16 +183,16 @@ def _first_carry(args: Arguments, border: Border) -> Rows:
     return tuple([h.new_zeros((batch, *h.shape[1:])) for h in args.initial])
 
 
-def _counted(border: Border, like: Tensor) -> Tensor:
+def _continuing(border: Border, like: Tensor) -> Tensor:
     """Return where the ranks behind the first one go on, bool (ranks - 1, 1, B, 1)."""
     if border.continues is None:
         return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=like.device)
     return border.continues[1:, None, :, None]
 
 
-def _masked(grad: Tensor, behind: Tensor | None) -> Tensor:
+def _mask(grad: Tensor, goes_on: Tensor | None) -> Tensor:
     """Return the gradient (N, B, D) of rows' ends, zero where no rank goes on."""
-    return grad if behind is None else grad.masked_fill(~behind[:, None], 0)
+    return grad if goes_on is None else grad.masked_fill(~goes_on[:, None], 0)
 
 
 def _guess(
@@ -202,18 +205,18 @@ def _guess(
     if border.position or burn_in < steps:
         batch = args.gates.shape[0]
         carry = tuple([h.new_zeros((batch, *h.shape[1:])) for h in args.initial])
-    piece = Piece.of(args, steps - burn_in, steps, carry, border.before())
+    piece = Piece.of(args, steps - burn_in, steps, carry, border.at_first())
     solution = engine.forward(program, piece.args)
-    passed = torch.ones((1, burn_in), dtype=torch.bool, device=args.gates.device)
+    passing = torch.ones((1, burn_in), dtype=torch.bool, device=args.gates.device)
     if piece.args.seq is not None:
-        passed = piece.args.seq == step_of(piece.args.seq, -1, reverse).unsqueeze(1)
+        passing = piece.args.seq == step_of(piece.args.seq, -1, reverse).unsqueeze(1)
     if piece.args.reset is not None:
         reset = piece.args.reset if not reverse else piece.args.reset.flip(1)
         number = reset.long().cumsum(1)
         since = number == number[:, -1:]
-        passed = passed & (since.flip(1) if reverse else since)
+        passing = passing & (since.flip(1) if reverse else since)
     sizes = [
-        state.abs().nan_to_num(0, 0).masked_fill(~passed.unsqueeze(-1), 0).amax(1).to(args.dtype)
+        state.abs().nan_to_num(0, 0).masked_fill(~passing.unsqueeze(-1), 0).amax(1).to(args.dtype)
         for state in solution.states
     ]
     return torch.stack(piece.ends(solution.final)), torch.stack(sizes)
@@ -237,18 +240,18 @@ def _maps(
     count, none = len(states), (None,) * len(states)
     rows = []
     for n in range(count):
-        pulled = tuple([torch.full_like(h, float(m == n)) for m, h in enumerate(carry)])
+        adjoint = tuple([torch.full_like(h, float(m == n)) for m, h in enumerate(carry)])
         for start in reversed(range(0, steps, CHUNK)):
             stop = min(start + CHUNK, steps)
-            before = carry
+            first = carry
             if start:
-                before = tuple([step_of(s, start - 1, reverse).to(args.dtype) for s in states])
-            piece = Piece.of(args, start, stop, before, border.before())
+                first = tuple([step_of(s, start - 1, reverse).to(args.dtype) for s in states])
+            piece = Piece.of(args, start, stop, first, border.at_first())
             parts = tuple(slice_time(state, start, stop, reverse) for state in states)
-            cotangent = piece.cotangent(pulled)
+            cotangent = piece.cotangent(adjoint)
             result = engine.backward(program, piece.args, parts, none, cotangent, LEAST)
-            pulled = piece.of_carry(result.initial)
-        rows.append(torch.stack(pulled))
+            adjoint = piece.of_carry(result.initial)
+        rows.append(torch.stack(adjoint))
     return torch.stack(rows)
 
 
@@ -265,13 +268,13 @@ def _final(
         return tuple(ends[-1])
     assert piece.seq is not None
     assert piece.args.seq is not None
-    here = piece.ends_here(border.behind())
-    into, source = piece.seq[here].long(), piece.args.seq[here].long()
-    has_step = _flags(ranks, args.initial[0], into)
+    here = piece.ends_here(border.at_last())
+    numbers, source = piece.seq[here].long(), piece.args.seq[here].long()
+    has_step = _flags(ranks, args.initial[0], numbers)
     out = []
     for own, initial in zip(final, args.initial, strict=True):
         total = torch.zeros_like(initial)
-        total[into] = own[source]
+        total[numbers] = own[source]
         out.append(torch.where(has_step, ranks.total(total), initial))
     return tuple(out)
 

@@ -333,8 +333,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         if self.context and cu_seqlens is not None and sequences is None:
             steps = x.shape[1]
             start, total = start_and_total(self.context, steps, x.device)
-            packed = of_cu_seqlens(cu_seqlens, x.shape[0], total, x.device)
-            sequences = sequences_of(x, reset, None, packed.span(start, steps))
+            whole = of_cu_seqlens(cu_seqlens, x.shape[0], total, x.device)
+            sequences = sequences_of(x, reset, None, whole.span(start, steps))
         else:
             sequences = sequences_of(x, reset, cu_seqlens, sequences)
         if cu_seqlens is not None:

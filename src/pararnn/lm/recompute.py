@@ -13,13 +13,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from pararnn.context import shift  # noqa: F401 (its operator)
+from pararnn.context.shift import shift
 from pararnn.private import OpOverload
 
 PRODUCTS: tuple[OpOverload, ...] = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 PRODUCTS_BY_HEADS: tuple[OpOverload, ...] = (torch.ops.aten.bmm.default,)
 SOLVES: tuple[OpOverload, ...] = (torch.ops.pararnn.forward.default,)
-HALOS: tuple[OpOverload, ...] = (torch.ops.pararnn.shift.default,)
+HALOS: tuple[OpOverload, ...] = (shift._opoverload,)
 """Operations that are slow to repeat. Products by heads make a recurrent layer's gates."""
 
 

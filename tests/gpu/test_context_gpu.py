@@ -1,0 +1,107 @@
+"""One sequence over two GPUs, by NCCL, is one process's, within the contract."""
+
+import copy
+import json
+from functools import partial
+
+import pytest
+import torch
+from processes import on_processes
+
+pytest.importorskip("transformers")
+
+import context_runs
+from context_runs import differences, gradients_of_all, solve_case
+from lm_kinds import hugging, tokens
+from relative import relative_error
+from table import FUSED, NEWTON_FUSED
+
+import pararnn
+from pararnn.context.group import register
+from pararnn.context.shift import shift
+from pararnn.numerics import FORWARD_TOLERANCE, SEQUENTIAL_ERRORS
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+F32, BF16 = torch.float32, torch.bfloat16
+SOLVES = {
+    "gru": solve_case("gru", FUSED, F32, "initial", length=200, burn_in=None),
+    "latches": solve_case("gru", NEWTON_FUSED, F32, "initial", length=300, latches=0.5),
+    "slow": solve_case("gru", FUSED, BF16, "initial", shift=4.0),
+    "lstm": solve_case("lstm", NEWTON_FUSED, BF16, "resets", length=300, shift=-3.0),
+    "packed": solve_case("lstm", FUSED, F32, "packed", shift=-3.0),
+    "reverse": solve_case("gru", FUSED, F32, "reverse", shift=4.0),
+}
+LENGTH = 1024
+DOCUMENTS = [5, 500, 20, 499]
+MODELS = ("eager", "compiled", "checkpointing")
+
+
+def loss_and_grads(model, ids, positions, labels):
+    loss = model(ids, labels=labels, position_ids=positions).loss
+    loss.backward()
+    return loss.detach()
+
+
+def check_model(name, mesh):
+    """A language model in float32, whose error may be a tolerance and four times one GPU's."""
+    device = mesh.device_type
+    ids = tokens(2, LENGTH).to(device)
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None].expand(2, -1).to(device)
+    labels = ids.masked_fill(positions == 0, -100)
+    model = hugging("gru", hidden_size=64, intermediate_size=128).to(device).train()
+    single, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    runs = []
+    for each in (exact, single):
+        loss = loss_and_grads(each, ids, positions, labels)
+        runs.append({"loss": loss} | {n: p.grad for n, p in each.named_parameters()})
+    pararnn.context_parallel(model, mesh)
+    if name == "checkpointing":
+        model.gradient_checkpointing_enable()
+    if name == "compiled":
+        for block in model.model.backbone.blocks:
+            block.forward = torch.compile(block.forward, fullgraph=True)
+    span = pararnn.context_span(LENGTH, mesh)
+    own = [part[:, span].contiguous() for part in (ids, positions, labels)]
+    values = {"loss": loss_and_grads(model, *own)} | gradients_of_all(model)
+    wrong = []
+    for key, reference in runs[0].items():
+        error, alone = (relative_error(each[key], reference) for each in (values, runs[1]))
+        if not error <= FORWARD_TOLERANCE[F32] + SEQUENTIAL_ERRORS * alone:
+            wrong.append(f"{key}: {error}, on one GPU {alone}")
+    return wrong
+
+
+def check_shift(name, mesh):
+    """Halos, and their gradients, by the operator."""
+    x = torch.arange(8.0, device=mesh.device_type).requires_grad_()
+    rank = mesh.get_local_rank()
+    y = shift(x * (1 + rank), register(mesh), False)
+    (y * (rank + 2)).sum().backward()
+    reference = torch.arange(8.0, device=x.device) * (rank == 1)
+    grad = torch.full_like(x, 3.0 * (rank == 0))
+    return differences({"halo": y.detach(), "grad": x.grad}, {"halo": reference, "grad": grad}, 0)
+
+
+CHECKS = {
+    "solve": (SOLVES, context_runs.check_solve),
+    "model": (MODELS, check_model),
+    "shift": (("halo",), check_shift),
+}
+CASES = [f"{kind} {name}" for kind, (cases, _) in CHECKS.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    on_processes(partial(_check, folder))
+    return json.loads((folder / "failures.json").read_text())
+
+
+def _check(folder, rank):
+    context_runs.SOLVES = SOLVES  # this process's own
+    context_runs.check_all(folder, rank, CHECKS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_gpus_are_one_process(failures, case):
+    assert failures[case] == []
