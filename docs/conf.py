@@ -33,7 +33,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|transformers|nn|collections|typing|dataclasses|abc|pathlib)\..*"),
     # Sphinx cuts this at its comma where a signature holds a default such as <factory>.
     (r"py:class", r"tuple\[(str|int)"),
-    (r"py:class", r"Tensor|Optimizer|RemovableHandle|Any|ClassVar|Path|TrainingData"),
+    (r"py:class", r"Tensor|Optimizer|RemovableHandle|Any|ClassVar|Path|TrainingData|DeviceMesh"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -11,13 +11,11 @@ from pararnn.context.group import OnRanks, register, span_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Module = TypeVar("Module", bound=nn.Module)
-
 OTHERS = (nn.RNNBase, nn.MultiheadAttention, nn.modules.conv._ConvNd)
 """Modules of PyTorch that read other steps, and would read those of their rank only."""
 
 
-def context_parallel(module: Module, mesh: DeviceMesh) -> Module:
+def context_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Run a module's sequences over the ranks of a mesh, each of which gets a span of time.
 
     Call it in each process, once weights are the same everywhere; it changes the module and returns
