@@ -15,12 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from table import ELEMENTWISE, there
+from table import DTYPES, ELEMENTWISE, there
 
 import pararnn
-from pararnn import cache
+from pararnn import cache, zoo
 from pararnn.codegen import cuda, headers, nvrtc
 from pararnn.codegen.cuda import KERNELS, ring_of, source_of, usual_variants
+from pararnn.codegen.matrix_cuda import matrix_variants
 from pararnn.codegen.mixing_cuda import mixing_variants
 from pararnn.codegen.source import chunk_of
 from pararnn.device import CUDA
@@ -153,6 +154,20 @@ def test_kernels_of_steps_that_mix_compile(name, dtype, heads, width, arch):
         assert report["run"]["registers"] * threads <= 2**16
         directions.add(variant.direction)
     assert directions >= {"forward", "backward"}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", zoo.MATRIX_CELLS)
+def test_kernels_of_matrix_cells_compile(name, dtype):
+    """Both passes, in turn for each architecture."""
+    turn = [*zoo.MATRIX_CELLS].index(name) + DTYPES.index(dtype)
+    arch = ARCHITECTURES[turn % len(ARCHITECTURES)]
+    program = pararnn.program_of(zoo.MATRIX_CELLS[name](32, num_heads=2, K=16))
+    for variant in matrix_variants(dtype, dtype, (8, 0)):
+        report, kernels = _resources(program, variant, arch), cuda.blocks_of(program, variant)
+        assert set(report) == set(kernels)
+        assert report["run"]["spilled"] == report["run"]["stack"] == 0, report
 
 
 def test_only_bfloat16_uses_coarse_functions():

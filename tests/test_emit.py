@@ -25,10 +25,10 @@ MIXING = {"dense-gru": pararnn.DenseGRUCell} | {
 MATRIX = ["m2rnn", "gated-delta"]
 
 
-def _is_golden(name, text):
+def _is_golden(name, text, suffix="cpp"):
     if not torch.__version__.startswith(TORCH):
         pytest.skip(f"goldens are of torch {TORCH}")
-    golden = GOLDENS / f"{name}.cpp"
+    golden = GOLDENS / f"{name}.{suffix}"
     if os.environ.get("PARARNN_WRITE_GOLDENS"):
         golden.write_text(text, encoding="utf-8")
     return text == golden.read_text(encoding="utf-8")
@@ -55,10 +55,20 @@ def test_goldens_of_matrix_cells(name):
     assert _is_golden(f"matrix-{name}", pararnn.emitted(cell, "cpp"))
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("m2rnn", torch.bfloat16), ("gated-delta", torch.float32)]
+)
+def test_goldens_of_matrix_cells_on_gpus(name, dtype):
+    """The loops over a thread's share of a head, and what threads exchange; both passes."""
+    cell = pararnn.zoo.MATRIX_CELLS[name](64, num_heads=2, K=64)
+    assert _is_golden(f"matrix-{name}", pararnn.emitted(cell, "cuda", dtype), "cu")
+
+
 def test_every_golden_has_a_cell():
     names = {path.name for path in GOLDENS.iterdir()}
     matrix = [f"matrix-{name}" for name in MATRIX]
-    assert names == {f"{name}.cpp" for name in (*ELEMENTWISE, *MIXING, *matrix)}
+    wanted = {f"{name}.cpp" for name in (*ELEMENTWISE, *MIXING, *matrix)}
+    assert names == wanted | {f"{name}.cu" for name in matrix}
 
 
 def test_sums_fuse_the_later_product():

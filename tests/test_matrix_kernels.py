@@ -14,7 +14,7 @@ import pararnn
 import pararnn.zoo as zoo
 from pararnn import Param
 from pararnn.codegen import headers
-from pararnn.engines.fused import matrix_cpu
+from pararnn.engines.fused import matrix
 from pararnn.program.program import program_of
 
 pytestmark = needs_compiler
@@ -131,13 +131,13 @@ def test_verify_checks_a_layer(name, dtype, monkeypatch):
     assert {"readout", "final " + next(iter(layer.cell.states)), "grad gates", "grad bias"} <= {
         check.name for check in report.layers[0][2].checks
     }
-    differentiate = matrix_cpu.differentiate
+    differentiate = matrix.differentiate
 
     def wrong(*args):
         grads = differentiate(*args)
         return grads._replace(gates=1.1 * grads.gates)
 
-    monkeypatch.setattr(matrix_cpu, "differentiate", wrong)
+    monkeypatch.setattr(matrix, "differentiate", wrong)
     assert not pararnn.verify(layer, x)
 
 

@@ -1,39 +1,142 @@
-"""Matrix cells on a GPU, where PyTorch runs them."""
+"""Matrix cells by generated kernels on a GPU: against plain loops, and the numerics contract."""
 
 import copy
 
 import pytest
 import torch
 from matrix_cells import LOOPS, Call, loop, make_call
+from test_matrix import _as_tuple, _close
+from test_matrix_kernels import Mixed, Rows
 
 import pararnn
-from pararnn.zoo import M2RNNCell
+from pararnn.zoo import MATRIX_CELLS, M2RNNCell
+
+FUSED = {"solver": "sequential", "backend": "fused"}
+TORCH = {"solver": "sequential", "backend": "torch"}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SIZES = ((4, 3), (64, 16), (32, 32), (33, 17))
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_gpu_gives_the_loops_results(name, device):
-    """Outputs, final states and gradients, with resets, in float64."""
-    call = make_call(name, 3, 12)
-    reset = torch.rand(3, 12) < 0.2
-    there = Call(
-        copy.deepcopy(call.cell).to(device),
-        call.gates.detach().to(device).requires_grad_(),
-        tuple(h.detach().to(device).requires_grad_() for h in call.initial),
+def _there(call, device):
+    leaf = lambda x: x.detach().to(device).requires_grad_()  # noqa: E731
+    cell = copy.deepcopy(call.cell).to(device)
+    return Call(cell, leaf(call.gates), tuple(map(leaf, call.initial)))
+
+
+def _results(call, output, final):
+    """Return outputs, final states and gradients for cotangents that both runs share."""
+    values = [output, *_as_tuple(final)]
+    torch.manual_seed(1)
+    arriving = [torch.randn(v.shape, dtype=torch.float64).to(v) for v in values]
+    grads = torch.autograd.grad(values, call.leaves(), arriving, allow_unused=True)
+    pairs = zip(grads, call.leaves(), strict=True)
+    return [*values, *(torch.zeros_like(x) if g is None else g for g, x in pairs)]
+
+
+def _compare(name, call, dtype, device, reset=None, reverse=False):
+    there = _there(call, device)
+    own_reset = None if reset is None else reset.to(device)
+    output, final = pararnn.solve(
+        there.cell, there.gates, there.initial, reset=own_reset, reverse=reverse, **FUSED
     )
-    results = []
-    for own, (output, final) in (
-        (there, pararnn.solve(there.cell, there.gates, there.initial, reset=reset.to(device))),
-        (call, loop(name, call, reset=reset)),
-    ):
-        ends = final if isinstance(final, tuple) else (final,)
-        loss = output.square().sum() + sum(h.square().sum() for h in ends)
-        results.append([output, *ends, *torch.autograd.grad(loss, own.leaves())])
-    for ours, reference in zip(*results, strict=True):
-        torch.testing.assert_close(ours.detach().cpu(), reference.detach(), rtol=1e-9, atol=1e-9)
+    ours = [x.detach().cpu() for x in _results(there, output, final)]
+    _close(ours, _results(call, *loop(name, call, reverse, reset)), dtype)
 
 
-def test_explain_says_that_there_are_no_kernels(device):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LOOPS)
+def test_kernels_are_the_loop(name, dtype, device):
+    """Over chunks of steps and a part of one, with resets, and from the last step on."""
+    for keys, values in SIZES[:2] if dtype == torch.float64 else SIZES:
+        call = make_call(name, 3, 70, keys=keys, values=values, dtype=dtype)
+        with torch.no_grad():
+            call.gates.mul_(0.5)
+        _compare(name, call, dtype, device, torch.rand(3, 70) < 0.05, reverse=keys == 4)
+        _compare(name, make_call(name, 2, 33, keys=keys, values=values, dtype=dtype), dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("keys", "values"), [(64, 16), (32, 32), (64, 64)])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_layer_obeys_the_contract(name, keys, values, dtype, device):
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(
+        MATRIX_CELLS[name], 32, 2 * values, num_heads=2, K=keys, device=device, dtype=dtype
+    )
+    x = torch.randn(3, 100, 32, device=device, dtype=dtype)
+    report = pararnn.verify(layer, x, lengths=[100, 0, 33])
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("cls", "values", "lengths"),
+    [(Mixed, 5, {"K": 4}), (Mixed, 16, {"K": 16}), (Rows, 5, {"K": 9, "U": 4})],
+)
+def test_steps_of_many_operations(cls, values, lengths, dtype, device):
+    torch.manual_seed(0)
+    cell = cls(2 * values, num_heads=2, dtype=dtype, device=device, **lengths)
+    sizes, results = cell.head_sizes, []
+
+    def draw(*size):
+        return torch.randn(*size, dtype=dtype, device=device, requires_grad=True)
+
+    initial = tuple([draw(3, *size) for size in sizes.state_sizes])
+    call = Call(cell, draw(3, 35, 2, sizes.width), initial)
+    for pair in (FUSED, TORCH):
+        output, final = pararnn.solve(cell, call.gates, initial, **pair)
+        results.append(_results(call, output, final))
+    _close(*results, dtype)
+
+
+def test_rows_that_are_packed(device):
+    """Also with padding behind the last sequence, and NaN in it."""
+    layer = pararnn.ParaRNN(M2RNNCell, 8, 32, num_heads=2, K=16, device=device)
+    with torch.no_grad():
+        layer.layers[0].bias.normal_()
+    x = torch.randn(1, 90, 8, device=device)
+    x[:, 85:] = torch.nan
+    h_0, results = torch.randn(1, 4, 2, 16, 16, device=device), []
+    for backend in ("fused", "torch"):
+        leaves = [x.clone().requires_grad_(), h_0.clone().requires_grad_()]
+        output, h_n = layer(*leaves, cu_seqlens=[0, 3, 3, 70, 85], backend=backend)
+        loss = output.square().sum() + h_n.sum()
+        grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()])
+        results.append([output, h_n, *(g.nan_to_num(0) for g in grads)])
+    _close(*results, torch.float32)
+
+
+def test_graphs_replay_and_bits_repeat(device):
+    call = _there(make_call("m2rnn", 4, 100, keys=64, values=16, dtype=torch.bfloat16), device)
+
+    def run():
+        output, final = pararnn.solve(call.cell, call.gates, call.initial, **FUSED)
+        loss = output.float().sum() + final.sum()
+        return [output, *torch.autograd.grad(loss, call.leaves())]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        reference = run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replay = run()
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, replay, reference))
+
+
+def test_auto_takes_the_kernels_and_explains(device):
     layer = pararnn.ParaRNN(M2RNNCell, 8, 8, num_heads=2, K=4, device=device)
-    text = str(pararnn.explain(layer, (2, 5, 8)))
-    assert "(sequential, torch) runs" in text
-    assert "there are no kernels on GPUs" in text
+    assert "(sequential, fused) runs" in str(pararnn.explain(layer, (2, 5, 8)))
+    layer(torch.randn(2, 5, 8, device=device))
+    assert layer.layers[0].choice.pair == ("sequential", "fused")
+
+
+def test_states_that_do_not_fit_run_in_pytorch(device):
+    layer = pararnn.ParaRNN(M2RNNCell, 8, 512, num_heads=1, K=512, device=device)
+    with pytest.warns(pararnn.BackendWarning, match="registers"):
+        layer(torch.randn(1, 2, 8, device=device))
+    assert layer.layers[0].choice.pair == ("sequential", "torch")

@@ -17,6 +17,12 @@ from pararnn.codegen import headers
 from pararnn.codegen.board import LANES, board_of
 from pararnn.codegen.emit import reads_gates
 from pararnn.codegen.families import FAMILIES
+from pararnn.codegen.matrix_cuda import (
+    MatrixVariant,
+    matrix_kernels_in,
+    matrix_variants,
+    source_of_matrix,
+)
 from pararnn.codegen.mixing_cuda import (
     Launchable,
     MixingVariant,
@@ -40,7 +46,7 @@ from pararnn.codegen.nvrtc import (
 from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
-from pararnn.program.program import MIXING, Program
+from pararnn.program.program import MATRIX, MIXING, Program
 
 SHARED_BYTES = 48 * 1024
 """Shared memory of a block without a request for more."""
@@ -91,8 +97,8 @@ class Variant(NamedTuple):
     cluster: bool = False
 
 
-AnyVariant = Variant | MixingVariant
-"""Specialisation of a kernel of either family."""
+AnyVariant = Variant | MixingVariant | MatrixVariant
+"""Specialisation of a kernel of any family."""
 
 
 class Ring(NamedTuple):
@@ -142,6 +148,8 @@ def source_of(program: Program, variant: AnyVariant) -> str:
     `source_file`."""
     if isinstance(variant, MixingVariant):
         return source_of_mixing(program, variant)
+    if isinstance(variant, MatrixVariant):
+        return source_of_matrix(program, variant)
     backward = variant.direction == "backward"
     constants: dict[str, int | tuple[bool, ...]] = {
         **{name: getattr(variant, name) for name in _INTEGERS},
@@ -172,6 +180,8 @@ def blocks_of(program: Program, variant: AnyVariant) -> Mapping[str, Launchable]
     """Return the kernels of a pass by name: the size of a block, and its shared memory."""
     if isinstance(variant, MixingVariant):
         return kernels_in(program, variant)
+    if isinstance(variant, MatrixVariant):
+        return matrix_kernels_in(program, variant)
     return {name: Launchable(block) for name, block in KERNELS[variant.direction].items()}
 
 
@@ -230,6 +240,9 @@ def usual(
         if capability < OLDEST:
             raise ToolchainError(too_old("the requested GPU", capability))
     jobs = dict[object, Callable[[], object]]()
+    if program.family == MATRIX:
+        own = matrix_variants(dtype, weight_dtype, capability)
+        return {(program.key, one): partial(make, program, one, capability) for one in own}
     if program.family == MIXING:
         heads = next((p.shape[0] for p in cell.parameters() if p.ndim == 3), 1)
         width = cell.hidden_size // heads
@@ -260,7 +273,12 @@ def check_buildable(
     solver: str = "sequential",
     make: Make | None = None,
 ) -> None:
-    """Compile kernels of a small size, which fail if any does. Raises EngineError."""
+    """Compile kernels of a small size, which fail if any does, or those of a cell that is made for
+    its size. Raises EngineError."""
+    if program.family == MATRIX:
+        for one in matrix_variants(dtype, None, capability):
+            (make or kernels_of)(program, one, capability)
+        return
     if program.family == MIXING:
         for own in mixing_variants(program, dtype, 1, LANES, None, capability):
             (make or kernels_of)(program, own, capability)

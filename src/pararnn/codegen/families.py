@@ -12,11 +12,12 @@ from functools import cache, lru_cache
 import torch
 
 from pararnn.codegen.emit import emit_elementwise, jumps
-from pararnn.codegen.headers import LANGUAGES
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
 from pararnn.codegen.matrix import emit_matrix
+from pararnn.codegen.matrix_blocks import emit_block
 from pararnn.codegen.stages import emit_mixing
 from pararnn.errors import EngineError
+from pararnn.numerics import compute_dtype
 from pararnn.program.program import ELEMENTWISE, MATRIX, MAX_STATES, MIXING, Program
 
 
@@ -26,21 +27,21 @@ class Family:
 
     name: `Program.family`, and the folder of its headers. takes: the steps that it is for.
     solvers: each has a header of its name. why_not(program): the reason why the family has no
-    kernels for a program, or None. functions(program, dtype): emitted C++ in a compute dtype.
+    kernels for a program, or None. functions(program, dtype, target): emitted code for gates of a
+    dtype, for usual ones where a target has variants of it.
     constants(program, dtype): lines of C++ in front of them, which depend on the gates' dtype.
     structs(target, solver): fields by struct; in C++, ForwardLaunch and BackwardLaunch are the
-    arguments of kernels. header: what emitted code needs. targets: languages that have its kernels.
+    arguments of kernels. header: what emitted code needs.
     """
 
     name: str
     takes: str
     solvers: tuple[str, ...]
     why_not: Callable[[Program], str | None]
-    functions: Callable[[Program, torch.dtype], str]
+    functions: Callable[[Program, torch.dtype, str], str]
     constants: Callable[[Program, torch.dtype], list[str]]
     structs: Callable[[str, str], Structs]
     header: str = "functions.h"
-    targets: tuple[str, ...] = LANGUAGES
 
 
 def _sizes(*names: str) -> tuple[Field, ...]:
@@ -165,7 +166,7 @@ _ELEMENTWISE = Family(
     "elementwise steps",
     ("sequential", "newton"),
     _why_too_many_states,
-    emit_elementwise,
+    lambda program, dtype, target: emit_elementwise(program, compute_dtype(dtype)),
     _elementwise_constants,
     _elementwise_structs,
 )
@@ -217,13 +218,12 @@ _MIXING = Family(
     "steps that mix channels inside heads",
     ("sequential",),
     _why_too_many_states,
-    emit_mixing,
+    lambda program, dtype, target: emit_mixing(program, compute_dtype(dtype)),
     lambda program, dtype: ["struct Product { int operand, matrix, transposed; };"],
     _mixing_structs,
 )
 _MATRIX_INPUTS = (
-    *_sizes("rows", "length", "heads", "reverse", "threads"),
-    Field("void*", "openmp", "see parallel.h"),
+    *_sizes("rows", "length", "heads", "reverse"),
     *_sizes("gate_row", "gate_time", "gate_head"),
     Field("const io*", "gates"),
     Field("const scalar*", "bias", "(head, number), or null: none"),
@@ -233,7 +233,6 @@ _MATRIX_INPUTS = (
     Field("const scalar*", "initial", "(sequence, head, ...), or null: zero", each="states"),
 )
 _MATRIX_STRUCTS: Structs = {
-    "Inputs": _MATRIX_INPUTS,
     "ForwardLaunch": (
         Field("Inputs", "in"),
         Field("io*", "output", "(row, time, head, value)"),
@@ -250,20 +249,48 @@ _MATRIX_STRUCTS: Structs = {
         Field("io*", "grad_gates"),
         Field("scalar*", "grad_initial", "(sequence, head, ...), or null", each="states"),
         Field(
-            "scalar*", "partial", "(row, head, numbers of gates, then of params): sums over time"
+            "scalar*",
+            "partial",
+            "(row and copy, head, numbers of gates, then of params): sums over time, zero at first",
         ),
     ),
 }
+_MATRIX_STRUCTS_OF: Mapping[str, Structs] = {
+    "cpp": {
+        "Inputs": (
+            *_MATRIX_INPUTS,
+            *_sizes("threads"),
+            Field("void*", "openmp", "see parallel.h"),
+        ),
+        **_MATRIX_STRUCTS,
+    },
+    "cuda": {
+        "Inputs": _MATRIX_INPUTS,
+        **_MATRIX_STRUCTS,
+        "BackwardLaunch": (
+            *_MATRIX_STRUCTS["BackwardLaunch"],
+            Field("scalar*", "trajectory", "(block, step, number, thread): states of a chunk"),
+            Field("int64", "copies", "of a row's sums: warps sum matrices' gradients apart"),
+        ),
+    },
+}
+
+
+def _emit_matrix(program: Program, dtype: torch.dtype, target: str) -> str:
+    if target == "cpp":
+        return emit_matrix(program, compute_dtype(dtype))
+    return "\n".join(emit_block(program, dtype, way).text for way in ("forward", "backward"))
+
+
 _MATRIX = Family(
     MATRIX,
     "steps of matrix cells",
     ("sequential",),
     lambda program: None,
-    emit_matrix,
+    _emit_matrix,
     lambda program, dtype: [],
-    lambda target, solver: _MATRIX_STRUCTS,
+    lambda target, solver: _MATRIX_STRUCTS_OF[target],
     header="matrix/loops.h",
-    targets=("cpp",),
 )
 FAMILIES: Mapping[str, Family] = {
     family.name: family for family in (_ELEMENTWISE, _MIXING, _MATRIX)
@@ -279,21 +306,15 @@ def family_of(program: Program) -> Family:
     return FAMILIES[program.family]
 
 
-def why_no_kernels(
-    program: Program, solver: str | None = None, language: str | None = None
-) -> str | None:
-    """Return the reason why no kernels can be generated for a cell, or None.
-
-    `solver`, `language`: None for any.
-    """
+def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
+    """Return the reason why no kernels can be generated for a cell, or None. `solver`: None for
+    any."""
     if program.family is None:
         if program.why_no_family is not None:
             return program.why_no_family
         return f"{program.cell_name} is sequential-only: {program.why_sequential}"
     family = FAMILIES[program.family]
     reason = family.why_not(program)
-    if reason is None and language is not None and language not in family.targets:
-        reason = f"{program.cell_name}: there are no kernels on GPUs for {family.takes} yet"
     if reason is None and solver is not None and solver not in family.solvers:
         return f"{program.cell_name}: the solver {solver!r} has no kernels for {family.takes}"
     return reason

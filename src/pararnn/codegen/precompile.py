@@ -45,9 +45,7 @@ def precompile(
     usual, device = _usual_for(weight.device, capability)
     for cell in cells:
         program = program_of(cell)
-        on_gpu = capability is not None or type_of(weight.device).accelerator
-        language = "cuda" if on_gpu else "cpp"
-        reason = why_no_kernels(program, language=language)
+        reason = why_no_kernels(program)
         if reason is not None:
             raise EngineError(f"cannot precompile {type(module).__name__}: {reason}")
         for dtype in (weight.dtype,) if dtypes is None else dtypes:

@@ -33,7 +33,7 @@ def emitted(cell: Cell, target: str = "cpp", dtype: torch.dtype = torch.float32)
     if target not in LANGUAGES:
         raise EngineError(f"unknown target {target!r}; known: {', '.join(LANGUAGES)}")
     program = program_of(cell)
-    return family_of(program).functions(program, compute_dtype(dtype))
+    return family_of(program).functions(program, dtype, target)
 
 
 def source_file(
@@ -44,11 +44,13 @@ def source_file(
     *,
     defines: Mapping[str, int] | None = None,
     constants: Sequence[str] = (),
+    functions: str | None = None,
 ) -> str:
     """Return the file to compile for gates of `dtype`.
 
     The header of the solver's name runs the functions; it needs `defines` and `constants` (C++
-    lines). Raises EngineError for programs without kernels and ops without a spelling.
+    lines). functions: emitted code, None for the family's. Raises EngineError for programs without
+    kernels and ops without a spelling.
     """
     family, compute = family_of(program), compute_dtype(dtype)
     macros = {"IO": IO_TYPES[dtype], "WIDE": int(compute == torch.float64), **(defines or {})}
@@ -61,7 +63,7 @@ def source_file(
         "",
         *family.constants(program, dtype),
         *constants,
-        family.functions(program, compute),
+        functions or family.functions(program, dtype, target),
         interface_of(program, target, solver).declaration(),
         "}  // namespace pararnn",
         "",

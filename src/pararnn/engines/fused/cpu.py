@@ -13,9 +13,7 @@ from torch import Tensor
 from pararnn.codegen.cpp import SOLVERS, Kernel, kernels_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Interface, Values, Words
-from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving
-from pararnn.engines.fused import matrix_cpu
+from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.launch import (
     Address,
     Addresses,
@@ -36,13 +34,14 @@ from pararnn.engines.fused.layout import (
     row_and_time,
     unit_stride,
 )
+from pararnn.engines.fused.matrix import MatrixLaunch, Strides, pack
 from pararnn.engines.fused.passes import Adjoint, FusedEngine
 from pararnn.engines.rule import Size
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, plan_split
 from pararnn.numerics import compute_dtype
 from pararnn.private import constant_in_graphs
 from pararnn.program.mixing import Outer
-from pararnn.program.program import MATRIX, MIXING, Program
+from pararnn.program.program import MIXING, Program
 
 MIN_HEAD_CHANNELS = 16
 """Channels of a head below which vector lanes would be idle: gates are then copied without heads"""
@@ -63,29 +62,6 @@ class CpuEngine(FusedEngine):
     def build(self, program: Program, dtype: torch.dtype) -> None:
         """Compile the kernels. Raises EngineError where that fails."""
         kernels_of(program, dtype, self.solver)
-
-    def forward(self, program: Program, args: Arguments) -> Solution:
-        """Solve the recurrence by one kernel."""
-        if program.family == MATRIX:
-            return matrix_cpu.solve(program, args, torch.get_num_threads(), _openmp())
-        return super().forward(program, args)
-
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: tuple[Tensor, ...],
-        grad_states: Arriving,
-        grad_final: Arriving,
-        wanted: Sequence[str],
-    ) -> Gradients:
-        """Return the gradients by one kernel."""
-        if program.family == MATRIX:
-            where = (torch.get_num_threads(), _openmp())
-            return matrix_cpu.differentiate(
-                program, args, states, grad_states[0], grad_final, wanted, *where
-            )
-        return super().backward(program, args, states, grad_states, grad_final, wanted)
 
     def plan_split(
         self,
@@ -108,6 +84,13 @@ class CpuEngine(FusedEngine):
         """Return gates with adjacent channels, in the heads that kernels have: those of matrices,
         else those given unless they are narrow."""
         return in_matrix_heads(args, _to_layout)(gates)
+
+    def launch_matrix(
+        self, program: Program, args: Arguments, strides: Strides | None = None
+    ) -> MatrixLaunch:
+        """Return the cached launch of a pass of a matrix cell."""
+        key = _make_matrix_launch, program, torch.get_num_threads(), _openmp(), strides
+        return args.signature.cache(key, *key, args)
 
     def launch(
         self, program: Program, args: Arguments, adjoint: Adjoint | None = None
@@ -281,6 +264,18 @@ def make_mixing_launch(
     size = (heads, batch, steps, channels // heads)
     vectors = (mixing.lefts, *size), (mixing.rights, *size)
     return MixingLaunch(own.conversions, kernel, template, batch, mixing.outers, vectors)
+
+
+def _make_matrix_launch(
+    program: Program, threads: int, openmp: int, strides: Strides | None, args: Arguments
+) -> MatrixLaunch:
+    """Pack the words of a pass of a matrix cell, on calls of a signature."""
+    where: dict[str, Words] = {"threads": threads, "openmp": openmp}
+    conversions, template = pack(program, args, "cpp", strides, where, lambda addresses: {})
+    kernels = kernels_of(program, args.gates.dtype, "sequential")
+    return MatrixLaunch(
+        conversions, template, kernels.forward if strides is None else kernels.backward
+    )
 
 
 class PassWords(NamedTuple):

@@ -42,6 +42,9 @@ from pararnn.engines.fused.layout import (
     row_and_time,
     unit_stride,
 )
+from pararnn.engines.fused.matrix import MatrixLaunch, Strides
+from pararnn.engines.fused.matrix_cuda import check_backward as check_matrix_backward
+from pararnn.engines.fused.matrix_cuda import make_launch as make_matrix_launch
 from pararnn.engines.fused.mixing_cuda import MixingLaunch, make_mixing_launch, mixing_layouts
 from pararnn.engines.fused.passes import Adjoint, FusedEngine
 from pararnn.engines.fused.plan import Plan, plan_pass, shared_of
@@ -55,7 +58,7 @@ from pararnn.engines.split import (
 )
 from pararnn.errors import EngineError
 from pararnn.private import constant_in_graphs
-from pararnn.program.program import MIXING, Program
+from pararnn.program.program import MATRIX, MIXING, Program
 
 MAX_LENGTH = 2**30
 MAX_BLOCKS = 2**31 - 1
@@ -63,8 +66,6 @@ MAX_BLOCKS = 2**31 - 1
 
 class GpuEngine(FusedEngine):
     """Generated CUDA kernels for one solver, on a type of GPU."""
-
-    language = "cuda"
 
     def __init__(self, solver: str, gpu: Gpu) -> None:
         super().__init__(solver)
@@ -127,9 +128,17 @@ class GpuEngine(FusedEngine):
 
     def check_backward(self, program: Program, args: Arguments) -> None:
         """Raise EngineError where a head of the backward pass does not fit this GPU."""
-        if program.family == MIXING:
+        check = {MIXING: _plan_mixing, MATRIX: check_matrix_backward}.get(program.family or "")
+        if check is not None:
             key = (self.gpu, program)
-            args.signature.cache((_plan_mixing, *key), _plan_mixing, *key, args)
+            args.signature.cache((check, *key), check, *key, args)
+
+    def launch_matrix(
+        self, program: Program, args: Arguments, strides: Strides | None = None
+    ) -> MatrixLaunch:
+        """Return the cached launch of a pass of a matrix cell."""
+        key = make_matrix_launch, self.gpu, program, strides
+        return args.signature.cache(key, *key, args)
 
     def _launch_mixing(
         self, program: Program, args: Arguments, adjoint: Adjoint | None

@@ -11,14 +11,16 @@ from torch import Tensor
 from pararnn.codegen.families import why_no_kernels
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving, Engine
+from pararnn.engines.fused import matrix
 from pararnn.engines.fused.layout import (
     gradients_like,
     new_grad_initial,
     new_states,
     unit_stride,
 )
+from pararnn.engines.fused.matrix import MatrixLaunch, Strides
 from pararnn.engines.rule import Rank, Size, rank_of_segments
-from pararnn.program.program import Program
+from pararnn.program.program import MATRIX, Program
 
 
 class Adjoint(NamedTuple):
@@ -59,8 +61,6 @@ class FusedEngine(Engine):
     backend = "fused"
     completes = True
     builds = True
-    language = "cpp"
-    """Language of its kernels, one of LANGUAGES."""
 
     def __init__(self, solver: str) -> None:
         self.solver = solver
@@ -68,7 +68,7 @@ class FusedEngine(Engine):
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why there are no kernels for a cell, or None."""
-        return why_no_kernels(program, self.solver, self.language)
+        return why_no_kernels(program, self.solver)
 
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
@@ -92,8 +92,16 @@ class FusedEngine(Engine):
         """Return the cached `Launch` of a pass, and the call's tensors in kernel layout."""
         raise NotImplementedError
 
+    def launch_matrix(
+        self, program: Program, args: Arguments, strides: Strides | None = None
+    ) -> MatrixLaunch:
+        """Return the cached launch of a pass of a matrix cell."""
+        raise NotImplementedError
+
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence by one kernel."""
+        if program.family == MATRIX:
+            return matrix.solve(program, args, self.launch_matrix)
         launch, tensors = self.launch(program, args)
         states, final = new_states(program, args)
         info = launch.new_info(args.gates)
@@ -110,6 +118,10 @@ class FusedEngine(Engine):
         wanted: Sequence[str],
     ) -> Gradients:
         """Return the gradients by one kernel, on a GPU and a small sum."""
+        if program.family == MATRIX:
+            return matrix.differentiate(
+                program, args, states, grad_states[0], grad_final, wanted, self.launch_matrix
+            )
         grad_gates = torch.empty_like(args.gates)
         kernel_gates = self.written_layout(args, grad_gates)
         state_copies = [s.contiguous() for s in states]

@@ -13,7 +13,7 @@
 // products (products.h).
 #pragma once
 #include "../../common/sizes.h"
-#include "matrix.h"
+#include "../tiles.h"
 #include "../registers.h"
 
 namespace pararnn {

@@ -3,7 +3,7 @@
 // In memory the rows of a tile, of 16 bytes, follow each other. A fragment is a warp's share of a tile: lane i
 // holds numbers 2 (i % 4) and the next of row i / 4, in one word.
 #pragma once
-#include "../machine.h"
+#include "machine.h"
 
 #define PARARNN_LAUNCH_MEMORY(name) extern __shared__ __align__(16) char name[]
 

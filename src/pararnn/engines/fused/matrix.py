@@ -1,16 +1,18 @@
-"""The passes of matrix cells on the CPU: launches packed once a signature, and sums over rows."""
+"""The passes of matrix cells: launches packed once a signature, and sums over rows.
+
+A device's module packs what its kernels need in addition, and runs them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.cells.shapes import ParamShape
-from pararnn.codegen.cpp import Kernel, kernels_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
 from pararnn.engines.arguments import Arguments, Gradients, Solution
@@ -35,12 +37,18 @@ from pararnn.program.program import Program
 SOLVER = "sequential"
 
 
-class Launch(NamedTuple):
-    """A pass on calls of one signature."""
+class MatrixLaunch(NamedTuple):
+    """A pass on calls of one signature.
+
+    run: launches the kernel on words. copies: of a row's sums. scratch: numbers of memory that the
+    kernel needs for itself.
+    """
 
     conversions: Conversions
-    kernel: Kernel
     template: Template
+    run: Callable[[list[int]], None]
+    copies: int = 1
+    scratch: int = 0
 
 
 class Strides(NamedTuple):
@@ -51,12 +59,16 @@ class Strides(NamedTuple):
     gates: tuple[int, ...]
 
 
-def solve(program: Program, args: Arguments, threads: int, openmp: int) -> Solution:
+Launches = Callable[[Program, Arguments, Strides | None], MatrixLaunch]
+"""Function that returns the launch of a pass: the forward one without strides."""
+
+
+def solve(program: Program, args: Arguments, launches: Launches) -> Solution:
     """Run the forward pass."""
-    launch = _launch(program, args, threads, openmp, None)
+    launch = launches(program, args, None)
     tensors = to_kernel_layout(args, launch.conversions)
     outputs, final = new_states(program, args)
-    launch.kernel(launch.template.fill([*tensors, *outputs, *final]))
+    launch.run(launch.template.fill([*tensors, *outputs, *final]))
     return Solution(outputs, final, args.gates.new_zeros((1, 2), dtype=torch.int64))
 
 
@@ -67,8 +79,7 @@ def differentiate(
     grad_output: Tensor | None,
     grad_final: Arriving,
     wanted: Sequence[str],
-    threads: int,
-    openmp: int,
+    launches: Launches,
 ) -> Gradients:
     """Run the backward pass."""
     sizes = program.head_sizes
@@ -77,18 +88,20 @@ def differentiate(
     kernel_gates = sizes.by_head(unit_stride(grad_gates))
     arriving = None if grad_output is None else unit_stride(grad_output)
     strides = Strides(() if arriving is None else arriving.stride()[:3], kernel_gates.stride()[:3])
-    launch = _launch(program, args, threads, openmp, strides)
+    launch = launches(program, args, strides)
     tensors = to_kernel_layout(args, launch.conversions)
     grad_initial = new_grad_initial(args, grad_final)
     numbers = [math.prod(sizes.param(_kind(program, name))[1:]) for name in program.params]
     batch, dtype = args.gates.shape[0], args.signature.dtype
     partial_sums = args.gates.new_zeros(
-        (batch, sizes.heads, sizes.width + sum(numbers)), dtype=dtype
+        (batch * launch.copies, sizes.heads, sizes.width + sum(numbers)), dtype=dtype
     )
     tensors += [outputs[1].contiguous(), arriving]
     tensors += [None if grad is None else grad.contiguous() for grad in grad_final]
     tensors += [kernel_gates, *(grad_initial or [None] * len(grad_final)), partial_sums]
-    launch.kernel(launch.template.fill(tensors))
+    if launch.scratch:
+        tensors.append(args.gates.new_empty(launch.scratch, dtype=dtype))
+    launch.run(launch.template.fill(tensors))
     grad_bias, *grads = partial_sums.sum(0).split([sizes.width, *numbers], -1)
     grad_params = [
         _of_param(grad, sizes.param(_kind(program, name)))
@@ -109,55 +122,54 @@ def _of_param(grad: Tensor, size: tuple[int, ...]) -> Tensor:
     return grad.reshape(size) if size else grad.sum()
 
 
-def _launch(
-    program: Program, args: Arguments, threads: int, openmp: int, adjoint: Strides | None
-) -> Launch:
-    key = (SOLVER, program, threads, openmp, adjoint)
-    launch: Launch = args.signature.cache(key, _make, program, threads, openmp, adjoint, args)
-    return launch
+def pack(
+    program: Program,
+    args: Arguments,
+    target: str,
+    strides: Strides | None,
+    inputs: Mapping[str, Words],
+    others: Callable[[Addresses], Mapping[str, Words]],
+) -> tuple[Conversions, Template]:
+    """Pack the words of a pass on calls of a signature, and return the conversions before it.
 
-
-def _make(
-    program: Program, threads: int, openmp: int, adjoint: Strides | None, args: Arguments
-) -> Launch:
-    """Pack the words of a pass on calls of a signature."""
-    interface, addresses = interface_of(program, "cpp", SOLVER), Addresses()
+    inputs: words of the target's own fields of `Inputs`. others: returns those of its own fields
+    of a backward pass.
+    """
+    interface, addresses = interface_of(program, target, SOLVER), Addresses()
     sizes, counts, dtype = program.head_sizes, interface.counts, args.signature.dtype
     assert sizes is not None
     conversions = conversions_for(args, unit_stride, dtype, dtype)
     own = Arguments.unflatten(to_kernel_layout(args, conversions), args.flatten()[1])
     batch, steps, _ = args.signature.size
-    inputs = input_values(addresses, counts, args, ())
+    own_inputs = input_values(addresses, counts, args, ())
     for name in ("fields", "field_row", "field_time"):
-        del inputs[name]
+        del own_inputs[name]
     values: dict[str, Words] = {
-        **inputs,
+        **own_inputs,
         "rows": batch,
         "length": steps,
         "heads": sizes.heads,
         "reverse": int(args.options.reverse),
-        "threads": threads,
-        "openmp": openmp,
         **_strides("gate", sizes.by_head(own.gates).stride()),
+        **inputs,
     }
     words: dict[str, Words] = {"in": interface.pack("Inputs", values)}
-    if adjoint is None:
+    if strides is None:
         words |= {"output": addresses.next(), "memory": addresses.next()}
         words["final"] = addresses.array(counts.states)
-    else:
-        words |= {
-            "memory": addresses.next(),
-            **_strides("output", adjoint.output or (0, 0, 0)),
-            "grad_output": addresses.next(),
-            "grad_final": addresses.array(counts.states),
-            **_strides("grad", adjoint.gates),
-            "grad_gates": addresses.next(),
-            "grad_initial": addresses.array(counts.states),
-            "partial": addresses.next(),
-        }
-    direction = "Forward" if adjoint is None else "Backward"
-    kernel = getattr(kernels_of(program, args.gates.dtype, SOLVER), direction.lower())
-    return Launch(conversions, kernel, template_of(interface.pack(f"{direction}Launch", words)))
+        return conversions, template_of(interface.pack("ForwardLaunch", words))
+    words |= {
+        "memory": addresses.next(),
+        **_strides("output", strides.output or (0, 0, 0)),
+        "grad_output": addresses.next(),
+        "grad_final": addresses.array(counts.states),
+        **_strides("grad", strides.gates),
+        "grad_gates": addresses.next(),
+        "grad_initial": addresses.array(counts.states),
+        "partial": addresses.next(),
+    }
+    words |= others(addresses)
+    return conversions, template_of(interface.pack("BackwardLaunch", words))
 
 
 def _strides(prefix: str, strides: Sequence[int]) -> dict[str, Words]:

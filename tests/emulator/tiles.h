@@ -1,6 +1,6 @@
-// Replaces kernels/cuda/mixing/matrix.h on a CPU: a product of tiles is a loop over a warp's fragments.
+// Replaces kernels/cuda/tiles.h on a CPU: a product of tiles is a loop over a warp's fragments.
 #pragma once
-#include "../machine.h"
+#include "machine.h"
 
 #define PARARNN_LAUNCH_MEMORY(name) static thread_local char name[227 * 1024] __attribute__((aligned(16)))
 

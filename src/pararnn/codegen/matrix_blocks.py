@@ -1,0 +1,510 @@
+"""Emitted CUDA of matrix cells: a step of one head by the threads of a block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from pararnn.cells.matrix import Axes
+from pararnn.codegen.emit import Body
+from pararnn.codegen.shares import LANES, Shares, main_axes, shares_of
+from pararnn.codegen.spelling import REAL, literal, spell
+from pararnn.numerics import compute_dtype
+from pararnn.program.matrix import Passes, axes_by_kind, passes_of
+from pararnn.program.program import Program
+from pararnn.program.statements import (
+    Nest,
+    Outer,
+    Point,
+    Product,
+    Reduce,
+    Schedule,
+    Statements,
+    Target,
+    Value,
+    schedule,
+)
+
+IDENTITY = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
+"""The value that a reduction begins with."""
+SQUARE = 2
+"""Axes of a parameter that multiplies, both the same."""
+REGISTER_SIZE = 32
+"""Largest matrix whose fragments a warp has in registers."""
+FUNCTIONS = {"forward": ("forward",), "backward": ("advance", "backward")}
+"""Functions of a kernel, by direction."""
+PARAMETERS = {
+    "forward": "States& new_state, Output& output",
+    "advance": "States& new_state",
+    "backward": (
+        "const States& grad_new_state, const Output& grad_output, States& grad_state, "
+        "Gates& grad_gate, Params& grad_param, Outers& grad_matrix"
+    ),
+}
+"""Own parameters of each function."""
+
+
+@dataclass
+class Emitted:
+    """CUDA of a pass of a matrix cell, and what its kernel needs to know.
+
+    exchange: numbers of shared memory by which threads exchange values in a step, of one round.
+    in_memory: sizes of the matrices that shared memory has. fragments: words of shared memory with
+    fragments of matrices. copies: of the gradients of matrices, which warps sum apart.
+    """
+
+    text: str
+    shares: Shares
+    exchange: int
+    in_memory: list[int]
+    fragments: int
+    copies: int
+
+
+def emit_block(
+    program: Program, dtype: torch.dtype, direction: str, matrix_parts: int = 1
+) -> Emitted:
+    """Emit the functions of a pass for gates of a dtype. Raises EngineError for ops without a
+    spelling.
+
+    matrix_parts: numbers in bfloat16 that add up to an entry of a matrix.
+    """
+    passes = passes_of(program.step, program.matrix[compute_dtype(dtype)])
+    return _Emitter(program, passes, dtype, direction, matrix_parts).emission()
+
+
+@dataclass
+class _Emitter:
+    program: Program
+    passes: Passes
+    dtype: torch.dtype
+    direction: str
+    matrix_parts: int
+    shares: Shares = field(init=False)
+    functions: list[_Function] = field(init=False)
+    tile_matrices: list[tuple[int, bool]] = field(init=False)
+    """(parameter, transposed) of products by tiles."""
+
+    def __post_init__(self) -> None:
+        sizes = self.program.head_sizes
+        assert sizes is not None
+        names = FUNCTIONS[self.direction]
+        statements = {name: getattr(self.passes, name) for name in names}
+        plans = {name: schedule(own) for name, own in statements.items()}
+        self.kinds = axes_by_kind(self.program.step)
+        lengths = {axis: sizes.lengths[axis] for axis in self.passes.order}
+        main = main_axes(self.kinds["state"], lengths)
+        products = [v for own in statements.values() for v in own.values]
+        by_columns = any(
+            isinstance(v.definition, Product) and self._fits_tiles(v.definition, v.axes, main)
+            for v in products
+        )
+        with_tiles = self.dtype == torch.bfloat16 and by_columns
+        self.shares = shares_of(lengths, main, [*plans.values()], with_tiles)
+        products_by_tiles = [
+            (v.definition.param, v.definition.transposes)
+            for v in products
+            if isinstance(v.definition, Product) and self.is_tiled(v.definition.axis, v.axes)
+        ]
+        self.tile_matrices = [*dict.fromkeys(products_by_tiles)]
+        self.functions = [_Function(self, name, statements[name], plans[name]) for name in names]
+
+    @staticmethod
+    def _fits_tiles(product: Product, axes: Axes, main: tuple[str | None, str]) -> bool:
+        return axes == main and product.axis == main[1]
+
+    def is_tiled(self, axis: str, axes: Axes) -> bool:
+        """Return True for products that the matrix units compute."""
+        main = (self.shares.rows, self.shares.columns)
+        return self.shares.tiles and axes == main and axis == self.shares.columns
+
+    def share(self, axes: Axes) -> str:
+        """Return the type of the share of a tensor."""
+        return f"Share<{', '.join(f'Axis_{axis}' for axis in axes)}>"
+
+    def square(self, number: int) -> str | None:
+        """Return the axis that a parameter has twice, None for other parameters."""
+        axes = self.kinds["param"][number]
+        return axes[0] if len(axes) == SQUARE and axes[0] == axes[1] else None
+
+    def emission(self) -> Emitted:
+        bodies = [function.text() for function in self.functions]
+        exchange = max(function.exchange for function in self.functions)
+        count = len(self.kinds["param"])
+        outers = [outer for function in self.functions for outer in function.own.outers]
+        by_tiles = any(self.is_tiled(outer.axis, outer.lhs.axes) for outer in outers)
+        fragments = 0
+        for number, _ in self.tile_matrices:
+            axis = self.square(number)
+            assert axis is not None
+            size = self.shares.axes[axis].size
+            if size > REGISTER_SIZE:
+                fragments += size * size // 2 * self.matrix_parts
+        staged_matrices = {p for function in self.functions for p in function.by_memory}
+        in_memory = [
+            self.shares.axes[axis].size
+            for i in range(count)
+            if (axis := self.square(i)) is not None and i in staged_matrices
+        ]
+        copies = self.shares.warps if by_tiles else 1
+        parts = [*self._axes(exchange), *self._tensors(), *self._matrices(staged_matrices), *bodies]
+        return Emitted("\n".join(parts), self.shares, exchange, in_memory, fragments, copies)
+
+    def _axes(self, exchange: int) -> list[str]:
+        lines = [
+            f"constexpr int warps = {self.shares.warps}, exchange_numbers = {exchange};",
+            "using Block = Exchange<warps, exchange_numbers>;",
+        ]
+        for axis, own in self.shares.axes.items():
+            lines.append(f"constexpr int size_{axis} = {own.size};")
+            numbers = ", ".join(str(int(number)) for number in own[:-1])
+            pairs = str(own.pairs).lower()
+            lines.append(f"using Axis_{axis} = Axis<{numbers}, {pairs}>;")
+        rows = "Single" if self.shares.rows is None else f"Axis_{self.shares.rows}"
+        lines.append(f"using Rows = {rows};")
+        lines.append(f"using Columns = Axis_{self.shares.columns};")
+        return lines
+
+    def _tensors(self) -> list[str]:
+        """Return the structs of a thread's shares of all tensors of a kind."""
+        kinds: dict[str, list[tuple[int, Axes]]] = {
+            "States": [*enumerate(self.kinds["state"])],
+            "Gates": [*enumerate(self.kinds["gate"])],
+            "Params": [*enumerate(self.kinds["param"])],
+            "Output": [(0, ("V",))],
+        }
+        sizes = self.shares.axes
+        lines: list[str] = []
+        for name, tensors in kinds.items():
+            total = sum(math.prod(sizes[axis].size for axis in axes) for _, axes in tensors)
+            own = [(i, axes) for i, axes in tensors if len({*axes}) == len(axes)]
+            entries = sum(self.shares.count(axes) for _, axes in own)
+            lines += [
+                f"struct {name} {{",
+                f"  static constexpr int numbers = {total}, entries = {entries};",
+            ]
+            lines += [f"  real x{i}[{self.share(axes)}::count];" for i, axes in own]
+            lines.append("  // Calls f(share, own numbers, index, numbers before it).")
+            lines.append("  template <class Own, class F> PARARNN_FUNCTION static void each("
+                         "Own& own, const F& f) {")  # fmt: skip
+            first = 0
+            for i, axes in tensors:
+                if (i, axes) in own:
+                    lines.append(f"    f({self.share(axes)}(), own.x{i}, {i}, {first});")
+                first += math.prod(sizes[axis].size for axis in axes)
+            lines += ["  }", f"  PARARNN_FUNCTION void operator+=(const {name}& other) {{"]
+            for i, axes in own:
+                loop = f"for (int n = 0; n < {self.share(axes)}::count; ++n)"
+                lines += ["    PARARNN_UNROLL", f"    {loop} x{i}[n] += other.x{i}[n];"]
+            lines += ["  }", "};"]
+        shared = [int(param.kind.axes is None) for param in self.program.step.cls.params.values()]
+        lines.append(
+            f"constexpr int num_states = {len(self.kinds['state'])}, num_params = {len(shared)};"
+        )
+        lines.append(f"constexpr bool of_all_heads[] = {{{', '.join(map(str, shared or [0]))}}};")
+        return lines
+
+    def _matrices(self, staged_matrices: Iterable[int]) -> list[str]:
+        """Return the structs of the matrices, and in the backward pass of their gradients."""
+        lines = ["struct Matrices {"]
+        loads, offset = [], 0
+        for i, (number, transposes) in enumerate(self.tile_matrices):
+            axis = self.square(number)
+            assert axis is not None
+            size = self.shares.axes[axis].size
+            flags = f"{str(transposes).lower()}, {str(size <= REGISTER_SIZE).lower()}"
+            lines.append(f"  TileMatrix<{size}, {flags}, {self.matrix_parts}> tiles{i};")
+            loads.append(
+                f"    tiles{i}.load(params[{number}] + head * {size * size}, fragments + {offset});"
+            )
+            if size > REGISTER_SIZE:
+                offset += size * size // 2 * self.matrix_parts
+        offset = 0
+        for number in sorted(staged_matrices):
+            axis = self.square(number)
+            assert axis is not None
+            size = self.shares.axes[axis].size
+            lines.append(f"  const real* matrix{number};")
+            loads.append(
+                f"    matrix{number} = stage_matrix<{size}>(params[{number}] + head * "
+                f"{size * size}, memory + {offset}, {self.shares.warps * LANES});"
+            )
+            offset += size * (size + 1)
+        lines.append("  PARARNN_FUNCTION void load(const scalar* const* params, int64 head, "
+                     "real* memory, unsigned* fragments) {")  # fmt: skip
+        lines += [*loads, "  }", "};"]
+        return lines if self.direction == "forward" else [*lines, *self._outers()]
+
+    def _outers(self) -> list[str]:
+        """Return the struct of a thread's sums of the gradients of matrices."""
+        lines = ["struct Outers {"]
+        total, stores, zeros = 0, [], []
+        for number in range(len(self.kinds["param"])):
+            axes = self.kinds["param"][number]
+            if self.square(number) is not None:
+                lines.append(f"  {self._outer_type(number)} w{number};")
+                zeros.append(f"    w{number}.clear();")
+                stores.append(f"    w{number}.add_to(target + {total}, copy_numbers);")
+            total += math.prod(self.shares.axes[axis].size for axis in axes)
+        lines += [
+            "  PARARNN_FUNCTION void clear() {",
+            *zeros,
+            "  }",
+            "  PARARNN_FUNCTION void add_to(real* target, int64 copy_numbers) const {",
+            *stores,
+            "  }",
+            "};",
+        ]
+        return lines
+
+    def _outer_type(self, number: int) -> str:
+        axis = self.square(number)
+        assert axis is not None
+        size = self.shares.axes[axis].size
+        outers = [o for function in self.functions for o in function.own.outers]
+        own = [o for o in outers if o.param == number]
+        if own and all(self.is_tiled(o.axis, o.lhs.axes) for o in own):
+            return f"TileSums<{size}, {self.matrix_parts}>"
+        return f"SquareSums<{size}, {self.shares.warps}>"
+
+    def outer_by_tiles(self, outer: Outer) -> bool:
+        """Return True for outer products that the matrix units compute."""
+        return self._outer_type(outer.param).startswith("Tile")
+
+
+@dataclass
+class _Function:
+    """One pass as a CUDA function."""
+
+    emitter: _Emitter
+    name: str
+    own: Statements
+    plan: Schedule
+    names: dict[Value, str] = field(init=False)
+    kinds: dict[Value, str] = field(init=False)
+    exchange: int = 0
+    by_memory: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.names = {
+            value: f"{kind}.x{number}" for (kind, number), value in self.own.inputs.items()
+        }
+        self.names |= {value: f"a{i}" for i, value in enumerate(self.plan.arrays)}
+        self.kinds = {}
+        self.pending: dict[Value, str] = {}
+        self.outers: list[str] = []
+        self.operands: dict[Value, str] = {}
+        self.lines: list[str] = []
+
+    def text(self) -> str:
+        """Return the function."""
+        common = "Block& block, const Matrices& matrices, const Params& param"
+        head = (
+            f"PARARNN_FUNCTION void {self.name}_step({common}, const States& state, "
+            f"const Gates& gate, {PARAMETERS[self.name]}) {{"
+        )
+        for part in self.plan.parts:
+            if isinstance(part, Nest):
+                self._flush(_sources(part))
+                _NestText(self, part).emit()
+            elif isinstance(part, Outer):
+                self._flush((part.lhs, part.rhs))
+                self._outer(part)
+            else:
+                self._flush((part.definition.source,))  # type: ignore[union-attr]
+                self._product(part)
+        self._meet()
+        turn = ["  block.turn();"] if self.exchange else []
+        return "\n".join([head, *turn, *self.lines, "}", ""])
+
+    def declare(self, value: Value, kind: str = REAL) -> str:
+        """Declare the array of a value, and return its name."""
+        self.kinds[value] = kind
+        self.lines.append(f"  {kind} {self.names[value]}[{self.emitter.shares.count(value.axes)}];")
+        return self.names[value]
+
+    def kind(self, value: Value) -> str:
+        """Return the kind of a value's array."""
+        return self.kinds.get(value, REAL)
+
+    def region(self, numbers: int) -> str:
+        """Return numbers of shared memory for an exchange."""
+        first, self.exchange = self.exchange, self.exchange + numbers
+        return f"block.region({first})"
+
+    def _flush(self, read: Iterable[Value]) -> None:
+        if any(value in self.pending for value in read):
+            self._meet()
+
+    def _meet(self) -> None:
+        """Let the threads of the block meet, and complete what waits for that."""
+        if self.pending or self.outers:
+            self.lines += ["  block.meet();", *self.pending.values(), *self.outers]
+        self.pending, self.outers = {}, []
+
+    def reduce(self, value: Value) -> None:
+        """Combine the parts of a reduction that lanes and warps have."""
+        own = value.definition
+        assert isinstance(own, Reduce)
+        axis, combine = f"Axis_{own.axis}", own.kind.capitalize()
+        name, axes = self.names[value], value.axes
+        self.lines.append(f"  combine_lanes<{axis}, {combine}>({name});")
+        shares = self.emitter.shares
+        if shares.axes[own.axis].warps > 1:
+            size = math.prod(shares.axes[a].size for a in axes)
+            region = self.region(size * shares.axes[own.axis].warps)
+            share = self.emitter.share(axes)
+            self.lines.append(f"  put_part<{axis}, {share}>({name}, {region});")
+            self.pending[value] = f"  combine_parts<{axis}, {share}, {combine}>({region}, {name});"
+
+    def _operand(self, value: Value) -> str:
+        """Return where shared memory has a value."""
+        if value not in self.operands:
+            sizes = [self.emitter.shares.axes[axis].size for axis in value.axes]
+            self.operands[value] = self.region(_numbers_in_memory(sizes))
+            share = self.emitter.share(value.axes)
+            name = self.names[value]
+            self.lines.append(f"  put<{share}>({name}, {self.operands[value]});")
+        return self.operands[value]
+
+    def _product(self, value: Value) -> None:
+        own = value.definition
+        assert isinstance(own, Product)
+        result = self.declare(value)
+        emitter = self.emitter
+        if emitter.is_tiled(own.axis, value.axes):
+            number = emitter.tile_matrices.index((own.param, own.transposes))
+            source = self.names[own.source]
+            if own.source.axes != value.axes:
+                raise AssertionError("a product has its source's axes")
+            self.lines.append(f"  multiply_tiles({source}, matrices.tiles{number}, {result});")
+            return
+        self.by_memory.add(own.param)
+        along = value.axes.index(own.axis)
+        operand = self._operand(own.source)
+        self.pending[value] = (
+            f"  multiply<{emitter.share(value.axes)}, {along}, {str(own.transposes).lower()}>"
+            f"({operand}, matrices.matrix{own.param}, {result});"
+        )
+
+    def _outer(self, outer: Outer) -> None:
+        emitter, target = self.emitter, f"grad_matrix.w{outer.param}"
+        if emitter.outer_by_tiles(outer):
+            lhs, rhs = self.names[outer.lhs], self.names[outer.rhs]
+            self.lines.append(f"  {target}.add({lhs}, {rhs});")
+            return
+        lhs, rhs = self._operand(outer.lhs), self._operand(outer.rhs)
+        along = outer.lhs.axes.index(outer.axis)
+        share = emitter.share(outer.lhs.axes)
+        self.outers.append(f"  {target}.add<{share}, {along}>({lhs}, {rhs});")
+
+
+def _numbers_in_memory(sizes: list[int]) -> int:
+    """Return the numbers of a tensor in shared memory: see Share::place."""
+    total = 1
+    for i, size in enumerate(reversed(sizes)):
+        total = size * (total + (i > 0))
+    return total
+
+
+def _sources(nest: Nest) -> list[Value]:
+    """Return the values that a nest reads, its own included."""
+    values: list[Value] = []
+    for value in nest.points:
+        assert isinstance(value.definition, Point)
+        values += value.definition.values
+    for value in nest.reductions:
+        assert isinstance(value.definition, Reduce)
+        values.append(value.definition.source)
+    return [*values, *(source for _, source in nest.writes if isinstance(source, Value))]
+
+
+@dataclass
+class _NestText:
+    """The CUDA of a nest of loops, which are unrolled."""
+
+    function: _Function
+    nest: Nest
+    body: Body = field(init=False)
+    inner: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        name = f"{self.function.emitter.program.cell_name}'s {self.function.name}"
+        self.body = Body(name)
+
+    def emit(self) -> None:
+        """Add the loops to the function, and the arrays that they fill before them."""
+        function, axes = self.function, self.nest.axes
+        for value in self.nest.points:
+            self._point(value)
+        starts: list[str] = []
+        for value in self.nest.reductions:
+            starts += self._reduction(value)
+        for target, source in self.nest.writes:
+            self._write(target, source)
+        lines = starts
+        for depth, axis in enumerate(axes):
+            head = f"for (int i_{axis} = 0; i_{axis} < Axis_{axis}::count; ++i_{axis}) {{"
+            lines += ["  " * (depth + 1) + "PARARNN_UNROLL", "  " * (depth + 1) + head]
+        if not axes:
+            lines.append("  {")
+        depth = max(1, len(axes))
+        lines += ["  " * (depth + 1) + line for line in self.inner]
+        lines += ["  " * (d + 1) + "}" for d in reversed(range(depth))]
+        function.lines += lines
+        for value in self.nest.reductions:
+            function.reduce(value)
+
+    def _index(self, axes: Axes) -> str:
+        """Return the index of an entry in a thread's share."""
+        text = ""
+        for axis in axes:
+            text = f"({text}) * Axis_{axis}::count + i_{axis}" if text else f"i_{axis}"
+        return text or "0"
+
+    def _load(self, value: Value) -> None:
+        """Name a value that other loops have computed."""
+        if value.node in self.body.values:
+            return
+        name = f"x{len(self.body.values)}"
+        kind = self.function.kind(value)
+        array = self.function.names[value]
+        self.inner.append(f"const {kind} {name} = {array}[{self._index(value.axes)}];")
+        self.body.values[value.node] = (name, kind)
+
+    def _point(self, value: Value) -> None:
+        for source in value.definition.values:  # type: ignore[union-attr]
+            self._load(source)
+        kind, text = self.body.expression(value.node, None)
+        name = f"t{len(self.body.values)}"
+        self.inner.append(f"const {kind} {name} = {text};")
+        self.body.values[value.node] = (name, kind)
+        if value in self.function.plan.arrays:
+            array = self.function.declare(value, kind)
+            self.inner.append(f"{array}[{self._index(value.axes)}] = {name};")
+
+    def _real(self, value: Value | float) -> str:
+        """Return a value, or a number, as the text of a `real`."""
+        if not isinstance(value, Value):
+            return literal(value)
+        self._load(value)
+        return spell(self.body.as_kind(value.node, REAL))
+
+    def _write(self, target: Target, source: Value | float) -> None:
+        sign = "+=" if target.adds else "="
+        place = f"{target.kind}.x{target.number}[{self._index(target.axes)}]"
+        self.inner.append(f"{place} {sign} {self._real(source)};")
+
+    def _reduction(self, value: Value) -> list[str]:
+        own = value.definition
+        assert isinstance(own, Reduce)
+        array, text = self.function.declare(value), self._real(own.source)
+        start = f"constant({IDENTITY[own.kind]})"
+        text = f"existing<Axis_{own.axis}>({text}, i_{own.axis}, {start})"
+        place = f"{array}[{self._index(value.axes)}]"
+        result = f"{place} + {text}" if own.kind == "sum" else f"{own.kind}imum({place}, {text})"
+        self.inner.append(f"{place} = {result};")
+        return ["  PARARNN_UNROLL", f"  for (real& x : {array}) x = {start};"]

@@ -1,0 +1,144 @@
+"""Kernels for GPUs of matrix cells: variants, and the shared memory of a block."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from pararnn.codegen.matrix_blocks import Emitted, emit_block
+from pararnn.codegen.mixing_cuda import PARTS, Launchable, shared_bytes_of
+from pararnn.codegen.shares import LANES
+from pararnn.codegen.source import constant_line, source_file
+from pararnn.errors import EngineError
+from pararnn.numerics import compute_dtype
+from pararnn.program.program import Program
+
+DIRECTIONS = ("forward", "backward")
+WINDOWS = (32, 16, 8, 4, 2, 1)
+"""Steps of a window of inputs in shared memory: the checkpoints' distance is a multiple."""
+WINDOW_BYTES = 48 * 1024
+"""Bytes of the windows of a block, so that several blocks fit."""
+MAX_NUMBERS = 64
+"""Numbers of states of a thread that registers have room for, or nearly."""
+CHUNK = 16
+"""Bytes of a copy, to which all parts of shared memory are rounded up."""
+
+
+class MatrixVariant(NamedTuple):
+    """Specialisation of a kernel, in addition to the cell: see cuda/matrix/inputs.h.
+
+    matrix_dtype: of the parameters in memory. events: `seq` or `reset` is passed. shared: bytes of
+    shared memory that a block may have.
+    """
+
+    direction: str
+    dtype: torch.dtype
+    matrix_dtype: torch.dtype
+    events: bool
+    shared: int
+    solver: str = "sequential"
+
+    @property
+    def matrix_parts(self) -> int:
+        """Numbers in bfloat16 that add up to an entry of a matrix, as far as products see it."""
+        return min(2, PARTS[self.matrix_dtype])
+
+
+class Memory(NamedTuple):
+    """Shared memory of a block: the numbers of matrices in it, the steps of a window of inputs (0
+    for none), and all bytes."""
+
+    matrix_numbers: int
+    window: int
+    bytes: int
+
+
+def matrix_variants(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None, capability: tuple[int, int]
+) -> list[MatrixVariant]:
+    """Return the variants of a layer's training and decoding without resets, for all sizes."""
+    shared = shared_bytes_of(capability)
+    matrix_dtype = weight_dtype or compute_dtype(dtype)
+    return [MatrixVariant(own, dtype, matrix_dtype, False, shared) for own in DIRECTIONS]
+
+
+@lru_cache(maxsize=1024)
+def emitted_for(program: Program, variant: MatrixVariant) -> Emitted:
+    """Return the emitted code of a variant. Raises EngineError for ops without a spelling."""
+    return emit_block(program, variant.dtype, variant.direction, variant.matrix_parts)
+
+
+def memory_of(program: Program, variant: MatrixVariant) -> Memory:
+    """Plan the shared memory of a block. Raises EngineError for cells that do not fit."""
+    own, sizes = emitted_for(program, variant), program.head_sizes
+    assert sizes is not None
+    numbers = trajectory_numbers(program, variant) // (own.shares.warps * LANES)
+    if numbers > MAX_NUMBERS:
+        raise EngineError(
+            f"{program.cell_name} has {numbers} numbers of the states of a head for each thread of "
+            f"the largest block; registers have room for {MAX_NUMBERS}. Use shorter axes, or "
+            "backend='torch'"
+        )
+    number = compute_dtype(variant.dtype).itemsize
+    matrix_numbers = sum(size * (size + 1) for size in own.in_memory)
+    parts = (2 * own.exchange * number, matrix_numbers * number, own.fragments * 4)
+    least = sum(map(_round_up, parts))
+    if least > variant.shared:
+        lengths = ", ".join(f"{axis} = {size}" for axis, size in sizes.lengths.items())
+        raise EngineError(
+            f"{program.cell_name} with {lengths} needs {least:,} bytes of shared memory in its "
+            f"{variant.direction} pass; this GPU has {variant.shared:,}. Use shorter axes, or "
+            "backend='torch'"
+        )
+    step = _round_up(sizes.width * variant.dtype.itemsize + CHUNK - 1)
+    if variant.direction == "backward":
+        step += _round_up(sizes.output[1] * variant.dtype.itemsize + CHUNK - 1)
+    room = min(variant.shared - least, WINDOW_BYTES)
+    window = next((n for n in WINDOWS if 2 * n * step <= room), 0)
+    return Memory(matrix_numbers, window, least + 2 * window * step)
+
+
+def _round_up(count: int) -> int:
+    return -(-count // CHUNK) * CHUNK
+
+
+def matrix_kernels_in(program: Program, variant: MatrixVariant) -> dict[str, Launchable]:
+    """Return the kernels of a pass, by name."""
+    threads = emitted_for(program, variant).shares.warps * LANES
+    return {"run": Launchable((threads, 1), memory_of(program, variant).bytes)}
+
+
+def trajectory_numbers(program: Program, variant: MatrixVariant) -> int:
+    """Return the numbers of the states of one step that the threads of a block have."""
+    shares, axes = emitted_for(program, variant).shares, program.step.cls.head_axes
+    assert axes is not None
+    return sum(shares.count(own) for own in axes.states.values()) * shares.warps * LANES
+
+
+def source_of_matrix(program: Program, variant: MatrixVariant) -> str:
+    """Return the CUDA file of a variant. Raises EngineError as `memory_of` and `source_file`."""
+    own, memory = emitted_for(program, variant), memory_of(program, variant)
+    constants = {
+        "events": variant.events,
+        "window": memory.window,
+        "matrix_numbers": memory.matrix_numbers,
+        "fragment_words": own.fragments,
+        "shared_bytes": memory.bytes,
+    }
+    defines = {
+        "BACKWARD": int(variant.direction == "backward"),
+        "APPROXIMATE": int(variant.dtype == torch.bfloat16),
+        "REFINED": int(variant.dtype == torch.float32 and variant.direction == "backward"),
+    }
+    lines = [constant_line(name, value) for name, value in constants.items()]
+    return source_file(
+        program,
+        variant.dtype,
+        "cuda",
+        variant.solver,
+        defines=defines,
+        constants=[*lines, ""],
+        functions=own.text,
+    )

@@ -1,0 +1,144 @@
+// The backward pass: a block runs one head of one row from the last step to the first, in chunks. The states of a
+// chunk are computed again from those before it, which the forward pass has left, and are kept for their threads.
+#pragma once
+#include "inputs.h"
+
+namespace pararnn {
+
+using Problem = BackwardLaunch;
+using OutputFeed = Feed<io, Output::numbers>;
+static_assert(feeds_at + GateFeed::memory_bytes + OutputFeed::memory_bytes == shared_bytes);
+
+// The states of a chunk's steps that a thread has.
+struct Trajectory {
+  scalar* own;
+
+  PARARNN_FUNCTION explicit Trajectory(scalar* memory)
+      : own(memory + (int64)blockIdx.x * checkpoint * States::entries * threads + threadIdx.x) {}
+  template <class F> PARARNN_FUNCTION void each(States& state, int step, const F& f) const {
+    int entry = step * States::entries;
+    States::each(state, [&](auto share, auto& x, int, int) {
+      PARARNN_UNROLL
+      for (int i = 0; i < share.count; ++i) f(x[i], own[(int64)(entry + i) * threads]);
+      entry += share.count;
+    });
+  }
+  PARARNN_FUNCTION void store(States& state, int step) const {
+    each(state, step, [](real& x, scalar& memory) { memory = x; });
+  }
+  PARARNN_FUNCTION void load(States& state, int step) const {
+    each(state, step, [](real& x, scalar& memory) { x = memory; });
+  }
+};
+
+struct BackwardPass {
+  const BackwardLaunch& p;
+  const Place place;
+  Head own;
+  GateFeed gates;
+  OutputFeed outputs;
+  const Trajectory trajectory;
+
+  PARARNN_FUNCTION BackwardPass(const BackwardLaunch& p, char* memory)
+      : p(p), place(p.in), own(place, memory), gates(gates_of(place, memory + feeds_at)),
+        outputs(p.grad_output == nullptr ? nullptr
+                                         : p.grad_output + place.row * p.output_row + place.head * p.output_head,
+                p.output_time, memory + feeds_at + GateFeed::memory_bytes),
+        trajectory(p.trajectory) {}
+
+  // Enters a window: it arrives, all threads have left the one before, and the next one is on its way.
+  PARARNN_FUNCTION void enter(int number, int next) {
+    if (window == 0) return;
+    wait_for_copies<0>();
+    __syncthreads();
+    gates.copy(place, next, number);
+    outputs.copy(place, next, number);
+    end_group_of_copies();
+  }
+
+  // Computes the states of the steps from `first` to `end` - 1 again; returns the last ones.
+  PARARNN_FUNCTION void recompute(int first, int end, States& state) {
+    load_all(p.memory + place.at_chunk(first / checkpoint), state);
+    for (int l = first; l < end; ++l) {
+      if (window > 0 && l % (window > 0 ? window : 1) == 0) {
+        const int number = window_of(l), last = window_of(end - 1);
+        enter(number, number < last ? number + 1 : number > window_of(first) ? number - 1 : before(first));
+      }
+      const int sequence = place.sequence(l);
+      if (sequence >= 0) begin(place, l, sequence, state);
+      if (l == end - 1) return;
+      trajectory.store(state, l - first);
+      if (sequence < 0) continue;
+      Gates gate;
+      load_gates(gates.at(place, l), own.bias, gate);
+      States next;
+      advance_step(own.block, own.matrices, own.param, state, gate, next);
+      state = next;
+    }
+  }
+  // The window with which the chunk before a step begins, -1 for none.
+  PARARNN_FUNCTION static int before(int first) { return first > 0 ? window_of(first - checkpoint) : -1; }
+
+  PARARNN_FUNCTION void run() {
+    const int length = place.length;
+    const int64 grad_at = place.row * p.grad_row + place.head * p.grad_head;
+    constexpr int sums = Gates::numbers + Params::numbers;
+    real* const partial = p.partial + (place.row * p.copies * p.in.heads + place.head) * sums;
+    States adjoint;
+    fill_all(adjoint, constant(0));
+    int first = (length - 1) / checkpoint * checkpoint;
+    if (length > 0) {
+      gates.copy(place, window_of(first), -1);
+      outputs.copy(place, window_of(first), -1);
+      end_group_of_copies();
+    }
+    for (; first >= 0 && length > 0; first -= checkpoint) {
+      const int end = first + checkpoint < length ? first + checkpoint : length;
+      States ahead;
+      recompute(first, end, ahead);
+      Gates grad_bias;
+      Params grad_param;
+      Outers grad_matrix;
+      fill_all(grad_bias, constant(0));
+      fill_all(grad_param, constant(0));
+      grad_matrix.clear();
+      for (int l = end - 1; l >= first; --l) {
+        const int number = window_of(l);
+        if (window > 0 && (l + 1) % (window > 0 ? window : 1) == 0 && l + 1 < end)
+          enter(number, number > window_of(first) ? number - 1 : before(first));
+        const States state = ahead;
+        if (l > first) trajectory.load(ahead, l - 1 - first);
+        io* const target = p.grad_gates + grad_at + place.time(l) * p.grad_time;
+        const int sequence = place.sequence(l);
+        Gates gate;
+        if (sequence < 0) {
+          fill_all(gate, constant(0));
+          store_all(gate, target);
+          continue;
+        }
+        if (place.sequence(l + 1) != sequence) load_states(place, p.grad_final, sequence, adjoint);
+        load_gates(gates.at(place, l), own.bias, gate);
+        Output grad_output;
+        if (p.grad_output == nullptr) fill_all(grad_output, constant(0));
+        else load_all(outputs.at(place, l), grad_output);
+        States grad_state;
+        Gates grad_gate;
+        backward_step(own.block, own.matrices, own.param, state, gate, adjoint, grad_output, grad_state, grad_gate,
+                      grad_param, grad_matrix);
+        store_all(grad_gate, target);
+        grad_bias += grad_gate;
+        adjoint = grad_state;
+        if (place.is_reset(l)) fill_all(adjoint, constant(0));
+        if (place.sequence(l - 1) != sequence) store_states(place, adjoint, sequence, p.grad_initial);
+      }
+      // In parts, which keeps long sums accurate.
+      add_all(grad_bias, partial);
+      add_all(grad_param, partial + Gates::numbers);
+      grad_matrix.add_to(partial + Gates::numbers, p.in.heads * sums);
+    }
+  }
+};
+
+PARARNN_FUNCTION void run_pass(const BackwardLaunch& p, char* memory) { BackwardPass(p, memory).run(); }
+
+}  // namespace pararnn

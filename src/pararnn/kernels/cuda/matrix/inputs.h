@@ -1,0 +1,193 @@
+// The inputs of a block, which runs one head of one row: windows of steps go through shared memory, filled ahead of
+// use by cp.async. Times t are in the caller's order; l counts the steps of the recurrence.
+//
+// Needs, in addition to loops.h and the emitted code: events (true if `seq` or `reset` is passed), window (steps; 0
+// to read memory directly), exchange_numbers, matrix_numbers, fragment_words and shared_bytes (of shared memory).
+#pragma once
+#include "loops.h"
+
+namespace pararnn {
+
+constexpr int threads = warps * lanes;
+constexpr int checkpoint = 32;  // CHECKPOINT of engines/fit.py
+constexpr int copy_bytes = 16;
+
+constexpr int round_up(int bytes) { return (bytes + copy_bytes - 1) / copy_bytes * copy_bytes; }
+constexpr int exchange_bytes = round_up(2 * exchange_numbers * (int)sizeof(real));
+constexpr int matrix_bytes = round_up(matrix_numbers * (int)sizeof(real));
+constexpr int fragment_bytes = round_up(fragment_words * 4);
+constexpr int feeds_at = exchange_bytes + matrix_bytes + fragment_bytes;
+
+// The row and the head of a block.
+struct Place {
+  const Inputs& in;
+  const int64 row, head;
+  const int length;
+
+  PARARNN_FUNCTION explicit Place(const Inputs& in)
+      : in(in), row(blockIdx.x / in.heads), head(blockIdx.x % in.heads), length((int)in.length) {}
+  PARARNN_FUNCTION int64 time(int l) const { return in.reverse ? length - 1 - l : l; }
+  // The number of a step's sequence; negative for padding and outside of the row.
+  PARARNN_FUNCTION int sequence(int l) const {
+    if (l < 0 || l >= length) return -2;
+    return events && in.seq != nullptr ? in.seq[row * length + time(l)] : (int)row;
+  }
+  PARARNN_FUNCTION bool is_reset(int l) const {
+    return events && in.reset != nullptr && in.reset[row * length + time(l)];
+  }
+  // Where all states before a chunk of steps are in the memory of checkpoints.
+  PARARNN_FUNCTION int64 at_chunk(int chunk) const {
+    const int64 chunks = (length + checkpoint - 1) / checkpoint;
+    return ((row * chunks + chunk) * in.heads + head) * States::numbers;
+  }
+  // Where a tensor of one sequence and this head begins.
+  PARARNN_FUNCTION int64 at_sequence(int sequence, int size) const { return (sequence * in.heads + head) * size; }
+};
+
+template <class S, class T> PARARNN_FUNCTION void load(const T* source, real (&x)[S::count]) {
+  PARARNN_UNROLL
+  for (int i = 0; i < S::count; ++i) x[i] = S::exists(i) ? widen(source[S::offset(i)]) : constant(0);
+}
+template <class S, class T> PARARNN_FUNCTION void store(const real (&x)[S::count], T* target) {
+  if (!S::template leads<Rows, Columns>()) return;
+  PARARNN_UNROLL
+  for (int i = 0; i < S::count; ++i)
+    if (S::exists(i)) target[S::offset(i)] = narrow<T>(x[i]);
+}
+template <class S> PARARNN_FUNCTION void add_to(const real (&x)[S::count], real* target) {
+  if (!S::template leads<Rows, Columns>()) return;
+  PARARNN_UNROLL
+  for (int i = 0; i < S::count; ++i)
+    if (S::exists(i)) target[S::offset(i)] += x[i];
+}
+
+// All tensors of a kind, which follow each other in memory.
+template <class Kind, class T> PARARNN_FUNCTION void load_all(const T* source, Kind& x) {
+  Kind::each(x, [&](auto share, auto& own, int, int first) { load<decltype(share)>(source + first, own); });
+}
+template <class Kind, class T> PARARNN_FUNCTION void store_all(const Kind& x, T* target) {
+  Kind::each(x, [&](auto share, auto& own, int, int first) { store<decltype(share)>(own, target + first); });
+}
+template <class Kind> PARARNN_FUNCTION void add_all(const Kind& x, real* target) {
+  Kind::each(x, [&](auto share, auto& own, int, int first) { add_to<decltype(share)>(own, target + first); });
+}
+template <class Kind> PARARNN_FUNCTION void fill_all(Kind& x, real value) {
+  Kind::each(x, [&](auto, auto& own, int, int) {
+    PARARNN_UNROLL
+    for (real& number : own) number = value;
+  });
+}
+
+// States of a sequence, an array each; null is zero.
+PARARNN_FUNCTION void load_states(const Place& place, const scalar* const* source, int sequence, States& x) {
+  States::each(x, [&](auto share, auto& own, int i, int) {
+    using S = decltype(share);
+    if (source[i] != nullptr) load<S>(source[i] + place.at_sequence(sequence, S::size), own);
+    else for (real& number : own) number = constant(0);
+  });
+}
+PARARNN_FUNCTION void store_states(const Place& place, const States& x, int sequence, scalar* const* target) {
+  States::each(x, [&](auto share, auto& own, int i, int) {
+    using S = decltype(share);
+    if (target[i] != nullptr) store<S>(own, target[i] + place.at_sequence(sequence, S::size));
+  });
+}
+// Begins a step: from zero, from the sequence's initial state, or as it is.
+PARARNN_FUNCTION void begin(const Place& place, int l, int sequence, States& state) {
+  if (place.is_reset(l)) fill_all(state, constant(0));
+  else if (sequence != place.sequence(l - 1)) load_states(place, place.in.initial, sequence, state);
+}
+
+PARARNN_FUNCTION void load_params(const Place& place, Params& param) {
+  Params::each(param, [&](auto share, auto& own, int i, int) {
+    using S = decltype(share);
+    load<S>(place.in.params[i] + (of_all_heads[i] ? 0 : place.head * S::size), own);
+  });
+}
+
+// The numbers of a tensor at each step, which lie next to each other. Two windows of steps are in shared memory.
+// Copies are of whole chunks of 16 bytes, so that numbers have the same distance from one as in memory; what else is
+// in the first and last chunk of a step is not read.
+template <class T, int numbers> struct Feed {
+  static constexpr int bytes = numbers * (int)sizeof(T), slot = round_up(bytes + copy_bytes - 1);
+  static constexpr int chunks = slot / copy_bytes, memory_bytes = 2 * window * slot;
+  const char* source;  // of time 0
+  int64 stride;        // bytes from one time to the next
+  char* memory;
+  int held = -1, held_too = -1;  // the windows of the first half of the memory, and of the second one
+
+  PARARNN_FUNCTION Feed(const T* first, int64 time_stride, char* memory)
+      : source(reinterpret_cast<const char*>(first)), stride(time_stride * (int64)sizeof(T)), memory(memory) {}
+  PARARNN_FUNCTION const char* address(const Place& place, int l) const { return source + place.time(l) * stride; }
+  PARARNN_FUNCTION static int distance(const char* address) {
+    return (int)(reinterpret_cast<unsigned long long>(address) % copy_bytes);
+  }
+  // Copies a window, if it is not there, to where `current` is not.
+  PARARNN_FUNCTION void copy(const Place& place, int number, int current) {
+    if (window == 0 || source == nullptr || number < 0 || held == number || held_too == number) return;
+    const int target = held == current ? 1 : 0;
+    held = target == 0 ? number : held;
+    held_too = target == 0 ? held_too : number;
+    constexpr int divisor = window > 0 ? window : 1;
+    const int first = number * divisor, left = place.length - first;
+    const int count = (left < window ? left : window) * chunks;
+    for (int i = threadIdx.x; i < count; i += threads) {
+      const int step = i / chunks, byte = i % chunks * copy_bytes;
+      const char* const own = address(place, first + step);
+      const int before = distance(own);
+      if (byte < before + bytes)
+        copy_async<copy_bytes>(shared_address(memory + (target * window + step) * slot + byte), own - before + byte);
+    }
+  }
+  // The numbers of a step of a window that is there.
+  PARARNN_FUNCTION const T* at(const Place& place, int l) const {
+    const char* const own = address(place, l);
+    if (window == 0) return reinterpret_cast<const T*>(own);
+    constexpr int divisor = window > 0 ? window : 1;
+    const int index = (held == l / divisor ? 0 : window) + l % divisor;
+    return reinterpret_cast<const T*>(memory + index * slot + distance(own));
+  }
+};
+
+PARARNN_FUNCTION int window_of(int l) { return window > 0 ? l / (window > 0 ? window : 1) : 0; }
+
+using GateFeed = Feed<io, Gates::numbers>;
+
+PARARNN_FUNCTION GateFeed gates_of(const Place& place, char* memory) {
+  const Inputs& in = place.in;
+  return GateFeed(in.gates + place.row * in.gate_row + place.head * in.gate_head, in.gate_time, memory);
+}
+
+// Gates of a step with their biases.
+PARARNN_FUNCTION void load_gates(const io* source, const Gates& bias, Gates& gate) {
+  gate = bias;
+  Gates::each(gate, [&](auto share, auto& own, int, int first) {
+    using S = decltype(share);
+    real x[S::count];
+    load<S>(source + first, x);
+    PARARNN_UNROLL
+    for (int i = 0; i < S::count; ++i) own[i] += x[i];
+  });
+}
+PARARNN_FUNCTION void load_bias(const Place& place, Gates& bias) {
+  if (place.in.bias != nullptr) load_all(place.in.bias + place.head * Gates::numbers, bias);
+  else fill_all(bias, constant(-0.0));  // x + -0 is x, also for -0
+}
+
+// The weights of a head, and where its threads exchange values.
+struct Head {
+  Block block;
+  Matrices matrices;
+  Params param;
+  Gates bias;
+
+  PARARNN_FUNCTION Head(const Place& place, char* memory) : block(memory) {
+    matrices.load(place.in.params, place.head, reinterpret_cast<real*>(memory + exchange_bytes),
+                  reinterpret_cast<unsigned*>(memory + exchange_bytes + matrix_bytes));
+    load_params(place, param);
+    load_bias(place, bias);
+    __syncthreads();
+  }
+};
+
+}  // namespace pararnn

@@ -1,0 +1,194 @@
+"""CUDA kernels of matrix cells, compiled for a CPU."""
+
+import shutil
+
+import emulated
+import pytest
+import torch
+from emulated import gpu, install
+from matrix_cells import LOOPS, Call, make_call
+from table import DTYPES, needs_compiler
+from test_matrix import _close, _compare, _layer
+from test_matrix_kernels import Mixed, Rows
+
+import pararnn
+from pararnn.codegen import headers, matrix_cuda
+from pararnn.codegen.matrix_cuda import emitted_for, matrix_variants, memory_of
+from pararnn.engines.fit import CHECKPOINT
+from pararnn.errors import EngineError
+from pararnn.program.program import program_of
+from pararnn.zoo import MATRIX_CELLS
+
+FUSED = {"solver": "sequential", "backend": "fused"}
+TORCH = {"solver": "sequential", "backend": "torch"}
+NAMES = list(LOOPS)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    """Run CUDA kernels on a CPU."""
+    install(gpu(), monkeypatch)
+
+
+def _program(name="m2rnn", keys=16, values=16, heads=2):
+    return program_of(MATRIX_CELLS[name](heads * values, num_heads=heads, K=keys))
+
+
+def _variants(dtype, weight_dtype=None, capability=(9, 0)):
+    return matrix_variants(dtype, weight_dtype, capability)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_are_the_loop(name):
+    """Over a chunk of steps and a part of one, from the last step on, with resets."""
+    dtype = DTYPES[NAMES.index(name) % len(DTYPES)]
+    call = make_call(name, 1, 40, dtype=dtype)
+    _compare(name, call, dtype, torch.rand(1, 40) < 0.05, reverse=True, **FUSED)
+    _compare(name, make_call(name, 1, 0, dtype=dtype), dtype, **FUSED)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "keys", "values"),
+    [
+        (torch.bfloat16, torch.bfloat16, 32, 16),  # matrices as fragments in registers
+        (torch.bfloat16, torch.float32, 16, 48),  # in two parts, and in shared memory
+        (torch.float32, torch.float32, 32, 32),  # by operands in shared memory
+    ],
+)
+def test_products(dtype, weight_dtype, keys, values):
+    """In warps that exchange sums; a matrix of another dtype than the gates' counts in full."""
+    call = make_call("m2rnn", 2, 5, keys=keys, values=values, dtype=dtype)
+    call.cell.to(weight_dtype)
+    for own in _variants(dtype, weight_dtype):
+        shares = emitted_for(program_of(call.cell), own).shares
+        assert shares.tiles == (dtype == torch.bfloat16)
+        assert shares.warps == (1 if keys == 16 else max(2, shares.warps))
+    _compare("m2rnn", call, dtype, **FUSED)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("cls", "values", "lengths", "dtype"),
+    [
+        (Mixed, 5, {"K": 4}, torch.float64),
+        (Mixed, 16, {"K": 16}, torch.bfloat16),
+        (Rows, 5, {"K": 9, "U": 4}, torch.float64),
+    ],
+)
+def test_steps_of_many_operations(cls, values, lengths, dtype):
+    torch.manual_seed(0)
+    cell = cls(2 * values, num_heads=2, dtype=dtype, **lengths)
+    sizes, results = cell.head_sizes, []
+
+    def draw(*size):
+        return torch.randn(*size, dtype=dtype, requires_grad=True)
+
+    initial = tuple([draw(2, *size) for size in sizes.state_sizes])
+    call = Call(cell, draw(2, 35, 2, sizes.width), initial)
+    for pair in (FUSED, TORCH):
+        output, final = pararnn.solve(cell, call.gates, initial, **pair)
+        torch.manual_seed(1)
+        arriving = [torch.randn_like(r) for r in (output, *final)]
+        grads = torch.autograd.grad([output, *final], call.leaves(), arriving)
+        results.append([output, *final, *grads])
+    _close(*results, dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [8, 0])
+def test_inputs_come_by_windows_of_any_size(window, monkeypatch):
+    """Those of fewer steps than a chunk, and none."""
+    emitted_for.cache_clear()
+    variant = _variants(torch.float32)[1]
+    size = memory_of(_program(keys=4, values=3), variant).bytes // 64  # of a step
+    monkeypatch.setattr(matrix_cuda, "WINDOW_BYTES", 2 * window * size)
+    call = make_call("m2rnn", 1, 70, dtype=torch.float32)
+    assert memory_of(program_of(call.cell), variant).window == window
+    _compare("m2rnn", call, torch.float32, torch.rand(1, 70) < 0.1, **FUSED)
+
+
+@needs_compiler
+def test_layers_run_kernels_on_packed_rows():
+    """Gates as a projection by heads leaves them, with biases; NaN at padding."""
+    layer = _layer("m2rnn")
+    with torch.no_grad():
+        layer.layers[0].bias.normal_()
+    x, results = torch.randn(1, 50, 6, dtype=torch.float64), []
+    x[:, 45:] = torch.nan
+    h_0 = torch.randn(1, 4, *layer.cell.state_sizes[0], dtype=torch.float64)
+    for backend in ("fused", "torch"):
+        leaves = [x.clone().requires_grad_(), h_0.clone().requires_grad_()]
+        output, h_n = layer(*leaves, cu_seqlens=[0, 3, 3, 40, 45], backend=backend)
+        loss = output.square().sum() + h_n.sum()
+        grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()])
+        results.append([output, h_n, *(g.nan_to_num(0) for g in grads)])
+    _close(*results)
+
+
+@needs_compiler
+def test_some_gradients_are_wanted():
+    """Of the output or of final states alone, and for some leaves only."""
+    call = make_call("m2rnn", 2, 5)
+    for part in (0, 1):
+        results = []
+        for pair in (FUSED, TORCH):
+            out = pararnn.solve(call.cell, call.gates, call.initial, **pair)
+            loss = out[part].square().sum()
+            results.append(torch.autograd.grad(loss, [call.gates, call.initial[0]]))
+        _close(*results)
+
+
+def test_states_that_do_not_fit_are_refused():
+    for keys, values, message in ((512, 512, "registers"), (128, 256, "shared memory")):
+        program = _program("m2rnn", keys, values, heads=1)
+        variant = _variants(torch.float64)[1]
+        with pytest.raises(EngineError, match=message):
+            memory_of(program, variant)
+
+
+MUTANTS = {
+    "no reset": ("(place.is_reset(l)) fill_all(state", "(false) fill_all(state"),
+    "an adjoint through a reset": ("(place.is_reset(l)) fill_all(adj", "(false) fill_all(adj"),
+    "a state before the wrong step": ("l % checkpoint == 0", "l % checkpoint == 1"),
+    "a final gradient too few": ("(place.sequence(l + 1) != sequence) load", "(false) load"),
+    "lanes that are not summed": ("< A::lane_step * A::lanes", "< A::lane_step * A::lanes / 2"),
+    "warps that are not summed": ("part < A::warps", "part < A::warps - 1"),
+    "entries that do not exist": ("return A::exists(n) ? x : otherwise;", "return x;"),
+    "a matrix's column": ("matrix[j * row + L::index(i)]", "matrix[L::index(i) * row + j]"),
+    "one window for two": ("(held == l / divisor ? 0 : window)", "0"),
+    "a row too few in a sum": ("other < others", "other < others - 1"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_seen(name, monkeypatch, tmp_path):
+    """The agreement that the tests above rest on fails for a kernel that is wrong."""
+    shutil.copytree(headers.KERNELS, tmp_path / "kernels")
+    files = [*(tmp_path / "kernels" / "cuda" / "matrix").iterdir()]
+    assert any(MUTANTS[name][0] in file.read_text() for file in files)
+    for file in files:
+        file.write_text(file.read_text().replace(*MUTANTS[name]))
+    monkeypatch.setattr(headers, "KERNELS", tmp_path / "kernels")
+    headers.text.cache_clear()
+    pararnn.clear_caches()
+    emulated.kernels_of.cache_clear()
+    # Axes that fill no lanes, and more than one warp.
+    cell, keys, values = ("hopfield", 5, 3) if "exist" in name else ("m2rnn", 40, 20)
+    call = make_call(cell, 2, 40, keys=keys, values=values, dtype=torch.float32)
+    try:
+        with pytest.raises(AssertionError):
+            _compare(cell, call, torch.float32, torch.rand(2, 40) < 0.1, **FUSED)
+    finally:
+        monkeypatch.undo()
+        headers.text.cache_clear()
+        pararnn.clear_caches()
+        emulated.kernels_of.cache_clear()
+
+
+def test_a_chunk_is_the_contracts():
+    text = (headers.KERNELS / "cuda" / "matrix" / "inputs.h").read_text()
+    assert f"constexpr int checkpoint = {CHECKPOINT};" in text
+    assert all(CHECKPOINT % window == 0 for window in matrix_cuda.WINDOWS)
