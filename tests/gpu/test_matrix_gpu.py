@@ -63,8 +63,8 @@ def test_a_layer_obeys_the_contract(name, keys, values, dtype, device):
     layer = pararnn.ParaRNN(
         MATRIX_CELLS[name], 32, 2 * values, num_heads=2, K=keys, device=device, dtype=dtype
     )
-    x = torch.randn(3, 100, 32, device=device, dtype=dtype)
-    report = pararnn.verify(layer, x, lengths=[100, 0, 33])
+    x = torch.randn(3, 60, 32, device=device, dtype=dtype)
+    report = pararnn.verify(layer, x, lengths=[60, 0, 33])
     assert report.passed, report
 
 
