@@ -63,6 +63,7 @@ SLOW = [
     "mutations",
     "newton_fused",
     "op",
+    "own_mixers",
     "program_keys",
     "properties",
     "readout",

@@ -14,6 +14,7 @@ from torch import Tensor
 from pararnn.errors import CellError, PararnnError
 from pararnn.extras import require
 from pararnn.lm.config import LMConfig
+from pararnn.lm.mixers import MixerError, layer_types
 from pararnn.lm.model import LanguageModel
 from pararnn.numerics import check_io_dtype
 
@@ -54,7 +55,7 @@ def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
     transformers has no word for, MissingExtra without safetensors.
     """
     try:
-        content = model.config.to_hf()
+        content = model.config.to_hf(layer_types(model.config.mixers or ()))
     except ValueError as error:
         raise CheckpointError(
             f"{error}: save the model's config and state_dict() yourself"
@@ -94,7 +95,8 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
 
     The folder is of `save_checkpoint` or `ParaRNNForCausalLM.save_pretrained`, its weights in one
     file or several. Raises CheckpointError where there is no model or the files do not fit
-    together, CellError for a cell that cannot be imported, MissingExtra without safetensors.
+    together, CellError and MixerError for what cannot be imported, and MissingExtra without
+    safetensors.
     """
     folder = Path(folder)
     content = read_config(folder)
@@ -108,7 +110,7 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
         dtype = getattr(torch, content.get("dtype") or "float32")
         check_io_dtype(dtype, "dtype")
         model = LanguageModel(config, device=device, dtype=dtype)
-    except CellError:
+    except (CellError, MixerError):
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{folder / CONFIG} describes no model: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -63,7 +63,8 @@ class LMConfig:
 
     vocab_size: tokens. hidden_size: channels d of the residual stream and of every mixer.
     intermediate_size: channels h of the SwiGLU; None is 256 ceil(8d/3/256). num_hidden_layers:
-    blocks. mixers: the name in `MIXERS` of every block's mixer; None is "rnn" throughout.
+    blocks. mixers: every block's mixer, a name in `MIXERS` or the import path of a `Mixer`,
+    "package.module:Class"; None is "rnn" throughout.
     tie_word_embeddings: whether the head is the embedding. norm: of blocks, "rms" or "layer" (a
     LayerNorm with gain only, DCLM's). norm_eps: of all norms.
 
@@ -121,23 +122,20 @@ class LMConfig:
         """Return the fields as JSON values."""
         return asdict(self) | {"mixers": list(self.mixers or ())}
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self, layer_types: Sequence[str]) -> dict[str, Any]:
         """Return the fields under transformers' names.
 
-        Raises ValueError for mixers that transformers has no word for.
+        layer_types: transformers' word for every mixer, see `pararnn.lm.mixers.layer_types`. Where
+        they do not tell the mixers, these are there too.
         """
-        words = {mixer: word for word, mixer in LAYER_TYPES.items()}
-        content = self.to_dict()
-        mixers = content.pop("mixers")
-        if others := sorted(set(mixers) - set(words)):
-            raise ValueError(
-                f"mixers may hold {', '.join(words)} where transformers is to know the model, got "
-                f"{others[0]!r}"
-            )
-        return {**content, "layer_types": [words[mixer] for mixer in mixers]}
+        content = self.to_dict() | {"layer_types": list(layer_types)}
+        if content["mixers"] == [LAYER_TYPES[word] for word in layer_types]:
+            del content["mixers"]
+        return content
 
     @classmethod
     def of_hf(cls, content: Mapping[str, Any]) -> LMConfig:
         """Build a config of what `to_hf` returned; other keys are transformers' and are ignored."""
         own = {each.name: content[each.name] for each in fields(cls) if each.name in content}
-        return cls(**own, mixers=tuple(LAYER_TYPES[word] for word in content["layer_types"]))
+        mixers = own.pop("mixers", None) or [LAYER_TYPES[word] for word in content["layer_types"]]
+        return cls(**own, mixers=tuple(mixers))

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from pararnn.cells.find import find_cell
 from pararnn.context.group import OnRanks
+from pararnn.errors import PararnnError
+from pararnn.imports import import_object, is_import_path
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.cache import LayerCache
-from pararnn.lm.config import LMConfig
+from pararnn.lm.config import LAYER_TYPES, LMConfig
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
@@ -24,6 +26,10 @@ from pararnn.private import OpOverload
 from pararnn.program.program import program_of
 from pararnn.tensors import States
 from pararnn.zoo import CELLS
+
+
+class MixerError(PararnnError, ValueError):
+    """A name is no mixer's, or a mixer does not say what it must."""
 
 
 class Mixer(OnRanks, nn.Module):
@@ -35,13 +41,16 @@ class Mixer(OnRanks, nn.Module):
     (`pararnn.lm.recompute`); without any the compiler chooses. It is an attribute of the class or a
     property: a module that holds PyTorch's operations cannot be pickled. `steady`: whether a step
     of one token may be recorded and replayed (`pararnn.lm.replay`): its cache keeps its size, and
-    nothing on the host depends on computed values.
+    nothing on the host depends on computed values. `layer_type`: transformers' word for its layer's
+    cache, a key of `LAYER_TYPES`: "linear_attention" for one that calls `read` and `keep`,
+    "full_attention" for one that calls `extend`.
     """
 
     scales_residual: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False
     kept: tuple[OpOverload, ...] = ()
     steady: bool = False
+    layer_type: ClassVar[str] = "linear_attention"
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Mix each of the rows' tokens with those before it; `cache` holds earlier ones."""
@@ -198,6 +207,7 @@ class Attention(Mixer):
     """DCLM's attention: rotary positions, normed queries and keys, no biases."""
 
     needs_positions = True
+    layer_type = "full_attention"
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
@@ -300,14 +310,57 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 MIXERS: dict[str, Callable[..., Mixer]] = {"rnn": RNNMixer, "attention": Attention}
-"""Mixers by the names of `LMConfig.mixers`; each is called with (config, device=, dtype=)."""
+"""Mixers by names, for `LMConfig.mixers`; each is called with (config, device=, dtype=)."""
+OURS = tuple(MIXERS)
+"""Names in `MIXERS` that every process knows."""
+
+
+def find_mixer(name: str) -> Callable[..., Mixer]:
+    """Return the mixer of a name in `MIXERS`, or the class at an import path.
+
+    Raises MixerError where there is none.
+    """
+    if not is_import_path(name):
+        if name not in MIXERS:
+            raise MixerError(
+                f"there is no mixer {name!r}: name one of {', '.join(MIXERS)}, a class of your own "
+                "by its import path, such as 'mypackage.mixers:Mine', or add yours to "
+                "pararnn.lm.MIXERS"
+            )
+        return MIXERS[name]
+    target = import_object(name, "mixer", MixerError)
+    if not (isinstance(target, type) and issubclass(target, Mixer)):
+        module_name, _, class_name = name.partition(":")
+        raise MixerError(
+            f"the mixer {name!r} cannot be used: {module_name} has no subclass of pararnn.lm.Mixer "
+            f"called {class_name!r}"
+        )
+    return target
 
 
 def make_mixer(name: str, config: LMConfig, **factory: Any) -> Mixer:
-    """Build the mixer of a name; ValueError for one that is not in the table."""
-    if name not in MIXERS:
-        raise ValueError(
-            f"there is no mixer {name!r}: name one of {', '.join(MIXERS)}, or add yours to "
-            "pararnn.lm.MIXERS"
-        )
-    return MIXERS[name](config, **factory)
+    """Build the mixer of a name or an import path, see `find_mixer`."""
+    return find_mixer(name)(config, **factory)
+
+
+def layer_types(mixers: Sequence[str]) -> list[str]:
+    """Return transformers' words for the caches of mixers.
+
+    Raises ValueError for a name in `MIXERS` that other processes would not know, and MixerError for
+    what is no mixer.
+    """
+    words = []
+    for name in mixers:
+        if name not in OURS and not is_import_path(name):
+            raise MixerError(
+                f"mixers may hold {', '.join(OURS)} where transformers is to know the model, or "
+                f"classes by their import paths, which other processes find too; got {name!r}"
+            )
+        word = getattr(find_mixer(name), "layer_type", None)
+        if word not in LAYER_TYPES:
+            raise MixerError(
+                f"layer_type of the mixer {name!r} must be one of {', '.join(LAYER_TYPES)}, got "
+                f"{word!r}"
+            )
+        words.append(word)
+    return words

@@ -144,8 +144,8 @@ class RunConfig:
         others = sorted(set(self.model.mixers or ()) - {"rnn"})
         if self.data.stateful and others:
             raise ValueError(
-                f"data.stateful carries the states of recurrent layers, and model.mixers has "
-                f"{others[0]!r}, which has none: set data.stateful=false, or train a model whose "
+                f"data.stateful carries the states of the mixer 'rnn', and model.mixers has "
+                f"{others[0]!r}: set data.stateful=false, or train a model whose "
                 "mixers are all 'rnn'"
             )
         if self.data.stateful and self.context_parallel > 1:

@@ -13,6 +13,7 @@ from pararnn.device import type_of
 from pararnn.errors import PararnnError, TrainingError
 from pararnn.lm.compiled import compile_repeatably
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
+from pararnn.lm.model import draws
 from pararnn.train.config import RunConfig
 from pararnn.train.sharding import draw_weights, shard, share_time
 
@@ -86,11 +87,38 @@ def bare_model(config: RunConfig) -> ParaRNNForCausalLM:
             model = ParaRNNForCausalLM(hf)
         if config.context_parallel > 1:
             check_module(model)
-        return model
     except PararnnError:
         raise
     except ValueError as error:
         raise TrainingError(f"there is no such model: {error}") from error
+    check_draws(model)
+    return model
+
+
+def check_draws(model: ParaRNNForCausalLM) -> None:
+    """Check that the draws of a model's mixers leave nothing in it without a value.
+
+    A model is made without memory, and its weights are drawn where they are spread. Raises
+    TrainingError for the first parameter without a draw, and for a buffer, which has none.
+    """
+    core = model.model
+    ready = set()
+    for module, name, _ in draws(core.embed_tokens, core.backbone, model.lm_head):
+        if not hasattr(module, name):
+            raise TrainingError(
+                f"`draws` of a mixer names {name!r}, and its {type(module).__name__} has none"
+            )
+        ready.add(id(getattr(module, name)))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in ready:
+            raise TrainingError(
+                f"{name} has no initial value: the `draws` of its mixer must name every parameter"
+            )
+    for name, _ in model.named_buffers():
+        raise TrainingError(
+            f"{name} is a buffer, which a model that is made for training leaves without a value: "
+            "compute it in `forward`, or make it a parameter"
+        )
 
 
 def make_model(config: RunConfig, device: torch.device) -> ParaRNNForCausalLM:

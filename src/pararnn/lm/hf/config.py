@@ -14,6 +14,7 @@ from pararnn.cells import Cell
 from pararnn.cells.find import cell_name
 from pararnn.lm.checkpoint import AUTO_MAP, CODE, write_code
 from pararnn.lm.config import LAYER_TYPES, LMConfig
+from pararnn.lm.mixers import layer_types as types_of
 from pararnn.zoo import CELLS
 
 OTHERS = {
@@ -61,6 +62,8 @@ class ParaRNNConfig(PretrainedConfig):
     Args:
         layer_types: a word of transformers for every layer: "linear_attention" is a recurrent
             mixer, "full_attention" attention. None is "linear_attention" throughout.
+        mixers: every layer's mixer, as in `pararnn.lm.LMConfig`, where its type does not tell it:
+            classes of your own by their import paths. Types then follow from the mixers.
         cell: a name in `pararnn.CELLS`, an import path "package.module:Class", or a `Cell` class.
         z_loss: weight of the squared log-partition in the loss (paper, Table 4).
         others: as in `pararnn.lm.LMConfig`, under the same names.
@@ -102,9 +105,18 @@ class ParaRNNConfig(PretrainedConfig):
         z_loss: float = 0.0,
         use_cache: bool = True,
         tie_word_embeddings: bool = False,
+        mixers: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
         types = ["linear_attention"] * num_hidden_layers if layer_types is None else layer_types
+        if mixers is not None:
+            types = types_of(mixers)
+            if layer_types is not None and list(layer_types) != types:
+                raise ValueError(
+                    f"layer_types must be those of the mixers, {', '.join(types)}, or None, got "
+                    f"{', '.join(layer_types)}"
+                )
+            self.mixers = list(mixers)
         if others := sorted(set(types) - set(LAYER_TYPES)):
             raise ValueError(f"layer_types may hold {', '.join(LAYER_TYPES)}, got {others[0]!r}")
         if len(types) != num_hidden_layers:
@@ -163,5 +175,5 @@ class ParaRNNConfig(PretrainedConfig):
 
     @classmethod
     def of_lm(cls, config: LMConfig, **kwargs: Any) -> ParaRNNConfig:
-        """Build the config of a model in plain PyTorch; ValueError for mixers of users."""
-        return cls(**config.to_hf(), **kwargs)
+        """Build the config of a model in plain PyTorch; ValueError as `layer_types`."""
+        return cls(**config.to_hf(types_of(config.mixers or ())), **kwargs)
