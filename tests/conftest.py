@@ -62,6 +62,7 @@ SLOW = [
     "mixing_emulated",
     "mutations",
     "newton_fused",
+    "onnx",
     "op",
     "own_mixers",
     "program_keys",
