@@ -192,12 +192,12 @@ def main() -> None:
     facts["cores"] = str(len(os.sched_getaffinity(0)))
     rows = []
 
-    def add(part: str, clients: int, batch: int, measured: dict[str, Any]) -> None:
+    def add(part: str, clients: int, batch: int, results: dict[str, Any]) -> None:
         sizes = {name: getattr(options, name) for name in ("width", "layers", "dtype")}
         sizes["rows"] = batch
         row = {"part": part, "clients": clients, **sizes}
-        rows.append(row | {name: measured.get(name, "") for name in COLUMNS} | facts)
-        print(row | measured, flush=True)
+        rows.append(row | {name: results.get(name, "") for name in COLUMNS} | facts)
+        print(row | results, flush=True)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "model")

@@ -100,7 +100,10 @@ def test_a_failed_verification_is_exit_code_1(monkeypatch):
         ("train tiny --list --print", "not allowed with argument"),
         ("train tiny --device cpu", "unrecognized arguments: --device"),
         ("generate --prompt a", "required: --model"),
-        ("generate --model m", "required: --prompt"),
+        ("generate --model m", "one of the arguments --prompt --prompts is required"),
+        ("generate --model m --prompts nowhere", "--prompts: cannot be read: [Errno 2]"),
+        ("generate --model m --prompts /dev/null", "must have lines of text: /dev/null has none"),
+        ("generate --model m --prompt a --samples 0", "--samples: must be at least 1, got '0'"),
         ("generate --model m --prompt=", "--prompt: must have some text"),
         ("generate --model m --prompt \udcff", "--prompt: must be UTF-8"),
         ("generate --model m --prompt a --max-new-tokens 0", "must be at least 1, got '0'"),
@@ -279,6 +282,45 @@ def test_generate_stops_where_the_tokenizer_alone_names_the_end(model, tmp_path,
     settings |= {"eos_token": whole[3]}  # a letter that it says
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert output_of(greedy, tmp_path, capsys) == whole[: whole.index(whole[3], 1)] + "\n"
+
+
+def test_generate_ends_before_a_stop_text(model, tmp_path, capsys):
+    greedy = "--prompt a --max-new-tokens 30 --temperature 0"
+    whole = output_of(greedy, tmp_path, capsys)
+    stop = whole[8:11]
+    cut = whole[: whole.index(stop, 1)] + "\n"
+    assert output_of(f"{greedy} --stop ### --stop {stop}", tmp_path, capsys) == cut
+    assert output_of(f"{greedy} --stop ###", tmp_path, capsys) == whole
+
+
+def test_generate_writes_samples_of_the_prompts_in_a_file(model, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo\n")
+    options = "--max-new-tokens 9 --temperature 1"
+    texts = output_of(f"--prompts {file} --samples 2 --seed 5 {options}", tmp_path, capsys)
+    alone = [
+        f"==> prompt {number}, sample {seed - 4} <==\n"
+        + output_of(f"--prompt {prompt} --seed {seed} {options}", tmp_path, capsys)
+        for number, prompt in enumerate(("one", "two"), 1)
+        for seed in (5, 6)
+    ]
+    assert texts == "".join(alone)
+    assert len(set(alone)) == 4
+
+
+def test_generate_reads_a_prompt_in_chunks(model, tmp_path, capsys, monkeypatch):
+    greedy = "--prompt abcdefghijk --max-new-tokens 9 --temperature 0"
+    whole = output_of(greedy, tmp_path, capsys)
+    cls = pararnn.lm.ParaRNNForCausalLM
+    lengths, forward = [], cls.forward
+
+    def record(self, input_ids, *args, **kwargs):
+        lengths.append(input_ids.shape[1])
+        return forward(self, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", record)
+    assert output_of(f"{greedy} --prefill-chunk 4", tmp_path, capsys) == whole
+    assert lengths == [4, 4, 3, *[1] * 8]
 
 
 @pytest.mark.parametrize(

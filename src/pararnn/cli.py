@@ -272,17 +272,24 @@ def add_export(command: argparse.ArgumentParser) -> None:
 
 def add_generate(command: argparse.ArgumentParser) -> None:
     """Add the options of `pararnn generate`."""
-    option, required_option = command.add_argument, partial(command.add_argument, required=True)
+    option = command.add_argument
     prompt = "text to go on with; - reads it from the standard input"
+    chunk = "number of the prompt's tokens that are read at once, if not all"
     together = "draw among the likeliest tokens that together have this chance"
     add_device(command)
-    required_option("--model", metavar="DIR", help="folder of the model")
-    required_option("--prompt", metavar="TEXT", type=_prompt, help=prompt)
+    option("--model", metavar="DIR", help="folder of the model", required=True)
+    one_of = command.add_mutually_exclusive_group(required=True).add_argument
+    one_of("--prompt", metavar="TEXT", type=_prompt, help=prompt)
+    prompts = "file of texts to go on with, one a line"
+    one_of("--prompts", metavar="FILE", dest="prompt", type=_lines, help=prompts)
     option("--max-new-tokens", type=_count, default=200, help="how many to write")
     option("--temperature", type=_temperature, default=0.8, help="0 takes the likeliest token")
     option("--top-k", type=_count, help="draw among this many likeliest tokens")
     option("--top-p", type=_chance, help=together)
     option("--seed", type=_seed, default=0, help="of the draws")
+    option("--samples", type=_count, default=1, help="texts of each prompt, by seeds one apart")
+    option("--stop", metavar="TEXT", action="append", help="end before this text; may be repeated")
+    option("--prefill-chunk", type=_count, help=chunk)
     option("--dtype", choices=DTYPES, help="of the weights, if not as they are stored")
 
 
@@ -325,6 +332,17 @@ def _prompt(text: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(f"must be UTF-8: {error}") from None
+
+
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file that are not blank."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"cannot be read: {error}") from None
+    if not (lines := [line for line in text.splitlines() if line.strip()]):
+        raise argparse.ArgumentTypeError(f"must have lines of text: {path} has none")
+    return lines
 
 
 def _number(

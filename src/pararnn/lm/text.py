@@ -14,14 +14,14 @@ LONGEST = 64
 class Decoder:
     """Text of tokens, added one by one: characters appear when all their bytes are there.
 
-    decode: returns the text of token ids, as a tokenizer does.
+    decode: returns the text of token ids, as a tokenizer does. context: tokens before the text.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
         self.decode = decode
-        self.tokens: list[int] = []
-        self.context = 0
-        self.position = 0
+        self.tokens = list(context)
+        self.context = len(self.tokens)
+        self.position = len(decode(self.tokens)) if context else 0
 
     def add(self, token: int) -> str:
         """Return the text that this token adds."""
@@ -58,7 +58,9 @@ class Stops:
         self.is_found = False
 
     def add(self, text: str) -> str:
-        """Return the text that is surely before a string."""
+        """Return the text that is surely before a string; none after it."""
+        if self.is_found:
+            return ""
         self.waiting += text
         places = [place for each in self.strings if (place := self.waiting.find(each)) >= 0]
         self.is_found = bool(places)

@@ -36,6 +36,10 @@ from pararnn.serving.protocol import (
 GRACE = 10
 """Seconds that running answers have to end when the server is stopped."""
 
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than clients keep theirs, which would
+otherwise send a request into a connection that is just being closed."""
+
 
 class Texts(NamedTuple):
     """The texts of a request, the queue of their pieces with each text's index, and its prompts'
@@ -330,6 +334,7 @@ def new_server(service: Service) -> uvicorn.Server:
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=GRACE,
+            timeout_keep_alive=KEEP_ALIVE,
         )
     )
 

@@ -90,11 +90,11 @@ class Continuation:
         is_end = token in self.ends
         text = self.stops.add(self.decoder.end() if is_end else self.decoder.add(token))
         is_last = is_end or self.tokens >= self.max_tokens
-        if is_last and not self.stops.is_found:
+        if is_last:
             text += self.stops.add(self.decoder.end())
         is_stop = is_end or self.stops.is_found
         finish = "stop" if is_stop else "length" if is_last else None
-        if finish and not self.stops.is_found:
+        if finish:
             text += self.stops.end()
         if text or finish:
             self.deliver(Piece(text, self.tokens, finish))
