@@ -295,6 +295,7 @@ class Mutant(NamedTuple):
     cell_class: type = HeadGRU
     variant: str = "resets"
     cores: int = MANY_CORES
+    dtype: torch.dtype = torch.float32
 
 
 MUTANTS = {
@@ -312,7 +313,7 @@ MUTANTS = {
         "backward", "products.h", "one.transposed ? (int64)unit", "!one.transposed ? (int64)unit"
     ),
     "an operand is read before it is written": Mutant(
-        "forward", "products.h", "#else\n    __syncthreads();\n#endif", "#endif"
+        "forward", "products.h", "#else\n    meet_warps();\n#endif", "#endif"
     ),
     "a reset does not reset": Mutant(
         "forward", "forward.h", "event.pad(side) || event.reset(side)", "event.pad(side)"
@@ -324,10 +325,19 @@ MUTANTS = {
         "recompute", "recompute.h", "(events && in.reset != nullptr && in.reset[t])", "false"
     ),
     "a ring's slot is another one": Mutant(
-        "forward", "forward.h", "free_slot = steps_ahead;", "free_slot = steps_ahead - 1;"
+        "forward", "ring.h", "j < slots - 1; ++j) copy", "j < slots - 2; ++j) copy"
     ),
     "a step is read before it arrives": Mutant(
-        "forward", "ring.h", "at_least(steps_ahead - 1, 0)", "steps_ahead"
+        "forward", "ring.h", "wait_for_copies<slots - 2>", "wait_for_copies<slots>"
+    ),
+    "a step is read before helpers have copied it": Mutant(
+        "backward", "ring.h", "while (!has_arrived(full(), number)) {}", "", dtype=torch.bfloat16
+    ),
+    "helpers store a step before its results are there": Mutant(
+        "backward", "ring.h", "turn.wait_for_results();", "", dtype=torch.bfloat16
+    ),
+    "helpers store another step": Mutant(
+        "backward", "backward.h", "first_pulled && j > 0", "first_pulled", dtype=torch.bfloat16
     ),
     "rows are left out of a sum": Mutant(
         "backward", "backward.h", "sum += __shfl_xor_sync(~0u, sum, 2);", "", ResetAfter
@@ -356,7 +366,7 @@ EXCHANGE_MUTANTS = {
         "in_block(memory, tile / own_depth ^ 1)"
     ),
     "own operands are read before they are written": Mutant(
-        "backward", "scatter.h", "    __syncthreads();\n    each<own>", "    each<own>"
+        "backward", "scatter.h", "    meet_warps();\n    each<own>", "    each<own>"
     ),
 }  # fmt: skip
 """Faults of the exchange between slices."""
@@ -391,7 +401,7 @@ def _mutant_of(mutant, tmp_path, monkeypatch):
 def test_a_wrong_kernel_is_seen(name, tmp_path, monkeypatch):
     """The agreement that the tests above rest on fails for a kernel that is wrong."""
     mutant = MUTANTS[name]
-    case = _case(mutant.cell_class, variant=mutant.variant)
+    case = _case(mutant.cell_class, mutant.dtype, variant=mutant.variant)
     _install(_mutant_of(mutant, tmp_path, monkeypatch), monkeypatch)
     with pytest.raises(AssertionError):
         check_agreement(case, arriving=[] if mutant.direction == "forward" else None)

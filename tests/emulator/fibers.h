@@ -49,11 +49,19 @@ struct Copy {
   int bytes;
 };
 
+// An arrival at a barrier that waits for copies.
+struct Arrival {
+  void* barrier;
+  std::vector<Copy> copies;
+};
+
+enum Meeting { all_meet, some_meet, warp_meet, kinds_of_meeting };
+
 struct Fiber {
   ucontext_t context;  // entry
   jmp_buf resume_at;        // where to resume: needs no system call
   bool started = false;
-  uint64_t meetings = 0, warp_meetings = 0, cluster_arrivals = 0;
+  uint64_t meetings[kinds_of_meeting] = {}, cluster_arrivals = 0;
   bool returned = false;
   std::vector<std::vector<Copy>> copies{1};  // in flight, by group; the last one is open
 };
@@ -65,6 +73,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<uint64_t> slots[2];  // values that threads exchange, for two meetings
   std::vector<std::array<uint32_t, 6>> fragments[2];  // the same inside warps
+  std::vector<Arrival> arrivals;
   ucontext_t home;
   int current = 0, polls = 0;
 
@@ -127,37 +136,33 @@ inline void poll() {
   else std::this_thread::yield();
 }
 
-// All threads of the block meet and exchange a value. Returns the warp's values.
-template <class T> const uint64_t* show(T value) {
-  const uint64_t meeting = ++fiber().meetings;
-  uint64_t& slot = block->slots[meeting % 2][block->current];
-  slot = 0;
-  std::memcpy(&slot, &value, sizeof value);
-  for (bool all = false; !all;) {
-    pause();
-    all = true;
-    for (const Fiber& each : block->fibers) {
-      if (each.meetings >= meeting) continue;
-      if (each.returned) fail("a thread has returned that others wait for");
-      all = false;
-    }
-  }
-  return block->slots[meeting % 2].data() + block->current / warp * warp;
-}
-
-// The threads of a warp meet and exchange fragments. Returns the warp's.
-inline const std::array<uint32_t, 6>* show_fragments(const std::array<uint32_t, 6>& own) {
-  const uint64_t meeting = ++fiber().warp_meetings;
-  const int first = block->current / warp * warp;
-  auto& all = block->fragments[meeting % 2];
-  all[block->current] = own;
-  for (int i = first; i < first + warp;) {
+// Threads from `first` to `last` - 1 meet. `own`: number of their meeting.
+inline void wait_for(Meeting kind, int first, int last, uint64_t own) {
+  for (int i = first; i < last;) {
     const Fiber& other = block->fibers[i];
-    if (other.warp_meetings >= meeting) ++i;
+    if (other.meetings[kind] >= own) ++i;
     else if (other.returned) fail("a thread has returned that others wait for");
     else pause();
   }
+}
+inline void meet(Meeting kind, int first, int last) { wait_for(kind, first, last, ++fiber().meetings[kind]); }
+
+// The threads of a warp meet and exchange `own`. Returns the warp's.
+template <class T> const T* exchange(std::vector<T> (&slots)[2], const T& own) {
+  const uint64_t meeting = ++fiber().meetings[warp_meet];
+  const int first = block->current / warp * warp;
+  auto& all = slots[meeting % 2];
+  all[block->current] = own;
+  wait_for(warp_meet, first, first + warp, meeting);
   return all.data() + first;
+}
+template <class T> const uint64_t* show(T value) {
+  uint64_t own = 0;
+  std::memcpy(&own, &value, sizeof value);
+  return exchange(block->slots, own);
+}
+inline const std::array<uint32_t, 6>* show_fragments(const std::array<uint32_t, 6>& own) {
+  return exchange(block->fragments, own);
 }
 
 template <class T> T read(uint64_t slot) {

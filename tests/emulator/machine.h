@@ -50,7 +50,7 @@ template <class T> T atomicAdd(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 
-inline void __syncthreads() { emulator::show(0); }
+inline void __syncthreads() { emulator::meet(emulator::all_meet, 0, (int)emulator::block->fibers.size()); }
 inline void __syncwarp() { emulator::show(0); }
 inline int emulated_lane() { return emulator::block->current % emulator::warp; }
 
@@ -154,33 +154,55 @@ inline char* in_cluster(unsigned address) {
   return anchor == nullptr ? nullptr : anchor + distance;
 }
 
-// Bytes expected minus bytes received, and the batches so far.
+// Threads that have arrived, bytes expected minus bytes received, and the batches so far.
 struct Barrier {
+  short threads, arrived;
   int bytes, batches;
-  bool expecting;
 
   void update() {
-    if (!expecting || bytes != 0) return;
-    expecting = false;
+    if (arrived != threads || bytes != 0) return;
+    arrived = 0;
     ++batches;
   }
 };
 
 using Lock = std::lock_guard<std::mutex>;
 
-inline void open_barrier(Barrier& barrier) { barrier = {0, 0, false}; }
+inline void open_barrier(Barrier& barrier, int threads) { barrier = {(short)threads, 0, 0, 0}; }
 inline void show_barriers() {}
+inline void arrive(Barrier& barrier) {
+  Lock lock(emulator::block->gang.mailboxes);
+  ++barrier.arrived;
+  barrier.update();
+}
+inline void arrive_after_copies(Barrier& barrier) {
+  emulator::Fiber& own = emulator::fiber();
+  emulator::block->arrivals.push_back({&barrier, std::move(own.copies.back())});
+  own.copies.back().clear();
+}
 inline void expect_bytes(Barrier& barrier, int bytes) {
   Lock lock(emulator::block->gang.mailboxes);
   barrier.bytes += bytes;
-  barrier.expecting = true;
+  ++barrier.arrived;
   barrier.update();
 }
 inline bool has_arrived(Barrier& barrier, int number) {
   emulator::poll();
+  auto& arrivals = emulator::block->arrivals;
+  for (size_t i = 0; i < arrivals.size();) {
+    if (arrivals[i].barrier != &barrier) {
+      ++i;
+      continue;
+    }
+    for (const emulator::Copy& copy : arrivals[i].copies) std::memcpy(copy.target, copy.source, copy.bytes);
+    arrivals.erase(arrivals.begin() + (long)i);
+    arrive(barrier);
+  }
   Lock lock(emulator::block->gang.mailboxes);
   return barrier.batches % 2 != number % 2;
 }
+inline void keep(int&) {}
+template <int count> inline void meet_threads() { emulator::meet(emulator::some_meet, 0, count); }
 template <class Bits> inline void send_bits(unsigned target, Bits bits, unsigned barrier) {
   bool sent;
   {

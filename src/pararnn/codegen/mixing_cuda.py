@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -18,8 +20,10 @@ REGISTERS = 2**16
 """Registers of a multiprocessor."""
 MAX_REGISTERS = 255
 """Registers of a thread."""
-OTHER_REGISTERS = 88
-"""Registers of a thread that hold no matrices."""
+OTHER_REGISTERS, OTHER_WITH_HELPERS = 88, 72
+"""Registers of a thread that hold no matrices; where others copy for its warp."""
+SCHEDULERS = 4
+"""Parts of a multiprocessor that share its registers, and a block's warps."""
 SHARED_BYTES = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 """Shared memory of a block in KiB, by compute capability; 99 for others."""
 MAX_WIDTH_OF_TWO_SIDES = 512
@@ -28,9 +32,13 @@ memory of 4."""
 FRAGMENT_BYTES = 512
 """Of the fragments of a tile of matrices, of 16 by 16 numbers in 16 bits."""
 BARRIER_BYTES = 32
-"""Shared memory for the barriers of slices."""
-MIN_STEPS_AHEAD, MAX_STEPS_AHEAD = 3, 7
-"""Steps that the ring is ahead: with matrices in shared memory, and at most."""
+"""Shared memory for the barriers of slices, and for those of a slot."""
+MIN_SLOTS, MAX_SLOTS = 4, 8
+"""Slots of steps in shared memory: with matrices there, and at most."""
+CHUNK_BYTES = 16
+"""Bytes that a lane copies at once, at most."""
+COPIES_OF_HELPER, MAX_HELPERS = 384, 2
+"""Copies a step that one warp is for, and the most warps that copy."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
 """Numbers in bfloat16 that add up to one of a dtype, to the last bit that counts."""
 VECTOR_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float64: torch.float64}
@@ -144,8 +152,9 @@ class Tiles(NamedTuple):
 
     slices: blocks of a head. splits: warps with the same tiles. register_fragments: fragments of
     matrices that a warp has in registers for the whole sequence. shared_matrices: True if shared
-    memory has the others. words: of one head's packed matrices. shared_bytes: shared memory of a
-    block.
+    memory has the others. helpers: warps that copy for the others; slots: of steps, and slot_bytes
+    of one, see cuda/mixing/ring.h. words: of one head's packed matrices. shared_bytes: shared
+    memory of a block.
     """
 
     slices: int
@@ -157,7 +166,9 @@ class Tiles(NamedTuple):
     matrix_parts: int
     register_fragments: int
     shared_matrices: bool
-    steps_ahead: int
+    helpers: int
+    slots: int
+    slot_bytes: int
     words: int
     shared_bytes: int
 
@@ -199,14 +210,18 @@ IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
 """Ranks of where a block has the matrices that registers have no room for: the faster the later."""
 
 
+Numbers: TypeAlias = tuple[tuple[int, int], ...]
+
+
 class _Needs(NamedTuple):
     """Sizes on which tiles depend.
 
     matrices: tiles of them next to each other, by units of a tile. products: of all stages.
     scatter: slices send sums of products, see cuda/mixing/scatter.h. tile_words: of a lane and a
     tile of 16 by 16. operand_bytes: of all operands and a unit, of both rounds. padding: units of
-    an operand that no warp has. number_bytes: of a step and unit in the ring. sums: numbers of a
-    lane and a tile of 8 units that splits add up.
+    an operand that no warp has. reads, writes: numbers of a step, column and unit, as counts and
+    the bytes of one. wants_helpers: says of a number of slices whether warps copy for others. sides:
+    columns of a lane. sums: numbers of a lane and a tile of 8 units that splits add up.
     """
 
     matrices: dict[int, int]
@@ -215,14 +230,17 @@ class _Needs(NamedTuple):
     tile_words: int
     operand_bytes: int
     padding: int
-    number_bytes: int
+    reads: Numbers
+    writes: Numbers
+    wants_helpers: Callable[[int], bool]
+    sides: int
     sums: int
 
 
 class _Fit(NamedTuple):
     """Tiles of a size. rank: where matrices are. register_fragments: see Tiles. words: of one
-    head's matrices. fixed_bytes: of shared memory without the ring. step_bytes: of a step in the
-    ring. products: of tiles, a step.
+    head's matrices. fixed_bytes: of shared memory without slots. helpers, slot_bytes: see Tiles.
+    rings: of slots, one a warp without helpers. products: of tiles, a step.
     """
 
     slices: int
@@ -234,8 +252,36 @@ class _Fit(NamedTuple):
     register_fragments: int
     words: int
     fixed_bytes: int
-    step_bytes: int
+    helpers: int
+    rings: int
+    slot_bytes: int
     products: int
+
+
+def _registers(warps: int) -> int:
+    """Return the registers that a thread of a block of so many warps may have."""
+    return min(MAX_REGISTERS, REGISTERS // (-(-warps // SCHEDULERS) * SCHEDULERS * 32))
+
+
+def _helpers(needs: _Needs, slices: int, slice_units: int) -> int:
+    """Return the warps that copy for a block of so many units."""
+    if not needs.wants_helpers(slices):
+        return 0
+    ports = needs.reads + needs.writes
+    copies = sum(n * 4 * needs.sides * -(-slice_units * size // CHUNK_BYTES) for n, size in ports)
+    return min(MAX_HELPERS, -(-copies // COPIES_OF_HELPER))
+
+
+def _ring_step(needs: _Needs, helpers: int, slice_units: int, warp_units: int) -> int:
+    """Return the bytes of a slot of a ring, see Port in cuda/mixing/ring.h."""
+    columns = 4 * needs.sides
+    if not helpers:
+        return sum(count * columns * warp_units * size for count, size in needs.reads)
+    total = BARRIER_BYTES
+    for count, size in needs.reads + needs.writes:
+        row, spread = slice_units * size, 32 if size > 2 and needs.sides == 1 else 16
+        total += count * columns * (row + (spread - row) % (4 * spread))
+    return total
 
 
 def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared: int) -> _Fit:
@@ -262,16 +308,19 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
         sums_bytes = warps * warp_tiles * units // 8 if splits > 1 else 0
     sums_bytes *= 2 * 32 * 4 * needs.sums
     block_words = warps * lane_words * 32
-    step_bytes = warps * warp_tiles * units * needs.number_bytes
+    helpers = _helpers(needs, slices, slice_units)
+    slot_bytes = _ring_step(needs, helpers, slice_units, warp_tiles * units)
+    rings = 1 if helpers else warps
     fixed_bytes = (operand_units + needs.padding) * needs.operand_bytes + sums_bytes
     if slices > 1:
         fixed_bytes += BARRIER_BYTES
-    registers = min(MAX_REGISTERS, REGISTERS // (warps * 32)) - OTHER_REGISTERS
-    register_fragments, fragments, rank = max(0, registers // 4), lane_words // 4, IN_MEMORY
+    others = OTHER_WITH_HELPERS if helpers else OTHER_REGISTERS
+    register_fragments = max(0, _registers(warps + helpers) - others) // 4
+    fragments, rank = lane_words // 4, IN_MEMORY
     shared_matrices = warps * max(0, fragments - register_fragments) * FRAGMENT_BYTES
     if fragments <= register_fragments:
         rank = IN_REGISTERS
-    elif fixed_bytes + shared_matrices + (MIN_STEPS_AHEAD + 1) * step_bytes <= shared:
+    elif fixed_bytes + shared_matrices + MIN_SLOTS * rings * slot_bytes <= shared:
         rank = IN_SHARED_MEMORY
         fixed_bytes += shared_matrices
     register_fragments = 0 if rank == IN_MEMORY else min(register_fragments, fragments)
@@ -285,7 +334,9 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
         register_fragments=register_fragments,
         words=slices * block_words,
         fixed_bytes=fixed_bytes,
-        step_bytes=step_bytes,
+        helpers=helpers,
+        rings=rings,
+        slot_bytes=slot_bytes,
         products=tiles * count,
     )
 
@@ -305,7 +356,9 @@ def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
             if splits <= min(slices, MAX_WARPS)
         ]
         fits = [fit for fit in fits if fit.warps <= MAX_WARPS]
-        # Few blocks need many warps, which narrow tiles have; others few products.
+        # Few blocks need many warps, which narrow tiles have, unless half of these is empty; others
+        # few products.
+        fewest = min(fit.products for fit in [fit for fit in fits if fit.warps > 1] or fits)
         narrow = variant.sides == 1 and any(fit.rank == IN_REGISTERS for fit in fits)
         fit = max(
             fits,
@@ -313,6 +366,7 @@ def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
                 fit.rank,
                 fit.register_fragments * fit.warps if fit.rank == IN_SHARED_MEMORY else 0,
                 -fit.splits,
+                narrow and fit.products < 2 * fewest,
                 fit.warps if narrow else -fit.products,
             ),
         )
@@ -322,6 +376,38 @@ def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
             break
     assert best is not None
     return best
+
+
+def _numbers(program: Program, variant: MixingVariant, own: Pass) -> tuple[Numbers, Numbers]:
+    """Return the numbers that a pass reads and writes, see `_Needs`; none if it runs steps in any
+    order."""
+    io, gates = variant.dtype.itemsize, (len(program.gates), variant.dtype.itemsize)
+    if variant.direction == "forward":
+        return (gates,), ((program.num_states, io),)
+    if variant.direction == "recompute":
+        return (), ()
+    vectors = sum(
+        result.kind in ("left", "right")
+        for stage in own.stages[own.recomputed_stages + 1 :]
+        for result in stage.results
+    )
+    values = (own.num_saved, compute_dtype(variant.dtype).itemsize)
+    vector_bytes = vector_dtype(variant.dtype, variant.matrix_dtype).itemsize
+    return (values, (program.num_states, io)), (gates, (vectors * variant.vectors, vector_bytes))
+
+
+def _wants_helpers(variant: MixingVariant, slices: int) -> bool:
+    """Return True if helping warps copy for the others of a block, where that takes less time.
+
+    Measured (docs/negative-results.md): backward passes gain, as they write many numbers; forward
+    passes gain where blocks run 8 columns and wait for memory.
+    """
+    small = variant.dtype.itemsize == 2
+    if variant.direction == "forward":
+        return variant.sides == 2 and slices <= 2
+    if variant.sides == 2:
+        return small and slices <= 8
+    return (small or slices <= 8) and variant.head_width <= 512
 
 
 def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
@@ -343,12 +429,8 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
     operands = max((stage.count("operand") for stage in own.stages[slice(*split)]), default=0)
     number_bytes = 8 * 4 * variant.sides if wide else 8 * 2 * layers  # of all columns
-    numbers = 0  # of bytes a step, channel and row, that come through the ring
-    if variant.direction == "forward":
-        numbers = len(program.gates) * dtype.itemsize
-    if variant.direction == "backward":
-        numbers = program.num_states * dtype.itemsize + own.num_saved * compute.itemsize
     scatter = variant.direction == "backward"
+    reads, writes = _numbers(program, variant, own)
     needs = _Needs(
         matrices={units: _matrix_tiles(own, units, *split) for units in (8, 16)},
         products=sum(len(stage.products) for stage in own.stages[slice(*split)]),
@@ -356,16 +438,19 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         tile_words=0 if wide else matrix_parts * 4,
         operand_bytes=2 * operands * number_bytes,
         padding=8 if wide else 0,
-        number_bytes=numbers * 4 * variant.sides,
+        reads=reads,
+        writes=writes,
+        wants_helpers=partial(_wants_helpers, variant),
+        sides=variant.sides,
         sums=_most_sums(own, scatter) * variant.sides,
     )
     fit = _best_fit(needs, variant, wide)
-    ring = variant.shared - fit.fixed_bytes
-    steps_ahead = MAX_STEPS_AHEAD
-    if fit.step_bytes:
-        steps_ahead = max(0, min(steps_ahead, ring // fit.step_bytes - 1))
-    ring_bytes = (steps_ahead + 1) * fit.step_bytes if steps_ahead else 0
-    if ring < 0:
+    if fit.rank < IN_REGISTERS:  # helpers take registers
+        fit = _best_fit(needs._replace(wants_helpers=lambda slices: False), variant, wide)
+    room = variant.shared - fit.fixed_bytes
+    slots = min(MAX_SLOTS, room // (fit.rings * fit.slot_bytes)) if fit.slot_bytes else 0
+    slots = slots if slots > 1 else 0
+    if room < 0:
         raise EngineError(
             f"{program.cell_name} with heads of {width} channels needs {fit.fixed_bytes:,} bytes "
             f"of shared memory in its {variant.direction} pass; this GPU has {variant.shared:,}. "
@@ -381,9 +466,11 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         matrix_parts=matrix_parts,
         register_fragments=fit.register_fragments,
         shared_matrices=fit.rank == IN_SHARED_MEMORY,
-        steps_ahead=steps_ahead,
+        helpers=fit.helpers if slots else 0,
+        slots=slots,
+        slot_bytes=fit.slot_bytes,
         words=fit.words,
-        shared_bytes=fit.fixed_bytes + ring_bytes,
+        shared_bytes=fit.fixed_bytes + fit.rings * slots * fit.slot_bytes,
     )
 
 
@@ -397,7 +484,7 @@ class Launchable(NamedTuple):
 def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable]:
     """Return the kernels of a pass, by name."""
     tiles = tiles_of(program, variant)
-    kernels = {"run": Launchable((tiles.warps * 32, 1), tiles.shared_bytes)}
+    kernels = {"run": Launchable(((tiles.warps + tiles.helpers) * 32, 1), tiles.shared_bytes)}
     if tiles.words:
         kernels["pack"] = Launchable((256, 1))
     if variant.direction == "backward":
@@ -406,7 +493,7 @@ def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable
 
 
 _TILES = ("slices", "units", "warp_tiles", "warps", "splits", "operand_parts", "matrix_parts",
-          "register_fragments", "steps_ahead", "shared_bytes")  # fmt: skip
+          "register_fragments", "helpers", "slots", "slot_bytes", "shared_bytes")  # fmt: skip
 """Fields of `Tiles` that are constants of the same name in kernels."""
 
 

@@ -275,7 +275,10 @@ def make_mixing_launch(
     offsets += [s * size for stride in arriving for s in stride]
     gaps = {strides[2]}
     if layouts.gates is not None:
-        gaps.add(head_strides(gates.shape, layouts.gates)[2])
+        grad_strides = head_strides(gates.shape, layouts.gates)
+        gaps.add(grad_strides[2])
+        offsets += [s * size for s in grad_strides]
+        offsets.append(width * vector_dtype(dtype, matrix_dtype).itemsize)
     capability = gpu.capability(device)
     variant = MixingVariant(
         direction="backward" if backward else "forward",
@@ -336,7 +339,6 @@ def make_mixing_launch(
         values |= adjoint_values(addresses, arriving, counts.fields)
         names = ("packed", "first_row", "row_end", "saved", "left", "right")
         values |= {name: addresses.next() for name in names}
-        grad_strides = head_strides(gates.shape, layouts.gates)
         values["grad_gate_strides"] = gate_strides(interface, grad_strides)
         templates["run"] = template_of(interface.pack("BackwardProblem", values))
         templates["sum_weights"] = _sums_of(interface, mixing, spans)
@@ -418,7 +420,7 @@ def mixing_layouts(
     arriving: Sequence[Tensor | None] = (),
 ) -> MixingLayouts:
     """Return the layouts of a call's tensors in kernel layout, and of those of a backward pass."""
-    chunk = common_chunk([tensors[0], *states, *arriving])
+    chunk = common_chunk([tensors[0], gates, *states, *arriving])
     if gates is None:
         return MixingLayouts(chunk)
     strides = tuple([None if g is None else row_and_time(g) for g in arriving])

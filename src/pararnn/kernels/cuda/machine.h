@@ -89,6 +89,42 @@ PARARNN_FUNCTION unsigned shared_address(const void* object) {
   return (unsigned)__cvta_generic_to_shared(object);
 }
 
+// Barriers in shared memory: a batch has arrived when a number of threads have, and the bytes that they expect.
+using Barrier = unsigned long long;
+
+PARARNN_FUNCTION void open_barrier(Barrier& barrier, int threads) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(threads) : "memory");
+}
+PARARNN_FUNCTION void arrive(Barrier& barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(&barrier)) : "memory");
+}
+// Arrives when all asynchronous copies of this thread so far have.
+PARARNN_FUNCTION void arrive_after_copies(Barrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+// Returns true if batch `number` has arrived. Only one may be in flight.
+PARARNN_FUNCTION bool has_arrived(Barrier& barrier, int number) {
+  unsigned done;
+#if PARARNN_CLUSTER  // other blocks may have written what this makes visible
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+               "selp.u32 %0, 1, 0, p; }"
+               : "=r"(done) : "r"(shared_address(&barrier)), "r"(number % 2) : "memory");
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done) : "r"(shared_address(&barrier)), "r"(number % 2) : "memory");
+#else
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done) : "r"(shared_address(&barrier)), "r"(number % 2) : "memory");
+#endif
+  return done;
+}
+// Keeps a number in a register: it is not computed anew where it is used.
+PARARNN_FUNCTION void keep(int& x) { asm volatile("" : "+r"(x)); }
+// The first `count` threads of a block meet.
+template <int count> PARARNN_FUNCTION void meet_threads() {
+  asm volatile("bar.sync 1, %0;" ::"n"(count) : "memory");
+}
+
 #if PARARNN_CLUSTER
 // Address, in the cluster's shared memory, of the same object in another block.
 PARARNN_FUNCTION unsigned in_block(const void* object, int block) {
@@ -97,12 +133,6 @@ PARARNN_FUNCTION unsigned in_block(const void* object, int block) {
   return address;
 }
 
-// Barriers that count bytes from other blocks, batch after batch.
-using Barrier = unsigned long long;
-
-PARARNN_FUNCTION void open_barrier(Barrier& barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
-}
 // Makes this lane's open barriers visible to the cluster.
 PARARNN_FUNCTION void show_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -110,15 +140,6 @@ PARARNN_FUNCTION void show_barriers() {
 PARARNN_FUNCTION void expect_bytes(Barrier& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_address(&barrier)), "r"(bytes) : "memory");
-}
-// Returns true if batch `number` has arrived. Only one may be in flight. Other blocks of the cluster
-// may have written it, so what it acquires is the cluster's.
-PARARNN_FUNCTION bool has_arrived(Barrier& barrier, int number) {
-  unsigned done;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
-               "selp.u32 %0, 1, 0, p; }"
-               : "=r"(done) : "r"(shared_address(&barrier)), "r"(number % 2) : "memory");
-  return done;
 }
 // Sends bits to an address and counts them in a barrier; both addresses are from in_block.
 PARARNN_FUNCTION void send_bits(unsigned target, unsigned long long bits, unsigned barrier) {

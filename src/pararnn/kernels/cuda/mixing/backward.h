@@ -2,6 +2,7 @@
 // from no cotangent has been computed for all steps at once, see recompute.h.
 #pragma once
 #include "recompute.h"
+#include "ring.h"
 #if PARARNN_CLUSTER
 #include "scatter.h"
 #endif
@@ -16,11 +17,56 @@ using AdjointProducts = Products<BackwardTables, backward_recomputed, backward_s
 
 struct BackwardPass {
   using Problem = BackwardProblem;
-  using Saved = Stream<scalar, backward_saved>;
-  using Arriving = Stream<io, 1>;
-  static constexpr int ring_bytes = Saved::bytes + num_states * Arriving::bytes;  // of a warp
-  static constexpr int bytes = AdjointProducts::bytes + warps * ring_bytes;
+  using Saved = Reads<scalar, backward_saved, 0>;
+  using Arriving = Reads<io, 1, Saved::end>;
+  using Gates = Writes<io, num_gates, Saved::end + num_states * Arriving::bytes>;
+  using Left = Pulled<backward_stage_of_left, num_lefts>;
+  using Right = Pulled<backward_stage_of_right, num_rights>;
+  using Lefts = Writes<vector_io, vectors ? Left::count : 0, Gates::end, Left>;
+  using Rights = Writes<vector_io, vectors ? Right::count : 0, Lefts::end, Right>;
+  static_assert(!reads_slots || Rights::end == ports_bytes);
+  static constexpr int rings_start = AdjointProducts::bytes, bytes = rings_start + rings_bytes;
   static constexpr int first_pulled = backward_recomputed + 1;  // the first stage that needs cotangents
+
+  // Where numbers of the first step, the sequence's last one, are.
+  static PARARNN_FUNCTION int64 last_time(const BackwardProblem& p) { return time_of(p.in, (int)p.in.length - 1); }
+  static PARARNN_FUNCTION Layout<scalar> saved_layout(const BackwardProblem& p, const Place& place) {
+    const int64 at = (place.first_row - p.first_row) * p.in.length + last_time(p), step = channels * backward_saved;
+    scalar* first = p.saved + (at * heads + place.head) * backward_saved * head_width;
+    return {first, p.in.length * step, head_width, -time_step * step};
+  }
+  static PARARNN_FUNCTION Layout<io> arriving_layout(const BackwardProblem& p, const Place& place, int n) {
+    const int64 at = place.first_row * p.grad_row[n] + last_time(p) * p.grad_time[n];
+    return {const_cast<io*>(p.grad_states[n]) + at + place.head * head_width, p.grad_row[n], 0, -time_step * p.grad_time[n]};
+  }
+  static PARARNN_FUNCTION Layout<io> gates_layout(const BackwardProblem& p, const Place& place) {
+    const GateStrides& strides = p.grad_gate_strides;
+    const int64 at = gate_offset(strides, place.head, place.first_row, 0, last_time(p), 0);
+    return {p.grad_gates + at, strides.row, gap_of(strides), -time_step * strides.time};
+  }
+  static PARARNN_FUNCTION Layout<vector_io> vectors_layout(const BackwardProblem& p, const Place& place, vector_io* all, int count) {
+    const int64 at = (place.head * p.in.rows + place.first_row) * p.in.length + last_time(p), step = count * head_width;
+    return {all + at * step, p.in.length * step, head_width, -time_step * step};
+  }
+
+  // A warp's copies of what steps read.
+  struct Loads {
+    Copies<Saved> saved;
+    Copies<Arriving> arriving_states[num_states];
+
+    PARARNN_FUNCTION Loads(const BackwardProblem& p, const Place& place) {
+      saved.open(saved_layout(p, place), p.in, place.first_row);
+      each<num_states>([&](int n) {
+        if (arriving[n]) arriving_states[n].open(arriving_layout(p, place, n), p.in, place.first_row);
+      });
+    }
+    PARARNN_FUNCTION void load(char* slot, bool more) {
+      saved.load(slot, more);
+      each<num_states>([&](int n) {
+        if (arriving[n]) arriving_states[n].load(slot + n * Arriving::bytes, more);
+      });
+    }
+  };
 
   // What a step reads.
   struct Step {
@@ -95,40 +141,49 @@ struct BackwardPass {
     }
   }
 
-  PARARNN_FUNCTION void run(char* ring) {
+  static PARARNN_FUNCTION void help(const BackwardProblem& p, char* memory) {
+    open_slots(memory + rings_start);
+    meet_block();
+    const Place place(blockIdx.x / slices, p.first_row);
+    Loads loads(p, place);
+    Copies<Gates> gates;
+    Copies<Lefts> lefts;
+    Copies<Rights> rights;
+    gates.open(gates_layout(p, place), p.in, place.first_row);
+    lefts.open(vectors_layout(p, place, p.left, num_lefts), p.in, place.first_row);
+    rights.open(vectors_layout(p, place, p.right, num_rights), p.in, place.first_row);
+    serve_steps(
+        memory + rings_start, (int)p.in.length, [&](char* slot, bool more) { loads.load(slot, more); },
+        [&](char* slot) {
+          gates.store(slot);
+          lefts.store(slot);
+          rights.store(slot);
+        });
+    meet_block();
+  }
+
+  PARARNN_FUNCTION void run(char* memory) {
     const Inputs& in = p.in;
     const int length = (int)in.length;
-    const int64 step = reverse ? 1 : -1, steps = in.rows * length;
-    const int64 saved_time = step * channels * backward_saved * (int64)sizeof(scalar);
     Saved saved;
     Arriving arriving_states[num_states];
-    const int64 last = time_of(in, length - 1);
-    const auto row_of = [&](int column) { return place.first_row + column; };
-    const int offset = place.head * head_width;
-    saved.start(ring, [&](int i, int column, int unit) -> const scalar* {
-      return row_of(column) < in.rows
-                 ? p.saved + ((((row_of(column) - p.first_row) * length + last) * heads + place.head) * backward_saved + i) * head_width + unit
-                 : nullptr;
-    });
+    Gates gates;
+    Lefts lefts;
+    Rights rights;
+    saved.open(saved_layout(p, place), in, place.first_row);
     each<num_states>([&](int n) {
-      if (arriving[n])
-        arriving_states[n].start(ring + Saved::bytes + n * Arriving::bytes, [&](int, int column, int unit) -> const io* {
-          return row_of(column) < in.rows
-                     ? p.grad_states[n] + row_of(column) * p.grad_row[n] + last * p.grad_time[n] + offset + unit
-                     : nullptr;
-        });
+      if (arriving[n]) arriving_states[n].open(arriving_layout(p, place, n), in, place.first_row);
     });
-    const auto arriving_time = [&](int n) { return step * p.grad_time[n] * (int64)sizeof(io); };
-    __syncwarp();
-    const auto copy = [&](int slot, int j) {
-      const bool more = j + 1 < length;
-      saved.copy(slot, saved_time, more);
-      each<num_states>([&](int n) {
-        if (arriving[n]) arriving_states[n].copy(slot, arriving_time(n), more);
-      });
-      end_group_of_copies();
-    };
-    for (int j = 0; j < steps_ahead; ++j) copy(j, j);
+    gates.open(gates_layout(p, place), in, place.first_row);
+    lefts.open(vectors_layout(p, place, p.left, num_lefts), in, place.first_row);
+    rights.open(vectors_layout(p, place, p.right, num_rights), in, place.first_row);
+    Turn reads{ring_of(memory + rings_start)}, writes = reads, fills = reads;
+    Loads loads(p, place);
+    const auto load = [&](char* slot, bool more) { loads.load(slot, more); };
+    if constexpr (!has_helpers) {
+      open_slots(memory + rings_start);
+      copy_first(fills, load, length);
+    }
     Events event(in, place, -1);
     recent.fill(constant(0));
     total.fill(constant(0));
@@ -138,66 +193,59 @@ struct BackwardPass {
       if (!events && row < in.rows) load_states(adjoint, p.grad_final, row, place, c);
       each<num_gates>([&](int g) { grad_gate[g][c] = constant(0); });
     });
-    // Where the lane's first number of each column goes.
-    const int first_unit = unit_of(0);
-    const int64 grad_time = step * p.grad_gate_strides.time, gap = gap_of(p.grad_gate_strides);
-    io* to_gates[sides];
-    vector_io *to_left[sides], *to_right[sides];
-    int64 index[sides];  // of the row's step
-    each<sides>([&](int side) {
-      const int64 row = place.row(side);
-      index[side] = row * length + last;
-      to_gates[side] = p.grad_gates + gate_offset(p.grad_gate_strides, place.head, row, 0, last, first_unit);
-      const int64 at = (place.head * steps + index[side]) * head_width;
-      to_left[side] = p.left + at * num_lefts + first_unit;
-      to_right[side] = p.right + at * num_rights + first_unit;
-    });
+    int64 index[sides];  // of a row's step
+    each<sides>([&](int side) { index[side] = place.row(side) * length + last_time(p); });
+    int j = 0;  // steps so far
     const auto store = [&](int stage) {
+      if (has_helpers && stage == first_pulled && j > 0) {  // the last step's results are complete
+        writes.release();
+        writes.next();
+      }
+      char* slot = writes.slot();
       each<per_lane>([&](int c) {
-        const int side = side_of(c), offset = tile_of(c) * units + half_of(c);
-        if (!place.stores(in, c)) return;
         const bool live = !events || now.live[c];
         each<num_gates>([&](int g) {
           if (backward_stage_of_gate[g] != stage) return;
           const real grad = live ? grad_gate[g][c] : constant(0);
-          recent[g][c] += grad;
-          to_gates[side][g * gap + offset] = narrow<io>(grad);
+          if (place.exists(in, c)) recent[g][c] += grad;
+          gates.write(slot, g, c, grad);
         });
         each<num_fields>([&](int f) {
-          if (backward_stage_of_field[f] == stage)
-            p.grad_fields[f][index[side] * channels + place.channel(c)] = live ? grad_field[c][f] : constant(0);
+          if (backward_stage_of_field[f] == stage && place.stores(in, c))
+            p.grad_fields[f][index[side_of(c)] * channels + place.channel(c)] = live ? grad_field[c][f] : constant(0);
         });
         if (!vectors) return;
         each<num_lefts>([&](int i) {
-          if (backward_stage_of_left[i] == stage)
-            to_left[side][i * head_width + offset] = narrow<vector_io>(live ? left[i][c] : constant(0));
+          if (backward_stage_of_left[i] == stage) lefts.write(slot, Left::before(i), c, live ? left[i][c] : constant(0));
         });
         each<num_rights>([&](int i) {
-          if (backward_stage_of_right[i] == stage)
-            to_right[side][i * head_width + offset] = narrow<vector_io>(live ? right[i][c] : constant(0));
+          if (backward_stage_of_right[i] == stage) rights.write(slot, Right::before(i), c, live ? right[i][c] : constant(0));
         });
       });
     };
-    const auto read_ahead = [&](int slot, int l) {
-      wait_for_step();
-      const int j = length - 1 - l;  // steps so far
-      if (steps_ahead > 0 || j < length) {
+    const auto read_ahead = [&](int j) {
+      const int l = length - 1 - j;
+      if (reads_slots || l >= 0) {
+        reads.wait_for_numbers();
         each<backward_saved>([&](int i) {
           Numbers value;
-          saved.read(slot, i, value, j * saved_time);
+          saved.read(reads.slot(), i, value);
           each<per_lane>([&](int c) { ahead.carried[c][i] = value[c]; });
         });
+        saved.next();
         each<num_states>([&](int n) {
-          if (arriving[n]) arriving_states[n].read(slot, 0, ahead.arriving[n], j * arriving_time(n));
+          if (!arriving[n]) return;
+          arriving_states[n].read(reads.slot() + n * Arriving::bytes, 0, ahead.arriving[n]);
+          arriving_states[n].next();
         });
+        reads.next();
       }
       each<per_lane>([&](int c) {
         ahead.live[c] = place.exists(in, c) && !(events && l >= 0 && event.number(side_of(c), l) < 0);
       });
     };
-    int slot = 0, free_slot = steps_ahead;
-    read_ahead(slot, length - 1);
-    for (int j = 0; j < length; ++j) {
+    read_ahead(0);
+    for (; j < length; ++j) {
       const int l = length - 1 - j;
       now = ahead;
       each<num_states>([&](int n) {
@@ -210,10 +258,8 @@ struct BackwardPass {
         });
       });
       pull<first_pulled>(store, [&] {
-        copy(free_slot, j + steps_ahead);
-        slot = slot == steps_ahead ? 0 : slot + 1;
-        free_slot = free_slot == steps_ahead ? 0 : free_slot + 1;
-        read_ahead(slot, l - 1);
+        copy_ahead(fills, load, j + slots < length);
+        read_ahead(j + 1);
       });
       each<per_lane>([&](int c) {
         const int side = side_of(c);
@@ -221,12 +267,10 @@ struct BackwardPass {
         each<num_states>([&](int n) { adjoint[n][c] = stops ? constant(0) : next[n][c]; });
         if (events && event.begin(side) && !pad) store_states(p.grad_initial, adjoint, event.now[side], place, c);
       });
-      each<sides>([&](int side) {
-        index[side] += step;
-        to_gates[side] += grad_time;
-        to_left[side] += step * num_lefts * head_width;
-        to_right[side] += step * num_rights * head_width;
-      });
+      each<sides>([&](int side) { index[side] -= time_step; });
+      gates.next();
+      lefts.next();
+      rights.next();
       if (j % sum_block == 0) {
         each<num_weights>([&](int i) {
           each<per_lane>([&](int c) {
@@ -237,8 +281,9 @@ struct BackwardPass {
       }
       if (events) event.next(l);
     }
+    writes.release();
     wait_for_copies<0>();
-    products.finish();
+    meet_block();
     if (!events) each<per_lane>([&](int c) {
       const int64 row = place.row(side_of(c));
       if (row < in.rows) store_states(p.grad_initial, adjoint, row, place, c);

@@ -7,10 +7,10 @@
 // Needs, in addition to real.h and the emitted code: heads, head_width, slices (of a head), units (of a tile: 8
 // or 16), warp_tiles, sides (columns of a lane: 1 or 2), per_lane (numbers of a lane), warps, splits (warps with
 // the same tiles), register_fragments (of a warp's matrices), shared_matrices (true if shared memory has the
-// others), steps_ahead (of a ring), chunk (bytes that may be copied at once), gate_gap (elements between gates, 0
-// if the launch says), whole (all columns of all blocks are rows), vectors (true if those of outer products are
-// wanted), reverse, events, broadcast, arriving, weight_io, matrix_io, vector_io, and the parts of numbers in
-// products (products.h).
+// others), helpers (warps that copy for the others, see ring.h), slots (of steps in shared memory), slot_bytes,
+// chunk (bytes that may be copied at once), gate_gap (elements between gates, 0 if the launch says), whole (all
+// columns of all blocks are rows), vectors (true if those of outer products are wanted), reverse, events,
+// broadcast, arriving, weight_io, matrix_io, vector_io, and the parts of numbers in products (products.h).
 #pragma once
 #include "../../common/sizes.h"
 #include "../tiles.h"
@@ -20,11 +20,14 @@ namespace pararnn {
 
 constexpr int lanes = 32, columns = 4 * sides, channels = heads * head_width;
 constexpr int numbers_of_tile = units / 8 * sides;
+constexpr int barrier_bytes = 16;
 constexpr int param_slots = num_params > 0 ? num_params : 1, field_slots = num_fields > 0 ? num_fields : 1;
 static_assert(per_lane == warp_tiles * numbers_of_tile);
 
 PARARNN_FUNCTION int lane() { return threadIdx.x % lanes; }
 PARARNN_FUNCTION int warp() { return threadIdx.x / lanes; }
+// Waits for all warps that compute.
+PARARNN_FUNCTION void meet_warps() { meet_threads<warps * lanes>(); }
 PARARNN_FUNCTION int slice() { return slices > 1 ? blockIdx.x % slices : 0; }
 
 constexpr int groups = warps / splits;  // of warps with the same tiles

@@ -2,6 +2,7 @@
 #pragma once
 #include "inputs.h"
 #include "products.h"
+#include "ring.h"
 
 namespace pararnn {
 
@@ -18,9 +19,21 @@ constexpr int forward_operands_count = forward_first_operand[forward_stages];
 
 struct ForwardPass {
   using Problem = ForwardProblem;
-  using Gates = Stream<io, num_gates>;
-  static constexpr int ring_bytes = Gates::bytes;  // of a warp
-  static constexpr int bytes = ForwardProducts::bytes + warps * ring_bytes;
+  using Gates = Reads<io, num_gates, 0>;
+  using State = Writes<io, 1, Gates::end>;
+  static constexpr int rings_start = ForwardProducts::bytes, bytes = rings_start + rings_bytes;
+  static_assert(!reads_slots || Gates::bytes + num_states * State::bytes == ports_bytes);
+
+  // Where numbers of the first step are.
+  static PARARNN_FUNCTION Layout<io> gates_layout(const Inputs& in, const Place& place) {
+    const GateStrides& strides = in.gate_strides;
+    const io* first = gate_address(in, place.head, place.first_row, 0, time_of(in, 0), 0);
+    return {const_cast<io*>(first), strides.row, gap_of(strides), time_step * strides.time};
+  }
+  static PARARNN_FUNCTION Layout<io> state_layout(const ForwardProblem& p, const Place& place, int n) {
+    const int64 at = place.first_row * p.in.length + time_of(p.in, 0);
+    return {p.states[n] + at * channels + place.head * head_width, p.in.length * channels, 0, time_step * channels};
+  }
 
   const ForwardProblem& p;
   const Place place;
@@ -57,20 +70,34 @@ struct ForwardPass {
     }
   }
 
-  PARARNN_FUNCTION void run(char* ring) {
+  static PARARNN_FUNCTION void help(const ForwardProblem& p, char* memory) {
+    open_slots(memory + rings_start);
+    meet_block();
+    const Place place(blockIdx.x / slices);
+    Copies<Gates> gates;
+    Copies<State> states[num_states];
+    gates.open(gates_layout(p.in, place), p.in, place.first_row);
+    each<num_states>([&](int n) { states[n].open(state_layout(p, place, n), p.in, place.first_row); });
+    serve_steps(
+        memory + rings_start, (int)p.in.length, [&](char* slot, bool more) { gates.load(slot, more); },
+        [&](char* slot) { each<num_states>([&](int n) { states[n].store(slot + n * State::bytes); }); });
+    meet_block();
+  }
+
+  PARARNN_FUNCTION void run(char* memory) {
     const Inputs& in = p.in;
     const int length = (int)in.length;
-    const int64 step = reverse ? -1 : 1;
-    const int64 time_bytes = step * in.gate_strides.time * (int64)sizeof(io);
     Gates gates;
-    gates.start(ring, [&](int g, int column, int unit) -> const io* {
-      const int64 row = place.first_row + column;
-      return row < in.rows ? gate_address(in, place.head, row, g, time_of(in, 0), unit) : nullptr;
-    });
-    __syncwarp();
-    for (int l = 0; l < steps_ahead; ++l) {
-      gates.copy(l, time_bytes, l + 1 < length);
-      end_group_of_copies();
+    State states[num_states];
+    Copies<Gates> copies;
+    gates.open(gates_layout(in, place), in, place.first_row);
+    each<num_states>([&](int n) { states[n].open(state_layout(p, place, n), in, place.first_row); });
+    Turn reads{ring_of(memory + rings_start)}, writes = reads, fills = reads;
+    const auto load = [&](char* slot, bool more) { copies.load(slot, more); };
+    if constexpr (!has_helpers) {
+      copies.open(gates_layout(in, place), in, place.first_row);
+      open_slots(memory + rings_start);
+      copy_first(fills, load, length);
     }
     Events event(in, place, 1);
     each<per_lane>([&](int c) {
@@ -78,30 +105,27 @@ struct ForwardPass {
       const int64 row = place.row(side_of(c));
       if (!events && row < in.rows) load_states(state, in.initial, row, place, c);
     });
-    const int first_channel = place.head * head_width + unit_of(0);
-    io* out[num_states][sides];  // where the lane's first number of each column goes
-    each<num_states>([&](int n) {
-      each<sides>([&](int side) {
-        out[n][side] = p.states[n] + (place.row(side) * length + time_of(in, 0)) * channels + first_channel;
+    // Writes the state, which is that after a step, and ends the step: unless it is the first one, which is written
+    // over.
+    const auto write_step = [&](bool ends) {
+      each<num_states>([&](int n) {
+        each<per_lane>([&](int c) { states[n].write(writes.slot() + n * State::bytes, 0, c, state[n][c]); });
+        states[n].next(ends);
       });
-    });
-    const auto store_step = [&] {
-      each<per_lane>([&](int c) {
-        if (!place.stores(in, c)) return;
-        each<num_states>([&](int n) {
-          out[n][side_of(c)][tile_of(c) * units + half_of(c)] = narrow<io>(state[n][c]);
-        });
-      });
-      each<num_states>([&](int n) { each<sides>([&](int side) { out[n][side] += step * channels; }); });
+      if (!has_helpers || !ends) return;
+      writes.release();
+      writes.next();
     };
-    const auto read_ahead = [&](int slot, int l) {
-      wait_for_step();
-      if (steps_ahead > 0 || l < length)
-        each<num_gates>([&](int g) { gates.read(slot, g, ahead.gate[g], l * time_bytes); });
+    const auto read_ahead = [&](int l) {
+      if (reads_slots || l < length) {
+        reads.wait_for_numbers();
+        each<num_gates>([&](int g) { gates.read(reads.slot(), g, ahead.gate[g]); });
+        gates.next();
+        reads.next();
+      }
       load_fields(in, place, l, ahead);
     };
-    int slot = 0, free_slot = steps_ahead;
-    read_ahead(slot, 0);
+    read_ahead(0);
     for (int l = 0; l < length; ++l) {
       inputs = ahead;
       add_bias(inputs.gate, weights.bias);
@@ -111,12 +135,9 @@ struct ForwardPass {
         else if (event.begin(side)) load_states(state, in.initial, event.now[side], place, c);
       });
       run_stages<0>([&] {
-        if (!events && l > 0) store_step();
-        gates.copy(free_slot, time_bytes, l + steps_ahead + 1 < length);
-        end_group_of_copies();
-        slot = slot == steps_ahead ? 0 : slot + 1;
-        free_slot = free_slot == steps_ahead ? 0 : free_slot + 1;
-        read_ahead(slot, l + 1);
+        if (!events) write_step(l > 0);
+        copy_ahead(fills, load, l + slots < length);
+        read_ahead(l + 1);
       });
       each<per_lane>([&](int c) {
         const bool pad = events && event.pad(side_of(c));
@@ -124,14 +145,14 @@ struct ForwardPass {
         if (events && event.end(side_of(c)) && !pad) store_states(p.final, state, event.now[side_of(c)], place, c);
       });
       if (events) {
-        store_step();
+        write_step(true);
         event.next(l);
       }
     }
+    if (!events) write_step(true);
     wait_for_copies<0>();
-    products.finish();
+    meet_block();
     if (events) return;
-    store_step();
     each<per_lane>([&](int c) {
       const int64 row = place.row(side_of(c));
       if (row < in.rows) store_states(p.final, state, row, place, c);

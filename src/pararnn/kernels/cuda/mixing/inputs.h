@@ -1,8 +1,8 @@
-// Inputs of a step: gates through a ring, fields and events one step ahead in registers.
+// Inputs of a step, and where they are: weights and events in registers.
 //
 // Times t are in the caller's order; l counts the steps of the recurrence.
 #pragma once
-#include "ring.h"
+#include "block.h"
 
 namespace pararnn {
 
@@ -30,6 +30,7 @@ PARARNN_FUNCTION void add_bias(Fragment<num_gates>& gate, const Fragment<num_gat
   each<num_gates>([&](int g) { each<per_lane>([&](int c) { gate[g][c] += bias[g][c]; }); });
 }
 
+constexpr int64 time_step = reverse ? -1 : 1;  // from a step of the recurrence to the next
 PARARNN_FUNCTION int64 time_of(const Inputs& in, int l) { return reverse ? (int)in.length - 1 - l : l; }
 
 PARARNN_FUNCTION int64 gate_offset(const GateStrides& strides, int head, int64 row, int gate, int64 t, int unit) {

@@ -19,7 +19,6 @@ constexpr int operand_units = slices > 1 && slices * slice_units > sum_units ? (
 constexpr int wide_row = operand_units + 8;  // numbers of a column in double precision: without bank conflicts
 constexpr int layers = sides == 2 ? operand_parts : (operand_parts + 1) / 2;  // tiles of an operand
 constexpr int matrix_words = matrix_parts * lanes * 4;  // of a tile of 16 x 16
-constexpr int barrier_bytes = 16;
 
 constexpr int at_least_one(int x) { return x > 1 ? x : 1; }
 template <int n> struct Count { static constexpr int value = n; };
@@ -82,6 +81,16 @@ PARARNN_FUNCTION real rest(real x, unsigned first_part) {
   return left == left ? left : 0.0f;
 }
 
+// Matrix units truncate as they add: sums of float32 gates are added up outside of them.
+constexpr bool adds_floats = operand_parts > 2;
+
+// Returns into how many each of `count` sums of `terms` is divided, so that four are under way: a sum waits longer
+// for its last term than a matrix unit is busy with one. Where units are busy anyway, that takes time.
+constexpr int ways_of(int count, int terms) {
+  if (sides == 2 || adds_floats || terms == 1 || count > 2) return 1;
+  return terms == 2 || count == 2 ? 2 : 4;
+}
+
 // Calls f(layer, tile, word) for the parts of a lane's numbers: words of fragments, by the warp's tiles of 8 units.
 template <class F> PARARNN_FUNCTION void each_part(const Numbers& x, const F& f) {
   Numbers left;
@@ -142,14 +151,11 @@ PARARNN_FUNCTION Barrier& barrier_of(char* barriers, int round) {
   return *reinterpret_cast<Barrier*>(barriers + round % 2 * barrier_bytes);
 }
 
-// Opens the barriers of two rounds, once the block's memory is ready.
+// Opens the barriers of two rounds.
 PARARNN_FUNCTION void open_slices(char* barriers) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    each<2>([&](int i) { open_barrier(barrier_of(barriers, i)); });
-    show_barriers();
-  }
-  meet_slices();
+  if (threadIdx.x > 0) return;
+  each<2>([&](int i) { open_barrier(barrier_of(barriers, i), 1); });
+  show_barriers();
 }
 
 // Waits for the bytes of a round from all slices.
@@ -160,6 +166,14 @@ PARARNN_FUNCTION void wait_for_slices(char* barriers, int round, int bytes) {
   __syncwarp();
 }
 #endif
+
+// All threads of the blocks of a head meet: when their memory is ready, and after the last round.
+PARARNN_FUNCTION void meet_block() {
+  __syncthreads();
+#if PARARNN_CLUSTER
+  meet_slices();
+#endif
+}
 
 // The stages of a pass from `first` on, to `last` - 1, whose products a kernel computes.
 template <class Tables, int first, int last> struct Products {
@@ -175,7 +189,7 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int sums_bytes = splits > 1 ? 2 * round_sums * 4 : 0;  // one round is read, the next one written
   static constexpr int sums_start = operands_bytes + matrix_bytes, barriers_start = sums_start + sums_bytes;
   static constexpr int bytes = barriers_start + (slices > 1 ? 2 * barrier_bytes : 0);
-  static constexpr int receivers = slices / splits;  // of a warp: the splits share the slices
+  static constexpr int receivers = at_least_one(slices / splits);  // of a warp: the splits share the slices
 
   const Inputs& in;
   const int head;
@@ -196,16 +210,8 @@ template <class Tables, int first, int last> struct Products {
       receiver[i] = in_block(memory, (slice() + i * splits + split_of(warp())) % slices);
     });
     open_slices(memory + barriers_start);
-#else
-    __syncthreads();
 #endif
-  }
-
-  // Call after the last round.
-  PARARNN_FUNCTION void finish() const {
-#if PARARNN_CLUSTER
-    meet_slices();
-#endif
+    meet_block();
   }
 
   PARARNN_FUNCTION char* slot(int operand) const {
@@ -243,7 +249,7 @@ template <class Tables, int first, int last> struct Products {
     constexpr int own = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
     wait_for_slices(memory + barriers_start, round, own * layers * (slices * slice_units / 8) * tile_bytes);
 #else
-    __syncthreads();
+    meet_warps();
 #endif
     if constexpr (wide) {
       meanwhile();
@@ -278,15 +284,14 @@ template <class Tables, int first, int last> struct Products {
     constexpr int begin = tiles_before<Tables>(stage), own = tiles_before<Tables>(stage + 1) - begin;
     constexpr int skipped = begin - tiles_before<Tables>(first);
     constexpr int most = matrix_parts > operand_parts ? matrix_parts : operand_parts;
-    constexpr int chains = matrix_parts > 1 || layers > 1 ? 2 : 1;  // of sums, which do not wait for each other
+    // Sums that do not wait for each other: of a matrix unit's instructions, and of those of small parts.
+    constexpr int ways = ways_of(own * warp_tiles, depth), chains = (matrix_parts > 1 || layers > 1 ? 2 : 1) * ways;
     float sum[own * warp_tiles][chains][4];
     each<own * warp_tiles>([&](int i) {
       each<chains>([&](int chain) { each<4>([&](int j) { sum[i][chain][j] = 0.0f; }); });
     });
     constexpr int operands = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
     constexpr int parts_of_layer = 3 - sides;
-    // Matrix units truncate as they add: sums of float32 gates are added up outside of them.
-    constexpr bool adds_floats = operand_parts > 2;
     const int first_tile = split_of(warp()) * depth;
     // Multiplies `together` tiles of 16 units, from the warp's tile k on.
     const auto multiply_tiles = [&](int k, auto together) {
@@ -312,8 +317,9 @@ template <class Tables, int first, int last> struct Products {
               each<layers>([&](int layer) {
                 const int order = part + layer * parts_of_layer;
                 if (order >= most) return;
+                const int way = ((register_fragments > 0 ? k : 0) + extra + part) % ways;
                 float(&target)[4] = adds_floats && order == 0 ? part_sum[adds_floats ? i * warp_tiles + tile : 0]
-                                                          : sum[i * warp_tiles + tile][order == 0 ? 0 : chains - 1];
+                                                          : sum[i * warp_tiles + tile][order == 0 ? way : chains - 1 - way];
                 add_product_of(target, matrix, at + part, loaded_fragments, x[o][layer][extra]);
               });
             });
@@ -336,7 +342,7 @@ template <class Tables, int first, int last> struct Products {
       each<warp_tiles>([&](int tile) {
         each<4>([&](int j) {
           real total = sum[i * warp_tiles + tile][0][j];
-          if constexpr (chains == 2) total += sum[i * warp_tiles + tile][1][j];
+          each<chains - 1>([&](int chain) { total += sum[i * warp_tiles + tile][chain + 1][j]; });
           const int half = units == 8 ? j / 2 : 0, side = j % 2;
           const int number = tile * numbers_of_tile + (units == 8 ? 0 : j / 2 * sides) + (sides == 2 ? side : 0);
           if (half >= item.halves) return;
@@ -356,7 +362,7 @@ template <class Tables, int first, int last> struct Products {
     each<numbers>([&](int i) {
       sums[index(split_of(warp()), i)] = (float)product[begin + i / per_lane][i % per_lane];
     });
-    __syncthreads();
+    meet_warps();
     each<numbers>([&](int i) {
       float total = sums[index(0, i)];
       each<splits - 1>([&](int j) { total += sums[index(j + 1, i)]; });

@@ -34,9 +34,29 @@ struct Previous {
   }
 };
 
+// Those of `vectors` vectors, of these stages, that follow from cotangents.
+template <const int* stages, int vectors> struct Pulled {
+  struct List {
+    int count, before[vectors + 1], number[vectors + 1];  // of them; of a vector, and back
+  };
+  static constexpr List make() {
+    List list{};
+    for (int i = 0; i < vectors; ++i) {
+      list.before[i] = list.count;
+      if (stages[i] > backward_recomputed) list.number[list.count++] = i;
+    }
+    return list;
+  }
+  static constexpr List list = make();
+  static constexpr int count = list.count;
+
+  static PARARNN_FUNCTION constexpr int before(int vector) { return list.before[vector]; }
+  static PARARNN_FUNCTION constexpr int number(int pulled) { return list.number[pulled]; }
+};
+
 struct Recompute {
   using Problem = BackwardProblem;
-  static constexpr int ring_bytes = 0, bytes = StepProducts::bytes;
+  static constexpr int bytes = StepProducts::bytes;
 
   // What the steps of a block's columns read, as it is in memory: nothing waits for it before its use. initial:
   // sequences whose initial states come before the steps, -1 for none.

@@ -56,9 +56,8 @@ template <class Tables, int first, int last> struct ScatteredProducts {
                     (tile % own_depth * 2 * sides * lanes + lane()) * 4;
     });
     open_slices(memory + barriers_start);
+    meet_block();
   }
-
-  PARARNN_FUNCTION void finish() const { meet_slices(); }
 
   PARARNN_FUNCTION char* slot(int operand) const {
     return memory + (round % 2 * operand_slots + operand) * operand_bytes;
@@ -81,15 +80,15 @@ template <class Tables, int first, int last> struct ScatteredProducts {
   PARARNN_FUNCTION void multiply(real (&product)[count][per_lane], const Work& meanwhile) {
     constexpr int begin = Tables::first_product[stage], own = Tables::first_product[stage + 1] - begin;
     constexpr int most = matrix_parts > operand_parts ? matrix_parts : operand_parts, parts_of_layer = 3 - sides;
-    constexpr bool adds_floats = operand_parts > 2;  // see products.h
+    constexpr bool apart = ways_of(tiles, own) > 1 || tiles == 1;  // each product has a sum of its own
     float sum[tiles][own][2][4];
     each<tiles * own * 2>([&](int i) {
       each<4>([&](int j) { sum[i / (own * 2)][i / 2 % own][i % 2][j] = 0.0f; });
     });
-    __syncthreads();
+    meet_warps();
     each<own>([&](int p) {
       const int operand = Tables::products[begin + p].operand - Tables::first_operand[stage];
-      const int target = Tables::sum_of_product[begin + p] - begin;
+      const int target = apart ? p : Tables::sum_of_product[begin + p] - begin;
       each<own_depth>([&](int k) {
         unsigned x[layers][2];
         each<layers>([&](int layer) {
@@ -124,8 +123,12 @@ template <class Tables, int first, int last> struct ScatteredProducts {
         const unsigned target = receiver[tile] + slot_start + sums_before(begin, begin + p) * slices * sum_bytes;
         each<2 * sides>([&](int i) {
           const int j = sides == 2 ? i : 2 * i;
-          float total = sum[tile][p][0][j] + sum[tile][p][1][j];
-          if (sides == 1) total += sum[tile][p][0][j + 1] + sum[tile][p][1][j + 1];
+          float total = 0.0f;
+          each<own>([&](int q) {
+            if (q != p && (!apart || Tables::sum_of_product[begin + q] != begin + p)) return;
+            total += sum[tile][q][0][j] + sum[tile][q][1][j];
+            if (sides == 1) total += sum[tile][q][0][j + 1] + sum[tile][q][1][j + 1];
+          });
           send_bits(target + i * lanes * 4, __float_as_uint(total), barrier);
         });
       });

@@ -35,9 +35,21 @@ pack(const __grid_constant__ pararnn::PackProblem problem) {
   pararnn::pack<pararnn::PassTables, pararnn::PassProducts>(problem);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * pararnn::warps)
+namespace pararnn {
+template <class Own> PARARNN_FUNCTION void run_warp(const typename Own::Problem& problem, char* memory) {
+  if constexpr (helpers > 0) {
+    if (warp() >= warps) {
+      Own::help(problem, memory);
+      return;
+    }
+  }
+  Own pass(problem, memory);
+  pass.run(memory);
+}
+}  // namespace pararnn
+
+extern "C" __global__ void __launch_bounds__(32 * (pararnn::warps + pararnn::helpers))
 run(const __grid_constant__ pararnn::Pass::Problem problem) {
   PARARNN_LAUNCH_MEMORY(memory);
-  pararnn::Pass pass(problem, memory);
-  pass.run(memory + pararnn::Pass::bytes - (pararnn::warps - pararnn::warp()) * pararnn::Pass::ring_bytes);
+  pararnn::run_warp<pararnn::Pass>(problem, memory);
 }
