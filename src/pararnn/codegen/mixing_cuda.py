@@ -220,8 +220,9 @@ class _Needs(NamedTuple):
     scatter: slices send sums of products, see cuda/mixing/scatter.h. tile_words: of a lane and a
     tile of 16 by 16. operand_bytes: of all operands and a unit, of both rounds. padding: units of
     an operand that no warp has. reads, writes: numbers of a step, column and unit, as counts and
-    the bytes of one. wants_helpers: says of a number of slices whether warps copy for others. sides:
-    columns of a lane. sums: numbers of a lane and a tile of 8 units that splits add up.
+    the bytes of one. wants_helpers: returns True if warps are to copy for others, for a number of
+    slices. sides: columns of a lane. sums: numbers of a lane and a tile of 8 units that splits add
+    up.
     """
 
     matrices: dict[int, int]
