@@ -1,0 +1,196 @@
+r"""A training step on one row of tokens over one or several GPUs, and what its parts cost.
+
+The model is a recipe's; blocks are compiled, FSDP2 shards weights, gradients are clipped, AdamW:
+what `pararnn train context_parallel=N` does with N processes. Tokens are random. Times by CUDA
+events, memory the most that was allocated on a GPU. Parts are those of a layer of the model on one
+rank's span: the solve alone and over ranks, a span's map, the message with states, and the halo of
+the convolution; the layer's gates are N(0, 1), and its channels forget.
+
+Rows go into context.csv and context_parts.csv in a folder; those of other cases stay.
+
+    python benchmarks/context.py 65536 262144+                     # one GPU; + for checkpointing
+    torchrun --standalone --nproc-per-node=2 benchmarks/context.py 131072 524288+ 1048576+ \
+        --parts 262144
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from common import add_row, new_parser, provenance
+from protocol import Clock, run_times
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import pararnn
+from pararnn.context import solve
+from pararnn.context.group import find
+from pararnn.context.piece import Border
+from pararnn.context.shift import shift
+from pararnn.engines.arguments import Arguments
+from pararnn.program.program import program_of
+from pararnn.solve import plan_solve, prepare, run
+from pararnn.train.config import RunConfig
+from pararnn.train.feed import own_span
+from pararnn.train.optimiser import make_adamw, set_rate
+from pararnn.train.recipes import recipe
+from pararnn.train.setup import bare_model, prepare_model
+from pararnn.train.sharding import clip_gradients, own_device, process_count, process_group
+
+KEYS = ("recipe", "gpus", "T", "checkpointing", "device")
+PART_KEYS = ("part", "gpus", "span", "device")
+
+
+class Case(NamedTuple):
+    """Tokens of a row, and whether blocks are computed again in the backward pass."""
+
+    tokens: int
+    checkpointing: bool
+
+    @classmethod
+    def read(cls, text: str) -> Case:
+        """Read "524288+"; the plus stands for checkpointing."""
+        return cls(int(text.rstrip("+")), text.endswith("+"))
+
+
+def config_of(name: str, case: Case) -> RunConfig:
+    """Return a recipe for one row over all processes."""
+    config = recipe(name)
+    data = replace(config.data, sequence_length=case.tokens)
+    own = {"batch": 1, "device_batch": 1, "context_parallel": process_count(), "steps": 10_000}
+    return replace(config, data=data, checkpointing=case.checkpointing, **own)
+
+
+def train(config: RunConfig, clock: Clock, steps: int) -> int:
+    """Make steps, with a mark of the clock after each; return the number of parameters."""
+    device, ranks = own_device(), config.context_parallel
+    model = prepare_model(bare_model(config), config, device)
+    model.config.use_cache = False
+    optimizer = make_adamw(model, config.optimiser, fused=device.type == "cuda")
+    parameters = list(model.parameters())
+    model.train()
+    length, vocabulary = config.data.sequence_length, config.model.vocab_size
+    count = torch.tensor(length - 1, device=device)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        row = torch.randint(vocabulary, (1, length), generator=generator)
+        span = own_span({"input_ids": row, "labels": row}, dist.get_rank(), ranks)
+        inputs = {name: value.to(device) for name, value in span.items()}
+        loss = model(**inputs, num_items_in_batch=count).loss * ranks
+        loss.backward()
+        clip_gradients(parameters, config.optimiser.grad_norm)
+        set_rate(optimizer, config.optimiser, step, config.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.tick()
+    return sum(each.numel() for each in parameters)
+
+
+def measure(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
+    """Return a case's row."""
+    gc.collect()  # the model before
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock(own_device())
+    parameters = train(config, clock, warmup + steps)
+    times, tokens = clock.times()[warmup - 1 :], config.data.sequence_length
+    median = statistics.median(times)
+    return {
+        "recipe": config.name,
+        "gpus": process_count(),
+        "T": tokens,
+        "parameters": parameters,
+        "checkpointing": config.checkpointing,
+        "steps": len(times),
+        "median_ms": round(median, 2),
+        "min_ms": round(min(times), 2),
+        "tokens_per_s": round(tokens / median * 1e3),
+        "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else "",
+    }
+
+
+def parts_of(config: RunConfig, span: int) -> dict[str, Callable[[], object]]:
+    """Return the parts of a layer's solve on a rank's span, as calls."""
+    device, width = own_device(), config.model.hidden_size
+    mesh = init_device_mesh(device.type, (process_count(),))
+    layer = pararnn.ParaGRU(width, width, device=device).layers[0]
+    name = pararnn.context_parallel(layer, mesh).context
+    ranks, cell = find(name), layer.cell
+    gates = torch.randn(1, span, 3, width, device=device, dtype=torch.bfloat16)
+    program, arriving = program_of(cell), torch.randn_like(gates[:, :, 0])
+    inputs = prepare(cell, gates.requires_grad_())
+
+    def forward(context: str) -> Tensor:
+        return run(program, inputs.with_options(context=context), "auto", "auto").states[0]
+
+    def both(context: str) -> object:
+        return torch.autograd.grad(forward(context), gates, arriving)
+
+    with torch.no_grad():
+        _, engine, args = plan_solve(program, inputs, "auto", "auto")
+        args = args.complete(program)
+        solution = engine.forward(program, args)
+    states = tuple(state.detach() for state in solution.states)
+    alone = Arguments(gates.detach(), None, (), args.params, args.initial, 1)
+    middle = Border(None, 1, 3)  # a rank that has neighbours on both sides, whose map is needed
+    message = torch.zeros(2, 1, 1, width, device=device)
+    halo = torch.zeros(1, width, config.model.conv_kernel_size - 1, device=device).bfloat16()
+    return {
+        "solve": lambda: both(""),
+        "solve over ranks": lambda: both(name),
+        "forward": lambda: _without_grad(forward, ""),
+        "forward over ranks": lambda: _without_grad(forward, name),
+        "map": lambda: solve._maps(program, engine, alone, middle, args.initial, states),
+        "states": lambda: ranks.gather(message),
+        "halo": lambda: shift(halo, name, False),
+    }
+
+
+def _without_grad(call: Callable[[str], object], context: str) -> object:
+    with torch.no_grad():
+        return call(context)
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("cases", nargs="*", type=Case.read, metavar="TOKENS[+]")
+    parser.add_argument("--recipe", default="gru-400m")
+    parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed, 1 or more")
+    parser.add_argument("--steps", type=int, default=8, help="steps that are timed")
+    parser.add_argument("--parts", type=int, help="span of the parts, in tokens")
+    parser.add_argument("--runs", type=int, default=100, help="runs of each part")
+    args = parser.parse_args()
+    with process_group():
+        first = dist.get_rank() == 0
+        shared = provenance("cuda" if torch.cuda.is_available() else "cpu")
+        for case in args.cases:
+            row = {**shared, **measure(config_of(args.recipe, case), args.warmup, args.steps)}
+            if first:
+                print(*row.values(), sep="\t", flush=True)
+                add_row(args.out / "context.csv", row, KEYS)
+        if args.parts is None:
+            return
+        config = config_of(args.recipe, Case(args.parts, False))
+        for name, call in parts_of(config, args.parts).items():
+            for _ in range(3):
+                call()
+            dist.barrier()
+            times = run_times(call, own_device(), args.runs)
+            facts = {"part": name, "gpus": process_count(), "span": args.parts, "runs": args.runs}
+            median = round(statistics.median(times), 4)
+            row = {**shared, **facts, "median_ms": median, "min_ms": round(min(times), 4)}
+            if first:
+                print(*row.values(), sep="\t", flush=True)
+                add_row(args.out / "context_parts.csv", row, PART_KEYS)
+
+
+if __name__ == "__main__":
+    main()
