@@ -63,8 +63,15 @@ def config_of(name: str, case: Case) -> RunConfig:
     """Return a recipe for one row over all processes."""
     config = recipe(name)
     data = replace(config.data, sequence_length=case.tokens)
-    own = {"batch": 1, "device_batch": 1, "context_parallel": process_count(), "steps": 10_000}
-    return replace(config, data=data, checkpointing=case.checkpointing, **own)
+    return replace(
+        config,
+        data=data,
+        checkpointing=case.checkpointing,
+        batch=1,
+        device_batch=1,
+        context_parallel=process_count(),
+        steps=10_000,
+    )
 
 
 def train(config: RunConfig, clock: Clock, steps: int) -> int:
@@ -121,9 +128,10 @@ def parts_of(config: RunConfig, span: int) -> dict[str, Callable[[], object]]:
     """Return the parts of a layer's solve on a rank's span, as calls."""
     device, width = own_device(), config.model.hidden_size
     mesh = init_device_mesh(device.type, (process_count(),))
-    layer = pararnn.ParaGRU(width, width, device=device).layers[0]
-    name = pararnn.context_parallel(layer, mesh).context
-    ranks, cell = find(name), layer.cell
+    layer = pararnn.RecurrentLayer(pararnn.GRUCell, width, width, device=device)
+    pararnn.context_parallel(layer, mesh)
+    name, cell = layer.context, layer.cell
+    ranks = find(name)
     gates = torch.randn(1, span, 3, width, device=device, dtype=torch.bfloat16)
     program, arriving = program_of(cell), torch.randn_like(gates[:, :, 0])
     inputs = prepare(cell, gates.requires_grad_())
