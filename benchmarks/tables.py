@@ -19,6 +19,7 @@ import sentences_training
 from learn_results import learn
 from markdown_tables import Row, Table, digits, number, single, size
 from tables_claims import claims
+from tables_context import context_ranks, context_says, context_steps
 from tables_lm import lm_ratios
 from tables_mixing import mixing
 from tables_readme import performance
@@ -27,6 +28,7 @@ from tables_tasks import tasks
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
+    "docs/context-parallel.md",
     "docs/generated-kernels.md",
     "docs/kernel-figures.md",
     "docs/matrix-cells.md",
@@ -213,6 +215,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mixing": mixing,
     "performance": performance,
     "claims": claims,
+    "context_ranks": context_ranks,
+    "context_says": context_says,
+    "context_steps": context_steps,
     "learn": learn,
     "lm_ratios": lm_ratios,
     "tasks": tasks,
