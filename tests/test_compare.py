@@ -114,6 +114,20 @@ def test_runs_of_other_lengths_are_compared_at_equal_tokens(tmp_path):
     assert "Fewest bits: gru tiny, steps 20, 20% below gru tiny, steps 40" in text
 
 
+def test_what_a_run_has_not_reached_is_no_figure(tmp_path):
+    make_run(tmp_path / "whole", [4.0, 3.0])
+    make_run(tmp_path / "cut", [4.0, 3.0], "model.cell=lstm", upto=1)
+    (only,), _ = sets_in(tmp_path)
+    cut, whole = only.groups
+    assert not cut.is_finished
+    assert cut.end is at_tokens(only, cut) is at_seconds(only, cut) is None
+    assert at_tokens(only, whole).mean == 3.0
+    (run,) = cut.runs
+    assert [run.at("tokens", steps * TOKENS) for steps in (9, 10, 11)] == [None, 4.0, None]
+    lines = [line for line in markdown([only], []).splitlines() if line.startswith("| lstm")]
+    assert lines[0].startswith("| lstm tiny (not finished) | 1 k | 1 | 41 k | – | – |")  # noqa: RUF001
+
+
 def test_equal_seconds_follow_from_the_speed(tmp_path):
     make_run(tmp_path / "slow", [4.0, 3.0, 2.0], "model.cell=lstm", speed=1000.0)
     make_run(tmp_path / "fast", [5.0, 4.0, 3.0], speed=2000.0)

@@ -120,7 +120,7 @@ def test_a_sweep_goes_on_behind_a_run_that_diverges(tmp_path, capsys):
     with pytest.raises(TrainingError, match=r"1 of 3 runs diverged, the others .*: .*seed-1$"):
         run_sweep(configs, train)
     assert begins == [0, 1, 2]
-    assert "seed-1: the loss is NaN" in capsys.readouterr().err
+    assert "seed-1 diverged in step 7: the other runs of the sweep go on" in capsys.readouterr().err
 
     def broken(config):
         begins.append("broken")

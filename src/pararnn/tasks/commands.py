@@ -32,7 +32,7 @@ def list_tasks() -> None:
     for name, task in TASKS.items():
         print(f"{name:{width}}  {(type(task).__doc__ or '').splitlines()[0]}")
     mixers = ", ".join([*CELLS, "attention", *OWN_MIXERS])
-    print(f"\nmixers: {mixers}, or a cell's import path, package.module:Class")
+    print(f"\nmixers: {mixers}, or the import path of a cell or a Mixer, package.module:Class")
 
 
 def run_tasks(

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.errors import CellError
+from pararnn.imports import import_object, is_import_path
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import POSITIVE, LMConfig, check_ranges
 from pararnn.lm.mixers import (
@@ -32,12 +34,12 @@ from pararnn.tasks.mamba2 import Mamba2
 class ModelConfig:
     """Parts of a model; the defaults are the paper's.
 
-    mixer: a cell's name or import path ("package.module:Class"), one of `OWN_MIXERS`, or a name in
-    `pararnn.lm.MIXERS`. width, heads, conv: channels, heads, and taps of the convolution. state:
-    of Mamba2. layers: norms and mixers, one behind the other. bare: the cell alone instead of the
-    full block, without a residual. positions: whether fixed sinusoids are added. clip: the bound of
-    recurrent weights. norm_weights: whether the norms outside the mixers have weights. solver,
-    backend: as in `pararnn.solve`. Raises ValueError for impossible values.
+    mixer: a cell's name, the import path of a cell or a `Mixer` ("package.module:Class"), one of
+    `OWN_MIXERS`, or a name in `pararnn.lm.MIXERS`. width, heads, conv: channels, heads, and taps of
+    the convolution. state: of Mamba2. layers: norms and mixers, one behind the other. bare: the
+    cell alone instead of the full block, without a residual. positions: whether fixed sinusoids are
+    added. clip: the bound of recurrent weights. norm_weights: whether the norms outside the mixers
+    have weights. solver, backend: as in `pararnn.solve`. Raises ValueError for impossible values.
     """
 
     mixer: str = "gru"
@@ -119,15 +121,23 @@ OWN_MIXERS = ("mamba2", "deltanet", "transformer")
 """Mixers of the tasks alone: they read whole sequences and have no cache."""
 
 
+def is_own_mixer(name: str) -> bool:
+    """Return whether a name is the import path of a mixer; CellError if it cannot be imported."""
+    if not is_import_path(name):
+        return False
+    target = import_object(name, "cell or mixer", CellError)
+    return isinstance(target, type) and issubclass(target, Mixer)
+
+
 def mixer_of(config: ModelConfig, lm: LMConfig) -> Mixer:
-    """Build a layer's mixer: one of `OWN_MIXERS` or `pararnn.lm.MIXERS`, or that of a cell."""
+    """Build a layer's mixer: of `OWN_MIXERS`, `pararnn.lm.MIXERS` or a user, or that of a cell."""
     if config.mixer == "mamba2":
         return Mamba2(config.width, config.heads, config.state, config.conv, config.bare)
     if config.mixer == "deltanet":
         return DeltaNet(config.width, config.heads, config.conv, config.bare)
     if config.mixer == "transformer":
         return TransformerLayer(config.width, config.heads)
-    if config.mixer in MIXERS:
+    if config.mixer in MIXERS or is_own_mixer(config.mixer):
         return make_mixer(config.mixer, lm)
     return BareCell(lm) if config.bare else make_mixer("rnn", lm)
 

@@ -60,7 +60,7 @@ def run_sweep(configs: Sequence[RunConfig], train: Callable[[RunConfig], Path]) 
         try:
             models.append(train(config))
         except DivergenceError as error:
-            say(f"{config.out}: {error}")
+            say(f"{config.out} diverged in step {error.step}: the other runs of the sweep go on")
             failures.append(config.out)
     if failures:
         raise TrainingError(
