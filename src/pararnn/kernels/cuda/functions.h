@@ -1,8 +1,7 @@
 // The functions that generated code calls, on `real`: CUDA's own, except those on cells' critical paths.
 // Needs PARARNN_APPROXIMATE (0 or 1): 1 if the type in memory hides the error of the hardware's tanh (1e-5,
 // where it was measured; 5e-4 at most), and relative ones of 1e-4 in exp and log1p.
-// PARARNN_PRECISE_EXP (0 or 1): 1 if exp is accurate all the same, as the gradient of a softmax needs, where
-// numbers of nearly 1 cancel.
+// PARARNN_PRECISE_EXP (0 or 1): 1 if exp is accurate all the same, for cells that take few of them a step.
 // PARARNN_REFINED (0 or 1): 1 if sigmoid spends two more operations on its last bit.
 #pragma once
 #ifndef PARARNN_PRECISE_EXP
