@@ -7,7 +7,6 @@ and each result to tasks/tracking. Results that exist stay, so that a run that w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,8 +101,23 @@ def row_of(result: Result) -> dict[str, Any]:
         **{str(length): _best(result["lengths"].get(str(length))) for length in LENGTHS},
         "commit": result["commit"],
         "device": result["device"],
-        "versions": json.dumps(result["versions"]),
+        **result["versions"],
     }
+
+
+def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return results as rows, by task, mixer, layers, size of a head and rate."""
+    tasks, mixers = (
+        dict.fromkeys(each for group in GROUPS[::step] for each in getattr(group, name))
+        for name, step in (("tasks", -1), ("mixers", 1))
+    )
+    orders = {"task": list(tasks), "mixer": list(mixers)}
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        places = (orders[name].index(row[name]) for name in orders)
+        return (*places, row["layers"], row["head"], row["lr"])
+
+    return sorted(map(row_of, results), key=key)
 
 
 def _best(accuracies: Sequence[float | None] | None) -> float | None:
@@ -119,7 +133,7 @@ def main() -> None:
     try:
         run_all(configs(args.device), folder, args.at_once)
     finally:
-        write_csv(args.out / "state_tracking.csv", [row_of(r) for r in read_results(folder)])
+        write_csv(args.out / "state_tracking.csv", rows_of(read_results(folder)))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tables_context import context_ranks, context_says, context_steps
 from tables_lm import lm_ratios
 from tables_mixing import mixing
 from tables_readme import performance
-from tables_tasks import tasks
+from tables_tasks import STATE_TRACKING, tasks
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -221,6 +221,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "learn": learn,
     "lm_ratios": lm_ratios,
     "tasks": tasks,
+    "state_tracking": STATE_TRACKING,
     **{
         name: sentence
         for module in (sentences_kernels, sentences_learn, sentences_lm, sentences_training)

@@ -1,11 +1,22 @@
-"""Table of the synthetic tasks."""
+"""Tables of the synthetic tasks."""
 
 from __future__ import annotations
 
 from common import RESULTS
+from markdown_tables import Cell, Row, Table
 
 from pararnn.tasks.report import table
-from pararnn.tasks.results import read_results
+from pararnn.tasks.results import percent, read_results
+
+MIXERS = {
+    "head-gru": "GRU",
+    "head-lstm": "LSTM",
+    "head-slstm": "sLSTM",
+    "deltanet": "DeltaNet",
+    "mamba2": "Mamba2",
+    "transformer": "Transformer",
+}
+LENGTHS = (100, 500, 2000, 10_000)
 
 
 def tasks() -> str:
@@ -20,3 +31,34 @@ def tasks() -> str:
         f"({'; '.join(sources)}; `benchmarks/results/tasks/table6`):\n\n{table(results)} Most "
         f"steps of a training: {most['steps']:,} ({most['task']}, {most['mixer']})."
     )
+
+
+def best_rate(rows: list[Row]) -> Row:
+    """Return the row of the rate that is best at the trained length, then at the longest one."""
+    return max(rows, key=lambda row: [float(row[str(n)] or 0) for n in (100, 10_000)])
+
+
+def _at(length: int) -> Cell:
+    def cell(rows: list[Row]) -> str:
+        text = best_rate(rows)[str(length)]
+        return percent(float(text)) if text else ""
+
+    return cell
+
+
+STATE_TRACKING = Table(
+    "state_tracking.csv",
+    "Accuracy in percent at four lengths, trained at 100, width {width}, one seed; of S5's cells of "
+    "one layer the better of two rates",
+    {
+        "task": lambda row: row["task"].upper(),
+        "mixer": lambda row: MIXERS[row["mixer"]],
+        "layers": "layers",
+        "head": lambda row: row["head"] + ", dense" * (row["head"] == row["width"]),
+    },
+    {
+        "rate": lambda rows: best_rate(rows)["lr"],
+        **{f"T = {length:,}": _at(length) for length in LENGTHS},
+        "positions trained on": lambda rows: best_rate(rows)["horizon"],
+    },
+)

@@ -9,11 +9,12 @@ from table import has_compiler
 
 from pararnn import progress
 from pararnn.cli import main
+from pararnn.records import finite
 from pararnn.tasks import TASKS, training
 from pararnn.tasks.commands import keys_first
 from pararnn.tasks.report import spread_table, table, write_report
-from pararnn.tasks.results import read_results, rows_of, summary
-from pararnn.tasks.run import configured, run_task
+from pararnn.tasks.results import read_result, read_results, rows_of, summary
+from pararnn.tasks.run import configured, run_all, run_task
 from pararnn.tasks.training import PAPER_STEPS
 
 SMALL = ("length=8", "width=16", "heads=2", "rows=64", "batch=8", "every=10", "test=200")
@@ -154,6 +155,37 @@ def test_trainings_side_by_side_are_trainings(folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("parity", "gru", tmp_path / "none", "steps=30", "--at-once", "0")
     assert "at_once must be positive, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["fresh=true"], ["start=1", "rows=60"]])
+def test_a_killed_training_goes_on_with_the_same_bits(more, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
+    config = configured("parity", "gru", [*SMALL, "steps=50", "lr=0.01", "stop=never", *more])
+    whole = run_task(config)
+    step = training.Stepper.__call__
+
+    def die(self):
+        if self.count == 37:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(training.Stepper, "__call__", die)
+    with pytest.raises(KeyboardInterrupt):
+        run_all([config], tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
+
+    def count(self):
+        counts.append(self.count)
+        step(self)
+
+    counts = []
+    monkeypatch.setattr(training.Stepper, "__call__", count)
+    run_all([config], tmp_path)
+    assert counts[0] == 30
+    assert [path.name for path in tmp_path.iterdir()] == [config.file_name()]
+    result = read_result(tmp_path / config.file_name())
+    for key in ("accuracies", "history", "steps", "horizons", "diverged"):
+        assert result[key] == finite(whole)[key], key
 
 
 def test_results_that_exist_stay(folder, capsys):

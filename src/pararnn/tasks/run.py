@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ from typing import Any, get_type_hints
 import torch
 
 from pararnn import progress
-from pararnn.atomic import write_text
+from pararnn.atomic import remove, write_text
 from pararnn.device import Gpu, type_of
 from pararnn.lm.config import POSITIVE, check_ranges
 from pararnn.provenance import provenance
@@ -141,8 +142,10 @@ def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
     return run_steps(steps_of(config, report))
 
 
-def steps_of(config: TaskRun, report: Report | None = None) -> Steps:
+def steps_of(config: TaskRun, report: Report | None = None, part: Path | None = None) -> Steps:
     """Train step by step, test, and return the result as JSON values.
+
+    part: see `train`.
 
     accuracies: of each seed on the test set, None for one that diverged before its first
     validation; best: the largest. capped: training ended before a seed made no error and before the
@@ -151,7 +154,7 @@ def steps_of(config: TaskRun, report: Report | None = None) -> Steps:
     """
     task, seeds = config.task, range(config.train.seed, config.train.seed + config.train.seeds)
     model = make_folded(task, config.model, seeds, config.device)
-    training = yield from train(model, task, config.train, report)
+    training = yield from train(model, task, config.train, report, part)
     data = config.train.data
     scores = accuracies(model, task, config.test, data, TEST)
     result = {
@@ -177,8 +180,9 @@ def steps_of(config: TaskRun, report: Report | None = None) -> Steps:
 def run_all(configs: Sequence[TaskRun], out: Path, at_once: int = 1) -> None:
     """Run configs, each result a JSON file in `out`; those that exist stay.
 
-    at_once: how many train side by side, a step each in turn, on a GPU on streams of their own.
-    Raises ValueError, before the first run, for a result that is there of another config.
+    A training that was killed goes on from where it was saved last, with the same bits. at_once:
+    how many train side by side, a step each in turn, on a GPU on streams of their own. Raises
+    ValueError, before the first run, for a result that is there of another config.
     """
     if at_once < 1:
         raise ValueError(f"at_once must be positive, got {at_once}")
@@ -195,7 +199,7 @@ def run_all(configs: Sequence[TaskRun], out: Path, at_once: int = 1) -> None:
     while lanes or waiting:
         while waiting and len(lanes) < at_once:
             path, config = waiting.pop(0)
-            lanes.append((path, _with_progress(config), contexts.pop()))
+            lanes.append((path, _with_progress(config, part_of(path, config)), contexts.pop()))
         for lane in list(lanes):
             path, steps, context = lane
             try:
@@ -203,6 +207,7 @@ def run_all(configs: Sequence[TaskRun], out: Path, at_once: int = 1) -> None:
                     next(steps)
             except StopIteration as end:
                 write_text(path, to_json(end.value))
+                remove(part_of(path, paths[path]))
                 print(summary(end.value), flush=True)
                 lanes.remove(lane)
                 contexts.append(context)
@@ -215,12 +220,18 @@ def _context_of(config: TaskRun) -> Callable[[], AbstractContextManager[Any]]:
     return record.new_stream(device) if isinstance(record, Gpu) else nullcontext
 
 
-def _with_progress(config: TaskRun) -> Steps:
+def part_of(path: Path, config: TaskRun) -> Path:
+    """Return the file of a training that has not ended, whose name tells the config."""
+    text = to_json({**config.record(), "device": config.device_name})
+    return path.with_suffix(f".{hashlib.sha256(text.encode()).hexdigest()[:12]}.part")
+
+
+def _with_progress(config: TaskRun, part: Path) -> Steps:
     """Train as `steps_of`, with a line at the begin and a bar."""
     progress.say(introduction(config))
     title = f"{config.task_name}, {config.model.mixer}"
     with progress.Progress(title, config.train.steps, "steps") as bar:
-        return (yield from steps_of(config, partial(_show, bar)))
+        return (yield from steps_of(config, partial(_show, bar), part))
 
 
 def introduction(config: TaskRun) -> str:

@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from pararnn.atomic import write_whole
 from pararnn.device import Gpu, type_of
 from pararnn.lm.config import NOT_NEGATIVE, POSITIVE, Range, check_ranges, interval, one_of
 from pararnn.tasks.base import Batch, Task, generator_of
@@ -21,6 +23,8 @@ PAPER_STEPS = 3000 * 10_000 // 16
 """The paper's cap: 3,000 epochs of 10,000 sequences, 16 at a time."""
 TRAIN, VALIDATION, TEST, ORDER = range(4)
 """Parts of seeds, one for each use of random numbers."""
+SAVE_SECONDS = 30.0
+"""Time from one save of a training to the next."""
 WARM_UPS = 3
 """Steps before a graph is captured, which are then undone."""
 STOPS: dict[str, Callable[[list[bool]], bool]] = {
@@ -101,22 +105,33 @@ def run_steps(steps: Steps) -> dict[str, Any]:
 
 
 def train(
-    model: FoldedModel, task: Task, config: TrainConfig, report: Report | None = None
+    model: FoldedModel,
+    task: Task,
+    config: TrainConfig,
+    report: Report | None = None,
+    part: Path | None = None,
 ) -> Steps:
     """Train in place, and leave every seed with the weights of its best validation.
 
     The weights of a seed that diverged before its first validation are NaN. Training ends where all
     have diverged. `report` is called after every validation with the step, the losses and the
-    accuracies. Returns steps; seconds; capped, see `run_task`; diverged, for each seed the step of
-    the first validation where its weights were NaN or infinite, or None; horizons, the positions
-    that each seed was trained on in the end; and the history.
+    accuracies. part: the file that a training is saved to every `SAVE_SECONDS`, and goes on from,
+    as if it had not been interrupted. Returns steps; seconds; capped, see `run_task`; diverged, for
+    each seed the step of the first validation where its weights were NaN or infinite, or None;
+    horizons, the positions that each seed was trained on in the end; and the history.
     """
     stepper = Stepper(model, task, config)
     best = {name: torch.full_like(weight, math.nan) for name, weight in model.weights.items()}
     top = torch.full((len(model),), -1.0, dtype=torch.float64)
     failure_steps: list[int | None] = [None] * len(model)
     history: History = []
-    begin = time.monotonic()
+    begin = save_time = time.monotonic()
+    if part is not None and part.exists():
+        saved = torch.load(part, weights_only=True)
+        stepper.load(saved["stepper"])
+        _copy_all(saved["best"], best)
+        top, failure_steps, history = saved["top"], saved["diverged"], saved["history"]
+        begin -= saved["seconds"]
     end = False
     while not end:
         for _ in range(min(config.every, config.steps - stepper.count)):
@@ -135,10 +150,16 @@ def train(
             if not fine and failure_steps[seed] is None:
                 failure_steps[seed] = stepper.count
         perfect = (top == 1).tolist()
-        late = config.seconds is not None and time.monotonic() - begin >= config.seconds
+        now = time.monotonic()
+        late = config.seconds is not None and now - begin >= config.seconds
         end = STOPS[config.stop](perfect) or late or stepper.count == config.steps
         end = end or not any(finite)
-    _copy_seeds(best, model.weights, torch.ones(len(model), dtype=torch.bool))
+        if part is not None and not end and now - save_time >= SAVE_SECONDS:
+            save_time = now
+            values = {"best": best, "top": top, "diverged": failure_steps, "history": history}
+            with write_whole(part) as path:
+                torch.save({"stepper": stepper.state(), **values, "seconds": now - begin}, path)
+    _copy_all(best, model.weights)
     return {
         "steps": stepper.count,
         "seconds": round(time.monotonic() - begin, 3),
@@ -147,6 +168,13 @@ def train(
         "horizons": stepper.horizons.tolist(),
         "history": history,
     }
+
+
+@torch.no_grad()
+def _copy_all(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name, in place."""
+    for name, value in target.items():
+        value.copy_(source[name])
 
 
 @torch.no_grad()
@@ -201,6 +229,36 @@ class Stepper:
         self.run()
         self.count += 1
 
+    def state(self) -> dict[str, Any]:
+        """Return all that the steps to come depend on; tensors are the stepper's own."""
+        moments = [dict(self.optimizer.state[w]) for w in self.model.weights.values()]
+        return {
+            "weights": self.model.weights,
+            "moments": moments,
+            "tensors": self._tensors(),
+            "generators": [each.get_state() for each in self.generators],
+            "count": self.count,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned, with the same bits."""
+        with torch.no_grad():
+            _copy_all(state["weights"], self.model.weights)
+        for weight, moments in zip(self.model.weights.values(), state["moments"], strict=True):
+            own = self.optimizer.state[weight]
+            for name, value in moments.items():
+                own[name] = own[name].copy_(value) if name in own else value.to(weight.device)
+        _copy_all(state["tensors"], self._tensors())
+        for generator, value in zip(self.generators, state["generators"], strict=True):
+            generator.set_state(value.cpu())
+        self.count = state["count"]
+        epoch = (self.count - 1) // self.epoch_steps
+        if self.config.fresh and epoch > 0:
+            self._draw_anew(epoch)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in ("order", "step", "losses", "horizons")}
+
     def _rows(self, epoch: int) -> Batch:
         return self.task.draw(self.config.rows, generator_of(self.config.data, TRAIN, epoch))
 
@@ -208,8 +266,11 @@ class Stepper:
         orders = [torch.randperm(self.config.rows, generator=each) for each in self.generators]
         self.order.copy_(torch.stack(orders))
         if self.config.fresh and epoch:
-            for part, new in zip(self.data, self._rows(epoch), strict=True):
-                part.copy_(new)
+            self._draw_anew(epoch)
+
+    def _draw_anew(self, epoch: int) -> None:
+        for part, new in zip(self.data, self._rows(epoch), strict=True):
+            part.copy_(new)
 
     def _step(self) -> None:
         each, horizons = self.gradients()
