@@ -48,8 +48,8 @@ def _at(length: int) -> Cell:
 
 STATE_TRACKING = Table(
     "state_tracking.csv",
-    "Accuracy in percent at four lengths, trained at 100, width {width}, one seed; of S5's cells of "
-    "one layer the better of two rates",
+    "Accuracy in percent at four lengths, trained at 100, width {width}, one seed; of S5's cells "
+    "of one layer the better of two rates",
     {
         "task": lambda row: row["task"].upper(),
         "mixer": lambda row: MIXERS[row["mixer"]],
