@@ -127,11 +127,11 @@ def train(
     history: History = []
     begin = save_time = time.monotonic()
     if part is not None and part.exists():
-        saved = torch.load(part, weights_only=True)
-        stepper.load(saved["stepper"])
-        _copy_all(saved["best"], best)
-        top, failure_steps, history = saved["top"], saved["diverged"], saved["history"]
-        begin -= saved["seconds"]
+        record = torch.load(part, weights_only=True)
+        stepper.load(record["stepper"])
+        _copy_all(record["best"], best)
+        top, failure_steps, history = record["top"], record["diverged"], record["history"]
+        begin -= record["seconds"]
     end = False
     while not end:
         for _ in range(min(config.every, config.steps - stepper.count)):
