@@ -30,7 +30,8 @@ def training_says() -> str:
     """Return README's sentences on training."""
     return prose(
         "Training runs on PyTorch's FSDP2, on one GPU or many by `torchrun`. A killed run resumes "
-        "bit for bit. Recipes, data, checkpoints and several GPUs: [Training](docs/training.md). "
+        "bit for bit. [A sequence that one GPU does not hold](docs/context-parallel.md) is spread "
+        "over several. Recipes, data, checkpoints and several GPUs: [Training](docs/training.md). "
         "Texts, tasks and the paper's settings: [Evaluation](docs/evaluation.md)."
     )
 
