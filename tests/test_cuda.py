@@ -164,7 +164,7 @@ def test_kernels_of_matrix_cells_compile(name, dtype):
     turn = [*zoo.MATRIX_CELLS].index(name) + DTYPES.index(dtype)
     arch = ARCHITECTURES[turn % len(ARCHITECTURES)]
     program = pararnn.program_of(zoo.MATRIX_CELLS[name](32, num_heads=2, K=16))
-    for variant in matrix_variants(dtype, dtype, (8, 0)):
+    for variant in matrix_variants(program, dtype, dtype, (8, 0)):
         report, kernels = _resources(program, variant, arch), cuda.blocks_of(program, variant)
         assert set(report) == set(kernels)
         # Numbers of float64 take two registers each.

@@ -1,5 +1,6 @@
 """CUDA kernels of matrix cells, compiled for a CPU."""
 
+import dataclasses
 import shutil
 
 import emulated
@@ -34,8 +35,8 @@ def _program(name="m2rnn", keys=16, values=16, heads=2):
     return program_of(MATRIX_CELLS[name](heads * values, num_heads=heads, K=keys))
 
 
-def _variants(dtype, weight_dtype=None, capability=(9, 0)):
-    return matrix_variants(dtype, weight_dtype, capability)
+def _variants(program, dtype, weight_dtype=None):
+    return matrix_variants(program, dtype, weight_dtype or dtype, (9, 0))
 
 
 @needs_compiler
@@ -61,8 +62,9 @@ def test_products(dtype, weight_dtype, keys, values):
     """In warps that exchange sums; a matrix of another dtype than the gates' counts in full."""
     call = make_call("m2rnn", 2, 5, keys=keys, values=values, dtype=dtype)
     call.cell.to(weight_dtype)
-    for own in _variants(dtype, weight_dtype):
-        shares = emitted_for(program_of(call.cell), own).shares
+    program = program_of(call.cell)
+    for own in _variants(program, dtype, weight_dtype):
+        shares = emitted_for(program, own).shares
         assert shares.tiles == (dtype == torch.bfloat16)
         assert shares.warps == (1 if keys == 16 else max(2, shares.warps))
     _compare("m2rnn", call, dtype, **FUSED)
@@ -101,8 +103,9 @@ def test_steps_of_many_operations(cls, values, lengths, dtype):
 def test_inputs_come_by_windows_of_any_size(window, monkeypatch):
     """Those of fewer steps than a chunk, and none."""
     emitted_for.cache_clear()
-    variant = _variants(torch.float32)[1]
-    size = memory_of(_program(keys=4, values=3), variant).bytes // 64  # of a step
+    program = _program(keys=4, values=3)
+    variant = _variants(program, torch.float32)[1]
+    size = memory_of(program, variant).bytes // 64  # of a step
     monkeypatch.setattr(matrix_cuda, "WINDOW_BYTES", 2 * window * size)
     call = make_call("m2rnn", 1, 70, dtype=torch.float32)
     assert memory_of(program_of(call.cell), variant).window == window
@@ -128,6 +131,24 @@ def test_layers_run_kernels_on_packed_rows():
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", ["m2rnn", "gated-delta"])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_training_launches_the_variants_that_are_compiled_ahead(name, weight_dtype, monkeypatch):
+    device, variants = gpu(), []
+
+    def kernels_of(program, variant, capability):
+        variants.append(variant)
+        return emulated.kernels_of(program, variant, capability)
+
+    install(dataclasses.replace(device, kernels=kernels_of), monkeypatch)
+    call = make_call(name, 1, 3, keys=16, values=16, dtype=torch.bfloat16)
+    call.cell.to(weight_dtype)
+    pararnn.solve(call.cell, call.gates, **FUSED)[0].sum().backward()
+    program = program_of(call.cell)
+    assert variants == _variants(program, torch.bfloat16, weight_dtype)
+
+
+@needs_compiler
 def test_some_gradients_are_wanted():
     """Of the output or of final states alone, and for some leaves only."""
     call = make_call("m2rnn", 2, 5)
@@ -143,7 +164,7 @@ def test_some_gradients_are_wanted():
 def test_states_that_do_not_fit_are_refused():
     for keys, values, message in ((512, 512, "registers"), (128, 256, "shared memory")):
         program = _program("m2rnn", keys, values, heads=1)
-        variant = _variants(torch.float64)[1]
+        variant = _variants(program, torch.float64)[1]
         with pytest.raises(EngineError, match=message):
             memory_of(program, variant)
 

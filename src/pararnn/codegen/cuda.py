@@ -241,7 +241,7 @@ def usual(
             raise ToolchainError(too_old("the requested GPU", capability))
     jobs = dict[object, Callable[[], object]]()
     if program.family == MATRIX:
-        own = matrix_variants(dtype, weight_dtype, capability)
+        own = matrix_variants(program, dtype, weight_dtype, capability)
         return {(program.key, one): partial(make, program, one, capability) for one in own}
     if program.family == MIXING:
         heads = next((p.shape[0] for p in cell.parameters() if p.ndim == 3), 1)
@@ -276,7 +276,7 @@ def check_buildable(
     """Compile kernels of a small size, which fail if any does, or those of a cell that is made for
     its size. Raises EngineError."""
     if program.family == MATRIX:
-        for one in matrix_variants(dtype, None, capability):
+        for one in matrix_variants(program, dtype, dtype, capability):
             (make or kernels_of)(program, one, capability)
         return
     if program.family == MIXING:

@@ -29,21 +29,24 @@ CHUNK = 16
 class MatrixVariant(NamedTuple):
     """Specialisation of a kernel, in addition to the cell: see cuda/matrix/inputs.h.
 
-    matrix_dtype: of the parameters in memory. events: `seq` or `reset` is passed. shared: bytes of
-    shared memory that a block may have.
+    matrix_parts: numbers in bfloat16 that add up to an entry of a matrix, see `parts_of`. events:
+    `seq` or `reset` is passed. shared: bytes of shared memory that a block may have.
     """
 
     direction: str
     dtype: torch.dtype
-    matrix_dtype: torch.dtype
+    matrix_parts: int
     events: bool
     shared: int
     solver: str = "sequential"
 
-    @property
-    def matrix_parts(self) -> int:
-        """Numbers in bfloat16 that add up to an entry of a matrix, as far as products see it."""
-        return min(2, PARTS[self.matrix_dtype])
+
+def parts_of(program: Program, dtype: torch.dtype, matrix_dtype: torch.dtype) -> int:
+    """Return the parts of parameters of a dtype, with gates of another, that products see: only
+    those for gates in bfloat16 multiply parts."""
+    if dtype != torch.bfloat16 or not program.params:
+        return 1
+    return min(2, PARTS[matrix_dtype])
 
 
 class Memory(NamedTuple):
@@ -56,12 +59,11 @@ class Memory(NamedTuple):
 
 
 def matrix_variants(
-    dtype: torch.dtype, weight_dtype: torch.dtype | None, capability: tuple[int, int]
+    program: Program, dtype: torch.dtype, weight_dtype: torch.dtype, capability: tuple[int, int]
 ) -> list[MatrixVariant]:
     """Return the variants of a layer's training and decoding without resets, for all sizes."""
-    shared = shared_bytes_of(capability)
-    matrix_dtype = weight_dtype or compute_dtype(dtype)
-    return [MatrixVariant(own, dtype, matrix_dtype, False, shared) for own in DIRECTIONS]
+    parts, shared = parts_of(program, dtype, weight_dtype), shared_bytes_of(capability)
+    return [MatrixVariant(own, dtype, parts, False, shared) for own in DIRECTIONS]
 
 
 @lru_cache(maxsize=1024)

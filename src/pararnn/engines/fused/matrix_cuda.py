@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pararnn.codegen.interface import Words
-from pararnn.codegen.matrix_cuda import MatrixVariant, emitted_for, memory_of, trajectory_numbers
+from pararnn.codegen.matrix_cuda import (
+    MatrixVariant,
+    emitted_for,
+    memory_of,
+    parts_of,
+    trajectory_numbers,
+)
 from pararnn.codegen.mixing_cuda import shared_bytes_of
 from pararnn.codegen.targets import Gpu
 from pararnn.engines.arguments import Arguments
@@ -18,13 +24,14 @@ from pararnn.program.program import Program
 MAX_LENGTH, MAX_BLOCKS = 2**30, 2**31 - 1
 
 
-def variant_of(gpu: Gpu, args: Arguments, direction: str) -> MatrixVariant:
+def variant_of(gpu: Gpu, program: Program, args: Arguments, direction: str) -> MatrixVariant:
     """Return the variant of a pass on calls of a signature."""
-    matrices = {param.dtype for param in args.params}
+    dtypes = {param.dtype for param in args.params}
+    matrix_dtype = dtypes.pop() if len(dtypes) == 1 else args.dtype
     return MatrixVariant(
         direction=direction,
         dtype=args.gates.dtype,
-        matrix_dtype=matrices.pop() if len(matrices) == 1 else args.dtype,
+        matrix_parts=parts_of(program, args.gates.dtype, matrix_dtype),
         events=args.seq is not None or args.reset is not None,
         shared=shared_bytes_of(gpu.capability(args.gates.device)),
     )
@@ -44,7 +51,7 @@ def make_launch(
             f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS} heads of all rows, got "
             f"T = {length} and B = {rows}; split the sequence, or the batch"
         )
-    variant = variant_of(gpu, args, "forward" if strides is None else "backward")
+    variant = variant_of(gpu, program, args, "forward" if strides is None else "backward")
     copies, scratch = emitted_for(program, variant).copies, 0
     if strides is not None:
         scratch = blocks * CHECKPOINT * trajectory_numbers(program, variant)
@@ -64,4 +71,4 @@ def make_launch(
 
 def check_backward(gpu: Gpu, program: Program, args: Arguments) -> None:
     """Raise EngineError where the backward pass does not fit this GPU."""
-    memory_of(program, variant_of(gpu, args, "backward"))
+    memory_of(program, variant_of(gpu, program, args, "backward"))
