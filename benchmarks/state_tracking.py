@@ -1,6 +1,7 @@
 """Word problems of S3, A5 and S5 (docs/tasks.md) by cells that mix channels inside heads, and by
 linear ones and attention: trained at length 100, tested up to 10,000. Writes state_tracking.csv,
-and each result to tasks/tracking. Results that exist stay, so that a run that was ended goes on.
+state_tracking.png, and each result to tasks/tracking. Results that exist stay, so that a run that
+was ended goes on.
 
     python benchmarks/state_tracking.py --at-once 14
 """
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from common import new_parser, write_csv
 
 from pararnn.device import default_device
+from pararnn.tasks.report import length_plot
 from pararnn.tasks.results import Result, read_results
 from pararnn.tasks.run import TaskRun, run_all, sweep_of
 
@@ -120,6 +122,19 @@ def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
     return sorted(map(row_of, results), key=key)
 
 
+def best_of_sizes(results: Sequence[Result]) -> list[Result]:
+    """Return S5's results of one layer with heads of 16, and one dense head: the better rates."""
+    groups: dict[tuple[str, int], list[Result]] = {}
+    for result in results:
+        model = result["config"]["model"]
+        if (result["task"], model["layers"]) == ("s5", 1) and model["heads"] in (1, 8):
+            groups.setdefault((result["mixer"], model["heads"]), []).append(result)
+    return [
+        max(each, key=lambda r: [_best(r["lengths"][str(n)]) or 0 for n in (100, 10_000)])
+        for each in groups.values()
+    ]
+
+
 def _best(accuracies: Sequence[float | None] | None) -> float | None:
     return max((each for each in accuracies or () if each is not None), default=None)
 
@@ -133,7 +148,9 @@ def main() -> None:
     try:
         run_all(configs(args.device), folder, args.at_once)
     finally:
-        write_csv(args.out / "state_tracking.csv", rows_of(read_results(folder)))
+        results = read_results(folder)
+        write_csv(args.out / "state_tracking.csv", rows_of(results))
+        length_plot(best_of_sizes(results), args.out / "state_tracking.png")
 
 
 if __name__ == "__main__":

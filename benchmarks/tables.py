@@ -18,6 +18,7 @@ import sentences_lm
 import sentences_training
 from learn_results import learn
 from markdown_tables import Row, Table, digits, number, single, size
+from tables_choosing import choosing
 from tables_claims import claims
 from tables_context import context_ranks, context_says, context_steps
 from tables_lm import lm_ratios
@@ -28,6 +29,7 @@ from tables_tasks import STATE_TRACKING, tasks
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
+    "docs/choosing.md",
     "docs/context-parallel.md",
     "docs/generated-kernels.md",
     "docs/kernel-figures.md",
@@ -214,6 +216,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
     "mixing": mixing,
     "performance": performance,
+    "choosing": choosing,
     "claims": claims,
     "context_ranks": context_ranks,
     "context_says": context_says,

@@ -1,0 +1,64 @@
+"""The table of docs/choosing.md: what cells learned, and what they cost, from other benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common import RESULTS
+from learn_results import results as learn_results
+from markdown_tables import NAMES, digits, one, read, table
+from tables_tasks import MIXERS, best_rate
+
+from pararnn.tasks.results import best, percent, read_results
+
+HEAD = (
+    "cell",
+    "S5 at 100, %",
+    "S5 at 10,000, %",
+    "code, bits per byte",
+    "forward + backward, ns a token",
+)
+OTHERS = ("gru", "lstm", "mamba2", "transformer")
+KERNELS = {"gru": "GRUCell", "lstm": "LSTMCell"}
+HEADS = ("16", "32", "64", "128")
+
+
+def choosing() -> str:
+    """Return a line for each cell: accuracies, bits and time."""
+    return table(HEAD, [*_elementwise_and_others(), *_heads()])
+
+
+def _elementwise_and_others() -> Iterable[list[str]]:
+    words = [r for r in read_results(RESULTS / "tasks" / "words") if r["task"] == "s5"]
+    code = {result.mixer: result.mean for result in learn_results(read("learn_code.csv"))}
+    for mixer in OTHERS:
+        score = best(r["best"] for r in words if r["mixer"] == mixer)
+        cell = KERNELS.get(mixer)
+        name = NAMES[mixer] + ", one weight a channel" * (cell is not None)
+        time = "" if cell is None else digits(_elementwise_ns(cell))
+        yield [name, percent(score), "", f"{code[mixer]:.3f}", time]
+
+
+def _elementwise_ns(cell: str) -> float:
+    """Return ns a token of both passes at (32, 2048, 1024), bfloat16."""
+    shape = {"B": 32, "T": 2048, "D": 1024, "dtype": "bfloat16"}
+    rows = [row for row in read("kernels.csv") if row["section"] == "kernels"]
+    passes = (one(rows, what=cell, **shape, **{"pass": name}) for name in ("forward", "backward"))
+    return sum(float(row["graph_ms"]) for row in passes) * 1e6 / (32 * 2048)
+
+
+def _heads() -> Iterable[list[str]]:
+    tracking = [
+        row
+        for row in read("state_tracking.csv")
+        if row["task"] == "s5" and row["layers"] == "1" and row["mixer"].startswith("head-")
+    ]
+    times = [row for row in read("mixing.csv") if row["way"] == "kernels" and row["pass"] == "both"]
+    for mixer in dict.fromkeys(row["mixer"] for row in tracking):
+        for head in HEADS:
+            row = best_rate([r for r in tracking if (r["mixer"], r["head"]) == (mixer, head)])
+            shape = {"B": 16, "T": 1024, "D": 768, "dtype": "bfloat16"}
+            kernel = one(times, cell=mixer.removeprefix("head-"), head=head, **shape)
+            accuracies = [percent(float(row[length])) for length in ("100", "10000")]
+            time = float(kernel["median_ms"]) * 1e6 / (16 * 1024)
+            yield [f"{MIXERS[mixer]}, heads of {head}", *accuracies, "", digits(time)]
