@@ -1,0 +1,58 @@
+"""The running batch on a GPU, whose step is recorded: texts are those alone, bit for bit."""
+
+import pytest
+import torch
+from lm_kinds import add_noise
+
+from pararnn.lm import LanguageModel, LMConfig
+from pararnn.serving.batch import Batch
+from pararnn.serving.engine import Continuation, Engine, Prompt
+
+
+def _write(engine: Engine, requests: list[dict]) -> list[str]:
+    pieces = [[] for _ in requests]
+
+    def submit(index: int) -> None:
+        options = dict(requests[index])
+        prompt = Prompt(options.pop("prompt"))
+        words = lambda tokens: "".join(chr(0x100 + token) for token in tokens)  # noqa: E731
+        engine.submit([Continuation(prompt, words, pieces[index].append, **options)])
+
+    half = len(requests) // 2
+    for index in range(half):
+        submit(index)
+    for _ in range(5):
+        engine.step()
+    for index in range(half, len(requests)):  # while others are running
+        submit(index)
+    while engine.step():
+        pass
+    assert all(own[-1].finish == "length" for own in pieces)
+    return ["".join(piece.text for piece in own) for own in pieces]
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_texts_that_join_and_leave_are_those_alone(cell, dtype, device):
+    torch.manual_seed(0)
+    config = LMConfig(256, 2, vocab_size=500, num_heads=4, cell=cell)
+    model = add_noise(LanguageModel(config, dtype=dtype)).to(device)
+    generator = torch.Generator().manual_seed(1)
+    requests = [
+        {
+            "prompt": torch.randint(500, (1 + 13 * i % 70,), generator=generator).tolist(),
+            "max_tokens": 5 + 7 * i % 30,
+            "temperature": (0, 1.0, 0.7)[i % 3],
+            "top_p": (1.0, 0.8)[i % 2],
+            "seed": i,
+        }
+        for i in range(40)
+    ]
+    batch = Batch(model, 16)
+    assert batch.is_repeatable()
+    assert batch.steps is not None
+    assert batch.steps.recording is not None
+    together = _write(Engine(batch, chunk=32), requests)
+    alone = [_write(Engine(batch, chunk=32), [request])[0] for request in requests[::5]]
+    assert together[::5] == alone
+    assert len(set(together)) == 40
