@@ -39,6 +39,7 @@ PAGES = (
     "docs/learning.md",
     "docs/paper.md",
     "docs/scan.md",
+    "docs/serving.md",
     "docs/solvers-and-backends.md",
     "docs/tasks.md",
     "docs/training.md",
@@ -121,6 +122,19 @@ TABLES: dict[str, Table] = {
         {"cell": "cell", "": "what"},
         {title: speed_up(step) for title, step in PASSES.items()},
         length,
+    ),
+    "serve": Table(
+        "serve.csv",
+        "Requests of {clients} clients to {rows} rows; memory is that of the server's process",
+        {
+            "answered": lambda row: f"{int(row['answered']):,}",
+            "clients that left": number("left"),
+            "refused, status 400": lambda row: f"{int(row['refused_400']):,}",
+            "queue full, status 429": lambda row: f"{int(row['refused_429']):,}",
+            "MB after a tenth": number("early_MB"),
+            "MB after all": number("end_MB"),
+        },
+        where=lambda row: row["part"] == "mixture",
     ),
     "kernels": Table(
         "kernels.csv",

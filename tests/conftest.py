@@ -44,6 +44,7 @@ SLOW = [
     "cache",
     "cell_modes",
     "cli",
+    "commands",
     "context",
     "distributed",
     "docs",

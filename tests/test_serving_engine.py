@@ -8,7 +8,8 @@ import torch
 from lm_kinds import add_noise, plain
 from torch import Tensor
 
-from pararnn.lm import LanguageModel, LMConfig
+from pararnn.lm import LanguageModel, LMConfig, replay
+from pararnn.lm.replay import Recording, next_logits
 from pararnn.lm.text import LONGEST, Decoder, Stops
 from pararnn.serving.batch import Batch, ServingError
 from pararnn.serving.draw import Choice, draw
@@ -123,6 +124,44 @@ def test_logits_of_a_row_have_the_same_bits_in_any_company(dtype):
         for one, other in zip(alone, logits(True, row), strict=True):
             assert torch.equal(one, other)
     assert Batch(model, 8).is_repeatable()
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """Replay as a GPU does: a step reads and writes the tensors with which it was recorded."""
+    every = []
+
+    def record(model, cache, token):
+        token, logits = token.clone(), torch.empty(len(token), model.config.vocab_size)
+        memory = [layer.read() for layer in cache.layers]
+
+        def run() -> None:
+            logits.copy_(next_logits(model, token.unsqueeze(1), cache))
+            for layer, old in zip(cache.layers, memory, strict=True):
+                assert all(a is b for a, b in zip(layer.read(), old, strict=True))
+
+        every.append(Recording(token, run, logits))
+        return every[-1]
+
+    monkeypatch.setattr(replay, "record", record)
+    monkeypatch.setattr(replay, "_records", lambda device: True)
+    return every
+
+
+def test_recorded_steps_write_the_same_texts(recordings, monkeypatch):
+    model = _model("lstm")
+
+    def texts() -> list[str]:
+        engine = Engine(Batch(model, ROWS), chunk=6)
+        records = [_submit(engine, **request)[1] for request in REQUESTS]
+        _finish(engine)
+        return [record.text for record in records]
+
+    by_replay = texts()
+    assert len(recordings) == 1
+    monkeypatch.setattr(replay, "_records", lambda device: False)
+    assert texts() == by_replay
+    assert len(recordings) == 1
 
 
 def test_rows_that_differ_are_noticed(monkeypatch):

@@ -156,6 +156,15 @@ def evaluate(model: str, **options: Any) -> int:
     return 0
 
 
+def run_other(name: str, arguments: Sequence[str]) -> int:
+    """`pararnn run`: arguments as in `pararnn.lm.hf.commands.run_command`."""
+    require("transformers")
+    from pararnn.lm.hf.commands import run_command  # seconds, as above
+
+    result = run_command(name, arguments)
+    return result if isinstance(result, int) else 0
+
+
 def serve(model: str, **options: Any) -> int:
     """`pararnn serve`: options as in `pararnn.serving.app.serve` and its `new_service`."""
     for module in ("transformers", "starlette", "uvicorn"):
@@ -178,6 +187,12 @@ def make_parser() -> Parser:
         ("eval", evaluate, "measure a language model on texts and tasks", add_evaluate),
         ("export", export, "write the model of a run's checkpoint", add_export),
         ("generate", generate, "let a language model go on with a text", add_generate),
+        (
+            "run",
+            run_other,
+            "run a command of another package, which then knows our models",
+            add_run,
+        ),
         ("serve", serve, "serve a language model by OpenAI's completions protocol", add_serve),
         (
             "tasks",
@@ -291,6 +306,13 @@ def add_generate(command: argparse.ArgumentParser) -> None:
     option("--stop", metavar="TEXT", action="append", help="end before this text; may be repeated")
     option("--prefill-chunk", type=_count, help=chunk)
     option("--dtype", choices=DTYPES, help="of the weights, if not as they are stored")
+
+
+def add_run(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `pararnn run`."""
+    command.add_argument("name", metavar="COMMAND", help="such as lm_eval or transformers")
+    others = "its own arguments"
+    command.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help=others)
 
 
 def add_serve(command: argparse.ArgumentParser) -> None:

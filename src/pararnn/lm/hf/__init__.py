@@ -1,6 +1,5 @@
 """The language models for transformers: thin adapters, registered with the Auto classes."""
 
-import transformers
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -32,7 +31,6 @@ for _auto, _names, _class in (
 ):
     _auto.register(ParaRNNConfig, _class)
     _names[ParaRNNConfig.model_type] = _class.__name__
-    setattr(transformers, _class.__name__, _class)  # where `transformers serve` looks for it
 
 __all__ = [
     "ParaRNNConfig",

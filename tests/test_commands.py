@@ -1,0 +1,68 @@
+"""Commands of other packages with our folders, by `pararnn run`."""
+
+import json
+import sys
+
+import pytest
+from test_serving import write_model
+
+from pararnn import cli
+
+TASK = """
+task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: gold
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+def test_lm_eval_runs_by_its_own_command_line(tmp_path, monkeypatch):
+    folder, out = write_model(tmp_path), tmp_path / "out"
+    questions = [
+        {"question": "one?", "choices": ["yes", "no"], "gold": 0},
+        {"question": "two?", "choices": ["ab", "c"], "gold": 1},
+    ]
+    file = folder / "questions.jsonl"
+    file.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (folder / "mine.yaml").write_text(TASK.format(file))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    arguments = ["--model", "hf", "--model_args", f"pretrained={folder},max_length=64"]
+    arguments += ["--tasks", "mine", "--include_path", str(folder), "--device", "cpu"]
+    assert cli.main(["run", "lm_eval", "run", *arguments, "--output_path", str(out)]) == 0
+    (report,) = out.rglob("*.json")
+    assert json.loads(report.read_text())["results"]["mine"]["acc,none"] in (0.0, 0.5, 1.0)
+
+
+def test_transformers_serve_finds_the_class(tmp_path, monkeypatch):
+    """Its command makes a `ModelManager`, which looks for the class in transformers itself."""
+    pytest.importorskip("fastapi")
+    folder = write_model(tmp_path)
+
+    def command():
+        from transformers.cli.serving.model_manager import ModelManager
+
+        model, processor = ModelManager(device="cpu").load_model_and_processor(str(folder))
+        assert type(model).__name__ == "ParaRNNForCausalLM"
+        assert processor("a")["input_ids"] == [97]
+        assert sys.argv == ["transformers", "serve", str(folder), "--port", "1"]
+        return 3
+
+    monkeypatch.setattr("importlib.metadata.EntryPoint.load", lambda self: command)
+    assert cli.main(["run", "transformers", "serve", str(folder), "--port", "1"]) == 3
+
+
+def test_a_command_that_is_not_there_gives_one_line(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["run", "no-such-command", "--help"])
+    assert error.value.code == 2
+    assert "there is no command 'no-such-command' in this environment" in capsys.readouterr().err
