@@ -283,10 +283,11 @@ def test_data_of_one_s_own_are_compared_as_they_say(out):
 
 
 def test_a_run_of_an_earlier_version_goes_on(out):
-    """It has no hash of its data, no sums, and a tokenizer without a mark."""
+    """It has no hash of its data, no sums, no record, and a tokenizer without a mark."""
     (out / "data.json").unlink()
+    (out / "record.json").unlink()
     record = json.loads((out / "config.json").read_text())
-    del record["data"]["drop"]
+    del record["data"]["drop"], record["init_from"]
     (out / "config.json").write_text(json.dumps(record))
     (out / "tokenizer" / ".pararnn.json").unlink()
     for _, path in checkpoints.checkpoints(out):

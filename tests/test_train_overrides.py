@@ -108,6 +108,13 @@ def test_uniform_mixers_follow_the_blocks():
     assert deep.mixers == ("attention",) * 2
 
 
+def test_rows_on_one_device_may_be_shorter_than_the_convolution():
+    short = resolved(RUN, ["data.sequence_length=2", "model.conv_kernel_size=8"])
+    assert short.data.sequence_length == 2
+    with pytest.raises(ValueError, match=r"data\.sequence_length must be 14 at least"):
+        resolved(short, ["context_parallel=2"])
+
+
 def test_mixed_mixers_do_not_follow():
     config = replace(RUN, model=replace(RUN.model, mixers=("rnn", "attention", "rnn")))
     with pytest.raises(ValueError, match="mixers must name one mixer for each of the 4 blocks"):
@@ -257,6 +264,7 @@ runs = records(
         **dict.fromkeys(("beta1", "beta2"), st.floats(0, 1, exclude_max=True)),
     ),
     precision=st.sampled_from(PRECISIONS),
+    context_parallel=st.just(1),  # others need long rows
 )
 
 

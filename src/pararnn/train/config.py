@@ -154,7 +154,7 @@ class RunConfig:
                 f"{self.context_parallel} spreads them: set one of the two"
             )
         least = self.context_parallel * max(1, self.model.conv_kernel_size - 1)
-        if self.data.sequence_length < least:
+        if self.context_parallel > 1 and self.data.sequence_length < least:
             raise ValueError(
                 f"data.sequence_length must be {least} at least with context_parallel="
                 f"{self.context_parallel} and model.conv_kernel_size="
