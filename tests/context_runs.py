@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import pararnn
 from pararnn.check.oracle import Oracle, Run
+from pararnn.context import solve as context_solve
 from pararnn.context.group import register
+from pararnn.context.sweeps import is_settled
 from pararnn.device import collectives, process_device
 from pararnn.engines.arguments import Arguments
 from pararnn.program.program import program_of
@@ -330,11 +332,49 @@ def check_hugging(name, mesh):
     return differences(values, reference, 1e-10)
 
 
+SWEEPS = {
+    "forgets": (0.0, 1),
+    "resets": (0.0, 1),
+    "latches": (0.5, 2),
+}
+"""Fraction of channels that never forget, and the sweeps that a solve takes at most."""
+
+
+def check_sweeps(name, mesh):
+    """How often spans were compared, forward and backward: guesses and maps only save time."""
+    latches, most = SWEEPS[name]
+    length, burn_in = 64 * mesh.size(), 48
+    torch.manual_seed(0)
+    layer = pararnn.ParaLSTM(4, 32, num_heads=2, batch_first=True)
+    with torch.no_grad():
+        layer.layers[0].bias[0, : int(32 * latches)] += 30.0  # gates of forgetting
+    x = torch.randn(2, length, 4)
+    reset = torch.rand(2, length) < 0.05 if name == "resets" else None
+    pararnn.context_parallel(layer, mesh)
+    span, counts = pararnn.context_span(length, mesh), []
+
+    def count(*args):
+        counts.append(1)
+        return is_settled(*args)
+
+    context_solve.is_settled = count
+    try:
+        with pararnn.using(burn_in=burn_in):
+            output, _ = layer(x[:, span], reset=None if reset is None else reset[:, span])
+            forward = len(counts)
+            output.mean().backward()
+    finally:
+        context_solve.is_settled = is_settled
+    sweeps = (forward, len(counts) - forward)
+    return [] if max(sweeps) <= most else [f"{sweeps} sweeps, at most {most} are needed"]
+
+
 CHECKS = {
     "solve": (SOLVES, check_solve),
     "layer": (layer_cases(), check_layer),
     "model": (MODELS, check_model),
     "hugging": (HUGGING, check_hugging),
+    "sweeps": (SWEEPS, check_sweeps),
 }
 
 

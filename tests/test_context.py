@@ -1,6 +1,7 @@
 """One sequence over two and four ranks is one process's, within the contract."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,9 +11,16 @@ from lm_kinds import hugging, plain, tokens
 from processes import on_processes
 
 import pararnn
+from pararnn.context import solve as context_solve
 from pararnn.context.group import OnRanks, span_of
 from pararnn.context.parallel import check_module
+from pararnn.context.piece import Border, Piece
 from pararnn.context.sweeps import is_settled, next_starts, pull_back, push_forward
+from pararnn.engines.forward_time import final_states, to_system
+from pararnn.engines.table import find as find_engine
+from pararnn.program.program import program_of
+from pararnn.solve import prepare
+from pararnn.solvers.sequential import unroll_states
 
 pytest.importorskip("transformers")
 
@@ -167,3 +175,49 @@ def test_a_single_rank_is_a_module_on_one_process():
     mesh = SimpleNamespace(ndim=1, size=lambda: 1)
     assert pararnn.context_parallel(with_context(layer), mesh) is layer
     assert layer(X)[0].shape == X.shape
+
+
+def packed_args(reverse, seed=0):
+    """A call on one rank of three: sequences that begin before it, within it, and padding."""
+    torch.manual_seed(seed)
+    cell = pararnn.LSTMCell(3, dtype=torch.float64)
+    gates = torch.randn(2, 23, 3, 3, dtype=torch.float64) * 0.5
+    reset = torch.zeros(2, 23, dtype=torch.bool)
+    args = prepare(cell, gates, reset=reset, reverse=reverse)
+    rows = torch.tensor([[0] * 23, [0] * 11 + [1] * 12]) + torch.tensor([[2], [0]])
+    args = replace(args, seq=rows.int(), sequences=3).complete(program_of(cell))
+    return program_of(cell), args
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
+    monkeypatch.setattr(context_solve, "CHUNK", chunk)
+    program, args = packed_args(reverse)
+    engine = find_engine("newton", "torch", args.gates.device)
+    continues = torch.ones(3, 2, dtype=torch.bool)
+    border, carry = (
+        Border(continues, 1, 3),
+        (torch.randn(2, 3).double(), torch.randn(2, 3).double()),
+    )
+
+    def ends(*carry):
+        piece = Piece.of(args, 0, 23, carry, continues[1])
+        system, edges = to_system(program, piece.args)
+        return piece.ends(final_states(piece.args, edges, unroll_states(system)))
+
+    piece = Piece.of(args, 0, 23, carry, continues[1])
+    states = engine.forward(program, piece.args).states
+    own = context_solve._maps(program, engine, args, border, carry, states)
+    derivative = torch.autograd.functional.jacobian(ends, carry)
+    for n, of_end in enumerate(derivative):
+        for m, entry in enumerate(of_end):
+            diagonal = torch.einsum("bdbd->bd", entry)
+            torch.testing.assert_close(own[n, m], diagonal, rtol=1e-9, atol=1e-12)
+    assert own[:, :, 0].abs().min() > 0  # the first row is one sequence
+    assert not own[:, :, 1].any()  # of the second row another one is at the end
+
+
+def test_two_ranks_need_no_map():
+    program, args = packed_args(False)
+    assert context_solve._maps(program, None, args, Border(None, 1, 2), (), ()) is None

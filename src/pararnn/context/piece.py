@@ -111,18 +111,15 @@ class Piece(NamedTuple):
         args = replace(args, seq=numbers, sequences=total + len(seq), initial=initial)
         return cls(args, seq, total)
 
-    def last(self) -> tuple[Tensor, Tensor]:
-        """Return the sequence that each row ends in, (B,), and whether there is one, (B, 1)."""
+    def last(self) -> Tensor:
+        """Return the sequence that each row ends in, (B,); any at padding, which nothing continues
+        and where no gradient arrives."""
         assert self.args.seq is not None
-        numbers = step_of(self.args.seq, -1, self.args.options.reverse)
-        return numbers.clamp(min=0).long(), (numbers >= 0).unsqueeze(1)
+        return step_of(self.args.seq, -1, self.args.options.reverse).clamp(min=0).long()
 
     def ends(self, final: Sequence[Tensor]) -> Rows:
-        """Return the state at each row's last step, zero at padding."""
-        if self.seq is None:
-            return tuple(final)
-        numbers, real = self.last()
-        return tuple([state[numbers].masked_fill(~real, 0) for state in final])
+        """Return the state at each row's last step, see `last`."""
+        return tuple(final) if self.seq is None else tuple([h[self.last()] for h in final])
 
     def ends_here(self, goes_on: Tensor | None) -> Tensor:
         """Return the steps that end a sequence, bool (B, T). goes_on: as in `Border.at_last`."""
@@ -144,7 +141,6 @@ class Piece(NamedTuple):
         that end in this slice. `goes_on` belongs to the latter."""
         if self.seq is None:
             return at_ends
-        numbers, real = self.last()
         out = []
         for n, grad in enumerate(at_ends):
             total = grad.new_zeros((self.args.sequences, *grad.shape[1:]))
@@ -152,7 +148,7 @@ class Piece(NamedTuple):
                 ends = self.ends_here(goes_on)
                 assert self.args.seq is not None
                 total[self.args.seq[ends].long()] = of_final[n][self.seq[ends].long()]
-            out.append(total.index_add(0, numbers, grad.masked_fill(~real, 0)))
+            out.append(total.index_add(0, self.last(), grad))
         return tuple(out)
 
     def of_carry(self, initial: Sequence[Tensor]) -> Rows:

@@ -124,9 +124,7 @@ def backward(
     for sweep in range(ranks.size):
         if result is None or position != last:
             result = None  # before the next one is made
-            own_start = starts[last - position]
-            goes_on = border.at_last() if position != last else None
-            result, carry_grads = differentiate(steps, _mask(own_start, goes_on), names)
+            result, carry_grads = differentiate(steps, starts[last - position], names)
         ends = ranks.gather(torch.stack(carry_grads), reverse).flip(0)
         tolerance = ERROR_SHARE * FORWARD_TOLERANCE[args.dtype]
         agree = is_settled(starts[1:], ends[:-1], scales[:-1], tolerance) | ~continuing
@@ -188,11 +186,6 @@ def _continuing(border: Border, like: Tensor) -> Tensor:
     if border.continues is None:
         return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=like.device)
     return border.continues[1:, None, :, None]
-
-
-def _mask(grad: Tensor, goes_on: Tensor | None) -> Tensor:
-    """Return the gradient (N, B, D) of rows' ends, zero where no rank goes on."""
-    return grad if goes_on is None else grad.masked_fill(~goes_on[:, None], 0)
 
 
 def _guess(
