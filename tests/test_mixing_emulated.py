@@ -190,7 +190,7 @@ def test_matrices_in_single_precision_with_gates_in_bfloat16(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
 def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
-    monkeypatch.setattr(mixing_cuda, "MAX_REGISTERS", 90)
+    monkeypatch.setattr(mixing_cuda, "MAX_REGISTERS", 75)
     monkeypatch.setattr(emulated, "kernels_of", emulated.kernels_of.__wrapped__)
     _install(gpu(cores=ONE_CORE), monkeypatch)
     sizes_in_use, plan = set(), mixing_cuda.tiles_of
@@ -253,6 +253,7 @@ SLICES = {
 def _with_slices(row, monkeypatch):
     """Give blocks the registers and warps of a row. Tiles depend on them: no kernels are shared."""
     monkeypatch.setattr(mixing_cuda, "MAX_REGISTERS", row.registers)
+    monkeypatch.setattr(mixing_cuda, "OTHER_WITH_HELPERS", mixing_cuda.OTHER_REGISTERS)
     monkeypatch.setattr(mixing_cuda, "MAX_WARPS", row.warps)
     monkeypatch.setattr(emulated, "kernels_of", emulated.kernels_of.__wrapped__)
 

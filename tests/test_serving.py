@@ -340,6 +340,7 @@ OPTIONS = "--port 0 --device cpu --rows 8 --name mine"
 
 
 def serve_command(folder, out, rank):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with open(out, "w", buffering=1) as sys.stdout:
         cli.main(["serve", str(folder), *OPTIONS.split()])
 

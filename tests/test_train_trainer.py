@@ -311,7 +311,7 @@ def test_what_does_not_fit_raises(tmp_path):
     ("changes", "message"),
     [
         ({"num_heads": 3}, "no such model: .* multiples of num_heads = 3, got 16 and 16"),
-        ({"mixers": ("rnn", "mine")}, "no such model: .*got 'mine'"),
+        ({"mixers": ("rnn", "mine")}, "mixers may hold .*got 'mine'"),
         ({"mixers": ("attention",) * 2, "num_attention_heads": 3}, "even multiple of .* 16 and 3"),
         ({"cell": "gruu"}, "there is no cell 'gruu'"),
     ],

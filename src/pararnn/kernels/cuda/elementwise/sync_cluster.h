@@ -42,9 +42,9 @@ struct SegmentSync {
   PARARNN_FUNCTION SegmentSync(const Counters&, char* memory, int, int segments, int own)
       : inbox(*reinterpret_cast<Inbox*>(memory)), segments(segments), own(own) {
     if (lane() == 0) {
-      open_barrier(inbox.ends_sent);
-      open_barrier(inbox.votes_sent);
-      open_barrier(inbox.distances_sent);
+      open_barrier(inbox.ends_sent, 1);
+      open_barrier(inbox.votes_sent, 1);
+      open_barrier(inbox.distances_sent, 1);
       show_barriers();
     }
     __syncwarp();
