@@ -31,10 +31,11 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/pararnn demo $(ARGS)
 
-# One thread a process: the processes already fill the cores. Neighbours stay with one process, which
-# has traced their cells.
+# One thread a process: the processes already fill the cores; half as many again, since many of them
+# wait for others that they start. Neighbours stay with one process, which has traced their cells.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --dist worksteal $(FAST) $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest \
+		-n $$($(BIN)/python -c "import os; print(3 * os.cpu_count() // 2)") --dist worksteal $(FAST) $(ARGS)
 
 # Not in ARGS, which the command line may set.
 test-fast: FAST := -m "not slow"
