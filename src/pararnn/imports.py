@@ -32,3 +32,18 @@ def import_object(path: str, kind: str, error: type[PararnnError]) -> Any:
     for part in name.split("."):
         target = getattr(target, part, None)
     return target
+
+
+def import_class(path: str, kind: str, base: type, title: str, error: type[PararnnError]) -> Any:
+    """Return the subclass of `base` at an import path, see `import_object`.
+
+    title: of the base, as users write it. Raises `error` for what is no subclass, too.
+    """
+    target = import_object(path, kind, error)
+    if not (isinstance(target, type) and issubclass(target, base)):
+        module_name, _, class_name = path.partition(":")
+        raise error(
+            f"the {kind} {path!r} cannot be used: {module_name} has no subclass of {title} "
+            f"called {class_name!r}"
+        )
+    return target

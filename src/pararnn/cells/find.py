@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pararnn.cells.base import Cell
 from pararnn.errors import CellError
-from pararnn.imports import import_object, is_import_path
+from pararnn.imports import import_class, is_import_path
 
 
 def find_cell(name: str, table: Mapping[str, type[Cell]]) -> type[Cell]:
@@ -21,14 +21,8 @@ def find_cell(name: str, table: Mapping[str, type[Cell]]) -> type[Cell]:
             f"there is no cell {name!r}: name one of {', '.join(table)}, or a class of your own by "
             "its import path, such as 'mypackage.cells:MyCell'"
         )
-    target = import_object(name, "cell", CellError)
-    if not (isinstance(target, type) and issubclass(target, Cell)):
-        module_name, _, class_name = name.partition(":")
-        raise CellError(
-            f"the cell {name!r} cannot be used: {module_name} has no subclass of pararnn.Cell "
-            f"called {class_name!r}"
-        )
-    return target
+    cell_class: type[Cell] = import_class(name, "cell", Cell, "pararnn.Cell", CellError)
+    return cell_class
 
 
 def check_cell_class(value: object) -> None:

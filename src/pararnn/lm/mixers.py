@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pararnn.cells.find import find_cell
 from pararnn.context.group import OnRanks
 from pararnn.errors import PararnnError
-from pararnn.imports import import_object, is_import_path
+from pararnn.imports import import_class, is_import_path
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LAYER_TYPES, LMConfig
@@ -328,14 +328,8 @@ def find_mixer(name: str) -> Callable[..., Mixer]:
                 "pararnn.lm.MIXERS"
             )
         return MIXERS[name]
-    target = import_object(name, "mixer", MixerError)
-    if not (isinstance(target, type) and issubclass(target, Mixer)):
-        module_name, _, class_name = name.partition(":")
-        raise MixerError(
-            f"the mixer {name!r} cannot be used: {module_name} has no subclass of pararnn.lm.Mixer "
-            f"called {class_name!r}"
-        )
-    return target
+    mixer: type[Mixer] = import_class(name, "mixer", Mixer, "pararnn.lm.Mixer", MixerError)
+    return mixer
 
 
 def make_mixer(name: str, config: LMConfig, **factory: Any) -> Mixer:
