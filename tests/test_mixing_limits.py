@@ -3,10 +3,11 @@
 import pytest
 import torch
 from emulated import gpu, install
-from mixing_cells import HeadLSTM
+from mixing_cells import HeadLSTM, HeadSLSTM, Mixture
 from table import make_case, needs_compiler
 
 import pararnn
+from pararnn.codegen import mixing_cuda
 
 pytestmark = needs_compiler
 KERNELS = {"solver": "sequential", "backend": "fused"}
@@ -21,3 +22,22 @@ def test_a_backward_pass_that_does_not_fit_raises_at_the_forward_pass(monkeypatc
     message = "HeadLSTM with heads of 512 channels needs .* in its backward pass"
     with pytest.raises(pararnn.EngineError, match=message):
         pararnn.solve(case.cell, case.gates, **KERNELS)
+
+
+def _wide_steps(cell_class, width):
+    """Return the program and the backward pass of 8 columns on a GPU whose blocks have 99 KiB."""
+    program = pararnn.program_of(cell_class(width, num_heads=1))
+    variants = mixing_cuda.mixing_variants(program, torch.bfloat16, 1, width, None, (8, 6), sides=2)
+    return program, variants[1]
+
+
+@pytest.mark.parametrize(("cell_class", "width"), [(HeadSLSTM, 64), (Mixture, 96)])
+def test_blocks_without_room_for_helpers_are_planned_without_them(cell_class, width, monkeypatch):
+    """Two slots of a whole block's step do not fit; those of single warps may."""
+    program, variant = _wide_steps(cell_class, width)
+    tiles = mixing_cuda.tiles_of(program, variant)
+    roomy = mixing_cuda.tiles_of(program, variant._replace(shared=227 * 1024))
+    monkeypatch.setattr(mixing_cuda, "_wants_helpers", lambda variant, slices: False)
+    assert tiles == mixing_cuda.tiles_of(program, variant)
+    assert (tiles.helpers, tiles.slots > 0) == (0, True)
+    assert roomy.helpers > 0

@@ -411,6 +411,14 @@ def _wants_helpers(variant: MixingVariant, slices: int) -> bool:
     return (small or slices <= 8) and variant.head_width <= 512
 
 
+def _slots(fit: _Fit, shared: int) -> int:
+    """Return the slots of a ring that shared memory has room for; 0 where two do not fit."""
+    if not fit.slot_bytes:
+        return 0
+    slots = min(MAX_SLOTS, (shared - fit.fixed_bytes) // (fit.rings * fit.slot_bytes))
+    return slots if slots > 1 else 0
+
+
 def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     """Plan the tiles of a block. Raises EngineError for cells that do not fit."""
     dtype, width = variant.dtype, variant.head_width
@@ -446,12 +454,11 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         sums=_most_sums(own, scatter) * variant.sides,
     )
     fit = _best_fit(needs, variant, wide)
-    if fit.rank < IN_REGISTERS:  # helpers take registers
+    slots = _slots(fit, variant.shared)
+    if fit.rank < IN_REGISTERS or (fit.helpers and not slots):  # helpers take registers, and slots
         fit = _best_fit(needs._replace(wants_helpers=lambda slices: False), variant, wide)
-    room = variant.shared - fit.fixed_bytes
-    slots = min(MAX_SLOTS, room // (fit.rings * fit.slot_bytes)) if fit.slot_bytes else 0
-    slots = slots if slots > 1 else 0
-    if room < 0:
+        slots = _slots(fit, variant.shared)
+    if fit.fixed_bytes > variant.shared:
         raise EngineError(
             f"{program.cell_name} with heads of {width} channels needs {fit.fixed_bytes:,} bytes "
             f"of shared memory in its {variant.direction} pass; this GPU has {variant.shared:,}. "
@@ -467,7 +474,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         matrix_parts=matrix_parts,
         register_fragments=fit.register_fragments,
         shared_matrices=fit.rank == IN_SHARED_MEMORY,
-        helpers=fit.helpers if slots else 0,
+        helpers=fit.helpers,
         slots=slots,
         slot_bytes=fit.slot_bytes,
         words=fit.words,
