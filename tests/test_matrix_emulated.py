@@ -54,7 +54,7 @@ def test_kernels_are_the_loop(name):
     ("dtype", "weight_dtype", "keys", "values"),
     [
         (torch.bfloat16, torch.bfloat16, 32, 16),  # matrices as fragments in registers
-        (torch.bfloat16, torch.float32, 16, 48),  # in two parts, and in shared memory
+        (torch.bfloat16, torch.float32, 32, 48),  # in two parts, and in shared memory
         (torch.float32, torch.float32, 32, 32),  # by operands in shared memory
     ],
 )
@@ -66,7 +66,7 @@ def test_products(dtype, weight_dtype, keys, values):
     for own in _variants(program, dtype, weight_dtype):
         shares = emitted_for(program, own).shares
         assert shares.tiles == (dtype == torch.bfloat16)
-        assert shares.warps == (1 if keys == 16 else max(2, shares.warps))
+        assert shares.warps > 1
     _compare("m2rnn", call, dtype, **FUSED)
 
 
@@ -173,7 +173,7 @@ MUTANTS = {
     "no reset": ("(place.is_reset(l)) fill_all(state", "(false) fill_all(state"),
     "an adjoint through a reset": ("(place.is_reset(l)) fill_all(adj", "(false) fill_all(adj"),
     "a state before the wrong step": ("l % checkpoint == 0", "l % checkpoint == 1"),
-    "a final gradient too few": ("(place.sequence(l + 1) != sequence) load", "(false) load"),
+    "a final gradient too few": ("(events && place.sequence(l + 1) != sequence) load", "(0) load"),
     "lanes that are not summed": ("< A::lane_step * A::lanes", "< A::lane_step * A::lanes / 2"),
     "warps that are not summed": ("part < A::warps", "part < A::warps - 1"),
     "entries that do not exist": ("return A::exists(n) ? x : otherwise;", "return x;"),

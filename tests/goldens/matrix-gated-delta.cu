@@ -72,24 +72,17 @@ struct Matrices {
   PARARNN_FUNCTION void load(const scalar* const* params, int64 head, real* memory, unsigned* fragments) {
   }
 };
-PARARNN_FUNCTION void forward_step(Block& block, const Matrices& matrices, const Params& param, const States& state, const Gates& gate, States& new_state, Output& output) {
+PARARNN_FUNCTION void advance_step(Block& block, const Matrices& matrices, const Params& param, const States& state, const Gates& gate, States& new_state) {
   real a2[1];
-  real a7[1];
   PARARNN_UNROLL
   for (real& x : a2) x = constant(0);
-  PARARNN_UNROLL
-  for (real& x : a7) x = constant(0);
   PARARNN_UNROLL
   for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
     const real x0 = gate.x1[i_K];
     const real t1 = x0 * x0;
-    const real x2 = gate.x0[i_K];
-    const real t3 = x2 * x2;
     a2[0] = a2[0] + existing<Axis_K>(t1, i_K, constant(0));
-    a7[0] = a7[0] + existing<Axis_K>(t3, i_K, constant(0));
   }
   combine_lanes<Axis_K, Sum>(a2);
-  combine_lanes<Axis_K, Sum>(a7);
   real a3[1];
   {
     const real x0 = a2[0];
@@ -121,7 +114,6 @@ PARARNN_FUNCTION void forward_step(Block& block, const Matrices& matrices, const
   combine_lanes<Axis_K, Sum>(a5);
   real a0[1];
   real a1[1];
-  real a8[1];
   {
     const real x0 = gate.x3[0];
     const real t1 = sigmoid(x0);
@@ -129,27 +121,15 @@ PARARNN_FUNCTION void forward_step(Block& block, const Matrices& matrices, const
     const real x2 = gate.x4[0];
     const real t3 = sigmoid(x2);
     a1[0] = t3;
-    const real x4 = a7[0];
-    const real t5 = x4 + constant(1e-06);
-    const real t6 = constant(1.0) / sqrt(t5);
-    a8[0] = t6;
   }
   real a6[8];
-  real a9[8];
   PARARNN_UNROLL
   for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
     const real x0 = a1[0];
     const real x1 = a4[i_K];
     const real t2 = x0 * x1;
     a6[i_K] = t2;
-    const real x3 = gate.x0[i_K];
-    const real x4 = a8[0];
-    const real t5 = x3 * x4;
-    a9[i_K] = t5;
   }
-  real a10[2];
-  PARARNN_UNROLL
-  for (real& x : a10) x = constant(0);
   PARARNN_UNROLL
   for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
     PARARNN_UNROLL
@@ -164,21 +144,59 @@ PARARNN_FUNCTION void forward_step(Block& block, const Matrices& matrices, const
       const real x7 = gate.x2[i_V];
       const real t8 = x0 * x7;
       const real t9 = t6 + t8;
-      const real x10 = a9[i_K];
-      const real t11 = x10 * t9;
-      a10[i_V] = a10[i_V] + existing<Axis_K>(t11, i_K, constant(0));
       new_state.x0[(i_K) * Axis_V::count + i_V] = t9;
     }
   }
-  combine_lanes<Axis_K, Sum>(a10);
+}
+
+PARARNN_FUNCTION void readout_step(Block& block, const Matrices& matrices, const Params& param, const States& new_state, const Gates& gate, Output& output) {
+  real a0[1];
+  PARARNN_UNROLL
+  for (real& x : a0) x = constant(0);
+  PARARNN_UNROLL
+  for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
+    const real x0 = gate.x0[i_K];
+    const real t1 = x0 * x0;
+    a0[0] = a0[0] + existing<Axis_K>(t1, i_K, constant(0));
+  }
+  combine_lanes<Axis_K, Sum>(a0);
+  real a1[1];
+  {
+    const real x0 = a0[0];
+    const real t1 = x0 + constant(1e-06);
+    const real t2 = constant(1.0) / sqrt(t1);
+    a1[0] = t2;
+  }
+  real a2[8];
+  PARARNN_UNROLL
+  for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
+    const real x0 = gate.x0[i_K];
+    const real x1 = a1[0];
+    const real t2 = x0 * x1;
+    a2[i_K] = t2;
+  }
+  real a3[2];
+  PARARNN_UNROLL
+  for (real& x : a3) x = constant(0);
+  PARARNN_UNROLL
+  for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
+    PARARNN_UNROLL
+    for (int i_V = 0; i_V < Axis_V::count; ++i_V) {
+      const real x0 = a2[i_K];
+      const real x1 = new_state.x0[(i_K) * Axis_V::count + i_V];
+      const real t2 = x0 * x1;
+      a3[i_V] = a3[i_V] + existing<Axis_K>(t2, i_K, constant(0));
+    }
+  }
+  combine_lanes<Axis_K, Sum>(a3);
   PARARNN_UNROLL
   for (int i_V = 0; i_V < Axis_V::count; ++i_V) {
-    const real x0 = a10[i_V];
+    const real x0 = a3[i_V];
     output.x0[i_V] = x0;
   }
 }
 
-constexpr int warps = 4, exchange_numbers = 1028;
+constexpr int warps = 4, exchange_numbers = 1056;
 using Block = Exchange<warps, exchange_numbers>;
 constexpr int size_K = 64;
 using Axis_K = Axis<64, 16, 2, 1, 4, 4, false>;
@@ -437,22 +455,9 @@ PARARNN_FUNCTION void backward_step(Block& block, const Matrices& matrices, cons
   }
   combine_lanes<Axis_K, Sum>(a5);
   combine_lanes<Axis_V, Sum>(a14);
-  put_part<Axis_V, Share<Axis_K>>(a14, block.region(0));
+  put_part<Grid<Axis_V>, Share<Axis_K>>(a14, block.region(0));
   combine_lanes<Axis_K, Sum>(a15);
   combine_lanes<Axis_K, Sum>(a22);
-  block.meet();
-  combine_parts<Axis_V, Share<Axis_K>, Sum>(block.region(0), a14);
-  real a16[1];
-  PARARNN_UNROLL
-  for (real& x : a16) x = constant(0);
-  PARARNN_UNROLL
-  for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
-    const real x0 = a14[i_K];
-    const real x1 = a4[i_K];
-    const real t2 = x0 * x1;
-    a16[0] = a16[0] + existing<Axis_K>(t2, i_K, constant(0));
-  }
-  combine_lanes<Axis_K, Sum>(a16);
   PARARNN_UNROLL
   for (int i_V = 0; i_V < Axis_V::count; ++i_V) {
     const real x0 = a15[i_V];
@@ -504,16 +509,39 @@ PARARNN_FUNCTION void backward_step(Block& block, const Matrices& matrices, cons
     }
   }
   combine_lanes<Axis_V, Sum>(a10);
-  put_part<Axis_V, Share<Axis_K>>(a10, block.region(256));
-  combine_lanes<Axis_K, Sum>(a18);
+  put_part<Grid<Axis_V>, Share<Axis_K>>(a10, block.region(256));
   combine_lanes<Axis_V, Sum>(a21);
-  put_part<Axis_V, Share<Axis_K>>(a21, block.region(512));
+  put_part<Grid<Axis_V>, Share<Axis_K>>(a21, block.region(512));
   combine_lanes<Axis_V, Sum>(a24);
-  put_part<Axis_V, Share<Axis_K>>(a24, block.region(768));
+  put_part<Grid<Axis_V>, Share<Axis_K>>(a24, block.region(768));
+  real a19[1];
+  PARARNN_UNROLL
+  for (real& x : a19) x = constant(0);
+  PARARNN_UNROLL
+  for (int i_V = 0; i_V < Axis_V::count; ++i_V) {
+    const real x0 = a18[i_V];
+    a19[0] = a19[0] + existing<Axis_V>(x0, i_V, constant(0));
+  }
+  combine_lanes<Axis_V, Sum>(a19);
+  combine_lanes<Axis_K, Sum>(a19);
+  put_part<Grid<Axis_V>, Share<>>(a19, block.region(1024));
   block.meet();
-  combine_parts<Axis_V, Share<Axis_K>, Sum>(block.region(256), a10);
-  combine_parts<Axis_V, Share<Axis_K>, Sum>(block.region(512), a21);
-  combine_parts<Axis_V, Share<Axis_K>, Sum>(block.region(768), a24);
+  combine_parts<Grid<Axis_V>, Share<Axis_K>, Sum>(block.region(0), a14);
+  combine_parts<Grid<Axis_V>, Share<Axis_K>, Sum>(block.region(256), a10);
+  combine_parts<Grid<Axis_V>, Share<Axis_K>, Sum>(block.region(512), a21);
+  combine_parts<Grid<Axis_V>, Share<Axis_K>, Sum>(block.region(768), a24);
+  combine_parts<Grid<Axis_V>, Share<>, Sum>(block.region(1024), a19);
+  real a16[1];
+  PARARNN_UNROLL
+  for (real& x : a16) x = constant(0);
+  PARARNN_UNROLL
+  for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
+    const real x0 = a14[i_K];
+    const real x1 = a4[i_K];
+    const real t2 = x0 * x1;
+    a16[0] = a16[0] + existing<Axis_K>(t2, i_K, constant(0));
+  }
+  combine_lanes<Axis_K, Sum>(a16);
   real a25[4];
   real a12[1];
   real a23[1];
@@ -549,18 +577,6 @@ PARARNN_FUNCTION void backward_step(Block& block, const Matrices& matrices, cons
   combine_lanes<Axis_K, Sum>(a12);
   combine_lanes<Axis_K, Sum>(a23);
   combine_lanes<Axis_K, Sum>(a26);
-  real a19[1];
-  PARARNN_UNROLL
-  for (real& x : a19) x = constant(0);
-  PARARNN_UNROLL
-  for (int i_V = 0; i_V < Axis_V::count; ++i_V) {
-    const real x0 = a18[i_V];
-    a19[0] = a19[0] + existing<Axis_V>(x0, i_V, constant(0));
-  }
-  combine_lanes<Axis_V, Sum>(a19);
-  put_part<Axis_V, Share<>>(a19, block.region(1024));
-  block.meet();
-  combine_parts<Axis_V, Share<>, Sum>(block.region(1024), a19);
   real a13[1];
   real a27[1];
   {

@@ -70,8 +70,7 @@ struct Matrices {
     tiles0.load(params[0] + head * 1024, fragments + 0);
   }
 };
-PARARNN_FUNCTION void forward_step(Block& block, const Matrices& matrices, const Params& param, const States& state, const Gates& gate, States& new_state, Output& output) {
-  block.turn();
+PARARNN_FUNCTION void advance_step(Block& block, const Matrices& matrices, const Params& param, const States& state, const Gates& gate, States& new_state) {
   real a0[16];
   multiply_tiles(state.x0, matrices.tiles0, a0);
   real a1[1];
@@ -83,9 +82,6 @@ PARARNN_FUNCTION void forward_step(Block& block, const Matrices& matrices, const
     const real t2 = constant(1.0) - t1;
     a2[0] = t2;
   }
-  real a3[8];
-  PARARNN_UNROLL
-  for (real& x : a3) x = constant(0);
   PARARNN_UNROLL
   for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
     PARARNN_UNROLL
@@ -102,24 +98,38 @@ PARARNN_FUNCTION void forward_step(Block& block, const Matrices& matrices, const
       const real x9 = a2[0];
       const real t10 = x9 * t5;
       const real t11 = t8 + t10;
-      const real x12 = gate.x1[i_K];
-      const real t13 = x12 * t11;
-      a3[i_V] = a3[i_V] + existing<Axis_K>(t13, i_K, constant(0));
       new_state.x0[(i_K) * Axis_V::count + i_V] = t11;
     }
   }
-  combine_lanes<Axis_K, Sum>(a3);
-  put_part<Axis_K, Share<Axis_V>>(a3, block.region(0));
+}
+
+PARARNN_FUNCTION void readout_step(Block& block, const Matrices& matrices, const Params& param, const States& new_state, const Gates& gate, Output& output) {
+  block.turn();
+  real a0[8];
+  PARARNN_UNROLL
+  for (real& x : a0) x = constant(0);
+  PARARNN_UNROLL
+  for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
+    PARARNN_UNROLL
+    for (int i_V = 0; i_V < Axis_V::count; ++i_V) {
+      const real x0 = gate.x1[i_K];
+      const real x1 = new_state.x0[(i_K) * Axis_V::count + i_V];
+      const real t2 = x0 * x1;
+      a0[i_V] = a0[i_V] + existing<Axis_K>(t2, i_K, constant(0));
+    }
+  }
+  combine_lanes<Axis_K, Sum>(a0);
+  put_part<Grid<Axis_K>, Share<Axis_V>>(a0, block.region(0));
   block.meet();
-  combine_parts<Axis_K, Share<Axis_V>, Sum>(block.region(0), a3);
+  combine_parts<Grid<Axis_K>, Share<Axis_V>, Sum>(block.region(0), a0);
   PARARNN_UNROLL
   for (int i_V = 0; i_V < Axis_V::count; ++i_V) {
-    const real x0 = a3[i_V];
+    const real x0 = a0[i_V];
     output.x0[i_V] = x0;
   }
 }
 
-constexpr int warps = 4, exchange_numbers = 384;
+constexpr int warps = 4, exchange_numbers = 160;
 using Block = Exchange<warps, exchange_numbers>;
 constexpr int size_K = 64;
 using Axis_K = Axis<64, 8, 4, 4, 1, 2, false>;
@@ -256,8 +266,6 @@ PARARNN_FUNCTION void backward_step(Block& block, const Matrices& matrices, cons
       a7[i_V] = a7[i_V] + existing<Axis_K>(t6, i_K, constant(0));
     }
   }
-  combine_lanes<Axis_K, Sum>(a7);
-  put_part<Axis_K, Share<Axis_V>>(a7, block.region(0));
   real a0[16];
   multiply_tiles(state.x0, matrices.tiles0, a0);
   real a1[1];
@@ -269,8 +277,6 @@ PARARNN_FUNCTION void backward_step(Block& block, const Matrices& matrices, cons
     const real t2 = constant(1.0) - t1;
     a2[0] = t2;
   }
-  block.meet();
-  combine_parts<Axis_K, Share<Axis_V>, Sum>(block.region(0), a7);
   real a8[1];
   PARARNN_UNROLL
   for (real& x : a8) x = constant(0);
@@ -280,6 +286,8 @@ PARARNN_FUNCTION void backward_step(Block& block, const Matrices& matrices, cons
     a8[0] = a8[0] + existing<Axis_V>(x0, i_V, constant(0));
   }
   combine_lanes<Axis_V, Sum>(a8);
+  combine_lanes<Axis_K, Sum>(a8);
+  put_part<Grid<Axis_K>, Share<>>(a8, block.region(0));
   real a9[16];
   real a3[2];
   real a5[8];
@@ -327,11 +335,9 @@ PARARNN_FUNCTION void backward_step(Block& block, const Matrices& matrices, cons
     }
   }
   combine_lanes<Axis_V, Sum>(a3);
-  combine_lanes<Axis_K, Sum>(a5);
-  put_part<Axis_K, Share<Axis_V>>(a5, block.region(128));
   combine_lanes<Axis_V, Sum>(a10);
   combine_lanes<Axis_K, Sum>(a11);
-  put_part<Axis_K, Share<Axis_V>>(a11, block.region(256));
+  put_part<Grid<Axis_K>, Share<Axis_V>>(a11, block.region(4));
   real a12[16];
   multiply_tiles(a9, matrices.tiles1, a12);
   grad_matrix.w0.add(state.x0, a9);
@@ -342,9 +348,6 @@ PARARNN_FUNCTION void backward_step(Block& block, const Matrices& matrices, cons
     const real x1 = a3[i_K];
     grad_gate.x1[i_K] = x1;
   }
-  block.meet();
-  combine_parts<Axis_K, Share<Axis_V>, Sum>(block.region(128), a5);
-  combine_parts<Axis_K, Share<Axis_V>, Sum>(block.region(256), a11);
   real a6[1];
   PARARNN_UNROLL
   for (real& x : a6) x = constant(0);
@@ -352,10 +355,10 @@ PARARNN_FUNCTION void backward_step(Block& block, const Matrices& matrices, cons
   for (int i_V = 0; i_V < Axis_V::count; ++i_V) {
     const real x0 = a5[i_V];
     a6[0] = a6[0] + existing<Axis_V>(x0, i_V, constant(0));
-    const real x1 = a11[i_V];
-    grad_gate.x2[i_V] = x1;
   }
   combine_lanes<Axis_V, Sum>(a6);
+  combine_lanes<Axis_K, Sum>(a6);
+  put_part<Grid<Axis_K>, Share<>>(a6, block.region(132));
   PARARNN_UNROLL
   for (int i_K = 0; i_K < Axis_K::count; ++i_K) {
     PARARNN_UNROLL
@@ -367,6 +370,15 @@ PARARNN_FUNCTION void backward_step(Block& block, const Matrices& matrices, cons
       const real t4 = t2 + x3;
       grad_state.x0[(i_K) * Axis_V::count + i_V] = t4;
     }
+  }
+  block.meet();
+  combine_parts<Grid<Axis_K>, Share<>, Sum>(block.region(0), a8);
+  combine_parts<Grid<Axis_K>, Share<Axis_V>, Sum>(block.region(4), a11);
+  combine_parts<Grid<Axis_K>, Share<>, Sum>(block.region(132), a6);
+  PARARNN_UNROLL
+  for (int i_V = 0; i_V < Axis_V::count; ++i_V) {
+    const real x0 = a11[i_V];
+    grad_gate.x2[i_V] = x0;
   }
   {
     const real x0 = a6[0];

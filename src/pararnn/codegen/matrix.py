@@ -45,8 +45,7 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     assert sizes is not None
     matrices = _matrices(passes)
     functions = [
-        _Function(program, passes, name, own, matrices)
-        for name, own in zip(("forward", "advance", "backward"), passes[:3], strict=True)
+        _Function(program, passes, name, own, matrices) for name, own in _own(passes).items()
     ]
     return "\n".join(
         [
@@ -66,9 +65,14 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     )  # fmt: skip
 
 
+def _own(passes: Passes) -> dict[str, Statements]:
+    """Return the passes that become functions, by name."""
+    return {name: getattr(passes, name) for name in ("forward", "advance", "backward")}
+
+
 def _matrices(passes: Passes) -> list[tuple[int, bool]]:
     """Return the matrices by which passes multiply: (parameter, transposed)."""
-    values = [value for own in passes[:3] for value in own.values]
+    values = [value for own in _own(passes).values() for value in own.values]
     definitions = [v.definition for v in values if isinstance(v.definition, Product)]
     return [*dict.fromkeys((own.param, own.transposes) for own in definitions)]
 

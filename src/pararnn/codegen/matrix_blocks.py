@@ -26,22 +26,26 @@ from pararnn.program.statements import (
     Target,
     Value,
     schedule,
+    sources_of,
 )
 
 IDENTITY = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
 """The value that a reduction begins with."""
 SQUARE = 2
 """Axes of a parameter that multiplies, both the same."""
+TILE_NUMBERS = 32
+"""Numbers of shared memory in a tile, at whose multiples tiles begin."""
 REGISTER_SIZE = 32
 """Largest matrix whose fragments a warp has in registers."""
-FUNCTIONS = {"forward": ("forward",), "backward": ("advance", "backward")}
+FUNCTIONS = {"forward": ("advance", "readout"), "backward": ("advance", "backward")}
 """Functions of a kernel, by direction."""
 PARAMETERS = {
-    "forward": "States& new_state, Output& output",
-    "advance": "States& new_state",
+    "advance": "const States& state, const Gates& gate, States& new_state",
+    "readout": "const States& new_state, const Gates& gate, Output& output",
     "backward": (
-        "const States& grad_new_state, const Output& grad_output, States& grad_state, "
-        "Gates& grad_gate, Params& grad_param, Outers& grad_matrix"
+        "const States& state, const Gates& gate, const States& grad_new_state, "
+        "const Output& grad_output, States& grad_state, Gates& grad_gate, Params& grad_param, "
+        "Outers& grad_matrix"
     ),
 }
 """Own parameters of each function."""
@@ -103,7 +107,8 @@ class _Emitter:
             for v in products
         )
         with_tiles = self.dtype == torch.bfloat16 and by_columns
-        self.shares = shares_of(lengths, main, [*plans.values()], with_tiles)
+        own = [*plans.values()]
+        self.shares = shares_of(lengths, main, own, self.direction, with_tiles)
         products_by_tiles = [
             (v.definition.param, v.definition.transposes)
             for v in products
@@ -111,6 +116,15 @@ class _Emitter:
         ]
         self.tile_matrices = [*dict.fromkeys(products_by_tiles)]
         self.functions = [_Function(self, name, statements[name], plans[name]) for name in names]
+
+    def function_texts(self) -> list[str]:
+        """Return the functions; each has numbers of its own in shared memory."""
+        texts, exchange = [], 0
+        for function in self.functions:
+            function.exchange = exchange
+            texts.append(function.text())
+            exchange = function.exchange
+        return texts
 
     @staticmethod
     def _fits_tiles(product: Product, axes: Axes, main: tuple[str | None, str]) -> bool:
@@ -131,11 +145,11 @@ class _Emitter:
         return axes[0] if len(axes) == SQUARE and axes[0] == axes[1] else None
 
     def emission(self) -> Emitted:
-        bodies = [function.text() for function in self.functions]
-        exchange = max(function.exchange for function in self.functions)
+        bodies = self.function_texts()
+        exchange = -(-self.functions[-1].exchange // TILE_NUMBERS) * TILE_NUMBERS
         count = len(self.kinds["param"])
         outers = [outer for function in self.functions for outer in function.own.outers]
-        by_tiles = any(self.is_tiled(outer.axis, outer.lhs.axes) for outer in outers)
+        by_tiles = any(self.outer_by_tiles(outer) for outer in outers)
         fragments = 0
         for number, _ in self.tile_matrices:
             axis = self.square(number)
@@ -245,7 +259,7 @@ class _Emitter:
         for number in range(len(self.kinds["param"])):
             axes = self.kinds["param"][number]
             if self.square(number) is not None:
-                lines.append(f"  {self._outer_type(number)} w{number};")
+                lines.append(f"  {self.outer_type(number)} w{number};")
                 zeros.append(f"    w{number}.clear();")
                 stores.append(f"    w{number}.add_to(target + {total}, copy_numbers);")
             total += math.prod(self.shares.axes[axis].size for axis in axes)
@@ -260,19 +274,23 @@ class _Emitter:
         ]
         return lines
 
-    def _outer_type(self, number: int) -> str:
+    def outer_type(self, number: int) -> str:
+        """Return the type of a thread's sums of a matrix's gradient."""
         axis = self.square(number)
         assert axis is not None
         size = self.shares.axes[axis].size
         outers = [o for function in self.functions for o in function.own.outers]
         own = [o for o in outers if o.param == number]
         if own and all(self.is_tiled(o.axis, o.lhs.axes) for o in own):
+            if size > REGISTER_SIZE:
+                others = self.shares.axes[self.shares.rows or ""].size
+                return f"SplitTileSums<{size}, {self.matrix_parts}, {others}, {self.shares.warps}>"
             return f"TileSums<{size}, {self.matrix_parts}>"
         return f"SquareSums<{size}, {self.shares.warps}>"
 
     def outer_by_tiles(self, outer: Outer) -> bool:
         """Return True for outer products that the matrix units compute."""
-        return self._outer_type(outer.param).startswith("Tile")
+        return self.outer_type(outer.param).startswith("Tile")
 
 
 @dataclass
@@ -294,6 +312,7 @@ class _Function:
         }
         self.names |= {value: f"a{i}" for i, value in enumerate(self.plan.arrays)}
         self.kinds = {}
+        self.partial = _partial_reductions(self.own)
         self.pending: dict[Value, str] = {}
         self.outers: list[str] = []
         self.operands: dict[Value, str] = {}
@@ -302,22 +321,24 @@ class _Function:
     def text(self) -> str:
         """Return the function."""
         common = "Block& block, const Matrices& matrices, const Params& param"
-        head = (
-            f"PARARNN_FUNCTION void {self.name}_step({common}, const States& state, "
-            f"const Gates& gate, {PARAMETERS[self.name]}) {{"
-        )
-        for part in self.plan.parts:
-            if isinstance(part, Nest):
-                self._flush(_sources(part))
-                _NestText(self, part).emit()
-            elif isinstance(part, Outer):
-                self._flush((part.lhs, part.rhs))
-                self._outer(part)
+        head = f"PARARNN_FUNCTION void {self.name}_step({common}, {PARAMETERS[self.name]}) {{"
+        first = self.exchange
+        later = [part for own in self.plan.parts for part in _split(own)]
+        while later:
+            # Whatever needs no other thread comes before threads meet.
+            ready = next((part for part in later if self._is_ready(part, later)), None)
+            if ready is None:
+                self._meet()
+                continue
+            later.remove(ready)
+            if isinstance(ready, Nest):
+                _NestText(self, ready).emit()
+            elif isinstance(ready, Outer):
+                self._outer(ready)
             else:
-                self._flush((part.definition.source,))  # type: ignore[union-attr]
-                self._product(part)
+                self._product(ready)
         self._meet()
-        turn = ["  block.turn();"] if self.exchange else []
+        turn = ["  block.turn();"] if self.exchange > first else []
         return "\n".join([head, *turn, *self.lines, "}", ""])
 
     def declare(self, value: Value, kind: str = REAL) -> str:
@@ -335,9 +356,12 @@ class _Function:
         first, self.exchange = self.exchange, self.exchange + numbers
         return f"block.region({first})"
 
-    def _flush(self, read: Iterable[Value]) -> None:
-        if any(value in self.pending for value in read):
-            self._meet()
+    def _is_ready(self, part: Part, later: list[Part]) -> bool:
+        """Return True for a part that reads no value of a later one, or that threads exchange."""
+        own = {*_results(part)}
+        missing = {value for other in later if other is not part for value in _results(other)}
+        missing |= {*self.pending}
+        return all(value in own or value not in missing for value in _sources(part))
 
     def _meet(self) -> None:
         """Let the threads of the block meet, and complete what waits for that."""
@@ -349,16 +373,24 @@ class _Function:
         """Combine the parts of a reduction that lanes and warps have."""
         own = value.definition
         assert isinstance(own, Reduce)
-        axis, combine = f"Axis_{own.axis}", own.kind.capitalize()
-        name, axes = self.names[value], value.axes
-        self.lines.append(f"  combine_lanes<{axis}, {combine}>({name});")
-        shares = self.emitter.shares
-        if shares.axes[own.axis].warps > 1:
-            size = math.prod(shares.axes[a].size for a in axes)
-            region = self.region(size * shares.axes[own.axis].warps)
-            share = self.emitter.share(axes)
-            self.lines.append(f"  put_part<{axis}, {share}>({name}, {region});")
-            self.pending[value] = f"  combine_parts<{axis}, {share}, {combine}>({region}, {name});"
+        if value in self.partial:
+            return
+        name, share = self.names[value], self.emitter.share(value.axes)
+        combine, shares = own.kind.capitalize(), self.emitter.shares
+        axes = [own.axis]
+        while own.source in self.partial:
+            own = own.source.definition
+            assert isinstance(own, Reduce)
+            axes.append(own.axis)
+        for axis in axes:
+            self.lines.append(f"  combine_lanes<Axis_{axis}, {combine}>({name});")
+        far = [axis for axis in axes if shares.axes[axis].warps > 1]
+        if far:
+            size = math.prod(shares.axes[a].size for a in value.axes)
+            count = math.prod(shares.axes[a].warps for a in far)
+            region, grid = self.region(size * count), f"Grid<{', '.join(f'Axis_{a}' for a in far)}>"
+            self.lines.append(f"  put_part<{grid}, {share}>({name}, {region});")
+            self.pending[value] = f"  combine_parts<{grid}, {share}, {combine}>({region}, {name});"
 
     def _operand(self, value: Value) -> str:
         """Return where shared memory has a value."""
@@ -369,6 +401,16 @@ class _Function:
             name = self.names[value]
             self.lines.append(f"  put<{share}>({name}, {self.operands[value]});")
         return self.operands[value]
+
+    def _tiles(self, value: Value, sums: str) -> str:
+        """Return where shared memory has the tiles of a value."""
+        sizes = [self.emitter.shares.axes[axis].size for axis in value.axes]
+        numbers = math.prod(sizes) // 2 * self.emitter.matrix_parts
+        first = -(-self.exchange // TILE_NUMBERS) * TILE_NUMBERS
+        self.exchange = first
+        region = self.region(numbers)
+        self.lines.append(f"  {sums}::put({self.names[value]}, {region});")
+        return region
 
     def _product(self, value: Value) -> None:
         own = value.definition
@@ -396,6 +438,11 @@ class _Function:
             lhs, rhs = self.names[outer.lhs], self.names[outer.rhs]
             self.lines.append(f"  {target}.add({lhs}, {rhs});")
             return
+        sums = emitter.outer_type(outer.param)
+        if sums.startswith("Split"):
+            lhs, rhs = self._tiles(outer.lhs, sums), self._tiles(outer.rhs, sums)
+            self.outers.append(f"  {target}.add({lhs}, {rhs});")
+            return
         lhs, rhs = self._operand(outer.lhs), self._operand(outer.rhs)
         along = outer.lhs.axes.index(outer.axis)
         share = emitter.share(outer.lhs.axes)
@@ -410,8 +457,58 @@ def _numbers_in_memory(sizes: list[int]) -> int:
     return total
 
 
-def _sources(nest: Nest) -> list[Value]:
-    """Return the values that a nest reads, its own included."""
+Part = Nest | Value | Outer
+"""Part of a schedule."""
+
+
+def _partial_reductions(own: Statements) -> set[Value]:
+    """Return the reductions that only another one of the same kind reads: their threads' parts need
+    not be combined before it."""
+    readers: dict[Value, list[Value | None]] = {}
+    for value in own.values:
+        for source in sources_of(value):
+            readers.setdefault(source, []).append(value)
+    others = [source for _, source in own.writes if isinstance(source, Value)]
+    others += [factor for outer in own.outers for factor in (outer.lhs, outer.rhs)]
+    for value in others:
+        readers.setdefault(value, []).append(None)
+
+    def kind(value: Value | None) -> str | None:
+        is_reduction = value is not None and isinstance(value.definition, Reduce)
+        return value.definition.kind if is_reduction else None  # type: ignore[union-attr]
+
+    return {
+        value
+        for value, by in readers.items()
+        if kind(value) is not None and [kind(reader) for reader in by] == [kind(value)]
+    }
+
+
+def _split(part: Part) -> list[Part]:
+    """Return a nest, and apart from it what it writes that others compute, which may be late."""
+    if not isinstance(part, Nest) or not (part.points or part.reductions):
+        return [part]
+    late = [w for w in part.writes if isinstance(w[1], Value) and w[1] not in part.points]
+    own = [w for w in part.writes if w not in late]
+    nests = [Nest(part.axes, part.points, part.reductions, own)]
+    return [*nests, *(Nest(part.axes, writes=[write]) for write in late)]
+
+
+def _results(part: Part) -> list[Value]:
+    """Return the values that a part computes."""
+    if isinstance(part, Nest):
+        return [*part.points, *part.reductions]
+    return [part] if isinstance(part, Value) else []
+
+
+def _sources(part: Part) -> list[Value]:
+    """Return the values that a part reads, its own included."""
+    if isinstance(part, Outer):
+        return [part.lhs, part.rhs]
+    return [*sources_of(part)] if isinstance(part, Value) else _sources_of_nest(part)
+
+
+def _sources_of_nest(nest: Nest) -> list[Value]:
     values: list[Value] = []
     for value in nest.points:
         assert isinstance(value.definition, Point)

@@ -132,7 +132,6 @@ def source_of_matrix(program: Program, variant: MatrixVariant) -> str:
     defines = {
         "BACKWARD": int(variant.direction == "backward"),
         "APPROXIMATE": int(variant.dtype == torch.bfloat16),
-        "PRECISE_EXP": 1,
         "REFINED": int(variant.dtype == torch.float32 and variant.direction == "backward"),
     }
     lines = [constant_line(name, value) for name, value in constants.items()]

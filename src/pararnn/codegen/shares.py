@@ -18,8 +18,9 @@ from pararnn.program.statements import Nest, Outer, Product, Reduce, Schedule, V
 LANES = 32
 WARPS = (1, 2, 4, 8, 16)
 """Sizes of a block, in warps."""
-ENTRIES = 32
-"""Entries of the largest tensor that a thread has registers for, where a block can be so large."""
+ENTRIES = {"forward": 32, "backward": 16}
+"""Entries of the largest tensor that a thread has registers for, by pass, where a block can be so
+large."""
 TILE = 16
 """Rows of a tile of the matrix units; in fragments of results a lane has pairs of columns."""
 SHUFFLE, BARRIER, FMA = 25, 90, 4
@@ -69,9 +70,10 @@ def shares_of(
     lengths: Mapping[str, int],
     main: tuple[str | None, str],
     schedules: list[Schedule],
+    direction: str,
     with_tiles: bool,
 ) -> Shares:
-    """Choose the shares for passes over a step: by tiles where they fit, else those that take the
+    """Choose the shares for a pass over a step: by tiles where they fit, else those that take the
     least time by an estimate."""
     rows, columns = main
     if with_tiles and rows is not None and not (lengths[rows] % TILE or lengths[columns] % TILE):
@@ -89,7 +91,9 @@ def shares_of(
     axes = tuple(axis for axis in main if axis is not None)
 
     def rank(own: Shares) -> tuple[int, float]:
-        return max(0, own.count(axes) - ENTRIES), sum(_cycles(own, plan) for plan in schedules)
+        return max(0, own.count(axes) - ENTRIES[direction]), sum(
+            _cycles(own, plan) for plan in schedules
+        )
 
     return min(options, key=rank)
 

@@ -47,10 +47,12 @@ class MatrixTrace:
 
 
 class Passes(NamedTuple):
-    """Statements of a step for kernels: all results, the new states alone, and the gradients."""
+    """Statements of a step for kernels: all results, the new states alone, the output of these,
+    and the gradients."""
 
     forward: Statements
     advance: Statements
+    readout: Statements
     backward: Statements
     order: Axes
 
@@ -159,7 +161,8 @@ def passes_of(step: Step, trace: MatrixTrace) -> Passes:
     backward = statements_of(
         trace.gradient, trace.own_gradient, lengths, [*inputs, *cotangents], gradients
     )
-    return Passes(forward, forward.only(["new_state"]), backward, order)
+    advance, readout = forward.only(["new_state"]), forward.remainder("output", "new_state")
+    return Passes(forward, advance, readout, backward, order)
 
 
 def _method(step: Step, name: str) -> Callable[..., Any]:

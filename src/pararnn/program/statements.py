@@ -133,11 +133,21 @@ class Statements:
         """Return the part that computes targets of these kinds."""
         writes = [(target, value) for target, value in self.writes if target.kind in kinds]
         live = {value for _, value in writes if isinstance(value, Value)}
+        leaves = {*self.inputs.values()}
         for value in reversed(self.values):
-            if value in live:
+            if value in live and value not in leaves:
                 live.update(sources_of(value))
-        values = [value for value in self.values if value in live]
+        values = [value for value in self.values if value in live and value not in leaves]
         return Statements(self.graph, self.inputs, values, writes)
+
+    def remainder(self, kind: str, source_kind: str) -> Statements:
+        """Return the part that computes targets of a kind, of which values that are written to
+        targets of `source_kind` are inputs."""
+        inputs = dict(self.inputs)
+        for target, value in self.writes:
+            if target.kind == source_kind and isinstance(value, Value):
+                inputs[source_kind, target.number] = value
+        return Statements(self.graph, inputs, self.values, self.writes).only([kind])
 
 
 def sources_of(value: Value) -> tuple[Value, ...]:

@@ -1,12 +1,8 @@
 // The functions that generated code calls, on `real`: CUDA's own, except those on cells' critical paths.
 // Needs PARARNN_APPROXIMATE (0 or 1): 1 if the type in memory hides the error of the hardware's tanh (1e-5,
 // where it was measured; 5e-4 at most), and relative ones of 1e-4 in exp and log1p.
-// PARARNN_PRECISE_EXP (0 or 1): 1 if exp is accurate all the same, for cells that take few of them a step.
 // PARARNN_REFINED (0 or 1): 1 if sigmoid spends two more operations on its last bit.
 #pragma once
-#ifndef PARARNN_PRECISE_EXP
-#define PARARNN_PRECISE_EXP 0
-#endif
 #include "real.h"
 
 namespace pararnn {
@@ -71,7 +67,7 @@ constexpr float log2_e = 1.4426950408889634f, log2_e_rest = 1.925963033e-8f, ln_
 
 PARARNN_FUNCTION real exp(real x) {
   if constexpr (wide) return (real)::exp((double)x);
-  else if constexpr (PARARNN_APPROXIMATE && !PARARNN_PRECISE_EXP) return fast_exp2((float)x * log2_e);
+  else if constexpr (PARARNN_APPROXIMATE) return fast_exp2((float)x * log2_e);
   else return (real)::expf((float)x);
 }
 

@@ -42,7 +42,7 @@ PARARNN_FUNCTION void store_transposed(unsigned tile, unsigned fragment) {
 // Returns a fragment of the transposed tile.
 PARARNN_FUNCTION unsigned transpose(unsigned fragment) {
   unsigned transposed;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
   return transposed;
 }
 
@@ -50,7 +50,7 @@ PARARNN_FUNCTION unsigned transpose(unsigned fragment) {
 // both) by (16, 8), whose columns are the rows of two fragments. A lane's sums: two columns of row i / 4, then
 // of row 8 + i / 4.
 PARARNN_FUNCTION void add_product(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
                "{%8, %9}, {%0, %1, %2, %3};"
                : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -31,6 +31,9 @@ struct Trajectory {
   }
 };
 
+// True if registers have room for the states of the next step too.
+constexpr bool has_room = States::entries <= 16;
+
 struct BackwardPass {
   const BackwardLaunch& p;
   const Place place;
@@ -59,18 +62,21 @@ struct BackwardPass {
   // Computes the states of the steps from `first` to `end` - 1 again; returns the last ones.
   PARARNN_FUNCTION void recompute(int first, int end, States& state) {
     load_all(p.memory + place.at_chunk(first / checkpoint), state);
+    Gates ahead;  // of the next step
     for (int l = first; l < end; ++l) {
       if (window > 0 && l % (window > 0 ? window : 1) == 0) {
         const int number = window_of(l), last = window_of(end - 1);
         enter(number, number < last ? number + 1 : number > window_of(first) ? number - 1 : before(first));
       }
+      if (window > 0 ? l % (window > 0 ? window : 1) == 0 : l == first)
+        load_gates(gates.at(place, l), own.bias, ahead);
       const int sequence = place.sequence(l);
-      if (sequence >= 0) begin(place, l, sequence, state);
+      if (events ? sequence >= 0 : l == 0) begin(place, l, sequence, state);
       if (l == end - 1) return;
       trajectory.store(state, l - first);
-      if (sequence < 0) continue;
-      Gates gate;
-      load_gates(gates.at(place, l), own.bias, gate);
+      if (events && sequence < 0) continue;
+      const Gates gate = ahead;
+      load_gates(gates.at(place, l + 1), own.bias, ahead);
       States next;
       advance_step(own.block, own.matrices, own.param, state, gate, next);
       state = next;
@@ -85,7 +91,8 @@ struct BackwardPass {
     constexpr int sums = Gates::numbers + Params::numbers;
     real* const partial = p.partial + (place.row * p.copies * p.in.heads + place.head) * sums;
     States adjoint;
-    fill_all(adjoint, constant(0));
+    if (events) fill_all(adjoint, constant(0));
+    else load_states(place, p.grad_final, (int)place.row, adjoint);
     int first = (length - 1) / checkpoint * checkpoint;
     if (length > 0) {
       gates.copy(place, window_of(first), -1);
@@ -102,40 +109,51 @@ struct BackwardPass {
       fill_all(grad_bias, constant(0));
       fill_all(grad_param, constant(0));
       grad_matrix.clear();
+      Gates gate_ahead;
+      Output output_ahead;
+      const auto load_ahead = [&](int l) {
+        load_gates(gates.at(place, l), own.bias, gate_ahead);
+        if (p.grad_output == nullptr) fill_all(output_ahead, constant(0));
+        else load_all(outputs.at(place, l), output_ahead);
+      };
+      load_ahead(end - 1);
       for (int l = end - 1; l >= first; --l) {
         const int number = window_of(l);
-        if (window > 0 && (l + 1) % (window > 0 ? window : 1) == 0 && l + 1 < end)
+        if (window > 0 && (l + 1) % (window > 0 ? window : 1) == 0 && l + 1 < end) {
           enter(number, number > window_of(first) ? number - 1 : before(first));
+          load_ahead(l);
+        }
+        if (!has_room && l < end - 1) trajectory.load(ahead, l - first);
         const States state = ahead;
-        if (l > first) trajectory.load(ahead, l - 1 - first);
+        const Gates gate = gate_ahead;
+        const Output grad_output = output_ahead;
+        const int next = l > first ? l - 1 : first;
+        if (has_room) trajectory.load(ahead, next - first);
+        load_ahead(next);
         io* const target = p.grad_gates + grad_at + place.time(l) * p.grad_time;
         const int sequence = place.sequence(l);
-        Gates gate;
-        if (sequence < 0) {
-          fill_all(gate, constant(0));
-          store_all(gate, target);
-          continue;
-        }
-        if (place.sequence(l + 1) != sequence) load_states(place, p.grad_final, sequence, adjoint);
-        load_gates(gates.at(place, l), own.bias, gate);
-        Output grad_output;
-        if (p.grad_output == nullptr) fill_all(grad_output, constant(0));
-        else load_all(outputs.at(place, l), grad_output);
         States grad_state;
         Gates grad_gate;
+        if (events && sequence < 0) {
+          fill_all(grad_gate, constant(0));
+          store_all(grad_gate, target);
+          continue;
+        }
+        if (events && place.sequence(l + 1) != sequence) load_states(place, p.grad_final, sequence, adjoint);
         backward_step(own.block, own.matrices, own.param, state, gate, adjoint, grad_output, grad_state, grad_gate,
                       grad_param, grad_matrix);
         store_all(grad_gate, target);
         grad_bias += grad_gate;
         adjoint = grad_state;
         if (place.is_reset(l)) fill_all(adjoint, constant(0));
-        if (place.sequence(l - 1) != sequence) store_states(place, adjoint, sequence, p.grad_initial);
+        if (events && place.sequence(l - 1) != sequence) store_states(place, adjoint, sequence, p.grad_initial);
       }
       // In parts, which keeps long sums accurate.
       add_all(grad_bias, partial);
       add_all(grad_param, partial + Gates::numbers);
       grad_matrix.add_to(partial + Gates::numbers, p.in.heads * sums);
     }
+    if (!events && length > 0) store_states(place, adjoint, (int)place.row, p.grad_initial);
   }
 };
 

@@ -84,9 +84,23 @@ template <class A, class Combine, int count> PARARNN_FUNCTION void combine_lanes
   }
 }
 
+// The warps along some axes.
+template <class... Axes> struct Grid {
+  static constexpr int warps = 1;
+  PARARNN_FUNCTION static int warp_place() { return 0; }
+  PARARNN_FUNCTION static bool leads() { return true; }
+};
+template <class First, class... Rest> struct Grid<First, Rest...> {
+  static constexpr int warps = First::warps * Grid<Rest...>::warps;
+  PARARNN_FUNCTION static int warp_place() {
+    return First::warp_place() * Grid<Rest...>::warps + Grid<Rest...>::warp_place();
+  }
+  PARARNN_FUNCTION static bool leads() { return First::lane_place() == 0 && Grid<Rest...>::leads(); }
+};
+
 // The same of warps: each writes its part, and after they have met all combine the parts in the same order.
 template <class A, class S> PARARNN_FUNCTION void put_part(const real (&x)[S::count], real* memory) {
-  if (A::lane_place() != 0) return;
+  if (!A::leads()) return;
   PARARNN_UNROLL
   for (int i = 0; i < S::count; ++i)
     if (S::exists(i)) memory[A::warp_place() * S::size + S::offset(i)] = x[i];
@@ -351,6 +365,82 @@ template <int size, int parts> struct TileSums {
         PARARNN_UNROLL
         for (int i = 0; i < 4; ++i)
           own[(m * 16 + i / 2 * 8 + lane() / 4) * size + n * 8 + lane() % 4 * 2 + i % 2] += (real)sums[m][n][i];
+      }
+    }
+  }
+};
+
+// The same of matrices that are too large for one warp's registers: rows of the gradient are divided over the warps,
+// and tiles of all `others` rows of the factors go through shared memory, transposed.
+template <int size, int parts, int others, int warps> struct SplitTileSums {
+  static constexpr int columns = size / 4, tiles = size / 16, own_tiles = (tiles + warps - 1) / warps;
+  static constexpr int tile_numbers = tile_bytes / (int)sizeof(float), depth = others / 8;
+  float sums[own_tiles][size / 8][4];
+
+  PARARNN_FUNCTION void clear() {
+    PARARNN_UNROLL
+    for (int m = 0; m < own_tiles; ++m) {
+      PARARNN_UNROLL
+      for (int n = 0; n < size / 8; ++n) {
+        PARARNN_UNROLL
+        for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+      }
+    }
+  }
+  // The tile of 8 rows and 8 columns of a part.
+  PARARNN_FUNCTION static unsigned tile(const real* memory, int part, int column, int row) {
+    return shared_address(memory) + ((part * (size / 8) + column) * depth + row) * tile_bytes;
+  }
+  template <int count> PARARNN_FUNCTION static void put(const real (&x)[count], const real* memory) {
+    constexpr int halves = count / columns;
+    PARARNN_UNROLL
+    for (int half = 0; half < halves; ++half) {
+      PARARNN_UNROLL
+      for (int n = 0; n < size / 8; ++n) {
+        const int first = half * columns + n * 2;
+        float left = (float)x[first], right = (float)x[first + 1];
+        PARARNN_UNROLL
+        for (int part = 0; part < parts; ++part)
+          store_transposed(tile(memory, part, n, warp() * halves + half), first_parts(left, right));
+      }
+    }
+  }
+  PARARNN_FUNCTION void add(const real* x, const real* y) {
+    PARARNN_UNROLL
+    for (int own = 0; own < own_tiles; ++own) {
+      const int m = warp() + own * warps;
+      if (m >= tiles) continue;
+      PARARNN_UNROLL
+      for (int k = 0; k < depth; k += 2) {
+        PARARNN_UNROLL
+        for (int p = 0; p < parts; ++p) {
+          unsigned first[2], second[2];
+          load_tiles(tile(x, p, 2 * m, k), first);
+          load_tiles(tile(x, p, 2 * m + 1, k), second);
+          const unsigned a[4] = {first[0], second[0], first[1], second[1]};
+          PARARNN_UNROLL
+          for (int n = 0; n < size / 8; ++n) {
+            PARARNN_UNROLL
+            for (int q = 0; p + q < parts; ++q) {
+              unsigned b[2];
+              load_tiles(tile(y, q, n, k), b);
+              add_product(sums[own][n], a, b);
+            }
+          }
+        }
+      }
+    }
+  }
+  PARARNN_FUNCTION void add_to(real* target, int64) const {
+    PARARNN_UNROLL
+    for (int own = 0; own < own_tiles; ++own) {
+      const int m = warp() + own * warps;
+      if (m >= tiles) continue;
+      PARARNN_UNROLL
+      for (int n = 0; n < size / 8; ++n) {
+        PARARNN_UNROLL
+        for (int i = 0; i < 4; ++i)
+          target[(m * 16 + i / 2 * 8 + lane() / 4) * size + n * 8 + lane() % 4 * 2 + i % 2] += (real)sums[own][n][i];
       }
     }
   }

@@ -1,0 +1,110 @@
+"""Matrix cells on a GPU: `pararnn.solve` by kernels, a loop by hand, and a chunked kernel.
+
+Replays of CUDA graphs: forward, and forward + backward of gates and parameters, bfloat16. The loop
+is that of matrix_cpu.py, on fewer steps, as a graph has a node for each of its operations. With
+flash-linear-attention (fla-core) installed, its chunked kernel of the gated delta rule runs too, on
+rates and decays that are computed before. Writes results/matrix_gpu.csv.
+
+    python benchmarks/matrix_gpu.py [--budget 500] [--without-peer]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+import torch
+from common import new_parser, provenance, write_csv
+from matrix_cpu import KERNELS, LOOPS, calls_of, kernels
+from protocol import Row, captured_graph, protocol_times
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from pararnn.cells import Cell
+from pararnn.zoo import MATRIX_CELLS
+
+BATCH, STEPS, HEADS, LOOP_STEPS = 16, 2048, 12, 512
+CELLS = ("m2rnn", "gated-delta", "rwkv7")
+SIZES = ((64, 16), (32, 32), (64, 64))
+"""K and V of a head."""
+LOOP, CHUNKS = "loop as a CUDA graph", "flash-linear-attention, chunks"
+DEVICE = torch.device("cuda")
+Calls = tuple[Callable[[], object], ...]
+
+
+def case(name: str, keys: int, values: int, steps: int) -> tuple[Cell, Tensor]:
+    """Return a cell and its gates, larger than the GPU's L2 cache at STEPS steps."""
+    torch.manual_seed(0)
+    cell = MATRIX_CELLS[name](
+        HEADS * values, num_heads=HEADS, K=keys, device=DEVICE, dtype=torch.bfloat16
+    )
+    assert cell.head_sizes is not None
+    size = (BATCH, steps, HEADS, cell.head_sizes.width)
+    return cell, torch.randn(size, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+
+
+def chunked_calls(cell: Cell, gates: Tensor) -> Calls:
+    """Return the passes of flash-linear-attention's gated delta rule."""
+    chunk_gated_delta_rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    assert cell.head_sizes is not None
+    q, k, v, a, b = (part.detach().contiguous() for part in cell.head_sizes.split(gates))
+    leaves = [q, k, v, logsigmoid(a.float()), torch.sigmoid(b)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    cotangent = torch.randn_like(v)
+
+    def run() -> Tensor:
+        output: Tensor = chunk_gated_delta_rule(*leaves, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
+        return output
+
+    @torch.no_grad()
+    def forward() -> None:
+        run()
+
+    def both() -> None:
+        torch.autograd.grad(run(), leaves, cotangent)
+
+    return forward, both
+
+
+def row_of(name: str, keys: int, values: int, steps: int, way: str, calls: Calls, ms: float) -> Row:
+    """Return the times of both passes."""
+    row = {**provenance(DEVICE), "cell": name, "B": BATCH, "T": steps, "H": HEADS}
+    row |= {"K": keys, "V": values, "way": way}
+    for step, call in zip(("forward", "both"), calls, strict=True):
+        graph = captured_graph([call])
+        times = protocol_times(graph.replay, DEVICE, ms)
+        row |= {f"{step}_ms": times["median_ms"], f"{step}_min_ms": times["min_ms"]}
+        row[f"{step}_runs"] = times["runs"]
+        del graph
+    print(row, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--budget", type=float, default=500, help="ms for the runs of a pass")
+    parser.add_argument("--without-peer", action="store_true")
+    args = parser.parse_args()
+    rows = []
+    for name in CELLS:
+        for keys, values in SIZES:
+            cell, gates = case(name, keys, values, STEPS)
+            calls = calls_of(kernels, cell, gates)
+            rows.append(row_of(name, keys, values, STEPS, KERNELS, calls, args.budget))
+    keys, values = SIZES[0]
+    for name, loop in LOOPS.items():
+        cell, gates = case(name, keys, values, LOOP_STEPS)
+        for way, function in ((KERNELS, kernels), (LOOP, loop)):
+            calls = calls_of(function, cell, gates)
+            rows.append(row_of(name, keys, values, LOOP_STEPS, way, calls, args.budget))
+    write_csv(args.out / "matrix_gpu.csv", rows)
+    if args.without_peer:
+        return
+    keys, values = SIZES[-1]
+    calls = chunked_calls(*case("gated-delta", keys, values, STEPS))
+    rows.append(row_of("gated-delta", keys, values, STEPS, CHUNKS, calls, args.budget))
+    write_csv(args.out / "matrix_gpu.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
