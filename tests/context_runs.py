@@ -6,7 +6,7 @@ ranks of what is zero outside of a span.
 
 import copy
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -45,7 +45,7 @@ SOLVES = {
     "latches of an lstm": solve_case("lstm", FUSED, F64, "initial", latches=0.5),
     "slow": solve_case("gru", FUSED, F64, "initial", shift=4.0),
     "slow in bfloat16": solve_case("gru", FUSED, BF16, "initial", shift=4.0),
-    "slow by Newton": solve_case("lem", NEWTON, F32, "initial", shift=4.0),
+    "slow by Newton": solve_case("gru", NEWTON, F32, "initial", shift=4.0),
     "expanding": solve_case("gru", FUSED, F32, "initial", weights=4.0),
     "tiny gradients": solve_case("lstm", NEWTON_FUSED, F32, "initial", loss=1e-9, shift=2.0),
     "units": solve_case("lstm", FUSED, F32, "resets", unit=1e-12, others=1e9, latches=0.3),
@@ -55,32 +55,37 @@ SOLVES = {
     "reverse": solve_case("gru", FUSED, F64, "reverse", shift=4.0),
     "heads": solve_case("gru", FUSED, F32, "initial", channels=12, heads=3, bias=True),
     "three states": solve_case("slstm", NEWTON, F64, "packed"),
-    "a loop in PyTorch": solve_case("lrc", PLAIN, F64, "initial", shift=3.0),
+    "a loop in PyTorch": solve_case("lstm", PLAIN, F64, "initial", shift=3.0),
     "short spans": solve_case("gru", FUSED, F64, "reverse", length=5, shift=3.0),
     "whole spans": solve_case("lstm", FUSED, F32, "packed", burn_in=None, shift=-3.0),
 }
 SOLVES = {name: c for name, c in SOLVES.items() if c["pair"] in (*OPS, PLAIN)}
 
 
-def whole(part, span, length):
+def total(value, mesh):
+    """The sum of all ranks' values, in place."""
+    dist.all_reduce(value, group=mesh.get_group())
+    return value
+
+
+def whole(part, span, length, mesh):
     """The values (B, T, ...) of all ranks."""
     full = part.new_zeros((part.shape[0], length, *part.shape[2:]))
     full[:, span] = part
-    dist.all_reduce(full)
-    return full
+    return total(full, mesh)
 
 
-def solve_over_ranks(oracle, name, span, pair):
+def solve_over_ranks(oracle, mesh, span, pair):
     """`Oracle.run` with a span on each rank; the second has the loss of the final states."""
     trial = oracle.trial
     args, leaves, program = trial.call(), trial.leaves(), program_of(trial.cell)
-    length, rank = args.gates.shape[1], dist.get_rank()
+    length, rank = args.gates.shape[1], mesh.get_local_rank()
     (gates, bias, *others), values = args.flatten()
     series = len(args.fields)
     own = [t[:, span] for t in others[:series]]
     marks = [None if t is None else t[:, span] for t in others[-2:]]
     local = Arguments.unflatten([gates[:, span], bias, *own, *others[series:-2], *marks], values)
-    states, final, info, choice = run(program, local.with_options(context=name), *pair)
+    states, final, info, choice = run(program, local.with_options(context=register(mesh)), *pair)
     count = len(states)
     cotangents = [c[:, span] for c in trial.cotangents[:count]]
     cotangents += [c if rank == 1 else torch.zeros_like(c) for c in trial.cotangents[count:]]
@@ -92,16 +97,16 @@ def solve_over_ranks(oracle, name, span, pair):
     grads = torch.autograd.grad(outputs, [*leaves.values()], cotangents, allow_unused=True)
     totals = {}
     for (leaf_name, leaf), grad in zip(leaves.items(), grads, strict=True):
-        total = torch.zeros_like(leaf) if grad is None else grad.detach().contiguous()
-        dist.all_reduce(total)
-        totals[leaf_name] = total
+        own = torch.zeros_like(leaf) if grad is None else grad.detach().contiguous()
+        totals[leaf_name] = total(own, mesh)
     results = {
-        n: whole(s.detach(), span, length) for n, s in zip(trial.cell.states, states, strict=True)
+        n: whole(s.detach(), span, length, mesh)
+        for n, s in zip(trial.cell.states, states, strict=True)
     }
     for n, state in zip(trial.cell.states, final, strict=True):
         results[f"final {n}"] = state.detach()
-        same = [torch.empty_like(state) for _ in range(dist.get_world_size())]
-        dist.all_gather(same, state.detach().contiguous())
+        same = [torch.empty_like(state) for _ in range(mesh.size())]
+        dist.all_gather(same, state.detach().contiguous(), group=mesh.get_group())
         assert all(each.equal(same[0]) or each.isnan().any() for each in same)
     return Run(results, totals, info, choice)
 
@@ -119,19 +124,19 @@ def check_solve(name, mesh):
     oracle = Oracle.of(example.cell, example.gates, example.initial, loss_scale=scale, **options)
     span = pararnn.context_span(case["length"], mesh)
     with pararnn.using(segments=case["segments"], burn_in=case["burn_in"]):
-        result = solve_over_ranks(oracle, register(mesh), span, case["pair"])
-    if dist.get_rank():
+        result = solve_over_ranks(oracle, mesh, span, case["pair"])
+    if mesh.get_local_rank():
         return []
     return [str(check) for check in oracle.judge(result).checks if not check.passed]
 
 
-def gradients_of_all(module):
-    grads = {}
-    for name, parameter in module.named_parameters():
-        total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        dist.all_reduce(total)
-        grads[name] = total
-    return grads
+def gradients_of_all(module, mesh):
+    """The sums of all ranks' gradients, in one message."""
+    parameters = dict(module.named_parameters())
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
+    flat = total(torch.cat([grad.flatten() for grad in grads]), mesh)
+    parts = flat.split([grad.numel() for grad in grads])
+    return {n: g.view_as(p) for (n, p), g in zip(parameters.items(), parts, strict=True)}
 
 
 def differences(values, reference, tolerance=1e-11):
@@ -186,8 +191,9 @@ def layer_cases():
     }
 
 
-def run_layer(layer, x, h_0, options, loss, span=None):
-    """Output, final states, and the gradient of x; with a span that of a rank."""
+def run_layer(layer, x, h_0, options, loss, span=None, has_end=True):
+    """Output, final states, and the gradient of x; with a span that of a rank. has_end: whether
+    final states have a loss."""
     time = 0 if not layer.batch_first else 1
     cut = slice(None) if span is None else span
     at = (slice(None),) * time + (cut,)
@@ -201,10 +207,10 @@ def run_layer(layer, x, h_0, options, loss, span=None):
         own["fields"] = {n: f[:, cut] for n, f in own["fields"].items()}
     output, final = layer(x[at], h_0 if len(h_0) > 1 else h_0[0], **own)
     final = final if isinstance(final, tuple) else (final,)
-    total = (output * loss[0][at]).sum()
-    if span is None or dist.get_rank() == dist.get_world_size() - 1:
-        total = total + sum((f * g).sum() for f, g in zip(final, loss[1:], strict=True))
-    total.backward()
+    of_all = (output * loss[0][at]).sum()
+    if has_end:
+        of_all = of_all + sum((f * g).sum() for f, g in zip(final, loss[1:], strict=True))
+    of_all.backward()
     grads = {
         f"grad h {i}": torch.zeros_like(h) if h.grad is None else h.grad for i, h in enumerate(h_0)
     }
@@ -227,22 +233,25 @@ def check_layer(name, mesh):
     h_0 = tuple(torch.randn(parts, sequences, 6, dtype=F64) for _ in layer.cell.states)
     loss = [torch.randn(*size[:2], 6 * (1 + layer.bidirectional), dtype=F64)]
     loss += [torch.randn_like(h) for h in h_0]
-    single = copy.deepcopy(layer)
-    reference, final = run_layer(single, x, h_0, options, loss)
-    reference |= {f"final {i}": f.detach() for i, f in enumerate(final)}
-    reference |= {n: p.grad for n, p in single.named_parameters()}
+    single, rank = copy.deepcopy(layer), mesh.get_local_rank()
     pararnn.context_parallel(layer, mesh)
     span = pararnn.context_span(LENGTH, mesh)
     with pararnn.using(burn_in=4):
-        values, final = run_layer(layer, x, h_0, options, loss, span)
+        values, final = run_layer(layer, x, h_0, options, loss, span, rank == mesh.size() - 1)
     time = 1 if layer.batch_first else 0
     output = values.pop("output").movedim(time, 1)
-    values["output"] = whole(output, span, LENGTH).movedim(1, time)
     for key, value in values.items():
         if key.startswith("grad"):
-            dist.all_reduce(value)
+            total(value, mesh)
+    values["output"] = whole(output, span, LENGTH, mesh).movedim(1, time)
     values |= {f"final {i}": f.detach() for i, f in enumerate(final)}
-    return differences(values | gradients_of_all(layer), reference)
+    values |= gradients_of_all(layer, mesh)
+    if rank:
+        return []
+    reference, final = run_layer(single, x, h_0, options, loss)
+    reference |= {f"final {i}": f.detach() for i, f in enumerate(final)}
+    reference |= {n: p.grad for n, p in single.named_parameters()}
+    return differences(values, reference)
 
 
 DOCUMENTS = [5, 9, 1, 6, 8, 3]  # of 32 tokens: a border at 15 and 32 - 8 next to those of ranks
@@ -258,10 +267,16 @@ MODELS = {
     "documents at borders": ("gru", {"position_ids": AT_BORDERS}, 2),
     "padding on the left": ("gru", {"padding_mask": LEFT}, 2),
     "padding on the right": ("gru", {"padding_mask": RIGHT}, 2),
-    "packed": ("user's", {"cu_seq_lens": BORDERS}, 1),
+    "packed": ("gru", {"cu_seq_lens": BORDERS}, 1),
     "no convolution": ("no convolution", {"position_ids": POSITIONS}, 2),
     "tied": ("tied", {}, 2),
 }
+
+
+@cache
+def built(make, kind):
+    """A model in float64, made once; copies of it run."""
+    return make(kind, F64).train()
 
 
 def spans_of(rows, span):
@@ -272,26 +287,27 @@ def spans_of(rows, span):
 def check_model(name, mesh):
     kind, rows, batch = MODELS[name]
     torch.manual_seed(0)
-    model = plain(kind, F64).train()
+    model = copy.deepcopy(built(plain, kind))
     ids = tokens(batch, 32)
-    single = copy.deepcopy(model)
-    loss = single.loss(ids, z_loss=1e-3, **rows)
-    loss.backward()
-    logits = single(ids, **rows).detach()
-    reference = {"loss": loss.detach(), "logits": logits}
-    reference |= {n: p.grad for n, p in single.named_parameters()}
     pararnn.context_parallel(model, mesh)
     span = pararnn.context_span(32, mesh)
     own = spans_of(rows, span)
     with pararnn.using(burn_in=3):
         part = model.loss(ids[:, span], z_loss=1e-3, **own)
         part.backward()
-        logits = whole(model(ids[:, span], **own).detach(), span, 32)
-    values = {"loss": part.detach(), "logits": logits}
+        logits = whole(model(ids[:, span], **own).detach(), span, 32, mesh)
+    values = {"loss": part.detach(), "logits": logits} | gradients_of_all(model, mesh)
+    if mesh.get_local_rank():
+        return []
+    single = copy.deepcopy(built(plain, kind))
+    loss = single.loss(ids, z_loss=1e-3, **rows)
+    loss.backward()
+    reference = {"loss": loss.detach(), "logits": single(ids, **rows).detach()}
+    reference |= {n: p.grad for n, p in single.named_parameters()}
     if "padding_mask" in rows:  # logits at padding are anything
         for each in (values, reference):
             each["logits"] = each["logits"] * rows["padding_mask"].unsqueeze(-1)
-    return differences(values | gradients_of_all(model), reference, 1e-10)
+    return differences(values, reference, 1e-10)
 
 
 HUGGING = {
@@ -302,33 +318,32 @@ HUGGING = {
     "left": {"attention_mask": LEFT},
     "right": {"attention_mask": RIGHT},
     "checkpointing": {"position_ids": POSITIONS},
-    "compiled": {"position_ids": POSITIONS},
 }
 
 
 def check_hugging(name, mesh):
     rows = HUGGING[name]
-    model = hugging("gru", F64).train()
+    model = copy.deepcopy(built(hugging, "gru"))
     ids = tokens(2, 32)
     labels = ids.clone()
     if "attention_mask" in rows:
         mask = rows["attention_mask"].bool()
         labels = labels.where(mask, -100)
-    single = copy.deepcopy(model)
-    loss = single(ids, labels=labels, **rows).loss
-    loss.backward()
-    reference = {"loss": loss.detach()} | {n: p.grad for n, p in single.named_parameters()}
+    rank = mesh.get_local_rank()
     pararnn.context_parallel(model, mesh)
     if name == "checkpointing":
         model.gradient_checkpointing_enable()
-    if name == "compiled" and mesh.size() == 2:  # seconds, once
-        block = model.model.backbone.blocks[0]
-        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
     span = pararnn.context_span(32, mesh)
     with pararnn.using(burn_in=3):
         part = model(ids[:, span], labels=labels[:, span], **spans_of(rows, span)).loss
         part.backward()
-    values = {"loss": part.detach()} | gradients_of_all(model)
+    values = {"loss": part.detach()} | gradients_of_all(model, mesh)
+    if rank:
+        return []
+    single = copy.deepcopy(built(hugging, "gru"))
+    loss = single(ids, labels=labels, **rows).loss
+    loss.backward()
+    reference = {"loss": loss.detach()} | {n: p.grad for n, p in single.named_parameters()}
     return differences(values, reference, 1e-10)
 
 
@@ -376,17 +391,50 @@ CHECKS = {
     "hugging": (HUGGING, check_hugging),
     "sweeps": (SWEEPS, check_sweeps),
 }
+BY_TWO = {
+    "solve": ("latches", "slow in bfloat16", "tiny gradients", "resets", "packed", "reverse"),
+    "layer": ("plain", "time first", "no step", "packed to the end", "fields and a readout"),
+    "model": ("gru", "padding on the right", "no convolution", "tied"),
+    "hugging": ("documents at borders", "left"),
+    "sweeps": ("latches",),
+}
+"""Cases on two ranks, which need no map and have no rank in the middle."""
+BY_FOUR = {
+    kind: [name for name in cases if kind == "solve" or name not in BY_TWO[kind]]
+    for kind, (cases, _) in CHECKS.items()
+}
+"""Cases on four ranks: all solves, and the other ones that two ranks do not have."""
+CASES = [
+    (ranks, kind, name)
+    for ranks, chosen in ((2, BY_TWO), (4, BY_FOUR))
+    for kind, names in chosen.items()
+    for name in names
+]
 
 
-def check_all(folder, rank, checks=CHECKS):
-    """Run all cases, and write what each breaks, by kind and name."""
+def check_all(folder, rank, cases=CASES, checks=CHECKS):
+    """Run the cases of all processes, then those of two of four ones, of which each pair has every
+    other one; write what each case breaks."""
     device = process_device(rank)
     dist.init_process_group(collectives())
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (world,))
+    plans = [(mesh, [case for case in cases if case[0] == world])]
+    if world == 4:
+        pairs = init_device_mesh(device.type, (2, 2), mesh_dim_names=("pair", "context"))
+        by_two = [case for case in cases if case[0] == 2]
+        plans.append((pairs["context"], by_two[rank // 2 :: 2]))
     failures = {
-        f"{kind} {name}": check(name, mesh)
-        for kind, (cases, check) in checks.items()
-        for name in cases
+        case_id(*case): checks[case[1]][1](case[2], mesh) for mesh, own in plans for case in own
     }
-    if rank == 0:
-        (Path(folder) / "failures.json").write_text(json.dumps(failures))
+    (Path(folder) / f"failures-{rank}.json").write_text(json.dumps(failures))
+
+
+def case_id(ranks, kind, name):
+    return f"{kind} {name} on {ranks}"
+
+
+def failures_of(folder, ranks=(0, 2)):
+    """What cases break, from the files of the ranks that compare; all ranks of four have a part."""
+    parts = [json.loads((folder / f"failures-{rank}.json").read_text()) for rank in reversed(ranks)]
+    return {case: found for part in parts for case, found in part.items()}

@@ -1,16 +1,17 @@
 """One sequence over two and four ranks is one process's, within the contract."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from lm_kinds import hugging, plain, tokens
 from processes import on_processes
 
 import pararnn
+from pararnn.context import group
 from pararnn.context import solve as context_solve
 from pararnn.context.group import OnRanks, span_of
 from pararnn.context.parallel import check_module
@@ -25,15 +26,16 @@ from pararnn.solvers.sequential import unroll_states
 pytest.importorskip("transformers")
 
 import context_runs
+from context_runs import F64
 
-CASES = [f"{kind} {name}" for kind, (cases, _) in context_runs.CHECKS.items() for name in cases]
+CASES = [context_runs.case_id(*case) for case in context_runs.CASES]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
-def failures(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    on_processes(partial(context_runs.check_all, folder), request.param)
-    return json.loads((folder / "failures.json").read_text())
+    on_processes(partial(context_runs.check_all, folder), 4)
+    return context_runs.failures_of(folder)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -221,3 +223,29 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
 def test_two_ranks_need_no_map():
     program, args = packed_args(False)
     assert context_solve._maps(program, None, args, Border(None, 1, 2), (), ()) is None
+
+
+@pytest.fixture
+def alone():
+    """Ranks of one process, which run the code of several."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group._RANKS["none"] = group.Ranks(0, 1, dist.group.WORLD)
+    yield
+    del group._RANKS["none"]
+    dist.destroy_process_group()
+
+
+def test_blocks_are_compiled_with_their_messages(alone):
+    model, ids = with_context(hugging("gru", F64).train()), tokens(2, 32)
+    rows = {"labels": ids, "position_ids": context_runs.POSITIONS}
+    results = []
+    for compiled in (False, True):
+        if compiled:
+            block = model.model.backbone.blocks[0]
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        model.zero_grad()
+        loss = model(ids, **rows).loss
+        loss.backward()
+        results.append([loss.detach(), *[p.grad for p in model.parameters()]])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-12)

@@ -49,8 +49,12 @@ def data(resets):
 
 CASES = {
     "plain": {"verify_every": 3},
-    "documents": {"data": DataConfig(sequence_length=LENGTH, resets=True), "checkpointing": True},
-    "lstm": {"model": LMConfig(**options("lstm")), "reshard": False},
+    "documents": {
+        "data": DataConfig(sequence_length=LENGTH, resets=True),
+        "checkpointing": True,
+        "model": LMConfig(**options("lstm")),
+        "reshard": False,
+    },
 }
 
 

@@ -1,7 +1,6 @@
 """One sequence over two GPUs, by NCCL, is one process's, within the contract."""
 
 import copy
-import json
 from functools import partial
 
 import pytest
@@ -62,7 +61,7 @@ def check_model(name, mesh):
             block.forward = torch.compile(block.forward, fullgraph=True)
     span = pararnn.context_span(LENGTH, mesh)
     own = [part[:, span].contiguous() for part in (ids, positions, labels)]
-    values = {"loss": loss_and_grads(model, *own)} | gradients_of_all(model)
+    values = {"loss": loss_and_grads(model, *own)} | gradients_of_all(model, mesh)
     wrong = []
     for key, reference in runs[0].items():
         error, alone = (relative_error(each[key], reference) for each in (values, runs[1]))
@@ -87,21 +86,21 @@ CHECKS = {
     "model": (MODELS, check_model),
     "shift": (("halo",), check_shift),
 }
-CASES = [f"{kind} {name}" for kind, (cases, _) in CHECKS.items() for name in cases]
+CASES = [(2, kind, name) for kind, (names, _) in CHECKS.items() for name in names]
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     on_processes(partial(_check, folder))
-    return json.loads((folder / "failures.json").read_text())
+    return context_runs.failures_of(folder, [0])
 
 
 def _check(folder, rank):
     context_runs.SOLVES = SOLVES  # this process's own
-    context_runs.check_all(folder, rank, CHECKS)
+    context_runs.check_all(folder, rank, CASES, CHECKS)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [context_runs.case_id(*case) for case in CASES])
 def test_two_gpus_are_one_process(failures, case):
     assert failures[case] == []
