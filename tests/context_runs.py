@@ -274,7 +274,7 @@ MODELS = {
 
 
 @cache
-def built(make, kind):
+def model_of(make, kind):
     """A model in float64, made once; copies of it run."""
     return make(kind, F64).train()
 
@@ -287,7 +287,7 @@ def spans_of(rows, span):
 def check_model(name, mesh):
     kind, rows, batch = MODELS[name]
     torch.manual_seed(0)
-    model = copy.deepcopy(built(plain, kind))
+    model = copy.deepcopy(model_of(plain, kind))
     ids = tokens(batch, 32)
     pararnn.context_parallel(model, mesh)
     span = pararnn.context_span(32, mesh)
@@ -299,7 +299,7 @@ def check_model(name, mesh):
     values = {"loss": part.detach(), "logits": logits} | gradients_of_all(model, mesh)
     if mesh.get_local_rank():
         return []
-    single = copy.deepcopy(built(plain, kind))
+    single = copy.deepcopy(model_of(plain, kind))
     loss = single.loss(ids, z_loss=1e-3, **rows)
     loss.backward()
     reference = {"loss": loss.detach(), "logits": single(ids, **rows).detach()}
@@ -323,7 +323,7 @@ HUGGING = {
 
 def check_hugging(name, mesh):
     rows = HUGGING[name]
-    model = copy.deepcopy(built(hugging, "gru"))
+    model = copy.deepcopy(model_of(hugging, "gru"))
     ids = tokens(2, 32)
     labels = ids.clone()
     if "attention_mask" in rows:
@@ -340,7 +340,7 @@ def check_hugging(name, mesh):
     values = {"loss": part.detach()} | gradients_of_all(model, mesh)
     if rank:
         return []
-    single = copy.deepcopy(built(hugging, "gru"))
+    single = copy.deepcopy(model_of(hugging, "gru"))
     loss = single(ids, labels=labels, **rows).loss
     loss.backward()
     reference = {"loss": loss.detach()} | {n: p.grad for n, p in single.named_parameters()}
