@@ -437,4 +437,4 @@ def case_id(ranks, kind, name):
 def failures_of(folder, ranks=(0, 2)):
     """What cases break, from the files of the ranks that compare; all ranks of four have a part."""
     parts = [json.loads((folder / f"failures-{rank}.json").read_text()) for rank in reversed(ranks)]
-    return {case: found for part in parts for case, found in part.items()}
+    return {case: breaks for part in parts for case, breaks in part.items()}

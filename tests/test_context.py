@@ -240,8 +240,8 @@ def test_blocks_are_compiled_with_their_messages(alone):
     model, ids = with_context(hugging("gru", F64).train()), tokens(2, 32)
     rows = {"labels": ids, "position_ids": context_runs.POSITIONS}
     results = []
-    for compiled in (False, True):
-        if compiled:
+    for compiles in (False, True):
+        if compiles:
             block = model.model.backbone.blocks[0]
             block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
         model.zero_grad()
