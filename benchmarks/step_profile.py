@@ -28,6 +28,7 @@ CLASSES = {
     "attention": "flash|fmha|attention|sdpa",
     "recurrence": "^(run|sum_weights)$|_chunk_|_state_passing",
     "products": "gemm|gemv|cublas|cutlass|nvjet|xmma|wgmma",
+    "convolution": "conv_silu",
     "optimizer": "multi_tensor|adam",
     "FSDP's copies": "split_with_sizes_copy|chunk_cat",
     "memory": "^mem(cpy|set)",

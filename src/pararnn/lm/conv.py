@@ -1,4 +1,4 @@
-"""A causal depthwise convolution within documents."""
+"""A causal depthwise convolution within documents, with SiLU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from pararnn.context.group import OnRanks
 from pararnn.context.shift import shift
+from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
 
 
 class CausalConv(OnRanks, nn.Module):
-    """y_t = sum_k w_k * u_(t - k) + b, channel by channel, over `taps` tokens of one document.
+    """silu(y), y_t = sum_k w_k * u_(t - k) + b, channel by channel, over `taps` tokens of one
+    document.
 
     (B, T, d) to (B, T, d). The weight is (taps, d), the newest token's first.
     """
@@ -35,27 +37,17 @@ class CausalConv(OnRanks, nn.Module):
         Raises ValueError for spans of ranks that are shorter than taps - 1.
         """
         reach, steps = len(self.weight) - 1, u.shape[1]
-        halo = tail = None
+        halo = None if before is None else before.transpose(1, 2).to(u.dtype)
+        if self.context and steps < reach:
+            raise ValueError(
+                f"a convolution of {reach + 1} taps needs spans of {reach} tokens at least on "
+                f"each rank, got {steps}"
+            )
+        tail = self._tail(_last(u, halo, reach), rows)
         if self.context:
-            if steps < reach:
-                raise ValueError(
-                    f"a convolution of {reach + 1} taps needs spans of {reach} tokens at least on "
-                    f"each rank, got {steps}"
-                )
-            tail = self._tail(u[:, steps - reach :], rows)
             halo = shift(tail, self.context, False).transpose(1, 2)
-        inputs = u if before is None else torch.cat([before.transpose(1, 2).to(u.dtype), u], 1)
-        newest, *earlier = self.weight.unbind()
-        y = torch.addcmul(self.bias, u, newest)
-        for lag, weight in enumerate(earlier, 1):
-            # Each lag is padded by itself: compilers then read u itself, and store no padded copy.
-            window = _last(inputs, lag, steps)
-            if halo is not None:
-                window = window + nn.functional.pad(halo[:, -lag:], (0, 0, 0, steps - lag))
-            if rows.since is not None:
-                window = window.masked_fill((rows.since < lag).unsqueeze(-1), 0)
-            y = torch.addcmul(y, window, weight)
-        return y, self._tail(_last(inputs, 0, reach), rows) if tail is None else tail
+        compute = conv_silu if takes(u, self.weight) else plain_conv_silu
+        return compute(u, self.weight, self.bias, halo, rows.since), tail
 
     def _tail(self, last: Tensor, rows: Rows) -> Tensor:
         if rows.real is not None:
@@ -72,10 +64,11 @@ class CausalConv(OnRanks, nn.Module):
         return {"weight": Draw("uniform", spread=reach), "bias": Draw("constant")}
 
 
-def _last(inputs: Tensor, lag: int, count: int) -> Tensor:
-    """Return `count` steps up to the last but `lag`, with zeros before the first."""
-    first = inputs.shape[1] - lag - count
-    if first >= 0:
-        return inputs.narrow(1, first, count)
-    part = inputs[:, : max(inputs.shape[1] - lag, 0)]
-    return nn.functional.pad(part, (0, 0, count - part.shape[1], 0))
+def _last(u: Tensor, halo: Tensor | None, count: int) -> Tensor:
+    """Return the last `count` inputs of u and, where these are too few, of the halo or zeros."""
+    missing = count - u.shape[1]
+    if missing <= 0:
+        return u.narrow(1, -missing, count)
+    if halo is None:
+        return nn.functional.pad(u, (0, 0, missing, 0))
+    return torch.cat([halo[:, halo.shape[1] - missing :], u], 1)

@@ -162,10 +162,7 @@ class RNNMixer(Mixer):
         u, z = self.in_proj(x), self.gate_proj(x)
         inputs, states = (None, None) if cache is None else cache.read()
         initial = None if states is None else states_of(states, self.state_sizes)
-        tail = None
-        if self.conv is not None:
-            u, tail = self.conv(u, rows, inputs)
-        u = F.silu(u)
+        u, tail = (F.silu(u), None) if self.conv is None else self.conv(u, rows, inputs)
         alone = u.shape[1] == 1 and not self.context
         if alone and rows.real is None and rows.start is None:
             h, final = self.rnn.step(u.squeeze(1), _one(initial), fields=self.fields)

@@ -47,7 +47,7 @@ class DeltaNet(Mixer):
         heads = self.sizes[-1]
         qkv, a, b = self.in_proj(x).split([3 * x.shape[-1], heads, heads], -1)
         if self.conv is not None:
-            qkv = F.silu(self.conv(qkv, rows)[0])
+            qkv = self.conv(qkv, rows)[0]
         q, k, v = (part.unflatten(-1, (heads, -1)) for part in qkv.chunk(3, -1))
         q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
         decay = -F.softplus(a + self.a_bias) * self.a_log.exp()

@@ -51,7 +51,7 @@ class Mamba2(Mixer):
         x = self.own_norm(x)
         xbc, dt = self.in_proj(x).split([width + 2 * state, heads], -1)
         if self.conv is not None:
-            xbc = F.silu(self.conv(xbc, rows)[0])
+            xbc = self.conv(xbc, rows)[0]
         u, b, c = xbc.split(self.sizes[:3], -1)
         u, dt = u.unflatten(-1, (heads, -1)), F.softplus(dt + self.dt_bias)
         y = scan(u * dt.unsqueeze(-1), -dt * self.a_log.exp(), b, c)

@@ -1,0 +1,73 @@
+"""The convolution of language models: its operator, in PyTorch where there is no GPU."""
+
+import conv_cases
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pararnn.lm.conv import CausalConv
+from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
+from pararnn.lm.rows import rows_of
+
+
+def leaves_of(tensors, dtype=torch.float64):
+    *floats, since = tensors
+    return [x if x is None else x.to(dtype).requires_grad_() for x in floats], since
+
+
+@pytest.mark.parametrize("case", conv_cases.CASES)
+def test_the_operator_is_the_plain_convolution(case):
+    tensors, grad = conv_cases.inputs(case, torch.float64, torch.float64)
+    y, *grads = conv_cases.exact(tensors, grad)
+    leaves, since = leaves_of(tensors)
+    result = conv_silu(*leaves, since)
+    given = [leaf for leaf in leaves if leaf is not None]
+    found = torch.autograd.grad(result, given, grad)
+    assert torch.equal(result, y)
+    for one, other in zip(found, grads, strict=False):
+        bound = 1e-12 * float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=0, atol=bound)
+
+
+def test_it_is_a_convolution():
+    conv = CausalConv(6, 4, dtype=torch.float64)
+    torch.nn.init.normal_(conv.weight)
+    torch.nn.init.normal_(conv.bias)
+    u = torch.randn(2, 9, 6, dtype=torch.float64)
+    rows = rows_of(2, 9, u.device)
+    y, tail = conv(u, rows)
+    kernel = conv.weight.flip(0).T.unsqueeze(1)
+    reference = F.silu(F.conv1d(F.pad(u.mT, (3, 0)), kernel, conv.bias, groups=6)).mT
+    torch.testing.assert_close(y, reference, rtol=1e-12, atol=1e-12)
+    parts, before = [], None
+    for piece in u.split([1, 2, 5, 1], 1):
+        part, before = conv(piece, rows_of(2, piece.shape[1], u.device), before)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), y, rtol=1e-12, atol=1e-12)
+    assert torch.equal(before, tail)
+
+
+def test_the_operator_can_be_differentiated_twice_and_compiled():
+    tensors, _ = conv_cases.inputs("fewer steps than taps", torch.float64, torch.float64)
+    small = [x if x is None else x[..., :3].contiguous() for x in tensors[:4]]
+    leaves = [x if x is None else x.requires_grad_() for x in small]
+    assert torch.autograd.gradgradcheck(conv_silu, (*leaves, tensors[4]))
+    torch.library.opcheck(conv_silu, (*leaves, tensors[4]))
+    torch.library.opcheck(conv_silu, (*leaves[:3], None, None))
+
+
+def test_what_is_not_finite_stays_in_its_document():
+    u = torch.randn(1, 8, 2)
+    u[0, 3, 0] = torch.nan
+    since = torch.arange(8) - torch.tensor([0, 0, 0, 0, 4, 4, 4, 4])
+    u.requires_grad_()
+    weight, bias = torch.randn(4, 2), torch.zeros(2)
+    y = plain_conv_silu(u, weight, bias, None, since.unsqueeze(0))
+    assert y.isnan().nonzero().tolist() == [[0, 3, 0]]
+
+
+def test_the_kernels_take_no_cpu_and_no_float64():
+    weight = torch.zeros(4, 8)
+    assert not takes(torch.zeros(1, 2, 8), weight)
+    meta = torch.zeros(1, 2, 8, device="meta")
+    assert not takes(meta, weight)
