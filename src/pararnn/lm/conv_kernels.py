@@ -293,8 +293,8 @@ def backward(
         strides = (grad.stride(0), grad.stride(1))
         pointers = (grad, u, weight, bias, _or(halo, u), _or(since, u), du, dh, parts)
         _on(u)(launch, *pointers, strides=strides)
-    total = parts.sum(0)
-    return du, total[:-1].to(weight.dtype), total[-1].to(bias.dtype), dh
+    # Two sums, as an operator's results may not share their memory.
+    return du, parts[:, :-1].sum(0).to(weight.dtype), parts[:, -1].sum(0).to(bias.dtype), dh
 
 
 def _rows(x: Tensor) -> Tensor:

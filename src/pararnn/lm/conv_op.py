@@ -113,9 +113,14 @@ def _plain_backward(
         weights.append((own * _window(u, halo, since, lag)).sum((0, 1)))
         inputs = inputs + nn.functional.pad(own * weight[lag], (0, 0, reach - lag, lag))
     before, of_u = inputs.split([reach, steps], 1)
-    of_halo = u.new_empty(0) if halo is None else before.to(halo.dtype).contiguous()
+    of_halo = u.new_empty(0) if halo is None else _copy(before, halo)
     of_weight = torch.stack(weights).to(weight.dtype)
-    return of_u.to(u.dtype).contiguous(), of_weight, d.sum((0, 1)).to(bias.dtype), of_halo
+    return _copy(of_u, u), of_weight, d.sum((0, 1)).to(bias.dtype), of_halo
+
+
+def _copy(part: Tensor, like: Tensor) -> Tensor:
+    """Return a part in memory of its own, as an operator's results may not share theirs."""
+    return part.to(like.dtype).clone(memory_format=torch.contiguous_format)
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
