@@ -40,7 +40,8 @@ def calls(way: str, size: tuple[int, int, int], device: torch.device, backward: 
     """Return calls on fresh inputs, of a way compiled where it is PyTorch's."""
     compute: Callable[..., Any] = WAYS[way]
     if way == "PyTorch" and device.type == "cuda":
-        compute = torch.compile(compute, fullgraph=True)
+        torch.compiler.reset()  # code of another size would be compiled for any size
+        compute = torch.compile(compute, fullgraph=True, dynamic=False)
     kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     weight, bias = torch.randn(4, size[2], **kind), torch.randn(size[2], **kind)
     leaves = [weight.requires_grad_(), bias.requires_grad_()]
