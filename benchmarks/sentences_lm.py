@@ -114,13 +114,11 @@ def lm_conv_says() -> str:
     """Return what the convolution's kernels take, and a step with and without them."""
     rows = read("conv.csv")
     shares = [float(row["median_ms"]) / float(row["traffic_ms"]) for row in rows if is_ours(row)]
+    sizes = ("B", "T", "D", "pass")
     gains = [
-        float(one(rows, **{key: row[key] for key in "BTD"}, **{"pass": row["pass"]}, way="PyTorch")[
-            "median_ms"
-        ]) / float(row["median_ms"])
-        for row in rows
-        if is_ours(row)
-    ]  # fmt: skip
+        ratio(rows, "median_ms", {**case, "way": "PyTorch"}, {**case, "way": "kernels"})
+        for case in ({key: row[key] for key in sizes} for row in rows if is_ours(row))
+    ]
     profile = [row for row in read("lm_step_profile.csv") if row["packed"] == "False"]
 
     def of(way: str, kind: str, key: str) -> float:
@@ -137,11 +135,11 @@ def lm_conv_says() -> str:
         "([`conv.csv`](../benchmarks/results/conv.csv), by `benchmarks/conv.py`). It takes "
         f"{span(shares, '.1f')} times as long as its traffic does at the bandwidth of a copy, and "
         f"compiled PyTorch {span(gains, '.1f')} times as long as the kernels.",
-        f"A step of the 400M GRU with 16 rows of 2,048 tokens takes {after:.0f} ms, and {before:.0f} "
-        "with PyTorch's convolution in the same run. Its elementwise kernels take "
+        f"A step of the 400M GRU with 16 rows of 2,048 tokens takes {after:.0f} ms, and "
+        f"{before:.0f} with PyTorch's convolution in the same run. Its elementwise kernels take "
         f"{glue[1]:.0f} ms in place of {glue[0]:.0f}, and the convolutions {own:.1f} "
-        "([`lm_step_profile.csv`](../benchmarks/results/lm_step_profile.csv)). The tables above are "
-        "older than the kernels.",
+        "([`lm_step_profile.csv`](../benchmarks/results/lm_step_profile.csv)). The tables above "
+        "are older than the kernels.",
     )
 
 
