@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lm_step
 import torch
@@ -29,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from pararnn.lm import conv
 from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
 
-WAYS = {"kernels": conv_silu, "PyTorch": plain_conv_silu}
+WAYS: dict[str, Callable[..., Any]] = {"kernels": conv_silu, "PyTorch": plain_conv_silu}
 SIZES = ((16, 2048, 1024), (1, 32768, 1024), (8, 2048, 2048))
 """B, T, D, of a step of 400M and of 1B."""
 COPIES = 6
@@ -38,7 +39,7 @@ COPIES = 6
 
 def calls(way: str, size: tuple[int, int, int], device: torch.device, backward: bool) -> list[Any]:
     """Return calls on fresh inputs, of a way compiled where it is PyTorch's."""
-    compute: Callable[..., Any] = WAYS[way]
+    compute = WAYS[way]
     if way == "PyTorch" and device.type == "cuda":
         torch.compiler.reset()  # code of another size would be compiled for any size
         compute = torch.compile(compute, fullgraph=True, dynamic=False)
@@ -75,11 +76,8 @@ def time_of(way: str, size: tuple[int, int, int], device: torch.device, backward
 @contextmanager
 def only(way: str) -> Iterator[None]:
     """Let models take the way."""
-    conv.takes = takes if way == "kernels" else lambda u, weight: False
-    try:
+    with patch.object(conv, "takes", takes if way == "kernels" else lambda u, weight: False):
         yield
-    finally:
-        conv.takes = takes
 
 
 def step_rows(way: str, case: lm_step.Case, device: torch.device, smoke: bool) -> Iterator[Any]:
@@ -117,7 +115,7 @@ def main() -> None:
             floor = passes * size[0] * size[1] * size[2] * 2 / bandwidth * 1e3
             for way in WAYS:
                 median, least = time_of(way, size, device, backward)
-                row = dict(zip("BTD", size, strict=True))
+                row: dict[str, Any] = dict(zip("BTD", size, strict=True))
                 row |= {"pass": name, "way": way, "median_ms": median, "min_ms": least}
                 record.add({**row, "traffic_ms": round(floor, 4)})
     keys = ("device", "model", "B", "T", "packed", "convolution", "class")

@@ -140,7 +140,7 @@ def _differentiate_again(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """Differentiate the gradients, in PyTorch: second derivatives are rare."""
     *tensors, since = ctx.saved_tensors
     with torch.enable_grad():
-        leaves = [each if each is None else each.detach().requires_grad_() for each in tensors]
+        leaves: Any = [x if x is None else x.detach().requires_grad_() for x in tensors]
         first = _plain_backward(*leaves, since)
         count = 3 if tensors[4] is None else 4
         given = [leaf for leaf in leaves if leaf is not None]
