@@ -141,7 +141,8 @@ def _differentiate_again(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, since = ctx.saved_tensors
     with torch.enable_grad():
         leaves: Any = [x if x is None else x.detach().requires_grad_() for x in tensors]
-        first = _plain_backward(*leaves, since)
+        grad, u, weight, bias, halo = leaves
+        first = _plain_backward(grad, u, weight, bias, halo, since)
         count = 3 if tensors[4] is None else 4
         given = [leaf for leaf in leaves if leaf is not None]
         second = torch.autograd.grad(first[:count], given, grads[:count], allow_unused=True)
