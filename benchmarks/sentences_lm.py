@@ -124,9 +124,9 @@ def lm_conv_says() -> str:
     def of(way: str, kind: str, key: str) -> float:
         return float(one(profile, **{"convolution": way, "class": kind})[key])
 
-    before, after = (of(way, "step", "median_ms") for way in ("PyTorch", "kernels"))
-    saved = before - after
-    hold(saved > 0, "the kernels save time")
+    plain, ours = (of(way, "step", "median_ms") for way in ("PyTorch", "kernels"))
+    gain_ms = plain - ours
+    hold(gain_ms > 0, "the kernels save time")
     glue = [of(way, "elementwise", "busy_ms") for way in ("PyTorch", "kernels")]
     own = of("kernels", "convolution", "busy_ms")
     return prose(
@@ -135,8 +135,8 @@ def lm_conv_says() -> str:
         "([`conv.csv`](../benchmarks/results/conv.csv), by `benchmarks/conv.py`). It takes "
         f"{span(shares, '.1f')} times as long as its traffic does at the bandwidth of a copy, and "
         f"compiled PyTorch {span(gains, '.1f')} times as long as the kernels.",
-        f"A step of the 400M GRU with 16 rows of 2,048 tokens takes {after:.0f} ms, and "
-        f"{before:.0f} with PyTorch's convolution in the same run. Its elementwise kernels take "
+        f"A step of the 400M GRU with 16 rows of 2,048 tokens takes {ours:.0f} ms, and "
+        f"{plain:.0f} with PyTorch's convolution in the same run. Its elementwise kernels take "
         f"{glue[1]:.0f} ms in place of {glue[0]:.0f}, and the convolutions {own:.1f} "
         "([`lm_step_profile.csv`](../benchmarks/results/lm_step_profile.csv)). The tables above "
         "are older than the kernels.",

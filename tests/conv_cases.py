@@ -48,6 +48,6 @@ def exact(tensors, grad):
     *floats, since = tensors
     leaves = [x if x is None else x.detach().double().requires_grad_() for x in floats]
     y = plain_conv_silu(*leaves, since)
-    given = [leaf for leaf in leaves if leaf is not None]
-    grads = torch.autograd.grad(y, given, grad.double())
+    present = [leaf for leaf in leaves if leaf is not None]
+    grads = torch.autograd.grad(y, present, grad.double())
     return y.detach(), *grads, *[None] * (4 - len(grads))

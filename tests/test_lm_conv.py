@@ -21,10 +21,10 @@ def test_the_operator_is_the_plain_convolution(case):
     y, *grads = conv_cases.exact(tensors, grad)
     leaves, since = leaves_of(tensors)
     result = conv_silu(*leaves, since)
-    given = [leaf for leaf in leaves if leaf is not None]
-    found = torch.autograd.grad(result, given, grad)
+    present = [leaf for leaf in leaves if leaf is not None]
+    results = torch.autograd.grad(result, present, grad)
     assert torch.equal(result, y)
-    for one, other in zip(found, grads, strict=False):
+    for one, other in zip(results, grads, strict=False):
         bound = 1e-12 * float(other.abs().max())
         torch.testing.assert_close(one, other, rtol=0, atol=bound)
 
@@ -39,12 +39,12 @@ def test_it_is_a_convolution():
     kernel = conv.weight.flip(0).T.unsqueeze(1)
     reference = F.silu(F.conv1d(F.pad(u.mT, (3, 0)), kernel, conv.bias, groups=6)).mT
     torch.testing.assert_close(y, reference, rtol=1e-12, atol=1e-12)
-    parts, before = [], None
+    parts, tail_so_far = [], None
     for piece in u.split([1, 2, 5, 1], 1):
-        part, before = conv(piece, rows_of(2, piece.shape[1], u.device), before)
+        part, tail_so_far = conv(piece, rows_of(2, piece.shape[1], u.device), tail_so_far)
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), y, rtol=1e-12, atol=1e-12)
-    assert torch.equal(before, tail)
+    assert torch.equal(tail_so_far, tail)
 
 
 def test_the_operator_can_be_differentiated_twice_and_compiled():

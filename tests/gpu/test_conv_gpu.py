@@ -27,11 +27,11 @@ def test_kernels_equal_float64(case, kind):
     leaves = [x if x is None else x.requires_grad_() for x in floats]
     assert takes(leaves[0], leaves[1])
     y = conv_silu(*leaves, since)
-    given = [leaf for leaf in leaves if leaf is not None]
-    grads = torch.autograd.grad(y, given, grad)
+    present = [leaf for leaf in leaves if leaf is not None]
+    grads = torch.autograd.grad(y, present, grad)
     for result, reference in zip((y, *grads), references, strict=False):
         assert relative_error(result, reference) < bound
-    for result, leaf in zip(grads, given, strict=True):
+    for result, leaf in zip(grads, present, strict=True):
         assert result.dtype == leaf.dtype
 
 
@@ -77,10 +77,10 @@ def test_second_derivatives():
     leaves = [x.double().requires_grad_() for x in tensors[:4]]
     single = [x.float().detach().requires_grad_() for x in leaves]
     seconds = []
-    for compute, given in ((plain_conv_silu, leaves), (conv_silu, single)):
+    for compute, present in ((plain_conv_silu, leaves), (conv_silu, single)):
         (first,) = torch.autograd.grad(
-            compute(*given, tensors[4]).square().sum(), given[0], create_graph=True
+            compute(*present, tensors[4]).square().sum(), present[0], create_graph=True
         )
-        seconds.append(torch.autograd.grad(first.square().sum(), given))
+        seconds.append(torch.autograd.grad(first.square().sum(), present))
     for one, other in zip(*seconds, strict=True):
         assert relative_error(other, one) < 1e-4

@@ -32,8 +32,8 @@ def _earlier(
     x = tl.load(u + base_u + step * u_t, mask=inside & (step >= 0), other=0.0).to(tl.float32)
     if HALO:
         place = step + TAPS - 1
-        before = inside & (step < 0) & (place >= 0)
-        x += tl.load(halo + base_h + place * h_t, mask=before, other=0.0).to(tl.float32)
+        is_halo = inside & (step < 0) & (place >= 0)
+        x += tl.load(halo + base_h + place * h_t, mask=is_halo, other=0.0).to(tl.float32)
     return x
 
 
@@ -139,7 +139,7 @@ def _backward_step(
     own = tl.where(step < stop, d, 0.0)
     ab += own
     a0 += own * x
-    done = p2
+    final = p2
     if TAPS > 1:
         d1 = tl.where(s >= 1, d, 0.0)
         a1 += tl.where(step < stop, d1, 0.0) * tl.where(s >= 1, x1, 0.0)
@@ -151,14 +151,14 @@ def _backward_step(
     if TAPS > 3:
         d3 = tl.where(s >= 3, d, 0.0)
         a3 += tl.where(step < stop, d3, 0.0) * tl.where(s >= 3, x3, 0.0)
-        done += w3 * d3
+        final += w3 * d3
     source = step - 3
     is_own = (source >= first) & (source < stop)
-    tl.store(du + to + source * u_t, done.to(du.dtype.element_ty), mask=inside & is_own)
+    tl.store(du + to + source * u_t, final.to(du.dtype.element_ty), mask=inside & is_own)
     if HALO:
         place = source + TAPS - 1
-        before = (source < 0) & (place >= 0)
-        tl.store(dh + to_h + place * h_t, done.to(dh.dtype.element_ty), mask=inside & before)
+        is_halo = (source < 0) & (place >= 0)
+        tl.store(dh + to_h + place * h_t, final.to(dh.dtype.element_ty), mask=inside & is_halo)
     return w0 * d, p0, p1, a0, a1, a2, a3, ab
 
 
@@ -256,8 +256,8 @@ def _launch(kernel: Any, u: Tensor, taps: int, halo: Tensor | None, since: Tenso
 
     def launch(*pointers: Any, strides: tuple[int, ...] = ()) -> None:
         sizes = (length, channels, counts[steps] // batch)
-        strided = (*strides, u.stride(0), u.stride(1), *halo_strides, since_stride)
-        kernel[(counts[steps], blocks)](*pointers, *sizes, *strided, **options)
+        strides_of_all = (*strides, u.stride(0), u.stride(1), *halo_strides, since_stride)
+        kernel[(counts[steps], blocks)](*pointers, *sizes, *strides_of_all, **options)
 
     return launch, counts[steps]
 

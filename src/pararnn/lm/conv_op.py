@@ -112,8 +112,8 @@ def _plain_backward(
         own = _in_document(d, since, lag)
         weights.append((own * _window(u, halo, since, lag)).sum((0, 1)))
         inputs = inputs + nn.functional.pad(own * weight[lag], (0, 0, reach - lag, lag))
-    before, of_u = inputs.split([reach, steps], 1)
-    of_halo = u.new_empty(0) if halo is None else _copy(before, halo)
+    first, of_u = inputs.split([reach, steps], 1)
+    of_halo = u.new_empty(0) if halo is None else _copy(first, halo)
     of_weight = torch.stack(weights).to(weight.dtype)
     return _copy(of_u, u), of_weight, d.sum((0, 1)).to(bias.dtype), of_halo
 
@@ -144,8 +144,8 @@ def _differentiate_again(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, u, weight, bias, halo = leaves
         first = _plain_backward(grad, u, weight, bias, halo, since)
         count = 3 if tensors[4] is None else 4
-        given = [leaf for leaf in leaves if leaf is not None]
-        second = torch.autograd.grad(first[:count], given, grads[:count], allow_unused=True)
+        present = [leaf for leaf in leaves if leaf is not None]
+        second = torch.autograd.grad(first[:count], present, grads[:count], allow_unused=True)
     return (*second, *[None] * (6 - len(second)))
 
 
