@@ -56,6 +56,10 @@ SOLVES = {
     "heads": solve_case("gru", FUSED, F32, "initial", channels=12, heads=3, bias=True),
     "three states": solve_case("slstm", NEWTON, F64, "packed"),
     "a loop in PyTorch": solve_case("lstm", PLAIN, F64, "initial", shift=3.0),
+    "a mixing cell": solve_case("head-gru", FUSED, F32, "initial", channels=12, heads=3),
+    "mixing, resets": solve_case("head-lstm", FUSED, F32, "resets", channels=12, heads=3),
+    "mixing, packed": solve_case("head-lstm", NEWTON, F64, "packed", channels=12, heads=3),
+    "mixing, a loop in PyTorch": solve_case("dense-gru", PLAIN, F64, "reverse"),
     "short spans": solve_case("gru", FUSED, F64, "reverse", length=5, shift=3.0),
     "whole spans": solve_case("lstm", FUSED, F32, "packed", burn_in=None, shift=-3.0),
 }
@@ -183,6 +187,13 @@ def layer_cases():
         ),
         "packed": (pararnn.ParaGRU, {"bidirectional": True}, {"cu_seqlens": starts}),
         "packed to the end": (pararnn.ParaLSTM, {}, {"cu_seqlens": [0, 0, 20, LENGTH]}),
+        "mixing": (pararnn.LSTM, {"bidirectional": True, "num_heads": 2}, {}),
+        "mixing, packed": (pararnn.LSTM, {"num_heads": 2}, {"cu_seqlens": starts}),
+        "matrix states": (
+            partial(pararnn.ParaRNN, pararnn.zoo.M2RNNCell),
+            {"num_heads": 2},
+            {"lengths": [LENGTH, 3, 25]},
+        ),
         "fields and a readout": (
             partial(pararnn.ParaRNN, WithField),
             {"recompute_gates": True},
@@ -230,7 +241,7 @@ def check_layer(name, mesh):
     size = (LENGTH, batch, 4) if not layer.batch_first else (batch, LENGTH, 4)
     x = torch.randn(*size, dtype=F64)
     parts = 2 * (1 + layer.bidirectional)
-    h_0 = tuple(torch.randn(parts, sequences, 6, dtype=F64) for _ in layer.cell.states)
+    h_0 = tuple(torch.randn(parts, sequences, *size, dtype=F64) for size in layer.cell.state_sizes)
     loss = [torch.randn(*size[:2], 6 * (1 + layer.bidirectional), dtype=F64)]
     loss += [torch.randn_like(h) for h in h_0]
     single, rank = copy.deepcopy(layer), mesh.get_local_rank()
@@ -392,8 +403,23 @@ CHECKS = {
     "sweeps": (SWEEPS, check_sweeps),
 }
 BY_TWO = {
-    "solve": ("latches", "slow in bfloat16", "tiny gradients", "resets", "packed", "reverse"),
-    "layer": ("plain", "time first", "no step", "packed to the end", "fields and a readout"),
+    "solve": (
+        "latches",
+        "slow in bfloat16",
+        "tiny gradients",
+        "resets",
+        "packed",
+        "reverse",
+        "a mixing cell",
+    ),
+    "layer": (
+        "plain",
+        "time first",
+        "no step",
+        "packed to the end",
+        "fields and a readout",
+        "mixing",
+    ),
     "model": ("gru", "padding on the right", "no convolution", "tied"),
     "hugging": ("documents at borders", "left"),
     "sweeps": ("latches",),

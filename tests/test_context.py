@@ -13,10 +13,12 @@ from processes import on_processes
 import pararnn
 from pararnn.context import group
 from pararnn.context import solve as context_solve
-from pararnn.context.group import OnRanks, span_of
+from pararnn.context.group import OnRanks, remember, span_of
 from pararnn.context.parallel import check_module
 from pararnn.context.piece import Border, Piece
 from pararnn.context.sweeps import is_settled, next_starts, pull_back, push_forward
+from pararnn.context.turns import in_turn
+from pararnn.engines.arguments import Options
 from pararnn.engines.forward_time import final_states, to_system
 from pararnn.engines.table import find as find_engine
 from pararnn.program.program import program_of
@@ -109,12 +111,20 @@ def test_more_ranks_than_steps_raise():
         span_of(3, 0, 4)
 
 
+class Branching(pararnn.Cell):
+    """Neither kernels nor Newton's method can take its step."""
+
+    states, gates, structure = ("h",), ("x",), "sequential"
+
+    def step(self, state, gate, param):
+        return -gate.x if state.h.sum() > 0 else gate.x + 0.5 * state.h
+
+
 REFUSED = {
     "attention": (lambda: plain("hybrid"), r"backbone\.layers\.1\.mixer cannot .* Attention reads"),
-    "mixing": (lambda: pararnn.LSTM(4, 4), r"layers\.0 cannot .* HeadLSTMCell mixes channels"),
-    "a dense cell": (
-        lambda: pararnn.ParaRNN(pararnn.DenseGRUCell, 4, 4),
-        r"layers\.0 cannot .* DenseGRUCell mixes channels",
+    "a cell of autograd alone": (
+        lambda: pararnn.ParaRNN(Branching, 4, 4),
+        r"layers\.0 cannot .* Branching runs by autograd alone.*take another cell",
     ),
     "torch's": (
         lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GRU(4, 4)),
@@ -218,6 +228,45 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
             torch.testing.assert_close(own[n, m], diagonal, rtol=1e-9, atol=1e-12)
     assert own[:, :, 0].abs().min() > 0  # the first row is one sequence
     assert not own[:, :, 1].any()  # of the second row another one is at the end
+
+
+def turn(cell, **options):
+    program = program_of(pararnn.RecurrentLayer(cell, 6, 6, num_heads=2).cell)
+    return in_turn(program, Options(**options))
+
+
+def test_ranks_solve_in_turn_where_they_need_not_meet():
+    assert not turn(pararnn.GRUCell, context="ranks")
+    assert turn(pararnn.GRUCell, context="ranks", no_final=True)
+    assert turn(pararnn.zoo.HeadLSTMCell, context="ranks")
+    assert not turn(pararnn.zoo.HeadLSTMCell)
+    model = with_context(plain("gru"))
+    assert all(layer._options(layer.cell, False).no_final for layer in model.recurrent_layers())
+
+
+def test_repetitions_get_messages_again_and_send_none(monkeypatch):
+    sent, received = [], []
+
+    def receive(value, group, group_src):
+        received.append(value.fill_(len(received) + 1.0))
+
+    monkeypatch.setattr(group.dist, "recv", receive)
+    monkeypatch.setattr(
+        group.dist, "isend", lambda value, **to: sent.append(value) or SimpleNamespace(wait=list)
+    )
+    ranks = group.Ranks(1, 3, SimpleNamespace(group_name="three"))
+
+    def step(x):
+        value = ranks.receive(x, False) + ranks.receive(x, False)
+        ranks.send(value, False)
+        return value
+
+    first, second = remember(step), remember(step)
+    x = torch.zeros(2)
+    results = [first(x), second(x), second(x), first(x), first(x)]
+    assert [float(value[0]) for value in results] == [3.0, 7.0, 7.0, 3.0, 3.0]
+    assert len(sent) == 2
+    assert len(received) == 4
 
 
 def test_two_ranks_need_no_map():

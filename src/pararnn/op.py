@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pararnn import private
+from pararnn.context import turns
 from pararnn.context.solve import backward as differentiate_over_ranks
 from pararnn.context.solve import forward as solve_over_ranks
 from pararnn.engines.arguments import Arguments, Solution, schema, wanted_gradients
@@ -40,12 +41,19 @@ _LIBRARY.define(
 
 class EngineKey(NamedTuple):
     """Names of a Program and an engine: the Program's key, solver and backend. `outputs`: the
-    number of tensors that come in place of states, see `Program.num_outputs`."""
+    number of tensors that come in place of states, see `Program.num_outputs`, and behind them the
+    `carried` ones, which ranks that solve in turn have gone on from."""
 
     key: str
     solver: str
     backend: str
     outputs: int = 0
+    carried: int = 0
+
+    @property
+    def saved(self) -> int:
+        """Number of the outputs that the backward pass reads."""
+        return self.outputs + self.carried
 
 
 class Source(NamedTuple):
@@ -71,19 +79,19 @@ def apply_engine(
     """
     direct = can_bypass_dispatcher() and args.signature.plain
     if direct and not (args.signature.requires_grad and torch.is_grad_enabled()):
-        return _forward(program, engine, args)
+        return _without_carried(program, _forward(program, engine, args))
     if direct:
         engine.check_backward(program, args)
     tensors, values = args.flatten()
-    n = program.num_outputs
-    engine_key = EngineKey(program.key, engine.solver, engine.backend, n)
+    carried = turns.count_carried(program, args)
+    engine_key = EngineKey(program.key, engine.solver, engine.backend, program.num_outputs, carried)
     if torch.compiler.is_compiling():
         gradients = torch.is_grad_enabled() and _requires_grad(tensors)
         gradients &= not private.exporting()  # exported programs hold no Function
         if not (gradients or private.are_functorch_transforms_active()):
             # Compilers mistake the context for an argument where no gradient is needed.
             states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
-            return Solution(tuple(states), tuple(final), info)
+            return _without_carried(program, Solution(tuple(states), tuple(final), info))
     try:
         call = (program, engine, args) if direct else None
         out = apply_function(_Solve, engine_key, values, call, source, *tensors)
@@ -93,7 +101,13 @@ def apply_engine(
         raise NotImplementedError(
             f"forward-mode derivatives of ({engine.solver}, {engine.backend}): {_PLAIN}"
         ) from error
-    return Solution(out[:n], out[n:-1], out[-1])
+    n = program.num_outputs
+    return Solution(out[:n], out[n + carried : -1], out[-1])
+
+
+def _without_carried(program: Program, solution: Solution) -> Solution:
+    """Return a solution without what only its backward pass reads."""
+    return solution._replace(states=solution.states[: program.num_outputs])
 
 
 def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -145,26 +159,27 @@ class _Solve(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.engine_key, ctx.values, call, source, *tensors = inputs
         ctx.call = call and call[:2]  # the record would keep tensors alive, saved or not
-        n = ctx.engine_key.outputs
+        n, saved = ctx.engine_key.outputs, ctx.engine_key.saved
         *_, options = ctx.values
         unread = output[1:n] if options.output_only else ()
-        ctx.mark_non_differentiable(*unread, output[-1])
+        of_final = output[saved:-1] if options.no_final else ()
+        ctx.mark_non_differentiable(*unread, *output[n:saved], *of_final, output[-1])
         ctx.set_materialize_grads(False)
         ctx.source = source and source._replace(tensors=())
         ctx.sources = len(source.tensors) if source else 0
         if source:
             tensors = [*source.tensors, *tensors[1:]]
-        ctx.save_for_backward(*tensors, *output[:n])
+        ctx.save_for_backward(*tensors, *output[:saved])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         engine_key, values = ctx.engine_key, ctx.values
-        n = engine_key.outputs
+        n, saved = engine_key.outputs, engine_key.saved
         all_tensors = ctx.saved_tensors  # each look unpacks them anew
-        tensors, states = all_tensors[:-n], all_tensors[-n:]
+        tensors, states = all_tensors[:-saved], all_tensors[-saved:]
         if ctx.source:
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
-        grads, needs_grad = grads[:-1], ctx.needs_input_grad[4:]
+        grads, needs_grad = (*grads[:n], *grads[saved:-1]), ctx.needs_input_grad[4:]
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and any(map(is_batched_gradient, grads)):
             raise NotImplementedError(_MANY_GRADIENTS)
@@ -258,8 +273,12 @@ class _SolveBackward(torch.autograd.Function):
 def _run_backward(
     engine_key: EngineKey, values: Any, wanted: list[str], count: int, *tensors: Any
 ) -> Any:
-    n = engine_key.outputs
-    states, grads, others = tensors[:n], tensors[n : n + count], tensors[n + count :]
+    n, saved = engine_key.outputs, engine_key.saved
+    states, grads, others = (
+        tensors[:saved],
+        tensors[saved : saved + count],
+        tensors[saved + count :],
+    )
     args = Arguments.unflatten(others, values)
     inputs = (list(states), list(grads[:n]), list(grads[n:]), wanted)
     return torch.ops.pararnn.backward(*inputs, *engine_key[:3], *args.values())
@@ -295,7 +314,10 @@ def _check(program: Program, args: Arguments) -> None:
 def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     if args.options.context:
         with without_autocast(args.gates.device):
-            return solve_over_ranks(program, engine, args)
+            if not turns.in_turn(program, args.options):
+                return solve_over_ranks(program, engine, args)
+            solution, carry = turns.forward(program, engine, args)
+            return solution._replace(states=(*solution.states, *carry))
     if not engine.completes:
         args = args.complete(program)
     if not private.autocast_enabled():
@@ -332,7 +354,12 @@ def _backward(
     wanted: list[str],
 ) -> list[Tensor]:
     _check(program, args)
+    states, carry = states[: program.num_outputs], states[program.num_outputs :]
     check_saved(program, args, states)
+    if args.options.context and carry:
+        of_forward = (args, states, carry)
+        grads = turns.backward(program, engine, *of_forward, grad_states, grad_final, wanted)
+        return grads.leaves(wanted)
     if args.options.context:
         inputs = (args, states, grad_states, grad_final, wanted)
         return differentiate_over_ranks(program, engine, *inputs).leaves(wanted)
@@ -348,8 +375,10 @@ def _backward(
 def _forward_fake(*inputs: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     engine_key, args = _parse(*inputs)
     rows = _engine(engine_key, args).info_rows
-    solution = outputs(program_by_key(engine_key.key), args, rows)
-    return list(solution.states), list(solution.final), solution.info
+    program = program_by_key(engine_key.key)
+    solution = outputs(program, args, rows)
+    carry = turns.like_carried(program, args)
+    return [*solution.states, *carry], list(solution.final), solution.info
 
 
 def _backward_fake(

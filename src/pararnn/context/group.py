@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,89 @@ class Ranks(NamedTuple):
         total = value.clone()
         dist.all_reduce(total, group=self.group)
         return total
+
+    def neighbour(self, back: bool) -> int | None:
+        """Return the rank that is next in time, or with `back` the one before; None at the end."""
+        other = self.rank + (-1 if back else 1)
+        return other if 0 <= other < self.size else None
+
+    def send(self, value: Tensor, back: bool) -> None:
+        """Send a value to the next rank in time, or with `back` to the one before, if there is one.
+
+        On a GPU nothing waits for its arrival.
+        """
+        to, tape = self.neighbour(back), _TAPE.get()
+        if to is None or (tape is not None and tape.repeats):
+            return
+        own = value.detach().clone(memory_format=torch.contiguous_format)
+        work = dist.isend(own, group=self.group, group_dst=to)
+        assert work is not None
+        key = (self.group.group_name, to)
+        before = _SENDING.pop(key, None)
+        if before is not None:
+            before[0].wait()
+        if own.device.type == "cpu":
+            work.wait()
+        else:
+            _SENDING[key] = work, own  # in use until it is sent
+
+    def receive(self, like: Tensor, back: bool) -> Tensor:
+        """Return what the rank before has sent, or with `back` the next one; zeros at the end.
+
+        The value has the size and dtype of `like`. Repeated calls get it again, see `remember`.
+        """
+        source, tape = self.neighbour(not back), _TAPE.get()
+        if source is None:
+            return torch.zeros_like(like, memory_format=torch.contiguous_format)
+        if tape is not None and tape.repeats:
+            return tape.next().clone()
+        value = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(value, group=self.group, group_src=source)
+        if tape is not None:
+            tape.messages.append(value.clone())
+        return value
+
+
+_SENDING: dict[tuple[str, int], tuple[Any, Tensor]] = {}
+"""Last message to each neighbour of a group, which may be under way."""
+
+
+class Tape:
+    """Messages that a computation has received from neighbours, for its repetition."""
+
+    def __init__(self) -> None:
+        self.messages: list[Tensor] = []
+        self.repeats = False
+        self.position = 0
+
+    def next(self) -> Tensor:
+        """Return the next message of a repetition."""
+        self.position += 1
+        return self.messages[self.position - 1]
+
+
+_TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
+
+
+def remember(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with a memory: calls after the first one get the same messages of
+    neighbours again, and send none.
+
+    For activation checkpointing: a repetition that waited for the rank before, within a backward
+    pass that goes from the last rank to the first, would let ranks wait twice a block.
+    """
+    tape = Tape()
+
+    def run(*args: Any) -> Any:
+        tape.position = 0
+        token = _TAPE.set(tape)
+        try:
+            return function(*args)
+        finally:
+            _TAPE.reset(token)
+            tape.repeats = True
+
+    return run
 
 
 _RANKS: dict[str, Ranks] = {}

@@ -24,13 +24,14 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     parameters and initial states are this rank's part: their sum over ranks is the gradient.
 
     Args:
-        module: layers (`ParaRNN`, `RecurrentLayer`) of elementwise cells, language models of such,
-            or a module that holds these and treats each step alone otherwise.
+        module: layers (`ParaRNN`, `RecurrentLayer`), language models of such, or a module that
+            holds these and treats each step alone otherwise.
         mesh: a DeviceMesh of one dimension, such as `mesh["context"]`; a single rank is a module
             on one process.
 
     Raises ValueError for another mesh, and for modules that cannot run on several ranks, with the
-    reason: attention, cells that mix channels, and PyTorch's own layers that read other steps.
+    reason: attention, cells that only autograd differentiates, and PyTorch's own layers that read
+    other steps.
     """
     name = register(mesh)
     if name:

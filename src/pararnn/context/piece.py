@@ -20,7 +20,7 @@ def slice_time(x: Tensor, start: int, stop: int, reverse: bool) -> Tensor:
     """Return the steps (B, T, ...) from `start` to `stop` in the order of processing."""
     if reverse:
         start, stop = x.shape[1] - stop, x.shape[1] - start
-    return x[:, start:stop]
+    return x if (start, stop) == (0, x.shape[1]) else x[:, start:stop]
 
 
 def step_of(x: Tensor, step: int, reverse: bool) -> Tensor:

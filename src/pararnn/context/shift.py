@@ -14,10 +14,8 @@ from pararnn.context.group import find
 def shift(value: Tensor, context: str, back: bool) -> Tensor:
     """Return the value of the rank before, or with `back` of the one behind; zeros at the end."""
     ranks = find(context)
-    every, source = ranks.gather(value), ranks.rank + (1 if back else -1)
-    if not 0 <= source < ranks.size:
-        return torch.zeros_like(value, memory_format=torch.contiguous_format)
-    return every[source].clone()
+    ranks.send(value, back)
+    return ranks.receive(value, back)
 
 
 @shift.register_fake

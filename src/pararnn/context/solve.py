@@ -8,17 +8,23 @@ update over ranks. Backward, the adjoint does the same from the last rank to the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pararnn.context.group import Ranks, find
+from pararnn.context.group import find
 from pararnn.context.piece import Border, Piece, Rows, slice_time, step_of
+from pararnn.context.span import (
+    differentiate_span,
+    engine_of_backward,
+    final_of_all,
+    finish_gradients,
+    first_carry,
+    own_part,
+)
 from pararnn.context.sweeps import is_settled, next_starts, pull_back, push_forward
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving, Engine
-from pararnn.engines.table import find as find_engine
 from pararnn.numerics import FORWARD_TOLERANCE
 from pararnn.program.program import Program
 from pararnn.solvers.newton import DEFECT_ULPS, ERROR_SHARE
@@ -31,10 +37,10 @@ CHUNK = 1 << 14
 
 def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     """Solve the recurrence over all ranks; every rank gets all final states."""
-    ranks, args = find(args.options.context), _own_part(program, args)
+    ranks, args = find(args.options.context), own_part(program, args)
     border, reverse = Border.of(ranks, args), args.options.reverse
     position, last = border.position, ranks.size - 1
-    first = _first_carry(args, border)
+    first = first_carry(args, border)
     message = ranks.gather(torch.stack(_guess(program, engine, args, border, first)), reverse)
     guesses, sizes = message.unbind(1)
     starts = torch.cat([torch.stack(first)[None], guesses[:-1]])
@@ -54,8 +60,8 @@ def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
         maps = None if own is None else ranks.gather(own, reverse)
         starts = next_starts(starts, ends, maps, push_forward)
     assert solution is not None
-    final = _final(ranks, args, border, piece, solution.final, ends)
-    return solution._replace(final=tuple([state.clone() for state in final]))
+    final = final_of_all(ranks, args, border, piece, solution.final, tuple(ends[-1]))
+    return solution._replace(final=final)
 
 
 def backward(
@@ -69,10 +75,8 @@ def backward(
 ) -> Gradients:
     """Return this rank's part of the gradients: those of parameters and initial states are sums
     over ranks."""
-    if not engine.has_backward:  # autograd differentiates it, but not across ranks
-        engine = _newton(args.gates.device)
-    ranks, call = find(args.options.context), args
-    args = _own_part(program, args)
+    engine, call = engine_of_backward(program, engine, args), args
+    ranks, args = find(args.options.context), own_part(program, args)
     border, reverse = Border.of(ranks, args), args.options.reverse
     position, last, steps = border.position, ranks.size - 1, args.size[1]
     arriving = tuple(
@@ -86,24 +90,24 @@ def backward(
     else:
         states_before = ranks.gather(ends, reverse)[position - 1]
         of_final = ranks.total(torch.stack(arriving))
-    carry = tuple(states_before) if position else _first_carry(args, border)
+    carry = tuple(states_before) if position else first_carry(args, border)
     zero = torch.zeros_like(ends)
     at_end = of_final if border.continues is None else zero
     finals = None if border.continues is None else tuple(of_final)
 
     def differentiate(stop: int, grad_end: Tensor, names: Sequence[str]) -> tuple[Gradients, Rows]:
-        piece = Piece.of(args, 0, stop, carry, border.at_first())
-        goes_on = border.at_last()
-        if stop < steps and goes_on is not None:
-            assert args.seq is not None
-            goes_on = step_of(args.seq, stop, reverse) == step_of(args.seq, stop - 1, reverse)
-        cotangent = piece.cotangent(tuple(grad_end), finals, goes_on)
-        parts = tuple(slice_time(state, 0, stop, reverse) for state in states)
-        grads = tuple(
-            None if grad is None else slice_time(grad, 0, stop, reverse) for grad in grad_states
+        return differentiate_span(
+            program,
+            engine,
+            args,
+            border,
+            (carry, states),
+            grad_states,
+            finals,
+            stop,
+            tuple(grad_end),
+            names,
         )
-        result = engine.backward(program, piece.args, parts, grads, cotangent, names)
-        return result, piece.of_carry(result.initial)
 
     burn_in = _burn_in(args)
     guess = torch.stack(
@@ -134,51 +138,17 @@ def backward(
         maps = None if own is None else ranks.gather(own, reverse).flip(0)
         starts = next_starts(starts, ends, maps, pull_back)
     assert result is not None
-    params = tuple(g.to(p.dtype) for g, p in zip(result.params, call.params, strict=True))
-    initial: tuple[Tensor, ...] = ()
-    if call.initial:
-        initial = _grad_initial(ranks, args, border, result.initial, of_final)
-        initial = tuple(g.to(h.dtype) for g, h in zip(initial, call.initial, strict=True))
-    return result._replace(params=params, initial=initial)
+    return finish_gradients(ranks, call, args, border, result, tuple(of_final))
 
 
 LEAST = ("initial",)
 """Gradients that ranks exchange."""
 
 
-def _newton(device: torch.device) -> Engine:
-    engine = find_engine("newton", "torch", device)
-    assert engine is not None
-    return engine
-
-
-def _own_part(program: Program, args: Arguments) -> Arguments:
-    """Return the call of this rank alone, its states in the compute dtype.
-
-    Raises ValueError for one without a step.
-    """
-    if not args.gates.shape[1]:
-        raise ValueError(
-            "each rank needs a step of the sequence at least, got none: spans are those of "
-            "pararnn.context_span"
-        )
-    args = args.with_options(context="").complete(program)
-    return replace(args, initial=tuple([h.to(args.dtype) for h in args.initial]))
-
-
 def _burn_in(args: Arguments) -> int:
     """Return the steps of the first guess: those requested, or the usual number."""
     request = args.options.burn_in
     return max(1, min(BURN_IN if request is None else request, args.gates.shape[1]))
-
-
-def _first_carry(args: Arguments, border: Border) -> Rows:
-    """Return the states that the first rank's rows go on from: its initial ones, as rows go on from
-    nothing where sequences begin."""
-    if border.continues is None:
-        return args.initial
-    batch = args.gates.shape[0]
-    return tuple([h.new_zeros((batch, *h.shape[1:])) for h in args.initial])
 
 
 def _continuing(border: Border, like: Tensor) -> Tensor:
@@ -227,8 +197,7 @@ def _maps(
     ranks, which need none. It is made by pulling back ones, some steps at a time."""
     if border.size == 2:
         return None
-    if not engine.has_backward:
-        engine = _newton(args.gates.device)
+    engine = engine_of_backward(program, engine, args)
     steps, reverse = args.gates.shape[1], args.options.reverse
     count, none = len(states), (None,) * len(states)
     rows = []
@@ -246,49 +215,3 @@ def _maps(
             adjoint = piece.of_carry(result.initial)
         rows.append(torch.stack(adjoint))
     return torch.stack(rows)
-
-
-def _final(
-    ranks: Ranks,
-    args: Arguments,
-    border: Border,
-    piece: Piece,
-    final: Sequence[Tensor],
-    ends: Tensor,
-) -> Rows:
-    """Return the final states of all sequences. ends: of all ranks' rows."""
-    if border.continues is None:
-        return tuple(ends[-1])
-    assert piece.seq is not None
-    assert piece.args.seq is not None
-    here = piece.ends_here(border.at_last())
-    numbers, source = piece.seq[here].long(), piece.args.seq[here].long()
-    has_step = _flags(ranks, args.initial[0], numbers)
-    out = []
-    for own, initial in zip(final, args.initial, strict=True):
-        total = torch.zeros_like(initial)
-        total[numbers] = own[source]
-        out.append(torch.where(has_step, ranks.total(total), initial))
-    return tuple(out)
-
-
-def _flags(ranks: Ranks, like: Tensor, numbers: Tensor) -> Tensor:
-    """Return the sequences (S, 1) that any rank has among its numbers."""
-    own = like.new_zeros((like.shape[0], *[1] * (like.ndim - 1)))
-    own[numbers] = 1
-    return ranks.total(own) > 0
-
-
-def _grad_initial(
-    ranks: Ranks, args: Arguments, border: Border, grads: Rows, of_final: Tensor
-) -> Rows:
-    """Return this rank's part of the gradients of initial states."""
-    if border.continues is None:
-        return tuple([g.clone() if border.position == 0 else torch.zeros_like(g) for g in grads])
-    assert args.seq is not None
-    has_step = _flags(ranks, args.initial[0], args.seq[args.seq >= 0].long())
-    out = []
-    for grad, final in zip(grads, of_final, strict=True):
-        own = grad[: args.sequences].clone()
-        out.append(own + final.masked_fill(has_step, 0) if border.position == 0 else own)
-    return tuple(out)

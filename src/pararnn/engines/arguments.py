@@ -30,7 +30,8 @@ class Options(NamedTuple):
     segments, burn_in: see `SplitRequest`; engines that do not cut time ignore them. on_failure: one
     of ON_FAILURE. output_only: True if only the first state's sequence is read: the sequences of
     the other states then carry no gradient. context: the name of the ranks that share the sequence
-    (`pararnn.context_parallel`), "" for one process.
+    (`pararnn.context_parallel`), "" for one process. no_final: True if final states are not read:
+    they may be anything and carry no gradient, and ranks need not exchange them.
     """
 
     reverse: bool = False
@@ -39,6 +40,7 @@ class Options(NamedTuple):
     on_failure: str = "warn"
     output_only: bool = False
     context: str = ""
+    no_final: bool = False
 
 
 DEFAULTS = Options()

@@ -22,7 +22,7 @@ from pararnn.layers.recompute import gate_source, recompute_compiled, solve_with
 from pararnn.layers.resets import split_at_resets
 from pararnn.parameters import CLIPS, Draw, draw_anew
 from pararnn.private import are_functorch_transforms_active
-from pararnn.program.program import ELEMENTWISE, program_of
+from pararnn.program.program import program_of
 from pararnn.sequences import (
     Sequences,
     checked_reset,
@@ -117,6 +117,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
 
     bias: nn.Parameter | None
     cell: Cell
+    shares_final: bool = True
+    """Whether several ranks exchange final states: False where nobody reads them."""
 
     def __init__(
         self,
@@ -287,11 +289,11 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """Return the reason why ranks cannot share the layer's sequences, or None."""
         cell = unwrap(self.cell)
         program = program_of(cell)
-        if program.family == ELEMENTWISE and program.structure is not None:
+        if program.family is not None or program.structure is not None:
             return None
         return (
-            f"{type(cell).__name__} mixes channels or has matrix states, and ranks exchange the "
-            "maps of elementwise steps: split the batch over ranks, or take an elementwise cell"
+            f"{type(cell).__name__} runs by autograd alone, which does not see other ranks "
+            f"({program.why_sequential}): split the batch over ranks, or take another cell"
         )
 
     def cell_with(self, weights: Weights | None = None) -> Cell:
@@ -358,6 +360,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             on_failure=self.on_failure,
             output_only=not (all_states or cell.has_readout),
             context=self.context,
+            no_final=bool(self.context) and not self.shares_final,
         )
 
     def _arguments(

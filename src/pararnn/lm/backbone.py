@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pararnn.context.group import OnRanks, remember
 from pararnn.lm.cache import CarriedCache, LayerCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import (
@@ -93,7 +94,7 @@ class Block(nn.Module):
             yield self.mixer.get_submodule(owner), name, draw
 
 
-class Backbone(nn.Module):
+class Backbone(OnRanks, nn.Module):
     """A language model without its embedding and its head: (B, T, d) to (B, T, d).
 
     gradient_checkpointing: whether every `checkpoint_every`-th block stores only its input in
@@ -147,7 +148,8 @@ class Backbone(nn.Module):
                 repeatable = memory is None or isinstance(memory, CarriedCache)
                 chosen = self.gradient_checkpointing and index % self.checkpoint_every == 0
                 if chosen and self.training and repeatable:
-                    x = self._gradient_checkpointing_func(block.__call__, x, rows, memory)
+                    call = remember(block.__call__) if self.context else block.__call__
+                    x = self._gradient_checkpointing_func(call, x, rows, memory)
                 else:
                     x = block(x, rows, memory)
         return self.norm(x)

@@ -136,6 +136,7 @@ class RNNMixer(Mixer):
         taps = config.conv_kernel_size
         self.conv = CausalConv(width, taps, **factory) if taps > 1 else None
         self.rnn = make_recurrent(config, **factory)
+        self.rnn.shares_final = False  # only caches read them, which ranks have not
         self.state_sizes = self.rnn.cell.state_sizes
         program = program_of(self.rnn.cell)  # a step without a structure may branch
         self.steady = program.structure is not None or program.head_sizes is not None
