@@ -245,10 +245,10 @@ def test_ranks_solve_in_turn_where_they_need_not_meet():
 
 
 def test_repetitions_get_messages_again_and_send_none(monkeypatch):
-    sent, received = [], []
+    sent, arrivals = [], []
 
     def receive(value, group, group_src):
-        received.append(value.fill_(len(received) + 1.0))
+        arrivals.append(value.fill_(len(arrivals) + 1.0))
 
     monkeypatch.setattr(group.dist, "recv", receive)
     monkeypatch.setattr(
@@ -266,7 +266,7 @@ def test_repetitions_get_messages_again_and_send_none(monkeypatch):
     results = [first(x), second(x), second(x), first(x), first(x)]
     assert [float(value[0]) for value in results] == [3.0, 7.0, 7.0, 3.0, 3.0]
     assert len(sent) == 2
-    assert len(received) == 4
+    assert len(arrivals) == 4
 
 
 def test_two_ranks_need_no_map():

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from pararnn import private
-from pararnn.context import turns
 from pararnn.context.solve import backward as differentiate_over_ranks
 from pararnn.context.solve import forward as solve_over_ranks
+from pararnn.context.turns import backward as differentiate_in_turn
+from pararnn.context.turns import count_carried, in_turn, like_carried
+from pararnn.context.turns import forward as solve_in_turn
 from pararnn.engines.arguments import Arguments, Solution, schema, wanted_gradients
 from pararnn.engines.engine import Engine
 from pararnn.engines.fit import check_fit, check_numbers, check_saved
@@ -42,18 +44,17 @@ _LIBRARY.define(
 class EngineKey(NamedTuple):
     """Names of a Program and an engine: the Program's key, solver and backend. `outputs`: the
     number of tensors that come in place of states, see `Program.num_outputs`, and behind them the
-    `carried` ones, which ranks that solve in turn have gone on from."""
+    `carry_count` ones, which ranks that solve in turn have gone on from."""
 
     key: str
     solver: str
     backend: str
     outputs: int = 0
-    carried: int = 0
+    carry_count: int = 0
 
-    @property
-    def saved(self) -> int:
-        """Number of the outputs that the backward pass reads."""
-        return self.outputs + self.carried
+    def saved_count(self) -> int:
+        """Return the number of outputs that the backward pass reads."""
+        return self.outputs + self.carry_count
 
 
 class Source(NamedTuple):
@@ -83,8 +84,10 @@ def apply_engine(
     if direct:
         engine.check_backward(program, args)
     tensors, values = args.flatten()
-    carried = turns.count_carried(program, args)
-    engine_key = EngineKey(program.key, engine.solver, engine.backend, program.num_outputs, carried)
+    carry_count = count_carried(program, args)
+    engine_key = EngineKey(
+        program.key, engine.solver, engine.backend, program.num_outputs, carry_count
+    )
     if torch.compiler.is_compiling():
         gradients = torch.is_grad_enabled() and _requires_grad(tensors)
         gradients &= not private.exporting()  # exported programs hold no Function
@@ -101,8 +104,7 @@ def apply_engine(
         raise NotImplementedError(
             f"forward-mode derivatives of ({engine.solver}, {engine.backend}): {_PLAIN}"
         ) from error
-    n = program.num_outputs
-    return Solution(out[:n], out[n + carried : -1], out[-1])
+    return Solution(out[: counts[0]], out[sum(counts) : -1], out[-1])
 
 
 def _without_carried(program: Program, solution: Solution) -> Solution:
@@ -159,27 +161,27 @@ class _Solve(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.engine_key, ctx.values, call, source, *tensors = inputs
         ctx.call = call and call[:2]  # the record would keep tensors alive, saved or not
-        n, saved = ctx.engine_key.outputs, ctx.engine_key.saved
+        n, end = ctx.engine_key.outputs, ctx.engine_key.saved_count()
         *_, options = ctx.values
         unread = output[1:n] if options.output_only else ()
-        of_final = output[saved:-1] if options.no_final else ()
-        ctx.mark_non_differentiable(*unread, *output[n:saved], *of_final, output[-1])
+        of_final = output[end:-1] if options.no_final else ()
+        ctx.mark_non_differentiable(*unread, *output[n:end], *of_final, output[-1])
         ctx.set_materialize_grads(False)
         ctx.source = source and source._replace(tensors=())
         ctx.sources = len(source.tensors) if source else 0
         if source:
             tensors = [*source.tensors, *tensors[1:]]
-        ctx.save_for_backward(*tensors, *output[:saved])
+        ctx.save_for_backward(*tensors, *output[:end])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         engine_key, values = ctx.engine_key, ctx.values
-        n, saved = engine_key.outputs, engine_key.saved
+        n, end = engine_key.outputs, engine_key.saved_count()
         all_tensors = ctx.saved_tensors  # each look unpacks them anew
-        tensors, states = all_tensors[:-saved], all_tensors[-saved:]
+        tensors, states = all_tensors[:-end], all_tensors[-end:]
         if ctx.source:
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
-        grads, needs_grad = (*grads[:n], *grads[saved:-1]), ctx.needs_input_grad[4:]
+        grads, needs_grad = (*grads[:n], *grads[end:-1]), ctx.needs_input_grad[4:]
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and any(map(is_batched_gradient, grads)):
             raise NotImplementedError(_MANY_GRADIENTS)
@@ -273,11 +275,11 @@ class _SolveBackward(torch.autograd.Function):
 def _run_backward(
     engine_key: EngineKey, values: Any, wanted: list[str], count: int, *tensors: Any
 ) -> Any:
-    n, saved = engine_key.outputs, engine_key.saved
+    n, end = engine_key.outputs, engine_key.saved_count()
     states, grads, others = (
-        tensors[:saved],
-        tensors[saved : saved + count],
-        tensors[saved + count :],
+        tensors[:end],
+        tensors[end : end + count],
+        tensors[end + count :],
     )
     args = Arguments.unflatten(others, values)
     inputs = (list(states), list(grads[:n]), list(grads[n:]), wanted)
@@ -314,9 +316,9 @@ def _check(program: Program, args: Arguments) -> None:
 def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     if args.options.context:
         with without_autocast(args.gates.device):
-            if not turns.in_turn(program, args.options):
+            if not in_turn(program, args.options):
                 return solve_over_ranks(program, engine, args)
-            solution, carry = turns.forward(program, engine, args)
+            solution, carry = solve_in_turn(program, engine, args)
             return solution._replace(states=(*solution.states, *carry))
     if not engine.completes:
         args = args.complete(program)
@@ -358,7 +360,7 @@ def _backward(
     check_saved(program, args, states)
     if args.options.context and carry:
         of_forward = (args, states, carry)
-        grads = turns.backward(program, engine, *of_forward, grad_states, grad_final, wanted)
+        grads = differentiate_in_turn(program, engine, *of_forward, grad_states, grad_final, wanted)
         return grads.leaves(wanted)
     if args.options.context:
         inputs = (args, states, grad_states, grad_final, wanted)
@@ -377,7 +379,7 @@ def _forward_fake(*inputs: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     rows = _engine(engine_key, args).info_rows
     program = program_by_key(engine_key.key)
     solution = outputs(program, args, rows)
-    carry = turns.like_carried(program, args)
+    carry = like_carried(program, args)
     return [*solution.states, *carry], list(solution.final), solution.info
 
 

@@ -59,9 +59,9 @@ class Ranks(NamedTuple):
         work = dist.isend(own, group=self.group, group_dst=to)
         assert work is not None
         key = (self.group.group_name, to)
-        before = _SENDING.pop(key, None)
-        if before is not None:
-            before[0].wait()
+        earlier = _SENDING.pop(key, None)
+        if earlier is not None:
+            earlier[0].wait()
         if own.device.type == "cpu":
             work.wait()
         else:

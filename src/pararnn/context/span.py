@@ -155,6 +155,6 @@ def _grad_initial(
     out = []
     for grad, final in zip(grads, of_final, strict=True):
         own = grad[: args.sequences].clone()
-        rest = final.masked_fill(_of_size(has_step, final), 0)
-        out.append(own + rest if border.position == 0 else own)
+        of_absent = final.masked_fill(_of_size(has_step, final), 0)
+        out.append(own + of_absent if border.position == 0 else own)
     return tuple(out)

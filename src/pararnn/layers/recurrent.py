@@ -118,7 +118,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
     bias: nn.Parameter | None
     cell: Cell
     shares_final: bool = True
-    """Whether several ranks exchange final states: False where nobody reads them."""
+    """True if several ranks exchange final states; False where nobody reads them."""
 
     def __init__(
         self,
