@@ -84,10 +84,8 @@ def apply_engine(
     if direct:
         engine.check_backward(program, args)
     tensors, values = args.flatten()
-    carry_count = count_carried(program, args)
-    engine_key = EngineKey(
-        program.key, engine.solver, engine.backend, program.num_outputs, carry_count
-    )
+    counts = program.num_outputs, count_carried(program, args)
+    engine_key = EngineKey(program.key, engine.solver, engine.backend, *counts)
     if torch.compiler.is_compiling():
         gradients = torch.is_grad_enabled() and _requires_grad(tensors)
         gradients &= not private.exporting()  # exported programs hold no Function
