@@ -205,19 +205,25 @@ def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
     assert {fragments for fragments, _ in sizes_in_use} == {0}
 
 
-@pytest.mark.parametrize("variant", ["initial", "resets"])
-def test_many_rows_take_turns_in_the_memory_of_saved_values(variant, monkeypatch):
+@pytest.mark.parametrize(
+    ("variant", "blocks_a_core", "blocks"), [("initial", 16, 10), ("resets", 3, 2)]
+)
+def test_many_rows_take_turns_in_the_memory_of_saved_values(
+    variant, blocks_a_core, blocks, monkeypatch
+):
+    """These are computed by no more blocks than run at once."""
     monkeypatch.setattr(fused_mixing, "SAVED_BYTES", 1)
+    monkeypatch.setattr(emulated, "BLOCKS_A_CORE", blocks_a_core)
     device, grids = gpu(cores=ONE_CORE), []
 
-    def call(device, kernel, grid, *args, **options):
-        if kernel.run.__name__ == "launch_run":
-            grids.append(grid)
-        return kernel(grid, *args, **options)
+    def call(device, function, *args, **options):
+        if isinstance(function, emulated.Kernel) and function.run.__name__ == "launch_run":
+            grids.append(args[0])
+        return function(*args, **options)
 
     _install(dataclasses.replace(device, call=call), monkeypatch)
     check_agreement(_case(HeadLSTM, variant=variant, batch=19))
-    assert grids == [(6, 1), *3 * [(12, 1), (2, 1)]]  # 3 times 8 rows, of 2 heads
+    assert grids == [(6, 1), *3 * [(blocks, 1), (2, 1)]]  # 3 times 8 rows, of 2 heads
 
 
 class Slices(NamedTuple):

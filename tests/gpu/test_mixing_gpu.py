@@ -259,6 +259,23 @@ def test_layers_agree_with_the_loop(bidirectional):
         layer.solver, layer.backend = "auto", "fused"
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-10), (F32, 1e-4)], ids=str)
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+def test_layers_are_those_of_torch_nn(name, dtype, tolerance, monkeypatch):
+    """With their weights, in both directions, of rows as long as others and of packed ones."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.manual_seed(0)
+    options = {"num_layers": 2, "bidirectional": True, "device": "cuda", "dtype": dtype}
+    theirs = getattr(torch.nn, name)(32, 96, batch_first=True, **options)
+    ours = getattr(pararnn, name)(32, 96, batch_first=True, backend="fused", **options)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 50, 32, device="cuda", dtype=dtype, requires_grad=True)
+    sequences = pack_sequence([x.detach()[0], x.detach()[1, :9]])
+    sequences.data.requires_grad_()
+    for inputs in (x, sequences):
+        _same(_grads(ours, inputs), _grads(theirs, inputs), tolerance)
+
+
 @pytest.mark.parametrize("cell_class", [HeadGRU, HeadSLSTM, Coupled], ids=_name)
 def test_layers_of_other_cells(cell_class):
     layer, x = _layer(cell_class)

@@ -55,7 +55,7 @@ SAVED_BYTES = 2**30
 """Bytes of the values of steps that the kernels before those along time give to these; more where
 rows that keep the GPU busy need more."""
 RECOMPUTE_WARPS = 32
-"""Warps a multiprocessor that compute what no cotangent decides, for all steps at once."""
+"""Warps a multiprocessor, at most, that compute what no cotangent decides for all steps at once."""
 
 
 class MixingLayouts(NamedTuple):
@@ -112,14 +112,17 @@ class MixingLaunch(NamedTuple):
         return gates.new_zeros((1, 2), dtype=torch.int64)
 
     def new_weights(self, args: Arguments, gates: int) -> tuple[Tensor | None, list[Tensor]]:
-        """Allocate the gradients of bias and params; zero where sums are added to them."""
-        new = args.gates.new_zeros if self.run is None else args.gates.new_empty
+        """Allocate the gradients of bias and params; zero where nothing is written to them."""
+        zeros, new = args.gates.new_zeros, args.gates.new_empty
+        if self.run is None:
+            new = zeros
+        matrices = {outer.matrix for outer in self.mixing.outers}
         grad_bias = None if args.bias is None else new(args.bias.shape, dtype=self.weights)
         return grad_bias, [
             new(p.shape, dtype=self.weights)
             if p.ndim == 1
-            else args.gates.new_zeros(p.shape, dtype=self.compute)
-            for p in args.params
+            else (new if i in matrices else zeros)(p.shape, dtype=p.dtype)
+            for i, p in enumerate(args.params)
         ]
 
     def forward(self, tensors: list[Tensor | None], info: Tensor) -> None:
@@ -163,7 +166,7 @@ class MixingLaunch(NamedTuple):
             grid = (-(-heads * width // SUM_CHANNELS), partial.shape[1])
             self._call(self.run, "sum_weights", grid, [partial, *weights])
         if left_vectors is not None and right_vectors is not None:
-            self._add_outers(weights[1:], left_vectors, right_vectors)
+            self._sum_outers(weights[1:], left_vectors, right_vectors)
 
     def _pack(self, kernels: Kernels, tensors: Sequence[Tensor | None]) -> Tensor | None:
         """Return the packed matrices of a kernel; None if it needs none."""
@@ -195,10 +198,11 @@ class MixingLaunch(NamedTuple):
             device, kernels.kernels[name], grid, words, self.gpu.stream(device), cluster=cluster
         )
 
-    def _add_outers(
+    def _sum_outers(
         self, grads: Sequence[Tensor | None], left_vectors: Tensor, right_vectors: Tensor
     ) -> None:
-        """Add the outer products of vectors (heads, steps, vector, K) to matrices' gradients."""
+        """Sum the outer products of vectors (heads, steps, vector, K) to matrices' gradients."""
+        totals: dict[int, Tensor] = {}
         heads, rows, length, width = self.size
         steps = rows * length
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm
@@ -219,10 +223,13 @@ class MixingLaunch(NamedTuple):
             y = y.reshape(heads * chunks, steps // chunks, -1)
             sums = multiply(x.mT, y).view(size).sum(1)
             for outer in outers:
-                grad = grads[outer.matrix]
-                assert grad is not None
                 i, j = outer.left_vector - lefts.start, outer.right_vector - rights.start
-                grad.view(heads, width, width).add_(sums[:, i, :, j])
+                term, total = sums[:, i, :, j], totals.get(outer.matrix)
+                totals[outer.matrix] = term if total is None else total + term
+        for matrix, outer_sum in totals.items():
+            grad = grads[matrix]
+            assert grad is not None
+            grad.view(heads, width, width).copy_(outer_sum)
 
 
 def _span(indices: Sequence[int]) -> slice:
@@ -346,7 +353,7 @@ def make_mixing_launch(
     tiles = rows * -(-length // 4)  # of 4 steps of a row, or 8
     run_kernels = kernels_of(run)
     first_kernels = kernels_of(first[0]) if first else None
-    first_blocks = -(-RECOMPUTE_WARPS // first_kernels.tiles.warps) if first_kernels else 0
+    first_blocks = _first_blocks(gpu, device, first_kernels) if first_kernels else 0
     return empty._replace(
         size=(heads, rows, length, width),
         block_rows=block_rows,
@@ -362,9 +369,16 @@ def make_mixing_launch(
         without_vectors=cache(partial(kernels_of, run._replace(vectors=False)))
         if backward
         else None,
-        first_blocks=heads * min(tiles, -(-first_blocks * cores // heads)),
+        first_blocks=heads * min(tiles, max(1, first_blocks * cores // heads)),
         templates=templates,
     )
+
+
+def _first_blocks(gpu: Gpu, device: torch.device, first: Kernels) -> int:
+    """Return the blocks of a multiprocessor that compute what no cotangent decides: no more than it
+    holds at once, as each runs as many steps, and others would begin when these have ended."""
+    most, kernel = -(-RECOMPUTE_WARPS // first.tiles.warps), first.kernels.get("run")
+    return most if kernel is None else min(most, gpu.call(device, kernel.blocks_a_core))
 
 
 def _rows_at_once(size: tuple[int, int, int], number_bytes: int, busy_rows: int) -> int:
