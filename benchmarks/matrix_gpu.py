@@ -2,23 +2,26 @@
 
 Replays of CUDA graphs: forward, and forward + backward of gates and parameters, bfloat16. The loop
 is that of matrix_cpu.py, on fewer steps, as a graph has a node for each of its operations. With
-flash-linear-attention (fla-core) installed, its chunked kernel of the gated delta rule runs too, on
-rates and decays that are computed before. Writes results/matrix_gpu.csv.
+flash-linear-attention (fla-core) installed, its chunked kernels of the gated delta rule and of
+RWKV-7 run too, on rates and decays that are computed before. Writes results/matrix_gpu.csv.
 
     python benchmarks/matrix_gpu.py [--budget 500] [--without-peer]
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from common import new_parser, provenance, write_csv
 from matrix_cpu import KERNELS, LOOPS, calls_of, kernels
 from protocol import Row, captured_graph, protocol_times
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize
 
 from pararnn.cells import Cell
 from pararnn.zoo import MATRIX_CELLS
@@ -30,6 +33,7 @@ SIZES = ((64, 16), (32, 32), (64, 64))
 LOOP, CHUNKS = "loop as a CUDA graph", "flash-linear-attention, chunks"
 DEVICE = torch.device("cuda")
 Calls = tuple[Callable[[], object], ...]
+Peer = Callable[..., Any]
 
 
 def case(name: str, keys: int, values: int, steps: int) -> tuple[Cell, Tensor]:
@@ -43,18 +47,42 @@ def case(name: str, keys: int, values: int, steps: int) -> tuple[Cell, Tensor]:
     return cell, torch.randn(size, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
 
 
-def chunked_calls(cell: Cell, gates: Tensor) -> Calls:
-    """Return the passes of flash-linear-attention's gated delta rule."""
-    chunk_gated_delta_rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+def gated_delta_chunks(cell: Cell, gates: Tensor) -> tuple[Peer, list[Tensor]]:
+    """Return flash-linear-attention's gated delta rule and its arguments."""
+    function = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    q, k, v, a, b = parts_of(cell, gates)
+    options = {"scale": 1.0, "use_qk_l2norm_in_kernel": True}
+    return partial(function, **options), [q, k, v, logsigmoid(a.float()), torch.sigmoid(b)]
+
+
+def rwkv7_chunks(cell: Cell, gates: Tensor) -> tuple[Peer, list[Tensor]]:
+    """Return flash-linear-attention's RWKV-7 and its arguments."""
+    function = import_module("fla.ops.rwkv7").chunk_rwkv7
+    r, w, k, v, c, a = parts_of(cell, gates)
+    c = normalize(c, dim=-1)
+    decay = -math.exp(-0.5) * torch.sigmoid(w.float())
+    return partial(function, scale=1.0), [r, decay, k, v, -c, torch.sigmoid(a) * c]
+
+
+PEERS = {"gated-delta": gated_delta_chunks, "rwkv7": rwkv7_chunks}
+
+
+def parts_of(cell: Cell, gates: Tensor) -> list[Tensor]:
+    """Return the gates of a cell apart, without gradients."""
     assert cell.head_sizes is not None
-    q, k, v, a, b = (part.detach().contiguous() for part in cell.head_sizes.split(gates))
-    leaves = [q, k, v, logsigmoid(a.float()), torch.sigmoid(b)]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    cotangent = torch.randn_like(v)
+    return [part.detach().contiguous() for part in cell.head_sizes.split(gates)]
+
+
+def chunked_calls(name: str, cell: Cell, gates: Tensor) -> Calls:
+    """Return the passes of a cell's chunked kernel."""
+    function, values = PEERS[name](cell, gates)
+    leaves = [value.detach().requires_grad_() for value in values]
 
     def run() -> Tensor:
-        output: Tensor = chunk_gated_delta_rule(*leaves, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
+        output: Tensor = function(*leaves)[0]
         return output
+
+    cotangent = torch.randn_like(run())
 
     @torch.no_grad()
     def forward() -> None:
@@ -101,9 +129,10 @@ def main() -> None:
     if args.without_peer:
         return
     keys, values = SIZES[-1]
-    calls = chunked_calls(*case("gated-delta", keys, values, STEPS))
-    rows.append(row_of("gated-delta", keys, values, STEPS, CHUNKS, calls, args.budget))
-    write_csv(args.out / "matrix_gpu.csv", rows)
+    for name in PEERS:
+        calls = chunked_calls(name, *case(name, keys, values, STEPS))
+        rows.append(row_of(name, keys, values, STEPS, CHUNKS, calls, args.budget))
+        write_csv(args.out / "matrix_gpu.csv", rows)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ FLOW = [
     ["program/follow"],
     ["program/reads", "program/trace"],
     ["program/derive", "program/statements"],
-    ["program/matrix", "program/mixing"],
+    ["program/late", "program/matrix", "program/mixing"],
     ["program/program"],
     ["solvers"],
     ["codegen"],

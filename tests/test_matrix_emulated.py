@@ -178,7 +178,11 @@ MUTANTS = {
     "warps that are not summed": ("part < A::warps", "part < A::warps - 1"),
     "entries that do not exist": ("return A::exists(n) ? x : otherwise;", "return x;"),
     "a matrix's column": ("matrix[j * row + L::index(i)]", "matrix[L::index(i) * row + j]"),
-    "one window for two": ("(held == l / divisor ? 0 : window)", "0"),
+    "one window for two": ("(held == l / span ? 0 : window)", "0"),
+    "a piece too few": ("piece < pieces; ++piece", "piece < pieces - 1; ++piece"),
+    "halves that lanes mix up": ("upper ? x[i + half] : x[i];", "x[i];"),
+    "a step's gates for another's": ("(int)far) & (copy", "2 + (int)far) & (copy"),
+    "outputs of one window alone": ("finish(first - span, first)", "finish(0, span)"),
     "a row too few in a sum": ("other < others", "other < others - 1"),
 }
 
@@ -198,6 +202,8 @@ def test_a_wrong_kernel_is_seen(name, monkeypatch, tmp_path):
     emulated.kernels_of.cache_clear()
     # Axes that fill no lanes, and more than one warp.
     cell, keys, values = ("hopfield", 5, 3) if "exist" in name else ("m2rnn", 40, 20)
+    if "not summed" in name:
+        cell = "hopfield"
     call = make_call(cell, 2, 40, keys=keys, values=values, dtype=torch.float32)
     try:
         with pytest.raises(AssertionError):

@@ -270,7 +270,7 @@ _MATRIX_STRUCTS_OF: Mapping[str, Structs] = {
         "BackwardLaunch": (
             *_MATRIX_STRUCTS["BackwardLaunch"],
             Field("scalar*", "trajectory", "(block, step, number, thread): states of a chunk"),
-            Field("int64", "copies", "of a row's sums: warps sum matrices' gradients apart"),
+            Field("int64", "copies", "of a row's sums: one for each warp"),
         ),
     },
 }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body
-from pararnn.codegen.shares import LANES, Shares, main_axes, shares_of
+from pararnn.codegen.shares import LANES, Shares, lanes_only, main_axes, shares_of
 from pararnn.codegen.spelling import REAL, literal, spell
 from pararnn.numerics import compute_dtype
+from pararnn.program.late import LINK, Parts, partial_reductions, split
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
 from pararnn.program.statements import (
@@ -41,14 +42,20 @@ FUNCTIONS = {"forward": ("advance", "readout"), "backward": ("advance", "backwar
 """Functions of a kernel, by direction."""
 PARAMETERS = {
     "advance": "const States& state, const Gates& gate, States& new_state",
-    "readout": "const States& new_state, const Gates& gate, Output& output",
+    "readout": "const States& new_state, const Gates& gate, WideOutput& output, real* slot",
     "backward": (
         "const States& state, const Gates& gate, const States& grad_new_state, "
-        "const Output& grad_output, States& grad_state, Gates& grad_gate, Params& grad_param, "
-        "Outers& grad_matrix"
+        "const Output& grad_output, States& grad_state, WideGates& grad_gate, "
+        "WideParams& grad_param, Outers& grad_matrix, real* slot"
     ),
 }
 """Own parameters of each function."""
+LATE = {"readout": ["output"], "backward": ["grad_gate", "grad_param"]}
+"""Results of each function of which numbers and vectors wait until a window of steps is over."""
+FINISH_PARAMETERS = {
+    "readout": "const Links& link, const Gates& gate, Output& output",
+    "backward": "const Links& link, const Gates& gate, Gates& grad_gate, Params& grad_param",
+}
 
 
 @dataclass
@@ -56,16 +63,17 @@ class Emitted:
     """CUDA of a pass of a matrix cell, and what its kernel needs to know.
 
     exchange: numbers of shared memory by which threads exchange values in a step, of one round.
+    slot: numbers of shared memory that a step leaves for the end of its window.
     in_memory: sizes of the matrices that shared memory has. fragments: words of shared memory with
-    fragments of matrices. copies: of the gradients of matrices, which warps sum apart.
+    fragments of matrices.
     """
 
     text: str
     shares: Shares
     exchange: int
+    slot: int
     in_memory: list[int]
     fragments: int
-    copies: int
 
 
 def emit_block(
@@ -96,7 +104,8 @@ class _Emitter:
         sizes = self.program.head_sizes
         assert sizes is not None
         names = FUNCTIONS[self.direction]
-        statements = {name: getattr(self.passes, name) for name in names}
+        parts = {name: _parts(getattr(self.passes, name), name) for name in names}
+        statements = {name: own.now for name, own in parts.items()}
         plans = {name: schedule(own) for name, own in statements.items()}
         self.kinds = axes_by_kind(self.program.step)
         lengths = {axis: sizes.lengths[axis] for axis in self.passes.order}
@@ -107,15 +116,19 @@ class _Emitter:
             for v in products
         )
         with_tiles = self.dtype == torch.bfloat16 and by_columns
-        own = [*plans.values()]
-        self.shares = shares_of(lengths, main, own, self.direction, with_tiles)
+        self.last = parts[names[-1]]
+        links = self.last.pieces()
+        self.shares = shares_of(lengths, main, [*plans.values()], links, with_tiles)
         products_by_tiles = [
             (v.definition.param, v.definition.transposes)
             for v in products
             if isinstance(v.definition, Product) and self.is_tiled(v.definition.axis, v.axes)
         ]
         self.tile_matrices = [*dict.fromkeys(products_by_tiles)]
-        self.functions = [_Function(self, name, statements[name], plans[name]) for name in names]
+        self.functions = [
+            _Function(self, self.shares, name, statements[name], plans[name], parts[name])
+            for name in names
+        ]
 
     def function_texts(self) -> list[str]:
         """Return the functions; each has numbers of its own in shared memory."""
@@ -135,10 +148,6 @@ class _Emitter:
         main = (self.shares.rows, self.shares.columns)
         return self.shares.tiles and axes == main and axis == self.shares.columns
 
-    def share(self, axes: Axes) -> str:
-        """Return the type of the share of a tensor."""
-        return f"Share<{', '.join(f'Axis_{axis}' for axis in axes)}>"
-
     def square(self, number: int) -> str | None:
         """Return the axis that a parameter has twice, None for other parameters."""
         axes = self.kinds["param"][number]
@@ -148,8 +157,6 @@ class _Emitter:
         bodies = self.function_texts()
         exchange = -(-self.functions[-1].exchange // TILE_NUMBERS) * TILE_NUMBERS
         count = len(self.kinds["param"])
-        outers = [outer for function in self.functions for outer in function.own.outers]
-        by_tiles = any(self.outer_by_tiles(outer) for outer in outers)
         fragments = 0
         for number, _ in self.tile_matrices:
             axis = self.square(number)
@@ -163,20 +170,50 @@ class _Emitter:
             for i in range(count)
             if (axis := self.square(i)) is not None and i in staged_matrices
         ]
-        copies = self.shares.warps if by_tiles else 1
-        parts = [*self._axes(exchange), *self._tensors(), *self._matrices(staged_matrices), *bodies]
-        return Emitted("\n".join(parts), self.shares, exchange, in_memory, fragments, copies)
+        slot = self.functions[-1].slot
+        parts = [
+            *self._axes(exchange, slot),
+            *self._tensors(),
+            *self._matrices(staged_matrices),
+            *bodies,
+            *self._finish(),
+        ]
+        return Emitted("\n".join(parts), self.shares, exchange, slot, in_memory, fragments)
 
-    def _axes(self, exchange: int) -> list[str]:
+    def _finish(self) -> list[str]:
+        """Return what a warp computes of a step at the end of its window."""
+        last, shares = self.functions[-1], lanes_only(self.shares)
+        plan = schedule(self.last.later)
+        own = _Function(self, shares, last.name, self.last.later, plan)
+        kinds = (
+            {"Gates": "gate", "Params": "param"} if last.name == "backward" else {"Gates": "gate"}
+        )
+        tensors = {name: [*enumerate(self.kinds[kind])] for name, kind in kinds.items()}
+        if last.name != "backward":
+            tensors["Output"] = [(0, ("V",))]
+        lines = ["namespace finish {", *_axis_types(shares)]
+        for name, own_tensors in tensors.items():
+            lines += _struct(name, own_tensors, shares, lambda axes: len(axes) <= 1)
+        lines.append("struct Links {")
+        for number, value in enumerate(self.last.links):
+            lines.append(f"  real x{number}[{share_type(value.axes)}::count];")
+        lines.append("  PARARNN_FUNCTION void load(const real* slot) {")
+        for number, value in enumerate(self.last.links):
+            first, count, combine = last.pieces[value]
+            lines.append(
+                f"    combine_pieces<{share_type(value.axes)}, {count}, {combine}>"
+                f"(slot + {first}, x{number});"
+            )
+        return [*lines, "  }", "};", own.text(FINISH_PARAMETERS[last.name], "finish"), "}"]
+
+    def _axes(self, exchange: int, slot: int) -> list[str]:
         lines = [
             f"constexpr int warps = {self.shares.warps}, exchange_numbers = {exchange};",
+            f"constexpr int slot_numbers = {slot};",
             "using Block = Exchange<warps, exchange_numbers>;",
+            *(f"constexpr int size_{axis} = {own.size};" for axis, own in self.shares.axes.items()),
+            *_axis_types(self.shares),
         ]
-        for axis, own in self.shares.axes.items():
-            lines.append(f"constexpr int size_{axis} = {own.size};")
-            numbers = ", ".join(str(int(number)) for number in own[:-1])
-            pairs = str(own.pairs).lower()
-            lines.append(f"using Axis_{axis} = Axis<{numbers}, {pairs}>;")
         rows = "Single" if self.shares.rows is None else f"Axis_{self.shares.rows}"
         lines.append(f"using Rows = {rows};")
         lines.append(f"using Columns = Axis_{self.shares.columns};")
@@ -190,30 +227,11 @@ class _Emitter:
             "Params": [*enumerate(self.kinds["param"])],
             "Output": [(0, ("V",))],
         }
-        sizes = self.shares.axes
         lines: list[str] = []
         for name, tensors in kinds.items():
-            total = sum(math.prod(sizes[axis].size for axis in axes) for _, axes in tensors)
-            own = [(i, axes) for i, axes in tensors if len({*axes}) == len(axes)]
-            entries = sum(self.shares.count(axes) for _, axes in own)
-            lines += [
-                f"struct {name} {{",
-                f"  static constexpr int numbers = {total}, entries = {entries};",
-            ]
-            lines += [f"  real x{i}[{self.share(axes)}::count];" for i, axes in own]
-            lines.append("  // Calls f(share, own numbers, index, numbers before it).")
-            lines.append("  template <class Own, class F> PARARNN_FUNCTION static void each("
-                         "Own& own, const F& f) {")  # fmt: skip
-            first = 0
-            for i, axes in tensors:
-                if (i, axes) in own:
-                    lines.append(f"    f({self.share(axes)}(), own.x{i}, {i}, {first});")
-                first += math.prod(sizes[axis].size for axis in axes)
-            lines += ["  }", f"  PARARNN_FUNCTION void operator+=(const {name}& other) {{"]
-            for i, axes in own:
-                loop = f"for (int n = 0; n < {self.share(axes)}::count; ++n)"
-                lines += ["    PARARNN_UNROLL", f"    {loop} x{i}[n] += other.x{i}[n];"]
-            lines += ["  }", "};"]
+            lines += _struct(name, tensors, self.shares)
+            if name != "States":
+                lines += _struct(f"Wide{name}", tensors, self.shares, lambda axes: len(axes) > 1)
         shared = [int(param.kind.axes is None) for param in self.program.step.cls.params.values()]
         lines.append(
             f"constexpr int num_states = {len(self.kinds['state'])}, num_params = {len(shared)};"
@@ -293,14 +311,69 @@ class _Emitter:
         return self.outer_type(outer.param).startswith("Tile")
 
 
+def _parts(own: Statements, name: str) -> Parts:
+    """Return the parts of a function; all of it comes now where nothing may wait."""
+    return split(own, LATE[name]) if name in LATE else Parts(own, Statements(own.graph), [])
+
+
+def share_type(axes: Axes) -> str:
+    """Return the type of the share of a tensor."""
+    return f"Share<{', '.join(f'Axis_{axis}' for axis in axes)}>"
+
+
+def _axis_types(shares: Shares) -> list[str]:
+    lines = []
+    for axis, own in shares.axes.items():
+        numbers = ", ".join(str(int(number)) for number in own[:-1])
+        lines.append(f"using Axis_{axis} = Axis<{numbers}, {str(own.pairs).lower()}>;")
+    return lines
+
+
+def _struct(
+    name: str,
+    tensors: list[tuple[int, Axes]],
+    shares: Shares,
+    has: Callable[[Axes], bool] = lambda axes: True,
+) -> list[str]:
+    """Return the struct of a thread's shares of tensors, of those of a kind of axes; matrices that
+    multiply have none."""
+    sizes = shares.axes
+    total = sum(math.prod(sizes[axis].size for axis in axes) for _, axes in tensors)
+    own = [(i, axes) for i, axes in tensors if len({*axes}) == len(axes) and has(axes)]
+    entries = sum(shares.count(axes) for _, axes in own)
+    lines = [
+        f"struct {name} {{",
+        f"  static constexpr int numbers = {total}, entries = {entries};",
+    ]
+    lines += [f"  real x{i}[{share_type(axes)}::count];" for i, axes in own]
+    lines.append("  // Calls f(share, own numbers, index, numbers before it).")
+    lines.append("  template <class Own, class F> PARARNN_FUNCTION static void each("
+                 "Own& own, const F& f) {")  # fmt: skip
+    first = 0
+    for i, axes in tensors:
+        if (i, axes) in own:
+            lines.append(f"    f({share_type(axes)}(), own.x{i}, {i}, {first});")
+        first += math.prod(sizes[axis].size for axis in axes)
+    lines += ["  }", f"  PARARNN_FUNCTION void operator+=(const {name}& other) {{"]
+    for i, axes in own:
+        loop = f"for (int n = 0; n < {share_type(axes)}::count; ++n)"
+        lines += ["    PARARNN_UNROLL", f"    {loop} x{i}[n] += other.x{i}[n];"]
+    return [*lines, "  }", "};"]
+
+
 @dataclass
 class _Function:
     """One pass as a CUDA function."""
 
     emitter: _Emitter
+    shares: Shares
     name: str
     own: Statements
     plan: Schedule
+    parts: Parts | None = None
+    pieces: dict[Value, tuple[int, int, str]] = field(default_factory=dict)
+    """Of links values: the first number in the step's slot, how many pieces add up, and how."""
+    slot: int = 0
     names: dict[Value, str] = field(init=False)
     kinds: dict[Value, str] = field(init=False)
     exchange: int = 0
@@ -312,17 +385,24 @@ class _Function:
         }
         self.names |= {value: f"a{i}" for i, value in enumerate(self.plan.arrays)}
         self.kinds = {}
-        self.partial = _partial_reductions(self.own)
+        self.partial = partial_reductions(self.own)
+        self.links = self.parts.links if self.parts is not None else []
+        self.in_pieces = self.parts.pieces() if self.parts is not None else set()
         self.pending: dict[Value, str] = {}
         self.outers: list[str] = []
         self.operands: dict[Value, str] = {}
         self.lines: list[str] = []
 
-    def text(self) -> str:
+    def text(self, parameters: str = "", name: str = "") -> str:
         """Return the function."""
         common = "Block& block, const Matrices& matrices, const Params& param"
-        head = f"PARARNN_FUNCTION void {self.name}_step({common}, {PARAMETERS[self.name]}) {{"
+        parameters = parameters or f"{common}, {PARAMETERS[self.name]}"
+        head = f"PARARNN_FUNCTION void {name or self.name}_step({parameters}) {{"
         first = self.exchange
+        for target, _ in self.own.writes:
+            if target.kind == LINK:
+                count = self.shares.count(target.axes)
+                self.lines.append(f"  real c{target.number}[{count}];")
         later = [part for own in self.plan.parts for part in _split(own)]
         while later:
             # Whatever needs no other thread comes before threads meet.
@@ -338,13 +418,16 @@ class _Function:
             else:
                 self._product(ready)
         self._meet()
+        for number, value in enumerate(self.links):
+            if value not in self.pieces:
+                self._link(value, f"c{number}", [], "Sum")
         turn = ["  block.turn();"] if self.exchange > first else []
         return "\n".join([head, *turn, *self.lines, "}", ""])
 
     def declare(self, value: Value, kind: str = REAL) -> str:
         """Declare the array of a value, and return its name."""
         self.kinds[value] = kind
-        self.lines.append(f"  {kind} {self.names[value]}[{self.emitter.shares.count(value.axes)}];")
+        self.lines.append(f"  {kind} {self.names[value]}[{self.shares.count(value.axes)}];")
         return self.names[value]
 
     def kind(self, value: Value) -> str:
@@ -375,13 +458,16 @@ class _Function:
         assert isinstance(own, Reduce)
         if value in self.partial:
             return
-        name, share = self.names[value], self.emitter.share(value.axes)
-        combine, shares = own.kind.capitalize(), self.emitter.shares
+        name, share = self.names[value], share_type(value.axes)
+        combine, shares = own.kind.capitalize(), self.shares
         axes = [own.axis]
         while own.source in self.partial:
             own = own.source.definition
             assert isinstance(own, Reduce)
             axes.append(own.axis)
+        if value in self.in_pieces:
+            self._link(value, name, axes, combine)
+            return
         for axis in axes:
             self.lines.append(f"  combine_lanes<Axis_{axis}, {combine}>({name});")
         far = [axis for axis in axes if shares.axes[axis].warps > 1]
@@ -392,19 +478,34 @@ class _Function:
             self.lines.append(f"  put_part<{grid}, {share}>({name}, {region});")
             self.pending[value] = f"  combine_parts<{grid}, {share}, {combine}>({region}, {name});"
 
+    def _link(self, value: Value, name: str, axes: list[str], combine: str) -> None:
+        """Leave a value in the step's slot, of a reduction over axes the pieces that lanes and
+        warps have."""
+        shares = self.shares
+        lanes = [shares.axes[axis].lanes for axis in axes]
+        levels = spread_levels(lanes[0] if lanes else 1, shares.count(value.axes))
+        warps = math.prod(shares.axes[axis].warps for axis in axes)
+        count = math.prod(lanes) * warps >> levels
+        size = math.prod(shares.axes[axis].size for axis in value.axes)
+        self.pieces[value] = (self.slot, count, combine)
+        along = f"{share_type(value.axes)}, {levels}, {combine}, Rows, Columns"
+        grid = "".join(f", Axis_{axis}" for axis in axes)
+        self.lines.append(f"  put_pieces<{along}{grid}>({name}, slot + {self.slot});")
+        self.slot += size * count
+
     def _operand(self, value: Value) -> str:
         """Return where shared memory has a value."""
         if value not in self.operands:
-            sizes = [self.emitter.shares.axes[axis].size for axis in value.axes]
+            sizes = [self.shares.axes[axis].size for axis in value.axes]
             self.operands[value] = self.region(_numbers_in_memory(sizes))
-            share = self.emitter.share(value.axes)
+            share = share_type(value.axes)
             name = self.names[value]
             self.lines.append(f"  put<{share}>({name}, {self.operands[value]});")
         return self.operands[value]
 
     def _tiles(self, value: Value, sums: str) -> str:
         """Return where shared memory has the tiles of a value."""
-        sizes = [self.emitter.shares.axes[axis].size for axis in value.axes]
+        sizes = [self.shares.axes[axis].size for axis in value.axes]
         numbers = math.prod(sizes) // 2 * self.emitter.matrix_parts
         first = -(-self.exchange // TILE_NUMBERS) * TILE_NUMBERS
         self.exchange = first
@@ -428,7 +529,7 @@ class _Function:
         along = value.axes.index(own.axis)
         operand = self._operand(own.source)
         self.pending[value] = (
-            f"  multiply<{emitter.share(value.axes)}, {along}, {str(own.transposes).lower()}>"
+            f"  multiply<{share_type(value.axes)}, {along}, {str(own.transposes).lower()}>"
             f"({operand}, matrices.matrix{own.param}, {result});"
         )
 
@@ -445,8 +546,16 @@ class _Function:
             return
         lhs, rhs = self._operand(outer.lhs), self._operand(outer.rhs)
         along = outer.lhs.axes.index(outer.axis)
-        share = emitter.share(outer.lhs.axes)
+        share = share_type(outer.lhs.axes)
         self.outers.append(f"  {target}.add<{share}, {along}>({lhs}, {rhs});")
+
+
+def spread_levels(lanes: int, count: int) -> int:
+    """Return how often lanes halve their entries before they leave pieces of them."""
+    levels = 0
+    while lanes > 1 and count % 2 == 0:
+        lanes, count, levels = lanes // 2, count // 2, levels + 1
+    return levels
 
 
 def _numbers_in_memory(sizes: list[int]) -> int:
@@ -459,29 +568,6 @@ def _numbers_in_memory(sizes: list[int]) -> int:
 
 Part = Nest | Value | Outer
 """Part of a schedule."""
-
-
-def _partial_reductions(own: Statements) -> set[Value]:
-    """Return the reductions that only another one of the same kind reads: their threads' parts need
-    not be combined before it."""
-    readers: dict[Value, list[Value | None]] = {}
-    for value in own.values:
-        for source in sources_of(value):
-            readers.setdefault(source, []).append(value)
-    others = [source for _, source in own.writes if isinstance(source, Value)]
-    others += [factor for outer in own.outers for factor in (outer.lhs, outer.rhs)]
-    for value in others:
-        readers.setdefault(value, []).append(None)
-
-    def kind(value: Value | None) -> str | None:
-        is_reduction = value is not None and isinstance(value.definition, Reduce)
-        return value.definition.kind if is_reduction else None  # type: ignore[union-attr]
-
-    return {
-        value
-        for value, by in readers.items()
-        if kind(value) is not None and [kind(reader) for reader in by] == [kind(value)]
-    }
 
 
 def _split(part: Part) -> list[Part]:
@@ -591,6 +677,11 @@ class _NestText:
         return spell(self.body.as_kind(value.node, REAL))
 
     def _write(self, target: Target, source: Value | float) -> None:
+        if target.kind == LINK:
+            self.inner.append(
+                f"c{target.number}[{self._index(target.axes)}] = {self._real(source)};"
+            )
+            return
         sign = "+=" if target.adds else "="
         place = f"{target.kind}.x{target.number}[{self._index(target.axes)}]"
         self.inner.append(f"{place} {sign} {self._real(source)};")

@@ -18,7 +18,7 @@ from pararnn.program.program import Program
 DIRECTIONS = ("forward", "backward")
 WINDOWS = (32, 16, 8, 4, 2, 1)
 """Steps of a window of inputs in shared memory: the checkpoints' distance is a multiple."""
-WINDOW_BYTES = 48 * 1024
+WINDOW_BYTES = 72 * 1024
 """Bytes of the windows of a block, so that several blocks fit."""
 MAX_NUMBERS = 64
 """Numbers of states of a thread that registers have room for, or nearly."""
@@ -86,7 +86,8 @@ def memory_of(program: Program, variant: MatrixVariant) -> Memory:
     number = compute_dtype(variant.dtype).itemsize
     matrix_numbers = sum(size * (size + 1) for size in own.in_memory)
     parts = (2 * own.exchange * number, matrix_numbers * number, own.fragments * 4)
-    least = sum(map(_round_up, parts))
+    fixed, slot = sum(map(_round_up, parts)), own.slot * number
+    least = fixed + _round_up(slot)
     if least > variant.shared:
         lengths = ", ".join(f"{axis} = {size}" for axis, size in sizes.lengths.items())
         raise EngineError(
@@ -97,9 +98,13 @@ def memory_of(program: Program, variant: MatrixVariant) -> Memory:
     step = _round_up(sizes.width * variant.dtype.itemsize + CHUNK - 1)
     if variant.direction == "backward":
         step += _round_up(sizes.output[1] * variant.dtype.itemsize + CHUNK - 1)
-    room = min(variant.shared - least, WINDOW_BYTES)
-    window = next((n for n in WINDOWS if 2 * n * step <= room), 0)
-    return Memory(matrix_numbers, window, least + 2 * window * step)
+    room = min(variant.shared - fixed, WINDOW_BYTES)
+
+    def windows(count: int) -> int:
+        return _round_up(max(count, 1) * slot) + 2 * count * step
+
+    window = next((n for n in WINDOWS if windows(n) <= room), 0)
+    return Memory(matrix_numbers, window, fixed + windows(window))
 
 
 def _round_up(count: int) -> int:

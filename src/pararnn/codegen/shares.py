@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from pararnn.cells.matrix import Axes
@@ -18,9 +19,8 @@ from pararnn.program.statements import Nest, Outer, Product, Reduce, Schedule, V
 LANES = 32
 WARPS = (1, 2, 4, 8, 16)
 """Sizes of a block, in warps."""
-ENTRIES = {"forward": 32, "backward": 16}
-"""Entries of the largest tensor that a thread has registers for, by pass, where a block can be so
-large."""
+ENTRIES = 32
+"""Entries of the largest tensor that a thread has registers for, where a block can be so large."""
 TILE = 16
 """Rows of a tile of the matrix units; in fragments of results a lane has pairs of columns."""
 SHUFFLE, BARRIER, FMA = 25, 90, 4
@@ -70,11 +70,11 @@ def shares_of(
     lengths: Mapping[str, int],
     main: tuple[str | None, str],
     schedules: list[Schedule],
-    direction: str,
+    links: AbstractSet[Value],
     with_tiles: bool,
 ) -> Shares:
     """Choose the shares for a pass over a step: by tiles where they fit, else those that take the
-    least time by an estimate."""
+    least time by an estimate. links: reductions that a step leaves in pieces."""
     rows, columns = main
     if with_tiles and rows is not None and not (lengths[rows] % TILE or lengths[columns] % TILE):
         count = lengths[rows] // TILE
@@ -91,8 +91,8 @@ def shares_of(
     axes = tuple(axis for axis in main if axis is not None)
 
     def rank(own: Shares) -> tuple[int, float]:
-        return max(0, own.count(axes) - ENTRIES[direction]), sum(
-            _cycles(own, plan) for plan in schedules
+        return max(0, own.count(axes) - ENTRIES), sum(
+            _cycles(own, plan, links) for plan in schedules
         )
 
     return min(options, key=rank)
@@ -116,13 +116,22 @@ def _shares(
     return Shares(axes, rows, columns, warps[0] * warps[1], tiles)
 
 
-def _cycles(own: Shares, plan: Schedule) -> float:
+def lanes_only(shares: Shares) -> Shares:
+    """Return the shares of the same axes where each warp has all vectors."""
+    axes = {
+        axis: AxisShare(own.size, LANES, entries=-(-own.size // LANES))
+        for axis, own in shares.axes.items()
+    }
+    return Shares(axes, None, shares.columns, 1)
+
+
+def _cycles(own: Shares, plan: Schedule, links: AbstractSet[Value]) -> float:
     """Return the time of a step, about: its exchanges one after the other, and all instructions."""
     latency, instructions = 0.0, 0.0
     for part in plan.parts:
         if isinstance(part, Nest):
             instructions += own.count(part.axes) * (len(part.points) + len(part.reductions))
-            exchanges = [_exchange(own, value) for value in part.reductions]
+            exchanges = [_exchange(own, v) for v in part.reductions if v not in links]
             latency += max((time for time, _ in exchanges), default=FMA)
             instructions += sum(count for _, count in exchanges)
         elif isinstance(part, Outer):

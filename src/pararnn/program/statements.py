@@ -510,9 +510,7 @@ def schedule(own: Statements) -> Schedule:
         else:
             calls.setdefault(stage[value], []).append(value)
     for target, source in own.writes:
-        at = ready[source] if isinstance(source, Value) else 0
-        if isinstance(source, Value) and isinstance(source.definition, Point):
-            at = max(at, stage[source])
+        at = max(ready[source], stage.get(source, 0)) if isinstance(source, Value) else 0
         nest_at(at, target.axes).writes.append((target, source))
     for at, outer in zip(outer_stages, own.outers, strict=True):
         calls.setdefault(at, []).append(outer)

@@ -1,5 +1,6 @@
 // The backward pass: a block runs one head of one row from the last step to the first, in chunks. The states of a
 // chunk are computed again from those before it, which the forward pass has left, and are kept for their threads.
+// Gradients of gates are finished once a window: a warp then has those of a step of its own.
 #pragma once
 #include "inputs.h"
 
@@ -41,17 +42,22 @@ struct BackwardPass {
   GateFeed gates;
   OutputFeed outputs;
   const Trajectory trajectory;
+  real* const slots;
+  const int64 grad_at;
 
   PARARNN_FUNCTION BackwardPass(const BackwardLaunch& p, char* memory)
       : p(p), place(p.in), own(place, memory), gates(gates_of(place, memory + feeds_at)),
         outputs(p.grad_output == nullptr ? nullptr
                                          : p.grad_output + place.row * p.output_row + place.head * p.output_head,
                 p.output_time, memory + feeds_at + GateFeed::memory_bytes),
-        trajectory(p.trajectory) {}
+        trajectory(p.trajectory), slots(reinterpret_cast<real*>(memory + slots_at)),
+        grad_at(place.row * p.grad_row + place.head * p.grad_head) {}
+
+  PARARNN_FUNCTION real* slot(int l) const { return slots + l % span * slot_numbers; }
+  PARARNN_FUNCTION io* grad_gates(int l) const { return p.grad_gates + grad_at + place.time(l) * p.grad_time; }
 
   // Enters a window: it arrives, all threads have left the one before, and the next one is on its way.
   PARARNN_FUNCTION void enter(int number, int next) {
-    if (window == 0) return;
     wait_for_copies<0>();
     __syncthreads();
     gates.copy(place, next, number);
@@ -63,33 +69,55 @@ struct BackwardPass {
   PARARNN_FUNCTION void recompute(int first, int end, States& state) {
     load_all(p.memory + place.at_chunk(first / checkpoint), state);
     Gates ahead;  // of the next step
-    for (int l = first; l < end; ++l) {
-      if (window > 0 && l % (window > 0 ? window : 1) == 0) {
-        const int number = window_of(l), last = window_of(end - 1);
-        enter(number, number < last ? number + 1 : number > window_of(first) ? number - 1 : before(first));
+    for (int start = first; start < end; start += span) {
+      const int number = window_of(start), last = window_of(end - 1);
+      enter(number, number < last ? number + 1 : number > window_of(first) ? number - 1 : before(first));
+      auto source = gates.cursor(place, start);
+      load_gates(source.at(), own.bias, ahead);
+      const int stop = start + span < end ? start + span : end;
+      for (int l = start; l < stop; ++l) {
+        const int sequence = place.sequence(l);
+        if (events ? sequence >= 0 : l == 0) begin(place, l, sequence, state);
+        if (l == end - 1) return;
+        trajectory.store(state, l - first);
+        const Gates gate = ahead;
+        gates.move(place, source, l + 1 < stop ? 1 : 0);
+        load_gates(source.at(), own.bias, ahead);
+        if (events && sequence < 0) continue;
+        States next;
+        advance_step(own.block, own.matrices, own.param, state, gate, next);
+        state = next;
       }
-      if (window > 0 ? l % (window > 0 ? window : 1) == 0 : l == first)
-        load_gates(gates.at(place, l), own.bias, ahead);
-      const int sequence = place.sequence(l);
-      if (events ? sequence >= 0 : l == 0) begin(place, l, sequence, state);
-      if (l == end - 1) return;
-      trajectory.store(state, l - first);
-      if (events && sequence < 0) continue;
-      const Gates gate = ahead;
-      load_gates(gates.at(place, l + 1), own.bias, ahead);
-      States next;
-      advance_step(own.block, own.matrices, own.param, state, gate, next);
-      state = next;
     }
   }
   // The window with which the chunk before a step begins, -1 for none.
   PARARNN_FUNCTION static int before(int first) { return first > 0 ? window_of(first - checkpoint) : -1; }
 
+  // Writes the gradients of gates of a window, and adds to sums.
+  PARARNN_FUNCTION void finish(int first, int end, finish::Gates& grad_bias, finish::Params& grad_param) {
+    finish::Gates bias;
+    load_bias(place, bias);
+    for (int l = end - 1 - warp(); l >= first; l -= warps) {
+      finish::Links links;
+      finish::Gates gate, grad_gate;
+      links.load(slot(l));
+      load_gates(gates.cursor(place, l).at(), bias, gate);
+      if (events && place.sequence(l) < 0) {
+        fill_all(grad_gate, constant(0));
+      } else {
+        finish::finish_step(links, gate, grad_gate, grad_param);
+        grad_bias += grad_gate;
+      }
+      store_all_by_lanes(grad_gate, grad_gates(l));
+    }
+  }
+
   PARARNN_FUNCTION void run() {
     const int length = place.length;
-    const int64 grad_at = place.row * p.grad_row + place.head * p.grad_head;
     constexpr int sums = Gates::numbers + Params::numbers;
+    const int64 copy_numbers = p.in.heads * sums;
     real* const partial = p.partial + (place.row * p.copies * p.in.heads + place.head) * sums;
+    real* const own_partial = partial + warp() * copy_numbers;
     States adjoint;
     if (events) fill_all(adjoint, constant(0));
     else load_states(place, p.grad_final, (int)place.row, adjoint);
@@ -103,55 +131,64 @@ struct BackwardPass {
       const int end = first + checkpoint < length ? first + checkpoint : length;
       States ahead;
       recompute(first, end, ahead);
-      Gates grad_bias;
-      Params grad_param;
+      WideGates grad_wide_bias;
+      WideParams grad_wide_param;
+      finish::Gates grad_bias;
+      finish::Params grad_param;
       Outers grad_matrix;
+      fill_all(grad_wide_bias, constant(0));
+      fill_all(grad_wide_param, constant(0));
       fill_all(grad_bias, constant(0));
       fill_all(grad_param, constant(0));
       grad_matrix.clear();
-      Gates gate_ahead;
-      Output output_ahead;
-      const auto load_ahead = [&](int l) {
-        load_gates(gates.at(place, l), own.bias, gate_ahead);
-        if (p.grad_output == nullptr) fill_all(output_ahead, constant(0));
-        else load_all(outputs.at(place, l), output_ahead);
-      };
-      load_ahead(end - 1);
-      for (int l = end - 1; l >= first; --l) {
-        const int number = window_of(l);
-        if (window > 0 && (l + 1) % (window > 0 ? window : 1) == 0 && l + 1 < end) {
-          enter(number, number > window_of(first) ? number - 1 : before(first));
-          load_ahead(l);
+      for (int start = (end - 1) / span * span; start >= first; start -= span) {
+        const int stop = start + span < end ? start + span : end, number = window_of(start);
+        if (stop < end) enter(number, start > first ? number - 1 : before(first));
+        auto gate_source = gates.cursor(place, stop - 1);
+        auto output_source = outputs.cursor(place, stop - 1);
+        Gates gate_ahead;
+        Output output_ahead;
+        const auto load_ahead = [&]() {
+          load_gates(gate_source.at(), own.bias, gate_ahead);
+          if (p.grad_output == nullptr) fill_all(output_ahead, constant(0));
+          else load_all(output_source.at(), output_ahead);
+        };
+        load_ahead();
+        for (int l = stop - 1; l >= start; --l) {
+          if (!has_room && l < end - 1) trajectory.load(ahead, l - first);
+          const States state = ahead;
+          const Gates gate = gate_ahead;
+          const Output grad_output = output_ahead;
+          if (has_room) trajectory.load(ahead, (l > first ? l - 1 : first) - first);
+          gates.move(place, gate_source, l > start ? -1 : 0);
+          outputs.move(place, output_source, l > start ? -1 : 0);
+          load_ahead();
+          const int sequence = place.sequence(l);
+          States grad_state;
+          WideGates grad_gate;
+          if (events && sequence < 0) {
+            fill_all(grad_gate, constant(0));
+            store_all(grad_gate, grad_gates(l));
+            continue;
+          }
+          if (events && place.sequence(l + 1) != sequence) load_states(place, p.grad_final, sequence, adjoint);
+          backward_step(own.block, own.matrices, own.param, state, gate, adjoint, grad_output, grad_state, grad_gate,
+                        grad_wide_param, grad_matrix, slot(l));
+          store_all(grad_gate, grad_gates(l));
+          grad_wide_bias += grad_gate;
+          adjoint = grad_state;
+          if (place.is_reset(l)) fill_all(adjoint, constant(0));
+          if (events && place.sequence(l - 1) != sequence) store_states(place, adjoint, sequence, p.grad_initial);
         }
-        if (!has_room && l < end - 1) trajectory.load(ahead, l - first);
-        const States state = ahead;
-        const Gates gate = gate_ahead;
-        const Output grad_output = output_ahead;
-        const int next = l > first ? l - 1 : first;
-        if (has_room) trajectory.load(ahead, next - first);
-        load_ahead(next);
-        io* const target = p.grad_gates + grad_at + place.time(l) * p.grad_time;
-        const int sequence = place.sequence(l);
-        States grad_state;
-        Gates grad_gate;
-        if (events && sequence < 0) {
-          fill_all(grad_gate, constant(0));
-          store_all(grad_gate, target);
-          continue;
-        }
-        if (events && place.sequence(l + 1) != sequence) load_states(place, p.grad_final, sequence, adjoint);
-        backward_step(own.block, own.matrices, own.param, state, gate, adjoint, grad_output, grad_state, grad_gate,
-                      grad_param, grad_matrix);
-        store_all(grad_gate, target);
-        grad_bias += grad_gate;
-        adjoint = grad_state;
-        if (place.is_reset(l)) fill_all(adjoint, constant(0));
-        if (events && place.sequence(l - 1) != sequence) store_states(place, adjoint, sequence, p.grad_initial);
+        __syncthreads();
+        finish(start, stop, grad_bias, grad_param);
       }
       // In parts, which keeps long sums accurate.
-      add_all(grad_bias, partial);
-      add_all(grad_param, partial + Gates::numbers);
-      grad_matrix.add_to(partial + Gates::numbers, p.in.heads * sums);
+      add_all(grad_wide_bias, partial);
+      add_all(grad_wide_param, partial + Gates::numbers);
+      add_all_by_lanes(grad_bias, own_partial);
+      add_all_by_lanes(grad_param, own_partial + Gates::numbers);
+      grad_matrix.add_to(partial + Gates::numbers, copy_numbers);
     }
     if (!events && length > 0) store_states(place, adjoint, (int)place.row, p.grad_initial);
   }

@@ -16,7 +16,9 @@ constexpr int round_up(int bytes) { return (bytes + copy_bytes - 1) / copy_bytes
 constexpr int exchange_bytes = round_up(2 * exchange_numbers * (int)sizeof(real));
 constexpr int matrix_bytes = round_up(matrix_numbers * (int)sizeof(real));
 constexpr int fragment_bytes = round_up(fragment_words * 4);
-constexpr int feeds_at = exchange_bytes + matrix_bytes + fragment_bytes;
+constexpr int span = window > 0 ? window : 1;  // steps after which what they left is finished
+constexpr int slot_bytes = round_up(span * slot_numbers * (int)sizeof(real));
+constexpr int slots_at = exchange_bytes + matrix_bytes + fragment_bytes, feeds_at = slots_at + slot_bytes;
 
 // The row and the head of a block.
 struct Place {
@@ -54,6 +56,18 @@ template <class S, class T> PARARNN_FUNCTION void store(const real (&x)[S::count
   for (int i = 0; i < S::count; ++i)
     if (S::exists(i)) target[S::offset(i)] = narrow<T>(x[i]);
 }
+template <class S, class T> PARARNN_FUNCTION void store_by_lanes(const real (&x)[S::count], T* target) {
+  if (S::size == 1 && lane() != 0) return;
+  PARARNN_UNROLL
+  for (int i = 0; i < S::count; ++i)
+    if (S::exists(i)) target[S::offset(i)] = narrow<T>(x[i]);
+}
+template <class S> PARARNN_FUNCTION void add_by_lanes(const real (&x)[S::count], real* target) {
+  if (S::size == 1 && lane() != 0) return;
+  PARARNN_UNROLL
+  for (int i = 0; i < S::count; ++i)
+    if (S::exists(i)) target[S::offset(i)] += x[i];
+}
 template <class S> PARARNN_FUNCTION void add_to(const real (&x)[S::count], real* target) {
   if (!S::template leads<Rows, Columns>()) return;
   PARARNN_UNROLL
@@ -67,6 +81,13 @@ template <class Kind, class T> PARARNN_FUNCTION void load_all(const T* source, K
 }
 template <class Kind, class T> PARARNN_FUNCTION void store_all(const Kind& x, T* target) {
   Kind::each(x, [&](auto share, auto& own, int, int first) { store<decltype(share)>(own, target + first); });
+}
+// The same of what all warps have, each all of it.
+template <class Kind, class T> PARARNN_FUNCTION void store_all_by_lanes(const Kind& x, T* target) {
+  Kind::each(x, [&](auto share, auto& own, int, int first) { store_by_lanes<decltype(share)>(own, target + first); });
+}
+template <class Kind> PARARNN_FUNCTION void add_all_by_lanes(const Kind& x, real* target) {
+  Kind::each(x, [&](auto share, auto& own, int, int first) { add_by_lanes<decltype(share)>(own, target + first); });
 }
 template <class Kind> PARARNN_FUNCTION void add_all(const Kind& x, real* target) {
   Kind::each(x, [&](auto share, auto& own, int, int first) { add_to<decltype(share)>(own, target + first); });
@@ -128,8 +149,7 @@ template <class T, int numbers> struct Feed {
     const int target = held == current ? 1 : 0;
     held = target == 0 ? number : held;
     held_too = target == 0 ? held_too : number;
-    constexpr int divisor = window > 0 ? window : 1;
-    const int first = number * divisor, left = place.length - first;
+    const int first = number * span, left = place.length - first;
     const int count = (left < window ? left : window) * chunks;
     for (int i = threadIdx.x; i < count; i += threads) {
       const int step = i / chunks, byte = i % chunks * copy_bytes;
@@ -139,17 +159,30 @@ template <class T, int numbers> struct Feed {
         copy_async<copy_bytes>(shared_address(memory + (target * window + step) * slot + byte), own - before + byte);
     }
   }
-  // The numbers of a step of a window that is there.
-  PARARNN_FUNCTION const T* at(const Place& place, int l) const {
+  // Where the numbers of a step of a window that is there begin; `move` goes on to the next step or the one before.
+  struct Cursor {
+    const char* step;
+    int distance;
+    PARARNN_FUNCTION const T* at() const { return reinterpret_cast<const T*>(step + distance); }
+  };
+  PARARNN_FUNCTION Cursor cursor(const Place& place, int l) const {
     const char* const own = address(place, l);
-    if (window == 0) return reinterpret_cast<const T*>(own);
-    constexpr int divisor = window > 0 ? window : 1;
-    const int index = (held == l / divisor ? 0 : window) + l % divisor;
-    return reinterpret_cast<const T*>(memory + index * slot + distance(own));
+    if (window == 0) return Cursor{own, 0};
+    const int index = (held == l / span ? 0 : window) + l % span;
+    return Cursor{memory + index * slot, distance(own)};
+  }
+  PARARNN_FUNCTION void move(const Place& place, Cursor& cursor, int steps) const {
+    const int64 far = place.in.reverse ? -steps * stride : steps * stride;
+    if (window == 0) {
+      cursor.step += far;
+    } else {
+      cursor.step += steps * slot;
+      cursor.distance = (cursor.distance + (int)far) & (copy_bytes - 1);
+    }
   }
 };
 
-PARARNN_FUNCTION int window_of(int l) { return window > 0 ? l / (window > 0 ? window : 1) : 0; }
+PARARNN_FUNCTION int window_of(int l) { return l / span; }
 
 using GateFeed = Feed<io, Gates::numbers>;
 
@@ -159,9 +192,9 @@ PARARNN_FUNCTION GateFeed gates_of(const Place& place, char* memory) {
 }
 
 // Gates of a step with their biases.
-PARARNN_FUNCTION void load_gates(const io* source, const Gates& bias, Gates& gate) {
+template <class G> PARARNN_FUNCTION void load_gates(const io* source, const G& bias, G& gate) {
   gate = bias;
-  Gates::each(gate, [&](auto share, auto& own, int, int first) {
+  G::each(gate, [&](auto share, auto& own, int, int first) {
     using S = decltype(share);
     real x[S::count];
     load<S>(source + first, x);
@@ -169,8 +202,8 @@ PARARNN_FUNCTION void load_gates(const io* source, const Gates& bias, Gates& gat
     for (int i = 0; i < S::count; ++i) own[i] += x[i];
   });
 }
-PARARNN_FUNCTION void load_bias(const Place& place, Gates& bias) {
-  if (place.in.bias != nullptr) load_all(place.in.bias + place.head * Gates::numbers, bias);
+template <class G> PARARNN_FUNCTION void load_bias(const Place& place, G& bias) {
+  if (place.in.bias != nullptr) load_all(place.in.bias + place.head * G::numbers, bias);
   else fill_all(bias, constant(-0.0));  // x + -0 is x, also for -0
 }
 

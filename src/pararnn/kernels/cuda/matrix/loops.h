@@ -44,8 +44,8 @@ template <class... Axes> struct Share {
   PARARNN_FUNCTION static int offset(int) { return 0; }
   PARARNN_FUNCTION static int place(int) { return 0; }
   PARARNN_FUNCTION static bool exists(int) { return true; }
-  template <class Rows, class Columns> PARARNN_FUNCTION static bool leads() {
-    return Rows::leads() && Columns::leads();
+  template <class Rows, class Columns, class... Along> PARARNN_FUNCTION static bool leads() {
+    return (Contains<Rows, Along...>::value || Rows::leads()) && (Contains<Columns, Along...>::value || Columns::leads());
   }
 };
 template <class First, class... Rest> struct Share<First, Rest...> {
@@ -64,10 +64,10 @@ template <class First, class... Rest> struct Share<First, Rest...> {
   PARARNN_FUNCTION static bool exists(int i) {
     return First::exists(i / Inner::count) && Inner::exists(i % Inner::count);
   }
-  // True for one of the threads that have the same entries.
-  template <class Rows, class Columns> PARARNN_FUNCTION static bool leads() {
-    return (Contains<Rows, First, Rest...>::value || Rows::leads()) &&
-           (Contains<Columns, First, Rest...>::value || Columns::leads());
+  // True for one of the threads that have the same entries, or that differ along `Along` alone.
+  template <class Rows, class Columns, class... Along> PARARNN_FUNCTION static bool leads() {
+    return (Contains<Rows, First, Rest..., Along...>::value || Rows::leads()) &&
+           (Contains<Columns, First, Rest..., Along...>::value || Columns::leads());
   }
 };
 
@@ -113,6 +113,69 @@ PARARNN_FUNCTION void combine_parts(const real* memory, real (&x)[S::count]) {
     x[i] = memory[S::offset(i)];
     PARARNN_UNROLL
     for (int part = 1; part < A::warps; ++part) x[i] = Combine::of(x[i], memory[part * S::size + S::offset(i)]);
+  }
+}
+
+// Leaves a tensor in shared memory, of a reduction over `Along` the pieces that lanes and warps have. Where lanes along
+// the first of these axes have several entries, each keeps a half of them and gets another lane's piece of it, `levels`
+// times.
+template <int levels, class... Along> struct PiecesOf {
+  static constexpr int count = 1;
+  PARARNN_FUNCTION static int number() { return 0; }
+};
+template <int levels, class First, class... Rest> struct PiecesOf<levels, First, Rest...> {
+  using Inner = PiecesOf<0, Rest...>;
+  static constexpr int count = ((First::lanes * First::warps) >> levels) * Inner::count;
+  PARARNN_FUNCTION static int number() {
+    return ((First::warp_place() * First::lanes + First::lane_place()) >> levels) * Inner::count + Inner::number();
+  }
+};
+struct Nothing {
+  static constexpr int lane_step = 1;
+  PARARNN_FUNCTION static int lane_place() { return 0; }
+};
+template <class First = Nothing, class...> struct FirstOf { using type = First; };
+
+template <class S, int levels, class Combine, class Rows, class Columns, class... Along, int count>
+PARARNN_FUNCTION void put_pieces(real (&x)[count], real* memory) {
+  using A = typename FirstOf<Along...>::type;
+  int first = 0;
+  PARARNN_UNROLL
+  for (int level = 0; level < levels; ++level) {
+    const int half = count >> (level + 1);
+    const bool upper = A::lane_place() >> level & 1;
+    first += upper ? half : 0;
+    PARARNN_UNROLL
+    for (int i = 0; i < half; ++i) {
+      const real other = upper ? x[i] : x[i + half], own = upper ? x[i + half] : x[i];
+      x[i] = Combine::of(own, __shfl_xor_sync(~0u, other, A::lane_step << level));
+    }
+  }
+  if (!S::template leads<Rows, Columns, Along...>()) return;
+  real* const target = memory + PiecesOf<levels, Along...>::number() * S::size;
+  PARARNN_UNROLL
+  for (int i = 0; i < count >> levels; ++i)
+    if (S::exists(first + i)) target[S::offset(first + i)] = x[i];
+}
+// Combines the pieces, in a warp whose lanes have all vectors.
+template <class S, int pieces, class Combine>
+PARARNN_FUNCTION void combine_pieces(const real* memory, real (&x)[S::count]) {
+  if constexpr (S::size == 1) {
+    x[0] = memory[lane() % pieces];
+    PARARNN_UNROLL
+    for (int piece = lanes; piece < pieces; piece += lanes)
+      x[0] = Combine::of(x[0], memory[piece + lane()]);
+    constexpr int across = pieces < lanes ? pieces : lanes;
+    PARARNN_UNROLL
+    for (int with = 1; with < across; with *= 2) x[0] = Combine::of(x[0], __shfl_xor_sync(~0u, x[0], with));
+  } else {
+    PARARNN_UNROLL
+    for (int i = 0; i < S::count; ++i) {
+      if (!S::exists(i)) continue;
+      x[i] = memory[S::offset(i)];
+      PARARNN_UNROLL
+      for (int piece = 1; piece < pieces; ++piece) x[i] = Combine::of(x[i], memory[piece * S::size + S::offset(i)]);
+    }
   }
 }
 
