@@ -182,7 +182,6 @@ MUTANTS = {
     "a piece too few": ("piece < pieces; ++piece", "piece < pieces - 1; ++piece"),
     "halves that lanes mix up": ("upper ? x[i + half] : x[i];", "x[i];"),
     "a step's gates for another's": ("(int)far) & (copy", "2 + (int)far) & (copy"),
-    "outputs of one window alone": ("finish(first - span, first)", "finish(0, span)"),
     "a row too few in a sum": ("other < others", "other < others - 1"),
 }
 

@@ -13,7 +13,7 @@ from pararnn.codegen.emit import Body
 from pararnn.codegen.shares import LANES, Shares, lanes_only, main_axes, shares_of
 from pararnn.codegen.spelling import REAL, literal, spell
 from pararnn.numerics import compute_dtype
-from pararnn.program.late import LINK, Parts, partial_reductions, split
+from pararnn.program.late import LINK, Parts, partial_reductions, prepare, split
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
 from pararnn.program.statements import (
@@ -40,22 +40,26 @@ REGISTER_SIZE = 32
 """Largest matrix whose fragments a warp has in registers."""
 FUNCTIONS = {"forward": ("advance", "readout"), "backward": ("advance", "backward")}
 """Functions of a kernel, by direction."""
+READY_TYPES = {"advance": "AdvanceReady", "readout": "AdvanceReady", "backward": "BackwardReady"}
+"""Structs of what the functions read instead of gates, see `pararnn.program.late.prepare`."""
 PARAMETERS = {
-    "advance": "const States& state, const Gates& gate, States& new_state",
-    "readout": "const States& new_state, const Gates& gate, WideOutput& output, real* slot",
-    "backward": (
-        "const States& state, const Gates& gate, const States& grad_new_state, "
-        "const Output& grad_output, States& grad_state, WideGates& grad_gate, "
-        "WideParams& grad_param, Outers& grad_matrix, real* slot"
-    ),
+    "advance": "const States& state, const AdvanceReady& ready, const WideGates& gate, "
+    "States& new_state",
+    "readout": "const States& new_state, const AdvanceReady& ready, const WideGates& gate, "
+    "WideOutput& output, real* slot",
+    "backward": "const States& state, const BackwardReady& ready, const WideGates& gate, "
+    "const States& grad_new_state, const Output& grad_output, States& grad_state, "
+    "WideGates& grad_gate, WideParams& grad_param, Outers& grad_matrix, real* slot",
 }
 """Own parameters of each function."""
 LATE = {"readout": ["output"], "backward": ["grad_gate", "grad_param"]}
 """Results of each function of which numbers and vectors wait until a window of steps is over."""
 FINISH_PARAMETERS = {
-    "readout": "const Links& link, const Gates& gate, Output& output",
-    "backward": "const Links& link, const Gates& gate, Gates& grad_gate, Params& grad_param",
+    "readout": "const Links& link, const AdvanceReady& ready, Output& output",
+    "backward": "const Links& link, const BackwardReady& ready, Gates& grad_gate, "
+    "Params& grad_param",
 }
+"""Parameters of what computes them then."""
 
 
 @dataclass
@@ -63,7 +67,8 @@ class Emitted:
     """CUDA of a pass of a matrix cell, and what its kernel needs to know.
 
     exchange: numbers of shared memory by which threads exchange values in a step, of one round.
-    slot: numbers of shared memory that a step leaves for the end of its window.
+    slot: numbers of shared memory that a step leaves for the end of its window. ready: those that
+    it finds there, computed at the window's begin.
     in_memory: sizes of the matrices that shared memory has. fragments: words of shared memory with
     fragments of matrices.
     """
@@ -72,6 +77,7 @@ class Emitted:
     shares: Shares
     exchange: int
     slot: int
+    ready: int
     in_memory: list[int]
     fragments: int
 
@@ -105,6 +111,7 @@ class _Emitter:
         assert sizes is not None
         names = FUNCTIONS[self.direction]
         parts = {name: _parts(getattr(self.passes, name), name) for name in names}
+        self.first = self._prepare(parts)
         statements = {name: own.now for name, own in parts.items()}
         plans = {name: schedule(own) for name, own in statements.items()}
         self.kinds = axes_by_kind(self.program.step)
@@ -129,6 +136,25 @@ class _Emitter:
             _Function(self, self.shares, name, statements[name], plans[name], parts[name])
             for name in names
         ]
+
+    def _prepare(self, parts: dict[str, Parts]) -> dict[str, Statements]:
+        """Take out of parts what a window computes ahead; return it by the struct that has it."""
+        first = {}
+        for struct in dict.fromkeys(READY_TYPES[name] for name in parts):
+            names = [name for name in parts if READY_TYPES[name] == struct]
+            own = [half for name in names for half in (parts[name].now, parts[name].later)]
+            first[struct], others = prepare(own)
+            for name, now, later in zip(names, others[::2], others[1::2], strict=True):
+                parts[name] = parts[name]._replace(now=now, later=later)
+        return first
+
+    def _ready(self, shares: Shares) -> list[str]:
+        """Return the structs of what a window computes ahead."""
+        lines = []
+        for struct, own in self.first.items():
+            tensors = [(target.number, target.axes) for target, _ in own.writes]
+            lines += _struct(struct, tensors, shares)
+        return lines
 
     def function_texts(self) -> list[str]:
         """Return the functions; each has numbers of its own in shared memory."""
@@ -170,46 +196,55 @@ class _Emitter:
             for i in range(count)
             if (axis := self.square(i)) is not None and i in staged_matrices
         ]
-        slot = self.functions[-1].slot
+        slot, ready = self.functions[-1].slot, max(map(self._numbers, self.first.values()))
         parts = [
-            *self._axes(exchange, slot),
+            *self._axes(exchange),
+            f"constexpr int slot_numbers = {slot}, ready_numbers = {ready};",
             *self._tensors(),
             *self._matrices(staged_matrices),
             *bodies,
             *self._finish(),
         ]
-        return Emitted("\n".join(parts), self.shares, exchange, slot, in_memory, fragments)
+        return Emitted("\n".join(parts), self.shares, exchange, slot, ready, in_memory, fragments)
 
     def _finish(self) -> list[str]:
-        """Return what a warp computes of a step at the end of its window."""
+        """Return what a warp computes of a step at the begin and the end of its window."""
         last, shares = self.functions[-1], lanes_only(self.shares)
         plan = schedule(self.last.later)
         own = _Function(self, shares, last.name, self.last.later, plan)
-        kinds = (
-            {"Gates": "gate", "Params": "param"} if last.name == "backward" else {"Gates": "gate"}
-        )
+        kinds = {"Gates": "gate"}
+        if last.name == "backward":
+            kinds["Params"] = "param"
         tensors = {name: [*enumerate(self.kinds[kind])] for name, kind in kinds.items()}
         if last.name != "backward":
             tensors["Output"] = [(0, ("V",))]
         lines = ["namespace finish {", *_axis_types(shares)]
         for name, own_tensors in tensors.items():
             lines += _struct(name, own_tensors, shares, lambda axes: len(axes) <= 1)
+        lines += self._ready(shares)
+        for struct, first in self.first.items():
+            prelude = _Function(self, shares, "prepare", first, schedule(first))
+            lines.append(prelude.text(f"const Gates& gate, {struct}& ready", "prepare"))
         lines.append("struct Links {")
         for number, value in enumerate(self.last.links):
             lines.append(f"  real x{number}[{share_type(value.axes)}::count];")
         lines.append("  PARARNN_FUNCTION void load(const real* slot) {")
         for number, value in enumerate(self.last.links):
-            first, count, combine = last.pieces[value]
+            at, count, combine = last.pieces[value]
             lines.append(
                 f"    combine_pieces<{share_type(value.axes)}, {count}, {combine}>"
-                f"(slot + {first}, x{number});"
+                f"(slot + {at}, x{number});"
             )
         return [*lines, "  }", "};", own.text(FINISH_PARAMETERS[last.name], "finish"), "}"]
 
-    def _axes(self, exchange: int, slot: int) -> list[str]:
+    def _numbers(self, first: Statements) -> int:
+        sizes = self.shares.axes
+        tensors = [target.axes for target, _ in first.writes]
+        return sum(math.prod(sizes[axis].size for axis in axes) for axes in tensors)
+
+    def _axes(self, exchange: int) -> list[str]:
         lines = [
             f"constexpr int warps = {self.shares.warps}, exchange_numbers = {exchange};",
-            f"constexpr int slot_numbers = {slot};",
             "using Block = Exchange<warps, exchange_numbers>;",
             *(f"constexpr int size_{axis} = {own.size};" for axis, own in self.shares.axes.items()),
             *_axis_types(self.shares),
@@ -232,6 +267,7 @@ class _Emitter:
             lines += _struct(name, tensors, self.shares)
             if name != "States":
                 lines += _struct(f"Wide{name}", tensors, self.shares, lambda axes: len(axes) > 1)
+        lines += self._ready(self.shares)
         shared = [int(param.kind.axes is None) for param in self.program.step.cls.params.values()]
         lines.append(
             f"constexpr int num_states = {len(self.kinds['state'])}, num_params = {len(shared)};"

@@ -86,7 +86,7 @@ def memory_of(program: Program, variant: MatrixVariant) -> Memory:
     number = compute_dtype(variant.dtype).itemsize
     matrix_numbers = sum(size * (size + 1) for size in own.in_memory)
     parts = (2 * own.exchange * number, matrix_numbers * number, own.fragments * 4)
-    fixed, slot = sum(map(_round_up, parts)), own.slot * number
+    fixed, slot = sum(map(_round_up, parts)), (own.slot + own.ready) * number
     least = fixed + _round_up(slot)
     if least > variant.shared:
         lengths = ", ".join(f"{axis} = {size}" for axis, size in sizes.lengths.items())

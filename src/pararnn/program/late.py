@@ -1,8 +1,8 @@
-"""A pass over a step in two parts: what the next step waits for, and what may be computed later."""
+"""A pass over a step in parts: of gates alone, what the next step waits for, and the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pararnn.program.statements import (
@@ -14,8 +14,9 @@ from pararnn.program.statements import (
     sources_of,
 )
 
-LINK = "link"
-"""Kind of the targets and inputs by which one part hands numbers and vectors to the other."""
+LINK, READY = "link", "ready"
+"""Kinds of the targets and inputs by which a part hands numbers and vectors to a later one: the
+middle one, and the first one."""
 
 
 class Parts(NamedTuple):
@@ -83,6 +84,44 @@ def split(own: Statements, kinds: Collection[str]) -> Parts:
     others = [v for v in own.values if v not in leaves and (v in of_gates or v in late_values)]
     later = Statements(own.graph, places, others, late).only(kinds)
     return Parts(now, later, links_in_order)
+
+
+def prepare(parts: Sequence[Statements]) -> tuple[Statements, list[Statements]]:
+    """Take out of parts of a pass what depends on gates alone, and has at most one axis.
+
+    Return the statements of it, which write targets ("ready", number), and the parts, which read
+    these instead of gates.
+    """
+    inputs = {place: value for own in parts for place, value in own.inputs.items()}
+    gates = {place: v for place, v in inputs.items() if place[0] == "gate" and len(v.axes) <= 1}
+    other_inputs = {value for place, value in inputs.items() if place not in gates}
+    values = [*dict.fromkeys(value for own in parts for value in own.values)]
+    of_gates = {*gates.values()}
+    for value in values:
+        is_late = len(value.axes) > 1 or isinstance(value.definition, Product)
+        if not is_late and value not in other_inputs and {*sources_of(value)} <= of_gates:
+            of_gates.add(value)
+    ready: dict[Value, None] = {}
+    for own in parts:
+        sources = [v for value in own.values if value not in of_gates for v in sources_of(value)]
+        sources += [value for _, value in own.writes if isinstance(value, Value)]
+        ready |= dict.fromkeys(value for value in sources if value in of_gates)
+    places = {(READY, number): value for number, value in enumerate(ready)}
+    writes: list[tuple[Target, Value | float]] = [
+        (Target(*place, value.axes), value) for place, value in places.items()
+    ]
+    others = [
+        Statements(
+            own.graph,
+            {place: value for place, value in own.inputs.items() if place not in gates} | places,
+            [value for value in own.values if value not in of_gates],
+            own.writes,
+            own.outers,
+        )
+        for own in parts
+    ]
+    first = Statements(parts[0].graph, gates, [v for v in values if v in of_gates], writes)
+    return first, others
 
 
 def _ancestors(own: Statements, results: set[Value]) -> set[Value]:

@@ -42,7 +42,6 @@ struct BackwardPass {
   GateFeed gates;
   OutputFeed outputs;
   const Trajectory trajectory;
-  real* const slots;
   const int64 grad_at;
 
   PARARNN_FUNCTION BackwardPass(const BackwardLaunch& p, char* memory)
@@ -50,10 +49,8 @@ struct BackwardPass {
         outputs(p.grad_output == nullptr ? nullptr
                                          : p.grad_output + place.row * p.output_row + place.head * p.output_head,
                 p.output_time, memory + feeds_at + GateFeed::memory_bytes),
-        trajectory(p.trajectory), slots(reinterpret_cast<real*>(memory + slots_at)),
-        grad_at(place.row * p.grad_row + place.head * p.grad_head) {}
+        trajectory(p.trajectory), grad_at(place.row * p.grad_row + place.head * p.grad_head) {}
 
-  PARARNN_FUNCTION real* slot(int l) const { return slots + l % span * slot_numbers; }
   PARARNN_FUNCTION io* grad_gates(int l) const { return p.grad_gates + grad_at + place.time(l) * p.grad_time; }
 
   // Enters a window: it arrives, all threads have left the one before, and the next one is on its way.
@@ -68,24 +65,27 @@ struct BackwardPass {
   // Computes the states of the steps from `first` to `end` - 1 again; returns the last ones.
   PARARNN_FUNCTION void recompute(int first, int end, States& state) {
     load_all(p.memory + place.at_chunk(first / checkpoint), state);
-    Gates ahead;  // of the next step
+    StepInputs<AdvanceReady> ahead;  // of the next step
     for (int start = first; start < end; start += span) {
       const int number = window_of(start), last = window_of(end - 1);
       enter(number, number < last ? number + 1 : number > window_of(first) ? number - 1 : before(first));
-      auto source = gates.cursor(place, start);
-      load_gates(source.at(), own.bias, ahead);
       const int stop = start + span < end ? start + span : end;
+      prepare<finish::AdvanceReady>(place, own, gates, start, stop);
+      __syncthreads();
+      auto source = gates.cursor(place, start);
+      ahead.load(own, start, source.at());
       for (int l = start; l < stop; ++l) {
         const int sequence = place.sequence(l);
         if (events ? sequence >= 0 : l == 0) begin(place, l, sequence, state);
         if (l == end - 1) return;
         trajectory.store(state, l - first);
-        const Gates gate = ahead;
-        gates.move(place, source, l + 1 < stop ? 1 : 0);
-        load_gates(source.at(), own.bias, ahead);
+        const auto inputs = ahead;
+        const int step = l + 1 < stop ? 1 : 0;
+        gates.move(place, source, step);
+        ahead.load(own, l + step, source.at());
         if (events && sequence < 0) continue;
         States next;
-        advance_step(own.block, own.matrices, own.param, state, gate, next);
+        advance_step(own.block, own.matrices, own.param, state, inputs.ready, inputs.gate, next);
         state = next;
       }
     }
@@ -95,17 +95,16 @@ struct BackwardPass {
 
   // Writes the gradients of gates of a window, and adds to sums.
   PARARNN_FUNCTION void finish(int first, int end, finish::Gates& grad_bias, finish::Params& grad_param) {
-    finish::Gates bias;
-    load_bias(place, bias);
     for (int l = end - 1 - warp(); l >= first; l -= warps) {
       finish::Links links;
-      finish::Gates gate, grad_gate;
-      links.load(slot(l));
-      load_gates(gates.cursor(place, l).at(), bias, gate);
+      finish::BackwardReady ready;
+      finish::Gates grad_gate;
+      links.load(own.slot(l));
+      load_all(own.ready(l), ready);
       if (events && place.sequence(l) < 0) {
         fill_all(grad_gate, constant(0));
       } else {
-        finish::finish_step(links, gate, grad_gate, grad_param);
+        finish::finish_step(links, ready, grad_gate, grad_param);
         grad_bias += grad_gate;
       }
       store_all_by_lanes(grad_gate, grad_gates(l));
@@ -144,25 +143,29 @@ struct BackwardPass {
       for (int start = (end - 1) / span * span; start >= first; start -= span) {
         const int stop = start + span < end ? start + span : end, number = window_of(start);
         if (stop < end) enter(number, start > first ? number - 1 : before(first));
+        __syncthreads();  // of the recomputed window, or the one after this, nothing is read any more
+        prepare<finish::BackwardReady>(place, own, gates, start, stop);
+        __syncthreads();
         auto gate_source = gates.cursor(place, stop - 1);
         auto output_source = outputs.cursor(place, stop - 1);
-        Gates gate_ahead;
+        StepInputs<BackwardReady> inputs_ahead;
         Output output_ahead;
-        const auto load_ahead = [&]() {
-          load_gates(gate_source.at(), own.bias, gate_ahead);
+        const auto load_ahead = [&](int l) {
+          inputs_ahead.load(own, l, gate_source.at());
           if (p.grad_output == nullptr) fill_all(output_ahead, constant(0));
           else load_all(output_source.at(), output_ahead);
         };
-        load_ahead();
+        load_ahead(stop - 1);
         for (int l = stop - 1; l >= start; --l) {
           if (!has_room && l < end - 1) trajectory.load(ahead, l - first);
           const States state = ahead;
-          const Gates gate = gate_ahead;
+          const auto inputs = inputs_ahead;
           const Output grad_output = output_ahead;
           if (has_room) trajectory.load(ahead, (l > first ? l - 1 : first) - first);
-          gates.move(place, gate_source, l > start ? -1 : 0);
-          outputs.move(place, output_source, l > start ? -1 : 0);
-          load_ahead();
+          const int step = l > start ? -1 : 0;
+          gates.move(place, gate_source, step);
+          outputs.move(place, output_source, step);
+          load_ahead(l + step);
           const int sequence = place.sequence(l);
           States grad_state;
           WideGates grad_gate;
@@ -172,8 +175,8 @@ struct BackwardPass {
             continue;
           }
           if (events && place.sequence(l + 1) != sequence) load_states(place, p.grad_final, sequence, adjoint);
-          backward_step(own.block, own.matrices, own.param, state, gate, adjoint, grad_output, grad_state, grad_gate,
-                        grad_wide_param, grad_matrix, slot(l));
+          backward_step(own.block, own.matrices, own.param, state, inputs.ready, inputs.gate, adjoint, grad_output, grad_state,
+                        grad_gate, grad_wide_param, grad_matrix, own.slot(l));
           store_all(grad_gate, grad_gates(l));
           grad_wide_bias += grad_gate;
           adjoint = grad_state;

@@ -11,33 +11,29 @@ using Problem = ForwardLaunch;
 static_assert(feeds_at + GateFeed::memory_bytes == shared_bytes);
 
 struct ForwardPass {
+  using Inputs = StepInputs<AdvanceReady>;
   const ForwardLaunch& p;
   const Place place;
   Head own;
   GateFeed gates;
-  real* const slots;
   const int64 step_numbers;
   io* const outputs;
 
   PARARNN_FUNCTION ForwardPass(const ForwardLaunch& p, char* memory)
       : p(p), place(p.in), own(place, memory), gates(gates_of(place, memory + feeds_at)),
-        slots(reinterpret_cast<real*>(memory + slots_at)), step_numbers(p.in.heads * size_V),
+        step_numbers(p.in.heads * size_V),
         outputs(p.output + place.row * place.length * step_numbers + place.head * size_V) {}
-
-  PARARNN_FUNCTION real* slot(int l) const { return slots + l % span * slot_numbers; }
 
   // Writes the outputs of a window.
   PARARNN_FUNCTION void finish(int first, int end) {
-    finish::Gates bias;
-    load_bias(place, bias);
     for (int l = first + warp(); l < end; l += warps) {
       finish::Links links;
-      finish::Gates gate;
+      finish::AdvanceReady ready;
       finish::Output output;
-      links.load(slot(l));
-      load_gates(gates.cursor(place, l).at(), bias, gate);
+      links.load(own.slot(l));
+      load_all(own.ready(l), ready);
       if (events && place.sequence(l) < 0) fill_all(output, constant(0));
-      else finish::finish_step(links, gate, output);
+      else finish::finish_step(links, ready, output);
       store_all_by_lanes(output, outputs + place.time(l) * step_numbers);
     }
   }
@@ -50,7 +46,7 @@ struct ForwardPass {
     States state, last;  // before a step, and after the one before it
     if (events) fill_all(state, constant(0));
     else load_states(place, p.in.initial, (int)place.row, state);
-    Gates last_gate, ahead;
+    Inputs last_inputs, ahead;
     for (int first = 0; first < length; first += span) {
       const int end = first + span < length ? first + span : length;
       wait_for_copies<0>();
@@ -62,38 +58,41 @@ struct ForwardPass {
       const int number = window_of(first);
       gates.copy(place, end < length ? number + 1 : -1, number);
       end_group_of_copies();
+      prepare<finish::AdvanceReady>(place, own, gates, first, end);
+      __syncthreads();
       auto source = gates.cursor(place, first);
-      load_gates(source.at(), own.bias, ahead);
+      ahead.load(own, first, source.at());
       bool waits = false;  // true if the output of the step before is not yet read
       for (int l = first; l < end; ++l) {
         if (l % checkpoint == 0) store_all(state, p.memory + place.at_chunk(l / checkpoint));
-        const Gates gate = ahead;
-        gates.move(place, source, l + 1 < end ? 1 : 0);
-        load_gates(source.at(), own.bias, ahead);
+        const Inputs inputs = ahead;
+        const int step = l + 1 < end ? 1 : 0;
+        gates.move(place, source, step);
+        ahead.load(own, l + step, source.at());
         const int sequence = place.sequence(l);
         if (events && sequence < 0) {
-          if (waits) read(last, last_gate, l - 1);
+          if (waits) read(last, last_inputs, l - 1);
           waits = false;
           continue;
         }
         if (events) begin(place, l, sequence, state);
         States next;
-        advance_step(own.block, own.matrices, own.param, state, gate, next);
-        if (events ? waits : l > first) read(last, last_gate, l - 1);
+        advance_step(own.block, own.matrices, own.param, state, inputs.ready, inputs.gate, next);
+        if (events ? waits : l > first) read(last, last_inputs, l - 1);
         waits = true;
         state = last = next;
-        last_gate = gate;
+        last_inputs = inputs;
         if (events && place.sequence(l + 1) != sequence) store_states(place, state, sequence, p.final);
       }
-      if (waits) read(last, last_gate, end - 1);
+      if (waits) read(last, last_inputs, end - 1);
     }
     __syncthreads();
     finish((length - 1) / span * span, length);
     if (!events) store_states(place, state, (int)place.row, p.final);
   }
-  PARARNN_FUNCTION void read(const States& state, const Gates& gate, int l) {
+  PARARNN_FUNCTION void read(const States& state, const Inputs& inputs, int l) {
     WideOutput output;  // none: outputs are vectors
-    readout_step(own.block, own.matrices, own.param, state, gate, output, slot(l));
+    readout_step(own.block, own.matrices, own.param, state, inputs.ready, inputs.gate, output, own.slot(l));
   }
 };
 

@@ -17,7 +17,7 @@ constexpr int exchange_bytes = round_up(2 * exchange_numbers * (int)sizeof(real)
 constexpr int matrix_bytes = round_up(matrix_numbers * (int)sizeof(real));
 constexpr int fragment_bytes = round_up(fragment_words * 4);
 constexpr int span = window > 0 ? window : 1;  // steps after which what they left is finished
-constexpr int slot_bytes = round_up(span * slot_numbers * (int)sizeof(real));
+constexpr int slot_bytes = round_up(span * (slot_numbers + ready_numbers) * (int)sizeof(real));
 constexpr int slots_at = exchange_bytes + matrix_bytes + fragment_bytes, feeds_at = slots_at + slot_bytes;
 
 // The row and the head of a block.
@@ -207,19 +207,47 @@ template <class G> PARARNN_FUNCTION void load_bias(const Place& place, G& bias) 
   else fill_all(bias, constant(-0.0));  // x + -0 is x, also for -0
 }
 
-// The weights of a head, and where its threads exchange values.
+// The weights of a head, where its threads exchange values, and what steps of a window leave for its end or find there.
 struct Head {
   Block block;
   Matrices matrices;
   Params param;
-  Gates bias;
+  WideGates bias;
+  real* const slots;
 
-  PARARNN_FUNCTION Head(const Place& place, char* memory) : block(memory) {
+  PARARNN_FUNCTION Head(const Place& place, char* memory)
+      : block(memory), slots(reinterpret_cast<real*>(memory + slots_at)) {
     matrices.load(place.in.params, place.head, reinterpret_cast<real*>(memory + exchange_bytes),
                   reinterpret_cast<unsigned*>(memory + exchange_bytes + matrix_bytes));
     load_params(place, param);
     load_bias(place, bias);
     __syncthreads();
+  }
+  PARARNN_FUNCTION real* slot(int l) const { return slots + l % span * slot_numbers; }
+  PARARNN_FUNCTION real* ready(int l) const { return slots + span * slot_numbers + l % span * ready_numbers; }
+};
+
+// Computes for the steps of a window what depends on gates alone, as numbers of `Ready`: a warp has steps of its own.
+template <class Ready> PARARNN_FUNCTION void prepare(const Place& place, const Head& own, const GateFeed& gates, int first, int end) {
+  finish::Gates bias;
+  load_bias(place, bias);
+  for (int l = first + warp(); l < end; l += warps) {
+    if (events && place.sequence(l) < 0) continue;
+    finish::Gates gate;
+    Ready ready;
+    load_gates(gates.cursor(place, l).at(), bias, gate);
+    finish::prepare_step(gate, ready);
+    store_all_by_lanes(ready, own.ready(l));
+  }
+}
+
+// What a step reads apart from the state: from shared memory what `prepare` left, and matrices of gates.
+template <class Ready> struct StepInputs {
+  Ready ready;
+  WideGates gate;
+  PARARNN_FUNCTION void load(const Head& own, int l, const io* source) {
+    load_all(own.ready(l), ready);
+    load_gates(source, own.bias, gate);
   }
 };
 

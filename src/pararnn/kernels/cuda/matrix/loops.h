@@ -136,21 +136,26 @@ struct Nothing {
 };
 template <class First = Nothing, class...> struct FirstOf { using type = First; };
 
-template <class S, int levels, class Combine, class Rows, class Columns, class... Along, int count>
-PARARNN_FUNCTION void put_pieces(real (&x)[count], real* memory) {
-  using A = typename FirstOf<Along...>::type;
-  int first = 0;
-  PARARNN_UNROLL
-  for (int level = 0; level < levels; ++level) {
-    const int half = count >> (level + 1);
+// Halves the first `left` entries; returns the index of the first that a lane has then.
+template <class A, class Combine, int left, int level, int levels, int count>
+PARARNN_FUNCTION int spread(real (&x)[count]) {
+  if constexpr (level == levels) {
+    return 0;
+  } else {
+    constexpr int half = left / 2;
     const bool upper = A::lane_place() >> level & 1;
-    first += upper ? half : 0;
     PARARNN_UNROLL
     for (int i = 0; i < half; ++i) {
       const real other = upper ? x[i] : x[i + half], own = upper ? x[i + half] : x[i];
       x[i] = Combine::of(own, __shfl_xor_sync(~0u, other, A::lane_step << level));
     }
+    return (upper ? half : 0) + spread<A, Combine, half, level + 1, levels>(x);
   }
+}
+
+template <class S, int levels, class Combine, class Rows, class Columns, class... Along, int count>
+PARARNN_FUNCTION void put_pieces(real (&x)[count], real* memory) {
+  const int first = spread<typename FirstOf<Along...>::type, Combine, count, 0, levels>(x);
   if (!S::template leads<Rows, Columns, Along...>()) return;
   real* const target = memory + PiecesOf<levels, Along...>::number() * S::size;
   PARARNN_UNROLL
