@@ -203,6 +203,8 @@ def test_a_wrong_kernel_is_seen(name, monkeypatch, tmp_path):
     cell, keys, values = ("hopfield", 5, 3) if "exist" in name else ("m2rnn", 40, 20)
     if "not summed" in name:
         cell = "hopfield"
+    if "halves" in name:
+        cell = "gated-delta"
     call = make_call(cell, 2, 40, keys=keys, values=values, dtype=torch.float32)
     try:
         with pytest.raises(AssertionError):
