@@ -102,11 +102,8 @@ def test_steps_of_many_operations(cls, values, lengths, dtype):
 @pytest.mark.parametrize("window", [8, 0])
 def test_inputs_come_by_windows_of_any_size(window, monkeypatch):
     """Those of fewer steps than a chunk, and none."""
-    emitted_for.cache_clear()
-    program = _program(keys=4, values=3)
-    variant = _variants(program, torch.float32)[1]
-    size = memory_of(program, variant).bytes // 64  # of a step
-    monkeypatch.setattr(matrix_cuda, "WINDOW_BYTES", 2 * window * size)
+    monkeypatch.setattr(matrix_cuda, "WINDOWS", (window,) if window else ())
+    variant = _variants(_program(keys=4, values=3), torch.float32)[1]
     call = make_call("m2rnn", 1, 70, dtype=torch.float32)
     assert memory_of(program_of(call.cell), variant).window == window
     _compare("m2rnn", call, torch.float32, torch.rand(1, 70) < 0.1, **FUSED)
