@@ -86,8 +86,8 @@ def memory_of(program: Program, variant: MatrixVariant) -> Memory:
     number = compute_dtype(variant.dtype).itemsize
     matrix_numbers = sum(size * (size + 1) for size in own.in_memory)
     parts = (2 * own.exchange * number, matrix_numbers * number, own.fragments * 4)
-    fixed, slot = sum(map(_round_up, parts)), (own.slot + own.ready) * number
-    least = fixed + _round_up(slot)
+    base, slot = sum(map(_round_up, parts)), (own.slot + own.ready) * number
+    least = base + _round_up(slot)
     if least > variant.shared:
         lengths = ", ".join(f"{axis} = {size}" for axis, size in sizes.lengths.items())
         raise EngineError(
@@ -98,13 +98,13 @@ def memory_of(program: Program, variant: MatrixVariant) -> Memory:
     step = _round_up(sizes.width * variant.dtype.itemsize + CHUNK - 1)
     if variant.direction == "backward":
         step += _round_up(sizes.output[1] * variant.dtype.itemsize + CHUNK - 1)
-    room = min(variant.shared - fixed, WINDOW_BYTES)
+    room = min(variant.shared - base, WINDOW_BYTES)
 
     def windows(count: int) -> int:
         return _round_up(max(count, 1) * slot) + 2 * count * step
 
     window = next((n for n in WINDOWS if windows(n) <= room), 0)
-    return Memory(matrix_numbers, window, fixed + windows(window))
+    return Memory(matrix_numbers, window, base + windows(window))
 
 
 def _round_up(count: int) -> int:
