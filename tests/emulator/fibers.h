@@ -76,6 +76,7 @@ struct Block {
   std::vector<Arrival> arrivals;
   ucontext_t home;
   int current = 0, polls = 0;
+  int idle_polls = 0;  // since a thread of this block last met or told others
 
   Block(Gang& gang, Index size, int number)
       : gang(gang), size(size), number(number), fibers(size.x * size.y) {
@@ -126,8 +127,14 @@ inline void pause() {
   if (next != block->current && _setjmp(fiber().resume_at) == 0) resume(next);
 }
 
-// Call while waiting for other blocks.
+// Call while waiting for other threads of the block, or for other blocks.
 inline void poll() {
+  if (block->gang.blocks == 1) {
+    // Nobody outside can end the wait, and a thread that runs comes to its next poll or meeting at once.
+    if (++block->idle_polls > 100 * (int)block->fibers.size())
+      fail("no progress: the threads wait for each other");
+    return pause();
+  }
   if (++block->polls % 16 != 0) return;
   if (Clock::now() > block->gang.deadline) fail("no progress: the blocks wait for each other");
   pause();
@@ -145,11 +152,16 @@ inline void wait_for(Meeting kind, int first, int last, uint64_t own) {
     else pause();
   }
 }
-inline void meet(Meeting kind, int first, int last) { wait_for(kind, first, last, ++fiber().meetings[kind]); }
+// Counts the current thread's meeting of a kind, and returns its number.
+inline uint64_t come_to(Meeting kind) {
+  block->idle_polls = 0;
+  return ++fiber().meetings[kind];
+}
+inline void meet(Meeting kind, int first, int last) { wait_for(kind, first, last, come_to(kind)); }
 
 // The threads of a warp meet and exchange `own`. Returns the warp's.
 template <class T> const T* exchange(std::vector<T> (&slots)[2], const T& own) {
-  const uint64_t meeting = ++fiber().meetings[warp_meet];
+  const uint64_t meeting = come_to(warp_meet);
   const int first = block->current / warp * warp;
   auto& all = slots[meeting % 2];
   all[block->current] = own;

@@ -171,6 +171,7 @@ using Lock = std::lock_guard<std::mutex>;
 inline void open_barrier(Barrier& barrier, int threads) { barrier = {(short)threads, 0, 0, 0}; }
 inline void show_barriers() {}
 inline void arrive(Barrier& barrier) {
+  emulator::block->idle_polls = 0;
   Lock lock(emulator::block->gang.mailboxes);
   ++barrier.arrived;
   barrier.update();
