@@ -33,11 +33,15 @@ class _Recorded:
         monkeypatch.setitem(table.TABLE, key, patch_engine(engine, backward=backward))
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(
-    "parts", [("gates",), ("bias",), ("params",), ("gates", "params")], ids=str
-)
-@pytest.mark.parametrize("pair", OPS, ids="-".join)
+def _requests():
+    """Return (pair, parts, compile): all without a compiler, and each pair and part with one."""
+    parts = [("gates",), ("bias",), ("params",), ("gates", "params")]
+    eager = [(pair, part, False) for pair in OPS for part in parts]
+    rounds = max(len(OPS), len(parts))
+    return eager + [(OPS[i % len(OPS)], parts[i % len(parts)], True) for i in range(rounds)]
+
+
+@pytest.mark.parametrize(("pair", "parts", "compile"), _requests(), ids=str)
 def test_engines_are_asked_for_what_is_wanted(monkeypatch, device, pair, parts, compile):
     torch.manual_seed(0)
     options = {"solver": pair[0], "backend": pair[1], "device": device}

@@ -169,6 +169,14 @@ def test_export(tmp_path, device):
     )
 
 
+def test_wrong_states_are_named_where_sizes_are_symbols(device):
+    layer = pararnn.ParaLSTM(4, 6, device=device)
+    x, states = torch.randn(2, 5, 4, device=device), torch.zeros(1, 2, 6, device=device)
+    rows = torch.export.Dim("rows")
+    with pytest.raises(ValueError, match="Expected hidden states"):
+        torch.export.export(layer, (x, (states,)), dynamic_shapes=({0: rows}, ({1: rows},)))
+
+
 @needs_compiler
 def test_export_of_packed_rows(device):
     """Any number of sequences, and steps on either side of where a solver in PyTorch would change:

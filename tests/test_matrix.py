@@ -61,14 +61,13 @@ def _compare(name, call, dtype=torch.float64, reset=None, reverse=False, **optio
     rows=st.integers(1, 3),
     steps=st.integers(0, 6),
     heads=st.integers(1, 3),
-    keys=st.integers(1, 4),
-    values=st.integers(1, 4),
+    axes=st.sampled_from([(1, 3), (3, 2), (4, 4)]),  # a program is traced for each
     reverse=st.booleans(),
     resets=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_solve_is_the_loop(name, rows, steps, heads, keys, values, reverse, resets, seed):
-    call = make_call(name, rows, steps, heads, keys, values, seed=seed)
+def test_solve_is_the_loop(name, rows, steps, heads, axes, reverse, resets, seed):
+    call = make_call(name, rows, steps, heads, *axes, seed=seed)
     reset = torch.rand(rows, steps) < 0.4 if resets else None
     _compare(name, call, reset=reset, reverse=reverse, backend="torch")
 

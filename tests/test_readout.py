@@ -247,7 +247,7 @@ def test_final_states_keep_their_own_dtype():
     assert {output.dtype, *(h.dtype for h in h_n)} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("cell", [Gated, ByHead, Dense])
+@pytest.mark.parametrize("cell", [ByHead, Dense])
 def test_compiled_and_exported(cell):
     layer, _ = both(cell, num_layers=2)
     x, fields = inputs(), fields_of(cell)

@@ -330,6 +330,8 @@ def test_positions_that_are_trained_on_grow():
             right = outputs[seed, :, horizon - 1].argmax(-1) == batch.targets[seed, :, horizon - 1]
             assert stepper.horizons[seed] == min(horizon + bool(right.all()), 6)
         last = stepper.horizons.clone()
+        if last.tolist() == [6, 6]:
+            break
     assert last.tolist() == [6, 6]
 
 

@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, replace
 from typing import get_type_hints
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pararnn.lm import LMConfig
@@ -268,6 +268,7 @@ runs = records(
 )
 
 
+@settings(max_examples=30)
 @given(runs, runs)
 @example(RUN, replace(RUN, data=DataConfig(train='"', valid="\n", column=" ", cache="\x1c\ud800")))
 def test_any_config_is_printed_and_read_back(run, other):

@@ -152,8 +152,9 @@ def gradients(model, ids, old_cache):
     return loss.detach(), grads, [value for each in cache for value in each.after]
 
 
-@pytest.mark.parametrize("way", ["checkpointing", "compiled", "both"])
-@pytest.mark.parametrize("kind", ["gru", "lstm"])
+@pytest.mark.parametrize(
+    ("kind", "way"), [("gru", "checkpointing"), ("gru", "compiled"), ("lstm", "both")]
+)
 def test_other_ways_to_compute_carry_the_same(kind, way):
     ids = tokens(3, 24)
     results = []
@@ -231,7 +232,7 @@ def test_losses_are_those_of_rows_end_to_end(tmp_path):
     )  # from zero states again
 
 
-@pytest.mark.parametrize("step", [4, 5, 7])
+@pytest.mark.parametrize("step", [5, 7])
 def test_going_on_changes_no_bit(whole, tmp_path, monkeypatch, resets, step):
     out = tmp_path / "run"
     request = config(out, steps=8, device_batch=2, resets=resets)

@@ -54,7 +54,7 @@ def initial_states(
     full = [(layers, *lead, *size) for size in sizes.values()]
     states = as_states(f"the hidden state of {name}", initial)
     if [state.shape for state in states] != full:
-        wanted = f"size {full[0]} each" if len({*full}) == 1 else f"the sizes {full}"
+        wanted = f"size {full[0]} each" if full.count(full[0]) == len(full) else f"the sizes {full}"
         raise ValueError(
             f"{name}: Expected hidden states {tuple(sizes)} of {wanted}, got "
             f"{[tuple(state.shape) for state in states]}"
