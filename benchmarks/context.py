@@ -2,15 +2,17 @@ r"""A training step on one row of tokens over one or several GPUs, and what its 
 
 The model is a recipe's; blocks are compiled, FSDP2 shards weights, gradients are clipped, AdamW:
 what `pararnn train context_parallel=N` does with N processes. Tokens are random. Times by CUDA
-events, memory the most that was allocated on a GPU. Parts are those of a layer of the model on one
-rank's span: the solve alone and over ranks, a span's map, the message with states, and the halo of
-the convolution; the layer's gates are N(0, 1), and its channels forget.
+events, memory the most that was allocated on a GPU. `hybrid-400m` is gru-400m with attention in
+every sixth block. Parts are those of a layer of the model on one rank's span: the
+solve alone, in turn and by all ranks at once, a span's map, the message with states, the halo of
+the convolution, and the keys and values of attention; the layer's gates are N(0, 1), and its
+channels forget. Solves in turn are repeated by themselves: the first rank does not wait forward.
 
 Rows go into context.csv and context_parts.csv in a folder; those of other cases stay.
 
     python benchmarks/context.py 65536 262144+                     # one GPU; + for checkpointing
     torchrun --standalone --nproc-per-node=2 benchmarks/context.py 131072 524288+ 1048576+ \
-        --parts 262144
+        hybrid-400m:131072 --parts 65536
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from pararnn.context import solve
 from pararnn.context.group import find
 from pararnn.context.piece import Border
 from pararnn.context.shift import shift
+from pararnn.context.whole import whole_time
 from pararnn.engines.arguments import Arguments
 from pararnn.program.program import program_of
 from pararnn.solve import plan_solve, prepare, run
@@ -43,25 +46,43 @@ from pararnn.train.recipes import recipe
 from pararnn.train.setup import bare_model, prepare_model
 from pararnn.train.sharding import clip_gradients, own_device, process_count, process_group
 
+EVERY = 6
+"""Blocks of a hybrid of which one has attention."""
 KEYS = ("recipe", "gpus", "T", "checkpointing", "device")
 PART_KEYS = ("part", "gpus", "span", "device")
 
 
 class Case(NamedTuple):
-    """Tokens of a row, and whether blocks are computed again in the backward pass."""
+    """A recipe, tokens of a row, and whether blocks are computed again in the backward pass."""
 
+    name: str
     tokens: int
     checkpointing: bool
 
     @classmethod
     def read(cls, text: str) -> Case:
-        """Read "524288+"; the plus stands for checkpointing."""
-        return cls(int(text.rstrip("+")), text.endswith("+"))
+        """Read "524288+" or "hybrid-400m:524288+"; the plus stands for checkpointing."""
+        name, _, size = text.rpartition(":")
+        return cls(name or "gru-400m", int(size.rstrip("+")), size.endswith("+"))
+
+    def steps(self, most: int) -> int:
+        """Return the steps to time: fewer of long rows."""
+        return max(2, min(most, 2**20 // self.tokens))
 
 
-def config_of(name: str, case: Case) -> RunConfig:
+def recipe_of(name: str) -> RunConfig:
+    """Return a recipe, or the hybrid of one."""
+    if not name.startswith("hybrid-"):
+        return recipe(name)
+    config = recipe(f"gru-{name.removeprefix('hybrid-')}")
+    blocks = range(1, config.model.num_hidden_layers + 1)
+    mixers = tuple(["rnn" if block % EVERY else "attention" for block in blocks])
+    return replace(config, name=name, model=replace(config.model, mixers=mixers))
+
+
+def config_of(case: Case) -> RunConfig:
     """Return a recipe for one row over all processes."""
-    config = recipe(name)
+    config = recipe_of(case.name)
     data = replace(config.data, sequence_length=case.tokens)
     return replace(
         config,
@@ -136,11 +157,12 @@ def parts_of(config: RunConfig, span: int) -> dict[str, Callable[[], object]]:
     program, arriving = program_of(cell), torch.randn_like(gates[:, :, 0])
     inputs = prepare(cell, gates.requires_grad_())
 
-    def forward(context: str) -> Tensor:
-        return run(program, inputs.with_options(context=context), "auto", "auto").states[0]
+    def forward(context: str, no_final: bool = False) -> Tensor:
+        own = inputs.with_options(context=context, no_final=no_final)
+        return run(program, own, "auto", "auto").states[0]
 
-    def both(context: str) -> object:
-        return torch.autograd.grad(forward(context), gates, arriving)
+    def both(context: str, no_final: bool = False) -> object:
+        return torch.autograd.grad(forward(context, no_final), gates, arriving)
 
     with torch.no_grad():
         _, engine, args = plan_solve(program, inputs, "auto", "auto")
@@ -149,30 +171,35 @@ def parts_of(config: RunConfig, span: int) -> dict[str, Callable[[], object]]:
     states = tuple(state.detach() for state in solution.states)
     alone = Arguments(gates.detach(), None, (), args.params, args.initial, 1)
     middle = Border(None, 1, 3)  # a rank that has neighbours on both sides, whose map is needed
-    message = torch.zeros(2, 1, 1, width, device=device)
+    state = torch.zeros(width, device=device)
+    keys = torch.zeros(1, 2 * 8, span, width // 8, device=device, dtype=torch.bfloat16)
+    counts = [span] * ranks.size
     halo = torch.zeros(1, width, config.model.conv_kernel_size - 1, device=device).bfloat16()
     return {
         "solve": lambda: both(""),
-        "solve over ranks": lambda: both(name),
+        "solve in turn": lambda: both(name, True),
+        "solve at once": lambda: both(name),
         "forward": lambda: _without_grad(forward, ""),
-        "forward over ranks": lambda: _without_grad(forward, name),
+        "forward in turn": lambda: _without_grad(forward, name, True),
+        "forward at once": lambda: _without_grad(forward, name),
         "map": lambda: solve._maps(program, engine, alone, middle, args.initial, states),
-        "states": lambda: ranks.gather(message),
+        "states": lambda: shift(state, name, False),
         "halo": lambda: shift(halo, name, False),
+        "keys and values": lambda: whole_time(keys, counts, name),
     }
 
 
-def _without_grad(call: Callable[[str], object], context: str) -> object:
+def _without_grad(call: Callable[..., object], *args: object) -> object:
     with torch.no_grad():
-        return call(context)
+        return call(*args)
 
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("cases", nargs="*", type=Case.read, metavar="TOKENS[+]")
-    parser.add_argument("--recipe", default="gru-400m")
+    parser.add_argument("cases", nargs="*", type=Case.read, metavar="[RECIPE:]TOKENS[+]")
+    parser.add_argument("--recipe", default="gru-400m", help="of the parts")
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed, 1 or more")
-    parser.add_argument("--steps", type=int, default=8, help="steps that are timed")
+    parser.add_argument("--steps", type=int, default=8, help="steps that are timed, at most")
     parser.add_argument("--parts", type=int, help="span of the parts, in tokens")
     parser.add_argument("--runs", type=int, default=100, help="runs of each part")
     args = parser.parse_args()
@@ -180,13 +207,13 @@ def main() -> None:
         first = dist.get_rank() == 0
         shared = provenance("cuda" if torch.cuda.is_available() else "cpu")
         for case in args.cases:
-            row = {**shared, **measure(config_of(args.recipe, case), args.warmup, args.steps)}
+            row = {**shared, **measure(config_of(case), args.warmup, case.steps(args.steps))}
             if first:
                 print(*row.values(), sep="\t", flush=True)
                 add_row(args.out / "context.csv", row, KEYS)
         if args.parts is None:
             return
-        config = config_of(args.recipe, Case(args.parts, False))
+        config = config_of(Case(args.recipe, args.parts, False))
         for name, call in parts_of(config, args.parts).items():
             for _ in range(3):
                 call()

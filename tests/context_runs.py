@@ -279,6 +279,13 @@ MODELS = {
     "padding on the left": ("gru", {"padding_mask": LEFT}, 2),
     "padding on the right": ("gru", {"padding_mask": RIGHT}, 2),
     "packed": ("gru", {"cu_seq_lens": BORDERS}, 1),
+    "hybrid": ("hybrid", {}, 2),
+    "hybrid, documents": ("hybrid", {"position_ids": POSITIONS}, 2),
+    "hybrid, documents at borders": ("hybrid", {"position_ids": AT_BORDERS}, 2),
+    "hybrid, padding on the left": ("hybrid", {"padding_mask": LEFT}, 2),
+    "hybrid, padding on the right": ("hybrid", {"padding_mask": RIGHT}, 2),
+    "hybrid, packed": ("hybrid", {"cu_seq_lens": BORDERS}, 1),
+    "attention": ("attention", {}, 2),
     "no convolution": ("no convolution", {"position_ids": POSITIONS}, 2),
     "tied": ("tied", {}, 2),
 }
@@ -329,12 +336,16 @@ HUGGING = {
     "left": {"attention_mask": LEFT},
     "right": {"attention_mask": RIGHT},
     "checkpointing": {"position_ids": POSITIONS},
+    "hybrid, documents": {"position_ids": POSITIONS},
+    "hybrid, numbered": {"seq_idx": NUMBERS},
+    "hybrid, left": {"attention_mask": LEFT},
+    "hybrid, checkpointing": {},
 }
 
 
 def check_hugging(name, mesh):
-    rows = HUGGING[name]
-    model = copy.deepcopy(model_of(hugging, "gru"))
+    rows, kind = HUGGING[name], "hybrid" if "hybrid" in name else "gru"
+    model = copy.deepcopy(model_of(hugging, kind))
     ids = tokens(2, 32)
     labels = ids.clone()
     if "attention_mask" in rows:
@@ -342,7 +353,7 @@ def check_hugging(name, mesh):
         labels = labels.where(mask, -100)
     rank = mesh.get_local_rank()
     pararnn.context_parallel(model, mesh)
-    if name == "checkpointing":
+    if "checkpointing" in name:
         model.gradient_checkpointing_enable()
     span = pararnn.context_span(32, mesh)
     with pararnn.using(burn_in=3):
@@ -351,7 +362,7 @@ def check_hugging(name, mesh):
     values = {"loss": part.detach()} | gradients_of_all(model, mesh)
     if rank:
         return []
-    single = copy.deepcopy(model_of(hugging, "gru"))
+    single = copy.deepcopy(model_of(hugging, kind))
     loss = single(ids, labels=labels, **rows).loss
     loss.backward()
     reference = {"loss": loss.detach()} | {n: p.grad for n, p in single.named_parameters()}
@@ -420,8 +431,15 @@ BY_TWO = {
         "fields and a readout",
         "mixing",
     ),
-    "model": ("gru", "padding on the right", "no convolution", "tied"),
-    "hugging": ("documents at borders", "left"),
+    "model": (
+        "gru",
+        "padding on the right",
+        "no convolution",
+        "tied",
+        "hybrid, packed",
+        "attention",
+    ),
+    "hugging": ("documents at borders", "left", "hybrid, left", "hybrid, checkpointing"),
     "sweeps": ("latches",),
 }
 """Cases on two ranks, which need no map and have no rank in the middle."""

@@ -21,6 +21,7 @@ from pararnn.context.turns import in_turn
 from pararnn.engines.arguments import Options
 from pararnn.engines.forward_time import final_states, to_system
 from pararnn.engines.table import find as find_engine
+from pararnn.lm import mixers
 from pararnn.program.program import program_of
 from pararnn.solve import prepare
 from pararnn.solvers.sequential import unroll_states
@@ -121,7 +122,10 @@ class Branching(pararnn.Cell):
 
 
 REFUSED = {
-    "attention": (lambda: plain("hybrid"), r"backbone\.layers\.1\.mixer cannot .* Attention reads"),
+    "a user's mixer": (
+        lambda: plain("gru", mixers=("rnn", "own_mixers:Decay")),
+        r"backbone\.layers\.1\.mixer cannot .* Decay reads.*define why_no_context",
+    ),
     "a cell of autograd alone": (
         lambda: pararnn.ParaRNN(Branching, 4, 4),
         r"layers\.0 cannot .* Branching runs by autograd alone.*take another cell",
@@ -269,6 +273,16 @@ def test_repetitions_get_messages_again_and_send_none(monkeypatch):
     assert len(arrivals) == 4
 
 
+@pytest.mark.parametrize("queries", [4, 1024])
+def test_attention_behind_other_tokens_is_that_of_the_last_ones(monkeypatch, queries):
+    monkeypatch.setattr(mixers, "QUERIES", queries)
+    q, k, v = torch.randn(3, 2, 2, 19, 8, dtype=F64).unbind()
+    reference = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for first in (0, 1, 12, 18):
+        out = mixers.attention_behind(q[:, :, first:], k, v)
+        torch.testing.assert_close(out, reference[:, :, first:])
+
+
 def test_two_ranks_need_no_map():
     program, args = packed_args(False)
     assert context_solve._maps(program, None, args, Border(None, 1, 2), (), ()) is None
@@ -285,14 +299,15 @@ def alone():
     dist.destroy_process_group()
 
 
-def test_blocks_are_compiled_with_their_messages(alone):
-    model, ids = with_context(hugging("gru", F64).train()), tokens(2, 32)
+@pytest.mark.parametrize("block", [0, 1], ids=["recurrent", "attention"])
+def test_blocks_are_compiled_with_their_messages(alone, block):
+    model, ids = with_context(hugging("hybrid", F64).train()), tokens(2, 32)
     rows = {"labels": ids, "position_ids": context_runs.POSITIONS}
     results = []
     for compiles in (False, True):
         if compiles:
-            block = model.model.backbone.blocks[0]
-            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+            part = model.model.backbone.blocks[block]
+            part.forward = torch.compile(part.forward, backend="aot_eager", fullgraph=True)
         model.zero_grad()
         loss = model(ids, **rows).loss
         loss.backward()

@@ -32,7 +32,7 @@ FLOW = [
     ["solvers"],
     ["codegen"],
     ["context/group"],
-    ["context/shift"],
+    ["context/shift", "context/whole"],
     ["tensors"],
     ["sequences"],
     ["engines"],

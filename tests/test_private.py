@@ -175,6 +175,15 @@ def test_many_tensors_at_once():
     assert [t.tolist() for t in tensors] == [[6, 8], [2]]
 
 
+def test_attention_of_the_last_tokens():
+    """Its kernel is a GPU's, whose numbers tests/gpu has; here sizes and that it has a gradient."""
+    q = torch.empty(2, 3, 5, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    keys = torch.empty(2, 3, 9, 8, device="meta", dtype=torch.bfloat16)
+    out = private.flash_attention(q, keys, keys, 0.0, True)[0]
+    assert out.shape == q.shape
+    assert out.requires_grad
+
+
 def test_asserts_on_devices():
     private.assert_async(torch.tensor(True), "message")
     with pytest.raises(RuntimeError, match="message"):

@@ -48,7 +48,7 @@ def data(resets):
 
 
 CASES = {
-    "plain": {"verify_every": 3},
+    "plain": {"verify_every": 3, "model": LMConfig(**options("hybrid"))},
     "documents": {
         "data": DataConfig(sequence_length=LENGTH, resets=True),
         "checkpointing": True,
@@ -138,10 +138,9 @@ def test_impossible_configs_raise(tmp_path, more, message):
 
 
 def test_models_and_processes_that_do_not_fit_raise(tmp_path):
-    with pytest.raises(TrainingError, match=r"mixer cannot run on several ranks: Attention reads"):
-        run_training(
-            config(tmp_path, context_parallel=2, model=LMConfig(**options("hybrid"))), Packed()
-        )
+    own = LMConfig(**options("gru") | {"mixers": ("rnn", "own_mixers:Decay")})
+    with pytest.raises(TrainingError, match=r"mixer cannot run on several ranks: Decay reads"):
+        run_training(config(tmp_path, context_parallel=2, model=own), Packed())
     with pytest.raises(TrainingError, match="needs a multiple of 2 processes, got 1"):
         run_training(config(tmp_path, context_parallel=2), Packed())
     assert dataclasses.asdict(config(tmp_path))["context_parallel"] == 1

@@ -21,6 +21,7 @@ are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 assert_async = torch._assert_async
 autocast_enabled = torch._C._is_any_autocast_enabled
 dispatch_modes = torch._C._len_torch_dispatch_stack
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
 foreach_multiply = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 function_modes = torch._C._len_torch_function_stack

@@ -175,9 +175,13 @@ def start_and_total(context: str, steps: int, device: torch.device) -> tuple[int
     """Return where a rank's span of `steps` begins, and the steps of all ranks."""
     if not context:
         return 0, steps
-    ranks = find(context)
-    counts = ranks.gather(torch.tensor(steps, device=device)).tolist()
-    return sum(counts[: ranks.rank]), sum(counts)
+    counts = step_counts(context, steps, device)
+    return sum(counts[: find(context).rank]), sum(counts)
+
+
+def step_counts(context: str, steps: int, device: torch.device) -> tuple[int, ...]:
+    """Return the steps of each rank's span, where this one has `steps`."""
+    return tuple(find(context).gather(torch.tensor(steps, device=device)).tolist())
 
 
 def span_of(steps: int, rank: int, ranks: int) -> slice:

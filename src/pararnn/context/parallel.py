@@ -30,8 +30,8 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             on one process.
 
     Raises ValueError for another mesh, and for modules that cannot run on several ranks, with the
-    reason: attention, cells that only autograd differentiates, and PyTorch's own layers that read
-    other steps.
+    reason: cells that only autograd differentiates, mixers that read other tokens by themselves,
+    and PyTorch's own layers that read other steps.
     """
     name = register(mesh)
     if name:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pararnn.cells.find import find_cell
 from pararnn.context.group import OnRanks
+from pararnn.context.whole import whole_time
 from pararnn.errors import PararnnError
 from pararnn.imports import import_class, is_import_path
 from pararnn.layers import RecurrentLayer
@@ -22,7 +23,7 @@ from pararnn.lm.conv import CausalConv
 from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
-from pararnn.private import OpOverload
+from pararnn.private import OpOverload, flash_attention
 from pararnn.program.program import program_of
 from pararnn.tensors import States
 from pararnn.zoo import CELLS
@@ -231,16 +232,32 @@ class Attention(Mixer):
         q, k = rotate(q, *rows.rotary), rotate(k, *rows.rotary)
         if cache is not None:
             k, v = cache.extend(k, v)
+        if rows.share is not None:
+            k, v = self._of_earlier_ranks(k, v, rows.share)
         causal = False
         if rows.attend is None and q.shape[2] > 1:  # `causal = ...` would be a symbol, compiled
             causal = True
-        if rows.weights is None:
+        if rows.weights is None and causal and rows.share is not None:
+            out = attention_behind(q, k, v)
+        elif rows.weights is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.attend, is_causal=causal)
         else:
             weights = attention_weights(q, k, rows.attend, causal)
             rows.weights(weights)
             out = weights @ v
         return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def why_no_context(self) -> str | None:
+        """Return None: every rank gets the keys and values of all."""
+
+    def _of_earlier_ranks(
+        self, k: Tensor, v: Tensor, share: tuple[int, tuple[int, ...]]
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values up to the end of this rank's span; `share` as in `Rows`."""
+        rank, counts = share
+        both = whole_time(torch.cat([k, v], 1), list(counts), self.context)
+        k, v = both[:, :, : sum(counts[: rank + 1])].chunk(2, 1)
+        return k, v
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """Return initial draws, see `Mixer.draws`."""
@@ -251,11 +268,39 @@ class Attention(Mixer):
         return inputs | ones | {"out_proj.weight": output_draw(width, layer)}
 
 
+QUERIES = 1024
+"""Queries of which a mask is made at once."""
+
+
+def attention_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the causal attention of the last T of S tokens, q (B, H, T, D/H).
+
+    PyTorch's function for it aligns the causal order at the first key. Its kernel for 16-bit
+    numbers on a GPU aligns it at the last one; elsewhere masks of some queries are made at a time.
+    """
+    steps, keys, size = q.shape[2], k.shape[2], q.shape[3]
+    if steps == keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.device.type == "cuda" and half and size % 8 == 0 and size <= 256:
+        return flash_attention(q, k, v, 0.0, True)[0]
+    parts = []
+    for start in range(0, steps, QUERIES):
+        part = q[:, :, start : start + QUERIES]
+        end = keys - steps + start + part.shape[2]
+        visible = torch.ones(part.shape[2], end, dtype=torch.bool, device=q.device)
+        visible = visible.tril(end - part.shape[2])
+        own = k[:, :, :end], v[:, :, :end]
+        parts.append(F.scaled_dot_product_attention(part, *own, attn_mask=visible))
+    return torch.cat(parts, 2)
+
+
 def attention_weights(q: Tensor, k: Tensor, attend: Tensor | None, causal: bool) -> Tensor:
     """Return the weight of each key for each query, (B, H, T, S): see `Rows.attend`."""
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
     if causal:
-        attend = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
+        attend = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device)
+        attend = attend.tril(scores.shape[3] - scores.shape[2])
     if attend is not None and attend.dtype == torch.bool:
         # Not minus infinity: padding may see no key, and its NaN would reach others by 0 * NaN.
         scores = scores.masked_fill(~attend, torch.finfo(scores.dtype).min)

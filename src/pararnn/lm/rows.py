@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.context.group import start_and_total
+from pararnn.context.group import find, start_and_total, step_counts
 from pararnn.context.shift import shift
+from pararnn.context.whole import whole_time
 from pararnn.sequences import Sequences, of_mask, require
 
 
@@ -22,6 +23,8 @@ class Rows(NamedTuple):
     bool (B, 1, T, S), which of S keys each token sees, or numbers to add to its scores; None is the
     causal order. rotary: cosines and sines, made once for all layers. weights: called with the
     weights of each layer of attention, (B, H, T, S), which is then computed operation by operation.
+    share: of rows that ranks share, this rank's number and the steps of each, for attention: keys
+    are those up to the end of its span.
     """
 
     positions: Tensor
@@ -31,6 +34,7 @@ class Rows(NamedTuple):
     attend: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     weights: Callable[[Tensor], None] | None = None
+    share: tuple[int, tuple[int, ...]] | None = None
 
     # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
     def sequences(self) -> Sequences | None:
@@ -88,6 +92,10 @@ def rows_of(
     if position_ids is not None and not marks:
         marks.append((position_ids == 0).expand(batch, steps))
     start, since = starts_of(real, *marks, context=context)
+    if attention and context:
+        share = find(context).rank, step_counts(context, steps, device)
+        rows = Rows(torch.empty(0), start, since, real, share=share)
+        return _with_keys(rows, context, position_ids, bool(marks), device)
     if position_ids is None and marks and since is not None:
         position_ids = since
     elif position_ids is None and mask is not None:
@@ -96,8 +104,45 @@ def rows_of(
         position_ids = (torch.arange(steps, device=device) + past).unsqueeze(0)
     attend = None
     if attention and (start is not None or (past and steps > 1)):
-        attend = _attend(steps, past, start if marks else None, mask, device)
+        document = None
+        if marks and start is not None:
+            document = torch.nn.functional.pad(start.long().cumsum(1), (past, 0))
+        attend = _attend(steps, past, document, mask, device)
     return Rows(position_ids, start, since, real, attend)
+
+
+def _with_keys(
+    rows: Rows,
+    context: str,
+    position_ids: Tensor | None,
+    has_marks: bool,
+    device: torch.device,
+) -> Rows:
+    """Return rows that ranks share with positions, and what attention sees of earlier ranks."""
+    assert rows.share is not None
+    rank, counts = rows.share
+    first, end = sum(counts[:rank]), sum(counts[: rank + 1])
+
+    def whole(flags: Tensor | None) -> Tensor | None:
+        if flags is None:
+            return None
+        part = flags[:, None, :, None].to(torch.uint8)
+        return whole_time(part, counts, context)[:, 0, :end, 0].bool()
+
+    start, mask = whole(rows.start), whole(rows.real)
+    if position_ids is None and start is not None and has_marks:
+        _, since = starts_of(None, start)
+        assert since is not None
+        position_ids = since[:, first:]
+    elif position_ids is None and mask is not None:
+        position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, first:]
+    elif position_ids is None:
+        position_ids = torch.arange(first, end, device=device).unsqueeze(0)
+    attend = None
+    if start is not None:
+        document = start.long().cumsum(1) if has_marks else None
+        attend = _attend(end - first, first, document, mask, device)
+    return rows._replace(positions=position_ids, attend=attend)
 
 
 def _earlier(values: Tensor, first: int, context: str) -> Tensor:
@@ -142,14 +187,16 @@ def _latest(marks: Tensor, start: Tensor) -> Tensor:
 
 
 def _attend(
-    steps: int, past: int, start: Tensor | None, mask: Tensor | None, device: torch.device
+    steps: int, past: int, document: Tensor | None, mask: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Build the causal mask over S = past + T keys, within documents and without padding."""
+    """Build the causal mask over S = past + T keys, within documents and without padding.
+
+    document: int (B, S), a number for each key's document.
+    """
     keys = torch.arange(past + steps, device=device)
     own = keys[past:].unsqueeze(1)
     visible = (keys <= own).unsqueeze(0)
-    if start is not None:
-        document = torch.nn.functional.pad(start.long().cumsum(1), (past, 0))
+    if document is not None:
         visible = visible & (document.unsqueeze(1) == document[:, past:].unsqueeze(2))
     if mask is not None:
         # Padding sees itself: a row of scores without any key is NaN.

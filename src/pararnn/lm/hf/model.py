@@ -216,6 +216,12 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             )
             if position_ids is not None:
                 rows = rows._replace(positions=position_ids)
+        elif self.context:
+            raise ValueError(
+                "an attention_mask of four dimensions says which tokens of whole rows are seen, "
+                "and ranks share these: give one of two dimensions (B, T) for this rank's tokens, "
+                "or position_ids of documents"
+            )
         elif has_borders:
             raise ValueError(
                 "packed documents and an attention_mask of four dimensions both say which tokens "
