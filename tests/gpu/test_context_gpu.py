@@ -14,10 +14,12 @@ from context_runs import differences, gradients_of_all, solve_case
 from lm_kinds import hugging, tokens
 from relative import relative_error
 from table import FUSED, NEWTON_FUSED
+from torch.nn.functional import scaled_dot_product_attention as attend
 
 import pararnn
 from pararnn.context.group import register
 from pararnn.context.shift import shift
+from pararnn.lm.mixers import attention_behind
 from pararnn.numerics import FORWARD_TOLERANCE, SEQUENTIAL_ERRORS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -28,14 +30,15 @@ SOLVES = {
     "slow": solve_case("gru", FUSED, BF16, "initial", shift=4.0),
     "lstm": solve_case("lstm", NEWTON_FUSED, BF16, "resets", length=300, shift=-3.0),
     "packed": solve_case("lstm", FUSED, F32, "packed", shift=-3.0),
+    "mixing": solve_case("head-gru", FUSED, F32, "resets", channels=32, heads=2),
     "reverse": solve_case("gru", FUSED, F32, "reverse", shift=4.0),
 }
 LENGTH = 1024
 DOCUMENTS = [5, 500, 20, 499]
-MODELS = ("eager", "compiled", "checkpointing")
+MODELS = ("eager", "compiled", "checkpointing", "hybrid", "hybrid, compiled", "hybrid, documents")
 
 
-def loss_and_grads(model, ids, positions, labels):
+def loss_and_grads(model, ids, labels, positions=None):
     loss = model(ids, labels=labels, position_ids=positions).loss
     loss.backward()
     return loss.detach()
@@ -47,20 +50,22 @@ def check_model(name, mesh):
     ids = tokens(2, LENGTH).to(device)
     positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None].expand(2, -1).to(device)
     labels = ids.masked_fill(positions == 0, -100)
-    model = hugging("gru", hidden_size=64, intermediate_size=128).to(device).train()
+    kind = "hybrid" if "hybrid" in name else "gru"
+    inputs = (ids, labels, positions)[: 2 if name in ("hybrid", "hybrid, compiled") else 3]
+    model = hugging(kind, hidden_size=64, intermediate_size=128).to(device).train()
     single, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     runs = []
     for each in (exact, single):
-        loss = loss_and_grads(each, ids, positions, labels)
+        loss = loss_and_grads(each, *inputs)
         runs.append({"loss": loss} | {n: p.grad for n, p in each.named_parameters()})
     pararnn.context_parallel(model, mesh)
     if name == "checkpointing":
         model.gradient_checkpointing_enable()
-    if name == "compiled":
+    if "compiled" in name:
         for block in model.model.backbone.blocks:
             block.forward = torch.compile(block.forward, fullgraph=True)
     span = pararnn.context_span(LENGTH, mesh)
-    own = [part[:, span].contiguous() for part in (ids, positions, labels)]
+    own = [part[:, span].contiguous() for part in inputs]
     values = {"loss": loss_and_grads(model, *own)} | gradients_of_all(model, mesh)
     wrong = []
     for key, reference in runs[0].items():
@@ -81,7 +86,30 @@ def check_shift(name, mesh):
     return differences({"halo": y.detach(), "grad": x.grad}, {"halo": reference, "grad": grad}, 0)
 
 
+def check_attention(name, mesh):
+    """The kernel's causal order begins at the last key; its error is that of PyTorch's function."""
+    steps, first = 512, 512 - int(name)
+    q, k, v = (torch.randn(2, 2, steps, 64, device=mesh.device_type, dtype=BF16) for _ in range(3))
+    arriving = torch.randn_like(q)
+    runs = []
+    for dtype, start in ((torch.float64, 0), (BF16, 0), (BF16, first)):
+        inputs = [x.to(dtype).requires_grad_() for x in (q[:, :, start:], k, v)]
+        out = attention_behind(*inputs) if start else attend(*inputs, is_causal=True)
+        loss = arriving[:, :, start:].to(dtype).clone()
+        loss[:, :, : first - start] = 0
+        grads = torch.autograd.grad(out, inputs, loss)
+        grads = (grads[0][:, :, first - start :], *grads[1:])
+        runs.append((out[:, :, first - start :].detach(), *grads))
+    names = ("out", "q", "k", "v")
+    errors = [
+        [relative_error(a.double(), b) for a, b in zip(r, runs[0], strict=True)] for r in runs
+    ]
+    pairs = zip(names, errors[1], errors[2], strict=True)
+    return [f"{n}: {e}, PyTorch's {theirs}" for n, theirs, e in pairs if not e <= 2 * theirs]
+
+
 CHECKS = {
+    "attention": (("1", "200", "256"), check_attention),
     "solve": (SOLVES, context_runs.check_solve),
     "model": (MODELS, check_model),
     "shift": (("halo",), check_shift),
