@@ -12,6 +12,8 @@ KINDS = {
     "user's": {"cell": "user_cells:Memory", "cell_config": {"decay": 0.75}},
     "attention": {"mixers": ATTENTION},
     "hybrid": {"mixers": ("rnn", "attention")},
+    "matrix": {"mixers": ("matrix", "rnn"), "cell": "m2rnn", "cell_config": {"K": 4}},
+    "mlstm": {"mixers": ("matrix", "attention"), "cell": "mlstm"},
     "no convolution": {"conv_kernel_size": 1},
     "tied": {"tie_word_embeddings": True},
     "layer norm": {"mixers": ("attention", "rnn"), "qk_norm": False, "norm": "layer"},

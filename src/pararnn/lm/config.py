@@ -68,10 +68,11 @@ class LMConfig:
     tie_word_embeddings: whether the head is the embedding. norm: of blocks, "rms" or "layer" (a
     LayerNorm with gain only, DCLM's). norm_eps: of all norms.
 
-    Recurrent mixers: cell (a name in `pararnn.CELLS` or an import path, "package.module:Class"),
-    cell_config (its config), num_heads (of its input projection), conv_kernel_size (taps of the
-    causal convolution; 1 for none), solver and backend (as in `pararnn.solve`), recurrent_clip and
-    recompute_gates (as in `pararnn.RecurrentLayer`).
+    Recurrent mixers: cell (a name in `pararnn.CELLS` or `pararnn.zoo.MATRIX_CELLS`, or an import
+    path, "package.module:Class"), cell_config (its config), num_heads (of its input projection, and
+    of a cell with heads), conv_kernel_size (taps of the causal convolution; 1 for none), solver and
+    backend (as in `pararnn.solve`), recurrent_clip and recompute_gates (as in
+    `pararnn.RecurrentLayer`).
 
     Attention: num_attention_heads, rope_theta (base of the rotary frequencies), qk_norm.
 

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.cells.base import Cell, head_sizes_of, resolve_config
 from pararnn.cells.find import find_cell
+from pararnn.cells.matrix import HeadSizes
 from pararnn.context.group import OnRanks
 from pararnn.context.whole import whole_time
 from pararnn.errors import PararnnError
@@ -26,7 +28,7 @@ from pararnn.parameters import Draw
 from pararnn.private import OpOverload, flash_attention
 from pararnn.program.program import program_of
 from pararnn.tensors import States
-from pararnn.zoo import CELLS
+from pararnn.zoo import CELLS, MATRIX_CELLS
 
 
 class MixerError(PararnnError, ValueError):
@@ -82,11 +84,21 @@ def input_draw(inputs: int) -> Draw:
     return Draw("normal", spread=1 / math.sqrt(inputs), cut=3)
 
 
-def make_recurrent(config: LMConfig, **factory: Any) -> RecurrentLayer:
-    """Build the config's recurrent layer."""
-    return RecurrentLayer(
-        find_cell(config.cell, CELLS),
-        config.hidden_size,
+def cell_of(config: LMConfig) -> type[Cell]:
+    """Return the class of a config's cell. Raises CellError for a name that is none's."""
+    return find_cell(config.cell, {**CELLS, **MATRIX_CELLS})
+
+
+def make_recurrent(
+    config: LMConfig,
+    layer: type[RecurrentLayer] = RecurrentLayer,
+    input_size: int | None = None,
+    **factory: Any,
+) -> RecurrentLayer:
+    """Build the config's recurrent layer, of a class and for inputs of a size."""
+    return layer(
+        cell_of(config),
+        input_size or config.hidden_size,
         config.hidden_size,
         num_heads=config.num_heads,
         solver=config.solver,
@@ -132,11 +144,11 @@ class RNNMixer(Mixer):
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
         width = config.hidden_size
-        self.in_proj = nn.Linear(width, width, bias=False, **factory)
+        channels, taps = self.input_channels(config), config.conv_kernel_size
+        self.in_proj = nn.Linear(width, channels, bias=False, **factory)
         self.gate_proj = nn.Linear(width, width, bias=False, **factory)
-        taps = config.conv_kernel_size
-        self.conv = CausalConv(width, taps, **factory) if taps > 1 else None
-        self.rnn = make_recurrent(config, **factory)
+        self.conv = CausalConv(channels, taps, **factory) if taps > 1 else None
+        self.rnn = self.make_layer(config, **factory)
         self.rnn.shares_final = False  # only caches read them, which ranks have not
         self.state_sizes = self.rnn.cell.state_sizes
         program = program_of(self.rnn.cell)  # a step without a structure may branch
@@ -149,6 +161,18 @@ class RNNMixer(Mixer):
         self.norm = nn.RMSNorm(width, eps=config.norm_eps, **factory)
         self.out_proj = nn.Linear(width, width, bias=False, **factory)
         self.fields = neutral_fields(self.rnn)
+
+    def input_channels(self, config: LMConfig) -> int:
+        """Return the channels that the convolution reads."""
+        return config.hidden_size
+
+    def make_layer(self, config: LMConfig, **factory: Any) -> RecurrentLayer:
+        """Build the recurrent layer."""
+        return make_recurrent(config, **factory)
+
+    def layer_inputs(self, u: Tensor, x: Tensor) -> Tensor:
+        """Return what the recurrent layer reads, of the convolution's result and the tokens."""
+        return u
 
     @property
     def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
@@ -165,6 +189,7 @@ class RNNMixer(Mixer):
         inputs, states = (None, None) if cache is None else cache.read()
         initial = None if states is None else states_of(states, self.state_sizes)
         u, tail = (F.silu(u), None) if self.conv is None else self.conv(u, rows, inputs)
+        u = self.layer_inputs(u, x)
         alone = u.shape[1] == 1 and not self.context
         if alone and rows.real is None and rows.start is None:
             h, final = self.rnn.step(u.squeeze(1), _one(initial), fields=self.fields)
@@ -200,6 +225,98 @@ class RNNMixer(Mixer):
 def _one(states: tuple[Tensor, ...] | None) -> Any:
     """Return initial states as `RecurrentLayer` reads them: a single one is no tuple."""
     return states[0] if states is not None and len(states) == 1 else states
+
+
+class GivenGates(nn.Module):
+    """The projection of a layer whose input is its cell's gates, (B, T, H W) to (B, T, 1, H W)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(2)
+
+    def draws(self, gain: float = 1.0) -> dict[str, Draw]:
+        """Return no draws: it has no weights."""
+        return {}
+
+    def reset_parameters(self, gain: float = 1.0) -> None:
+        """Leave everything as it is."""
+
+
+class MatrixLayer(RecurrentLayer):
+    """A matrix cell's layer whose input is the gates, those of a head one after the other."""
+
+    def _make_weights(
+        self, cell_class: type[Cell], bias: bool, factory: dict[str, Any], config: dict[str, Any]
+    ) -> None:
+        size, heads = self.hidden_size, self.num_heads
+        self.proj = GivenGates()  # type: ignore[assignment]
+        self.cell = cell_class(size, num_heads=heads, **factory, **config)
+        self.bias = nn.Parameter(torch.zeros((1, self.input_size), **factory)) if bias else None
+        if self.recurrent_std is not None:
+            self.cell.reset_parameters(self.recurrent_std)
+
+
+class MatrixMixer(RNNMixer):
+    """A block for cells of matrix states, such as M2RNN: dense projections to their gates.
+
+    k, q, v = silu(conv(W x)), f = W' x, whatever vectors and numbers the cell has; h = cell(k, q,
+    v, f), by heads; y = norm(h * silu(z)); the result is V y.
+    """
+
+    def __init__(self, config: LMConfig, **factory: Any) -> None:
+        super().__init__(config, **factory)
+        sizes = matrix_sizes(config)
+        numbers = sizes.heads * sizes.gates.count(())
+        self.number_proj = (
+            nn.Linear(config.hidden_size, numbers, bias=False, **factory) if numbers else None
+        )
+        self.sizes = sizes
+
+    def input_channels(self, config: LMConfig) -> int:
+        """Return the channels of all gates but numbers."""
+        sizes = matrix_sizes(config)
+        return sizes.heads * (sizes.width - sizes.gates.count(()))
+
+    def make_layer(self, config: LMConfig, **factory: Any) -> RecurrentLayer:
+        """Build the layer, which reads gates. Raises ValueError for what it has no use for."""
+        if config.recompute_gates:
+            raise ValueError(
+                "recompute_gates=True is for mixers whose recurrent layer makes its gates, and the "
+                "mixer 'matrix' gives them to it: leave it False"
+            )
+        sizes = matrix_sizes(config)
+        width = sizes.heads * sizes.width
+        return make_recurrent(config, MatrixLayer, width, **factory)
+
+    def layer_inputs(self, u: Tensor, x: Tensor) -> Tensor:
+        """Return the gates of all heads, in the cell's order, (B, T, H W)."""
+        sizes = self.sizes
+        vectors = u.unflatten(-1, (sizes.heads, -1))
+        parts = iter(vectors.split([math.prod(size) for size in sizes.gates if size], -1))
+        numbers: Iterator[Tensor] = iter(())
+        if self.number_proj is not None:
+            numbers = iter(self.number_proj(x).unflatten(-1, (sizes.heads, -1)).split(1, -1))
+        gates = [next(parts if size else numbers) for size in sizes.gates]
+        return torch.cat(gates, -1).flatten(-2)
+
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """Return initial draws, see `Mixer.draws`."""
+        width = self.out_proj.in_features
+        own = {} if self.number_proj is None else {"number_proj.weight": input_draw(width)}
+        return super().draws(layer) | own
+
+
+def matrix_sizes(config: LMConfig) -> HeadSizes:
+    """Return the sizes of a config's cell. Raises ValueError for one without matrix states."""
+    cell = cell_of(config)
+    own = resolve_config(cell, config.cell_config)
+    sizes = head_sizes_of(cell, own, (config.hidden_size, config.num_heads))
+    if sizes is None:
+        raise ValueError(
+            "the mixer 'matrix' is for cells whose states are matrices of heads, got cell="
+            f"{config.cell!r}: take one of {', '.join(MATRIX_CELLS)} or a class of your own, or "
+            "the mixer 'rnn'"
+        )
+    return sizes
 
 
 class Attention(Mixer):
@@ -352,7 +469,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
-MIXERS: dict[str, Callable[..., Mixer]] = {"rnn": RNNMixer, "attention": Attention}
+MIXERS: dict[str, Callable[..., Mixer]] = {
+    "rnn": RNNMixer,
+    "attention": Attention,
+    "matrix": MatrixMixer,
+}
 """Mixers by names, for `LMConfig.mixers`; each is called with (config, device=, dtype=)."""
 OURS = tuple(MIXERS)
 """Names in `MIXERS` that every process knows."""
