@@ -34,8 +34,8 @@ def _by_hand(mixer, cell, x):
     else:
         taps = len(mixer.conv.weight)
         weight = mixer.conv.weight.flip(0).T.unsqueeze(1)
-        padded = F.pad(u.transpose(1, 2), (taps - 1, 0))
-        u = F.silu(F.conv1d(padded, weight, mixer.conv.bias, groups=u.shape[-1])).transpose(1, 2)
+        history = F.pad(u.transpose(1, 2), (taps - 1, 0))
+        u = F.silu(F.conv1d(history, weight, mixer.conv.bias, groups=u.shape[-1])).transpose(1, 2)
     u = u.unflatten(-1, (HEADS, -1))
     names = list(type(mixer.rnn.cell).gates)
     axes = [mixer.rnn.cell.head_axes.gates[name] for name in names]
