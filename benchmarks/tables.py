@@ -22,7 +22,7 @@ from tables_choosing import choosing
 from tables_claims import claims
 from tables_context import context_ranks, context_says, context_steps
 from tables_lm import lm_ratios
-from tables_mixing import mixing
+from tables_mixing import CPU, mixing
 from tables_readme import performance
 from tables_tasks import STATE_TRACKING, tasks
 
@@ -229,6 +229,7 @@ TABLES: dict[str, Table] = {
 FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
     "mixing": mixing,
+    "mixing_cpu": CPU,
     "performance": performance,
     "choosing": choosing,
     "claims": claims,

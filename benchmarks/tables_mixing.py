@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from markdown_tables import Row, Table, Text, digits, read
+from markdown_tables import Row, Table, Text, digits, read, single
 
 TITLES = {
     "kernels": "pararnn",
@@ -88,6 +88,21 @@ LAYERS = Table(
     column_of,
     {"apart": apart_ratios},
     where=_of("layer", "projection", "torchrl"),
+)
+
+
+def _with_speed_up(row: Row, step: str) -> str:
+    return f"{digits(row[f'{step}_ms'])} ({row[f'{step}_speedup']} x)"
+
+
+CPU = Table(
+    "mixing_cpu.csv",
+    "Medians in ms, and in brackets the speed-up over torch.nn, B = {B}, T = {T}, D = {D}, float32",
+    {"cell": lambda row: NAMES[row["cell"]], "layer": "what"},
+    {
+        "forward": single(lambda row: _with_speed_up(row, "forward")),
+        "forward + backward": single(lambda row: _with_speed_up(row, "both")),
+    },
 )
 
 

@@ -166,6 +166,15 @@ def test_a_step_without_kernels_has_a_reason(step, parts, why):
         pararnn.solve(cell, torch.zeros(1, 2, 1, 8), backend="fused")
 
 
+@pytest.mark.parametrize("matrix", [lambda r: 2 * r, lambda r: r + r.mT, lambda r: r.softmax(-1)])
+def test_a_function_of_a_matrix_is_refused_with_the_cure(matrix):
+    def step(self, state, gate, param):
+        return torch.tanh(gate.x + state.h @ matrix(param.R))
+
+    with pytest.raises(pararnn.CellError, match=r"as it is, x @ param.R or x @ param.R.mT: write"):
+        program_of(_cell(step)(8, num_heads=2))
+
+
 def test_families():
     assert program_of(HeadGRU(8, num_heads=2)).family == "mixing"
     assert program_of(pararnn.GRUCell(8)).family == "elementwise"

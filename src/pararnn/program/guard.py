@@ -25,6 +25,11 @@ HOOKS = {
 }
 
 
+_PRODUCTS = (
+    "A step multiplies by a matrix 'H,K,K' as it is, x @ param.R or x @ param.R.mT: write "
+    "x @ (a * param.R) as a * (x @ param.R), and x @ (param.R + param.S) as two products"
+)
+
 R = TypeVar("R")
 
 
@@ -66,6 +71,8 @@ def guard(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
         if not re.search(r"sizes?\b|shapes?\b|dimension", str(error)):
             raise CellError(failure) from from_the_users_line(error)
         channels = inputs[0].shape[-1] if inputs[0].ndim else 1
+        if inputs[0].ndim == 1 and any(tensor.ndim == 3 for tensor in inputs):
+            failure += f". {_PRODUCTS}"
         size_error = SizeError(
             f"{failure}. It was traced on {channels} channels (8, or the layer's own "
             "where those do not fit): read sizes off a state, or make them config or a Param"
