@@ -241,6 +241,35 @@ def matrix_cpu_says() -> str:
     )
 
 
+def matrix_gpu_says() -> str:
+    """Return how matrix cells on a GPU compare with loops as CUDA graphs, and with chunks."""
+    rows = read("matrix_gpu.csv")
+    key = itemgetter("cell", "K", "V", "T")
+    ours = {key(row): row for row in rows if row["way"] == "pararnn.solve"}
+
+    def ratios(row: Row, step: str) -> float:
+        return float(row[f"{step}_ms"]) / float(ours[key(row)][f"{step}_ms"])
+
+    def speed_up(step: str) -> str:
+        loops = [row for row in rows if row["way"] == "loop as a CUDA graph"]
+        return span((ratios(row, step) for row in loops), ".0f")
+
+    text = (
+        f"The kernels are {speed_up('forward')} times as fast as the loop as a CUDA graph forward, "
+        f"{speed_up('both')} times forward and backward. "
+    )
+    chunks = [row for row in rows if row["way"] == "flash-linear-attention, chunks"]
+    hold(all(ratios(row, "both") < 1 for row in chunks))
+    if chunks:
+        text += (
+            "Chunks, which a cell that is linear in its state allows, are faster: by "
+            f"{span((1 / ratios(row, 'forward') for row in chunks), '.1f')} times forward, "
+            f"{span((1 / ratios(row, 'both') for row in chunks), '.1f')} times forward and "
+            "backward. A nonlinear step has none."
+        )
+    return prose(text)
+
+
 def paper_times(name: str) -> Times:
     """Return a function that looks up a time in a file of the paper's figures: minimum, in ms."""
     rows = read(name)

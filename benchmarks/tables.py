@@ -195,6 +195,18 @@ TABLES: dict[str, Table] = {
         {title: minimum(step) for title, step in PASSES.items()},
         lambda row: row["way"],
     ),
+    "matrix_gpu": Table(
+        "matrix_gpu.csv",
+        "Medians in ms of replays of CUDA graphs, minima in brackets, B = {B}, {H} heads, bfloat16",
+        {
+            "cell": "cell",
+            "K x V": lambda row: f"{row['K']} x {row['V']}",
+            "T": lambda row: f"{int(row['T']):,}",
+            "by": "way",
+        },
+        {title: minimum(step) for title, step in PASSES.items()},
+        lambda row: "",
+    ),
     "newton_iterations": Table(
         "newton_iterations.csv",
         "Updates until the contract holds",

@@ -74,10 +74,9 @@ struct BackwardPass {
       __syncthreads();
       auto source = gates.cursor(place, start);
       ahead.load(own, start, source.at());
-      for (int l = start; l < stop; ++l) {
+      for (int l = start; l < (stop < end ? stop : end - 1); ++l) {
         const int sequence = place.sequence(l);
-        if (events ? sequence >= 0 : l == 0) begin(place, l, sequence, state);
-        if (l == end - 1) return;
+        if (events && sequence >= 0) begin(place, l, sequence, state);
         trajectory.store(state, l - first);
         const auto inputs = ahead;
         const int step = l + 1 < stop ? 1 : 0;
@@ -89,6 +88,8 @@ struct BackwardPass {
         state = next;
       }
     }
+    const int sequence = place.sequence(end - 1);
+    if (events && sequence >= 0) begin(place, end - 1, sequence, state);
   }
   // The window with which the chunk before a step begins, -1 for none.
   PARARNN_FUNCTION static int before(int first) { return first > 0 ? window_of(first - checkpoint) : -1; }

@@ -47,6 +47,9 @@ struct ForwardPass {
     if (events) fill_all(state, constant(0));
     else load_states(place, p.in.initial, (int)place.row, state);
     Inputs last_inputs, ahead;
+    last = state;
+    fill_all(last_inputs.ready, constant(0));
+    fill_all(last_inputs.gate, constant(0));
     for (int first = 0; first < length; first += span) {
       const int end = first + span < length ? first + span : length;
       wait_for_copies<0>();
@@ -62,9 +65,11 @@ struct ForwardPass {
       __syncthreads();
       auto source = gates.cursor(place, first);
       ahead.load(own, first, source.at());
-      bool waits = false;  // true if the output of the step before is not yet read
+      if (first % checkpoint == 0) store_all(state, p.memory + place.at_chunk(first / checkpoint));
+      // True if the output of the step before is not yet read. Without events it is read in any case, though it may
+      // be read already or not exist: a branch would keep what follows from running beside it.
+      bool waits = !events;
       for (int l = first; l < end; ++l) {
-        if (l % checkpoint == 0) store_all(state, p.memory + place.at_chunk(l / checkpoint));
         const Inputs inputs = ahead;
         const int step = l + 1 < end ? 1 : 0;
         gates.move(place, source, step);
@@ -78,7 +83,7 @@ struct ForwardPass {
         if (events) begin(place, l, sequence, state);
         States next;
         advance_step(own.block, own.matrices, own.param, state, inputs.ready, inputs.gate, next);
-        if (events ? waits : l > first) read(last, last_inputs, l - 1);
+        if (waits) read(last, last_inputs, l - 1);
         waits = true;
         state = last = next;
         last_inputs = inputs;
@@ -92,7 +97,7 @@ struct ForwardPass {
   }
   PARARNN_FUNCTION void read(const States& state, const Inputs& inputs, int l) {
     WideOutput output;  // none: outputs are vectors
-    readout_step(own.block, own.matrices, own.param, state, inputs.ready, inputs.gate, output, own.slot(l));
+    readout_step(own.block, own.matrices, own.param, state, inputs.ready, inputs.gate, output, own.slot(l + span));
   }
 };
 
