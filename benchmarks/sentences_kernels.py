@@ -259,7 +259,7 @@ def matrix_gpu_says() -> str:
         f"{speed_up('both')} times forward and backward. "
     )
     chunks = [row for row in rows if row["way"] == "flash-linear-attention, chunks"]
-    hold(all(ratios(row, "both") < 1 for row in chunks))
+    hold(all(ratios(row, "both") < 1 for row in chunks), "chunks are faster")
     if chunks:
         text += (
             "Chunks, which a cell that is linear in its state allows, are faster: by "
