@@ -1,8 +1,9 @@
 """Time of a token when the paper's language models decode, in bfloat16.
 
 Ways: "eager", PyTorch calling kernels one by one; "graph", a step of compiled blocks as a CUDA
-graph; "searched", the same after the compiler's search for good kernels; "generate", transformers'
-generate with a static cache, which compiles the step itself: the time of 64 more tokens. Context:
+graph; "searched", the same after the compiler's search for good kernels; "fused", a graph of the
+step as `pararnn.lm.sample` and the server record it (`pararnn.lm.fused_step`), not compiled;
+"generate", transformers' generate with a static cache, which compiles the step itself: the time of 64 more tokens. Context:
 tokens that attention's cache holds; recurrent layers hold one state, whatever came before. The
 weights are read once a token: `weights_ms` is the time of that at the GPU's copy bandwidth,
 measured here. `cache_MB` is what is remembered of the tokens before, all rows together; `peak_GiB`
@@ -31,11 +32,13 @@ from torch import Tensor
 from pararnn.lm import LanguageModel, preset
 from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.config import LMConfig
+from pararnn.lm.fused_step import fused_logits, takes
 from pararnn.lm.mixers import Attention
 
 MORE = 64
 SEARCH = {"graph": False, "searched": True}
 WAYS = ("eager", *SEARCH)
+FUSED = "fused"
 CONTEXTS = (2_048, 32_768, 131_072)
 """Of the Transformer; others hold the same at any."""
 KEYS = ("device", "model", "way", "B", "context")
@@ -87,6 +90,8 @@ def cases() -> list[Case]:
         for way, batch, context in itertools.product(WAYS, (1, 64), contexts):
             if batch * context <= 2**18:  # more keys and values do not fit next to the weights
                 every.append(Case(f"{name}-1B", config, way, batch, context))
+        if name in ("gru", "lstm"):
+            every += [Case(f"{name}-1B", config, FUSED, batch, 2048) for batch in (1, 16, 64)]
         if name == "gru":
             every += [Case(f"{name}-1B", config, "generate", batch, 2048) for batch in (1, 64)]
     return every
@@ -116,6 +121,18 @@ def step_of(model: LanguageModel, case: Case, cache: LMCache) -> Call:
     def step() -> None:
         cache.length = case.context
         token.copy_(model(token, cache)[:, -1].argmax(-1, keepdim=True))
+
+    return step
+
+
+def fused_step_of(model: LanguageModel, case: Case, cache: LMCache) -> Call:
+    """Return a step of fused kernels that reads the token that the last one wrote."""
+    assert takes(model, case.batch)
+    token = torch.zeros(case.batch, dtype=torch.long, device=model.lm_head.weight.device)
+
+    @torch.no_grad()
+    def step() -> None:
+        token.copy_(fused_logits(model, token, cache).argmax(-1))
 
     return step
 
@@ -170,6 +187,9 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
     else:
         cache = cache_of(model, case)
         step = step_of(model, case, cache)
+        if case.way == FUSED:
+            step()  # fills the cache
+            step = captured_graph([fused_step_of(model, case, cache)]).replay
         if case.way in SEARCH:
             # Products with one row are kernels of the compiler's, which a search makes faster.
             search = {"coordinate_descent_tuning": SEARCH[case.way]}
@@ -207,7 +227,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--ways", nargs="+", choices=(*WAYS, "generate"), help="these alone")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, FUSED, "generate"), help="these alone")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     device = device_of(args)

@@ -12,6 +12,7 @@ from torch.nn.modules import module as module_calls
 from pararnn.device import Gpu, type_of
 from pararnn.engines.signature import PLAIN_TYPES
 from pararnn.lm.cache import LMCache, SteadyCache
+from pararnn.lm.fused_step import fused_logits, takes
 from pararnn.lm.model import LanguageModel
 from pararnn.op import can_bypass_dispatcher
 from pararnn.private import autocast_enabled
@@ -32,7 +33,8 @@ class Steps:
     """Steps of one token a row from a cache on: called once, then recorded and replayed.
 
     A call with tokens int64 (B,) returns the logits (B, vocab_size) of the next ones, which the
-    next call may overwrite. They are bit-identical to those of separate calls.
+    next call may overwrite. They are bit-identical to those of separate calls, except of models
+    that have a fused step (`pararnn.lm.fused_step`), which rounds less often.
     """
 
     def __init__(self, model: LanguageModel, cache: LMCache) -> None:
@@ -44,7 +46,7 @@ class Steps:
     def __call__(self, token: Tensor) -> Tensor:
         if not self.is_warm:  # compiles and loads what may not be compiled while recording
             self.is_warm = True
-            return next_logits(self.model, token.unsqueeze(1), self.cache)
+            return step_of(self.model, len(token))(self.model, token, self.cache)
         if self.recording is None:
             self.recording = record(self.model, self.cache, token)
         self.recording.token.copy_(token)
@@ -57,12 +59,22 @@ def next_logits(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
     return model.lm_head(model.hidden(tokens, cache)[:, -1])
 
 
+def step_of(model: LanguageModel, rows: int) -> Callable[[LanguageModel, Tensor, LMCache], Tensor]:
+    """Return the function of a step of tokens (B,): fused where there are kernels for it."""
+    return fused_logits if takes(model, rows) else _called
+
+
+def _called(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
+    return next_logits(model, token.unsqueeze(1), cache)
+
+
 def record(model: LanguageModel, cache: LMCache, token: Tensor) -> Recording:
     """Record a step, without running it, for tokens of this shape."""
     token, gpu = token.clone(), type_of(token.device)
     assert isinstance(gpu, Gpu)
+    step = step_of(model, len(token))
     with gpu.capture(token.device) as replay:
-        logits = next_logits(model, token.unsqueeze(1), cache)
+        logits = step(model, token, cache)
     return Recording(token, replay, logits)
 
 

@@ -1,0 +1,258 @@
+"""The kernel of a recurrent layer's decoding step, generated in Triton from the cell's step.
+
+A program computes all gates of some channels of a head, the cell's step, and the output times its
+gate. The emitter's expressions are valid in Triton, where `HEADER` defines the names in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from pararnn.codegen.emit import Body
+from pararnn.codegen.spelling import MASK, REAL, spell
+from pararnn.errors import EngineError
+from pararnn.program.program import Program
+from pararnn.program.trace import ancestors
+
+HEADER = """
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from pararnn.lm.step_kernels import activated, silu
+
+INFINITY = tl.constexpr(float("inf"))
+NAN = tl.constexpr(float("nan"))
+exp, exp2, log, log2, sqrt, abs = tl.exp, tl.exp2, tl.log, tl.log2, tl.sqrt, tl.abs
+sigmoid, erf, sin, cos, floor, ceil = tl.sigmoid, tl.erf, tl.sin, tl.cos, tl.floor, tl.ceil
+maximum, minimum, select = tl.maximum, tl.minimum, tl.where
+
+
+@triton.jit
+def constant(x):
+    return x
+
+
+@triton.jit
+def tanh(x):
+    t = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - t) / (1.0 + t)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def relu(x):
+    return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def log1p(x):
+    return tl.log(1.0 + x)
+
+
+@triton.jit
+def at_least(x, low):
+    return tl.maximum(x, low)
+
+
+@triton.jit
+def at_most(x, high):
+    return tl.minimum(x, high)
+
+
+@triton.jit
+def lerp(a, b, t):
+    return a + t * (b - a)
+
+
+@triton.jit
+def truth(x):
+    return x != 0.0
+
+
+@triton.jit
+def number(x):
+    return x.to(tl.float32)
+
+
+@triton.jit
+def negated(x):
+    return x == 0
+"""
+
+NAMES = {
+    *re.findall(r"^def (\w+)", HEADER, re.MULTILINE),
+    *"exp exp2 log log2 sqrt abs sigmoid erf sin cos floor ceil maximum minimum select".split(),
+}
+"""Functions that expressions may call."""
+
+KERNEL = """
+
+@triton.jit
+def recurrent_step(
+    u, z, inputs, weight, bias, matrix, scale, gate_bias, states, y, {params}
+    rows, channels, head_channels, head_inputs, i_b, i_d, i_t,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, TAPS: tl.constexpr,
+    BIAS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    blocks = tl.cdiv(head_channels, BLOCK)
+    head = tl.program_id(0) // blocks
+    inner = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    own = inner < head_channels
+    channel = head * head_channels + inner
+    row = tl.arange(0, ROWS)
+    is_row = row < rows
+    k = tl.arange(0, DEPTH)
+    first = (head * {gates} * head_channels + inner).to(tl.int64)
+{first_loads}
+    if PDL:
+        gdc_wait()
+{zeros}
+    for start in range(0, head_inputs, DEPTH):
+        inside = start + k < head_inputs
+        mask = is_row[:, None] & inside[None, :]
+        at = head * head_inputs + start + k
+        x = activated(u, inputs, weight, bias, row, at, mask, channels, i_b, i_d, i_t, TAPS)
+        x = x.to(u.dtype.element_ty)
+        if ROWS == 1:
+            x = tl.sum(x.to(tl.float32), 0)
+{sums_of_one}
+        else:
+{sums_of_rows}
+{totals}
+    place = row[:, None] * channels + channel[None, :]
+    mask = is_row[:, None] & own[None, :]
+{reads}
+{body}
+{writes}
+    h = state_0.to(y.dtype.element_ty).to(tl.float32)
+    gate = tl.load(z + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + place, (h * silu(gate)).to(y.dtype.element_ty), mask=mask)
+"""
+
+
+def source_of(program: Program) -> str:
+    """Return the kernel's source. Raises EngineError for steps with functions beyond `HEADER`."""
+    gates, states = len(program.gates), program.num_states
+    lines = step_lines(program)
+    load = "tl.load(matrix + {at}, mask={mask}, other=0.0)"
+    of_one = "(first + {g} * head_channels)[:, None] * head_inputs + (start + k)[None, :]"
+    of_rows = "(first + {g} * head_channels)[None, :] * head_inputs + (start + k)[:, None]"
+    parts = {
+        "params": "".join(f"param_{name}, " for name in program.params),
+        "gates": str(gates),
+        "first_loads": "",
+        "zeros": [
+            "shape: tl.constexpr = BLOCK if ROWS == 1 else ROWS",
+            "other: tl.constexpr = DEPTH if ROWS == 1 else BLOCK",
+            *(f"sum_{g} = tl.zeros((shape, other), tl.float32)" for g in range(gates)),
+        ],
+        "sums_of_one": [
+            f"sum_{g} += {load.format(at=of_one.format(g=g), mask='own[:, None] & inside[None, :]')}"
+            ".to(tl.float32) * x[None, :]"
+            for g in range(gates)
+        ],
+        "sums_of_rows": [
+            f"sum_{g} = tl.dot(x, {load.format(at=of_rows.format(g=g), mask='own[None, :] & inside[:, None]')}"
+            f'.to(x.dtype), sum_{g}, input_precision="ieee")'
+            for g in range(gates)
+        ],
+        "totals": [
+            "if ROWS == 1:",
+            *(f"    total_{g} = tl.sum(sum_{g}, 1)[None, :]" for g in range(gates)),
+            "else:",
+            *(f"    total_{g} = sum_{g}" for g in range(gates)),
+        ],
+        "reads": [
+            *(
+                f"state_{n} = tl.load(states + row[:, None] * {states} * channels + {n} * channels"
+                " + channel[None, :], mask=mask, other=0.0)"
+                for n in range(states)
+            ),
+            "if SCALED:",
+            *(
+                f"    total_{g} *= tl.load(scale + first + {g} * head_channels, mask=own)[None, :]"
+                for g in range(gates)
+            ),
+            "if BIAS:",
+            *(
+                f"    total_{g} += tl.load(gate_bias + {g} * channels + channel, mask=own, other=0.0)"
+                ".to(tl.float32)[None, :]"
+                for g in range(gates)
+            ),
+            *(
+                f"p_{name} = tl.load(param_{name} + channel, mask=own, other=0.0)"
+                ".to(tl.float32)[None, :]"
+                for name in program.params
+            ),
+            *(f"f_{name} = state_0 * 0.0 + 1.0" for name in program.fields),
+        ],
+        "body": lines,
+        "writes": [
+            *(f"state_{n} = new_{n} + tl.zeros_like(total_0)" for n in range(states)),
+            *(
+                f"tl.store(states + row[:, None] * {states} * channels + {n} * channels"
+                f" + channel[None, :], state_{n}, mask=mask)"
+                for n in range(states)
+            ),
+        ],
+    }
+    depth = {"sums_of_one": 12, "sums_of_rows": 12}
+    text = {
+        name: part
+        if isinstance(part, str)
+        else "\n".join(" " * depth.get(name, 4) + line for line in part)
+        for name, part in parts.items()
+    }
+    return HEADER + KERNEL.format(**text)
+
+
+def step_lines(program: Program) -> list[str]:
+    """Return the cell's step as assignments to new_0, new_1, ..."""
+    graph = program.graphs[torch.float32].step.module.graph
+    nodes = list(graph.nodes)
+    live = ancestors(nodes, nodes[-1:], lambda node: node.all_input_nodes)
+    names = [f"state_{n}" for n in range(program.num_states)]
+    names += [f"total_{g}" for g in range(len(program.gates))]
+    names += [f"f_{name}" for name in program.fields]
+    names += [f"p_{name}" for name in program.params]
+    body, lines = Body(f"{program.cell_name}'s step"), []
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    for node, name in zip(placeholders, names, strict=True):
+        body.values[node] = (name, REAL)
+    for node in nodes:
+        if node.op != "call_function" or node not in live:
+            continue
+        if node.target is torch.ops.aten.scalar_tensor.default:
+            body.values[node] = (node.args[0], REAL)
+            continue
+        kind, expression = body.expression(node, None)
+        unknown = set(re.findall(r"([A-Za-z_]\w*)\(", expression)) - NAMES
+        if unknown:
+            raise EngineError(f"{body.function} uses {', '.join(unknown)}, which have no Triton")
+        name = f"{'m' if kind == MASK else 't'}{len(lines)}"
+        lines.append(f"{name} = {expression}")
+        body.values[node] = (name, kind)
+    (results,) = (node.args[0] for node in nodes if node.op == "output")
+    for n, result in enumerate(results):
+        lines.append(f"new_{n} = {spell(body.as_kind(result, REAL))}")
+    return lines
+
+
+@lru_cache(maxsize=64)
+def kernel_of(program: Program) -> Callable[..., Any]:
+    """Return the compiled kernel of a program."""
+    source = source_of(program)
+    name = f"<pararnn {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    namespace: dict[str, Any] = {"__name__": "pararnn.lm.step_cell"}
+    exec(compile(source, name, "exec"), namespace)
+    return namespace["recurrent_step"]

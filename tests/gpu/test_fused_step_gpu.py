@@ -1,0 +1,104 @@
+"""A decoding step in five kernels a layer, against calls in float64."""
+
+import copy
+
+import pytest
+import torch
+from relative import relative_error
+
+from pararnn.lm import LanguageModel, fused_step
+from pararnn.lm.cache import SteadyCache
+from pararnn.lm.config import LMConfig
+from pararnn.lm.replay import next_logits
+from pararnn.zoo import CELLS
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+VOCABULARY = 700
+
+
+def model_of(dtype, cell="gru", width=512, **options):
+    torch.manual_seed(0)
+    config = LMConfig(width, 2, vocab_size=VOCABULARY, cell=cell, **{"num_heads": 4, **options})
+    model = LanguageModel(config, device="cuda", dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name or "scale" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@torch.no_grad()
+def errors(model, rows, steps=4):
+    """Relative errors of fused steps and of called ones, next to calls in float64."""
+    exact = copy.deepcopy(model).double()
+    tokens = torch.randint(VOCABULARY, (rows, 6 + steps), device="cuda")
+    caches = [each.new_cache() for each in (model, exact, model)]
+    for each, cache in zip((model, exact, model), caches, strict=True):
+        next_logits(each, tokens[:, :6], cache)
+    caches[0].layers = [SteadyCache(*layer.read()) for layer in caches[0].layers]
+    result = []
+    for place in range(6, 6 + steps):
+        column = tokens[:, place]
+        fused = fused_step.fused_logits(model, column, caches[0])
+        reference = next_logits(exact, column[:, None], caches[1])
+        called = next_logits(model, column[:, None], caches[2])
+        result.append([relative_error(each, reference) for each in (fused, called)])
+    for own, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert relative_error(own.states, other.states) < BOUNDS[model.lm_head.weight.dtype]
+    return result
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 16, 64])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_steps_are_as_near_to_float64_as_calls(cell, rows, dtype):
+    model = model_of(dtype, cell)
+    assert fused_step.takes(model, rows)
+    for fused, called in errors(model, rows):
+        assert fused < max(BOUNDS[dtype] / 4, 1.5 * called)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_cells_that_have_kernels_step_as_they_are_called(cell):
+    try:
+        model = model_of(torch.float32, cell, width=64)
+    except ValueError:
+        model = model_of(torch.float32, cell, width=64, num_heads=1)
+    if not fused_step.takes(model, 1):
+        pytest.skip("has no fused step")
+    for rows in (1, 2):
+        for fused, called in errors(model, rows):
+            assert fused < max(1e-5, 4 * called)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"conv_kernel_size": 1}, {"conv_kernel_size": 2}, {"width": 96, "num_heads": 3},
+     {"num_heads": 1, "intermediate_size": 1000}, {"tie_word_embeddings": True}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 5])
+def test_other_sizes(options, rows):
+    model = model_of(torch.float32, **options)
+    assert fused_step.takes(model, rows)
+    assert max(fused for fused, _ in errors(model, rows)) < 1e-5
+
+
+@torch.no_grad()
+def test_rows_have_the_same_bits_in_any_company():
+    model = model_of(torch.bfloat16)
+    cache = model.new_cache()
+    next_logits(model, torch.arange(6, device="cuda").expand(8, 6), cache)
+    cache.layers = [SteadyCache(*layer.read()) for layer in cache.layers]
+    logits = fused_step.fused_logits(model, torch.full((8,), 3, device="cuda"), cache)
+    assert (logits == logits[:1]).all()
+
+
+def test_what_has_no_fused_step():
+    model = model_of(torch.float32)
+    assert not fused_step.takes(model, 65)
+    assert not fused_step.takes(model.cpu(), 1)
+    assert not fused_step.takes(model_of(torch.float64), 1)
+    assert not fused_step.takes(model_of(torch.float32, norm="layer"), 1)
+    attention = LMConfig(64, 2, vocab_size=50, mixers=("rnn", "attention"), num_attention_heads=2)
+    assert not fused_step.takes(LanguageModel(attention, device="cuda"), 1)
