@@ -3,7 +3,8 @@
 Ways: "eager", PyTorch calling kernels one by one; "graph", a step of compiled blocks as a CUDA
 graph; "searched", the same after the compiler's search for good kernels; "fused", a graph of the
 step as `pararnn.lm.sample` and the server record it (`pararnn.lm.fused_step`), not compiled;
-"generate", transformers' generate with a static cache, which compiles the step itself: the time of 64 more tokens. Context:
+"generate", transformers' generate with a static cache, which compiles the step itself: the time of
+64 more tokens. Context:
 tokens that attention's cache holds; recurrent layers hold one state, whatever came before. The
 weights are read once a token: `weights_ms` is the time of that at the GPU's copy bandwidth,
 measured here. `cache_MB` is what is remembered of the tokens before, all rows together; `peak_GiB`

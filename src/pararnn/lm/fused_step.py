@@ -26,6 +26,10 @@ MOST_ROWS = 64
 """Largest number of rows; cuBLAS's products are better with more."""
 PROGRAMS = 512
 """Programs of a product of one row, about four a multiprocessor."""
+TILE = 4096
+"""Numbers of a matrix that a program of one row fetches at once."""
+DEPTH = 256
+"""Inputs that a program of a recurrent step of one row reads at once."""
 
 
 def takes(model: LanguageModel, rows: int) -> bool:
@@ -148,10 +152,8 @@ def _product(
     (rows, length), lines = x.shape, len(weights[0])
     pad = _padded(rows)
     if pad == 1:
-        block = (
-            min(16, max(1, 1 << ((lines // PROGRAMS).bit_length() - 1))) if lines >= PROGRAMS else 1
-        )
-        depth = min(_power(length), 4096 // block)
+        block = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
+        depth = min(_power(length), TILE // block // (2 if kind == "swiglu" else 1))
     else:
         block, depth = (32 if lines >= 4096 else 16), min(128, max(16, _power(length)))
     count = -(-lines // block) * (2 if kind == "pair" else 1)
@@ -160,8 +162,6 @@ def _product(
         x if gain is None else gain,
         weights[0],
         weights[-1],
-        x,
-        x,
         outs[0],
         outs[-1],
         x if residual is None else residual,
@@ -181,7 +181,6 @@ def _product(
         KIND=kind,
         FACTOR=factor is not None,
         TAPS=1 if inputs is None else inputs.shape[2] + 1,
-        SCALED=False,
         PDL=PDL,
         num_warps=4,
         num_stages=1 if pad == 1 else 4,
@@ -204,17 +203,15 @@ def _recurrence(
     (rows, channels), heads = u.shape, layer.num_heads
     size = channels // heads
     pad = _padded(rows)
-    block = min(_power(size), 16 if pad > 1 else max(1, min(16, _power(channels // PROGRAMS))))
-    depth = min(_power(size), 512 if pad == 1 else 64)
-    matrix = layer.proj.weight
+    block = 16 if pad > 1 else min(_power(size), max(1, min(16, _power(channels // PROGRAMS))))
+    depth = min(_power(size), DEPTH) if pad == 1 else max(16, min(_power(size), 64))
     kernel_of(program)[(heads * -(-size // block),)](
         u,
         z,
         u if inputs is None else inputs,
         u if conv is None else conv.weight,
         u if conv is None else conv.bias,
-        matrix,
-        matrix,
+        layer.proj.weight,
         u if layer.bias is None else layer.bias,
         states,
         y,
@@ -226,10 +223,11 @@ def _recurrence(
         *_strides(inputs),
         ROWS=pad,
         BLOCK=block,
-        DEPTH=max(depth, 16) if pad > 1 else depth,
+        DEPTH=depth,
         TAPS=1 if conv is None else len(conv.weight),
         BIAS=layer.bias is not None,
-        SCALED=False,
+        HEIGHT=block if pad == 1 else pad,
+        WIDTH=depth if pad == 1 else block,
         PDL=PDL,
         num_warps=4,
         num_stages=1 if pad == 1 else 3,

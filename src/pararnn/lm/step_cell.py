@@ -25,7 +25,7 @@ HEADER = """
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from pararnn.lm.step_kernels import activated, silu
+from pararnn.lm.step_kernels import activated, add_product, fetch, silu
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
@@ -88,7 +88,8 @@ def negated(x):
 
 NAMES = {
     *re.findall(r"^def (\w+)", HEADER, re.MULTILINE),
-    *"exp exp2 log log2 sqrt abs sigmoid erf sin cos floor ceil maximum minimum select".split(),
+    *re.findall(r"\w+", "exp exp2 log log2 sqrt abs sigmoid erf sin cos floor ceil"),
+    *("maximum", "minimum", "select"),
 }
 """Functions that expressions may call."""
 
@@ -96,10 +97,10 @@ KERNEL = """
 
 @triton.jit
 def recurrent_step(
-    u, z, inputs, weight, bias, matrix, scale, gate_bias, states, y, {params}
+    u, z, inputs, weight, bias, matrix, gate_bias, states, y, {params}
     rows, channels, head_channels, head_inputs, i_b, i_d, i_t,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, TAPS: tl.constexpr,
-    BIAS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
@@ -112,27 +113,33 @@ def recurrent_step(
     is_row = row < rows
     k = tl.arange(0, DEPTH)
     first = (head * {gates} * head_channels + inner).to(tl.int64)
-{first_loads}
+    {lines}
+    if ROWS == 1:
+        {fetch}
     if PDL:
         gdc_wait()
-{zeros}
+    {zeros}
     for start in range(0, head_inputs, DEPTH):
-        inside = start + k < head_inputs
-        mask = is_row[:, None] & inside[None, :]
-        at = head * head_inputs + start + k
-        x = activated(u, inputs, weight, bias, row, at, mask, channels, i_b, i_d, i_t, TAPS)
+        at = start + k
+        mask = is_row[:, None] & (at < head_inputs)[None, :]
+        x = activated(u, inputs, weight, bias, row, head * head_inputs + at, mask, channels,
+                      i_b, i_d, i_t, TAPS)
         x = x.to(u.dtype.element_ty)
         if ROWS == 1:
             x = tl.sum(x.to(tl.float32), 0)
-{sums_of_one}
+            {sums_of_one}
         else:
-{sums_of_rows}
-{totals}
+            {sums_of_rows}
+    if ROWS == 1:
+        {totals}
     place = row[:, None] * channels + channel[None, :]
     mask = is_row[:, None] & own[None, :]
-{reads}
-{body}
-{writes}
+    {states}
+    if BIAS:
+        {biases}
+    {values}
+    {step}
+    {writes}
     h = state_0.to(y.dtype.element_ty).to(tl.float32)
     gate = tl.load(z + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + place, (h * silu(gate)).to(y.dtype.element_ty), mask=mask)
@@ -141,78 +148,57 @@ def recurrent_step(
 
 def source_of(program: Program) -> str:
     """Return the kernel's source. Raises EngineError for steps with functions beyond `HEADER`."""
-    gates, states = len(program.gates), program.num_states
-    lines = step_lines(program)
-    load = "tl.load(matrix + {at}, mask={mask}, other=0.0)"
-    of_one = "(first + {g} * head_channels)[:, None] * head_inputs + (start + k)[None, :]"
-    of_rows = "(first + {g} * head_channels)[None, :] * head_inputs + (start + k)[:, None]"
+    gates, states = range(len(program.gates)), range(program.num_states)
+    place_of = "row[:, None] * {count} * channels + {n} * channels + channel[None, :]"
+    places = {n: place_of.format(count=len(states), n=n) for n in states}
+    wide = ".to(tl.float32)[None, :]"
     parts = {
-        "params": "".join(f"param_{name}, " for name in program.params),
-        "gates": str(gates),
-        "first_loads": "",
-        "zeros": [
-            "shape: tl.constexpr = BLOCK if ROWS == 1 else ROWS",
-            "other: tl.constexpr = DEPTH if ROWS == 1 else BLOCK",
-            *(f"sum_{g} = tl.zeros((shape, other), tl.float32)" for g in range(gates)),
-        ],
+        "lines": [f"line_{g} = first + {g} * head_channels" for g in gates],
+        "fetch": [f"ahead_{g} = fetch(matrix, line_{g}, own, k, head_inputs)" for g in gates],
+        "zeros": [f"sum_{g} = tl.zeros((HEIGHT, WIDTH), tl.float32)" for g in gates],
         "sums_of_one": [
-            f"sum_{g} += {load.format(at=of_one.format(g=g), mask='own[:, None] & inside[None, :]')}"
-            ".to(tl.float32) * x[None, :]"
-            for g in range(gates)
+            line
+            for g in gates
+            for line in (
+                f"sum_{g} += ahead_{g}.to(tl.float32) * x[None, :]",
+                f"ahead_{g} = fetch(matrix, line_{g}, own, at + DEPTH, head_inputs)",
+            )
         ],
         "sums_of_rows": [
-            f"sum_{g} = tl.dot(x, {load.format(at=of_rows.format(g=g), mask='own[None, :] & inside[:, None]')}"
-            f'.to(x.dtype), sum_{g}, input_precision="ieee")'
-            for g in range(gates)
+            f"sum_{g} = add_product(sum_{g}, x, matrix, line_{g}, own, at, head_inputs)"
+            for g in gates
         ],
-        "totals": [
-            "if ROWS == 1:",
-            *(f"    total_{g} = tl.sum(sum_{g}, 1)[None, :]" for g in range(gates)),
-            "else:",
-            *(f"    total_{g} = sum_{g}" for g in range(gates)),
+        "totals": [f"sum_{g} = tl.sum(sum_{g}, 1)[None, :]" for g in gates],
+        "states": [
+            f"state_{n} = tl.load(states + {places[n]}, mask=mask, other=0.0)" for n in states
         ],
-        "reads": [
+        "biases": [
+            f"sum_{g} += tl.load(gate_bias + {g} * channels + channel, mask=own, other=0.0){wide}"
+            for g in gates
+        ],
+        "values": [
             *(
-                f"state_{n} = tl.load(states + row[:, None] * {states} * channels + {n} * channels"
-                " + channel[None, :], mask=mask, other=0.0)"
-                for n in range(states)
-            ),
-            "if SCALED:",
-            *(
-                f"    total_{g} *= tl.load(scale + first + {g} * head_channels, mask=own)[None, :]"
-                for g in range(gates)
-            ),
-            "if BIAS:",
-            *(
-                f"    total_{g} += tl.load(gate_bias + {g} * channels + channel, mask=own, other=0.0)"
-                ".to(tl.float32)[None, :]"
-                for g in range(gates)
-            ),
-            *(
-                f"p_{name} = tl.load(param_{name} + channel, mask=own, other=0.0)"
-                ".to(tl.float32)[None, :]"
+                f"p_{name} = tl.load(param_{name} + channel, mask=own, other=0.0){wide}"
                 for name in program.params
             ),
             *(f"f_{name} = state_0 * 0.0 + 1.0" for name in program.fields),
         ],
-        "body": lines,
+        "step": step_lines(program),
         "writes": [
-            *(f"state_{n} = new_{n} + tl.zeros_like(total_0)" for n in range(states)),
-            *(
-                f"tl.store(states + row[:, None] * {states} * channels + {n} * channels"
-                f" + channel[None, :], state_{n}, mask=mask)"
-                for n in range(states)
-            ),
+            *(f"state_{n} = new_{n} + tl.zeros_like(sum_0)" for n in states),
+            *(f"tl.store(states + {places[n]}, state_{n}, mask=mask)" for n in states),
         ],
     }
-    depth = {"sums_of_one": 12, "sums_of_rows": 12}
-    text = {
-        name: part
-        if isinstance(part, str)
-        else "\n".join(" " * depth.get(name, 4) + line for line in part)
-        for name, part in parts.items()
-    }
-    return HEADER + KERNEL.format(**text)
+    text = KERNEL.replace("{params}", "".join(f"param_{name}, " for name in program.params))
+    text = text.replace("{gates}", str(len(gates)))
+    for name, lines in parts.items():
+        text = re.sub(
+            rf"^( *){{{name}}}$",
+            lambda found, lines=lines: "\n".join(found[1] + line for line in lines),
+            text,
+            flags=re.MULTILINE,
+        )
+    return HEADER + text
 
 
 def step_lines(program: Program) -> list[str]:
@@ -221,7 +207,7 @@ def step_lines(program: Program) -> list[str]:
     nodes = list(graph.nodes)
     live = ancestors(nodes, nodes[-1:], lambda node: node.all_input_nodes)
     names = [f"state_{n}" for n in range(program.num_states)]
-    names += [f"total_{g}" for g in range(len(program.gates))]
+    names += [f"sum_{g}" for g in range(len(program.gates))]
     names += [f"f_{name}" for name in program.fields]
     names += [f"p_{name}" for name in program.params]
     body, lines = Body(f"{program.cell_name}'s step"), []

@@ -20,6 +20,22 @@ def silu(x):
 
 
 @triton.jit
+def fetch(matrix, line, own, k, length):
+    """Load lines of a matrix (N, K) at columns k, (lines, columns), past the cache of others."""
+    mask = own[:, None] & (k < length)[None, :]
+    at = line.to(tl.int64)[:, None] * length + k[None, :]
+    return tl.load(matrix + at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def add_product(total, x, matrix, line, own, k, length):
+    """Return a sum (R, N) and the product of rows x (R, K) with lines of a matrix."""
+    mask = own[None, :] & (k < length)[:, None]
+    at = line.to(tl.int64)[None, :] * length + k[:, None]
+    return tl.dot(x, tl.load(matrix + at, mask=mask, other=0.0), total, input_precision="ieee")
+
+
+@triton.jit
 def _one_row(
     x, gain, w1, w2, line, own, length,
     BLOCK: tl.constexpr, DEPTH: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr,
@@ -27,12 +43,10 @@ def _one_row(
 ):  # fmt: skip
     """Return the products of one row with lines of one or two matrices, and its sum of squares."""
     k = tl.arange(0, DEPTH)
-    at = line.to(tl.int64)[:, None] * length + k[None, :]
-    mask = own[:, None] & (k < length)[None, :]
-    next1 = tl.load(w1 + at, mask=mask, other=0.0, eviction_policy="evict_first")
+    next1 = fetch(w1, line, own, k, length)
     next2 = next1
     if TWO:
-        next2 = tl.load(w2 + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        next2 = fetch(w2, line, own, k, length)
     if PDL:
         gdc_wait()
     sum1 = tl.zeros((BLOCK, DEPTH), tl.float32)
@@ -40,13 +54,9 @@ def _one_row(
     squares = tl.zeros((DEPTH,), tl.float32)
     for start in range(0, length, DEPTH):
         now1, now2 = next1, next2
-        ahead = start + DEPTH + k
-        mask = own[:, None] & (ahead < length)[None, :]
-        next1 = tl.load(w1 + at + start + DEPTH, mask=mask, other=0.0,
-                        eviction_policy="evict_first")  # fmt: skip
+        next1 = fetch(w1, line, own, start + DEPTH + k, length)
         if TWO:
-            next2 = tl.load(w2 + at + start + DEPTH, mask=mask, other=0.0,
-                            eviction_policy="evict_first")  # fmt: skip
+            next2 = fetch(w2, line, own, start + DEPTH + k, length)
         inside = start + k < length
         value = tl.load(x + start + k, mask=inside, other=0.0).to(tl.float32)
         if NORM:
@@ -66,7 +76,6 @@ def _rows(
 ):  # fmt: skip
     """Return the products of several rows, and the sum of squares of each, (ROWS, 1)."""
     k = tl.arange(0, DEPTH)
-    at = line.to(tl.int64)[None, :] * length + k[:, None]
     at_x = row[:, None] * length + k[None, :]
     if PDL:
         gdc_wait()
@@ -76,26 +85,23 @@ def _rows(
     for start in range(0, length, DEPTH):
         inside = start + k < length
         value = tl.load(x + at_x + start, mask=is_row[:, None] & inside[None, :], other=0.0)
-        mask = own[None, :] & inside[:, None]
-        matrix = tl.load(w1 + at + start, mask=mask, other=0.0)
         if NORM:
             wide = value.to(tl.float32)
             squares += tl.sum(wide * wide, 1)
             wide *= tl.load(gain + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
             value = wide.to(value.dtype)
-        sum1 = tl.dot(value, matrix.to(value.dtype), sum1, input_precision="ieee")
+        sum1 = add_product(sum1, value, w1, line, own, start + k, length)
         if TWO:
-            matrix = tl.load(w2 + at + start, mask=mask, other=0.0)
-            sum2 = tl.dot(value, matrix.to(value.dtype), sum2, input_precision="ieee")
+            sum2 = add_product(sum2, value, w2, line, own, start + k, length)
     return sum1, sum2, squares[:, None]
 
 
 @triton.jit
 def product(
-    x, gain, w1, w2, scale1, scale2, out1, out2, residual, factor, u, inputs,
+    x, gain, w1, w2, out1, out2, residual, factor, u, inputs,
     rows, length, lines, channels, i_b, i_d, i_t, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, NORM: tl.constexpr,
-    KIND: tl.constexpr, FACTOR: tl.constexpr, TAPS: tl.constexpr, SCALED: tl.constexpr,
+    KIND: tl.constexpr, FACTOR: tl.constexpr, TAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows x (R, K) by lines of matrices (N, K).
@@ -110,7 +116,7 @@ def product(
         count = tl.cdiv(lines, BLOCK)
         if block >= count:
             block -= count
-            w1, out1, scale1 = w2, out2, scale2
+            w1, out1 = w2, out2
     line = block * BLOCK + tl.arange(0, BLOCK)
     own = line < lines
     row = tl.arange(0, ROWS)
@@ -121,10 +127,6 @@ def product(
     else:
         a, b, squares = _rows(x, gain, w1, w2, line, own, length, row, is_row,
                               ROWS, BLOCK, DEPTH, NORM, TWO, PDL)  # fmt: skip
-    if SCALED:
-        a *= tl.load(scale1 + line, mask=own, other=0.0)[None, :]
-        if TWO:
-            b *= tl.load(scale2 + line, mask=own, other=0.0)[None, :]
     if NORM:
         rms = tl.rsqrt(squares / length + eps)
         a *= rms
