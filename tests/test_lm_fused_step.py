@@ -1,0 +1,92 @@
+"""Decoding in fused kernels: the code generated of a cell's step, and what has none."""
+
+import ast
+
+import pytest
+import torch
+from lm_kinds import plain
+
+import pararnn
+from pararnn.cells.find import find_cell
+from pararnn.errors import EngineError
+from pararnn.lm import fused_step
+from pararnn.lm.fused_step import has_kernel
+from pararnn.lm.step_cell import NAMES, source_of, step_lines
+from pararnn.program.program import program_of
+from pararnn.zoo import CELLS
+
+FUNCTIONS = {
+    name: getattr(torch, name) for name in NAMES if hasattr(torch, name) and name != "select"
+}
+FUNCTIONS |= {
+    "constant": lambda x: x,
+    "select": torch.where,
+    "maximum": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+    "minimum": lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+    "at_least": lambda x, low: x.clamp_min(low),
+    "at_most": lambda x, high: x.clamp_max(high),
+    "number": lambda x: x.float(),
+    "truth": lambda x: x != 0,
+    "negated": lambda x: ~x,
+}
+WITH_KERNELS = {"gru", "lstm", "min-gru", "min-lstm", "lem", "indrnn", "cfc"}
+
+
+def _cell(name):
+    for heads in (2, 1):
+        try:
+            return find_cell(name, CELLS)(8, num_heads=heads)
+        except ValueError:
+            continue
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_generated_lines_are_the_cells_step(name):
+    torch.manual_seed(0)
+    cell = _cell(name)
+    program = program_of(cell)
+    if not has_kernel(program):
+        assert name not in WITH_KERNELS
+        return
+    for parameter in cell.parameters():
+        torch.nn.init.normal_(parameter)
+    states = torch.randn(program.num_states, 8)
+    gates = torch.randn(len(program.gates), 8)
+    fields = [torch.ones(8) for _ in program.fields]
+    params = [getattr(cell, each).detach() for each in program.params]
+    values = {f"state_{n}": state for n, state in enumerate(states)}
+    values |= {f"gate_{g}": gate for g, gate in enumerate(gates)}
+    values |= {f"f_{each}": field for each, field in zip(program.fields, fields, strict=True)}
+    values |= {f"p_{each}": param for each, param in zip(program.params, params, strict=True)}
+    exec("\n".join(step_lines(program)), FUNCTIONS, values)
+    reference = program.graphs[torch.float32].step.module(*states, *gates, *fields, *params)
+    for n, new in enumerate(reference):
+        torch.testing.assert_close(values[f"new_{n}"], new, rtol=1e-5, atol=1e-6)
+    functions = {
+        each.name
+        for each in ast.walk(ast.parse(source_of(program)))
+        if hasattr(each, "decorator_list")
+    }
+    assert "recurrent_step" in functions
+    assert "{" not in source_of(program)
+
+
+def test_a_cpu_has_no_fused_step():
+    assert not fused_step.takes(plain("gru"), 1)
+
+
+class Asinh(pararnn.Cell):
+    """A cell with a function that `HEADER` has not."""
+
+    states, gates, params = ("h",), ("x",), {"a": pararnn.Param("D")}
+
+    def step(self, state, gate, param):
+        return torch.asinh(gate.x + param.a * state.h)
+
+
+def test_functions_without_triton_have_no_kernel():
+    program = program_of(Asinh(8))
+    with pytest.raises(EngineError, match="asinh"):
+        step_lines(program)
+    assert not has_kernel(program)
