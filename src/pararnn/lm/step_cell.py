@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import linecache
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -186,7 +185,8 @@ def step_lines(program: Program) -> list[str]:
     names += [f"gate_{g}" for g in range(len(program.gates))]
     names += [f"f_{name}" for name in program.fields]
     names += [f"p_{name}" for name in program.params]
-    body, lines = Body(f"{program.cell_name}'s step"), []
+    body = Body(f"{program.cell_name}'s step")
+    lines: list[str] = []
     placeholders = [node for node in nodes if node.op == "placeholder"]
     for node, name in zip(placeholders, names, strict=True):
         body.values[node] = (name, REAL)
@@ -210,8 +210,8 @@ def step_lines(program: Program) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def kernel_of(program: Program) -> Callable[..., Any]:
-    """Return the compiled kernel of a program."""
+def kernel_of(program: Program) -> Any:
+    """Return the kernel of a program, as Triton launches it."""
     source = source_of(program)
     name = f"<pararnn {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
