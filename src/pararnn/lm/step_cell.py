@@ -167,12 +167,8 @@ def source_of(program: Program) -> str:
     text = KERNEL.replace("{params}", "".join(f"param_{name}, " for name in program.params))
     text = text.replace("{gates}", str(len(gates)))
     for name, lines in parts.items():
-        text = re.sub(
-            rf"^( *){{{name}}}$",
-            lambda match, lines=lines: "\n".join(match[1] + line for line in lines),
-            text,
-            flags=re.MULTILINE,
-        )
+        (indent,) = re.findall(rf"^( *){{{name}}}$", text, re.MULTILINE)
+        text = text.replace(f"{indent}{{{name}}}", "\n".join(indent + line for line in lines))
     return HEADER + text
 
 
