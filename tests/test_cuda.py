@@ -360,3 +360,30 @@ ptxas info    : Used 20 registers, used 1 barriers
         "forward": {"registers": 45, "spilled": 12, "stack": 8, "shared": 18432},
         "sum_weights": {"registers": 20, "spilled": 0, "stack": 0, "shared": 0},
     }
+
+
+def test_occupancy_counts_blocks_with_the_memory_that_they_are_allowed(monkeypatch):
+    """A block without the permission for its shared memory does not fit, so none would count."""
+    permissions = set()
+
+    def allow(attribute, shared, kernel, device):
+        permissions.add(shared)
+        return (0,)
+
+    def occupancy(function, threads, shared):
+        return 0, 2 if shared <= nvrtc.DEFAULT_SHARED or shared in permissions else 0
+
+    driver = SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_INVALID_CONTEXT=201),
+        CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8),
+        CUfunction=int,
+        CUkernel=int,
+        cuKernelSetAttribute=allow,
+        cuOccupancyMaxActiveBlocksPerMultiprocessor=occupancy,
+    )
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: (None, driver))
+    monkeypatch.setattr(nvrtc, "current_gpus", lambda: (0,))
+    module = SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=1))
+    for shared in (1024, 100 * 1024):
+        assert nvrtc.Kernel(module, "run", (64, 1), shared).blocks_a_core() == 2
+    assert permissions == {100 * 1024}

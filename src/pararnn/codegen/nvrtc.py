@@ -229,6 +229,8 @@ class Kernel:
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def blocks_a_core(self) -> int:
         """Return the number of blocks that a multiprocessor of the current device holds at once."""
+        if self.shared > DEFAULT_SHARED:  # without the permission no block would count
+            self._allow_shared(*current_gpus())
         threads = self.block[0] * self.block[1]
         occupancy = self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
         call = functools.partial(occupancy, self.function, threads, self.shared)
