@@ -2,60 +2,83 @@
 
 from __future__ import annotations
 
-import math
-
 from common import RESULTS, read_rows
 from markdown_tables import Row, hold, prose, source, table
 
-FILE = "context.csv"
+FILE, AT_ONCE = "context.csv", "context_at_once.csv"
+"""Steps of ranks that solve in turn, and of an earlier commit, whose ranks solved all at once."""
+SOLVES = "auto_layers.csv"
 BLOCKS, WIDTH, HALO = 24, 1024, 3
 """Of the 400M GRU: blocks, channels, and tokens that a convolution reads of the rank before."""
-BANDWIDTH = 50e9
-"""Bytes a second of the extrapolation: a network card of 400 Gbit/s for each GPU."""
-SPAN = 262_144
+BANDWIDTH, LATENCY = 50e9, 20e-6
+"""Bytes a second and seconds of a message in the extrapolation, between hosts: 400 Gbit/s."""
+SPAN = 65_536
 """Tokens of a rank in the extrapolation, which one GPU takes alone."""
 
 
-def _rows() -> list[Row]:
-    return read_rows(RESULTS / FILE)
+def _rows(file: str = FILE) -> list[Row]:
+    return read_rows(RESULTS / file)
 
 
-def _alone(rows: list[Row], row: Row) -> float:
-    """Return the ms that one GPU takes for a rank's part, by its own steps of that kind."""
-    (own,) = (
-        each
-        for each in rows
-        if (each["gpus"], each["checkpointing"]) == ("1", row["checkpointing"])
-    )
-    return float(own["min_ms"]) * int(row["T"]) / int(own["T"]) / int(row["gpus"])
+def _alone(rows: list[Row], row: Row, column: str = "min_ms") -> float | None:
+    """Return the ms that one GPU takes for a rank's part, by its own steps of that kind, if there
+    are any."""
+    for each in rows:
+        if (each["gpus"], each["checkpointing"]) == ("1", row["checkpointing"]):
+            return float(each[column]) * int(row["T"]) / int(each["T"]) / int(row["gpus"])
+    return None
+
+
+def _share(rows: list[Row], row: Row, column: str = "min_ms") -> str:
+    """Return the part of one GPU's speed that each of several has."""
+    alone = _alone(rows, row, column)
+    if row["gpus"] == "1" or alone is None:
+        return ""
+    return f"{100 * alone / float(row[column]):.0f}%"
 
 
 def context_steps() -> str:
     """Return the table of measured steps."""
-    rows = _rows()
-    lines = [
-        (
-            row["gpus"],
-            f"{int(row['T']):,}",
-            "yes" if row["checkpointing"] == "True" else "no",
-            f"{float(row['min_ms']):,.0f} ({float(row['median_ms']):,.0f})",
-            f"{int(row['T']) / float(row['min_ms']) * 1e3:,.0f}",
-            row["peak_GiB"],
-            f"{100 * _alone(rows, row) / float(row['min_ms']):.0f}%" if row["gpus"] != "1" else "",
+    parts = []
+    for file, way in ((FILE, "in turn"), (AT_ONCE, "all at once, an earlier commit")):
+        rows = _rows(file)
+        lines = [
+            (
+                row["gpus"],
+                f"{int(row['T']):,}",
+                "yes" if row["checkpointing"] == "True" else "no",
+                f"{float(row['min_ms']):,.0f} ({float(row['median_ms']):,.0f})",
+                f"{int(row['T']) / float(row['min_ms']) * 1e3:,.0f}",
+                row["peak_GiB"],
+                _share(rows, row),
+            )
+            for row in rows
+        ]
+        first = ("GPUs", "tokens of the row", "checkpointing", "step, least (median), ms")
+        head = (*first, "tokens/s", "GiB a GPU", "of one GPU's speed")
+        text = (
+            f"A training step of the 400M GRU on one row, ranks solve {way} {source(rows, file)}:"
         )
-        for row in rows
+        parts.append(f"{text}\n\n{table(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def _solve_ms() -> float:
+    """Return the ms of a layer's solve of a span, forward and backward."""
+    rows = [
+        row
+        for row in _rows(SOLVES)
+        if (row["what"], row["dtype"], row["B"], row["T"], row["D"], row["stage"])
+        == ("gru, layer 1", "bfloat16", "1", "32768", "1024", "fresh")
     ]
-    first = ("GPUs", "tokens of the row", "checkpointing", "step, least (median), ms")
-    head = (*first, "tokens/s", "GiB a GPU", "of one GPU's speed")
-    text = f"A training step of the 400M GRU on one row of tokens {source(rows, FILE)}:"
-    return f"{text}\n\n{table(head, lines)}"
+    assert {row["pass"] for row in rows} == {"forward", "backward"}
+    return sum(float(row["newton_ms"]) for row in rows) * SPAN / 32_768
 
 
-def _message_bytes() -> int:
-    """Return the bytes that a rank sends in a step with checkpointing, to each of the others."""
-    state, halo = 4 * WIDTH, 2 * WIDTH * HALO
-    forward, backward = 3 * state + halo, 5 * state + halo  # guess, sizes, ends; and gradients
-    return BLOCKS * (2 * forward + backward)
+def _hop_ms() -> float:
+    """Return the ms by which a rank follows the one before, forward and backward."""
+    message = 2 * (4 * WIDTH + 2 * WIDTH * HALO)
+    return _solve_ms() + (4 * LATENCY + message / BANDWIDTH) * 1e3
 
 
 def context_ranks() -> str:
@@ -63,10 +86,10 @@ def context_ranks() -> str:
     rows = _rows()
     (double,) = (row for row in rows if (row["gpus"], int(row["T"])) == ("2", 2 * SPAN))
     alone, step = _alone(rows, double), float(double["min_ms"])
+    assert alone is not None
     lines = []
     for ranks in (2, 8, 64):
-        own = alone + (step - alone) * math.log2(ranks)
-        own += 0 if ranks == 2 else _message_bytes() * (ranks - 2) / BANDWIDTH * 1e3
+        own = step + (ranks - 2) * _hop_ms()
         tokens = ranks * SPAN
         speed = f"{tokens / own * 1e3:,.0f}"
         kind = "measured" if ranks == 2 else "model"
@@ -77,22 +100,29 @@ def context_ranks() -> str:
     return table(head, lines)
 
 
+def context_hop() -> str:
+    """Return the sentence on what each rank adds in the model."""
+    return prose(
+        f"Each rank adds {_hop_ms():.2f} ms: {_solve_ms():.2f} ms for a solve forward and backward "
+        f"{source(_rows(SOLVES)[:1], SOLVES)}, and four messages between hosts, of "
+        f"{LATENCY * 1e6:.0f} us each and {BANDWIDTH / 1e9:.0f} GB/s."
+    )
+
+
 def context_says() -> str:
     """Return the sentences on two GPUs."""
-    rows = _rows()
-    shares = {
-        (row["T"], row["checkpointing"]): _alone(rows, row) / float(row["min_ms"])
-        for row in rows
-        if row["gpus"] == "2"
-    }
-    with_it = [share for (_, checkpointing), share in shares.items() if checkpointing == "True"]
-    (plain,) = (share for (_, checkpointing), share in shares.items() if checkpointing == "False")
-    hold(min(with_it) > 0.9 > plain, "spans of 262,144 tokens and more reach 90% on two GPUs")
-    lost = [float(row["min_ms"]) - _alone(rows, row) for row in rows if row["gpus"] == "2"]
+    rows, earlier = _rows(), _rows(AT_ONCE)
+    (now,) = (r for r in rows if (r["gpus"], r["checkpointing"]) == ("2", "False"))
+    (before,) = (r for r in earlier if (r["gpus"], r["checkpointing"]) == ("2", "False"))
+    alone, alone_before = _alone(rows, now), _alone(earlier, before)
+    assert alone is not None
+    assert alone_before is not None
+    lost, lost_before = float(now["min_ms"]) - alone, float(before["min_ms"]) - alone_before
+    hold(lost < lost_before / 3, "in turn, two ranks lose less than a third of what they lost")
     return prose(
-        f"With checkpointing, two H200s have {100 * min(with_it):.0f} to {100 * max(with_it):.0f}% "
-        "of one GPU's tokens/s each. Without it, at 65,536 tokens a GPU, they have "
-        f"{100 * plain:.0f}%: the step takes {min(lost):.0f} to {max(lost):.0f} ms longer in all "
-        f"three cases, {min(lost) / BLOCKS:.1f} to {max(lost) / BLOCKS:.1f} ms a block, and a "
-        "shorter step loses more by it."
+        f"Without checkpointing, at {SPAN:,} tokens a GPU, each of two H200s has "
+        f"{_share(rows, now)} of one GPU's tokens/s by the least time, and "
+        f"{_share(rows, now, 'median_ms')} by the median. A step takes {lost:.0f} ms longer than "
+        "on one GPU; when ranks solved all at once, with a wait of the host in every layer, it "
+        f"took {lost_before:.0f} ms longer."
     )
