@@ -113,11 +113,11 @@ def context_says() -> str:
     """Return the sentences on two GPUs."""
     rows, earlier = _rows(), _rows(AT_ONCE)
     (now,) = (r for r in rows if (r["gpus"], r["checkpointing"]) == ("2", "False"))
-    (before,) = (r for r in earlier if (r["gpus"], r["checkpointing"]) == ("2", "False"))
-    alone, alone_before = _alone(rows, now), _alone(earlier, before)
+    (older,) = (r for r in earlier if (r["gpus"], r["checkpointing"]) == ("2", "False"))
+    alone, alone_before = _alone(rows, now), _alone(earlier, older)
     assert alone is not None
     assert alone_before is not None
-    lost, lost_before = float(now["min_ms"]) - alone, float(before["min_ms"]) - alone_before
+    lost, lost_before = float(now["min_ms"]) - alone, float(older["min_ms"]) - alone_before
     hold(lost < lost_before / 3, "in turn, two ranks lose less than a third of what they lost")
     return prose(
         f"Without checkpointing, at {SPAN:,} tokens a GPU, each of two H200s has "
