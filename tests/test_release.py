@@ -25,12 +25,16 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "pararnn"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 USE = """
+import runpy, sys
 import pararnn, torch
+script = sys.argv[1]
 torch.manual_seed(0)
 layer = pararnn.ParaGRU(4, 8)
 report = pararnn.verify(layer, torch.randn(2, 20, 4))
 assert report.passed, report
 print(pararnn.__file__)
+sys.argv = [script, "--version"]
+runpy.run_path(script, run_name="__main__")
 """
 
 
@@ -76,10 +80,12 @@ def test_the_wheel_runs_in_a_clean_environment(dist, tmp_path):
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
     _run(*pip, "install", "--no-deps", "--no-index", "--no-compile", wheel)
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    out = _run(python, "-c", USE, cwd=tmp_path, env=environment)
-    assert Path(out.strip()).parent == Path(own, "pararnn")
-    out = _run(python.parent / "pararnn", "--version", cwd=tmp_path, env=environment)
-    assert out == f"pararnn {pararnn.__version__}\n"
+    script = python.parent / "pararnn"
+    out = _run(python, "-c", USE, script, cwd=tmp_path, env=environment)
+    file, version = out.splitlines()
+    assert Path(file).parent == Path(own, "pararnn")
+    assert version == f"pararnn {pararnn.__version__}"
+    assert script.read_text().splitlines()[0] == f"#!{python}"
 
 
 def test_the_wheel_has_every_file_of_the_package(dist, tmp_path):
