@@ -169,7 +169,7 @@ def test_states_that_do_not_fit_are_refused():
 MUTANTS = {
     "no reset": ("(place.is_reset(l)) fill_all(state", "(false) fill_all(state"),
     "an adjoint through a reset": ("(place.is_reset(l)) fill_all(adj", "(false) fill_all(adj"),
-    "a state before the wrong step": ("l % checkpoint == 0", "l % checkpoint == 1"),
+    "a state before the wrong step": ("first % checkpoint == 0", "first == 0"),
     "a final gradient too few": ("(events && place.sequence(l + 1) != sequence) load", "(0) load"),
     "lanes that are not summed": ("< A::lane_step * A::lanes", "< A::lane_step * A::lanes / 2"),
     "warps that are not summed": ("part < A::warps", "part < A::warps - 1"),
