@@ -67,9 +67,9 @@ struct ForwardPass {
       ahead.load(own, first, source.at());
       if (first % checkpoint == 0) store_all(state, p.memory + place.at_chunk(first / checkpoint));
       // True if the output of the step before is not yet read. Without events it is read in any case, though it may
-      // be read already or not exist: a branch would keep what follows from running beside it. For that registers must
-      // have room for both.
-      bool waits = !events && States::entries <= 16;
+      // be read already or not exist: a branch would keep what follows from running beside it. Large states between
+      // products by tiles were slower so.
+      bool waits = !events && (States::entries <= 16 || !Columns::in_pairs);
       for (int l = first; l < end; ++l) {
         const Inputs inputs = ahead;
         const int step = l + 1 < end ? 1 : 0;

@@ -17,7 +17,7 @@ PARARNN_FUNCTION int warp() { return threadIdx.x / lanes; }
 // `count` entries, with `pairs` neighbours in twos, as in fragments of tiles.
 template <int size_, int lanes_, int lane_step_, int warps_, int warp_step, int count_, bool pairs> struct Axis {
   static constexpr int size = size_, lanes = lanes_, lane_step = lane_step_, warps = warps_, count = count_;
-  static constexpr bool whole = size == lanes * warps * count;
+  static constexpr bool whole = size == lanes * warps * count, in_pairs = pairs;
 
   PARARNN_FUNCTION static int lane_place() { return lane() / lane_step % lanes; }
   PARARNN_FUNCTION static int warp_place() { return warp() / warp_step % warps; }
