@@ -9,6 +9,7 @@ import json
 from functools import cache, partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from lm_kinds import hugging, plain, tokens
@@ -19,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import pararnn
 from pararnn.check.oracle import Oracle, Run
+from pararnn.context import group
 from pararnn.context import solve as context_solve
-from pararnn.context.group import register
+from pararnn.context.group import Ranks, register
 from pararnn.context.sweeps import is_settled
 from pararnn.device import collectives, process_device
 from pararnn.engines.arguments import Arguments
@@ -406,12 +408,44 @@ def check_sweeps(name, mesh):
     return [] if max(sweeps) <= most else [f"{sweeps} sweeps, at most {most} are needed"]
 
 
+def check_messages(name, mesh):
+    """What a rank exchanges in a step: per layer a state and a halo with each neighbour, each way.
+    Nothing goes to all ranks, for which they would wait, and what is computed again sends none."""
+    model = copy.deepcopy(model_of(hugging, "gru"))
+    pararnn.context_parallel(model, mesh)
+    if name == "checkpointing":
+        model.gradient_checkpointing_enable()
+    ids, span = tokens(2, 32), pararnn.context_span(32, mesh)
+    labels = ids.roll(-1, 1)[:, span]
+    counts = dict.fromkeys(("gather", "total", "send", "receive"), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        for word, whole in {word: getattr(Ranks, word) for word in counts}.items():
+
+            def call(ranks, value, *args, word=word, whole=whole):
+                back = args[0] if args else False
+                end = word in ("send", "receive") and (
+                    ranks.neighbour(back if word == "send" else not back) is None
+                )
+                repeats = (tape := group._TAPE.get()) is not None and tape.repeats
+                counts[word] += not (end or repeats)
+                return whole(ranks, value, *args)
+
+            patch.setattr(Ranks, word, call)
+        out = model(ids[:, span], labels=labels, shift_labels=labels, num_items_in_batch=64)
+        out.loss.backward()
+    ends = [mesh.get_local_rank() > 0, mesh.get_local_rank() < mesh.size() - 1]
+    most = 2 * 2 * sum(ends)  # layers, a state and a halo, neighbours
+    wanted = {"gather": 0, "total": 0, "send": most, "receive": most}
+    return [] if counts == wanted else [f"{counts}, not {wanted}"]
+
+
 CHECKS = {
     "solve": (SOLVES, check_solve),
     "layer": (layer_cases(), check_layer),
     "model": (MODELS, check_model),
     "hugging": (HUGGING, check_hugging),
     "sweeps": (SWEEPS, check_sweeps),
+    "messages": (("plain", "checkpointing"), check_messages),
 }
 BY_TWO = {
     "solve": (
@@ -441,6 +475,7 @@ BY_TWO = {
     ),
     "hugging": ("documents at borders", "left", "hybrid, left", "hybrid, checkpointing"),
     "sweeps": ("latches",),
+    "messages": (),
 }
 """Cases on two ranks, which need no map and have no rank in the middle."""
 BY_FOUR = {
@@ -478,7 +513,10 @@ def case_id(ranks, kind, name):
     return f"{kind} {name} on {ranks}"
 
 
-def failures_of(folder, ranks=(0, 2)):
-    """What cases break, from the files of the ranks that compare; all ranks of four have a part."""
-    parts = [json.loads((folder / f"failures-{rank}.json").read_text()) for rank in reversed(ranks)]
-    return {case: breaks for part in parts for case, breaks in part.items()}
+def failures_of(folder, ranks):
+    """What cases break, from the files of all ranks."""
+    failures = {}
+    for rank in range(ranks):
+        for case, breaks in json.loads((folder / f"failures-{rank}.json").read_text()).items():
+            failures.setdefault(case, []).extend(breaks)
+    return failures

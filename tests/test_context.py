@@ -38,7 +38,7 @@ CASES = [context_runs.case_id(*case) for case in context_runs.CASES]
 def failures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     on_processes(partial(context_runs.check_all, folder), 4)
-    return context_runs.failures_of(folder)
+    return context_runs.failures_of(folder, 4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -121,7 +121,7 @@ CASES = [(2, kind, name) for kind, (names, _) in CHECKS.items() for name in name
 def failures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     on_processes(partial(_check, folder))
-    return context_runs.failures_of(folder, [0])
+    return context_runs.failures_of(folder, 2)
 
 
 def _check(folder, rank):
