@@ -283,6 +283,14 @@ def test_attention_behind_other_tokens_is_that_of_the_last_ones(monkeypatch, que
         torch.testing.assert_close(out, reference[:, :, first:])
 
 
+def test_a_span_is_checked_with_its_final_states(alone):
+    model, ids = with_context(plain("gru", F64)), tokens(2, 32)
+    report = pararnn.verify(model, ids)
+    names = {check.name for _, _, part in report.layers for check in part.checks}
+    assert report.passed
+    assert any("final" in name for name in names)
+
+
 def test_two_ranks_need_no_map():
     program, args = packed_args(False)
     assert context_solve._maps(program, None, args, Border(None, 1, 2), (), ()) is None

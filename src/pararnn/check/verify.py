@@ -137,7 +137,7 @@ def _call(
     )
     with torch.no_grad():
         # On several ranks each span is checked as a sequence of its own.
-        return layer.arguments(**arguments).with_options(context=""), pair
+        return layer.arguments(**arguments).with_options(context="", no_final=False), pair
 
 
 def _check(
