@@ -167,8 +167,9 @@ def test_kernels_of_matrix_cells_compile(name, dtype):
     for variant in matrix_variants(program, dtype, dtype, (8, 0)):
         report, kernels = _resources(program, variant, arch), cuda.blocks_of(program, variant)
         assert set(report) == set(kernels)
-        # Numbers of float64 take two registers each.
-        assert report["run"]["spilled"] <= (512 if dtype == torch.float64 else 16), report
+        # Numbers of float64 take two registers each. Others have room: what the compiler stores
+        # then, of 72 registers in small backward passes, is its choice, for more blocks at once.
+        assert report["run"]["spilled"] <= (512 if dtype == torch.float64 else 32), report
 
 
 def test_only_bfloat16_uses_coarse_functions():
