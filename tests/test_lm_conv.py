@@ -71,3 +71,16 @@ def test_the_kernels_take_no_cpu_and_no_float64():
     assert not takes(torch.zeros(1, 2, 8), weight)
     meta = torch.zeros(1, 2, 8, device="meta")
     assert not takes(meta, weight)
+
+
+def test_no_steps_have_zero_gradients():
+    """Nothing is launched: what kernels would have written is zero, the halo's gradient too."""
+    pytest.importorskip("triton")
+    from pararnn.lm import conv_kernels
+
+    empty, halo = torch.zeros(2, 0, 6), torch.ones(2, 3, 6)
+    grads = conv_kernels.backward(empty, empty, torch.ones(4, 6), torch.ones(6), halo, None)
+    assert [grad.shape for grad in grads] == [empty.shape, (4, 6), (6,), halo.shape]
+    assert not any(grad.any() for grad in grads)
+    grads = conv_kernels.backward(empty, empty, torch.ones(4, 6), torch.ones(6), None, None)
+    assert grads[3].shape == (0,)

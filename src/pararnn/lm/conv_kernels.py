@@ -286,13 +286,15 @@ def backward(
     """Compute the gradients of u, the weight, the bias and the halo (empty without one)."""
     u, grad, since = _rows(u), _rows(grad), _steps_since(since, u)
     du = torch.empty_like(u, memory_format=torch.contiguous_format)
-    dh = u.new_empty(() if halo is None else halo.shape)
+    dh = u.new_empty(0 if halo is None else halo.shape)
     launch, count = _launch(conv_silu_backward, u, len(weight), halo, since)
     parts = u.new_empty((count, len(weight) + 1, u.shape[2]), dtype=torch.float32)
     if u.numel():
         strides = (grad.stride(0), grad.stride(1))
         pointers = (grad, u, weight, bias, _or(halo, u), _or(since, u), du, dh, parts)
         _on(u)(launch, *pointers, strides=strides)
+    else:
+        dh.zero_()
     # Two sums, as an operator's results may not share their memory.
     return du, parts[:, :-1].sum(0).to(weight.dtype), parts[:, -1].sum(0).to(bias.dtype), dh
 
