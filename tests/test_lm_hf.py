@@ -554,7 +554,9 @@ def test_configs_say_what_is_wrong():
     with pytest.raises(ValueError, match=r"layer_types may hold.*'mamba'"):
         ParaRNNConfig(num_hidden_layers=1, layer_types=["mamba"])
     plainly = LMConfig(hidden_size=8, num_hidden_layers=1, mixers=("mine",))
-    with pytest.raises(ValueError, match=r"mixers may hold rnn, attention where .* got 'mine'"):
+    with pytest.raises(
+        ValueError, match=r"mixers may hold rnn, attention, matrix where .* got 'mine'"
+    ):
         ParaRNNConfig.of_lm(plainly)
     small = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 5}
     with pytest.raises(CellError, match="PYTHONPATH"):

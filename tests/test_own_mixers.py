@@ -115,7 +115,7 @@ def test_caches_are_of_the_mixers_types():
         ("own_mixers:Mine", "own_mixers has no subclass of pararnn.lm.Mixer called 'Mine'"),
         ("own_mixers:NOT_A_MIXER", "no subclass of pararnn.lm.Mixer called 'NOT_A_MIXER'"),
         ("own_mixers:Untyped", "layer_type of the mixer 'own_mixers:Untyped' must be one of .*got"),
-        ("mine", "mixers may hold rnn, attention where transformers .* import paths"),
+        ("mine", "mixers may hold rnn, attention, matrix where transformers .* import paths"),
         ("own_mixers:Undrawn", r"mixer\.out_proj\.weight has no initial value: the `draws` of its"),
         ("own_mixers:Misnamed", "`draws` of a mixer names 'rates', and its Misnamed has none"),
         ("own_mixers:Buffered", r"mixer\.window is a buffer, which a model that is made for"),
