@@ -1,6 +1,7 @@
 """Decoding in fused kernels: the code generated of a cell's step, and what has none."""
 
 import ast
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from pararnn.cells.find import find_cell
 from pararnn.errors import EngineError
 from pararnn.lm import fused_step
 from pararnn.lm.fused_step import has_kernel
-from pararnn.lm.step_cell import NAMES, source_of, step_lines
+from pararnn.lm.step_cell import HEADER, NAMES, source_of, step_lines
 from pararnn.program.program import program_of
 from pararnn.zoo import CELLS
 
@@ -70,6 +71,21 @@ def test_generated_lines_are_the_cells_step(name):
     }
     assert "recurrent_step" in functions
     assert "{" not in source_of(program)
+
+
+@pytest.mark.parametrize("name", ["tanh", "log1p", "sigmoid"])
+def test_functions_have_the_digits_of_small_numbers(name):
+    """What `HEADER` defines or names, with PyTorch's functions in place of Triton's."""
+    code = [line for line in HEADER.splitlines() if "import" not in line and "jit" not in line]
+    shared = {"exp", "exp2", "log", "log2", "sqrt", "abs", "sigmoid", "erf", "sin", "cos"}
+    own = {each: getattr(torch, each) for each in shared | {"floor", "ceil", "where"}}
+    own |= {"maximum": torch.maximum, "minimum": torch.minimum, "constexpr": float}
+    functions = {"tl": SimpleNamespace(**own)}
+    exec("\n".join(code), functions)
+    sizes = torch.logspace(-30, 1.5, 4000)
+    x = torch.cat([sizes, -sizes[sizes < 0.9], torch.tensor([0.0, torch.inf, torch.nan])])
+    reference = getattr(torch, name)(x.double()).float()
+    torch.testing.assert_close(functions[name](x), reference, rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_a_cpu_has_no_fused_step():

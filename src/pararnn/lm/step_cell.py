@@ -42,7 +42,9 @@ def constant(x):
 def tanh(x):
     t = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - t) / (1.0 + t)
-    return tl.where(x < 0, -size, size)
+    s = x * x  # near 0 the difference above has few digits
+    near = x * (1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
+    return tl.where(s < 0.0625, near, tl.where(x < 0, -size, size))
 
 
 @triton.jit
@@ -52,7 +54,10 @@ def relu(x):
 
 @triton.jit
 def log1p(x):
-    return tl.log(1.0 + x)
+    y = 1.0 + x  # what x loses here, the quotient gives back
+    change = y - 1.0
+    near = tl.where(change == 0.0, x, tl.log(y) * (x / change))
+    return tl.where(tl.abs(x) < 0.5, near, tl.log(y))
 
 
 @triton.jit
