@@ -253,7 +253,9 @@ def test_what_asks_for_nothing_is_served(client):
     options = dict.fromkeys(FIELDS) | {"model": "tiny", "prompt": "a", "echo": False, "best_of": 1}
     options |= {"logit_bias": {}, "presence_penalty": 0, "suffix": "", "user": "me"}
     response = client.completions.create(**options, logprobs=None, frequency_penalty=0.0)
-    assert response.usage.completion_tokens == 16
+    (choice,) = response.choices
+    # The draw is nobody's, and may be the end of the text.
+    assert response.usage.completion_tokens == 16 or choice.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(

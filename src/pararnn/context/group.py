@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pararnn.device import type_of
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,10 +64,10 @@ class Ranks(NamedTuple):
         earlier = _SENDING.pop(key, None)
         if earlier is not None:
             earlier[0].wait()
-        if own.device.type == "cpu":
-            work.wait()
-        else:
+        if type_of(own.device).accelerator:
             _SENDING[key] = work, own  # in use until it is sent
+        else:
+            work.wait()
 
     def receive(self, like: Tensor, back: bool) -> Tensor:
         """Return what the rank before has sent, or with `back` the next one; zeros at the end.

@@ -16,6 +16,7 @@ from pararnn.cells.find import find_cell
 from pararnn.cells.matrix import HeadSizes
 from pararnn.context.group import OnRanks
 from pararnn.context.whole import whole_time
+from pararnn.device import type_of
 from pararnn.errors import PararnnError
 from pararnn.imports import import_class, is_import_path
 from pararnn.layers import RecurrentLayer
@@ -399,7 +400,7 @@ def attention_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if steps == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     half = q.dtype in (torch.bfloat16, torch.float16)
-    if q.device.type == "cuda" and half and size % 8 == 0 and size <= 256:
+    if type_of(q.device).accelerator and half and size % 8 == 0 and size <= 256:
         return flash_attention(q, k, v, 0.0, True)[0]
     parts = []
     for start in range(0, steps, QUERIES):
