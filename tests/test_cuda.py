@@ -156,12 +156,17 @@ def test_kernels_of_steps_that_mix_compile(name, dtype, heads, width, arch):
     assert directions >= {"forward", "backward"}
 
 
+def _in_two_dtypes():
+    """Return (matrix cell, dtype): each cell in two dtypes, and each dtype with half of them."""
+    cells = enumerate(zoo.MATRIX_CELLS)
+    return [(name, dtype) for n, name in cells for dtype in DTYPES[n % 2 :: 2]]
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", zoo.MATRIX_CELLS)
+@pytest.mark.parametrize(("name", "dtype"), _in_two_dtypes(), ids=str)
 def test_kernels_of_matrix_cells_compile(name, dtype):
     """Both passes, in turn for each architecture."""
-    turn = [*zoo.MATRIX_CELLS].index(name) + DTYPES.index(dtype)
+    turn = [*zoo.MATRIX_CELLS].index(name) + DTYPES.index(dtype) // 2
     arch = ARCHITECTURES[turn % len(ARCHITECTURES)]
     program = pararnn.program_of(zoo.MATRIX_CELLS[name](32, num_heads=2, K=16))
     for variant in matrix_variants(program, dtype, dtype, (8, 0)):
@@ -193,8 +198,7 @@ def test_chunks_are_the_common_alignment():
     ("name", "dtype", "arch"),
     [
         ("gru", torch.bfloat16, "sm_80"),
-        ("lstm", torch.float32, "sm_90"),
-        ("elman", torch.float64, "sm_90"),
+        ("elman", torch.float32, "sm_90"),
     ],
     ids=str,
 )
