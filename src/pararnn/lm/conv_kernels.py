@@ -38,6 +38,17 @@ def _earlier(
 
 
 @triton.jit
+def _weights(weight, bias, channel, inside, channels, TAPS: tl.constexpr):
+    """Load the weights of four taps, of those that there are not zeros, and the bias."""
+    at = weight + channel
+    w0 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    w1 = tl.load(at + channels, mask=inside & (TAPS > 1), other=0.0).to(tl.float32)
+    w2 = tl.load(at + 2 * channels, mask=inside & (TAPS > 2), other=0.0).to(tl.float32)
+    w3 = tl.load(at + 3 * channels, mask=inside & (TAPS > 3), other=0.0).to(tl.float32)
+    return w0, w1, w2, w3, tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _since(since, place, is_in, SINCE: tl.constexpr):
     """Load the steps since a document's first token; many where there are no documents."""
     if SINCE:
@@ -81,15 +92,7 @@ def conv_silu_forward(
     first = (tl.program_id(0) % tiles).to(tl.int64) * STEPS
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
-    w0 = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-    w1 = tl.load(weight + channels + channel, mask=inside & (TAPS > 1), other=0.0).to(tl.float32)
-    w2 = tl.load(weight + 2 * channels + channel, mask=inside & (TAPS > 2), other=0.0).to(
-        tl.float32
-    )
-    w3 = tl.load(weight + 3 * channels + channel, mask=inside & (TAPS > 3), other=0.0).to(
-        tl.float32
-    )
-    b = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    w0, w1, w2, w3, b = _weights(weight, bias, channel, inside, channels, TAPS)
     base_u, base_h = batch * u_b + channel, batch * h_b + channel * h_d
     base_y, row = batch * length * channels + channel, batch * s_b
     x1 = _earlier(u, halo, first - 1, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
@@ -175,15 +178,7 @@ def conv_silu_backward(
     stop = min(first + STEPS, length)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
-    w0 = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-    w1 = tl.load(weight + channels + channel, mask=inside & (TAPS > 1), other=0.0).to(tl.float32)
-    w2 = tl.load(weight + 2 * channels + channel, mask=inside & (TAPS > 2), other=0.0).to(
-        tl.float32
-    )
-    w3 = tl.load(weight + 3 * channels + channel, mask=inside & (TAPS > 3), other=0.0).to(
-        tl.float32
-    )
-    b = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    w0, w1, w2, w3, b = _weights(weight, bias, channel, inside, channels, TAPS)
     base_u, base_h = batch * u_b + channel, batch * h_b + channel * h_d
     base_g, row = batch * g_b + channel, batch * s_b
     to, to_h = batch * length * channels + channel, batch * (TAPS - 1) * channels + channel
