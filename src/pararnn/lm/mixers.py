@@ -120,7 +120,7 @@ def join_states(states: States) -> Tensor:
     """Return states (B, ...) as one tensor (B, N, ...), of several sizes (B, 1, numbers)."""
     if torch.is_tensor(states):
         return states.unsqueeze(1)  # without a copy
-    if len({state.shape for state in states}) == 1:
+    if all(state.shape == states[0].shape for state in states):
         return torch.stack(states, 1)
     return torch.cat([state.flatten(1) for state in states], 1).unsqueeze(1)
 
