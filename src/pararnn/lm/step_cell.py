@@ -161,7 +161,7 @@ def source_of(program: Program) -> str:
         "biases": [f"gate_{g} += {load.format(f'gate_bias + {g} * channels')}" for g in gates],
         "values": [
             *(f"p_{name} = {load.format(f'param_{name}')}" for name in program.params),
-            *(f"f_{name} = state_0 * 0.0 + 1.0" for name in program.fields),
+            *(f"f_{name} = tl.zeros_like(gate_0) + 1.0" for name in program.fields),
         ],
         "step": step_lines(program),
         "writes": [
