@@ -4,6 +4,7 @@ import conv_cases
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
@@ -54,6 +55,21 @@ def test_the_operator_can_be_differentiated_twice_and_compiled():
     # The fast mode compares along one random direction, which a wrong formula changes too.
     assert torch.autograd.gradgradcheck(conv_silu, (*leaves, tensors[4]), fast_mode=True)
     torch.library.opcheck(conv_silu, (*leaves, tensors[4]))
+
+
+def test_gradients_under_activation_checkpointing():
+    """Checkpointing unpacks the tensors that were saved, and only once."""
+    tensors, grad = conv_cases.inputs("fewer steps than taps", torch.float64, torch.float64)
+    leaves, since = leaves_of(tensors)
+    present = [leaf for leaf in leaves if leaf is not None]
+    results = [
+        torch.autograd.grad(y, present, grad)
+        for y in (
+            conv_silu(*leaves, since),
+            checkpoint(conv_silu, *leaves, since, use_reentrant=False),
+        )
+    ]
+    assert all(map(torch.equal, *results))
 
 
 def test_what_is_not_finite_stays_in_its_document():

@@ -128,9 +128,9 @@ def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    halo = ctx.saved_tensors[3]
-    du, dw, db, dh = conv_silu_backward(grad, *ctx.saved_tensors)
-    return du, dw, db, None if halo is None else dh, None
+    tensors = ctx.saved_tensors  # activation checkpointing unpacks them once
+    du, dw, db, dh = conv_silu_backward(grad, *tensors)
+    return du, dw, db, None if tensors[3] is None else dh, None
 
 
 conv_silu.register_autograd(_differentiate, setup_context=_save)
