@@ -11,6 +11,7 @@ H200). Puts its rows into results/lm_step.csv; those of other cases stay.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import statistics
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ PEAK_FLOPS = 989e12
 """Of dense bfloat16 products a second, H100 SXM and H200."""
 KEYS = ("device", "model", "B", "T", "packed", "compiled")
 """Columns that identify a case."""
+
+
+MATRIX_TINY = LMConfig(16, 2, vocab_size=50, mixers=("matrix",) * 2, cell="m2rnn", num_heads=2)
 
 
 class Case(NamedTuple):
@@ -60,7 +64,20 @@ def cases() -> list[Case]:
         for case in plain
         if case.length == TOKENS["400M"] and case.name.startswith(("gru", "lstm"))
     ]
-    return plain + packed_cases
+    return [*plain, *packed_cases, matrix_case()]
+
+
+def matrix_case() -> Case:
+    """Return the 400M GRU with matrix states in place of its vectors, 16 times as many numbers."""
+    gru = preset("gru", "400M")
+    model = dataclasses.replace(
+        gru.model,
+        mixers=("matrix",) * gru.model.num_hidden_layers,
+        cell="m2rnn",
+        cell_config={"K": 16},
+        num_heads=32,
+    )
+    return Case("matrix-400M", model, TOKENS["400M"] // LENGTHS[0], LENGTHS[0], gru.z_loss)
 
 
 def smoke_cases() -> list[Case]:
@@ -72,6 +89,7 @@ def smoke_cases() -> list[Case]:
         Case("transformer-tiny", attention, 2, 32),
         Case("mamba2-tiny", TINY, 2, 32),
         Case("gru-tiny", gru, 1, 200, packed=True),
+        Case("matrix-tiny", MATRIX_TINY, 2, 32),
     ]
 
 
