@@ -13,6 +13,7 @@ from test_matrix import _as_tuple, _close, _compare, _layer
 import pararnn
 import pararnn.zoo as zoo
 from pararnn import Param
+from pararnn.check import matrix as check_matrix
 from pararnn.codegen import headers
 from pararnn.engines.fused import matrix
 from pararnn.program.program import program_of
@@ -75,8 +76,21 @@ def test_the_unit_of_a_loss_changes_no_digit(name):
     for scale in (1.0, 2.0**-30):
         output, final = pararnn.solve(call.cell, call.gates, call.initial, **FUSED)
         loss = output.sum() + sum(h.sum() for h in _as_tuple(final))
-        grads.append([g / scale for g in torch.autograd.grad(loss * scale, call.leaves())])
+        own = torch.autograd.grad(loss * scale, call.leaves())
+        assert all(grad.is_contiguous() for grad in own)  # as compiled code expects them
+        grads.append([g / scale for g in own])
     assert all(map(torch.equal, *grads))
+
+
+def test_final_entries_are_judged_by_their_head():
+    """One that is about to change its sign has no size of its own; a wrong one is still seen."""
+    cell = zoo.M2RNNCell(6, num_heads=2, K=4)
+    exact = {"final H": torch.ones(3, 2, 4, 3, dtype=torch.float64)}
+    exact["final H"][1, 0, 2, 1] = 1e-9
+    for error, passes in ((1e-6, True), (1e-3, False)):
+        ours = {"final H": exact["final H"] + error}
+        (check,) = check_matrix._compare(cell, ours, exact, exact, torch.float32)
+        assert check.passed is passes, check
 
 
 @pytest.mark.parametrize("name", ["m2rnn", "mlstm"])

@@ -31,9 +31,10 @@ def check_matrix(
     Errors may be a tolerance and 4 times those of the loop in the compute dtype: of each tensor
     over its largest entry, and of each entry. Contributions to a gradient of a parameter may cancel
     in an entry: the bias's errors are compared with the sum of their sizes, and those of other
-    parameters with the largest entry of their head, which is less than any sum of all sizes. No
-    step's defect is looked at, as no solver keeps states. The gradients that arrive are drawn from
-    N(0, 1) by `seed`, times `loss_scale`.
+    parameters with the largest entry of their head, which is less than any sum of all sizes. So are
+    those of final states and of the gradients of initial ones: an entry that is about to change
+    its sign has no size of its own. No step's defect is looked at, as no solver keeps states. The
+    gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
     """
     own = replace(call, params=()).map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
     trial = Trial(copy.deepcopy(cell), own, ())
@@ -80,14 +81,17 @@ def _results(trial: Trial, pair: tuple[str, str]) -> tuple[Named, Choice, int]:
 def _compare(
     cell: Cell, ours: Named, exact: Named, loop: Named, dtype: torch.dtype
 ) -> Iterator[Check]:
-    params = {f"grad {name}" for name, _ in cell.named_parameters()}
+    lead = {f"grad {name}": 1 for name, _ in cell.named_parameters()}  # (H, ...), (B, H, ...)
     for name, value in ours.items():
         series = name in (OUTPUT, "grad gates")
         error, noise = (
             peak(gap(one[name], exact[name], loop[name]), series) for one in (ours, loop)
         )
         size = _sums(exact, name) if name == GRAD_BIAS else exact[name].abs().cpu().double()
-        size = _largest_of_head(size) if name in params else peak(size, series)
+        if series:
+            size = peak(size, series)
+        elif name != GRAD_BIAS:
+            size = _largest_of_head(size, lead.get(name, 2))
         tolerance = max(FORWARD_TOLERANCE[d] for d in (dtype, value.dtype))
         floor = underflow(value.dtype)
         yield compare(name, error, size, [noise], tolerance, floor, "entries")
@@ -98,7 +102,7 @@ def _sums(exact: Named, name: str) -> Tensor:
     return exact["grad gates"].abs().cpu().double().sum((0, 1)).reshape(exact[name].shape)
 
 
-def _largest_of_head(size: Tensor) -> Tensor:
-    """Return the largest entry of each head of a parameter, in place of all its entries."""
-    dims = tuple(range(1, size.ndim))
+def _largest_of_head(size: Tensor, lead: int) -> Tensor:
+    """Return the largest entry of each head, in place of all its entries, behind `lead` dims."""
+    dims = tuple(range(lead, size.ndim))
     return size.amax(dims, keepdim=True).expand(size.shape) if dims else size

@@ -119,7 +119,7 @@ def _kind(program: Program, name: str) -> ParamShape:
 
 def _of_param(grad: Tensor, size: tuple[int, ...]) -> Tensor:
     """Return the gradient of a parameter of a size, of that of each head (H, numbers)."""
-    return grad.reshape(size) if size else grad.sum()
+    return grad.contiguous().view(size) if size else grad.sum()
 
 
 def pack(
