@@ -70,6 +70,7 @@ def cases() -> list[Case]:
 def matrix_case() -> Case:
     """Return the 400M GRU with matrix states in place of its vectors, 16 times as many numbers."""
     gru = preset("gru", "400M")
+    assert isinstance(gru.model, LMConfig)
     model = dataclasses.replace(
         gru.model,
         mixers=("matrix",) * gru.model.num_hidden_layers,
