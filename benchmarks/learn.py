@@ -8,15 +8,20 @@ of seed 0 are measured by every pair (learn_layers.py).
 One process for each mixer and GPU compiles first, all at once; from then on each GPU runs one job
 at a time. Steps follow from the mixers' speeds, so that all of it fits into --seconds: the same
 for all. Rows are written as they are measured, to learn_CORPUS.csv and
-learn_layers_CORPUS.csv.
+learn_layers_CORPUS.csv, the speeds of all mixers to learn_speed.csv.
 
     python benchmarks/learn.py english code --data runs/learn [--seconds 540] [--out FOLDER]
+
+Trainings that learn_CORPUS.csv has already are not run again, so further mixers can join it, and a
+run goes on that was ended. Give --steps then: those of a sweep and of a final training. One mixer
+follows the other, and what does not fit into --seconds is left out.
+
+    python benchmarks/learn.py code --steps 114 382 --mixers m2rnn --rates 1e-3 2e-3 --seeds 1
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 import math
@@ -25,12 +30,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, new_parser, provenance
+from common import RESULTS, add_row, new_parser, provenance, read_rows, write_csv
 from learn_fleet import Fleet, Settings
 from learn_models import CONFIGS, MODELS
 from learn_run import Job, Row, Shape
@@ -42,24 +47,59 @@ SHARE = 0.88
 """Of the time that is left, what trainings are planned to take: GPUs do not end at once."""
 
 
-class Tables:
-    """CSV files, one a corpus, that have each row as soon as it is known: stem_corpus.csv."""
+START = 5.0
+"""Seconds until a training's first step."""
+INTEGERS = ("seed", "B", "T", "steps", "step", "tokens")
+NUMBERS = ("rate", "epochs", "bits_per_byte")
+"""Columns that are compared with those of trainings read from a file."""
 
-    def __init__(self, folder: Path, stem: str, shared: Row) -> None:
+
+class Tables:
+    """CSV files, one a corpus, that have each row as soon as it is known: stem_corpus.csv.
+
+    rows: all of them, with those that the files of `corpora` have of trainings that ended.
+    """
+
+    def __init__(self, folder: Path, stem: str, shared: Row, corpora: Sequence[str] = ()) -> None:
         self.folder, self.stem, self.shared = folder, stem, shared
         self.rows, self.lock = list[Row](), threading.Lock()
+        for corpus in corpora:
+            path = self.path(corpus)
+            old = [parse_row(row) for row in read_rows(path)] if path.exists() else []
+            old_keys = finished_keys(old)
+            self.rows += [row for row in old if key_of(row) in old_keys]
+
+    def path(self, corpus: str) -> Path:
+        """Return the file of a corpus."""
+        return self.folder / f"{self.stem}_{corpus}.csv"
 
     def add(self, row: Row) -> None:
-        path = self.folder / f"{self.stem}_{row['corpus']}.csv"
+        path = self.path(row["corpus"])
         with self.lock:
-            new = all(row["corpus"] != old["corpus"] for old in self.rows)
-            self.rows.append(row)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("w" if new else "a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, [*self.shared, *row], lineterminator="\n")
-                if new:
-                    writer.writeheader()
-                writer.writerow({**self.shared, **row})
+            self.rows.append({**self.shared, **row})
+            own = [each for each in self.rows if each["corpus"] == row["corpus"]]
+            write_csv(path.with_suffix(".new"), own)
+            path.with_suffix(".new").replace(path)
+
+
+def parse_row(row: Mapping[str, str]) -> Row:
+    """Return a row that was read, with numbers where they are compared."""
+    values: Row = {name: int(row[name]) for name in INTEGERS}
+    return {**row, **values, **{name: float(row[name]) for name in NUMBERS}}
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    """Return what tells a training from others."""
+    return tuple(row[name] for name in ("corpus", "mixer", "stage", "rate", "seed"))
+
+
+def finished_keys(rows: Iterable[Row]) -> set[tuple[Any, ...]]:
+    """Return the keys of trainings that reached their last step or diverged."""
+    return {
+        key_of(row)
+        for row in rows
+        if row["step"] == row["steps"] or not math.isfinite(row["bits_per_byte"])
+    }
 
 
 def plan_steps(
@@ -86,6 +126,21 @@ def plan_steps(
     return steps
 
 
+def steps_of(
+    args: argparse.Namespace, speeds: Mapping[str, tuple[float, float]], devices: int
+) -> dict[str, int]:
+    """Return the steps of a stage's trainings: those given, or what fits into the time."""
+    if args.steps is not None:
+        return dict(zip(("sweep", "final"), args.steps, strict=True))
+    gpu_seconds = (args.until - args.layers_seconds - time.time()) * SHARE * devices
+    count = len(args.corpora)
+    runs = {"sweep": count * len(args.rates), "final": count * args.seeds}
+    most = {"sweep": args.sweep_tokens, "final": args.final_tokens}
+    steps = plan_steps(speeds, gpu_seconds, runs, most, args.shape)
+    print(f"{gpu_seconds:.0f} GPU-seconds left; steps: {steps}", flush=True)
+    return steps
+
+
 def best_rates(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
     """Return by corpus and mixer the rate whose sweep ended with the fewest bits."""
     ends = [row for row in rows if row["stage"] == "sweep" and row["step"] == row["steps"]]
@@ -93,6 +148,15 @@ def best_rates(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
     finite = [row for row in ends if math.isfinite(row["bits_per_byte"])]
     finite.sort(key=lambda row: -row["bits_per_byte"])
     return {(row["corpus"], row["mixer"]): row["rate"] for row in finite}
+
+
+def best_first(rows: Iterable[Row], mixers: Sequence[str]) -> list[str]:
+    """Return mixers in the order of the first seed's bits at the end, summed over corpora."""
+    bits = dict.fromkeys(mixers, 0.0)
+    for row in rows:
+        if row["stage"] == "final" and row["seed"] == 0 and row["step"] == row["steps"]:
+            bits[row["mixer"]] = bits.get(row["mixer"], 0.0) + row["bits_per_byte"]
+    return sorted(mixers, key=lambda mixer: bits[mixer])
 
 
 def check_equal(rows: Iterable[Row]) -> None:
@@ -122,30 +186,46 @@ def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespac
     speeds = fleet.speeds(args.probe)
     for mixer, (speed, look) in speeds.items():
         print(f"{mixer}: {speed:,.0f} tokens/s, a look {look:.2f} s", flush=True)
-    gpu_seconds = (args.until - args.layers_seconds - time.time()) * SHARE * len(fleet.devices)
-    count = len(args.corpora)
-    runs = {"sweep": count * len(args.rates), "final": count * args.seeds}
-    most = {"sweep": args.sweep_tokens, "final": args.final_tokens}
-    steps = plan_steps(speeds, gpu_seconds, runs, most, args.shape)
-    print(f"{gpu_seconds:.0f} GPU-seconds left; steps: {steps}", flush=True)
+        row = {"mixer": mixer, "B": args.shape.rows, "T": args.shape.length}
+        row |= {"steps": args.probe, "tokens_per_s": round(speed), **table.shared}
+        add_row(args.out / "learn_speed.csv", row, ("mixer", "B", "T", "device"))
+    steps = steps_of(args, speeds, len(fleet.devices))
+    until = args.until - args.layers_seconds
+
+    def fits(request: tuple[Any, ...]) -> bool:
+        job: Job = request[1]
+        speed, look = speeds[job.mixer]
+        fine = (
+            time.time() + job.steps * args.shape.tokens / speed + job.marks * look + START < until
+        )
+        if not fine:
+            print(f"no time left for {job}", flush=True)
+        return fine
 
     def train(jobs: Iterable[Job]) -> None:
-        slowest_first = sorted(jobs, key=lambda job: speeds[job.mixer][0])
-        fleet.run([(j.mixer, ("train", j)) for j in slowest_first], table.add)
+        old_keys = finished_keys(table.rows)
+        new = [job for job in jobs if key_of(job._asdict()) not in old_keys]
+        if args.steps is None:
+            new.sort(key=lambda job: speeds[job.mixer][0])  # the slowest first
+        fleet.run([(job.mixer, ("train", job)) for job in new], table.add, fits)
         check_equal(table.rows)
 
-    cases = list(itertools.product(args.corpora, fleet.mixers))
-    train(
-        Job(mixer, corpus, "sweep", rate, 0, steps["sweep"], MARKS["sweep"])
-        for (corpus, mixer), rate in itertools.product(cases, args.rates)
-    )
-    rates = best_rates(table.rows)
-    print("rates:", {" ".join(case): rate for case, rate in rates.items()}, flush=True)
-    train(
-        Job(mixer, corpus, "final", rate, seed, steps["final"], MARKS["final"])
-        for seed in range(args.seeds)
-        for (corpus, mixer), rate in rates.items()
-    )
+    def finals(mixers: Sequence[str], seeds: Iterable[int]) -> Iterator[Job]:
+        rates = best_rates(table.rows)
+        for mixer, seed, corpus in itertools.product(mixers, seeds, args.corpora):
+            if (corpus, mixer) in rates:
+                rate = rates[corpus, mixer]
+                yield Job(mixer, corpus, "final", rate, seed, steps["final"], MARKS["final"])
+
+    together = [fleet.mixers] if args.steps is None else [[mixer] for mixer in fleet.mixers]
+    for mixers in together:
+        train(
+            Job(mixer, corpus, "sweep", rate, 0, steps["sweep"], MARKS["sweep"])
+            for mixer, corpus, rate in itertools.product(mixers, args.corpora, args.rates)
+        )
+        train(finals(mixers, [0]))
+    print("rates:", {" ".join(case): rate for case, rate in best_rates(table.rows).items()})
+    train(finals(best_first(table.rows, fleet.mixers), range(1, args.seeds)))
     if args.layers_seconds > 0:
         own = [mixer for mixer in fleet.mixers if mixer in CONFIGS]
         recurrent = [mixer for mixer in own if "rnn" in (CONFIGS[mixer].mixers or ())]
@@ -162,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mixers", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", nargs=2, type=int, metavar=("SWEEP", "FINAL"))
     parser.add_argument("--sweep-tokens", type=int, default=6_000_000, help="at most")
     parser.add_argument("--final-tokens", type=int, default=20_000_000, help="at most")
     parser.add_argument("--rows", type=int, default=16, help="of a step")
@@ -182,7 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     share = max(1, (os.cpu_count() or 1) // (len(args.mixers) * count) - 1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(share))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    table, layers = (Tables(args.out, stem, shared) for stem in ("learn", "learn_layers"))
+    table = Tables(args.out, "learn", shared, args.corpora)
+    layers = Tables(args.out, "learn_layers", shared)
     print(json.dumps(shared), flush=True)
     folders = tuple(str(args.data / name) for name in args.corpora)
     with tempfile.TemporaryDirectory() as states:

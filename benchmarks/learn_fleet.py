@@ -52,7 +52,7 @@ def serve(settings: Settings, pipe: Connection) -> None:
         corpora = {Path(each).name: read_corpus(Path(each), device) for each in settings.folders}
         make = (tiny() if settings.smoke else MODELS)[settings.name]
         trainee = Trainee(make, device, settings.shape)
-        trainee.speed(next(iter(corpora.values())), 1)
+        trainee.compile(next(iter(corpora.values())))
         pipe.send(("done", trainee.parameters))
         while True:
             request = pipe.recv()
@@ -61,6 +61,7 @@ def serve(settings: Settings, pipe: Connection) -> None:
             tuning.begin()
             for row in answers(settings, trainee, corpora, request):
                 pipe.send(row)
+            trainee.end()
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # other processes use the same GPU
     except Exception:
@@ -162,8 +163,16 @@ class Fleet:
             for mixer in self.mixers
         }
 
-    def run(self, jobs: Iterable[tuple[str, tuple[Any, ...]]], take: Callable[[Row], None]) -> None:
-        """Jobs (mixer, request), each on the first device that is free; `take` is given rows."""
+    def run(
+        self,
+        jobs: Iterable[tuple[str, tuple[Any, ...]]],
+        take: Callable[[Row], None],
+        fits: Callable[[tuple[Any, ...]], bool] = lambda request: True,
+    ) -> None:
+        """Jobs (mixer, request), each on the first device that is free; `take` is given rows.
+
+        fits: of a request, whether there is still time for it; the others are left out.
+        """
         waiting, lock = list(jobs), threading.Lock()
 
         def one(mixer: str, request: tuple[Any, ...], device: str) -> None:
@@ -176,7 +185,7 @@ class Fleet:
                     if not waiting:
                         return
                     mixer, request = waiting.pop(0)
-                if mixer in self.mixers:
+                if mixer in self.mixers and fits(request):
                     self._guard(mixer, partial(one, mixer, request, device))
 
         self._on_devices(drain)

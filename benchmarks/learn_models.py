@@ -6,14 +6,17 @@ A line in MODELS adds one: a function of (device=, dtype=) that makes a `pararnn
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from pararnn.cells import Cell, Param
 from pararnn.lm import LanguageModel, preset
+from pararnn.lm.backbone import Block
 from pararnn.lm.config import LMConfig
 from pararnn.lm.loss import Head
 from pararnn.train.recipes import on_bytes
@@ -21,9 +24,32 @@ from pararnn.train.recipes import on_bytes
 VOCABULARY = 8192
 WIDTH, BLOCKS = 640, 12
 HEADS = 10
-"""Of attention: 64 channels each, which its kernels are made for."""
+"""Of attention, of cells that mix channels and of matrix cells: 64 channels each."""
+KEYS = 32
+"""K of matrix cells, whose V is 64."""
+MATRIX_MLP = 1728
+"""Hidden channels of the SwiGLU next to a matrix cell: keys and queries need parameters too."""
 
 Make = Callable[..., LanguageModel]
+
+
+class ElementwiseMatrixCell(Cell):
+    """M2RNN with a weight for each value in place of its matrix: H' = f H + (1 - f) tanh(w H + k
+    v^T), y = H'^T q. What it learns less than M2RNN is what the matrix is good for.
+    """
+
+    states = {"H": ("K", "V")}
+    gates = {"k": "K", "q": "K", "v": "V", "f": ""}
+    params = {"w": Param("H,V")}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        values = gate.k[..., :, None] * gate.v[..., None, :]
+        new = torch.tanh(state.H * param.w[..., None, :] + values)
+        f = torch.sigmoid(gate.f)[..., None, None]
+        return f * state.H + (1 - f) * new
+
+    def readout(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return (gate.q[..., None, :] @ state.H).squeeze(-2)
 
 
 def config_of(architecture: str, **changes: Any) -> LMConfig:
@@ -32,13 +58,32 @@ def config_of(architecture: str, **changes: Any) -> LMConfig:
     return replace(paper_model, vocab_size=VOCABULARY, num_attention_heads=HEADS, **changes)
 
 
+def with_attention(mixer: str) -> tuple[str, ...]:
+    """Return the mixers of a hybrid: three blocks of one to one of attention."""
+    return (*[mixer] * 3, "attention") * (BLOCKS // 4)
+
+
+def matrix_config(cell: str, mixers: Sequence[str] = ("matrix",) * BLOCKS) -> LMConfig:
+    """Return the recipe for a cell with matrix states."""
+    keys = {"K": KEYS}
+    sizes = {"num_heads": HEADS, "cell_config": keys, "intermediate_size": MATRIX_MLP}
+    return config_of("gru", cell=cell, mixers=tuple(mixers), **sizes)
+
+
+MIXING: Mapping[str, Any] = {"cell": "head-lstm", "num_heads": HEADS}
 CONFIGS = {
     "gru": config_of("gru"),
     "lstm": config_of("lstm"),
     "transformer": config_of("transformer"),
-    "hybrid": config_of("gru", mixers=("rnn", "rnn", "rnn", "attention") * (BLOCKS // 4)),
+    "hybrid": config_of("gru", mixers=with_attention("rnn")),
+    "head-lstm": config_of("lstm", **MIXING),
+    "m2rnn": matrix_config("m2rnn"),
+    "matrix-elementwise": matrix_config(f"{__name__}:ElementwiseMatrixCell"),
+    "gated-delta": matrix_config("gated-delta"),
+    "hybrid-head-lstm": config_of("lstm", **MIXING, mixers=with_attention("rnn")),
+    "hybrid-m2rnn": matrix_config("m2rnn", with_attention("matrix")),
 }
-"""Models of this package; the hybrid's recurrent blocks are GRUs."""
+"""Models of this package; the hybrid's recurrent blocks are GRUs if its name names no others."""
 
 MAMBA2: Mapping[str, Any] = {
     **cast(Mapping[str, Any], preset("mamba2", "400M").model),
@@ -51,6 +96,11 @@ MAMBA2: Mapping[str, Any] = {
 }
 """Mamba2 as its authors stack it, without an MLP in between, and with the state and the heads that
 they recommend; one block less than twice ours, as 128 states have parameters too."""
+INSIDE: Mapping[str, tuple[str, LMConfig]] = {
+    "mamba2-head-lstm": ("rnn", CONFIGS["head-lstm"]),
+    "mamba2-m2rnn": ("matrix", CONFIGS["m2rnn"]),
+}
+"""Stacks of Mamba2 with one block of another mixer: its name in `pararnn.lm.MIXERS`, and config."""
 
 
 def mamba2(sizes: Mapping[str, Any], **factory: Any) -> LanguageModel:
@@ -59,9 +109,20 @@ def mamba2(sizes: Mapping[str, Any], **factory: Any) -> LanguageModel:
     return model
 
 
+def mamba2_with(
+    sizes: Mapping[str, Any], mixer: str, config: LMConfig, **factory: Any
+) -> LanguageModel:
+    """Mamba2 whose middle two blocks make room for one of ours, which has an MLP."""
+    model = mamba2({**sizes, "num_hidden_layers": sizes["num_hidden_layers"] - 1}, **factory)
+    model.backbone.layers[len(model.backbone.layers) // 2] = Block(mixer, config, **factory)
+    model.reset_parameters()
+    return model
+
+
 MODELS: dict[str, Make] = {
     **{name: partial(LanguageModel, config) for name, config in CONFIGS.items()},
     "mamba2": partial(mamba2, MAMBA2),
+    **{name: partial(mamba2_with, MAMBA2, *own) for name, own in INSIDE.items()},
 }
 """Functions that make a model, by mixer."""
 
@@ -69,11 +130,20 @@ MODELS: dict[str, Make] = {
 def tiny() -> dict[str, Make]:
     """Return MODELS at sizes for a CPU."""
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}
-    changes = sizes | {"num_attention_heads": 2}
-    own = {n: replace(c, mixers=(c.mixers or ())[:4], **changes) for n, c in CONFIGS.items()}
+
+    def small(config: LMConfig) -> LMConfig:
+        keys = {"K": 4} if "K" in config.cell_config else {}
+        heads: dict[str, Any] = {"num_attention_heads": 2, "num_heads": 2, "cell_config": keys}
+        return replace(config, mixers=(config.mixers or ())[:4], **sizes, **heads)
+
+    own = {name: small(config) for name, config in CONFIGS.items()}
     peer = {**MAMBA2, **sizes, "num_heads": 4, "head_dim": 16, "state_size": 8}
     models: dict[str, Make] = {name: partial(LanguageModel, config) for name, config in own.items()}
-    return models | {"mamba2": partial(mamba2, peer)}
+    models |= {"mamba2": partial(mamba2, peer)}
+    return models | {
+        name: partial(mamba2_with, peer, mixer, small(config))
+        for name, (mixer, config) in INSIDE.items()
+    }
 
 
 def body_size(model: nn.Module) -> int:

@@ -2,7 +2,8 @@
 
 float32 weights, AdamW's moments and gradients' clipping; a copy of the weights in bfloat16
 computes, as FSDP2's mixed precision has it in `pararnn train`. Optimizer, schedule, clipping, loss,
-order of rows and compiled blocks are the library's.
+order of rows and compiled blocks are the library's. On a GPU a step's loss and gradients are one
+CUDA graph, so that no mixer waits for Python to launch its kernels.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from learn_models import Make, body_size
-from protocol import wait
-from torch import Tensor
+from protocol import captured_graph, wait
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pararnn.lm.compiled import compile_repeatably
@@ -134,6 +135,8 @@ class Trainee:
         self.copies: list[Tensor] = list(self.model.parameters())
         for weight in self.weights:
             weight.grad = torch.zeros_like(weight)
+        self.config = OptimiserConfig()
+        self.gradients: Callable[[Tensor], tuple[Tensor, list[Tensor]]] = self._gradients
         if device.type == "cuda":
             for block in cast(list[Any], self.model.backbone.blocks):
                 # One compilation serves all: blocks of a kind have the same code.
@@ -147,6 +150,23 @@ class Trainee:
             "parameters_all": sum(each.numel() for each in self.weights),
         }
 
+    def compile(self, corpus: Corpus) -> None:
+        """Run a block of each kind once, forward and backward, and without gradients.
+
+        Processes that share a GPU compile at once, and have no room for all blocks of all models.
+        """
+        backbone = self.model.backbone
+        layers, kinds = backbone.layers, dict[Any, nn.Module]()
+        for layer in list(layers):
+            kinds.setdefault((type(layer), type(layer.mixer)), layer)
+        backbone.layers = nn.ModuleList(kinds.values())
+        _, tokens = next(batches(corpus, self.shape, 0))
+        self._gradients(tokens)
+        with torch.no_grad():
+            self._loss(tokens, tokens)
+        self.model.zero_grad()
+        backbone.layers = layers
+
     def start(self, rate: float, seed: int, steps: int) -> tuple[Any, Any]:
         """Draw new weights; return an optimizer and the schedule of its rate."""
         torch.manual_seed(seed)
@@ -154,23 +174,27 @@ class Trainee:
         self._hand_over()
         self.config = OptimiserConfig(learning_rate=rate)
         optimizer = make_adamw(self.master, self.config, fused=self.device.type == "cuda")
+        if self.device.type == "cuda":
+            self._capture()
         return optimizer, LambdaLR(
             optimizer,
             partial(share, steps=steps, warmup=self.config.warmup, final=self.config.final),
         )
 
+    def end(self) -> None:
+        """Free the graph of a training, which holds all that its backward pass reads."""
+        self.gradients = self._gradients
+        self.model.zero_grad()
+
     def step(self, tokens: Tensor, optimizer: Any, scheduler: Any) -> Tensor:
         """Make a step on tokens (B, T); return its loss without waiting for it."""
-        loss = self._loss(tokens, tokens, z_loss=self.config.z_loss)
-        loss.backward()
-        grads = [cast(Tensor, copy.grad) for copy in self.copies]
+        loss, grads = self.gradients(tokens)
         torch._foreach_copy_([cast(Tensor, weight.grad) for weight in self.weights], grads)
-        self.model.zero_grad()
         clip_gradients(self.weights, self.config.grad_norm)
         optimizer.step()
         scheduler.step()
         self._hand_over()
-        return loss.detach()
+        return loss
 
     @torch.no_grad()
     def nats(self, corpus: Corpus) -> float:
@@ -193,10 +217,11 @@ class Trainee:
         wait(self.device)
         middle = time.perf_counter()
         self.nats(corpus)
+        self.end()
         return steps * self.shape.tokens / (middle - begin), time.perf_counter() - middle
 
     def train(self, job: Job, corpus: Corpus) -> Iterator[Row]:
-        """Train, and yield a row for each of the job's validations.
+        """Train, and yield a row for each of the job's validations; `end` is the caller's.
 
         seconds: of the training alone. order: a hash of all rows so far, in their order. A loss
         that is not finite ends the training, with that row.
@@ -238,6 +263,32 @@ class Trainee:
             }
             if not math.isfinite(nats):
                 return
+
+    def _gradients(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Compute the loss of tokens (B, T) and the gradients of the copies of the weights."""
+        self.model.zero_grad()
+        loss = self._loss(tokens, tokens, z_loss=self.config.z_loss)
+        loss.backward()
+        return loss.detach(), [cast(Tensor, copy.grad) for copy in self.copies]
+
+    def _capture(self) -> None:
+        """Let `gradients` replay a graph, whose results stay where they are."""
+        self.end()
+        tokens = torch.zeros(self.shape, dtype=torch.int64, device=self.device)
+        loss, grads = tokens, list[Tensor]()
+
+        def call() -> None:
+            nonlocal loss, grads
+            loss, grads = self._gradients(tokens)
+
+        graph = captured_graph([call])
+
+        def replay(new: Tensor) -> tuple[Tensor, list[Tensor]]:
+            tokens.copy_(new)
+            graph.replay()
+            return loss.clone(), grads
+
+        self.gradients = replay
 
     def _loss(self, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
         return self.model.lm_head(self.model.hidden(tokens), labels, **options)

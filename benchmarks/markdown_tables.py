@@ -28,11 +28,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def source(rows: Sequence[Row], name: str) -> str:
     """Return the device, versions, commits and file of some rows, in brackets."""
     first = rows[0]
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    devices, commits = (
+        ", ".join(dict.fromkeys(row[name] for row in rows)) for name in ("device", "commit")
+    )
     count = first.get("threads", "")
     threads = f", {count} thread{'s' * (count != '1')}" if count else ""
     return (
-        f"({first['device']}{threads}, PyTorch {first['torch']}, commit {commits}; "
+        f"({devices}{threads}, PyTorch {first['torch']}, commit {commits}; "
         f"`benchmarks/results/{name}`)"
     )
 

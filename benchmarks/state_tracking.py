@@ -1,7 +1,7 @@
-"""Word problems of S3, A5 and S5 (docs/tasks.md) by cells that mix channels inside heads, and by
-linear ones and attention: trained at length 100, tested up to 10,000. Writes state_tracking.csv,
-state_tracking.png, and each result to tasks/tracking. Results that exist stay, so that a run that
-was ended goes on.
+"""Word problems of S3, A5 and S5 (docs/tasks.md) by cells that mix channels inside heads, by M2RNN,
+and by linear ones and attention: trained at length 100, tested up to 10,000. Writes
+state_tracking.csv, state_tracking.png, and each result to tasks/tracking. Results that exist stay,
+so that a run that was ended goes on.
 
     python benchmarks/state_tracking.py --at-once 14
 """
@@ -51,6 +51,9 @@ GROUPS = (
     Group(["s5"], CELLS, ["bare=true", "steps=12000", "layers=2"], ["heads=2", "lr=0.01"]),
     Group(["a5"], CELLS, ["bare=true", "steps=8000"], ["heads=2,8", "lr=0.01"]),
     Group(["s3"], CELLS, ["bare=true", "steps=3000"], ["heads=2,8", "lr=0.01"]),
+    Group(["s5"], ["m2rnn"], ["bare=true", "steps=12000"], ["heads=2,4,8", "lr=0.003,0.01"]),
+    Group(["a5"], ["m2rnn"], ["bare=true", "steps=8000"], ["heads=2", "lr=0.01"]),
+    Group(["s3"], ["m2rnn"], ["bare=true", "steps=3000"], ["heads=2", "lr=0.01"]),
     Group(
         ["s3", "a5", "s5"],
         ["deltanet", "mamba2"],

@@ -135,6 +135,32 @@ def test_a_whole_run_of_two_mixers(tmp_path: Path) -> None:
         for stage, tokens in (("sweep", "320"), ("final", "384"))
     }
     assert len(ends) == 2 * (2 + 2)
+    with (tmp_path / "out" / "learn_speed.csv").open() as file:
+        assert [row["mixer"] for row in csv.DictReader(file)] == ["gru", "transformer"]
+
+    # A third mixer joins them, and a training that had no end starts anew.
+    path = tmp_path / "out" / "learn_some.csv"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    join = ["--steps", "10", "12", "--mixers", "m2rnn", "transformer", "--seconds", "10000"]
+    learn.main([*where, *size[:4], *few, *join])
+    with path.open() as file:
+        more = list(csv.DictReader(file))
+    looks = learn.MARKS["final"]
+    old = rows[:-looks]  # of all that ended
+    assert more[: len(old)] == old
+    assert [row["mixer"] for row in more].count("m2rnn") == len(rows) / 2
+    times, last = dict.fromkeys(("seconds", "tokens_per_s")), ("transformer", "final", "1")
+    first, again = (
+        [{**row, **times} for row in part if (row["mixer"], row["stage"], row["seed"]) == last]
+        for part in (rows, more)
+    )
+    assert first == again
+    assert len(again) == looks
+    learn.check_equal(more)
+
+    # What would take too long is left out.
+    learn.main([*where, *size[:4], *few, *join[:-1], "0.1", "--seeds", "3"])
+    assert path.read_text().count("\n") == len(more) + 1
 
 
 def test_layers_of_a_trained_model_by_their_pairs(corpus: Corpus, monkeypatch) -> None:

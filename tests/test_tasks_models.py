@@ -206,6 +206,24 @@ def test_folded_seeds_equal_separate_models(mixer):
     assert torch.allclose(folded_seeds(batch[0].inputs, shared=True)[0], outputs[0], atol=1e-6)
 
 
+def test_one_seed_of_a_matrix_cell_trains_in_kernels():
+    """And as it does under vmap by plain PyTorch, which several seeds need."""
+    task = replace(TASKS["s3"], length=6)
+    inputs = task.draw(3, generator_of(0)).inputs
+    results = []
+    for seeds, pair in (((0,), {}), ((0, 1), {"solver": "sequential", "backend": "torch"})):
+        config = ModelConfig("m2rnn", width=8, heads=2, bare=True, clip=None, **pair)
+        model = make_folded(task, config, seeds, "cpu")
+        output = model(inputs, shared=True)
+        output[0].square().sum().backward()
+        results.append([output[0], *(weight.grad[0] for weight in model.weights.values())])
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+    several = make_folded(task, ModelConfig("m2rnn", width=8, heads=2, bare=True), (0, 1), "cpu")
+    with pytest.raises(NotImplementedError, match="vmap over a solve"):
+        several(inputs, shared=True)
+
+
 def test_a_step_is_the_papers():
     """Against AdamW on a model of its own, on the same sequences."""
     task = TASKS["parity"].at(12)

@@ -52,6 +52,9 @@ class FoldedModel:
         state = {**(weights or self.weights), **self.buffers}
         # The backward pass of attention's CUDA kernels is wrong for the layouts that vmap makes.
         with sdpa_kernel(SDPBackend.MATH) if torch.is_grad_enabled() else nullcontext():
+            if len(self) == 1:  # as kernels of matrix cells have no seeds
+                single = {name: value.squeeze(0) for name, value in state.items()}
+                return one(single, inputs if shared else inputs.squeeze(0)).unsqueeze(0)
             return vmap(one, (0, None if shared else 0))(state, inputs)
 
     @torch.no_grad()
