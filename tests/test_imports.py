@@ -29,6 +29,7 @@ FLOW = [
     ["program/derive", "program/statements"],
     ["program/late", "program/matrix", "program/mixing"],
     ["program/program"],
+    ["program/entries"],
     ["solvers"],
     ["codegen"],
     ["context/group"],

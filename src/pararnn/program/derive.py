@@ -322,9 +322,13 @@ def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradients(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    create_graph: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of all inputs, zero where nothing depends on one.
+    """Return the gradients of all inputs, zero where nothing depends on one; with `create_graph`
+    differentiable by the cotangents too.
 
     By plain autograd, which runs functions with a backward of their own: torch.func refuses them.
     """
@@ -334,7 +338,12 @@ def gradients(
     outs, arriving = zip(*pairs, strict=True)
     root = _Root.apply(arriving, *outs)
     return torch.autograd.grad(
-        root, inputs, retain_graph=True, allow_unused=True, materialize_grads=True
+        root,
+        inputs,
+        retain_graph=True,
+        create_graph=create_graph,
+        allow_unused=True,
+        materialize_grads=True,
     )
 
 

@@ -102,16 +102,16 @@ def trace_matrix(
     for dtype in dtypes:
         for method, results in (("step", sizes.states), ("readout", (sizes.output[1:],))):
             if method == "step" or small.has_readout:
-                _trace(small, _method(small, method), dtype, method)
+                trace_head(small, _method(small, method), dtype, method)
                 _check_method(small, method, results, dtype)
-    forwards = {dtype: _trace(small, _forward(small), dtype, "step") for dtype in dtypes}
+    forwards = {dtype: trace_head(small, _forward(small), dtype, "step") for dtype in dtypes}
     try:
         traces = {
             dtype: MatrixTrace(
                 forward,
-                _trace(small, _gradient(small), dtype, "step", with_cotangents=True),
-                _trace(step, _forward(step), dtype, "step"),
-                _trace(step, _gradient(step), dtype, "step", with_cotangents=True),
+                trace_head(small, _gradient(small), dtype, "step", with_cotangents=True),
+                trace_head(step, _forward(step), dtype, "step"),
+                trace_head(step, _gradient(step), dtype, "step", with_cotangents=True),
             )
             for dtype, forward in forwards.items()
         }
@@ -193,7 +193,7 @@ def _gradient(step: Step) -> Callable[..., Any]:
     return gradient
 
 
-def _trace(
+def trace_head(
     step: Step,
     function: Callable[..., Any],
     dtype: torch.dtype,
@@ -201,6 +201,7 @@ def _trace(
     *,
     with_cotangents: bool = False,
 ) -> Graph:
+    """Trace a function of a head's states, gates and parameters, and cotangents of its results."""
     sizes = step.head_sizes
     assert sizes is not None
     tensors = examples(sizes, step, dtype, ())

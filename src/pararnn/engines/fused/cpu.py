@@ -36,12 +36,13 @@ from pararnn.engines.fused.layout import (
 )
 from pararnn.engines.fused.matrix import MatrixLaunch, Strides, pack
 from pararnn.engines.fused.passes import Adjoint, FusedEngine
+from pararnn.engines.fused.segments import plan_matrix_split, programs_of_passes
 from pararnn.engines.rule import Size
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, plan_split
 from pararnn.numerics import compute_dtype
 from pararnn.private import constant_in_graphs
 from pararnn.program.mixing import Outer
-from pararnn.program.program import MIXING, Program
+from pararnn.program.program import MATRIX, MIXING, Program
 
 MIN_HEAD_CHANNELS = 16
 """Channels of a head below which vector lanes would be idle: gates are then copied without heads"""
@@ -61,6 +62,10 @@ class CpuEngine(FusedEngine):
 
     def build(self, program: Program, dtype: torch.dtype) -> None:
         """Compile the kernels. Raises EngineError where that fails."""
+        if program.family == MATRIX:
+            for own in programs_of_passes(program, dtype, self.solver):
+                kernels_of(own, dtype, "sequential")
+            return
         kernels_of(program, dtype, self.solver)
 
     def plan_split(
@@ -72,6 +77,8 @@ class CpuEngine(FusedEngine):
         request: SplitRequest,
     ) -> Split:
         """Plan the segments of a pass."""
+        if program.family == MATRIX:
+            return plan_matrix_split(program, size, CORES, MIN_SIZE, request)
         return _plan(size, compute_dtype(dtype), request)
 
     def segments(self, size: Size, dtype: torch.dtype, device: torch.device) -> int:

@@ -48,6 +48,7 @@ from pararnn.engines.fused.matrix_cuda import make_launch as make_matrix_launch
 from pararnn.engines.fused.mixing_cuda import MixingLaunch, make_mixing_launch, mixing_layouts
 from pararnn.engines.fused.passes import Adjoint, FusedEngine
 from pararnn.engines.fused.plan import Plan, plan_pass, shared_of
+from pararnn.engines.fused.segments import plan_matrix_split, programs_of_passes
 from pararnn.engines.rule import Size
 from pararnn.engines.split import (
     MIN_LENGTH,
@@ -62,6 +63,8 @@ from pararnn.program.program import MATRIX, MIXING, Program
 
 MAX_LENGTH = 2**30
 MAX_BLOCKS = 2**31 - 1
+MATRIX_MIN_SIZE = 128
+"""Least steps of a segment of a matrix cell."""
 
 
 class GpuEngine(FusedEngine):
@@ -73,7 +76,12 @@ class GpuEngine(FusedEngine):
 
     def build(self, program: Program, dtype: torch.dtype) -> None:
         """Compile small kernels. Raises EngineError where that fails."""
-        check_buildable(program, dtype, capability_of(torch.device("cuda")), self.solver)
+        capability = capability_of(torch.device("cuda"))
+        if program.family == MATRIX:
+            for own in programs_of_passes(program, dtype, self.solver):
+                check_buildable(own, dtype, capability)
+            return
+        check_buildable(program, dtype, capability, self.solver)
 
     def plan_split(
         self,
@@ -86,6 +94,9 @@ class GpuEngine(FusedEngine):
         """Plan the segments of a forward pass on gates of the usual layout."""
         batch, steps, channels = size
         device = self.gpu.with_index(device)
+        if program.family == MATRIX:
+            cores = self.gpu.cores(device)
+            return plan_matrix_split(program, size, cores, MATRIX_MIN_SIZE, request)
         variant = usual_variants(program, dtype, channels, channels, solver="newton")[0]
         columns = batch * _tiles(channels, variant.per_lane)
         return plan_pass(self.gpu, program, variant, (columns, steps), device, request).split

@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.codegen.families import why_no_kernels
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving, Engine
-from pararnn.engines.fused import matrix
+from pararnn.engines.fused import matrix, segments
 from pararnn.engines.fused.layout import (
     gradients_like,
     new_grad_initial,
@@ -20,6 +20,8 @@ from pararnn.engines.fused.layout import (
 )
 from pararnn.engines.fused.matrix import MatrixLaunch, Strides
 from pararnn.engines.rule import Rank, Size, rank_of_segments
+from pararnn.engines.split import Split
+from pararnn.program.entries import why_entries_meet
 from pararnn.program.program import MATRIX, Program
 
 
@@ -68,6 +70,8 @@ class FusedEngine(Engine):
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why there are no kernels for a cell, or None."""
+        if program.family == MATRIX and self.cuts_time:
+            return why_entries_meet(program)
         return why_no_kernels(program, self.solver)
 
     def rank(
@@ -76,11 +80,18 @@ class FusedEngine(Engine):
         """Rank the loop above all but enough concurrent segments of time."""
         if not self.cuts_time:
             return Rank.LOOP, "a compiled loop beats every solver in PyTorch"
+        if program.family == MATRIX:
+            return Rank.ON_REQUEST_ONLY, "it was requested"
         return rank_of_segments(program, self.segments(size, dtype, device), device)
 
     def segments(self, size: Size, dtype: torch.dtype, device: torch.device) -> int:
         """Return how many segments of gates of `dtype` run at once on otherwise idle hardware."""
         raise NotImplementedError
+
+    def split_of(self, program: Program, args: Arguments) -> Split:
+        """Plan the segments of a call of a matrix cell."""
+        size = program.workload_size(args.size)
+        return self.plan_split(program, size, args.gates.dtype, args.gates.device, args.split)
 
     def written_layout(self, args: Arguments, gates: Tensor) -> Tensor:
         """Return gates, or their gradient, in the layout in which kernels write the latter."""
@@ -100,6 +111,11 @@ class FusedEngine(Engine):
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence by one kernel."""
+        if program.family == MATRIX and self.cuts_time:
+            split = self.split_of(program, args)
+            solution = segments.solve(program, args, self.launch_matrix, split)
+            others = solution.info.new_zeros((self.info_rows - 1, 2))
+            return solution._replace(info=torch.cat([solution.info, others]))
         if program.family == MATRIX:
             return matrix.solve(program, args, self.launch_matrix)
         launch, tensors = self.launch(program, args)
@@ -119,9 +135,10 @@ class FusedEngine(Engine):
     ) -> Gradients:
         """Return the gradients by one kernel, on a GPU and a small sum."""
         if program.family == MATRIX:
-            return matrix.differentiate(
-                program, args, states, grad_states[0], grad_final, wanted, self.launch_matrix
-            )
+            call = (program, args, states, grad_states[0], grad_final, wanted, self.launch_matrix)
+            if self.cuts_time:
+                return segments.differentiate(*call, self.split_of(program, args))
+            return matrix.differentiate(*call)
         grad_gates = torch.empty_like(args.gates)
         kernel_gates = self.written_layout(args, grad_gates)
         state_copies = [s.contiguous() for s in states]

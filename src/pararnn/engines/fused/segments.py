@@ -1,0 +1,364 @@
+"""(newton, fused) of matrix cells whose entries do not meet: segments of time as rows of a batch.
+
+The loop's kernels run all segments at once, each from a guess of the states before it, and carry
+along the derivatives of its last states by its first. Newton's method then moves the guesses, until
+each segment begins where the one before it ends. The backward pass is linear: one pass over
+segments tells what their outputs ask of the states before them, and another one has all gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.device import type_of
+from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.engine import Arriving
+from pararnn.engines.fit import CHECKPOINT
+from pararnn.engines.fused import matrix
+from pararnn.engines.fused.matrix import Launches
+from pararnn.engines.rule import Size
+from pararnn.engines.split import Split, SplitRequest, useful_segments
+from pararnn.numerics import compute_dtype
+from pararnn.program.entries import Entries, entries_of, with_adjoints, with_jacobians
+from pararnn.program.program import Program
+from pararnn.solvers.entry_maps import (
+    Jacobian,
+    apply_transposed,
+    compose,
+    pull_back,
+)
+
+MAX_SWEEPS = 8
+"""Updates of the guesses after which the loop runs."""
+GAP_ULPS = 32
+"""Largest distance of a segment's begin from the end of the one before, in units of rounding of the
+entry's largest value at a boundary."""
+
+States = tuple[Tensor, ...]
+
+
+class Cut(NamedTuple):
+    """The steps of a call in `segments` pieces of `size`, and how many remain."""
+
+    segments: int
+    size: int
+    remainder: int
+
+
+def programs_of_passes(program: Program, dtype: torch.dtype, solver: str) -> list[Program]:
+    """Return the programs whose kernels a solver runs for a matrix cell."""
+    if solver == matrix.SOLVER:
+        return [program]
+    wide = compute_dtype(dtype)
+    return [program, with_jacobians(program, wide), with_adjoints(program, wide)]
+
+
+def plan_matrix_split(
+    program: Program, size: Size, cores: int, min_size: int, request: SplitRequest
+) -> Split:
+    """Return a split into pieces of whole checkpoints, the last of which may be shorter.
+
+    Without a request it has as many as keep all cores busy with the heads of all rows.
+    """
+    (batch, length, _), sizes = size, program.head_sizes
+    assert sizes is not None
+    columns = batch * sizes.heads
+    segments = request.segments or useful_segments(length, columns, cores, min_size)
+    steps = CHECKPOINT * max(1, -(-length // (CHECKPOINT * segments)))
+    return Split(max(1, -(-length // steps)), steps, 0)
+
+
+def solve(program: Program, args: Arguments, launches: Launches, split: Split) -> Solution:
+    """Run the forward pass; rows of which segments do not agree, step by step."""
+    cut = _cut_of(args, split)
+    if cut is None:
+        return matrix.solve(program, args, launches)
+    main, tail = _parts(args, cut)
+    start = main.start(program)
+    rows, guess = _rows(main, cut), _guess(start, cut)
+    entries, sweeps = entries_of(program), 0
+    while True:
+        own = replace(rows, initial=_as_rows(guess, cut, args))
+        if sweeps:
+            solution = matrix.solve(program, own, launches)
+            ends = _by_segment(solution.final, cut, args)
+            if _agree(guess, ends):
+                break
+            if sweeps == MAX_SWEEPS:
+                loop = matrix.solve(program, args, launches)
+                info = loop.info.clone()
+                info[0, 0], info[0, 1] = sweeps, args.gates.shape[0]
+                return loop._replace(info=info)
+        ends, jacobian = _linearise(program, entries, own, cut, launches)
+        guess = _update(entries, guess, ends, jacobian)
+        sweeps += 1
+    output, memory = solution.states
+    checkpoints = _by_segment((memory,), cut, args)[0]
+    _write(checkpoints[:, :, 0], guess)
+    states = [output.unflatten(0, (-1, cut.segments)), checkpoints]
+    states = [x.flatten(1, 2).contiguous() for x in states]
+    final = tuple(end[:, -1].contiguous() for end in ends)
+    if tail is not None:
+        last = matrix.solve(program, replace(tail, initial=final), launches)
+        _write(last.states[1][:, 0], final)
+        turn = args.options.reverse
+        pairs = zip(states, last.states, (turn, False), strict=True)
+        states = [torch.cat([b, a] if first else [a, b], 1) for a, b, first in pairs]
+        final = last.final
+    info = args.gates.new_zeros((1, 2), dtype=torch.int64)
+    info[0, 0] = sweeps
+    return Solution(tuple(states), final, info)
+
+
+def differentiate(
+    program: Program,
+    args: Arguments,
+    outputs: Sequence[Tensor],
+    grad_output: Tensor | None,
+    grad_final: Arriving,
+    wanted: Sequence[str],
+    launches: Launches,
+    split: Split,
+) -> Gradients:
+    """Run the backward pass."""
+    cut = _cut_of(args, split)
+    backward = partial(matrix.differentiate, program, launches=launches)
+    if cut is None:
+        return backward(args, outputs, grad_output, grad_final, wanted)
+    main, tail = _parts(args, cut)
+    names = [*wanted, *({"initial"} - {*wanted})]
+    memory, chunks = outputs[1], cut.segments * cut.size // CHECKPOINT
+    last: Gradients | None = None
+    slices = _slices(args, cut)
+    if tail is not None:
+        initial = _states_of(program, memory[:, chunks])
+        last = backward(
+            replace(tail, initial=initial),
+            (outputs[0][:, slices[1]], memory[:, chunks:]),
+            None if grad_output is None else grad_output[:, slices[1]],
+            grad_final,
+            names,
+        )
+        grad_final = last.initial
+        memory = memory[:, :chunks]
+    if grad_output is not None:
+        grad_output = grad_output[:, slices[0]].reshape(-1, cut.size, *grad_output.shape[2:])
+    by_segment = memory.unflatten(1, (cut.segments, -1))
+    pairs = zip(args.start(program), _states_of(program, by_segment[:, 1:, 0]), strict=True)
+    guess = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
+    own = replace(_rows(main, cut), initial=_as_rows(guess, cut, args))
+    entries = entries_of(program)
+    sizes = program.state_sizes(args.channels)
+    batch = args.gates.shape[0]
+    ends = tuple(
+        memory.new_zeros((batch, *size)) if grad is None else grad.to(memory.dtype)
+        for size, grad in zip(sizes, grad_final, strict=True)
+    )
+    checkpoints = _as_rows((by_segment,), cut, args)
+    demand = None
+    if args.reset is not None:  # it would reset what is companion along too
+        none = (None,) * len(guess)
+        demand = backward(own, (outputs[0], *checkpoints), grad_output, none, ["initial"]).initial
+    arriving = _adjoints(program, entries, own, cut, grad_output, ends, demand, launches)
+    grads = backward(
+        own, (outputs[0], *checkpoints), grad_output, _as_rows(arriving, cut, args), names
+    )
+    starts = tuple(grad[:, 0] for grad in _by_segment(grads.initial, cut, args))
+    return _together(args, cut, grads, last, starts, wanted)
+
+
+def _cut_of(args: Arguments, split: Split) -> Cut | None:
+    """Return the pieces of a call; None for one that runs step by step.
+
+    So do few steps, packed sequences, and a call while a CUDA graph is captured: the host must see
+    whether segments agree.
+    """
+    length = args.gates.shape[1]
+    segments = length // split.size
+    if segments < 2 or args.seq is not None or type_of(args.gates.device).capturing():
+        return None
+    return Cut(segments, split.size, length - segments * split.size)
+
+
+def _slices(args: Arguments, cut: Cut) -> tuple[slice, slice]:
+    """Return the steps in segments, and the others, in the caller's order."""
+    if args.options.reverse:
+        return slice(cut.remainder, None), slice(None, cut.remainder)
+    end = cut.segments * cut.size
+    return slice(None, end), slice(end, None)
+
+
+def _parts(args: Arguments, cut: Cut) -> tuple[Arguments, Arguments | None]:
+    """Return the call on the steps in segments, and on the others."""
+
+    def part(steps: slice) -> Arguments:
+        reset = None if args.reset is None else args.reset[:, steps]
+        return replace(args, gates=args.gates[:, steps], reset=reset)
+
+    main, tail = map(part, _slices(args, cut))
+    return main, tail if cut.remainder else None
+
+
+def _rows(args: Arguments, cut: Cut) -> Arguments:
+    """Return a call whose rows are segments, without initial states."""
+
+    def rows(x: Tensor) -> Tensor:
+        return x.reshape(-1, cut.size, *x.shape[2:])
+
+    reset = None if args.reset is None else rows(args.reset)
+    gates = rows(args.gates)
+    return replace(args, gates=gates, reset=reset, initial=(), sequences=len(gates))
+
+
+def _by_segment(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
+    """Return tensors of rows, (B S, ...), in the order of processing, (B, S, ...)."""
+    turn = args.options.reverse
+    parts = [x.unflatten(0, (-1, cut.segments)) for x in tensors]
+    return tuple(x.flip(1) if turn else x for x in parts)
+
+
+def _as_rows(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
+    """Do what undoes `_by_segment`."""
+    turn = args.options.reverse
+    return tuple((x.flip(1) if turn else x).flatten(0, 1).contiguous() for x in tensors)
+
+
+def _states_of(program: Program, checkpoint: Tensor) -> States:
+    """Return the states (..., H, ...) of a checkpoint (..., H, numbers)."""
+    sizes = program.head_sizes
+    assert sizes is not None
+    parts = checkpoint.split([math.prod(size) for size in sizes.states], -1)
+    pairs = zip(parts, sizes.states, strict=True)
+    return tuple(x.unflatten(-1, size) if size else x.squeeze(-1) for x, size in pairs)
+
+
+def _write(checkpoint: Tensor, states: States) -> None:
+    """Write the states before a sequence into its first checkpoint, where kernels need not."""
+    lead = checkpoint.ndim - 1
+    parts = [x.unsqueeze(-1) if x.ndim == lead else x.flatten(lead) for x in states]
+    checkpoint.copy_(torch.cat(parts, -1))
+
+
+def _guess(start: Sequence[Tensor], cut: Cut) -> States:
+    """Return the initial states, and zero before other segments, (B, S, H, ...)."""
+    others = [x.new_zeros((len(x), cut.segments - 1, *x.shape[1:])) for x in start]
+    return tuple(torch.cat([x.unsqueeze(1), y], 1) for x, y in zip(start, others, strict=True))
+
+
+def _agree(guess: States, ends: States) -> bool:
+    """Check whether every segment begins where the one before it ends, see GAP_ULPS."""
+    agree = []
+    for begin, end in zip(guess, ends, strict=True):
+        size = torch.maximum(begin.abs().amax(1), end.abs().amax(1))
+        gap = (end[:, :-1] - begin[:, 1:]).abs().amax(1)
+        agree.append((gap <= GAP_ULPS * torch.finfo(gap.dtype).eps * size).all())
+    return bool(torch.stack(agree).all())
+
+
+def _linearise(
+    program: Program, entries: Entries, rows: Arguments, cut: Cut, launches: Launches
+) -> tuple[States, Jacobian]:
+    """Return the states after each segment, and their derivatives by those before it."""
+    companion = with_jacobians(program, rows.dtype)
+    own = replace(rows, initial=(*rows.initial, *_unit(entries, rows.initial)))
+    final = _by_segment(matrix.solve(companion, own, launches).final, cut, rows)
+    count = len(rows.initial)
+    return final[:count], dict(zip(entries.pairs, final[count:], strict=True))
+
+
+def _unit(entries: Entries, states: States) -> States:
+    return tuple(torch.full_like(states[i], float(i == j)) for i, j in entries.pairs)
+
+
+def _update(entries: Entries, guess: States, ends: States, jacobian: Jacobian) -> States:
+    """Return better guesses, by a step of Newton's method."""
+    gaps = [end[:, :-1] - begin[:, 1:] for end, begin in zip(ends, guess, strict=True)]
+    before_last = {pair: x[:, :-1] for pair, x in jacobian.items()}
+    moves = compose(entries, before_last, gaps)
+    pairs = zip(guess, moves, strict=True)
+    return tuple(torch.cat([x[:, :1], x[:, 1:] + move], 1) for x, move in pairs)
+
+
+def _adjoints(
+    program: Program,
+    entries: Entries,
+    rows: Arguments,
+    cut: Cut,
+    grad_output: Tensor | None,
+    grad_final: States,
+    demand: States | None,
+    launches: Launches,
+) -> States:
+    """Return what arrives at the states after each segment, (B, S, H, ...).
+
+    demand: what the outputs of rows ask of their initial states, if it is known.
+    """
+    companion, own, count = with_jacobians(program, rows.dtype), rows, len(rows.initial)
+    others = _unit(entries, rows.initial)
+    if demand is None and grad_output is not None:
+        companion = with_adjoints(program, rows.dtype)
+        own = _with_gate(program, rows, grad_output)
+        others += tuple(torch.zeros_like(x) for x in rows.initial)
+    own = replace(own, initial=(*rows.initial, *others))
+    final = _by_segment(matrix.solve(companion, own, launches).final, cut, rows)
+    jacobian = dict(zip(entries.pairs, final[count : count + len(entries.pairs)], strict=True))
+    if demand is not None:
+        demand = _by_segment(demand, cut, rows)
+    else:
+        demand = final[count + len(jacobian) :] or tuple(map(torch.zeros_like, final[:count]))
+    # That of the last segment, and the others by those after them.
+    last = {pair: x[:, -1:] for pair, x in jacobian.items()}
+    arriving = [x.unsqueeze(1) for x in grad_final]
+    changes = apply_transposed(entries, last, arriving)
+    rhs = [
+        torch.cat([x[:, 1:-1], x[:, -1:] if y is None else x[:, -1:] + y], 1)
+        for x, y in zip(demand, changes, strict=True)
+    ]
+    later = pull_back(entries, {pair: x[:, 1:] for pair, x in jacobian.items()}, rhs)
+    return tuple(torch.cat(pair, 1) for pair in zip(later, arriving, strict=True))
+
+
+def _with_gate(program: Program, rows: Arguments, grad_output: Tensor) -> Arguments:
+    """Return rows with one more gate, the gradients of outputs (B S, size, H, V)."""
+    sizes = program.head_sizes
+    assert sizes is not None
+    gates = torch.cat([sizes.by_head(rows.gates), grad_output.to(rows.gates.dtype)], -1)
+    bias = rows.bias
+    if bias is not None:
+        by_head = bias.unflatten(-1, (sizes.heads, sizes.width))
+        bias = torch.nn.functional.pad(by_head, (0, sizes.output[1])).flatten(-2)
+    return replace(rows, gates=gates.unsqueeze(2), bias=bias)
+
+
+def _together(
+    args: Arguments,
+    cut: Cut,
+    grads: Gradients,
+    last: Gradients | None,
+    starts: States,
+    wanted: Sequence[str],
+) -> Gradients:
+    """Return the gradients of a call, of those of its segments and of the other steps."""
+    gates = torch.empty_like(args.gates)
+    main, tail = _slices(args, cut)
+    gates[:, main] = grads.gates.reshape(gates[:, main].shape)
+    bias, params = grads.bias, grads.params
+    if last is not None:
+        gates[:, tail] = last.gates
+        bias = None if bias is None or last.bias is None else bias + last.bias
+        params = tuple(a + b for a, b in zip(params, last.params, strict=True))
+    wants = args.initial if "initial" in wanted else ()
+    casts = zip(starts[: len(wants)], wants, strict=True)
+    return grads._replace(
+        gates=gates,
+        bias=bias,
+        params=params,
+        initial=tuple(x.to(h.dtype).contiguous() for x, h in casts),
+    )

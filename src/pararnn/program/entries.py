@@ -1,0 +1,195 @@
+"""Matrix cells whose entries do not meet: their steps with derivatives carried along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.base import Cell, Step
+from pararnn.cells.matrix import VALUES, Axes
+from pararnn.program.derive import flat, gradients, leaves_of
+from pararnn.program.matrix import (
+    MatrixTrace,
+    axes_by_kind,
+    passes_of,
+    trace_head,
+    trace_step,
+)
+from pararnn.program.program import Program
+from pararnn.program.statements import Point, Statements, Value, sources_of
+
+Pair = tuple[int, int]
+"""(i, j): an entry of state i may depend on the entry of state j that has the same indices."""
+Run = Callable[..., tuple[Tensor, ...]]
+
+
+class Entries(NamedTuple):
+    """Derivatives that a segment of time carries along, one for each of `pairs`.
+
+    axes: of the states. Those of state j are among those of state i, and a derivative has those of
+    state i.
+    """
+
+    axes: tuple[Axes, ...]
+    pairs: tuple[Pair, ...]
+
+
+def why_entries_meet(program: Program) -> str | None:
+    """Return the reason why entries of a matrix cell's states depend on others, or None."""
+    if program.why_no_family is not None:
+        return program.why_no_family
+    depends = _dependences(program)
+    return depends if isinstance(depends, str) else None
+
+
+def entries_of(program: Program) -> Entries:
+    """Return what segments of a cell carry along. Needs `why_entries_meet` to have no reason."""
+    depends = _dependences(program)
+    assert not isinstance(depends, str)
+    reach = [set(own) | {i} for i, own in enumerate(depends)]
+    for _ in reach:  # paths of any length
+        reach = [own.union(*(reach[j] for j in own)) for own in reach]
+    pairs = [(i, j) for i, own in enumerate(reach) for j in sorted(own)]
+    return Entries(tuple(axes_by_kind(program.step)["state"]), tuple(pairs))
+
+
+@lru_cache(maxsize=1024)
+def _dependences(program: Program) -> tuple[frozenset[int], ...] | str:
+    """Return the states on which each new one depends, or the reason why entries meet."""
+    own = passes_of(program.step, next(iter(program.matrix.values()))).advance
+    names = program.states
+    reads = {
+        value: frozenset({number})
+        for (kind, number), value in own.inputs.items()
+        if kind == "state"
+    }
+    nothing: frozenset[int] = frozenset()
+    for value in own.values:
+        states = nothing.union(*(reads.get(source, nothing) for source in sources_of(value)))
+        if states and not isinstance(value.definition, Point):
+            return (
+                f"{program.cell_name}'s step sums entries of its state {names[min(states)]!r}; "
+                "time is cut only where an entry's next value depends on that entry alone"
+            )
+        reads[value] = states
+    return tuple(_reads_of(own, reads, i) for i in range(program.num_states))
+
+
+def _reads_of(own: Statements, reads: dict[Value, frozenset[int]], number: int) -> frozenset[int]:
+    values = [value for target, value in own.writes if target.number == number]
+    return frozenset().union(*(reads[value] for value in values if isinstance(value, Value)))
+
+
+@lru_cache(maxsize=1024)
+def with_jacobians(program: Program, dtype: torch.dtype) -> Program:
+    """Return the program of a cell's states and of their derivatives by those before the first
+    step, in a compute dtype. Its output is zero."""
+    return _companion(program, dtype, "Jacobians", with_adjoints=False)
+
+
+@lru_cache(maxsize=1024)
+def with_adjoints(program: Program, dtype: torch.dtype) -> Program:
+    """Return the program of `with_jacobians` with one more gate, the gradient that arrives at the
+    output of a step, and a state for each of the cell's: the gradient by the one before the first
+    step."""
+    return _companion(program, dtype, "Adjoints", with_adjoints=True)
+
+
+def _companion(program: Program, dtype: torch.dtype, name: str, *, with_adjoints: bool) -> Program:
+    base, entries = program.step, entries_of(program)
+    axes = base.cls.head_axes
+    assert axes is not None
+    states = dict(axes.states) | {f"d{i}_d{j}": entries.axes[i] for i, j in entries.pairs}
+    gates = dict(axes.gates)
+    if with_adjoints:
+        states |= {f"grad_{j}": own for j, own in enumerate(entries.axes)}
+        gates |= {"grad_output": (VALUES,)}
+    parts: dict[str, Any] = {"states": states, "gates": gates, "__module__": base.cls.__module__}
+    cls: type[Cell] = type(f"{base.cls.__name__}{name}", (base.cls,), parts)
+    config = {key: getattr(base.view, key) for key in cls.config}
+    step = Step(cls, config, base.training, base.sizes)
+
+    def forward(own: Step, of_base: Step) -> Run:
+        run = _carry(of_base, entries, with_adjoints)
+        sizes = own.head_sizes
+        assert sizes is not None
+        values = sizes.output[1]
+        return lambda *t: (*run(t[: own.num_states], t[own.num_states :]), t[0].new_zeros(values))
+
+    def gradient(own: Step) -> Run:  # nothing differentiates it
+        count = own.num_rows + len(own.cls.params)
+        return lambda *t: tuple(torch.zeros_like(x) for x in t[:count])
+
+    small, small_base = trace_step(step), trace_step(base)
+    with torch.no_grad():
+        trace = MatrixTrace(
+            trace_head(small, forward(small, small_base), dtype, "step"),
+            trace_head(small, gradient(small), dtype, "step", with_cotangents=True),
+            trace_head(step, forward(step, base), dtype, "step"),
+            trace_head(step, gradient(step), dtype, "step", with_cotangents=True),
+        )
+    return replace(
+        program,
+        key=f"{program.key}.{name}",
+        cell_name=cls.__name__,
+        states=tuple(states),
+        gates=tuple(gates),
+        step=step,
+        matrix={dtype: trace},
+    )
+
+
+def _carry(base: Step, entries: Entries, with_adjoints: bool) -> Run:
+    """Return the function of all states, and of gates and parameters, to the new states."""
+    count, pairs = base.num_states, entries.pairs
+    step = flat(base, base)
+    readout = flat(base, lambda s, x, p: base.call("readout", s, x, p))
+
+    @torch.enable_grad()
+    def run(states: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        arriving: Sequence[Tensor] = ()
+        if with_adjoints:
+            arriving, others = _take(base, others)
+        jacobians = dict(zip(pairs, states[count : count + len(pairs)], strict=True))
+        own = leaves_of(states[:count])
+        new = step(*own, *others)
+        along = leaves_of([torch.zeros_like(x) for x in new])
+        pull = gradients(new, own, along, create_graph=True)
+        results: dict[Pair, Tensor] = {}
+        for j in range(count):
+            # The gradient of a gradient by what arrived there is a derivative along a direction.
+            directions = [
+                jacobians.get((m, j), torch.zeros_like(x)) for m, x in enumerate(states[:count])
+            ]
+            columns = gradients(pull, along, directions)
+            results |= {(i, j): columns[i] for i in range(count) if (i, j) in jacobians}
+        derivatives = [results[pair] for pair in pairs]
+        out = [*(x.detach() for x in new), *derivatives]
+        if with_adjoints:
+            at = leaves_of(new)
+            output = readout(*at, *others) if base.has_readout else at[0]
+            by_state = gradients([output], at, arriving)
+            sums = [*states[count + len(pairs) :]]
+            for (i, j), derivative in results.items():
+                own_axes = entries.axes[i], entries.axes[j]
+                sums[j] = sums[j] + _sum_to(derivative * by_state[i], *own_axes)
+            out += sums
+        return tuple(out)
+
+    return run
+
+
+def _take(base: Step, others: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the gate that comes after those of the base, and the others."""
+    at = base.num_rows - base.num_states
+    return others[at : at + 1], [*others[:at], *others[at + 1 :]]
+
+
+def _sum_to(x: Tensor, axes: Axes, wanted: Axes) -> Tensor:
+    dims = [i - len(axes) for i, axis in enumerate(axes) if axis not in wanted]
+    return x.sum(dims) if dims else x

@@ -1,0 +1,100 @@
+"""Composition of maps of segments of time, whose derivatives are by entries of states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, cat
+
+from pararnn.program.entries import Entries, Pair
+
+LEAD = 3
+"""Dimensions (B, S, H) in front of a state's axes."""
+Jacobian = Mapping[Pair, Tensor]
+"""Derivatives (B, S, H, ...) of S maps, each with the axes of its state."""
+
+
+def compose(entries: Entries, jacobian: Jacobian, rhs: Sequence[Tensor]) -> list[Tensor]:
+    """Return x_s = J_s x_{s-1} + r_s for all S maps, x_{-1} = 0; rhs: (B, S, H, ...) a state."""
+    return _scan(entries, jacobian, rhs, pulls_back=False)
+
+
+def pull_back(entries: Entries, jacobian: Jacobian, rhs: Sequence[Tensor]) -> list[Tensor]:
+    """Return g_s = J_s^T g_{s+1} + r_s for all S maps, g_S = 0."""
+    backwards = {pair: x.flip(1) for pair, x in jacobian.items()}
+    total = _scan(entries, backwards, [r.flip(1) for r in rhs], pulls_back=True)
+    return [x.flip(1) for x in total]
+
+
+def apply(entries: Entries, jacobian: Jacobian, x: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return J x, None where it is zero."""
+    total: list[Tensor | None] = [None] * len(x)
+    for (i, j), own in jacobian.items():
+        total[i] = _plus(total[i], own * _spread(entries, x[j], j, i))
+    return total
+
+
+def apply_transposed(
+    entries: Entries, jacobian: Jacobian, x: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return J^T x, None where it is zero."""
+    total: list[Tensor | None] = [None] * len(x)
+    for (i, j), own in jacobian.items():
+        total[j] = _plus(total[j], _sum_to(entries, own * x[i], i, j))
+    return total
+
+
+def _scan(
+    entries: Entries, jacobian: Jacobian, rhs: Sequence[Tensor], *, pulls_back: bool
+) -> list[Tensor]:
+    """Compose each map with those before it, twice as many a round."""
+    maps, total = dict(jacobian), list(rhs)
+    count, shift = total[0].shape[1], 1
+    while shift < count:
+        first, later = ({p: x[:, at] for p, x in maps.items()} for at in _halves(shift))
+        past = [x[:, : count - shift] for x in total]
+        own = apply_transposed if pulls_back else apply
+        changes = own(entries, later, past)
+        total = [
+            x if y is None else cat([x[:, :shift], x[:, shift:] + y], 1)
+            for x, y in zip(total, changes, strict=True)
+        ]
+        order = (first, later) if pulls_back else (later, first)
+        if 2 * shift < count:
+            products = _product(entries, *order)
+            maps = {p: cat([x[:, :shift], products[p]], 1) for p, x in maps.items()}
+        shift *= 2
+    return total
+
+
+def _halves(shift: int) -> tuple[slice, slice]:
+    return slice(None, -shift), slice(shift, None)
+
+
+def _product(entries: Entries, last: Jacobian, first: Jacobian) -> dict[Pair, Tensor]:
+    """Return the derivatives of maps `last` after maps `first`."""
+    total: dict[Pair, Tensor | None] = dict.fromkeys(last)
+    for (i, m), own in last.items():
+        for (n, j), other in first.items():
+            if n == m:
+                total[i, j] = _plus(total[i, j], own * _spread(entries, other, m, i))
+    return {pair: x for pair, x in total.items() if x is not None}
+
+
+def _plus(x: Tensor | None, y: Tensor) -> Tensor:
+    return y if x is None else x + y
+
+
+def _spread(entries: Entries, x: Tensor, own: int, other: int) -> Tensor:
+    """Return a tensor of state `own` as one that goes with those of state `other`."""
+    for at, axis in enumerate(entries.axes[other]):
+        if axis not in entries.axes[own]:
+            x = x.unsqueeze(LEAD + at)
+    return x
+
+
+def _sum_to(entries: Entries, x: Tensor, own: int, other: int) -> Tensor:
+    """Return the sum of a tensor of state `own` over the axes that state `other` has not."""
+    axes = enumerate(entries.axes[own])
+    dims = [LEAD + at for at, axis in axes if axis not in entries.axes[other]]
+    return x.sum(dims) if dims else x

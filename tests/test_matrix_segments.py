@@ -1,0 +1,189 @@
+"""Segments of time of matrix cells whose entries do not meet, against loops."""
+
+import emulated
+import pytest
+import torch
+from matrix_cells import Call, make_call
+from table import needs_compiler
+from test_matrix import _as_tuple, _close, _compare
+
+import pararnn
+from pararnn import Param
+from pararnn.engines.fused import segments
+from pararnn.errors import EngineError
+from pararnn.program.entries import Entries, entries_of, why_entries_meet
+from pararnn.solve import one_gate, prepare, run
+from pararnn.solvers.entry_maps import compose, pull_back
+from pararnn.zoo import M2RNNCell, MLSTMCell
+
+SEGMENTS = {"solver": "newton", "backend": "fused"}
+LOOP = {"solver": "sequential", "backend": "fused"}
+
+
+class Entrywise(pararnn.Cell):
+    """A gated memory, each entry of which is nonlinear in itself."""
+
+    states = {"H": ("K", "V")}
+    gates = {"k": "K", "q": "K", "v": "V", "f": ""}
+    params = {"a": Param("H,K,V")}
+
+    def step(self, state, gate, param):
+        new = torch.tanh(param.a * state.H + gate.k[..., :, None] * gate.v[..., None, :])
+        f = torch.sigmoid(gate.f)[..., None, None]
+        return f * state.H + (1 - f) * new
+
+    def readout(self, state, gate, param):
+        return (gate.q[..., None, :] @ state.H).squeeze(-2)
+
+
+def _call(steps, dtype=torch.float32, f=0.0, rows=2):
+    """A call; f: added to the gate that keeps."""
+    torch.manual_seed(0)
+    cell = Entrywise(6, num_heads=2, K=4, dtype=dtype)
+    gates = torch.randn(rows, steps, 2, cell.head_sizes.width, dtype=dtype)
+    gates[..., -1] += f
+    initial = torch.randn(rows, 2, 4, 3, dtype=dtype)
+    return Call(cell, gates.requires_grad_(), (initial.requires_grad_(),))
+
+
+def _results(call, pair, count, **options):
+    with pararnn.using(segments=count):
+        output, final = pararnn.solve(call.cell, call.gates, call.initial, **options, **pair)
+    values = [output, *_as_tuple(final)]
+    torch.manual_seed(1)
+    arriving = [torch.randn(v.shape, dtype=torch.float64).to(v) for v in values]
+    return [*values, *torch.autograd.grad(values, call.leaves(), arriving)]
+
+
+def _both(call, count, dtype, **options):
+    pairs = ((SEGMENTS, count), (LOOP, None))
+    _close(*[_results(call, *pair, **options) for pair in pairs], dtype)
+
+
+def _sweeps(call, count):
+    """Sweeps, and rows that the loop ran."""
+    with pararnn.using(segments=count):
+        args = prepare(call.cell, one_gate(call.cell, call.gates.detach()), call.initial)
+        return run(pararnn.program_of(call.cell), args, "newton", "fused").info[0].tolist()
+
+
+@needs_compiler
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("resets", [False, True])
+def test_states_that_depend_on_others_of_fewer_axes(reverse, resets):
+    """Four segments of 32 steps, and 5 that are left."""
+    call = make_call("mlstm", 2, 133)
+    reset = torch.rand(2, 133) < 0.02 if resets else None
+    with pararnn.using(segments=5):
+        _compare("mlstm", call, reset=reset, reverse=reverse, **SEGMENTS)
+
+
+@needs_compiler
+@pytest.mark.parametrize("f", [0.0, 8.0])
+def test_entries_that_forget_or_do_not(f):
+    call = _call(320, f=f)
+    _both(call, 5, torch.float32)
+    sweeps, loops = _sweeps(call, 5)
+    assert 1 <= sweeps <= 3
+    assert loops == 0
+
+
+@needs_compiler
+def test_segments_that_never_agree_run_by_the_loop(monkeypatch):
+    """Also for NaN, which is where the loop has it."""
+    call = _call(160)
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "GAP_ULPS", -1)
+        assert _sweeps(call, 5) == [segments.MAX_SWEEPS, 2]
+        _both(call, 5, torch.float32)
+    with torch.no_grad():
+        call = _call(160)
+        call.gates[1, 70, 0, 3] = torch.nan
+    ours, reference = (_results(call, pair, 5)[0] for pair in (SEGMENTS, LOOP))
+    torch.testing.assert_close(ours, reference, equal_nan=True)
+
+
+@needs_compiler
+def test_layers_with_biases_and_the_contract():
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(Entrywise, 6, 6, num_heads=2, K=4, dtype=torch.float32)
+    with torch.no_grad():
+        layer.layers[0].bias.normal_()
+    x = torch.randn(2, 96, 6)
+    with pararnn.using(segments=3):
+        assert pararnn.explain(layer, x.shape, **SEGMENTS).split == (3, 32, 0)
+        report = pararnn.verify(layer, x, **SEGMENTS)
+        assert report.passed, report
+        layer(x, cu_seqlens=None, **SEGMENTS)
+        assert layer.layers[0].last_solve.sweeps >= 1
+        row = x[:1]
+        ends = [0, 40, 96]
+        _close(*[[layer(row, cu_seqlens=ends, **pair)[0]] for pair in (SEGMENTS, LOOP)],
+               torch.float32)  # fmt: skip
+
+
+@needs_compiler
+def test_gradients_of_outputs_or_of_final_states_alone():
+    call = _call(96)
+    for part in (0, 1):
+        grads = []
+        for pair in (SEGMENTS, LOOP):
+            with pararnn.using(segments=3):
+                results = pararnn.solve(call.cell, call.gates, call.initial, **pair)
+            loss = _as_tuple(results[part])[0].square().sum()
+            grads.append(torch.autograd.grad(loss, [call.gates, call.cell.a]))
+        _close(*grads, torch.float32)
+
+
+@needs_compiler
+def test_cuda_kernels_in_segments(monkeypatch):
+    """On a CPU, by the emulator."""
+    emulated.install(emulated.gpu(), monkeypatch)
+    _both(_call(70, torch.bfloat16, rows=1), 2, torch.bfloat16)
+
+
+def test_entries_that_meet_are_refused():
+    cell = M2RNNCell(6, num_heads=2, K=4)
+    gates = torch.randn(1, 40, 2, cell.head_sizes.width)
+    with pytest.raises(EngineError, match="sums entries of its state 'H'"):
+        pararnn.solve(cell, gates, **SEGMENTS)
+    assert "sums entries" in str(pararnn.explain(cell, gates.shape))
+
+
+def test_maps_compose():
+    """A matrix, a vector and a number, each of which depends on those after it."""
+    torch.manual_seed(0)
+    axes = (("K", "V"), ("K",), ())
+    sizes = ((4, 3), (4,), ())
+    entries = Entries(axes, tuple((i, j) for i in range(3) for j in range(i, 3)))
+    draw = lambda i: torch.randn(2, 7, 2, *sizes[i], dtype=torch.float64)  # noqa: E731
+    jacobian, rhs = {pair: draw(pair[0]) for pair in entries.pairs}, [draw(i) for i in range(3)]
+
+    def apply(s, x):
+        spread = ((..., slice(None), None), (..., None, None), (..., None))
+        matrix, vector, number = x
+        at = {pair: own[:, s] for pair, own in jacobian.items()}
+        return [
+            at[0, 0] * matrix + at[0, 1] * vector[spread[0]] + at[0, 2] * number[spread[1]],
+            at[1, 1] * vector + at[1, 2] * number[spread[2]],
+            at[2, 2] * number,
+        ]
+
+    state = [torch.zeros_like(r[:, 0]) for r in rhs]
+    own = compose(entries, jacobian, rhs)
+    for s in range(7):
+        state = [x + r[:, s] for x, r in zip(apply(s, state), rhs, strict=True)]
+        _close([x[:, s] for x in own], state)
+    total = [torch.zeros_like(r[:, 0]) for r in rhs]
+    own = pull_back(entries, jacobian, rhs)
+    for s in reversed(range(7)):
+        leaves = [x.clone().requires_grad_() for x in total]
+        pull = torch.autograd.grad(apply(s, leaves), leaves, total)
+        total = [x + r[:, s] for x, r in zip(pull, rhs, strict=True)]
+        _close([x[:, s] for x in own], total)
+
+
+def test_kinds_of_cells_that_segments_serve():
+    program = pararnn.program_of(MLSTMCell(6, num_heads=2, K=4))
+    assert why_entries_meet(program) is None
+    assert entries_of(program).pairs == ((0, 0), (0, 2), (1, 1), (1, 2), (2, 2))
